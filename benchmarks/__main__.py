@@ -3,9 +3,10 @@
     python -m benchmarks [PART ...] --out DIR [--minutes N]
     python -m benchmarks --table [--update]
 
-Writes ``benchmarks.json`` after each part, and pictures, to DIR. Without a PART all but ``train`` run. Sizes are full on a GPU and small on
-the CPU. With --isolate each part has a process of its own: one that crashes or hangs costs the others nothing. Returns 1 where a part
-failed or a result of fp8kit is wrong, 2 for arguments that are none; a missed target is printed and changes nothing.
+Writes ``benchmarks.json`` after each part, and pictures, to DIR. Without a PART all but ``train`` run. Sizes
+are full on a GPU and small on the CPU. With --isolate each part has a process of its own: one that crashes or
+hangs costs the others nothing. Returns 1 where a part failed or a result of fp8kit is wrong, 2 for arguments
+that are none; a missed target is printed and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,21 +32,36 @@ PART_SECONDS = 600.0  # that an isolated part may take
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments."""
-    parser = Parser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help="some of the parts; --list names them")
     parser.add_argument("--list", action="store_true", help="say what there is to run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results")
     parser.add_argument("--minutes", type=minutes, metavar="N", help="begin nothing new after N minutes")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
-    parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each contender (6; on the CPU 2)")
+    parser.add_argument(
+        "--rounds", type=positive, metavar="N", help="turns of each contender (6; on the CPU 2)"
+    )
     parser.add_argument("--isolate", action="store_true", help="a process for each part")
-    parser.add_argument("--table", action="store_true", help=f"print README's table of {table.RESULTS.relative_to(table.ROOT)}")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help=f"print README's table of {table.RESULTS.relative_to(table.ROOT)}",
+    )
     parser.add_argument("--update", action="store_true", help="with --table: write it into README.md")
     options = parser.parse_args(arguments)
     if options.update and not options.table:
         parser.error("argument --update: not allowed without argument --table")
-    beside = {"PART": options.parts, "--list": options.list, "--out": options.out, "--minutes": options.minutes, "--device": options.device,
-              "--rounds": options.rounds, "--isolate": options.isolate}
+    beside = {
+        "PART": options.parts,
+        "--list": options.list,
+        "--out": options.out,
+        "--minutes": options.minutes,
+        "--device": options.device,
+        "--rounds": options.rounds,
+        "--isolate": options.isolate,
+    }
     for name, given in beside.items():
         if options.table and given:
             parser.error(f"argument {name}: not allowed with argument --table")
@@ -55,7 +71,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on a CPU torch's threads, not imported yet, would spin while the engine's work
+    # on a CPU torch's threads, not imported yet, would spin while the engine's work
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = parse(arguments)
     if options.table:
         return show_table(options.update)
@@ -71,18 +88,29 @@ def measure(options: argparse.Namespace) -> int:
     from benchmarks.parts import PARTS
 
     if options.list:
-        print("\n".join(f"{part.name:12}{part.about}{'' if part.usual else ' (only where it is named)'}" for part in PARTS))
+        print(
+            "\n".join(
+                f"{part.name:12}{part.about}{'' if part.usual else ' (only where it is named)'}"
+                for part in PARTS
+            )
+        )
         return 0
     names = [part.name for part in PARTS]
     unknown = sorted(set(options.parts) - set(names))
     if unknown:
-        options.refuse(f"argument PART: no such part: {', '.join(unknown)}; --list names them{meant(unknown[0], names).rstrip('?')}")
+        options.refuse(
+            f"argument PART: no such part: {', '.join(unknown)}; --list names them{meant(unknown[0], names).rstrip('?')}"
+        )
     if options.out is None:
         options.refuse("the following arguments are required: --out")
     chosen = [part for part in PARTS if part.name in options.parts or (part.usual and not options.parts)]
     folder(options.out)
     setting = setting_of(options)
-    report = isolated(chosen, setting, options) if options.isolate else together(chosen, setting, options.out / FILE)
+    report = (
+        isolated(chosen, setting, options)
+        if options.isolate
+        else together(chosen, setting, options.out / FILE)
+    )
     return finish(report, options.out)
 
 
@@ -93,7 +121,9 @@ def setting_of(options: argparse.Namespace) -> Setting:
         given["rounds"] = options.rounds
     if options.minutes is not None:
         given["deadline"] = time.monotonic() + 60 * options.minutes
-    return reports.setting_for(device_of(argparse.Namespace(command="benchmarks", device=options.device)), **given)
+    return reports.setting_for(
+        device_of(argparse.Namespace(command="benchmarks", device=options.device)), **given
+    )
 
 
 def peers() -> dict[str, str]:
@@ -111,7 +141,9 @@ def together(parts: Sequence[reports.Part], setting: Setting, path: Path) -> Rep
         report.about["versions"] |= peers()
         report.write(path)
 
-    return reports.run(parts, setting, write, say, None, clocks_of(setting) if setting.device.kind == "cuda" else None)
+    return reports.run(
+        parts, setting, write, say, None, clocks_of(setting) if setting.device.kind == "cuda" else None
+    )
 
 
 def say(text: str) -> None:
@@ -120,11 +152,21 @@ def say(text: str) -> None:
 
 
 def isolated(parts: Sequence[reports.Part], setting: Setting, options: argparse.Namespace) -> Report:
-    """Each part by a process of its own, whose report is taken over; what a process does not report has failed."""
+    """Each part by a process of its own, whose report is taken over; what a process does not report has
+    failed."""
 
     def child(part: reports.Part) -> tuple[dict[str, Any], dict[str, Any]]:
         folder = options.out / "parts" / part.name
-        order = [sys.executable, "-m", "benchmarks", part.name, "--out", str(folder), "--device", str(setting.device)]
+        order = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            part.name,
+            "--out",
+            str(folder),
+            "--device",
+            str(setting.device),
+        ]
         order += ["--rounds", str(setting.rounds)]
         start, said = time.perf_counter(), "it cannot be started"
         limit = min(PART_SECONDS, setting.left())
@@ -167,14 +209,17 @@ def finish(report: Report, out: Path) -> int:
     print(targets.text(report.targets, report.parts))
     for path in draw(report, out):
         print(path)
-    failures = report.failures(ours) or ([] if report.measured() else ["nothing was measured: there was no time"])
+    failures = report.failures(ours) or (
+        [] if report.measured() else ["nothing was measured: there was no time"]
+    )
     for failure in failures:
         print(f"python -m benchmarks: FAILED: {failure}", file=sys.stderr)
     return int(bool(failures))
 
 
 def ours(row: Row) -> bool:
-    """Whether a row is one of fp8kit: another library's failure is reported, and is none of this run. Parts without contenders are ours."""
+    """Whether a row is one of fp8kit: another library's failure is reported, and is none of this run. Parts
+    without contenders are ours."""
     return not row["case"].startswith(("torch", "plain JAX", "Transformer Engine"))
 
 

@@ -1,4 +1,5 @@
-"""The parts of ``python -m benchmarks``: those of ``fp8kit bench`` with the peers beside, and what only a checkout has."""
+"""The parts of ``python -m benchmarks``: those of ``fp8kit bench`` with the peers beside, and what only a
+checkout has."""
 
 from __future__ import annotations
 
@@ -25,18 +26,28 @@ def jax_part(setting: Setting) -> list[Row]:
 
 
 PARTS = (
-    Part("layer", "a TransformerLayer at four sizes, all doors and peers; the skeleton of the same run",
-         partial(layer_part, peak=torch_cases.TorchPeak, **_PEERS)),
+    Part(
+        "layer",
+        "a TransformerLayer at four sizes, all doors and peers; the skeleton of the same run",
+        partial(layer_part, peak=torch_cases.TorchPeak, **_PEERS),
+    ),
     Part("kernels", "each memory-bound kernel beside a copy of the same bytes", kernels_part),
     Part("host", "the host's time on a tiny Linear", partial(host_part, **_PEERS)),
     Part("start", "the first step of a fresh process, kernel cache empty and warm", start_part),
-    Part("gemm", "the layer's FP8 products beside cuBLASLt's best algorithms and torch's",
-         partial(gemm_part, peers=torch_kernels.products)),
+    Part(
+        "gemm",
+        "the layer's FP8 products beside cuBLASLt's best algorithms and torch's",
+        partial(gemm_part, peers=torch_kernels.products),
+    ),
     Part("attention", "causal attention alone", partial(attention_part, peers=torch_kernels.attentions)),
     Part("modules", "LayerNormMLP and Linear", partial(modules_part, peak=torch_cases.TorchPeak, **_PEERS)),
     Part("memory", "where the tensors go that are kept for backward", memory_part),
     Part("jax", "the layer inside jax.jit", jax_part),
-    Part("breakeven", "from which size on FP8 pays, eager and as a graph", partial(breakeven_part, contenders=torch_cases.breakeven)),
+    Part(
+        "breakeven",
+        "from which size on FP8 pays, eager and as a graph",
+        partial(breakeven_part, contenders=torch_cases.breakeven),
+    ),
     Part("error", "a Linear's error against float64, for each recipe", error.error_part),
     Part("train", "training in bfloat16 and FP8 from several seeds; minutes", train.train_part, usual=False),
-)  # fmt: skip
+)

@@ -14,12 +14,26 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/h200/benchmarks.json"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 _CASES = (
-    "torch eager bf16", "torch eager bf16, cuDNN attention", "torch.compile bf16",
-    "fp8kit native bf16", "fp8kit native FP8 delayed", "fp8kit native FP8 current", "fp8kit native FP8 block", SAME_BITS,
-    "fp8kit_torch bf16", "fp8kit_torch FP8 delayed", "fp8kit_torch FP8 current",
-    "torch eager bf16, graph", "fp8kit native FP8 delayed, graph", "fp8kit_torch FP8 delayed, graph", CALLABLES,
-    "Transformer Engine FP8 delayed", "torchao FP8 tensorwise, torch.compile", "fp8kit_jax FP8", "skeleton",
-)  # fmt: skip
+    "torch eager bf16",
+    "torch eager bf16, cuDNN attention",
+    "torch.compile bf16",
+    "fp8kit native bf16",
+    "fp8kit native FP8 delayed",
+    "fp8kit native FP8 current",
+    "fp8kit native FP8 block",
+    SAME_BITS,
+    "fp8kit_torch bf16",
+    "fp8kit_torch FP8 delayed",
+    "fp8kit_torch FP8 current",
+    "torch eager bf16, graph",
+    "fp8kit native FP8 delayed, graph",
+    "fp8kit_torch FP8 delayed, graph",
+    CALLABLES,
+    "Transformer Engine FP8 delayed",
+    "torchao FP8 tensorwise, torch.compile",
+    "fp8kit_jax FP8",
+    "skeleton",
+)
 
 
 def table(report: Report) -> str:
@@ -33,12 +47,17 @@ def table(report: Report) -> str:
     cases = [case for case in _CASES if any("gpu_ms" in rows.get(case, {}) for rows in layers.values())]
     if cases:
         lines += [f"| forward + backward, ms | {' | '.join(layers)} |", f"|---|{'---|' * len(layers)}"]
-        lines += [f"| {case} | {' | '.join(_cell(rows.get(case, {})) for rows in layers.values())} |" for case in cases] + [""]
+        lines += [
+            f"| {case} | {' | '.join(_cell(rows.get(case, {})) for rows in layers.values())} |"
+            for case in cases
+        ] + [""]
     lines += ["| | measured | must | goal | |", "|---|---|---|---|---|"]
     for row in report.targets:
         value = shown(row["value"], row["unit"]) if "value" in row else "-"
         sign = "at least " if row["more"] else ""
-        lines.append(f"| {row['what']} | {value} | {sign}{row['must']:g} | {sign}{row['goal']:g} | {row['verdict']} |")
+        lines.append(
+            f"| {row['what']} | {value} | {sign}{row['must']:g} | {sign}{row['goal']:g} | {row['verdict']} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -49,9 +68,12 @@ def _cell(row: Row) -> str:
 
 
 def block(text: str) -> str:
-    """What stands between the markers of a document. Fp8kitError where it does not have both of them, once."""
+    """What stands between the markers of a document. Fp8kitError where it does not have both of them,
+    once."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise Fp8kitError(expected("table", "document", "no such pair", f"one {BEGIN} and one {END} after it"))
+        raise Fp8kitError(
+            expected("table", "document", "no such pair", f"one {BEGIN} and one {END} after it")
+        )
     return text.partition(BEGIN)[2].partition(END)[0]
 
 

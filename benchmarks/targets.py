@@ -1,4 +1,5 @@
-"""What speed is wanted, as a table, and the verdicts on one run: every row is evaluated from figures that one run took in turn."""
+"""What speed is wanted, as a table, and the verdicts on one run: every row is evaluated from figures that one
+run took in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from fp8kit.bench.skeleton import NAME as SKELETON
 
 # contenders, by the names of their rows
 CALLABLES = "fp8kit_torch FP8 delayed, graphed callables"
-EAGER, CUDNN, COMPILED, GRAPH = "torch eager bf16", "torch eager bf16, cuDNN attention", "torch.compile bf16", "torch eager bf16, graph"
+EAGER, CUDNN, COMPILED, GRAPH = (
+    "torch eager bf16",
+    "torch eager bf16, cuDNN attention",
+    "torch.compile bf16",
+    "torch eager bf16, graph",
+)
 NATIVE, TORCH = "fp8kit native FP8 delayed", "fp8kit_torch FP8 delayed"
 DOORS = (NATIVE, TORCH)
 SMALL = "the run's sizes are not the full ones"
@@ -23,8 +29,8 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """``what`` must be at most ``must`` and should be at most ``goal`` (with ``more``: at least), in ``unit``; ``value`` finds it among the
-    rows of ``part``."""
+    """``what`` must be at most ``must`` and should be at most ``goal`` (with ``more``: at least), in
+    ``unit``; ``value`` finds it among the rows of ``part``."""
 
     what: str
     must: float
@@ -45,43 +51,127 @@ def figure(report: Report, part: str, case: str, key: str, workload: str | None 
     raise Missing(f"{part}, {case}: not measured")
 
 
-def ratio(workload: str, cases: tuple[str, ...], other: str, key: str = "gpu_ms") -> Callable[[Report], float]:
+def ratio(
+    workload: str, cases: tuple[str, ...], other: str, key: str = "gpu_ms"
+) -> Callable[[Report], float]:
     """The largest of the cases' figures over another case's, of one workload of the part ``layer``."""
-    return lambda r: max(figure(r, "layer", case, key, workload) for case in cases) / figure(r, "layer", other, key, workload)
+    return lambda r: (
+        max(figure(r, "layer", case, key, workload) for case in cases)
+        / figure(r, "layer", other, key, workload)
+    )
 
 
 TARGETS = (
     Target("native FP8 delayed layer / torch eager bf16", 0.60, 0.55, ratio("layer 4096", (NATIVE,), EAGER)),
-    Target("native FP8 delayed layer / the skeleton of the same run", 1.03, 0.95, ratio("layer 4096", (NATIVE,), SKELETON)),
-    Target("fp8kit_torch FP8 delayed layer / torch eager bf16", 0.61, 0.56, ratio("layer 4096", (TORCH,), EAGER)),
-    Target("FP8 current scaling, both doors / torch eager bf16", 0.63, 0.58,
-           ratio("layer 4096", ("fp8kit native FP8 current", "fp8kit_torch FP8 current"), EAGER)),
-    Target("native bf16 layer / torch.compile bf16", 1.00, 0.95, ratio("layer 4096", ("fp8kit native bf16",), COMPILED)),
-    Target("peak memory of the hidden 4096 FP8 layer, both doors / torch eager bf16", 1.00, 0.90,
-           ratio("layer 4096", DOORS, EAGER, "peak_gib")),
-    Target("host time, native Linear FP8, 64 tokens, 256 to 256", 200, 120, lambda r: figure(r, "host", NATIVE, "host_us"), "us",
-           part="host"),
-    Target("host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256", 300, 200, lambda r: figure(r, "host", TORCH, "host_us"), "us",
-           part="host"),
-    Target("hidden 2048 layer, eager, both doors / torch eager bf16", 1.00, 0.75, ratio("layer 2048", DOORS, EAGER)),
-    Target("hidden 1024 layer, eager, both doors / torch eager bf16, cuDNN attention", 1.20, 0.90, ratio("layer 1024", DOORS, CUDNN)),
-    Target("GPT-2-small layer, eager, both doors / torch eager bf16", 1.20, 0.90, ratio("layer 768", DOORS, EAGER)),
-    Target("hidden 1024 layer, native FP8 graph / torch bf16 graph", 0.95, 0.80, ratio("layer 1024", (f"{NATIVE}, graph",), GRAPH)),
-    Target("memory-bound kernels: copy time of their bytes / their time", 0.85, 0.92,
-           lambda r: figure(r, "kernels", "all passes", "of_copy"), more=True, part="kernels"),
-    Target("first step, empty kernel cache", 20, 8, lambda r: figure(r, "start", "empty cache", "seconds"), "s", part="start"),
-    Target("first step, warm kernel cache", 3, 1.5, lambda r: figure(r, "start", "warm cache", "seconds"), "s", part="start"),
-)  # fmt: skip
+    Target(
+        "native FP8 delayed layer / the skeleton of the same run",
+        1.03,
+        0.95,
+        ratio("layer 4096", (NATIVE,), SKELETON),
+    ),
+    Target(
+        "fp8kit_torch FP8 delayed layer / torch eager bf16", 0.61, 0.56, ratio("layer 4096", (TORCH,), EAGER)
+    ),
+    Target(
+        "FP8 current scaling, both doors / torch eager bf16",
+        0.63,
+        0.58,
+        ratio("layer 4096", ("fp8kit native FP8 current", "fp8kit_torch FP8 current"), EAGER),
+    ),
+    Target(
+        "native bf16 layer / torch.compile bf16",
+        1.00,
+        0.95,
+        ratio("layer 4096", ("fp8kit native bf16",), COMPILED),
+    ),
+    Target(
+        "peak memory of the hidden 4096 FP8 layer, both doors / torch eager bf16",
+        1.00,
+        0.90,
+        ratio("layer 4096", DOORS, EAGER, "peak_gib"),
+    ),
+    Target(
+        "host time, native Linear FP8, 64 tokens, 256 to 256",
+        200,
+        120,
+        lambda r: figure(r, "host", NATIVE, "host_us"),
+        "us",
+        part="host",
+    ),
+    Target(
+        "host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256",
+        300,
+        200,
+        lambda r: figure(r, "host", TORCH, "host_us"),
+        "us",
+        part="host",
+    ),
+    Target(
+        "hidden 2048 layer, eager, both doors / torch eager bf16",
+        1.00,
+        0.75,
+        ratio("layer 2048", DOORS, EAGER),
+    ),
+    Target(
+        "hidden 1024 layer, eager, both doors / torch eager bf16, cuDNN attention",
+        1.20,
+        0.90,
+        ratio("layer 1024", DOORS, CUDNN),
+    ),
+    Target(
+        "GPT-2-small layer, eager, both doors / torch eager bf16",
+        1.20,
+        0.90,
+        ratio("layer 768", DOORS, EAGER),
+    ),
+    Target(
+        "hidden 1024 layer, native FP8 graph / torch bf16 graph",
+        0.95,
+        0.80,
+        ratio("layer 1024", (f"{NATIVE}, graph",), GRAPH),
+    ),
+    Target(
+        "memory-bound kernels: copy time of their bytes / their time",
+        0.85,
+        0.92,
+        lambda r: figure(r, "kernels", "all passes", "of_copy"),
+        more=True,
+        part="kernels",
+    ),
+    Target(
+        "first step, empty kernel cache",
+        20,
+        8,
+        lambda r: figure(r, "start", "empty cache", "seconds"),
+        "s",
+        part="start",
+    ),
+    Target(
+        "first step, warm kernel cache",
+        3,
+        1.5,
+        lambda r: figure(r, "start", "warm cache", "seconds"),
+        "s",
+        part="start",
+    ),
+)
 
 
 def evaluate(report: Report) -> list[Row]:
-    """A row for each target: ``value``, and the ``verdict`` "goal", "must", "MISS" or "not measured" with a ``reason``: a figure that the
-    run does not have, or sizes other than the full ones, which the targets are of."""
+    """A row for each target: ``value``, and the ``verdict`` "goal", "must", "MISS" or "not measured" with a
+    ``reason``: a figure that the run does not have, or sizes other than the full ones, which the targets are
+    of."""
     rows = []
     small = report.about.get("settings", {}).get("sizes") != FULL.name
     for target in TARGETS:
-        row: Row = {"what": target.what, "must": target.must, "goal": target.goal, "unit": target.unit, "more": target.more,
-                    "part": target.part}  # fmt: skip
+        row: Row = {
+            "what": target.what,
+            "must": target.must,
+            "goal": target.goal,
+            "unit": target.unit,
+            "more": target.more,
+            "part": target.part,
+        }
         try:
             if small:
                 raise Missing(SMALL)
@@ -101,7 +191,8 @@ def shown(value: float, unit: str) -> str:
 
 
 def text(rows: list[Row], parts: Collection[str]) -> str:
-    """The verdicts of the ``parts`` that ran, as aligned lines; one line where they have none, or where nothing could be measured."""
+    """The verdicts of the ``parts`` that ran, as aligned lines; one line where they have none, or where
+    nothing could be measured."""
     rows = [row for row in rows if row["part"] in parts]
     why = {row.get("reason", "") for row in rows}
     if not rows or why == {SMALL}:

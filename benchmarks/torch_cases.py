@@ -1,4 +1,5 @@
-"""The contenders of the PyTorch benchmarks: one module, the same weights and data, by fp8kit's doors and by what stands beside them."""
+"""The contenders of the PyTorch benchmarks: one module, the same weights and data, by fp8kit's doors and by
+what stands beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,17 @@ from benchmarks.torch_plain import plain
 from fp8kit.arrays import Device
 from fp8kit.bench.breakeven import native_door
 from fp8kit.bench.memory import Peak, pool_growth
-from fp8kit.bench.problem import RECIPES, SAME_BITS, Contender, Modules, Problem, Results, Running, native, same_bits
+from fp8kit.bench.problem import (
+    RECIPES,
+    SAME_BITS,
+    Contender,
+    Modules,
+    Problem,
+    Results,
+    Running,
+    native,
+    same_bits,
+)
 from fp8kit.bench.report import Unavailable
 from fp8kit.bench.sizes import SIZES
 from fp8kit.recipe import Recipe
@@ -33,12 +44,19 @@ Scope = Callable[[], AbstractContextManager[Any]]
 LARGEST = {next(iter(sizes.layers)) for sizes in SIZES.values()}
 GRAPHED = {name for sizes in SIZES.values() for name in list(sizes.layers)[2:]}
 # name of a distribution -> names under which it is published
-PEERS = {"transformer_engine": ("transformer-engine", "transformer_engine", "transformer_engine_torch"), "torchao": ("torchao",)}
+PEERS = {
+    "transformer_engine": ("transformer-engine", "transformer_engine", "transformer_engine_torch"),
+    "torchao": ("torchao",),
+}
 
 
 def where(problem: Problem) -> torch.device:
     """The problem's device as torch has it."""
-    return torch.device(problem.device.kind, problem.device.index) if problem.device.kind == "cuda" else torch.device("cpu")
+    return (
+        torch.device(problem.device.kind, problem.device.index)
+        if problem.device.kind == "cuda"
+        else torch.device("cpu")
+    )
 
 
 def put(host: Any, device: torch.device) -> Tensor:
@@ -53,10 +71,17 @@ def weights(problem: Problem) -> dict[str, Tensor]:
     return {name: put(w, where(problem)) for name, w in problem.weights.items()}
 
 
-def running(problem: Problem, module: Callable[..., Tensor], parameters: list[torch.nn.Parameter], scope: Scope = nullcontext,
-            batch_first: bool = False, captured: bool = False, keep: Any = None) -> Running:
-    """A torch module as a contender. ``batch_first``: it takes (batch, sequence, features), whatever the problem's layout. ``captured``:
-    the whole step is a CUDA graph."""
+def running(
+    problem: Problem,
+    module: Callable[..., Tensor],
+    parameters: list[torch.nn.Parameter],
+    scope: Scope = nullcontext,
+    batch_first: bool = False,
+    captured: bool = False,
+    keep: Any = None,
+) -> Running:
+    """A torch module as a contender. ``batch_first``: it takes (batch, sequence, features), whatever the
+    problem's layout. ``captured``: the whole step is a CUDA graph."""
     turned = batch_first and problem.layout == "sbhd"
     x, dy = (put(host, where(problem)) for host in (problem.x, problem.dy))
     if turned:
@@ -94,7 +119,8 @@ def running(problem: Problem, module: Callable[..., Tensor], parameters: list[to
 
 
 def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A call captured as a CUDA graph after three warm-ups on a stream of their own; its replay gives the same tensors, written anew."""
+    """A call captured as a CUDA graph after three warm-ups on a stream of their own; its replay gives the
+    same tensors, written anew."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with warnings.catch_warnings():
@@ -114,7 +140,7 @@ def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-# --- torch itself -----------------------------------------------------------------------------------------------------
+# --- torch itself -------------------------------------------------------------------------------------------
 
 
 def plain_module(problem: Problem) -> torch.nn.Module:
@@ -122,7 +148,12 @@ def plain_module(problem: Problem) -> torch.nn.Module:
     return plain(problem.kind, problem.sizes, weights(problem), torch.bfloat16)
 
 
-def eager(problem: Problem, scope: Scope = nullcontext, captured: bool = False, module: torch.nn.Module | None = None) -> Running:
+def eager(
+    problem: Problem,
+    scope: Scope = nullcontext,
+    captured: bool = False,
+    module: torch.nn.Module | None = None,
+) -> Running:
     """The plain module, ``module`` where one is there already."""
     module = plain_module(problem) if module is None else module
     return running(problem, module, list(module.parameters()), scope, True, captured)
@@ -155,16 +186,26 @@ def reference(problem: Problem) -> Results:
     y = module(leaf)
     y.backward(dy)
     assert leaf.grad is not None
-    return problem.branches(*((t.transpose(0, 1) if turned else t).cpu().numpy() for t in (y.detach(), leaf.grad)))
+    return problem.branches(
+        *((t.transpose(0, 1) if turned else t).cpu().numpy() for t in (y.detach(), leaf.grad))
+    )
 
 
-# --- fp8kit -----------------------------------------------------------------------------------------------------------
+# --- fp8kit -------------------------------------------------------------------------------------------------
 
 
-def door(library: Any, problem: Problem, scope: Scope, prepare: Callable[[Any, Tensor], Any] = lambda module, x: module,
-         captured: bool = False) -> Running:
-    """A module of ``library``, a module of Transformer Engine's names: ``fp8kit_torch``, or Transformer Engine."""
-    module = getattr(library, problem.kind)(*problem.sizes, params_dtype=torch.bfloat16, device=where(problem), **problem.options)
+def door(
+    library: Any,
+    problem: Problem,
+    scope: Scope,
+    prepare: Callable[[Any, Tensor], Any] = lambda module, x: module,
+    captured: bool = False,
+) -> Running:
+    """A module of ``library``, a module of Transformer Engine's names: ``fp8kit_torch``, or Transformer
+    Engine."""
+    module = getattr(library, problem.kind)(
+        *problem.sizes, params_dtype=torch.bfloat16, device=where(problem), **problem.options
+    )
     found = module.load_state_dict(weights(problem), strict=False)
     wrong = [*found.unexpected_keys, *(key for key in found.missing_keys if not key.endswith("_extra_state"))]
     if wrong:
@@ -174,18 +215,26 @@ def door(library: Any, problem: Problem, scope: Scope, prepare: Callable[[Any, T
 
 
 def fp8kit_torch(problem: Problem, recipe: Recipe | None, graph: str = "") -> Running:
-    """This project's PyTorch module; ``graph``: "step", the whole step is a CUDA graph; "callables", forward and backward are replayed by
-    ``make_graphed_callables``."""
+    """This project's PyTorch module; ``graph``: "step", the whole step is a CUDA graph; "callables", forward
+    and backward are replayed by ``make_graphed_callables``."""
 
     def prepare(module: Any, x: Tensor) -> Any:
         if graph != "callables":
             return module
-        return ft.make_graphed_callables(module, (x.requires_grad_(),), enabled=recipe is not None, recipe=recipe)
+        return ft.make_graphed_callables(
+            module, (x.requires_grad_(),), enabled=recipe is not None, recipe=recipe
+        )
 
-    return door(ft, problem, nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe), prepare, graph == "step")
+    return door(
+        ft,
+        problem,
+        nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe),
+        prepare,
+        graph == "step",
+    )
 
 
-# --- others, where they are installed ---------------------------------------------------------------------------------
+# --- others, where they are installed -----------------------------------------------------------------------
 
 
 def version_of(peer: str) -> str:
@@ -216,23 +265,31 @@ def transformer_engine(problem: Problem, recipe: str) -> Running:
 
 
 def torchao(problem: Problem) -> Running:
-    """The plain module with torchao's FP8 products, scaled by tensor at each call, under torch.compile as torchao wants it."""
+    """The plain module with torchao's FP8 products, scaled by tensor at each call, under torch.compile as
+    torchao wants it."""
     _want("torchao")
     float8 = importlib.import_module("torchao.float8")
-    module = float8.convert_to_float8_training(plain_module(problem), config=float8.Float8LinearConfig.from_recipe_name("tensorwise"))
+    module = float8.convert_to_float8_training(
+        plain_module(problem), config=float8.Float8LinearConfig.from_recipe_name("tensorwise")
+    )
     made = torch.compile(module, backend=backend(problem), dynamic=False)
     return running(problem, made, list(module.parameters()), batch_first=True)
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
+# --- who takes part -----------------------------------------------------------------------------------------
 
 
 def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
-    """Name -> contender, what others are compared with first. The largest layer has all of them, the host's test the fewest."""
+    """Name -> contender, what others are compared with first. The largest layer has all of them, the host's
+    test the fewest."""
     free()
     gpu, layer = problem.device.kind == "cuda", problem.kind == "TransformerLayer"
     large = workload in LARGEST
-    chosen = [name for name in RECIPES if large or workload in ("mlp", "linear") or name in ("bf16", "FP8 delayed", "FP8 current")]
+    chosen = [
+        name
+        for name in RECIPES
+        if large or workload in ("mlp", "linear") or name in ("bf16", "FP8 delayed", "FP8 current")
+    ]
     found: dict[str, Contender] = {EAGER: eager}
     if layer and gpu:
         found[CUDNN] = cudnn_attention
@@ -244,13 +301,19 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
     if layer and gpu and large:
         found[SAME_BITS] = same_bits
     if gpu and workload in GRAPHED:
-        found |= {GRAPH: lambda p: eager(p, captured=True),
-                  "fp8kit native FP8 delayed, graph": lambda p: native(p, RECIPES["FP8 delayed"], graph=True),
-                  "fp8kit_torch FP8 delayed, graph": lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph="step"),
-                  CALLABLES: lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph="callables")}  # fmt: skip
+        found |= {
+            GRAPH: lambda p: eager(p, captured=True),
+            "fp8kit native FP8 delayed, graph": lambda p: native(p, RECIPES["FP8 delayed"], graph=True),
+            "fp8kit_torch FP8 delayed, graph": lambda p: fp8kit_torch(
+                p, RECIPES["FP8 delayed"], graph="step"
+            ),
+            CALLABLES: lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph="callables"),
+        }
     for name in chosen:
         own = RECIPES[name]
-        found[f"Transformer Engine {name}"] = partial(transformer_engine, recipe="" if own is None else type(own).__name__)
+        found[f"Transformer Engine {name}"] = partial(
+            transformer_engine, recipe="" if own is None else type(own).__name__
+        )
     if large:
         found["torchao FP8 tensorwise, torch.compile"] = torchao
     return found
@@ -262,7 +325,9 @@ def breakeven(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
     fp8 = RECIPES["FP8 delayed"]
 
     def torchs(name: str, captured: bool = False) -> dict[str, Contender]:
-        return {name: lambda p: eager(p, captured=captured, module=modules.of(p, name, lambda: plain_module(p)))}
+        return {
+            name: lambda p: eager(p, captured=captured, module=modules.of(p, name, lambda: plain_module(p)))
+        }
 
     free()  # what the cell before took
     found = torchs(EAGER) | native_door("fp8kit native FP8", fp8, modules)

@@ -1,4 +1,5 @@
-"""torch's own FP8 and bfloat16 products, and its attention, beside fp8kit's: peers of the parts ``gemm`` and ``attention``."""
+"""torch's own FP8 and bfloat16 products, and its attention, beside fp8kit's: peers of the parts ``gemm`` and
+``attention``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _TYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
 def products(given: Operands) -> Mapping[str, Callable[[], Made]]:
-    """``torch._scaled_mm`` and ``torch.mm`` on the same values: bfloat16 holds those of FP8 times a power of two exactly."""
+    """``torch._scaled_mm`` and ``torch.mm`` on the same values: bfloat16 holds those of FP8 times a power of
+    two exactly."""
     formats = (_TYPES[given.product.a.name], torch.float8_e4m3fn)
     a, b = (torch.from_dlpack(view).view(kind) for view, kind in zip(given.codes, formats, strict=True))
     a_inv, b_inv = (torch.from_dlpack(view) for view in given.inverse)
@@ -33,7 +35,11 @@ def products(given: Operands) -> Mapping[str, Callable[[], Made]]:
         scales = a_inv.reshape(()), b_inv.reshape(())
 
         def call() -> None:
-            out[:] = [torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=given.product.fast)]
+            out[:] = [
+                torch._scaled_mm(
+                    a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=given.product.fast
+                )
+            ]
 
         return call, error
 
@@ -49,11 +55,13 @@ def products(given: Operands) -> Mapping[str, Callable[[], Made]]:
 
 
 def attentions(run: AttentionRun) -> dict[str, tuple[Step, Step]]:
-    """torch's scaled dot product, as it chooses and by cuDNN, forward and backward apart, on the run's own q, k and v."""
+    """torch's scaled dot product, as it chooses and by cuDNN, forward and backward apart, on the run's own q,
+    k and v."""
     qkv = torch.from_dlpack(run.inputs["qkv"])
     length, batch, _ = qkv.shape
     heads, dim = run.plan.spec.num_heads, run.plan.spec.head_dim
-    parts = qkv.view(length, batch, heads, 3, dim).permute(3, 1, 2, 0, 4)  # q, k, v as (batch, heads, sequence, features)
+    # q, k, v as (batch, heads, sequence, features)
+    parts = qkv.view(length, batch, heads, 3, dim).permute(3, 1, 2, 0, 4)
     do = torch.from_dlpack(run.cotangents["o"]).view(length, batch, heads, dim).permute(1, 2, 0, 3)
     leaves = [part.detach().requires_grad_() for part in parts]
 
@@ -72,4 +80,6 @@ def attentions(run: AttentionRun) -> dict[str, tuple[Step, Step]]:
         return forward, backward
 
     found = {"torch SDPA": pair(nullcontext)}
-    return found | ({"torch SDPA, cuDNN": pair(lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))} if qkv.is_cuda else {})
+    return found | (
+        {"torch SDPA, cuDNN": pair(lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))} if qkv.is_cuda else {}
+    )

@@ -1,4 +1,5 @@
-"""What a PyTorch user writes without fp8kit, and the float32 reference: the same modules by hand on torch's own operations."""
+"""What a PyTorch user writes without fp8kit, and the float32 reference: the same modules by hand on torch's
+own operations."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class Mlp(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """A GPT layer without dropout: causal attention and MLP, norms before the branches; queries, keys and values from one product,
-    interleaved by head. Batch first, where the scaled dot product's result needs no copy."""
+    """A GPT layer without dropout: causal attention and MLP, norms before the branches; queries, keys and
+    values from one product, interleaved by head. Batch first, where the scaled dot product's result needs no
+    copy."""
 
     def __init__(self, hidden: int, ffn: int, heads: int, **factory: Any) -> None:
         super().__init__()
@@ -47,9 +49,13 @@ class Layer(torch.nn.Module):
 
 
 _MLP = {
-    "norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias", "fc1.weight": "fc1_weight", "fc1.bias": "fc1_bias",
-    "fc2.weight": "fc2_weight", "fc2.bias": "fc2_bias",
-}  # fmt: skip
+    "norm.weight": "layer_norm_weight",
+    "norm.bias": "layer_norm_bias",
+    "fc1.weight": "fc1_weight",
+    "fc1.bias": "fc1_bias",
+    "fc2.weight": "fc2_weight",
+    "fc2.bias": "fc2_bias",
+}
 # fp8kit's and Transformer Engine's name of a module -> the module here, and its parameters' names -> theirs
 PLAIN: dict[str, tuple[type[torch.nn.Module], dict[str, str]]] = {
     "Linear": (torch.nn.Linear, {"weight": "weight", "bias": "bias"}),
@@ -69,8 +75,11 @@ PLAIN: dict[str, tuple[type[torch.nn.Module], dict[str, str]]] = {
 }
 
 
-def plain(kind: str, sizes: tuple[int, ...], weights: dict[str, Tensor], dtype: torch.dtype) -> torch.nn.Module:
-    """The plain module of ``kind`` (a key of ``PLAIN``) with these weights, which have fp8kit's names, on their device in ``dtype``."""
+def plain(
+    kind: str, sizes: tuple[int, ...], weights: dict[str, Tensor], dtype: torch.dtype
+) -> torch.nn.Module:
+    """The plain module of ``kind`` (a key of ``PLAIN``) with these weights, which have fp8kit's names, on
+    their device in ``dtype``."""
     make, names = PLAIN[kind]
     module = make(*sizes, device=next(iter(weights.values())).device, dtype=dtype)
     module.load_state_dict({own: weights[theirs] for own, theirs in names.items()})

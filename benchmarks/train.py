@@ -2,9 +2,10 @@
 
     python -m benchmarks train --out DIR
 
-Every run is deterministic (``fk.deterministic``): the same machine and versions give the same losses again. One seed says little, since
-two high-precision runs that differ in the seed alone end up to 1 % apart; so the gap is that of the means over all seeds, with its
-standard error. gpt2-small from four seeds on a GPU, a preset of seconds on the CPU.
+Every run is deterministic (``fk.deterministic``): the same machine and versions give the same losses again.
+One seed says little, since two high-precision runs that differ in the seed alone end up to 1 % apart; so the
+gap is that of the means over all seeds, with its standard error. gpt2-small from four seeds on a GPU, a
+preset of seconds on the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ GAP = 2.0  # percent by which FP8's validation loss may be above high precision'
 
 
 def summary(runs: Sequence[tuple[Run, Run]], size: Preset) -> dict[str, Any]:
-    """Validation losses by seed, their means, the gap of the means in percent with its standard error, and tokens/s (median run)."""
+    """Validation losses by seed, their means, the gap of the means in percent with its standard error, and
+    tokens/s (median run)."""
     tokens = size.tokens * size.steps
     columns: dict[str, Any] = {}
     for i, name in enumerate(("high_precision", "fp8")):
@@ -41,11 +43,18 @@ def summary(runs: Sequence[tuple[Run, Run]], size: Preset) -> dict[str, Any]:
     gaps = [100 * (low.validation_loss / high.validation_loss - 1) for high, low in runs]
     error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
     gap = 100 * (columns["fp8"]["mean"] / columns["high_precision"]["mean"] - 1)
-    return columns | {"gap_percent_by_seed": gaps, "gap_percent_of_means": gap, "gap_percent_standard_error": error}
+    return columns | {
+        "gap_percent_by_seed": gaps,
+        "gap_percent_of_means": gap,
+        "gap_percent_standard_error": error,
+    }
 
 
-def train_part(setting: Setting, preset_name: str = "gpt2-small", seeds: int = 4, steps: int | None = None) -> list[Row]:
-    """Train, and write ``result.json``, ``loss.csv`` and ``loss.png`` (seed 0) to the run's folder; rows of the figures."""
+def train_part(
+    setting: Setting, preset_name: str = "gpt2-small", seeds: int = 4, steps: int | None = None
+) -> list[Row]:
+    """Train, and write ``result.json``, ``loss.csv`` and ``loss.png`` (seed 0) to the run's folder; rows of
+    the figures."""
     size = preset(setting.sizes.preset if setting.device.kind == "cpu" else preset_name)
     size = size if steps is None else size.with_steps(steps)
     device, corpus = setting.device, text.standard_library()
@@ -55,15 +64,23 @@ def train_part(setting: Setting, preset_name: str = "gpt2-small", seeds: int = 4
         for recipe in (None, fp8_recipe(size)):
             train(size.with_steps(min(3, size.steps)), corpus, recipe, "warm-up", device)
         runs = [
-            (train(size, corpus, None, label, device, seed), train(size, corpus, fp8_recipe(size), "FP8", device, seed))
+            (
+                train(size, corpus, None, label, device, seed),
+                train(size, corpus, fp8_recipe(size), "FP8", device, seed),
+            )
             for seed in range(seeds)
         ]
     found = summary(runs, size)
     whole = {
-        "preset": asdict(size), "parameters": parameter_count(runs[0][0].model), "high_precision_dtype": label, "device": str(device),
-        "machine": machine(device), "unigram_entropy": corpus.unigram_entropy(), "python": platform.python_version(),
+        "preset": asdict(size),
+        "parameters": parameter_count(runs[0][0].model),
+        "high_precision_dtype": label,
+        "device": str(device),
+        "machine": machine(device),
+        "unigram_entropy": corpus.unigram_entropy(),
+        "python": platform.python_version(),
         "versions": versions(),
-    } | found  # fmt: skip
+    } | found
     if setting.out is not None:
         (setting.out / "result.json").write_text(json.dumps(whole, indent=1) + "\n")
         curves = {run.label: run.losses for run in runs[0]}
@@ -72,9 +89,14 @@ def train_part(setting: Setting, preset_name: str = "gpt2-small", seeds: int = 4
     title = f"{size.name}, {size.steps} steps, {seeds} seeds"
     rows: list[Row] = []
     for name, key in ((label, "high_precision"), ("FP8", "fp8")):
-        figures = (("validation loss", found[key]["mean"], "nats/byte"), ("speed", float(found[key]["tokens_per_second"]), "tokens/s"))
-        rows += [{"workload": title, "case": f"{name}: {what}", "status": "ok", "value": value, "unit": unit}
-                 for what, value, unit in figures]
+        figures = (
+            ("validation loss", found[key]["mean"], "nats/byte"),
+            ("speed", float(found[key]["tokens_per_second"]), "tokens/s"),
+        )
+        rows += [
+            {"workload": title, "case": f"{name}: {what}", "status": "ok", "value": value, "unit": unit}
+            for what, value, unit in figures
+        ]
     gap = found["gap_percent_of_means"]
     status = "ok" if gap < GAP else f"WRONG: the loss is {gap:.2f} % higher, bound {GAP} %"
     return [*rows, {"workload": title, "case": "FP8's gap", "status": status, "value": gap, "unit": "%"}]

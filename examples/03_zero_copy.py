@@ -1,8 +1,8 @@
 """Arrays of other libraries, without a copy.
 
-Shows: anything with ``__dlpack__`` goes in and out by its address: what one library writes, the other reads; results come back in the
-library of the input; FP8 codes cross as native float8 where the other side has it. Needs: a CPU and PyTorch (extra torch);
-where there is a GPU and CuPy, the same is shown with a CuPy array.
+Shows: anything with ``__dlpack__`` goes in and out by its address: what one library writes, the other reads;
+results come back in the library of the input; FP8 codes cross as native float8 where the other side has it.
+Needs: a CPU and PyTorch (extra torch); where there is a GPU and CuPy, the same is shown with a CuPy array.
 """
 
 import numpy as np
@@ -25,13 +25,19 @@ def main() -> None:
 
     q = fk.quantize(x, fk.E4M3, scale=1.0)
     native = torch.from_dlpack(q)
-    print(f"quantize(torch tensor).data: {type(q.data).__module__} {q.data.dtype}; the Float8Tensor itself crosses as {native.dtype}")
-    print(f"torch's own cast gives the same codes: {torch.equal(native.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))}")
+    print(
+        f"quantize(torch tensor).data: {type(q.data).__module__} {q.data.dtype}; the Float8Tensor itself crosses as {native.dtype}"
+    )
+    print(
+        f"torch's own cast gives the same codes: {torch.equal(native.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))}"
+    )
     taken = fk.Float8Tensor(native, np.ones(1, np.float32), fk.E4M3)
     print(f"torch float8 -> Float8Tensor: same memory {arrays.as_view(taken.data).ptr == native.data_ptr()}")
 
     host = np.arange(6, dtype=np.float32).reshape(2, 3)
-    print(f"numpy -> fp8kit: same memory {fk.tensor(host).view.ptr == host.ctypes.data}, strides kept {fk.tensor(host.T).view.strides}")
+    print(
+        f"numpy -> fp8kit: same memory {fk.tensor(host).view.ptr == host.ctypes.data}, strides kept {fk.tensor(host.T).view.strides}"
+    )
 
     if default_device().kind == "cuda":
         import cupy

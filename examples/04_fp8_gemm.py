@@ -1,8 +1,8 @@
 """Multiply two FP8 matrices.
 
-Shows: ``a8 @ b8.T`` sums in float32 and undoes both scales; the error against the exact product comes from rounding the operands, and
-is about that of one rounding however long the sum. Needs: a CPU. On a GPU of compute capability 8.9 or newer, with CuPy arrays, the same
-line runs on the tensor cores.
+Shows: ``a8 @ b8.T`` sums in float32 and undoes both scales; the error against the exact product comes from
+rounding the operands, and is about that of one rounding however long the sum. Needs: a CPU. On a GPU of
+compute capability 8.9 or newer, with CuPy arrays, the same line runs on the tensor cores.
 """
 
 import numpy as np

@@ -1,8 +1,9 @@
 """Delayed scaling by your own rules.
 
-Shows: ``amax_compute_algo`` makes a tensor's amax from its history, ``scaling_factor_compute_algo`` makes its scale from the amax; both are
-functions on NumPy arrays, called when the step ends. Here the amax is twice a mean, which one outlier does not take over, and the scale a
-power of two. Needs: a CPU, or a GPU (then each update waits for it).
+Shows: ``amax_compute_algo`` makes a tensor's amax from its history, ``scaling_factor_compute_algo`` makes its
+scale from the amax; both are functions on NumPy arrays, called when the step ends. Here the amax is twice a
+mean, which one outlier does not take over, and the scale a power of two. Needs: a CPU, or a GPU (then each
+update waits for it).
 """
 
 import numpy as np
@@ -16,8 +17,11 @@ def mean_of_used_rows(history: np.ndarray) -> np.ndarray:
     return (2 * history.sum(axis=0) / used).astype(np.float32)
 
 
-def power_of_two(amax: np.ndarray, scale: np.ndarray, fp8_max: float, recipe: fk.recipe.DelayedScaling) -> np.ndarray:
-    """float32 (n,): the largest power of two that keeps amax within the format; the old scale where amax says nothing."""
+def power_of_two(
+    amax: np.ndarray, scale: np.ndarray, fp8_max: float, recipe: fk.recipe.DelayedScaling
+) -> np.ndarray:
+    """float32 (n,): the largest power of two that keeps amax within the format; the old scale where amax says
+    nothing."""
     usable = np.isfinite(amax) & (amax > 0)
     exponent = np.floor(np.log2(fp8_max / np.where(usable, amax, 1))) - recipe.margin
     return np.where(usable, np.exp2(exponent), scale).astype(np.float32)
@@ -44,7 +48,9 @@ def main() -> None:
             with fk.autocast(recipe=recipe):
                 layer(fk.tensor(batch, device=layer.weight.device))
             scales.append(float(layer.fp8_meta["scaling_fwd"].scale[0]))
-        print(f"{name}: {recipe.short_name()}: scales of the input {', '.join(f'{scale:.6g}' for scale in scales)}")
+        print(
+            f"{name}: {recipe.short_name()}: scales of the input {', '.join(f'{scale:.6g}' for scale in scales)}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A differentiable function of your own, and how to check its gradient.
 
-Shows: ``fk.Function`` puts any array code on the tape, beside the layers; ``check_grads`` compares its gradient with finite differences and
-finds a wrong one. Needs: a CPU, or a GPU (the arrays are then CuPy's, and the same lines run there).
+Shows: ``fk.Function`` puts any array code on the tape, beside the layers; ``check_grads`` compares its
+gradient with finite differences and finds a wrong one. Needs: a CPU, or a GPU (the arrays are then CuPy's,
+and the same lines run there).
 """
 
 from typing import Any

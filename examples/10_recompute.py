@@ -1,7 +1,7 @@
 """Memory for time: activations that are computed again.
 
-Shows: ``fk.checkpoint`` keeps a layer's input and none of its activations; backward runs the layer once more, dropout and FP8 scales
-included, and every gradient has the same bits. Needs: a CPU, or a GPU.
+Shows: ``fk.checkpoint`` keeps a layer's input and none of its activations; backward runs the layer once more,
+dropout and FP8 scales included, and every gradient has the same bits. Needs: a CPU, or a GPU.
 """
 
 import tracemalloc
@@ -20,7 +20,8 @@ def in_use() -> int:
         import cupy
 
         return int(cupy.get_default_memory_pool().used_bytes())
-    if not tracemalloc.is_tracing():  # only now: it would slow down the compilation of the first step's kernels
+    # only now: it would slow down the compilation of the first step's kernels
+    if not tracemalloc.is_tracing():
         tracemalloc.start()
     return tracemalloc.get_traced_memory()[0]
 
@@ -28,8 +29,15 @@ def in_use() -> int:
 def train(recomputed: bool) -> tuple[int, bytes]:
     """(bytes that three layers keep for backward, the second step's gradients as bytes)."""
     fk.manual_seed(0)
-    layers = [fk.nn.TransformerLayer(128, 512, 4, hidden_dropout=0.1, attention_dropout=0.0, device=DEVICE) for _ in range(3)]
-    x = fk.tensor(np.random.default_rng(0).standard_normal((64, 4, 128)).astype(np.float32), requires_grad=True, device=DEVICE)
+    layers = [
+        fk.nn.TransformerLayer(128, 512, 4, hidden_dropout=0.1, attention_dropout=0.0, device=DEVICE)
+        for _ in range(3)
+    ]
+    x = fk.tensor(
+        np.random.default_rng(0).standard_normal((64, 4, 128)).astype(np.float32),
+        requires_grad=True,
+        device=DEVICE,
+    )
     dy = fk.tensor(np.random.default_rng(1).standard_normal(x.shape).astype(np.float32), device=DEVICE)
     for step in range(2):  # delayed scaling has found its scales after the first
         before = in_use() if step else 0

@@ -1,7 +1,8 @@
 """Where did the NaN come from?
 
-Shows: ``autocast(check_finite=True)`` stops at the first layer and tensor that holds NaN or Inf, forward or backward, and the failed step
-leaves no trace in the FP8 scales. For finding faults: it waits for the device after every operation. Needs: a CPU, or a GPU.
+Shows: ``autocast(check_finite=True)`` stops at the first layer and tensor that holds NaN or Inf, forward or
+backward, and the failed step leaves no trace in the FP8 scales. For finding faults: it waits for the device
+after every operation. Needs: a CPU, or a GPU.
 """
 
 import numpy as np

@@ -1,7 +1,8 @@
 """Loss scaling for float16.
 
-Shows: a gradient that is too small for float16 becomes 0; ``GradScaler`` multiplies the loss, so that it does not, and takes the factor out
-inside the optimiser's step; a step whose gradients overflow changes nothing and lowers the factor. Needs: a CPU, or a GPU.
+Shows: a gradient that is too small for float16 becomes 0; ``GradScaler`` multiplies the loss, so that it does
+not, and takes the factor out inside the optimiser's step; a step whose gradients overflow changes nothing and
+lowers the factor. Needs: a CPU, or a GPU.
 """
 
 import numpy as np
@@ -12,7 +13,8 @@ WEIGHT = np.full(1, 1e-6, np.float32)  # of the loss: it makes every gradient sm
 
 
 def main() -> None:
-    """Print the largest gradient without scaling, then factor, gradient and the weight's change over six steps with it."""
+    """Print the largest gradient without scaling, then factor, gradient and the weight's change over six
+    steps with it."""
     rng = np.random.default_rng(0)
     fk.manual_seed(0)
     layer = fk.nn.Linear(32, 16, params_dtype=fk.float16)
@@ -25,7 +27,9 @@ def main() -> None:
         return fk.nn.cross_entropy(logits, targets)
 
     def largest() -> float:
-        return max(float(np.abs(parameter.grad.numpy().astype(np.float32)).max()) for parameter in layer.parameters())
+        return max(
+            float(np.abs(parameter.grad.numpy().astype(np.float32)).max()) for parameter in layer.parameters()
+        )
 
     loss().backward(WEIGHT)
     print(f"without scaling: largest gradient {largest():.3g}")
@@ -41,7 +45,9 @@ def main() -> None:
         scaler.update()
         optimizer.zero_grad()
         moved = np.abs(layer.weight.numpy().astype(np.float32) - before).max()
-        print(f"step {step}: factor 2^{np.log2(factor):.0f}, largest gradient {seen:.3g}, the weight moved by {moved:.3g}")
+        print(
+            f"step {step}: factor 2^{np.log2(factor):.0f}, largest gradient {seen:.3g}, the weight moved by {moved:.3g}"
+        )
 
 
 if __name__ == "__main__":

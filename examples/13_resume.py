@@ -1,7 +1,8 @@
 """Stop and go on, bit for bit.
 
-Shows: a ``Bundle`` of model, optimiser and random state holds everything that a run is: weights, float32 masters, moments, FP8 scales and
-histories, and dropout's position. A run that stops and is loaded elsewhere goes on with the same bits. Needs: a CPU, or a GPU.
+Shows: a ``Bundle`` of model, optimiser and random state holds everything that a run is: weights, float32
+masters, moments, FP8 scales and histories, and dropout's position. A run that stops and is loaded elsewhere
+goes on with the same bits. Needs: a CPU, or a GPU.
 """
 
 import tempfile
@@ -54,7 +55,9 @@ def main() -> None:
             again.step(index)
         found = again.bits()
     differ = [name for name in wanted if wanted[name] != found[name]]
-    print(f"{len(wanted)} arrays, {sum(map(len, wanted.values()))} bytes: {len(differ)} arrays differ {differ}")
+    print(
+        f"{len(wanted)} arrays, {sum(map(len, wanted.values()))} bytes: {len(differ)} arrays differ {differ}"
+    )
     for word in ("qkv.query_weight", "amax_history", "exp_avg", "random/"):
         print("among them", next(name for name in wanted if word in name))
 

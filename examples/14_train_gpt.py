@@ -1,8 +1,9 @@
 """Train a byte-level GPT in FP8, save it, and let it write.
 
-Shows: the whole loop in a few lines: model, AdamW with warm-up and cosine, clipping, FP8 under ``autocast``, a checkpoint that holds the
-scales too, and sampling. Needs: a CPU (about 10 seconds once its kernels are compiled); on a machine with CUDA it trains in bfloat16 and
-FP8 on the GPU. ``fp8kit demo`` is the same at a useful size, beside a high-precision run.
+Shows: the whole loop in a few lines: model, AdamW with warm-up and cosine, clipping, FP8 under ``autocast``,
+a checkpoint that holds the scales too, and sampling. Needs: a CPU (about 10 seconds once its kernels are
+compiled); on a machine with CUDA it trains in bfloat16 and FP8 on the GPU. ``fp8kit demo`` is the same at a
+useful size, beside a high-precision run.
 """
 
 import tempfile
@@ -36,7 +37,9 @@ def main(steps: int = 200) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % max(1, steps // 10) == 0 or step == steps - 1:
-            print(f"step {step}: {loss.item():.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f})")
+            print(
+                f"step {step}: {loss.item():.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f})"
+            )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "gpt.safetensors")
         fk.save(path, model)

@@ -1,8 +1,8 @@
 """PyTorch: ``te.Linear`` under ``te.autocast`` with delayed scaling, E4M3 for everything.
 
-Shows: Transformer Engine's first example under its names; scales that follow the data from the second step on, and what they cost in
-accuracy; that the module's FP8 state goes through ``state_dict``. Needs: PyTorch (extra torch), a CPU; with CUDA it
-runs on the GPU.
+Shows: Transformer Engine's first example under its names; scales that follow the data from the second step
+on, and what they cost in accuracy; that the module's FP8 state goes through ``state_dict``. Needs: PyTorch
+(extra torch), a CPU; with CUDA it runs on the GPU.
 """
 
 import fp8kit_torch as te
@@ -29,8 +29,10 @@ def main() -> None:
         loss.backward()
         error = ((out - exact).norm() / exact.norm()).item()
         forward, backward = model.fp8_meta["scaling_fwd"].scale, model.fp8_meta["scaling_bwd"].scale
-        print(f"step {step}: loss {loss.item():.3f}, error {error:.4f}, next scales: input {forward[0]:.1f}, weight {forward[1]:.1f}, "
-              f"gradient {backward[0]:.1f}")
+        print(
+            f"step {step}: loss {loss.item():.3f}, error {error:.4f}, next scales: input {forward[0]:.1f}, weight {forward[1]:.1f}, "
+            f"gradient {backward[0]:.1f}"
+        )
 
     wanted = 2 * exact.t() @ inp
     print(f"weight gradient: error {((model.weight.grad - wanted).norm() / wanted.norm()).item():.4f}")

@@ -1,9 +1,9 @@
 """PyTorch: fine-tune a Hugging Face GPT-2 in FP8.
 
-Shows: ``te.convert`` puts FP8 layers round a model's own parameters, so that its optimiser, its checkpoints and its code stay as they are;
-the training loop differs by one ``with``; ``te.revert`` gives the plain model back. The model is made from a configuration, small and
-untrained; ``from_pretrained("gpt2")`` goes the same way. Needs: PyTorch, transformers (extra test), a CPU; with CUDA
-it runs on the GPU. Argument: steps.
+Shows: ``te.convert`` puts FP8 layers round a model's own parameters, so that its optimiser, its checkpoints
+and its code stay as they are; the training loop differs by one ``with``; ``te.revert`` gives the plain model
+back. The model is made from a configuration, small and untrained; ``from_pretrained("gpt2")`` goes the same
+way. Needs: PyTorch, transformers (extra test), a CPU; with CUDA it runs on the GPU. Argument: steps.
 """
 
 from fp8kit.errors import not_installed
@@ -33,13 +33,27 @@ def main(steps: int = 30) -> None:
     """Print the loss as it falls, then that of the plain model with the trained weights."""
     torch.manual_seed(0)
     device = default_device().kind
-    config = GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=LENGTH,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model = GPT2LMHeadModel(config).to(device)
     count = sum(p.numel() for p in model.parameters())
     te.convert(model)
-    layers = [name for name, module in model.named_modules() if isinstance(module, te.TransformerEngineBaseModule)]
-    print(f"{len(layers)} layers in FP8, {count} parameters before and {sum(p.numel() for p in model.parameters())} after")
+    layers = [
+        name for name, module in model.named_modules() if isinstance(module, te.TransformerEngineBaseModule)
+    ]
+    print(
+        f"{len(layers)} layers in FP8, {count} parameters before and {sum(p.numel() for p in model.parameters())} after"
+    )
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
     fp8_recipe = te.DelayedScaling(amax_history_len=16)
     for step in range(steps):

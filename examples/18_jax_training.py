@@ -1,7 +1,8 @@
 """FP8 training inside ``jax.jit``: a byte-level GPT of plain functions, with optax.
 
-Shows: the FP8 state is a value like the parameters; its gradient *is* its next value, so one ``jax.value_and_grad`` gives a whole step, and
-the step gives its memory on (``donate_argnums``). Needs: JAX and optax (extra test); a CPU (about 20 seconds), or a GPU that JAX sees.
+Shows: the FP8 state is a value like the parameters; its gradient *is* its next value, so one
+``jax.value_and_grad`` gives a whole step, and the step gives its memory on (``donate_argnums``). Needs: JAX
+and optax (extra test); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
 import time
@@ -31,9 +32,23 @@ def start(key):
     def draw(*shape):
         return 0.02 * jax.random.normal(next(keys), shape)
 
-    layers = [{"qkv": draw(HIDDEN, 3, HIDDEN), "out": draw(HIDDEN, HIDDEN), "up": draw(HIDDEN, 1, 4 * HIDDEN),
-               "down": draw(4 * HIDDEN, HIDDEN), "norm1": jnp.ones(HIDDEN), "norm2": jnp.ones(HIDDEN)} for _ in range(LAYERS)]  # fmt: skip
-    params = {"bytes": draw(256, HIDDEN), "positions": draw(LENGTH, HIDDEN), "layers": layers, "norm": jnp.ones(HIDDEN)}
+    layers = [
+        {
+            "qkv": draw(HIDDEN, 3, HIDDEN),
+            "out": draw(HIDDEN, HIDDEN),
+            "up": draw(HIDDEN, 1, 4 * HIDDEN),
+            "down": draw(4 * HIDDEN, HIDDEN),
+            "norm1": jnp.ones(HIDDEN),
+            "norm2": jnp.ones(HIDDEN),
+        }
+        for _ in range(LAYERS)
+    ]
+    params = {
+        "bytes": draw(256, HIDDEN),
+        "positions": draw(LENGTH, HIDDEN),
+        "layers": layers,
+        "norm": jnp.ones(HIDDEN),
+    }
     return params, [fj.create_set(RECIPE, 4) for _ in range(LAYERS)]
 
 
@@ -42,7 +57,9 @@ def layer(p, sets, x):
     qkv = fj.layernorm_dense(x, p["qkv"], p["norm1"], None, norm_type="rmsnorm", quantizer_set=sets[0])
     o = fj.dot_product_attention(qkv.reshape(*x.shape[:2], 3, HEADS, HIDDEN // HEADS))
     x = x + fj.dense(o.reshape(x.shape), p["out"], quantizer_set=sets[1])
-    return x + fj.layernorm_mlp(x, p["norm2"], None, (p["up"], p["down"]), norm_type="rmsnorm", quantizer_sets=sets[2:])
+    return x + fj.layernorm_mlp(
+        x, p["norm2"], None, (p["up"], p["down"]), norm_type="rmsnorm", quantizer_sets=sets[2:]
+    )
 
 
 def loss_of(params, states, ids, targets):
@@ -68,12 +85,18 @@ def main(steps: int = 120) -> None:
     step = jax.jit(step, donate_argnums=(0, 1, 2))
     memory, began = optimizer.init(params), time.perf_counter()
     for n in range(steps):
-        ids, targets = (jnp.asarray(a, jnp.int32) for a in text.batch(corpus.train, SEQUENCES, LENGTH, seed=0, step=n))
+        ids, targets = (
+            jnp.asarray(a, jnp.int32) for a in text.batch(corpus.train, SEQUENCES, LENGTH, seed=0, step=n)
+        )
         params, states, memory, loss = step(params, states, memory, ids, targets)
         if n % max(1, steps // 10) == 0 or n == steps - 1:
             speed = (n + 1) * SEQUENCES * LENGTH / (time.perf_counter() - began)
-            print(f"step {n}: {loss:.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f}), {speed:.0f} bytes/s")
-    print(f"scales of the first product: input {float(states[0][0].x.scale[0]):g}, gradient {float(states[0][0].grad.scale[0]):g}")
+            print(
+                f"step {n}: {loss:.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f}), {speed:.0f} bytes/s"
+            )
+    print(
+        f"scales of the first product: input {float(states[0][0].x.scale[0]):g}, gradient {float(states[0][0].grad.scale[0]):g}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """FP8 training of Flax modules: Transformer Engine's names, one loop.
 
-Shows: a Flax model whose layers are ``fp8kit_jax.flax.TransformerLayer``; FP8 is on where ``autocast`` is, the FP8 state lies in the
-collection ``fp8_metas`` and is handed on by ``update_collections``; evaluation in the same precision. Needs: JAX, Flax, optax (extra
-test); a CPU (about 20 seconds), or a GPU that JAX sees.
+Shows: a Flax model whose layers are ``fp8kit_jax.flax.TransformerLayer``; FP8 is on where ``autocast`` is,
+the FP8 state lies in the collection ``fp8_metas`` and is handed on by ``update_collections``; evaluation in
+the same precision. Needs: JAX, Flax, optax (extra test); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
 from fp8kit.errors import not_installed
@@ -37,9 +37,16 @@ class GPT(nn.Module):
         x = nn.Embed(256, self.hidden)(ids)
         for _ in range(self.layers):
             x = TransformerLayer(
-                self.hidden, 4 * self.hidden, self.heads, hidden_dropout=0.05, attention_dropout=0.0, layernorm_type="rmsnorm",
-                mlp_activations=("silu", "linear"), enable_relative_embedding=False, enable_rotary_pos_emb=True,
-            )(x, deterministic=deterministic)  # fmt: skip
+                self.hidden,
+                4 * self.hidden,
+                self.heads,
+                hidden_dropout=0.05,
+                attention_dropout=0.0,
+                layernorm_type="rmsnorm",
+                mlp_activations=("silu", "linear"),
+                enable_relative_embedding=False,
+                enable_rotary_pos_emb=True,
+            )(x, deterministic=deterministic)
         return nn.Dense(256)(LayerNorm(layernorm_type="rmsnorm")(x))
 
 
@@ -67,11 +74,15 @@ def main(steps: int = 120) -> None:
         metas, params = flax.core.pop(model.init(keys, next(batch(corpus.train, 0))), "params")
         memory = optimizer.init(params)
         for n in range(steps):
-            params, metas, memory, loss = step(params, metas, memory, *batch(corpus.train, n), jax.random.key(n))
+            params, metas, memory, loss = step(
+                params, metas, memory, *batch(corpus.train, n), jax.random.key(n)
+            )
             if n % max(1, steps // 10) == 0 or n == steps - 1:
                 print(f"step {n}: {loss:.3f} nats/byte")
         unseen = jnp.stack([jax.jit(loss_of)(params, metas, *batch(corpus.validation, n)) for n in range(4)])
-    print(f"validation: {unseen.mean():.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f})")
+    print(
+        f"validation: {unseen.mean():.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f})"
+    )
     print(f"quantised tensors: {len(jax.tree.leaves(metas)) // 2}")
 
 

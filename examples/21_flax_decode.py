@@ -1,8 +1,9 @@
 """Text byte by byte in Flax: keys and values kept between the calls.
 
-Shows: ``decode=True`` keeps the keys and values of all bytes so far in the collection ``cache``, so that each call computes one byte alone;
-the logits are those of the whole text at once, here in FP8 too: blocks of 128 features of one byte have a scale of their own.
-Needs: JAX and Flax (extra flax); a CPU (a few seconds), or a GPU that JAX sees.
+Shows: ``decode=True`` keeps the keys and values of all bytes so far in the collection ``cache``, so that each
+call computes one byte alone; the logits are those of the whole text at once, here in FP8 too: blocks of 128
+features of one byte have a scale of their own. Needs: JAX and Flax (extra flax); a CPU (a few seconds), or a
+GPU that JAX sees.
 """
 
 from fp8kit.errors import not_installed
@@ -34,9 +35,16 @@ class GPT(nn.Module):
         x = nn.Embed(256, self.hidden)(ids)
         for _ in range(self.layers):
             x = TransformerLayer(
-                self.hidden, 4 * self.hidden, self.heads, hidden_dropout=0.0, attention_dropout=0.0, layernorm_type="rmsnorm",
-                enable_relative_embedding=False, enable_rotary_pos_emb=True, self_attn_mask_type="causal",
-            )(x, deterministic=True, decode=decode)  # fmt: skip
+                self.hidden,
+                4 * self.hidden,
+                self.heads,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                layernorm_type="rmsnorm",
+                enable_relative_embedding=False,
+                enable_rotary_pos_emb=True,
+                self_attn_mask_type="causal",
+            )(x, deterministic=True, decode=decode)
         return nn.Dense(256)(LayerNorm(layernorm_type="rmsnorm")(x))
 
 
@@ -51,7 +59,8 @@ def main(count: int = 32) -> None:
         return logits[:, -1], fresh["cache"]
 
     with fj.autocast(enabled=True, recipe=Float8BlockScaling()):
-        variables = model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32), decode=True)  # the cache's length is the text's
+        # the cache's length is the text's
+        variables = model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32), decode=True)
         params, cache = nn.unbox(variables["params"]), variables["cache"]
         written, seen = start, []
         logits, cache = step(params, cache, start)  # the whole start in one call
@@ -64,9 +73,13 @@ def main(count: int = 32) -> None:
         seconds = time.perf_counter() - begin
         whole = jax.jit(model.apply)({"params": params}, written)[:, start.shape[1] - 1 : -1]
     apart = jnp.abs(jnp.stack(seen, 1) - whole).max() / jnp.abs(whole).max()
-    print(f"bytes written: {count}, {seconds / count * 1e3:.1f} ms each (the first call of one byte compiles)")
+    print(
+        f"bytes written: {count}, {seconds / count * 1e3:.1f} ms each (the first call of one byte compiles)"
+    )
     print(f"logits byte by byte and at once: {apart:.4%} of the largest apart")
-    print(f"cache: {', '.join(sorted({path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(cache)}))}")
+    print(
+        f"cache: {', '.join(sorted({path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(cache)}))}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""fp8kit: FP8 transformer layers on NumPy and CuPy arrays, and under PyTorch and JAX without a compiled extension.
+"""fp8kit: FP8 transformer layers on NumPy and CuPy arrays, and under PyTorch and JAX without a compiled
+extension.
 
 Names are loaded when they are first used: ``import fp8kit`` initialises no GPU and imports no framework.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fp8kit.autocast import autocast  # at once: a submodule of the same name would take its place when it is first imported
+# at once: a submodule of the same name would take its place when it is first imported
+from fp8kit.autocast import autocast
 from fp8kit.warmup import warmup  # likewise
 
 __version__ = "0.1.0"
@@ -30,7 +32,20 @@ if TYPE_CHECKING:
         ShapeError,
     )
     from fp8kit.float8 import Float8Tensor, quantize
-    from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format, bfloat16, float16, float32, int32, int64, uint8
+    from fp8kit.formats import (
+        E2M1,
+        E4M3,
+        E5M2,
+        E8M0,
+        DType,
+        Format,
+        bfloat16,
+        float16,
+        float32,
+        int32,
+        int64,
+        uint8,
+    )
     from fp8kit.graphs import graph
     from fp8kit.lab.overrides import override
     from fp8kit.nn.random import draw_from, manual_seed

@@ -1,4 +1,5 @@
-"""Checks of plain arguments, with one wording: each returns the value in the type that the code goes on with, or raises.
+"""Checks of plain arguments, with one wording: each returns the value in the type that the code goes on with,
+or raises.
 
 Not for the hot path: constructors and the like. ``kind`` is the error's class.
 """
@@ -26,18 +27,38 @@ def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Argume
     raise kind(expected(operation, name, shown(value), "True or False"))
 
 
-def integer(operation: str, name: str, value: Any, least: int | None = None, most: int | None = None,
-            kind: type[Fp8kitError] = ArgumentError) -> int:
+def integer(
+    operation: str,
+    name: str,
+    value: Any,
+    least: int | None = None,
+    most: int | None = None,
+    kind: type[Fp8kitError] = ArgumentError,
+) -> int:
     """An int in [least, most]; a bool is none."""
     fits = isinstance(value, int | np.integer) and not isinstance(value, _NO_NUMBER)
     if fits and (least is None or value >= least) and (most is None or value <= most):
         return int(value)
-    limits = {(False, False): "", (True, False): f" >= {least}", (False, True): f" <= {most}", (True, True): f" in [{least}, {most}]"}
-    raise kind(expected(operation, name, shown(value), f"an int{limits[least is not None, most is not None]}"))
+    limits = {
+        (False, False): "",
+        (True, False): f" >= {least}",
+        (False, True): f" <= {most}",
+        (True, True): f" in [{least}, {most}]",
+    }
+    raise kind(
+        expected(operation, name, shown(value), f"an int{limits[least is not None, most is not None]}")
+    )
 
 
-def number(operation: str, name: str, value: Any, below: float = math.inf, kind: type[Fp8kitError] = ArgumentError,
-           least: float = 0.0, above: float | None = None) -> float:
+def number(
+    operation: str,
+    name: str,
+    value: Any,
+    below: float = math.inf,
+    kind: type[Fp8kitError] = ArgumentError,
+    least: float = 0.0,
+    above: float | None = None,
+) -> float:
     """A finite number in [least, below), or in (above, below)."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, _NO_NUMBER)
     try:
@@ -47,11 +68,17 @@ def number(operation: str, name: str, value: Any, below: float = math.inf, kind:
     except OverflowError:  # an int that no float holds
         pass
     upper = "" if below == math.inf else f" and < {below:g}"
-    lower = "" if least == -math.inf else f" and {'>= ' if above is None else '> '}{least if above is None else above:g}"
+    lower = (
+        ""
+        if least == -math.inf
+        else f" and {'>= ' if above is None else '> '}{least if above is None else above:g}"
+    )
     raise kind(expected(operation, name, shown(value), f"a finite number{lower}{upper}"))
 
 
-def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: type[Fp8kitError] = ArgumentError) -> str:
+def choice(
+    operation: str, name: str, value: Any, options: Iterable[str], kind: type[Fp8kitError] = ArgumentError
+) -> str:
     """One of some words."""
     words = tuple(options)
     if not isinstance(value, str) or value not in words:
@@ -59,8 +86,14 @@ def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: 
     return value
 
 
-def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = ArgumentError, takes: tuple[Any, ...] = (),
-             said: str = "a function") -> Callable[..., Any]:
+def function(
+    operation: str,
+    name: str,
+    value: Any,
+    kind: type[Fp8kitError] = ArgumentError,
+    takes: tuple[Any, ...] = (),
+    said: str = "a function",
+) -> Callable[..., Any]:
     """Something to call, with such arguments as ``takes`` where these are given."""
     fits = callable(value)
     if fits and takes:
@@ -75,7 +108,9 @@ def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Ar
     return value  # type: ignore[no-any-return]
 
 
-def listed(operation: str, name: str, value: Any, wanted: str, kind: type[Fp8kitError] = ArgumentError) -> list[Any]:
+def listed(
+    operation: str, name: str, value: Any, wanted: str, kind: type[Fp8kitError] = ArgumentError
+) -> list[Any]:
     """What an iterable holds; a string and an array are none."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | np.ndarray):
         return list(value)
@@ -99,13 +134,14 @@ def path(operation: str, value: Any) -> str:
     raise CheckpointError(expected(operation, "path", shown(value), f"a path: {operation}(path, module)"))
 
 
-# --- rules: checks of arguments by their names -------------------------------------------------------------------------------
+# --- rules: checks of arguments by their names --------------------------------------------------------------
 
 Rule = Callable[[str, str, Any], Any]
 
 
 def check(operation: str, rules: Mapping[str, Rule], given: Mapping[str, Any]) -> None:
-    """Fp8kitError kinds for the arguments ``given`` by name that ``rules`` refuse; names without a rule are passed over."""
+    """Fp8kitError kinds for the arguments ``given`` by name that ``rules`` refuse; names without a rule are
+    passed over."""
     for name, value in given.items():
         rule = rules.get(name)
         if rule is not None:

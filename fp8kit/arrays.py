@@ -1,7 +1,8 @@
 """Arrays as pointers: what any array becomes at the door, with no copy.
 
-``ArrayView`` is the currency of every room: kernels read and write views, operations pass them on, doors allocate them. Where arrays live,
-and who serves them there, is said in ``devices``, whose names are found here too.
+``ArrayView`` is the currency of every room: kernels read and write views, operations pass them on, doors
+allocate them. Where arrays live, and who serves them there, is said in ``devices``, whose names are found
+here too.
 """
 
 from __future__ import annotations
@@ -32,28 +33,56 @@ from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renam
 from fp8kit.formats import DType
 
 __all__ = [
-    "CPU", "ArrayView", "Device", "DeviceProvider", "Shape", "as_sizes", "as_view", "assign", "available", "contiguous",
-    "contiguous_strides", "copy", "current_stream", "device", "empty", "provider", "register_device", "synchronize", "to", "to_library",
-    "usable", "zero_", "zeros",
-]  # fmt: skip
+    "CPU",
+    "ArrayView",
+    "Device",
+    "DeviceProvider",
+    "Shape",
+    "as_sizes",
+    "as_view",
+    "assign",
+    "available",
+    "contiguous",
+    "contiguous_strides",
+    "copy",
+    "current_stream",
+    "device",
+    "empty",
+    "provider",
+    "register_device",
+    "synchronize",
+    "to",
+    "to_library",
+    "usable",
+    "zero_",
+    "zeros",
+]
 
 Shape = tuple[int, ...]
-_BITS = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}  # what any element can be moved as
+# what any element can be moved as
+_BITS = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}
 
 
 class ArrayView:
     """An n-dimensional array by pointer.
 
-    ``ptr`` is the address of the first element, ``shape`` its extent in elements, ``strides`` in elements (C order when not
-    given), ``dtype`` a ``DType``; FP8 codes are kept as ``uint8``, their format travels beside. ``owner`` is whatever keeps the
-    memory alive. Views are cheap values: reshaping or slicing makes another over the same memory. Nothing is checked here: what made the
-    array vouches for it. Methods raise ShapeError or FormatError for what the shape, the strides or the dtype does not allow.
+    ``ptr`` is the address of the first element, ``shape`` its extent in elements, ``strides`` in elements (C
+    order when not given), ``dtype`` a ``DType``; FP8 codes are kept as ``uint8``, their format travels
+    beside. ``owner`` is whatever keeps the memory alive. Views are cheap values: reshaping or slicing makes
+    another over the same memory. Nothing is checked here: what made the array vouches for it. Methods raise
+    ShapeError or FormatError for what the shape, the strides or the dtype does not allow.
     """
 
     __slots__ = ("_strides", "device", "dtype", "owner", "ptr", "shape")
 
     def __init__(
-        self, ptr: int, shape: Shape, dtype: DType, device: Device, owner: object = None, strides: Shape | None = None
+        self,
+        ptr: int,
+        shape: Shape,
+        dtype: DType,
+        device: Device,
+        owner: object = None,
+        strides: Shape | None = None,
     ) -> None:
         self.ptr = ptr
         self.shape = shape
@@ -79,7 +108,8 @@ class ArrayView:
 
     @property
     def writable(self) -> bool:
-        """Whether the memory may be written: False over a read-only NumPy array and over what DLPack says is read-only."""
+        """Whether the memory may be written: False over a read-only NumPy array and over what DLPack says is
+        read-only."""
         if isinstance(self.owner, np.ndarray):
             return bool(self.owner.flags.writeable)
         return not (isinstance(self.owner, dlpack.Borrowed | _Fixed) and self.owner.read_only)
@@ -100,7 +130,8 @@ class ArrayView:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def reshape(self, *shape: int) -> ArrayView:
-        """The same elements under another shape (one -1 is worked out); ShapeError when not C-contiguous or of another size."""
+        """The same elements under another shape (one -1 is worked out); ShapeError when not C-contiguous or
+        of another size."""
         size = self.size
         try:
             shape = tuple(map(index, shape))
@@ -111,7 +142,9 @@ class ArrayView:
             at = shape.index(-1)
             shape = (*shape[:at], size // rest if rest else 0, *shape[at + 1 :])
         if math.prod(shape) != size or not self.contiguous or min(shape, default=0) < 0:
-            raise ShapeError(expected("reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})"))
+            raise ShapeError(
+                expected("reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})")
+            )
         return ArrayView(self.ptr, shape, self.dtype, self.device, self.owner)
 
     def rows(self) -> ArrayView:
@@ -120,7 +153,9 @@ class ArrayView:
         if self._strides is None and shape:
             if len(shape) == 2:
                 return self
-            return ArrayView(self.ptr, (math.prod(shape[:-1]), shape[-1]), self.dtype, self.device, self.owner)
+            return ArrayView(
+                self.ptr, (math.prod(shape[:-1]), shape[-1]), self.dtype, self.device, self.owner
+            )
         last = shape[-1] if shape else 1
         return self.reshape(self.size // last if last else math.prod(shape[:-1]), last)
 
@@ -130,27 +165,47 @@ class ArrayView:
             dim, start, length = index(dim), index(start), index(length)
             extent = self.shape[dim]
         except (TypeError, IndexError):
-            raise ShapeError(expected("slice", "dim, start, length", shown((dim, start, length)), f"ints within {self.shape}")) from None
+            raise ShapeError(
+                expected(
+                    "slice", "dim, start, length", shown((dim, start, length)), f"ints within {self.shape}"
+                )
+            ) from None
         if min(start, length) < 0 or start + length > extent:
             raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {extent}"))
         strides = self.strides
         dim %= len(strides)
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         kept = None if self._strides is None and dim == 0 else strides
-        return ArrayView(self.ptr + start * strides[dim] * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, kept)
+        return ArrayView(
+            self.ptr + start * strides[dim] * self.dtype.itemsize,
+            shape,
+            self.dtype,
+            self.device,
+            self.owner,
+            kept,
+        )
 
     def transpose(self, *axes: int) -> ArrayView:
-        """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a permutation."""
+        """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a
+        permutation."""
         strides = self.strides
         if sorted(sizes("transpose", axes, ShapeError)) != list(range(len(strides))):
             raise ShapeError(expected("transpose", "axes", axes, f"each of 0 ... {len(strides) - 1} once"))
         return ArrayView(
-            self.ptr, tuple(self.shape[a] for a in axes), self.dtype, self.device, self.owner, tuple(strides[a] for a in axes)
+            self.ptr,
+            tuple(self.shape[a] for a in axes),
+            self.dtype,
+            self.device,
+            self.owner,
+            tuple(strides[a] for a in axes),
         )
 
     def with_strides(self, shape: Shape, strides: Shape, offset: int = 0) -> ArrayView:
-        """Any strided view of the same memory, ``offset`` elements further on. The caller answers for its bounds."""
-        return ArrayView(self.ptr + offset * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, strides)
+        """Any strided view of the same memory, ``offset`` elements further on. The caller answers for its
+        bounds."""
+        return ArrayView(
+            self.ptr + offset * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, strides
+        )
 
     def view(self, dtype: DType | str) -> ArrayView:
         """The same bytes as another dtype of the same item size; FormatError otherwise."""
@@ -161,9 +216,11 @@ class ArrayView:
         return ArrayView(self.ptr, self.shape, dtype, self.device, self.owner, self._strides)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array as NumPy: the same memory on the CPU, read-only where that is; a copy from any other device.
+        """The array as NumPy: the same memory on the CPU, read-only where that is; a copy from any other
+        device.
 
-        What is written through it no count of changes sees (``Tensor.version``): backward would use the new values without a word.
+        What is written through it no count of changes sees (``Tensor.version``): backward would use the new
+        values without a word.
         """
         if self.device.kind != "cpu":
             host = empty(self.shape, self.dtype, CPU)
@@ -180,7 +237,9 @@ class ArrayView:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.device.kind != "cpu":
-            raise FormatError(expected("__array__", "array", f"device {self.device}", "the CPU; .numpy() copies from a GPU"))
+            raise FormatError(
+                expected("__array__", "array", f"device {self.device}", "the CPU; .numpy() copies from a GPU")
+            )
         own = self.numpy()
         return np.array(own, dtype) if copy else np.asarray(own, dtype)
 
@@ -190,15 +249,25 @@ class ArrayView:
         return own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("ArrayView cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()")
+        raise TypeError(
+            "ArrayView cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()"
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return dlpack.device_code(self.device.kind), self.device.index
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None,
-                   dl_device: tuple[int, int] | None = None, copy: bool | None = None) -> object:
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(expected("__dlpack__", "dl_device", dl_device, f"{self.__dlpack_device__()}: it is not moved"))
+            raise BufferError(
+                expected("__dlpack__", "dl_device", dl_device, f"{self.__dlpack_device__()}: it is not moved")
+            )
         if stream is not None and stream != -1 and self.device.kind != "cpu":
             provider(self.device).order_after(stream, self.device)
         return dlpack.export(_duplicate(self) if copy else self, max_version)
@@ -208,8 +277,13 @@ class ArrayView:
         if self.device.kind != "cuda":
             raise AttributeError("__cuda_array_interface__: the array is not on a CUDA device")
         return {
-            "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.ptr, not self.writable), "version": 3,
-            "strides": None if self._strides is None else tuple(s * self.dtype.itemsize for s in self._strides),
+            "shape": self.shape,
+            "typestr": self.dtype.numpy.str,
+            "data": (self.ptr, not self.writable),
+            "version": 3,
+            "strides": None
+            if self._strides is None
+            else tuple(s * self.dtype.itemsize for s in self._strides),
             "stream": current_stream(self.device) or 1,
         }
 
@@ -230,7 +304,8 @@ def contiguous_strides(shape: Shape) -> Shape:
 def empty(shape: Shape, dtype: DType | str, where: Device) -> ArrayView:
     """A fresh C-contiguous array, its contents undefined. ``shape`` in elements.
 
-    ShapeError for extents that are negative or no ints, FormatError for another dtype, BackendError for memory that cannot be had.
+    ShapeError for extents that are negative or no ints, FormatError for another dtype, BackendError for
+    memory that cannot be had.
     """
     if type(shape) is not tuple:
         shape = as_sizes(shape)
@@ -252,7 +327,8 @@ def zeros(shape: Shape, dtype: DType, where: Device) -> ArrayView:
 
 
 def zero_(view: ArrayView) -> None:
-    """Write zeros over a C-contiguous view, in stream order. ShapeError for a strided one, FormatError for read-only memory."""
+    """Write zeros over a C-contiguous view, in stream order. ShapeError for a strided one, FormatError for
+    read-only memory."""
     view = as_view(view)
     if not view.contiguous:
         raise ShapeError(expected("zero_", "view", f"strides {view.strides}", "C-contiguous"))
@@ -261,11 +337,13 @@ def zero_(view: ArrayView) -> None:
 
 
 def copy(dst: ArrayView, src: ArrayView) -> None:
-    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order. ShapeError for others,
-    FormatError for a ``dst`` in read-only memory."""
+    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order.
+    ShapeError for others, FormatError for a ``dst`` in read-only memory."""
     dst, src = as_view(dst), as_view(src)
     if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
-        raise ShapeError(expected("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}"))
+        raise ShapeError(
+            expected("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}")
+        )
     _want_writable("copy", "dst", dst)
     where = src.device if src.device.kind != "cpu" else dst.device
     provider(where).copy(dst, src, current_stream(where))
@@ -295,7 +373,8 @@ def to(view: ArrayView, where: Device | str) -> ArrayView:
 
 
 def assign(dst: ArrayView, src: ArrayView) -> None:
-    """Copy between views of the same dtype and shape on one device, both with any strides, by the device's own library."""
+    """Copy between views of the same dtype and shape on one device, both with any strides, by the device's
+    own library."""
     if dst.dtype is not src.dtype or dst.shape != src.shape or dst.device != src.device:
         raise ShapeError(expected("assign", "dst", dst, repr(src)))
     _want_writable("assign", "dst", dst)
@@ -313,15 +392,17 @@ def contiguous(view: ArrayView) -> ArrayView:
     try:
         return as_view(native.copy(order="C")).view(view.dtype)
     except MemoryError as error:
-        raise BackendError(f"contiguous: {view.nbytes} bytes on {view.device} cannot be had ({error})") from None
+        raise BackendError(
+            f"contiguous: {view.nbytes} bytes on {view.device} cannot be had ({error})"
+        ) from None
 
 
 def as_view(array: Any, operation: str = "as_view", argument: str = "array") -> ArrayView:
     """Any array as a view of its own memory, with no copy.
 
-    Takes an ArrayView, whatever has ``__fp8kit_view__``, NumPy (ml_dtypes included), ``__cuda_array_interface__``, or
-    ``__dlpack__`` on a known device. FormatError for anything else, and for a dtype that fp8kit does not have, about ``argument`` of
-    ``operation``.
+    Takes an ArrayView, whatever has ``__fp8kit_view__``, NumPy (ml_dtypes included),
+    ``__cuda_array_interface__``, or ``__dlpack__`` on a known device. FormatError for anything else, and for
+    a dtype that fp8kit does not have, about ``argument`` of ``operation``.
     """
     if isinstance(array, ArrayView):
         return array
@@ -349,7 +430,14 @@ def _view_of(array: Any) -> ArrayView:
         return dlpack.import_(array)
     if hasattr(type(array), "__cuda_array_interface__"):
         return _from_cuda_interface(array)
-    raise FormatError(expected("as_view", "array", _kind(array), "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__"))
+    raise FormatError(
+        expected(
+            "as_view",
+            "array",
+            _kind(array),
+            "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__",
+        )
+    )
 
 
 def _kind(value: Any) -> str:
@@ -377,9 +465,15 @@ def _from_cuda_interface(array: Any) -> ArrayView:
         strides, (ptr, read_only), _ = interface.get("strides"), interface["data"], interface["shape"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         got = f"{type(array).__name__} with a __cuda_array_interface__ that is incomplete ({error})"
-        raise FormatError(expected("as_view", "array", got, "typestr, shape and data, as the interface has it")) from None
+        raise FormatError(
+            expected("as_view", "array", got, "typestr, shape and data, as the interface has it")
+        ) from None
     return ArrayView(
-        ptr, tuple(interface["shape"]), kind, Device("cuda", number), _Fixed(array) if read_only else array,
+        ptr,
+        tuple(interface["shape"]),
+        kind,
+        Device("cuda", number),
+        _Fixed(array) if read_only else array,
         None if strides is None else tuple(s // kind.itemsize for s in strides),
     )
 
@@ -387,8 +481,8 @@ def _from_cuda_interface(array: Any) -> ArrayView:
 def to_library(view: ArrayView, like: Any) -> Any:
     """The view as an array of the library that ``like`` belongs to, sharing memory where that library can.
 
-    NumPy for NumPy and plain Python values, CuPy for CuPy, through ``from_dlpack`` for any other library that has it, else
-    the view itself.
+    NumPy for NumPy and plain Python values, CuPy for CuPy, through ``from_dlpack`` for any other library that
+    has it, else the view itself.
     """
     view = as_view(view)
     library = type(like).__module__.partition(".")[0]
@@ -404,6 +498,9 @@ def as_sizes(shape: int | Sequence[int]) -> Shape:
     """A shape argument as a tuple; ShapeError for negative or non-integer entries."""
     one_by_one = isinstance(shape, Iterable) and not isinstance(shape, str | bytes | np.ndarray)
     extents: tuple[Any, ...] = tuple(shape) if one_by_one else (shape,)  # type: ignore[arg-type]
-    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool | np.timedelta64) and 0 <= n < 2**63 for n in extents):
+    if not all(
+        isinstance(n, int | np.integer) and not isinstance(n, bool | np.timedelta64) and 0 <= n < 2**63
+        for n in extents
+    ):
         raise ShapeError(expected("shape", "shape", shown(shape), "non-negative integers"))
     return tuple(map(index, extents))

@@ -1,7 +1,8 @@
-"""``fp8kit info --attention``: who computes an attention of given shape and rules on each device, and why the others do not.
+"""``fp8kit info --attention``: who computes an attention of given shape and rules on each device, and why the
+others do not.
 
-The question is a line of ``key=value`` words; ``KEYS`` has them all, with their defaults. What does not fit together is refused by the
-operation itself, so that the answer is about what would really run.
+The question is a line of ``key=value`` words; ``KEYS`` has them all, with their defaults. What does not fit
+together is refused by the operation itself, so that the answer is about what would really run.
 """
 
 from __future__ import annotations
@@ -88,15 +89,21 @@ KEYS: dict[str, Key] = {
     "dropout": Key("0", _dropout, "a probability in [0, 1)"),
     "layout": Key("sbhd", _one_of(*FORMATS), _names(FORMATS)),
 }
-_FIELDS = {"num_gqa_groups": "groups", "num_heads": "heads", "qkv_format": "layout", "window_size": "window",
-           "bottom_right_diagonal": "bottom_right", "softmax_type": "softmax"}  # of the spec -> its key
+_FIELDS = {
+    "num_gqa_groups": "groups",
+    "num_heads": "heads",
+    "qkv_format": "layout",
+    "window_size": "window",
+    "bottom_right_diagonal": "bottom_right",
+    "softmax_type": "softmax",
+}  # of the spec -> its key
 _SAME = {"groups": "heads", "head_dim_v": "head_dim", "sequence_kv": "sequence"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """An attention to ask about: ``spec``, ``dtype``, shapes of ``q``, ``k`` and ``v`` as the kernels see them, and the ``words`` that mean
-    it, every key named."""
+    """An attention to ask about: ``spec``, ``dtype``, shapes of ``q``, ``k`` and ``v`` as the kernels see
+    them, and the ``words`` that mean it, every key named."""
 
     spec: AttentionSpec
     dtype: DType
@@ -107,15 +114,17 @@ class Question:
 
 
 def question(text: str = "") -> Question:
-    """Read a question. ArgumentError for a word that is no ``key=value``, an unknown or repeated key, or a value that is none; ShapeError
-    for values that do not fit together, as the operation refuses them."""
+    """Read a question. ArgumentError for a word that is no ``key=value``, an unknown or repeated key, or a
+    value that is none; ShapeError for values that do not fit together, as the operation refuses them."""
     given: dict[str, str] = {}
     for word in text.split():
         name, equals, value = word.partition("=")
         if not equals:
             raise ArgumentError(expected(_OP, repr(word), "no =", "key=value, such as heads=32"))
         if name not in KEYS:
-            raise ArgumentError(expected(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS)) + meant(name, KEYS)))
+            raise ArgumentError(
+                expected(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS)) + meant(name, KEYS))
+            )
         if name in given:
             raise ArgumentError(expected(_OP, name, "two values", "one"))
         given[name] = value
@@ -133,10 +142,21 @@ def question(text: str = "") -> Question:
 def _checked(of: dict[str, Any], words: str) -> Question:
     """The question of these values, seen by the operation: ShapeError where they do not fit."""
     spec = AttentionSpec(
-        num_heads=of["heads"], head_dim=of["head_dim"], num_gqa_groups=of["groups"], qkv_format=of["layout"], mask=of["mask"],
-        dropout=of["dropout"], layout="separate", head_dim_v=of["head_dim_v"], window_size=of["window"],
-        bottom_right_diagonal=of["bottom_right"], bias=of["bias"], softmax_type=of["softmax"], max_seqlen_q=of["sequence"],
-        max_seqlen_kv=of["sequence_kv"])  # fmt: skip
+        num_heads=of["heads"],
+        head_dim=of["head_dim"],
+        num_gqa_groups=of["groups"],
+        qkv_format=of["layout"],
+        mask=of["mask"],
+        dropout=of["dropout"],
+        layout="separate",
+        head_dim_v=of["head_dim_v"],
+        window_size=of["window"],
+        bottom_right_diagonal=of["bottom_right"],
+        bias=of["bias"],
+        softmax_type=of["softmax"],
+        max_seqlen_q=of["sequence"],
+        max_seqlen_kv=of["sequence_kv"],
+    )
     batch, kind = of["batch"], formats.dtype(of["dtype"])
     rows, columns = of["sequence"], of["sequence_kv"]
 
@@ -145,16 +165,21 @@ def _checked(of: dict[str, Any], words: str) -> Question:
         return (*leading, heads, dim)
 
     def parts(form: str) -> dict[str, Shape]:
-        return {part: shape(rows if part == "q" else columns, spec.heads(part), spec.features(part), form) for part in LAYOUTS["separate"]}
+        return {
+            part: shape(rows if part == "q" else columns, spec.heads(part), spec.features(part), form)
+            for part in LAYOUTS["separate"]
+        }
 
     metas: dict[str, Meta | None] = {name: Meta(size, kind) for name, size in parts(spec.qkv_format).items()}
     beside = {
-        "cu_seqlens_q": (spec.padded, (batch + 1,), formats.int32), "cu_seqlens_kv": (spec.padded, (batch + 1,), formats.int32),
-        "mask": (spec.masked, (batch, 1, rows, columns), formats.bool_), "bias": (spec.biased, (1, spec.num_heads, rows, columns), kind),
+        "cu_seqlens_q": (spec.padded, (batch + 1,), formats.int32),
+        "cu_seqlens_kv": (spec.padded, (batch + 1,), formats.int32),
+        "mask": (spec.masked, (batch, 1, rows, columns), formats.bool_),
+        "bias": (spec.biased, (1, spec.num_heads, rows, columns), kind),
         "alibi_slopes": (spec.bias == "alibi", (spec.num_heads,), formats.float32),
         "softmax_offset": (spec.softmax_type == "learnable", (spec.num_heads,), formats.float32),
         "rng": (spec.dropout > 0, (2,), formats.int64),
-    }  # fmt: skip
+    }
     metas |= {name: Meta(size, dtype) for name, (wanted, size, dtype) in beside.items() if wanted}
     try:
         attention.infer(spec, metas, frozenset())
@@ -183,23 +208,27 @@ def sections(about: Question) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _implementations(device: Device) -> list[Row]:
-    """Implementations of the attention's kernels that the policy in force chooses from; the first that takes a call does."""
+    """Implementations of the attention's kernels that the policy in force chooses from; the first that takes
+    a call does."""
     found: list[Row] = []
     for name, kernel in (("forward", "attention_fwd"), ("backward", "attention_bwd")):
         usable, refused = dispatch.candidates(kernel, device)
         taken = usable[0].impl_id if usable else "no implementation"
         why = [f"{impl.impl_id}: after it" for impl in usable[1:]] + [
-            f"{impl.impl_id}: {reason}" for impl, reason in refused if device.kind in impl.devices]
+            f"{impl.impl_id}: {reason}" for impl, reason in refused if device.kind in impl.devices
+        ]
         found.append((name, "runs" if usable else "missing", "; ".join([taken, *why])))
     return found
 
 
 def _cuda(about: Question, device: Device | None) -> list[Row]:
-    """Which of the CUDA engine's paths takes each direction; None: what is known of them where there is no device."""
+    """Which of the CUDA engine's paths takes each direction; None: what is known of them where there is no
+    device."""
     from fp8kit.backends.cuda import attention as engine
     from fp8kit.backends.cuda import launch
 
-    spec = dataclasses.replace(about.spec, qkv_format="bshd") if about.spec.packed else about.spec  # unpacked before the kernels
+    # unpacked before the kernels
+    spec = dataclasses.replace(about.spec, qkv_format="bshd") if about.spec.packed else about.spec
     asked = about.q, about.k, about.dtype, spec, about.v
     if device is not None:
         usable, _ = dispatch.candidates("attention_fwd", device)

@@ -1,10 +1,13 @@
-"""``autocast``: where FP8 is on, by which recipe, and when forward states are updated. Knows no operation, no door and no array.
+"""``autocast``: where FP8 is on, by which recipe, and when forward states are updated. Knows no operation, no
+door and no array.
 
-Doors ask ``current()`` in every layer, and ``touch_forward`` each state whose amaxes they recorded. When the outermost active autocast of
-the thread ends, every touched state is handed back once, grouped by recipe, to its class's ``commit_forward``; when it ends by an
-exception, or an update raises, to ``discard_forward`` instead, so that a step that never finished leaves no trace in the history.
+Doors ask ``current()`` in every layer, and ``touch_forward`` each state whose amaxes they recorded. When the
+outermost active autocast of the thread ends, every touched state is handed back once, grouped by recipe, to
+its class's ``commit_forward``; when it ends by an exception, or an update raises, to ``discard_forward``
+instead, so that a step that never finished leaves no trace in the history.
 
-The stack is ``threading.local``: an autocast never leaks into another thread (torch.compile can read it there, a ContextVar not).
+The stack is ``threading.local``: an autocast never leaks into another thread (torch.compile can read it
+there, a ContextVar not).
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ class ForwardState(Protocol):
 class AutocastState(NamedTuple):
     """The innermost autocast of the thread.
 
-    ``enabled``: FP8 is on. ``calibrating``: compute stays as ``enabled`` says, and amaxes are recorded in any case. ``recipe``: the
-    recipe in force. ``depth``: 1 for an outermost autocast. ``check_finite``: modules look for Inf and NaN.
+    ``enabled``: FP8 is on. ``calibrating``: compute stays as ``enabled`` says, and amaxes are recorded in any
+    case. ``recipe``: the recipe in force. ``depth``: 1 for an outermost autocast. ``check_finite``: modules
+    look for Inf and NaN.
     """
 
     enabled: bool
@@ -66,14 +70,20 @@ def current() -> AutocastState | None:
 
 
 def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
-    """Register that ``state`` recorded amaxes and is to be updated by ``recipe`` when the outermost active autocast ends.
+    """Register that ``state`` recorded amaxes and is to be updated by ``recipe`` when the outermost active
+    autocast ends.
 
-    ``training``: whether gradients were enabled. Without gradients a state is not updated (inference must not change a model),
-    except while calibrating, whose purpose that is. Fp8kitError outside of an active autocast.
+    ``training``: whether gradients were enabled. Without gradients a state is not updated (inference must not
+    change a model), except while calibrating, whose purpose that is. Fp8kitError outside of an active
+    autocast.
     """
     stack = _thread.stack
     if not _thread.active:
-        raise Fp8kitError(expected("touch_forward", "state", "a call outside of autocast", "a call within an active autocast"))
+        raise Fp8kitError(
+            expected(
+                "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
+            )
+        )
     if training or stack[-1][1].calibrating:
         key = type(state), id(recipe)
         known = _thread.touched.get(key)
@@ -94,36 +104,49 @@ class autocast(ContextDecorator):
     """Context manager and decorator: modules within compute in FP8.
 
     * ``enabled``: False switches FP8 off, also inside another autocast.
-    * ``calibrating``: record amaxes and update scales, also with ``enabled=False`` (high-precision compute) and without gradients: this
-      prepares a model for FP8 inference.
+    * ``calibrating``: record amaxes and update scales, also with ``enabled=False`` (high-precision compute)
+      and without gradients: this prepares a model for FP8 inference.
     * ``recipe``: a Recipe; None is ``DelayedScaling()``.
-    * ``check_finite``: True makes modules look at every activation, weight and gradient for Inf and NaN, in high precision too, and raise
-      NonFiniteError that names the first layer and tensor with one; what the step recorded is dropped. For finding faults: it waits for
-      the device after every operation. None is as the autocast around this one, False where there is none.
+    * ``check_finite``: True makes modules look at every activation, weight and gradient for Inf and NaN, in
+      high precision too, and raise NonFiniteError that names the first layer and tensor with one; what the
+      step recorded is dropped. For finding faults: it waits for the device after every operation. None is as
+      the autocast around this one, False where there is none.
     * ``amax_reduction_group``: must be None; one process has nothing to reduce.
 
-    Nests: the innermost decides. Forward states are updated when the outermost active (enabled or calibrating) autocast of the
-    thread ends; not when it ends by an exception: then what was recorded is dropped. Backward states are updated when the
-    backward pass ends, wherever that is. One object may be entered any number of times, in any thread. Raises RecipeError for
-    wrong arguments.
-    Source: Transformer Engine's ``autocast``.
+    Nests: the innermost decides. Forward states are updated when the outermost active (enabled or
+    calibrating) autocast of the thread ends; not when it ends by an exception: then what was recorded is
+    dropped. Backward states are updated when the backward pass ends, wherever that is. One object may be
+    entered any number of times, in any thread. Raises RecipeError for wrong arguments. Source: Transformer
+    Engine's ``autocast``.
     """
 
     def __init__(
-        self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: object = None,
         check_finite: bool | None = None,
     ) -> None:
         checking = False if check_finite is None else check_finite
         flags: dict[str, Any] = {"enabled": enabled, "calibrating": calibrating, "check_finite": checking}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
-                got, more = (f"a {type(flag).__name__}", "; recipe= takes it") if isinstance(flag, Recipe) else (repr(flag), "")
+                got, more = (
+                    (f"a {type(flag).__name__}", "; recipe= takes it")
+                    if isinstance(flag, Recipe)
+                    else (repr(flag), "")
+                )
                 raise RecipeError(expected("autocast", name, got, f"a bool{more}"))
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError(expected("autocast", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling()"))
+            raise RecipeError(
+                expected("autocast", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling()")
+            )
         if amax_reduction_group is not None:
             group = repr(amax_reduction_group)
-            raise RecipeError(expected("autocast", "amax_reduction_group", group, "None: groups are not supported yet"))
+            raise RecipeError(
+                expected("autocast", "amax_reduction_group", group, "None: groups are not supported yet")
+            )
         self.enabled = enabled
         self.calibrating = calibrating
         self.check_finite = check_finite
@@ -140,11 +163,17 @@ class autocast(ContextDecorator):
             thread.active = depth
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         thread = _thread
         if not thread.stack or thread.stack[-1][0] is not self:
             got = "an autocast that is not this thread's innermost one"
-            raise Fp8kitError(expected("autocast", "exit", got, "exits in the reverse order of entering, in the same thread"))
+            raise Fp8kitError(
+                expected(
+                    "autocast", "exit", got, "exits in the reverse order of entering, in the same thread"
+                )
+            )
         depth = thread.stack.pop()[1].depth
         if depth != thread.active:
             return
@@ -164,7 +193,8 @@ class autocast(ContextDecorator):
 
 
 class resumed:
-    """Context manager: what ``current()`` said when a forward pass ran, once more, for its recomputation. Updates no state at its end."""
+    """Context manager: what ``current()`` said when a forward pass ran, once more, for its recomputation.
+    Updates no state at its end."""
 
     __slots__ = ("state",)
 

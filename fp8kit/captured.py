@@ -1,7 +1,9 @@
-"""What a captured graph takes from the host and holds from then on: numbers that are part of a launch, and where arrays lie.
+"""What a captured graph takes from the host and holds from then on: numbers that are part of a launch, and
+where arrays lie.
 
-Who reads such a thing says so (``hold``); nobody listens unless a graph is being captured. Each replay asks again (``Held.check``), so that
-a change which it could not see is an error. What a replay has done nobody is told either: ``era`` is for who must know that there was one.
+Who reads such a thing says so (``hold``); nobody listens unless a graph is being captured. Each replay asks
+again (``Held.check``), so that a change which it could not see is an error. What a replay has done nobody is
+told either: ``era`` is for who must know that there was one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Look = Callable[[], tuple[list[str], Read, object]]  # names, what reads the val
 
 
 class Held(NamedTuple):
-    """Things of one object: what an error calls them, how they are read, what they were, and what keeps their memory theirs."""
+    """Things of one object: what an error calls them, how they are read, what they were, and what keeps their
+    memory theirs."""
 
     names: list[str]
     read: Read
@@ -32,7 +35,9 @@ class Held(NamedTuple):
         if now == self.values:
             return
         several = zip(self.names, now, self.values, strict=False)
-        name, got, wanted = next((one for one in several if one[1] != one[2]), ("arrays", len(now), len(self.values)))
+        name, got, wanted = next(
+            (one for one in several if one[1] != one[2]), ("arrays", len(now), len(self.values))
+        )
         said = f"{shown(wanted)}, as at the capture: the graph would go on with that; make a new graph after a change"
         raise ArgumentError(expected("graph", name, shown(got), said))
 
@@ -45,8 +50,9 @@ _thread = _Thread()
 
 
 def hold(owner: object, look: Look) -> None:
-    """While a graph is captured on this thread: it holds things of ``owner``. ``look()`` gives their names, what reads them, and what must
-    stay alive meanwhile; it is called once, at the capture's end. Raises nothing."""
+    """While a graph is captured on this thread: it holds things of ``owner``. ``look()`` gives their names,
+    what reads them, and what must stay alive meanwhile; it is called once, at the capture's end. Raises
+    nothing."""
     if _thread.told is not None and id(owner) not in _thread.told:
         _thread.told[id(owner)] = owner, look
 

@@ -1,7 +1,9 @@
-"""The safetensors format: 8 bytes that say the header's size, the header in JSON, and the arrays' bytes without gaps.
+"""The safetensors format: 8 bytes that say the header's size, the header in JSON, and the arrays' bytes
+without gaps.
 
-Written and read array by array, so that a file costs its own size in memory and no more. What a file says of itself is believed only after
-it was checked against the file: sizes are compared before anything is allocated. Format: https://huggingface.co/docs/safetensors.
+Written and read array by array, so that a file costs its own size in memory and no more. What a file says of
+itself is believed only after it was checked against the file: sizes are compared before anything is
+allocated. Format: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -23,9 +25,21 @@ METADATA = "__metadata__"
 
 # the format's dtype codes; float4 has none there
 CODES = {
-    "F64": formats.float64, "F32": formats.float32, "F16": formats.float16, "BF16": formats.bfloat16, "I64": formats.int64,
-    "I32": formats.int32, "I16": formats.int16, "I8": formats.int8, "U64": formats.uint64, "U32": formats.uint32, "U16": formats.uint16,
-    "U8": formats.uint8, "BOOL": formats.bool_, "F8_E4M3": formats.float8_e4m3fn, "F8_E5M2": formats.float8_e5m2,
+    "F64": formats.float64,
+    "F32": formats.float32,
+    "F16": formats.float16,
+    "BF16": formats.bfloat16,
+    "I64": formats.int64,
+    "I32": formats.int32,
+    "I16": formats.int16,
+    "I8": formats.int8,
+    "U64": formats.uint64,
+    "U32": formats.uint32,
+    "U16": formats.uint16,
+    "U8": formats.uint8,
+    "BOOL": formats.bool_,
+    "F8_E4M3": formats.float8_e4m3fn,
+    "F8_E5M2": formats.float8_e5m2,
     "F8_E8M0": formats.float8_e8m0fnu,
 }
 
@@ -44,15 +58,20 @@ class _Bad(Exception):
 
 
 def write(file: BinaryIO, host: Mapping[str, HostArray], texts: Mapping[str, str]) -> None:
-    """Write C-contiguous arrays and metadata. The header is padded to 8 bytes and wide elements come first, so that each is aligned. (The
-    safetensors library's own ``save_file`` leaves files of unknown names behind when it is killed.)"""
+    """Write C-contiguous arrays and metadata. The header is padded to 8 bytes and wide elements come first,
+    so that each is aligned. (The safetensors library's own ``save_file`` leaves files of unknown names behind
+    when it is killed.)"""
     order = sorted(host, key=lambda name: (-host[name].dtype.itemsize, name))
     codes = {kind.numpy: code for code, kind in CODES.items()}
     header: dict[str, Any] = {METADATA: dict(texts)} if texts else {}
     end = 0
     for name in order:
         start, end = end, end + host[name].nbytes
-        header[name] = {"dtype": codes[host[name].dtype], "shape": list(host[name].shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": codes[host[name].dtype],
+            "shape": list(host[name].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -61,16 +80,20 @@ def write(file: BinaryIO, host: Mapping[str, HostArray], texts: Mapping[str, str
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
-    """The arrays and the metadata of a file. CheckpointError that says what is wrong: it cannot be read, is truncated or foreign, or has a
-    dtype that is not known here."""
+    """The arrays and the metadata of a file. CheckpointError that says what is wrong: it cannot be read, is
+    truncated or foreign, or has a dtype that is not known here."""
     try:
         with open(path, "rb", buffering=0) as file:
             entries, metadata, first = _header(file)
             return {name: _array(file, name, entry, first) for name, entry in entries.items()}, metadata
     except OSError as error:
-        raise CheckpointError(expected("load", "path", os.fspath(path), f"a readable file ({error.strerror})")) from error
+        raise CheckpointError(
+            expected("load", "path", os.fspath(path), f"a readable file ({error.strerror})")
+        ) from error
     except _Bad as bad:
-        raise CheckpointError(f"load: path: {os.fspath(path)} is not a whole safetensors file: truncated or foreign ({bad})") from None
+        raise CheckpointError(
+            f"load: path: {os.fspath(path)} is not a whole safetensors file: truncated or foreign ({bad})"
+        ) from None
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from None
 

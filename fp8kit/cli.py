@@ -1,4 +1,5 @@
-"""The ``fp8kit`` command: info, demo, train, bench, warmup, plugins and kernels. ``python -m fp8kit`` is the same."""
+"""The ``fp8kit`` command: info, demo, train, bench, warmup, plugins and kernels. ``python -m fp8kit`` is the
+same."""
 
 from __future__ import annotations
 
@@ -16,7 +17,20 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.discovery import PLUGIN_MODULES_ENV
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, seed, status_of, warmup
+from fp8kit.commands import (
+    FAILED,
+    Parser,
+    bench,
+    device_of,
+    folder,
+    kernels,
+    plugins,
+    positive,
+    said,
+    seed,
+    status_of,
+    warmup,
+)
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -27,8 +41,8 @@ UNREAD = 141  # exit status when the output's reader is gone, likewise
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments``, None: the process's own.
 
-    Returns the exit status: 0, 1 with the reason on standard error, 2 for a wrong argument, 130 after Ctrl-C, or 141 when nobody reads the
-    output any more. What argparse refuses exits with 2.
+    Returns the exit status: 0, 1 with the reason on standard error, 2 for a wrong argument, 130 after Ctrl-C,
+    or 141 when nobody reads the output any more. What argparse refuses exits with 2.
     """
     options = _parser().parse_args(arguments)
     options.words = sys.argv[1:] if arguments is None else list(arguments)
@@ -37,14 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end has nowhere else to go
+        # what Python flushes at its end has nowhere else to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except Fp8kitError as error:
         print(said(options.command, error), file=sys.stderr)
         return status_of(error)
     except KeyboardInterrupt:
         go_on = getattr(options, "go_on", None)
-        print(f"\nfp8kit {options.command}: interrupted{'' if go_on is None else f'; {go_on()}'}", file=sys.stderr)
+        print(
+            f"\nfp8kit {options.command}: interrupted{'' if go_on is None else f'; {go_on()}'}",
+            file=sys.stderr,
+        )
         return INTERRUPTED
 
 
@@ -54,36 +72,82 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, what: str, epilog: str | None = None) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=epilog)
+        return commands.add_parser(
+            name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=epilog
+        )
 
     info = command("info", "devices, versions, and what runs or is missing")
-    info.add_argument("--attention", nargs="*", metavar="KEY=VALUE", help=f"only: who computes such an attention on each device, and why "
-                      f"the others do not; keys: {', '.join(attention_info.KEYS)}")
+    info.add_argument(
+        "--attention",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help=f"only: who computes such an attention on each device, and why "
+        f"the others do not; keys: {', '.join(attention_info.KEYS)}",
+    )
     info.set_defaults(run=_info)
 
-    sizes = "; ".join(f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, {size.steps} steps"
-                      for size in PRESETS.values())
-    demo = command("demo", "train a small GPT in high precision and in FP8, and compare", f"Sizes: {sizes}. "
-                   "Bounds are meant for whole runs: with few --steps neither model has learned enough, and the exit status is 1. "
-                   f"Without bounds, to see that it runs: {', '.join(size.name for size in PRESETS.values() if not size.judged)}.")
+    sizes = "; ".join(
+        f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, {size.steps} steps"
+        for size in PRESETS.values()
+    )
+    demo = command(
+        "demo",
+        "train a small GPT in high precision and in FP8, and compare",
+        f"Sizes: {sizes}. "
+        "Bounds are meant for whole runs: with few --steps neither model has learned enough, and the exit status is 1. "
+        f"Without bounds, to see that it runs: {', '.join(size.name for size in PRESETS.values() if not size.judged)}.",
+    )
     demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the results (%(default)s)")
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="DIR",
+        help="folder of the results (%(default)s)",
+    )
     demo.set_defaults(run=_demo)
 
-    train = command("train", "train one GPT and save it", f"Sizes: {sizes}. Results of an earlier run in the same folder are replaced.")
+    train = command(
+        "train",
+        "train one GPT and save it",
+        f"Sizes: {sizes}. Results of an earlier run in the same folder are replaced.",
+    )
     train.add_argument("--preset", choices=PRESETS, required=True, help="size")
-    train.add_argument("--precision", choices=("high", "fp8"), default="fp8",
-                       help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)")
-    train.add_argument("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder of the results (%(default)s)")
-    train.add_argument("--save-every", type=positive, default=100, metavar="N",
-                       help="write the whole state to DIR/training.safetensors after each N steps (%(default)s)")
-    train.add_argument("--resume", action="store_true", help="continue from DIR/training.safetensors; where there is none yet, start")
+    train.add_argument(
+        "--precision",
+        choices=("high", "fp8"),
+        default="fp8",
+        help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)",
+    )
+    train.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train"),
+        metavar="DIR",
+        help="folder of the results (%(default)s)",
+    )
+    train.add_argument(
+        "--save-every",
+        type=positive,
+        default=100,
+        metavar="N",
+        help="write the whole state to DIR/training.safetensors after each N steps (%(default)s)",
+    )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from DIR/training.safetensors; where there is none yet, start",
+    )
     train.set_defaults(run=_train)
 
     for trains in (demo, train):
         trains.add_argument("--steps", type=positive, metavar="N", help="optimiser steps (the preset's)")
-        trains.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
-        trains.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)")
+        trains.add_argument(
+            "--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)"
+        )
+        trains.add_argument(
+            "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
+        )
 
     for own in (bench, warmup, plugins, kernels):
         own.add(commands)
@@ -102,8 +166,10 @@ def _demo(options: argparse.Namespace) -> int:
 
     device, out = device_of(options), folder(options.out)
     size = preset(options.preset or ("demo-cpu" if device.kind == "cpu" else "demo-gpu"))
-    options.go_on = lambda: ("a demo starts anew; what can be stopped and goes on with --resume is "
-                             f"`fp8kit train --preset {size.name}`: the same model, in FP8")
+    options.go_on = lambda: (
+        "a demo starts anew; what can be stopped and goes on with --resume is "
+        f"`fp8kit train --preset {size.name}`: the same model, in FP8"
+    )
     _replaces(out, *RESULTS)
     verdict = run_demo(size, out, device, options.steps, options.seed)
     print(f"\nresults are in {out}/")
@@ -124,29 +190,45 @@ def _train(options: argparse.Namespace) -> int:
     corpus = text.standard_library()
     keep, resume = out / "training.safetensors", options.resume
     precision = high_precision(device).name
-    print(f"{size.name} on {device}, {f'FP8 beside {precision}' if recipe else precision}: {size.layers} layers of {size.hidden}, "
-          f"{size.steps} steps of {size.tokens:,} bytes, seed {options.seed}\n{corpus}")  # fmt: skip
-    if resume and not keep.exists():  # stopped before its first save: the same command, again and again, ends with the run
+    print(
+        f"{size.name} on {device}, {f'FP8 beside {precision}' if recipe else precision}: {size.layers} layers of {size.hidden}, "
+        f"{size.steps} steps of {size.tokens:,} bytes, seed {options.seed}\n{corpus}"
+    )
+    # stopped before its first save: the same command, again and again, ends with the run
+    if resume and not keep.exists():
         print(f"fp8kit train: there is no {keep} yet: from the start", file=sys.stderr)
         resume = False
     if not resume:
-        _replaces(out, "loss.csv", "model.safetensors", "training.safetensors", *(["scales.csv"] if recipe else []))
+        _replaces(
+            out, "loss.csv", "model.safetensors", "training.safetensors", *(["scales.csv"] if recipe else [])
+        )
     sys.stdout.flush()
     options.go_on = _continuation(options.words, keep, options.save_every, resume)
-    run = train(size, corpus, recipe, "FP8" if recipe else precision, device, options.seed,
-                keep=keep, save_every=options.save_every, resume=resume)
+    run = train(
+        size,
+        corpus,
+        recipe,
+        "FP8" if recipe else precision,
+        device,
+        options.seed,
+        keep=keep,
+        save_every=options.save_every,
+        resume=resume,
+    )
     write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:
         write_statistics(out / "scales.csv", run.statistics)
     serialization.save(out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
-    print(f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})")
+    print(
+        f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})"
+    )
     print(f"results are in {out}/")
     return 0
 
 
 def _continuation(words: Sequence[str], keep: Path, every: int, resumed: bool) -> Callable[[], str]:
-    """What says how to go on with a training that was stopped: its state is in ``keep`` where that was written since now, or before, by the
-    training that this one ``resumed``."""
+    """What says how to go on with a training that was stopped: its state is in ``keep`` where that was
+    written since now, or before, by the training that this one ``resumed``."""
 
     def written() -> int | None:
         return keep.stat().st_mtime_ns if keep.exists() else None
@@ -162,7 +244,7 @@ def _continuation(words: Sequence[str], keep: Path, every: int, resumed: bool) -
     return go_on
 
 
-# --- info -------------------------------------------------------------------------------------------------------------
+# --- info ---------------------------------------------------------------------------------------------------
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -174,9 +256,12 @@ def _info(options: argparse.Namespace) -> int:
         _print(attention_info.sections(about))
         return 0
     sections: dict[str, list[tuple[str, str, str]]] = {
-        "machine": [("python", "", platform.python_version()), ("system", "", f"{platform.system()} {platform.machine()}"),
-                    ("default device", "", _said(lambda: str(dispatch.default_device()))),
-                    ("kernel cache", "", _said(_cache))],
+        "machine": [
+            ("python", "", platform.python_version()),
+            ("system", "", f"{platform.system()} {platform.machine()}"),
+            ("default device", "", _said(lambda: str(dispatch.default_device()))),
+            ("kernel cache", "", _said(_cache)),
+        ],
         "libraries": [(name, "", version) for name, version in versions().items()],
         "engine reference": [_reference()],
         "engine cuda": _cuda(),
@@ -202,10 +287,17 @@ def _info(options: argparse.Namespace) -> int:
 def _settings() -> list[tuple[str, str, str]]:
     """The FP8KIT_* variables that are set, and what is wrong with those that are bad."""
     readers: dict[str, Callable[[], object]] = {
-        "DETERMINISTIC": settings.deterministic, "PREFER": settings.prefer, "STRICT": settings.strict, "REPLAYS": settings.replays,
-        "DEVICE": lambda: arrays.usable(settings.device(), "environment", "FP8KIT_DEVICE"), "LOG_LEVEL": settings.log_level,
-        "PER_OP": lambda: SelectionPolicy(per_op=settings.per_op(KERNELS)), "SKIP_CUDA": settings.deny_vendors,
-        "CACHE_DIR": _want_cache, "PLUGIN_MODULES": _want_plugins}
+        "DETERMINISTIC": settings.deterministic,
+        "PREFER": settings.prefer,
+        "STRICT": settings.strict,
+        "REPLAYS": settings.replays,
+        "DEVICE": lambda: arrays.usable(settings.device(), "environment", "FP8KIT_DEVICE"),
+        "LOG_LEVEL": settings.log_level,
+        "PER_OP": lambda: SelectionPolicy(per_op=settings.per_op(KERNELS)),
+        "SKIP_CUDA": settings.deny_vendors,
+        "CACHE_DIR": _want_cache,
+        "PLUGIN_MODULES": _want_plugins,
+    }
     rows = []
     for name, (variable, value) in settings.given().items():
         try:
@@ -219,7 +311,11 @@ def _settings() -> list[tuple[str, str, str]]:
 def _cache() -> str:
     folder = settings.cache_dir()
     why = settings.unwritable(folder)
-    return f"{folder}" if why is None else f"{folder} cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be"
+    return (
+        f"{folder}"
+        if why is None
+        else f"{folder} cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be"
+    )
 
 
 def _want_cache() -> None:
@@ -233,9 +329,15 @@ def _want_cache() -> None:
 def _want_plugins() -> None:
     """Fp8kitError that names the modules of FP8KIT_PLUGIN_MODULES that failed, each with its error."""
     found = dispatch.get_default_manager().discovered()
-    failed = [f"{each.name} ({each.error.strip().splitlines()[-1]})" for each in found if each.source == PLUGIN_MODULES_ENV and not each.ok]
+    failed = [
+        f"{each.name} ({each.error.strip().splitlines()[-1]})"
+        for each in found
+        if each.source == PLUGIN_MODULES_ENV and not each.ok
+    ]
     if failed:
-        raise Fp8kitError(f"got {', '.join(failed)}, expected modules that register themselves; `fp8kit plugins list` shows where")
+        raise Fp8kitError(
+            f"got {', '.join(failed)}, expected modules that register themselves; `fp8kit plugins list` shows where"
+        )
 
 
 def _print(sections: Iterable[tuple[str, Sequence[tuple[str, str, str]]]]) -> None:

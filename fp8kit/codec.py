@@ -1,8 +1,9 @@
 """The oracle: bit-exact encoding and decoding of every ``Format``, in plain NumPy.
 
-Encoding looks a value up between its two neighbours in the table of the format's finite values, so it says what rounding means and
-does nothing clever; the engines' fast casts are tested against it. Rounding follows IEEE 754-2019, 4.3 (roundTiesToEven, with the
-exponent range unlimited before overflow is decided); the formats' own sources stand in ``fp8kit.formats``.
+Encoding looks a value up between its two neighbours in the table of the format's finite values, so it says
+what rounding means and does nothing clever; the engines' fast casts are tested against it. Rounding follows
+IEEE 754-2019, 4.3 (roundTiesToEven, with the exponent range unlimited before overflow is decided); the
+formats' own sources stand in ``fp8kit.formats``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Array = np.ndarray[Any, Any]
 
 @cache
 def table(fmt: Format) -> Array:
-    """The value of every byte as a code of ``fmt``: float64 (256,), read-only. Bits above the format's are ignored."""
+    """The value of every byte as a code of ``fmt``: float64 (256,), read-only. Bits above the format's are
+    ignored."""
     codes = np.arange(256) & ((1 << fmt.bits) - 1)
     magnitude = codes & ~fmt.sign_code
     values = _magnitude(fmt, magnitude)
@@ -37,7 +39,8 @@ def table(fmt: Format) -> Array:
 
 @cache
 def _grid(fmt: Format) -> Array:
-    """The finite values >= 0 in order of their codes, and one more: where the next would be if the exponent range went on."""
+    """The finite values >= 0 in order of their codes, and one more: where the next would be if the exponent
+    range went on."""
     return _magnitude(fmt, np.arange(fmt.max_code + 2))
 
 
@@ -54,19 +57,26 @@ def decode(codes: Any, fmt: Format) -> Array:
     return table(fmt)[np.asarray(codes, np.uint8)]
 
 
-def encode(values: Any, fmt: Format, rounding: Rounding = "nearest", saturate: bool = True, words: Any = None) -> Array:
+def encode(
+    values: Any, fmt: Format, rounding: Rounding = "nearest", saturate: bool = True, words: Any = None
+) -> Array:
     """The codes of ``values``, float64 or narrower of any shape, as uint8 of the same shape.
 
-    * "nearest": to the nearer neighbour, ties to the even code (also in formats without a mantissa, where IEEE 754 has no even
-      neighbour). "stochastic": away from zero where ``words`` (uint32, of the same
-      shape) is less than ``fraction * 2**32``, fraction being the value's place between its two neighbours; computed exactly.
-    * What overflows after rounding, and Inf: with ``saturate`` the largest finite value, else Inf, or NaN where the format has no Inf.
-    * NaN: ``fmt.nan_code``, always positive; the largest value where the format has no NaN. The sign of -0.0 is kept.
-    * Unsigned formats: a value below zero gives NaN, or the smallest value where the format has no NaN; -0.0 is 0.0.
-    * Formats without a zero (E8M0): zero, and all that is below the smallest value, become the smallest value.
+    * "nearest": to the nearer neighbour, ties to the even code (also in formats without a mantissa, where
+      IEEE 754 has no even neighbour). "stochastic": away from zero where ``words`` (uint32, of the same
+      shape) is less than ``fraction * 2**32``, fraction being the value's place between its two neighbours;
+      computed exactly.
+    * What overflows after rounding, and Inf: with ``saturate`` the largest finite value, else Inf, or NaN
+      where the format has no Inf.
+    * NaN: ``fmt.nan_code``, always positive; the largest value where the format has no NaN. The sign of -0.0
+      is kept.
+    * Unsigned formats: a value below zero gives NaN, or the smallest value where the format has no NaN; -0.0
+      is 0.0.
+    * Formats without a zero (E8M0): zero, and all that is below the smallest value, become the smallest
+      value.
 
-    Raises FormatError for an unknown rounding, for values that are not real floating point, and for ``saturate=False`` with a format that
-    has neither Inf nor NaN; ShapeError where ``words`` do not fit.
+    Raises FormatError for an unknown rounding, for values that are not real floating point, and for
+    ``saturate=False`` with a format that has neither Inf nor NaN; ShapeError where ``words`` do not fit.
     """
     v = np.asarray(values)
     if v.dtype.kind not in "fV" or v.dtype.itemsize > 8:
@@ -74,7 +84,9 @@ def encode(values: Any, fmt: Format, rounding: Rounding = "nearest", saturate: b
     if rounding not in ("nearest", "stochastic"):
         raise FormatError(expected("encode", "rounding", repr(rounding), '"nearest" or "stochastic"'))
     if not saturate and fmt.nan_code is None:
-        raise FormatError(expected("encode", "saturate", f"False for {fmt}, which has no Inf and no NaN", "True"))
+        raise FormatError(
+            expected("encode", "saturate", f"False for {fmt}, which has no Inf and no NaN", "True")
+        )
     v = v.astype(np.float64)
     codes = _round_up_or_down(np.abs(v), fmt, None if rounding == "nearest" else _check_words(words, v.shape))
     if saturate:

@@ -1,7 +1,7 @@
 """Devices: where arrays live, and who serves them there.
 
-A device is served by a ``DeviceProvider`` that the device's engine registers, so that no other room needs NumPy's or CuPy's allocator.
-Everybody else finds these names in ``fp8kit.arrays``.
+A device is served by a ``DeviceProvider`` that the device's engine registers, so that no other room needs
+NumPy's or CuPy's allocator. Everybody else finds these names in ``fp8kit.arrays``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CPU = Device("cpu", 0)
 
 
 def device(value: object, operation: str = "device", argument: str = "value") -> Device:
-    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of such a name, which says its index.
-    BackendError for anything else, about ``argument`` of ``operation``."""
+    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of such a
+    name, which says its index. BackendError for anything else, about ``argument`` of ``operation``."""
     if isinstance(value, Device):
         return value
     foreign = type(value).__name__ == "device"
@@ -43,13 +43,20 @@ def device(value: object, operation: str = "device", argument: str = "value") ->
         kind, _, at = str(value).partition(":")
         if foreign and kind == "cuda" and not at:  # PyTorch's current one, of which nothing is known here
             raise BackendError(expected(operation, argument, shown(value), "one with an index, as cuda:0"))
-        if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)) and (kind != "cpu" or not int(at or 0)):
+        if (
+            kind in _LOADERS
+            and (not at or (at.isdecimal() and len(at) < 6))
+            and (kind != "cpu" or not int(at or 0))
+        ):
             return Device(kind, int(at or 0))
-    raise BackendError(expected(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
+    raise BackendError(
+        expected(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1")
+    )
 
 
 def usable(value: object, operation: str = "device", argument: str = "value") -> Device:
-    """``device(value)``, where it can be used now. BackendError, about ``argument`` of ``operation``, for one that is not here."""
+    """``device(value)``, where it can be used now. BackendError, about ``argument`` of ``operation``, for one
+    that is not here."""
     where = device(value, operation, argument)
     count = provider(where).count()
     if where.index >= count:
@@ -80,10 +87,12 @@ class DeviceProvider(Protocol):
         """Write zero bytes over a C-contiguous view."""
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
-        """Copy bytes between C-contiguous views, one of them on this device; to the host it waits until they are there."""
+        """Copy bytes between C-contiguous views, one of them on this device; to the host it waits until they
+        are there."""
 
     def native(self, view: ArrayView) -> Any:
-        """The view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8 stays uint8."""
+        """The view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8 stays
+        uint8."""
 
 
 class _Host:
@@ -128,18 +137,23 @@ def register_device(kind: str, module: str) -> None:
 
 
 def provider(where: Device) -> DeviceProvider:
-    """The provider of a device, imported at its first use; BackendError when the kind is unknown or its library is missing."""
+    """The provider of a device, imported at its first use; BackendError when the kind is unknown or its
+    library is missing."""
     try:
         found = _PROVIDERS.get(where.kind)
     except (AttributeError, TypeError, ValueError):  # what is none, or cannot be hashed
-        raise BackendError(expected("device", "value", shown(where), "a Device, such as arrays.CPU")) from None
+        raise BackendError(
+            expected("device", "value", shown(where), "a Device, such as arrays.CPU")
+        ) from None
     if found is None:
         if where.kind not in _LOADERS:
             raise BackendError(expected("device", "kind", repr(where.kind), f"one of {', '.join(_LOADERS)}"))
         try:
             found = importlib.import_module(_LOADERS[where.kind]).provider
         except ImportError as error:
-            raise BackendError(f"device {where}: its engine cannot be loaded ({error}); `fp8kit info` lists what is missing") from error
+            raise BackendError(
+                f"device {where}: its engine cannot be loaded ({error}); `fp8kit info` lists what is missing"
+            ) from error
         _PROVIDERS[where.kind] = found
     return found
 
@@ -153,16 +167,21 @@ def available(kind: str) -> bool:
 
 
 def lacking(kind: str) -> str:
-    """That no device of this kind is usable, and what it wants first, as its engine's module ``support`` knows it (``fp8kit info``)."""
+    """That no device of this kind is usable, and what it wants first, as its engine's module ``support``
+    knows it (``fp8kit info``)."""
     first = ""
-    with contextlib.suppress(ImportError, BackendError, KeyError, AttributeError):  # a plugin's engine may have none
+    # a plugin's engine may have none
+    with contextlib.suppress(ImportError, BackendError, KeyError, AttributeError):
         support = importlib.import_module(f"{_LOADERS[kind].rpartition('.')[0]}.support")
-        first = next((f" ({row.component}: {row.detail})" for row in support.report() if row.status == "missing"), "")
+        first = next(
+            (f" ({row.component}: {row.detail})" for row in support.report() if row.status == "missing"), ""
+        )
     return f"no {kind} device is usable here{first}; `fp8kit info` lists what is missing"
 
 
 def current_stream(where: Device) -> int:
-    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError for what is no device."""
+    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError for what is no
+    device."""
     return 0 if where is CPU else provider(where).current_stream(where)
 
 

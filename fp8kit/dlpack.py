@@ -1,7 +1,8 @@
-"""DLPack 1.1 in and out: array exchange by a C struct inside a Python capsule, with native codes for bfloat16 and float8.
+"""DLPack 1.1 in and out: array exchange by a C struct inside a Python capsule, with native codes for bfloat16
+and float8.
 
-The ctypes structs mirror dlpack.h (dmlc/dlpack, version 1.1); the C text stands above each. The protocol around them is the Python array
-API standard's ``__dlpack__`` and ``__dlpack_device__``.
+The ctypes structs mirror dlpack.h (dmlc/dlpack, version 1.1); the C text stands above each. The protocol
+around them is the Python array API standard's ``__dlpack__`` and ``__dlpack_device__``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 VERSION = (1, 1)
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY, of DLManagedTensorVersioned.flags
 
-# DLDeviceType: kDLCPU = 1, kDLCUDA = 2, kDLCUDAHost = 3, kDLVulkan = 7, kDLMetal = 8, kDLROCM = 10, kDLCUDAManaged = 13, kDLOneAPI = 14
+# DLDeviceType: kDLCPU = 1, kDLCUDA = 2, kDLCUDAHost = 3, kDLVulkan = 7, kDLMetal = 8, kDLROCM = 10,
+# kDLCUDAManaged = 13, kDLOneAPI = 14
 _DEVICE_CODES = {"cpu": 1, "cuda": 2, "vulkan": 7, "metal": 8, "rocm": 10, "oneapi": 14}
 # pinned host memory is the CPU's, managed memory CUDA's
 _DEVICE_KINDS = {code: kind for kind, code in _DEVICE_CODES.items()} | {3: "cpu", 13: "cuda"}
@@ -38,9 +40,8 @@ class DLDataType(ctypes.Structure):
 
 
 class DLTensor(ctypes.Structure):
-    # typedef struct {
-    #   void* data; DLDevice device; int32_t ndim; DLDataType dtype; int64_t* shape; int64_t* strides; uint64_t byte_offset;
-    # } DLTensor;
+    # typedef struct { void* data; DLDevice device; int32_t ndim; DLDataType dtype; int64_t* shape; int64_t*
+    # strides; uint64_t byte_offset; } DLTensor;
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device", DLDevice),
@@ -65,10 +66,9 @@ class DLPackVersion(ctypes.Structure):
 
 
 class DLManagedTensorVersioned(ctypes.Structure):
-    # typedef struct DLManagedTensorVersioned {
-    #   DLPackVersion version; void* manager_ctx; void (*deleter)(struct DLManagedTensorVersioned* self); uint64_t flags;
-    #   DLTensor dl_tensor;
-    # } DLManagedTensorVersioned;
+    # typedef struct DLManagedTensorVersioned { DLPackVersion version; void* manager_ctx; void
+    # (*deleter)(struct DLManagedTensorVersioned* self); uint64_t flags; DLTensor dl_tensor; }
+    # DLManagedTensorVersioned;
     _fields_ = (
         ("version", DLPackVersion),
         ("manager_ctx", ctypes.c_void_p),
@@ -91,22 +91,32 @@ _CAPSULES: dict[bytes, tuple[type[_Managed], bytes]] = {
 # const char* PyCapsule_GetName(PyObject*); void* PyCapsule_GetPointer(PyObject*, const char*);
 # int PyCapsule_SetName(PyObject*, const char*)
 _capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-_capsule_rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_capsule_rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_SetName", ctypes.pythonapi)
+)
 # The GIL is held around a deleter, as NumPy and CPython's own consumers do.
 _Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 
 
 def device_code(kind: str) -> int:
-    """DLPack's DLDeviceType of a device kind: 1 for "cpu", 2 for "cuda". BackendError for a kind that DLPack does not have."""
+    """DLPack's DLDeviceType of a device kind: 1 for "cpu", 2 for "cuda". BackendError for a kind that DLPack
+    does not have."""
     try:
         return _DEVICE_CODES[kind]
     except KeyError:
-        raise BackendError(expected("dlpack", "device", repr(kind), f"one of {', '.join(_DEVICE_CODES)}")) from None
+        raise BackendError(
+            expected("dlpack", "device", repr(kind), f"one of {', '.join(_DEVICE_CODES)}")
+        ) from None
 
 
-def array_at(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> np.ndarray[Any, Any]:
-    """A writable NumPy array over memory at the address ``ptr`` that keeps ``owner`` alive; the memory is not touched.
+def array_at(
+    ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], owner: object
+) -> np.ndarray[Any, Any]:
+    """A writable NumPy array over memory at the address ``ptr`` that keeps ``owner`` alive; the memory is not
+    touched.
 
     ``strides`` in elements, of any sign; ``ptr`` is the address of element (0, ..., 0).
     """
@@ -122,16 +132,20 @@ def array_at(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: 
 def export(view: ArrayView, max_version: tuple[int, int] | None) -> object:
     """A capsule over the view's memory, which it keeps alive until the consumer's deleter call.
 
-    "dltensor_versioned" when ``max_version`` is at least (1, 0), else the older "dltensor". The capsule, its deleter and its destructor
-    are NumPy's, made over the same address with integers of the same width; only device and element type are written in after. Python
-    code as a deleter would not do: it may be called while an exception is pending, or after the interpreter has shut down.
+    "dltensor_versioned" when ``max_version`` is at least (1, 0), else the older "dltensor". The capsule, its
+    deleter and its destructor are NumPy's, made over the same address with integers of the same width; only
+    device and element type are written in after. Python code as a deleter would not do: it may be called
+    while an exception is pending, or after the interpreter has shut down.
 
-    Raises FormatError for float4 (DLPack packs two codes a byte, fp8kit keeps one), BackendError for a device that DLPack lacks, and
-    BufferError for read-only memory where the consumer takes no version, as the older capsule cannot say it.
+    Raises FormatError for float4 (DLPack packs two codes a byte, fp8kit keeps one), BackendError for a device
+    that DLPack lacks, and BufferError for read-only memory where the consumer takes no version, as the older
+    capsule cannot say it.
     """
     kind = view.dtype
     if kind.dlpack[1] < 8:
-        raise FormatError(expected("dlpack", "dtype", kind.name, "a type of at least 8 bits; export its codes as uint8"))
+        raise FormatError(
+            expected("dlpack", "dtype", kind.name, "a type of at least 8 bits; export its codes as uint8")
+        )
     stand_in = array_at(view.ptr, view.shape, view.strides, np.dtype(f"u{kind.itemsize}"), (view.owner,))
     stand_in.flags.writeable = view.writable
     versioned = max_version is not None and tuple(max_version) >= (1, 0)
@@ -143,10 +157,12 @@ def export(view: ArrayView, max_version: tuple[int, int] | None) -> object:
 
 
 def import_(array: Any) -> ArrayView:
-    """A view of the memory of any array that has ``__dlpack__``; the producer's deleter runs when the view's owner is collected.
+    """A view of the memory of any array that has ``__dlpack__``; the producer's deleter runs when the view's
+    owner is collected.
 
-    On CUDA the producer is asked to make this device's current stream wait for its work. Raises FormatError where the producer refuses, or
-    for an element type that fp8kit lacks (sub-byte and vector types), BackendError for a device that it does not know.
+    On CUDA the producer is asked to make this device's current stream wait for its work. Raises FormatError
+    where the producer refuses, or for an element type that fp8kit lacks (sub-byte and vector types),
+    BackendError for a device that it does not know.
     """
     from fp8kit import arrays
 
@@ -154,7 +170,11 @@ def import_(array: Any) -> ArrayView:
         code, index = map(int, array.__dlpack_device__())
     except Exception as error:  # the producer's own kinds: whatever they are, there is no array here
         wanted = _TRACED if type(array).__name__.endswith("Tracer") else _WANTED
-        raise FormatError(expected("dlpack", "array", f"{type(array).__name__} that does not say its device ({error})", wanted)) from error
+        raise FormatError(
+            expected(
+                "dlpack", "array", f"{type(array).__name__} that does not say its device ({error})", wanted
+            )
+        ) from error
     if code not in _DEVICE_KINDS:
         raise BackendError(expected("dlpack", "device", f"type {code}", f"one of {', '.join(_DEVICE_CODES)}"))
     where = arrays.Device(_DEVICE_KINDS[code], index)
@@ -180,7 +200,8 @@ def import_(array: Any) -> ArrayView:
 
 
 class Borrowed:
-    """Another library's memory: calls the producer's deleter, once, when collected. ``read_only``: the producer said so."""
+    """Another library's memory: calls the producer's deleter, once, when collected. ``read_only``: the
+    producer said so."""
 
     __slots__ = ("_address", "_deleter", "read_only")
 
@@ -202,7 +223,11 @@ def _ask(array: Any, stream: dict[str, int]) -> Any:
         except TypeError:
             return array.__dlpack__(**stream)
     except (AttributeError, BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise FormatError(expected("dlpack", "array", f"{type(array).__name__} that does not export itself ({error})", _WANTED)) from error
+        raise FormatError(
+            expected(
+                "dlpack", "array", f"{type(array).__name__} that does not export itself ({error})", _WANTED
+            )
+        ) from error
 
 
 def _managed(capsule: Any) -> tuple[_Managed, bytes]:
@@ -212,5 +237,7 @@ def _managed(capsule: Any) -> tuple[_Managed, bytes]:
     except ValueError:  # no capsule
         name = type(capsule).__name__
     if name not in _CAPSULES:
-        raise FormatError(expected("dlpack", "capsule", repr(name), "an unused dltensor or dltensor_versioned"))
+        raise FormatError(
+            expected("dlpack", "capsule", repr(name), "an unused dltensor or dltensor_versioned")
+        )
     return _CAPSULES[name][0].from_address(_capsule_pointer(capsule, name)), name

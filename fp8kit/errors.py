@@ -1,7 +1,8 @@
 """The errors that fp8kit raises on purpose.
 
-Every message names the operation, the argument, what came and what was expected; ``expected`` builds it so that the
-wording is the same everywhere. Each class is also the built-in kind a caller would guess (ValueError or RuntimeError).
+Every message names the operation, the argument, what came and what was expected; ``expected`` builds it so
+that the wording is the same everywhere. Each class is also the built-in kind a caller would guess (ValueError
+or RuntimeError).
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def expected(operation: str, argument: str, got: object, wanted: str) -> str:
 
 
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
-    """What a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the ``known``: ``; did you mean gemm?``.
-    Nothing where none is like it. ``before``: what every such name begins with in print."""
+    """What a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the
+    ``known``: ``; did you mean gemm?``. Nothing where none is like it. ``before``: what every such name
+    begins with in print."""
     near = difflib.get_close_matches(str(name), list(dict.fromkeys(known)), most)
     return f"; did you mean {' or '.join(before + one for one in near)}?" if near else ""
 
@@ -66,22 +68,23 @@ def install(extra: str) -> str:
 
 
 def not_installed(who: str, extra: str, *modules: str) -> str:
-    """Why ``who`` cannot be imported: those of the top-level ``modules`` that are not installed, and the extra that has them. Nothing where
-    all are."""
+    """Why ``who`` cannot be imported: those of the top-level ``modules`` that are not installed, and the
+    extra that has them. Nothing where all are."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{who} needs {' and '.join(absent)}, not installed here; {install(extra)}" if absent else ""
 
 
 def renamed(error: Fp8kitError, operation: str, argument: str) -> Fp8kitError:
-    """The same refusal, of ``expected``'s form, as the one of ``operation``'s ``argument``: what a caller sees of a check further down."""
+    """The same refusal, of ``expected``'s form, as the one of ``operation``'s ``argument``: what a caller
+    sees of a check further down."""
     *_, rest = str(error).split(": ", 2)
     return type(error)(f"{operation}: {argument}: {rest if rest.startswith('got ') else error}")
 
 
 @contextmanager
 def on_behalf_of(operation: str, **names: str) -> Iterator[None]:
-    """Within, or in the function that this decorates, refusals are ``operation``'s: of its arguments, which ``names`` calls what they are
-    further down. For what is made of parts that check for themselves."""
+    """Within, or in the function that this decorates, refusals are ``operation``'s: of its arguments, which
+    ``names`` calls what they are further down. For what is made of parts that check for themselves."""
     try:
         yield
     except Fp8kitError as error:

@@ -1,7 +1,8 @@
 """FP8 arrays: codes with their scaling, made by ``quantize`` and multiplied by ``@``.
 
-``value = decode(code) * scale_inv``, one scale a tensor, a row or a block (Micikevicius et al. 2022, FP8 Formats for Deep Learning, for the
-scale of a tensor; DeepSeek-V3 technical report, 2024, 3.3.2, for 1x128 and 128x128 blocks; OCP Microscaling Formats 1.0 for mx_1x32).
+``value = decode(code) * scale_inv``, one scale a tensor, a row or a block (Micikevicius et al. 2022, FP8
+Formats for Deep Learning, for the scale of a tensor; DeepSeek-V3 technical report, 2024, 3.3.2, for 1x128 and
+128x128 blocks; OCP Microscaling Formats 1.0 for mx_1x32).
 """
 
 from __future__ import annotations
@@ -35,21 +36,32 @@ _WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.
 _BOTH = "a Float8Tensor on both sides: quantize the other one first, or multiply with what dequantize() gives"
 
 
-def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "tensor", rounding: str = "nearest",
-             saturate: bool = True, rng: Any = None) -> Float8Tensor:
+def quantize(
+    x: Any,
+    format: Format = E4M3,
+    scale: Any = None,
+    scaling: str = "tensor",
+    rounding: str = "nearest",
+    saturate: bool = True,
+    rng: Any = None,
+) -> Float8Tensor:
     """``encode(x * scale)`` as a Float8Tensor of x's library and device.
 
-    * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are the rows. A float64 array
-      is first rounded to float32.
-    * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid of blocks; positive and
-      finite, and so must 1 / scale be in float32 (above 2^-128; of an array on a GPU nobody looks at the values). None: current
-      scaling, ``format.max / amax`` (1 where amax is 0, Inf or NaN), rounded down to a power of two for the blocks and mx, whose scales
-      are thus E8M0 values.
-    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32" (rows x columns of a tile; tiles at the edges are smaller).
-    * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of Philox4x32-10, neither negative.
-    * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has no Inf. NaN stays NaN.
+    * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are
+      the rows. A float64 array is first rounded to float32.
+    * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid
+      of blocks; positive and finite, and so must 1 / scale be in float32 (above 2^-128; of an array on a GPU
+      nobody looks at the values). None: current scaling, ``format.max / amax`` (1 where amax is 0, Inf or
+      NaN), rounded down to a power of two for the blocks and mx, whose scales are thus E8M0 values.
+    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32" (rows x columns of a tile;
+      tiles at the edges are smaller).
+    * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of
+      Philox4x32-10, neither negative.
+    * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has
+      no Inf. NaN stays NaN.
 
-    Raises FormatError for a dtype, scaling, rounding, scale or format that does not fit, ShapeError for a scale of another shape.
+    Raises FormatError for a dtype, scaling, rounding, scale or format that does not fit, ShapeError for a
+    scale of another shape.
     """
     try:
         view = arrays.as_view(x, "quantize", "x")
@@ -63,7 +75,9 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
         raise FormatError(expected("quantize", "format", shown(format), _WANTED))
     saturate = flag("quantize", "saturate", saturate, FormatError)
     if not saturate and format.nan_code is None:
-        raise FormatError(expected("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True"))
+        raise FormatError(
+            expected("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True")
+        )
     where = view.device
     state = _rng(rounding, rng, where)
     rows = arrays.contiguous(view).rows()
@@ -75,27 +89,31 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
         amax = arrays.zeros(grid, formats.float32, where)
         kernels.amax(rows, amax, tile, stream)
         blocks = scaling not in ("tensor", "row")
-        # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
+        # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as
+        # Transformer Engine has it
         for_inf = min(view.dtype.max, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
         kernels.scale_from_amax(amax, factors, scale_inv, format.max, blocks, 0.0, for_inf, stream)
     else:
         factors = _scale(scale, grid, where)
     codes = arrays.empty(view.shape, formats.uint8, where)
-    kernels.quantize(rows, codes.reshape(*rows.shape), factors, scale_inv, None, format, tile, saturate, state, stream)
+    kernels.quantize(
+        rows, codes.reshape(*rows.shape), factors, scale_inv, None, format, tile, saturate, state, stream
+    )
     return Float8Tensor(arrays.to_library(codes, x), arrays.to_library(scale_inv, x), format, scaling)
 
 
 class Float8Tensor:
     """Codes, their format and their scaling: an array of ``decode(data) * scale_inv``.
 
-    * ``data``: uint8 of ``shape``, an array of the library that it came from; native float8 arrays are taken as their codes.
-    * ``scale_inv``: float32, one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r), ceil(columns / c)) for r x c blocks, with
-      all leading dimensions flattened into rows.
+    * ``data``: uint8 of ``shape``, an array of the library that it came from; native float8 arrays are taken
+      as their codes.
+    * ``scale_inv``: float32, one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r),
+      ceil(columns / c)) for r x c blocks, with all leading dimensions flattened into rows.
     * ``format``, ``scaling``: see ``quantize``.
 
-    Nothing is copied. Comparison is by identity; compare ``data`` and ``scale_inv`` or dequantised values. Raises FormatError for data that
-    are no codes of ``format`` and a ``scale_inv`` that is not float32, ShapeError for a ``scale_inv`` of the wrong size, for strides, and
-    for two devices.
+    Nothing is copied. Comparison is by identity; compare ``data`` and ``scale_inv`` or dequantised values.
+    Raises FormatError for data that are no codes of ``format`` and a ``scale_inv`` that is not float32,
+    ShapeError for a ``scale_inv`` of the wrong size, for strides, and for two devices.
     """
 
     __array_ufunc__ = None  # NumPy leaves mixed operators to this class
@@ -106,7 +124,9 @@ class Float8Tensor:
         if not isinstance(format, Format):
             raise FormatError(expected("Float8Tensor", "format", shown(format), _WANTED))
         if codes.dtype is not formats.uint8 and codes.dtype.format != format:
-            raise FormatError(expected("Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}"))
+            raise FormatError(
+                expected("Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}")
+            )
         if not codes.contiguous:
             raise ShapeError(expected("Float8Tensor", "data", f"strides {codes.strides}", "C-contiguous"))
         native = codes.dtype is not formats.uint8
@@ -122,7 +142,14 @@ class Float8Tensor:
             raise FormatError(expected("Float8Tensor", "scale_inv", inverse.dtype.name, "float32"))
         if inverse.size != math.prod(grid) or not inverse.contiguous or inverse.device != codes.device:
             got = f"{inverse.shape}, strides {inverse.strides}, on {inverse.device}"
-            raise ShapeError(expected("Float8Tensor", "scale_inv", got, f"{grid} for {scaling!r}, C-contiguous, on {codes.device}"))
+            raise ShapeError(
+                expected(
+                    "Float8Tensor",
+                    "scale_inv",
+                    got,
+                    f"{grid} for {scaling!r}, C-contiguous, on {codes.device}",
+                )
+            )
 
     @property
     def shape(self) -> Shape:
@@ -151,7 +178,8 @@ class Float8Tensor:
 
     @property
     def T(self) -> Float8Tensor:
-        """The transposed matrix over the same memory, as ``a @ b.T`` wants it. ShapeError unless 2-dimensional."""
+        """The transposed matrix over the same memory, as ``a @ b.T`` wants it. ShapeError unless
+        2-dimensional."""
         if self.ndim != 2:
             raise ShapeError(expected("Float8Tensor.T", "shape", self.shape, "2 dimensions"))
         turned = self._like(self._codes, self._scale_inv)
@@ -159,7 +187,8 @@ class Float8Tensor:
         return turned
 
     def dequantize(self, dtype: Any = formats.float32) -> Any:
-        """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16), in the data's library."""
+        """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16), in
+        the data's library."""
         kind = formats.dtype(dtype, "dequantize", "dtype")
         if kind not in formats.HIGH_PRECISION:
             raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
@@ -169,30 +198,45 @@ class Float8Tensor:
     def matmul(self, other: Float8Tensor, dtype: Any = None, fast_accumulate: bool = False) -> Any:
         """The product of (..., K) and (K, N) as a high-precision array (..., N), accumulated in float32.
 
-        Tensor cores want both operands' rows along K, so ``a @ b.T`` takes the memory as it is, any other orientation costs a copy;
-        so do sizes that are no multiples of 16. ``dtype``: float32, bfloat16 or float16; by default float32 on the CPU, bfloat16
-        elsewhere. ``fast_accumulate``: let the tensor cores accumulate in their own width (with scales of tensors or rows).
+        Tensor cores want both operands' rows along K, so ``a @ b.T`` takes the memory as it is, any other
+        orientation costs a copy; so do sizes that are no multiples of 16. ``dtype``: float32, bfloat16 or
+        float16; by default float32 on the CPU, bfloat16 elsewhere. ``fast_accumulate``: let the tensor cores
+        accumulate in their own width (with scales of tensors or rows).
 
-        Scales of blocks: the block-scaled product (``block_gemm``) where the blocks of both run along K, not both are 128x128 and the
-        device has it; else a product of the dequantised float32 operands, as exact, but with float32's speed and memory.
+        Scales of blocks: the block-scaled product (``block_gemm``) where the blocks of both run along K, not
+        both are 128x128 and the device has it; else a product of the dequantised float32 operands, as exact,
+        but with float32's speed and memory.
 
-        Raises FormatError for formats other than E4M3 and E5M2, for E5M2 times E5M2, and for one operand scaled by rows and one by the
-        tensor, or along K; ShapeError where the inner sizes differ.
+        Raises FormatError for formats other than E4M3 and E5M2, for E5M2 times E5M2, and for one operand
+        scaled by rows and one by the tensor, or along K; ShapeError where the inner sizes differ.
         """
         if not isinstance(other, Float8Tensor):
             raise FormatError(expected("matmul", "other", shown(other), _BOTH))
         fast_accumulate = flag("matmul", "fast_accumulate", fast_accumulate, FormatError)
         if other.ndim != 2 or self.ndim < 1 or self.shape[-1] != other.shape[0]:
-            raise ShapeError(expected("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)"))
+            raise ShapeError(
+                expected("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)")
+            )
         pair = (self.format, other.format)
         if any(f not in (E4M3, E5M2) for f in pair) or pair == (E5M2, E5M2):
             wanted = "E4M3 or E5M2 on each side, at most one E5M2"
             raise FormatError(expected("matmul", "formats", f"{self.format} @ {other.format}", wanted))
         blocks = any(t.scaling not in ("tensor", "row") for t in (self, other))
         if self.scaling != other.scaling and not blocks:
-            raise FormatError(expected("matmul", "scaling", f"{self.scaling!r} @ {other.scaling!r}", "the same for both, or blocks"))
+            raise FormatError(
+                expected(
+                    "matmul",
+                    "scaling",
+                    f"{self.scaling!r} @ {other.scaling!r}",
+                    "the same for both, or blocks",
+                )
+            )
         if self.scaling == "row" and not blocks and (self._flipped or not other._flipped):
-            raise FormatError(expected("matmul", "scaling", '"row" along the contraction', "a @ b.T with a and b scaled by rows"))
+            raise FormatError(
+                expected(
+                    "matmul", "scaling", '"row" along the contraction', "a @ b.T with a and b scaled by rows"
+                )
+            )
         if self.device != other.device:
             raise FormatError(expected("matmul", "other", other.device, f"an array on {self.device}"))
         where = self.device
@@ -216,7 +260,20 @@ class Float8Tensor:
             )
             rows = out.rows()
             room = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
-            kernels.fp8_gemm(a16, b16, rows, self.format, other.format, scale_a, scale_b, None, None, fast_accumulate, room, stream)
+            kernels.fp8_gemm(
+                a16,
+                b16,
+                rows,
+                self.format,
+                other.format,
+                scale_a,
+                scale_b,
+                None,
+                None,
+                fast_accumulate,
+                room,
+                stream,
+            )
         return arrays.to_library(out, self._data)
 
     def __matmul__(self, other: object) -> Any:
@@ -230,12 +287,15 @@ class Float8Tensor:
         return NotImplemented
 
     def reshape(self, *shape: int) -> Float8Tensor:
-        """The same codes under another shape (one -1 is worked out). Only tensor scaling may change the last dimension.
+        """The same codes under another shape (one -1 is worked out). Only tensor scaling may change the last
+        dimension.
 
         ShapeError for another number of elements, a transposed tensor, or rows that would be cut or joined.
         """
         if self._flipped:
-            raise ShapeError(expected("Float8Tensor.reshape", "self", "a transposed tensor", "one in row-major order"))
+            raise ShapeError(
+                expected("Float8Tensor.reshape", "self", "a transposed tensor", "one in row-major order")
+            )
         codes = self._codes.reshape(*shape)
         if self.scaling != "tensor" and codes.shape[-1:] != self.shape[-1:]:
             wanted = f"last dimension {self.shape[-1:]} (scaling {self.scaling!r})"
@@ -243,11 +303,22 @@ class Float8Tensor:
         return self._like(codes, self._scale_inv)
 
     def __getitem__(self, index: int | slice) -> Float8Tensor:
-        """Part of the first dimension: an index, or a slice without a step. Blocks of scales are not cut: ShapeError."""
-        whole = isinstance(index, int | np.integer) and not isinstance(index, np.timedelta64)  # which NumPy calls an integer
-        if self._flipped or not self.ndim or not (whole or isinstance(index, slice)) or self.scaling not in ("tensor", "row"):
+        """Part of the first dimension: an index, or a slice without a step. Blocks of scales are not cut:
+        ShapeError."""
+        # which NumPy calls an integer
+        whole = isinstance(index, int | np.integer) and not isinstance(index, np.timedelta64)
+        if (
+            self._flipped
+            or not self.ndim
+            or not (whole or isinstance(index, slice))
+            or self.scaling not in ("tensor", "row")
+        ):
             got = f"{index!r} of shape {self.shape}{', transposed' if self._flipped else ''}, scaling {self.scaling!r}"
-            raise ShapeError(expected("Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'))
+            raise ShapeError(
+                expected(
+                    "Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'
+                )
+            )
         count = self.shape[0]
         if isinstance(index, slice):
             start, stop, step = index.indices(count)
@@ -272,7 +343,9 @@ class Float8Tensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         # NumPy would make an array of Python objects, element by element
-        raise FormatError(expected("__array__", "self", repr(self), "dequantize() for its values, data for its codes"))
+        raise FormatError(
+            expected("__array__", "self", repr(self), "dequantize() for its values, data for its codes")
+        )
 
     def __dlpack__(self, **options: Any) -> object:
         kind = formats.dtype_of_format(self.format)
@@ -289,7 +362,9 @@ class Float8Tensor:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("Float8Tensor cannot be pickled: it is memory by address; keep data and scale_inv with fk.save")
+        raise TypeError(
+            "Float8Tensor cannot be pickled: it is memory by address; keep data and scale_inv with fk.save"
+        )
 
     def __repr__(self) -> str:
         return f"Float8Tensor({self.shape}, {self.format}, scaling={self.scaling!r}, {self.device})"
@@ -300,7 +375,14 @@ class Float8Tensor:
         out = arrays.empty(self._codes.shape, kind, self.device)
         tile = _tiling(self.scaling, rows.shape)[0]
         kernels = dispatch.kernels(self.device)
-        kernels.dequantize(rows, out.reshape(*rows.shape), self._scale_inv, self.format, tile, arrays.current_stream(self.device))
+        kernels.dequantize(
+            rows,
+            out.reshape(*rows.shape),
+            self._scale_inv,
+            self.format,
+            tile,
+            arrays.current_stream(self.device),
+        )
         return out
 
     def _view(self) -> ArrayView:
@@ -311,7 +393,9 @@ class Float8Tensor:
         made = object.__new__(Float8Tensor)
         made._codes, made._scale_inv, made._flipped = codes, scale_inv, False
         made._data = self._data if codes is self._codes else arrays.to_library(codes, self._data)
-        made.scale_inv = self.scale_inv if scale_inv is self._scale_inv else arrays.to_library(scale_inv, self.scale_inv)
+        made.scale_inv = (
+            self.scale_inv if scale_inv is self._scale_inv else arrays.to_library(scale_inv, self.scale_inv)
+        )
         made.format, made.scaling = self.format, self.scaling
         return made
 
@@ -333,14 +417,22 @@ def _tiling(scaling: str, shape: Shape, operation: str = "quantize") -> tuple[tu
 def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
     choice("quantize", "rounding", rounding, ("nearest", "stochastic"), FormatError)
     if (rng is None) != (rounding == "nearest"):
-        raise FormatError(expected("quantize", "rng", shown(rng), 'int64 (seed, offset) with "stochastic", None with "nearest"'))
+        raise FormatError(
+            expected(
+                "quantize", "rng", shown(rng), 'int64 (seed, offset) with "stochastic", None with "nearest"'
+            )
+        )
     if rng is None:
         return None
     if isinstance(rng, tuple | list):
-        rng = np.array([integer("quantize", "rng", value, 0, 2**63 - 1, FormatError) for value in rng], np.int64)
+        rng = np.array(
+            [integer("quantize", "rng", value, 0, 2**63 - 1, FormatError) for value in rng], np.int64
+        )
     state = arrays.as_view(rng, "quantize", "rng")
     if state.dtype is not formats.int64 or state.size != 2:
-        raise FormatError(expected("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)"))
+        raise FormatError(
+            expected("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)")
+        )
     if state.device.kind == "cpu" and (state.numpy() < 0).any():
         raise FormatError(expected("quantize", "rng", state.numpy().tolist(), "no negative seed or offset"))
     return arrays.to(arrays.contiguous(state), where)
@@ -379,7 +471,8 @@ def _numbers(scale: Any) -> np.ndarray[Any, Any]:
 
 
 def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:
-    """A matrix of codes, C-contiguous, with both sizes multiples of 16: itself, or a copy with zero codes around."""
+    """A matrix of codes, C-contiguous, with both sizes multiples of 16: itself, or a copy with zero codes
+    around."""
     rows, columns = (-(-n // 16) * 16 for n in codes.shape)
     return _within(codes, (rows, columns), kernels, stream)
 
@@ -395,17 +488,33 @@ def _padded_scales(scales: ArrayView, rows: int, kernels: Any, stream: int) -> A
 def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: Any, stream: int) -> None:
     """out = a @ b where at least one is scaled by blocks; see ``Float8Tensor.matmul``."""
     if all(_along_rows(t) for t in (a, b.T)) and (a.scaling, b.scaling) != ("block_128x128",) * 2:
-        (left, left_scale, left_tile), (right, right_scale, right_tile) = (_block_operand(t, kernels, stream) for t in (a, b.T))
+        (left, left_scale, left_tile), (right, right_scale, right_tile) = (
+            _block_operand(t, kernels, stream) for t in (a, b.T)
+        )
         room = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
         try:  # a device without this product says so, and gets the other
             kernels.block_gemm(
-                left, right, out, a.format, b.format, left_scale, right_scale, left_tile, right_tile, None, None, room, stream
+                left,
+                right,
+                out,
+                a.format,
+                b.format,
+                left_scale,
+                right_scale,
+                left_tile,
+                right_tile,
+                None,
+                None,
+                room,
+                stream,
             )
             return
         except CannotTake as reason:
             if kernels.policy.strict:
                 raise
-            dispatch.say_once(logging.WARNING, "Float8Tensor: %s; the product of the decoded operands is taken", reason)
+            dispatch.say_once(
+                logging.WARNING, "Float8Tensor: %s; the product of the decoded operands is taken", reason
+            )
     wide_a, wide_b = a._wide(formats.float32), b._wide(formats.float32)
     wide_a = wide_a if a._flipped else wide_a.rows()
     if a._flipped and b._flipped:  # no layout of gemm transposes both
@@ -423,7 +532,9 @@ def _along_rows(tensor: Float8Tensor) -> bool:
     return tensor.scaling == "block_128x128" or (tensor.scaling == "block_1x128" and not tensor._flipped)
 
 
-def _block_operand(tensor: Float8Tensor, kernels: Any, stream: int) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
+def _block_operand(
+    tensor: Float8Tensor, kernels: Any, stream: int
+) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
     """(codes, scale_inv, tile) of a tensor as ``block_gemm`` takes them: padded copies where need be."""
     codes = tensor._view() if tensor._flipped else tensor._codes.rows()
     tile, grid = _tiling(tensor.scaling, tensor._codes.rows().shape)
@@ -435,7 +546,8 @@ def _block_operand(tensor: Float8Tensor, kernels: Any, stream: int) -> tuple[Arr
 
 
 def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayView:
-    """A matrix in the first corner of a C-contiguous one of these sizes, zeros around: itself where it is that and aligned, or a copy."""
+    """A matrix in the first corner of a C-contiguous one of these sizes, zeros around: itself where it is
+    that and aligned, or a copy."""
     if sizes == view.shape and view.contiguous and view.ptr % 16 == 0:
         return view
     room = arrays.zeros(sizes, view.dtype, view.device)

@@ -1,8 +1,9 @@
 """Number formats: the narrow ones that fp8kit quantises to, and the dtypes that arrays have.
 
-``Format`` describes any ExMy of at most 8 bits and derives its limits; ``DType`` is a row of the table that holds every
-foreign code (NumPy, DLPack, XLA, CUDA, NCCL) of an element type. Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2),
-OCP Microscaling Formats 1.0 (E2M1, E8M0), dlpack.h 1.1, XLA's xla_data.proto, CUDA's library_types.h, NCCL's nccl.h.
+``Format`` describes any ExMy of at most 8 bits and derives its limits; ``DType`` is a row of the table that
+holds every foreign code (NumPy, DLPack, XLA, CUDA, NCCL) of an element type. Sources: OCP 8-bit Floating
+Point Specification (E4M3, E5M2), OCP Microscaling Formats 1.0 (E2M1, E8M0), dlpack.h 1.1, XLA's
+xla_data.proto, CUDA's library_types.h, NCCL's nccl.h.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ Special = Literal["ieee", "fn", "none"]
 
 @dataclass(frozen=True)
 class Format:
-    """A narrow floating-point format: sign, ``exponent_bits``, ``mantissa_bits``, at most 8 bits, one code a byte.
+    """A narrow floating-point format: sign, ``exponent_bits``, ``mantissa_bits``, at most 8 bits, one code a
+    byte.
 
-    ``special`` says what the top codes mean: "ieee" keeps the whole top exponent for Inf and NaN (E5M2), "fn" only the
-    all-ones code for NaN and has no Inf (E4M3), "none" has neither (E2M1). ``zero=False`` has no zero and no subnormals:
-    exponent field 0 is an ordinary exponent (E8M0). ``bias`` defaults to ``2 ** (exponent_bits - 1) - 1``.
+    ``special`` says what the top codes mean: "ieee" keeps the whole top exponent for Inf and NaN (E5M2), "fn"
+    only the all-ones code for NaN and has no Inf (E4M3), "none" has neither (E2M1). ``zero=False`` has no
+    zero and no subnormals: exponent field 0 is an ordinary exponent (E8M0). ``bias`` defaults to ``2 **
+    (exponent_bits - 1) - 1``.
 
-    What ``fk.quantize`` takes. A recipe's ``fp8_format`` is another class of that name: ``fp8kit.recipe.Format``, a pair of these.
+    What ``fk.quantize`` takes. A recipe's ``fp8_format`` is another class of that name:
+    ``fp8kit.recipe.Format``, a pair of these.
 
     Raises FormatError for a format that does not fit into 8 bits or has no finite value.
     """
@@ -54,11 +58,19 @@ class Format:
             raise FormatError(expected("Format", "special", repr(self.special), '"ieee", "fn" or "none"'))
         if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 8:
             got = f"E{self.exponent_bits}M{self.mantissa_bits}, {self.bits} bits"
-            raise FormatError(expected("Format", self.name, got, "at least 1 exponent bit and at most 8 bits"))
+            raise FormatError(
+                expected("Format", self.name, got, "at least 1 exponent bit and at most 8 bits")
+            )
         if self.special == "ieee" and self.exponent_bits < 2:
-            raise FormatError(expected("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"'))
+            raise FormatError(
+                expected("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"')
+            )
         if self.special == "ieee" and self.mantissa_bits < 1:
-            raise FormatError(expected("Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'))
+            raise FormatError(
+                expected(
+                    "Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'
+                )
+            )
         if not self.max > 0:
             raise FormatError(expected("Format", self.name, "no value above 0", "at least one"))
 
@@ -82,7 +94,8 @@ class Format:
 
     @property
     def nan_code(self) -> int | None:
-        """Code of the NaN that encoding produces: all ones, positive, as CUDA's conversions give; None where there is none."""
+        """Code of the NaN that encoding produces: all ones, positive, as CUDA's conversions give; None where
+        there is none."""
         return None if self.special == "none" else (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
     @property
@@ -130,8 +143,8 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1)}
 class DType:
     """An element type of arrays. Compared by identity; the instances below are the only ones.
 
-    ``itemsize`` in bytes; ``dlpack`` is (type code, bits); ``xla``, ``cuda`` (cudaDataType) and ``nccl`` are those libraries'
-    codes, -1 where they have none; ``format`` is set for the 8-bit float types.
+    ``itemsize`` in bytes; ``dlpack`` is (type code, bits); ``xla``, ``cuda`` (cudaDataType) and ``nccl`` are
+    those libraries' codes, -1 where they have none; ``format`` is set for the 8-bit float types.
     """
 
     name: str
@@ -164,7 +177,15 @@ class DType:
         return self.name
 
 
-def _row(name: str, kind: object, dlpack: tuple[int, int], xla: int, cuda: int, nccl: int, fmt: Format | None = None) -> DType:
+def _row(
+    name: str,
+    kind: object,
+    dlpack: tuple[int, int],
+    xla: int,
+    cuda: int,
+    nccl: int,
+    fmt: Format | None = None,
+) -> DType:
     return DType(name, np.dtype(kind), dlpack, xla, cuda, nccl, fmt)  # type: ignore[call-overload]
 
 
@@ -189,19 +210,37 @@ float4_e2m1fn = _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, (17, 4), 32, 33, 
 
 DTYPES = {d.name: d for d in list(globals().values()) if isinstance(d, DType)}
 _BY_NUMPY = {d.numpy: d for d in DTYPES.values()}
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32"}  # hints
+# hints
+_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+}
 _BY_DLPACK = {d.dlpack: d for d in DTYPES.values()}
 HIGH_PRECISION = (float32, bfloat16, float16)
 
 
-def dtype(value: object, operation: str = "dtype", argument: str = "value", among: Collection[DType] = ()) -> DType:
-    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's dtypes. FormatError otherwise, and
-    for one that is not ``among`` those that are wanted, about ``argument`` of ``operation``."""
+def dtype(
+    value: object, operation: str = "dtype", argument: str = "value", among: Collection[DType] = ()
+) -> DType:
+    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's
+    dtypes. FormatError otherwise, and for one that is not ``among`` those that are wanted, about ``argument``
+    of ``operation``."""
     found = _named(value)
     if found is None or (among and found not in among):
         known = [kind.name for kind in among] or list(DTYPES)
         near = meant(_SHORT.get(value, value), known) if found is None and isinstance(value, str) else ""
-        raise FormatError(expected(operation, argument, shown(value) if found is None else found, f"one of {', '.join(known)}{near}"))
+        raise FormatError(
+            expected(
+                operation,
+                argument,
+                shown(value) if found is None else found,
+                f"one of {', '.join(known)}{near}",
+            )
+        )
     return found
 
 
@@ -212,7 +251,8 @@ def _named(value: object) -> DType | None:
     if name in DTYPES:
         return DTYPES[name]
     try:
-        if hasattr(value, "__array__") and not isinstance(value, type):  # an array is none, though NumPy may take its dtype
+        # an array is none, though NumPy may take its dtype
+        if hasattr(value, "__array__") and not isinstance(value, type):
             return None
         return _BY_NUMPY.get(np.dtype(value))  # type: ignore[call-overload]
     except (TypeError, ValueError, SyntaxError):
@@ -224,11 +264,14 @@ def dtype_from_dlpack(code: int, bits: int) -> DType:
     try:
         return _BY_DLPACK[(code, bits)]
     except (KeyError, TypeError, ValueError):
-        raise FormatError(expected("dlpack", "dtype", f"type code {code}, {bits} bits", "a type in fp8kit.formats.DTYPES")) from None
+        raise FormatError(
+            expected("dlpack", "dtype", f"type code {code}, {bits} bits", "a type in fp8kit.formats.DTYPES")
+        ) from None
 
 
 def dtype_of_format(fmt: Format) -> DType | None:
-    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format. FormatError for what is no Format."""
+    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format. FormatError for
+    what is no Format."""
     if not isinstance(fmt, Format):
         raise FormatError(expected("dtype_of_format", "fmt", shown(fmt), "a Format"))
     return next((d for d in DTYPES.values() if d.format == fmt), None)

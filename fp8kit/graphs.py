@@ -1,8 +1,9 @@
 """``graph``: a whole training step as one CUDA graph, which the host starts with a single call.
 
-The first calls run as they are written, and are ordinary steps: they compile kernels, make plans, and make the states that a step goes on
-with. The next one is captured, its work recorded instead of done, and from then on every call copies its arrays into those that the
-recording reads and replays it. So each call is one step, the same kernels in the same order as without a graph: the same bits.
+The first calls run as they are written, and are ordinary steps: they compile kernels, make plans, and make
+the states that a step goes on with. The next one is captured, its work recorded instead of done, and from
+then on every call copies its arrays into those that the recording reads and replays it. So each call is one
+step, the same kernels in the same order as without a graph: the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fp8kit.formats import DType
 
 
 class _Array(NamedTuple):
-    """What must be the same at every call of an argument that is an array. ``kind``: "tensor", "view", or "native" of its library."""
+    """What must be the same at every call of an argument that is an array. ``kind``: "tensor", "view", or
+    "native" of its library."""
 
     kind: str
     shape: Shape
@@ -34,7 +36,8 @@ class _Array(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A recording, the memory that it reads its arguments from, what the function returned, and what it holds of the host."""
+    """A recording, the memory that it reads its arguments from, what the function returned, and what it holds
+    of the host."""
 
     recording: Any
     inputs: list[ArrayView]
@@ -49,7 +52,13 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return {key: _mapped(part, leaf) for key, part in value.items()}
     if isinstance(value, tuple | list):
         parts = [_mapped(part, leaf) for part in value]
-        return parts if isinstance(value, list) else type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return (
+            parts
+            if isinstance(value, list)
+            else type(value)(*parts)
+            if hasattr(value, "_fields")
+            else tuple(parts)
+        )
     return leaf(value)
 
 
@@ -59,7 +68,11 @@ def _view(value: Any) -> ArrayView | None:
         return value.view
     if isinstance(value, ArrayView):
         return value
-    known = isinstance(value, np.ndarray) or hasattr(type(value), "__cuda_array_interface__") or hasattr(type(value), "__dlpack__")
+    known = (
+        isinstance(value, np.ndarray)
+        or hasattr(type(value), "__cuda_array_interface__")
+        or hasattr(type(value), "__dlpack__")
+    )
     return arrays.as_view(value) if known and not isinstance(value, np.generic) else None
 
 
@@ -129,7 +142,13 @@ class Graph:
             if view is None:
                 return value
             views.append(view)
-            kind = "tensor" if isinstance(value, Tensor) else "view" if isinstance(value, ArrayView) else "native"
+            kind = (
+                "tensor"
+                if isinstance(value, Tensor)
+                else "view"
+                if isinstance(value, ArrayView)
+                else "native"
+            )
             return _Array(kind, view.shape, view.dtype, view.device, kind == "tensor" and value.requires_grad)
 
         found = _mapped(given, look)
@@ -137,7 +156,11 @@ class Graph:
             devices = {view.device for view in views} or {dispatch.default_device()}
             if len(devices) > 1 or not hasattr(arrays.provider(next(iter(devices))), "capture"):
                 got = ", ".join(sorted(map(str, devices)))
-                raise BackendError(expected("graph", "arguments", f"device {got}", "arrays on one CUDA device: a graph is CUDA's"))
+                raise BackendError(
+                    expected(
+                        "graph", "arguments", f"device {got}", "arrays on one CUDA device: a graph is CUDA's"
+                    )
+                )
             self._known = found
         elif found != self._known:
             wanted = f"{arguments.shown(self._known)}, as at the first call: make a graph for each shape, dtype and value"
@@ -147,7 +170,9 @@ class Graph:
     def _call(self, given: Any, views: list[ArrayView]) -> Any:
         """The function on ``views`` in place of the arrays among the arguments."""
         left = iter(views)
-        args, options = _mapped(given, lambda value: value if _view(value) is None else _like(value, next(left)))
+        args, options = _mapped(
+            given, lambda value: value if _view(value) is None else _like(value, next(left))
+        )
         return self._function(*args, **options)
 
     def _capture(self, given: Any, views: list[ArrayView]) -> _Captured:
@@ -169,28 +194,36 @@ def _fresh(value: Any) -> Any:
 
 
 def graph(function: Callable[..., Any], warmup: int = 2) -> Graph:
-    """``function``, a whole training step, replayed as a CUDA graph: forward, backward, optimiser, and the update of FP8 scales.
+    """``function``, a whole training step, replayed as a CUDA graph: forward, backward, optimiser, and the
+    update of FP8 scales.
 
-    Call it like ``function``; each call is one step, with the bits that ``function`` itself would give (under ``fk.deterministic`` wherever
-    that is needed for one run to equal another). The first ``warmup`` calls run ``function``, the next one captures it, all others replay.
+    Call it like ``function``; each call is one step, with the bits that ``function`` itself would give (under
+    ``fk.deterministic`` wherever that is needed for one run to equal another). The first ``warmup`` calls run
+    ``function``, the next one captures it, all others replay.
 
-    * Arguments: arrays on one CUDA device, of any shape and dtype (Tensors, ``ArrayView``, CuPy, ...), also within tuples, lists and
-      dicts, whose shapes, dtypes and kinds stay; what a call gives is copied, so ``function`` sees Tensors that are leaves of their own.
-      Everything else is a constant and must be equal at each call: ``is_first_microbatch=True`` and ``False`` are two graphs.
-    * Results: arrays in tuples, lists and dicts, copied out at each call, Tensors without their history. All else is as it was at the
-      capture.
-    * What ``function`` reaches otherwise (parameters, gradients, optimiser and FP8 states, dropout's state) is read and written where it
-      lies: load a module's ``state_dict`` or reseed as you like, the next call goes on from there.
-    * What Python does happens at the capture only. A call is refused when what the capture read has changed since: optimisers'
-      hyperparameters (let an ``lr`` that changes be a float32 array of one element) and state, ``GradScaler``'s settings, modules' settings
-      (``training``, dropout rates), the memory of their arrays (a loaded history of another length), the policy (``fk.deterministic``).
-      Other numbers, such as the ``max_norm`` of ``clip_grad_norm_``, are constants that nobody watches.
+    * Arguments: arrays on one CUDA device, of any shape and dtype (Tensors, ``ArrayView``, CuPy, ...), also
+      within tuples, lists and dicts, whose shapes, dtypes and kinds stay; what a call gives is copied, so
+      ``function`` sees Tensors that are leaves of their own. Everything else is a constant and must be equal
+      at each call: ``is_first_microbatch=True`` and ``False`` are two graphs.
+    * Results: arrays in tuples, lists and dicts, copied out at each call, Tensors without their history. All
+      else is as it was at the capture.
+    * What ``function`` reaches otherwise (parameters, gradients, optimiser and FP8 states, dropout's state)
+      is read and written where it lies: load a module's ``state_dict`` or reseed as you like, the next call
+      goes on from there.
+    * What Python does happens at the capture only. A call is refused when what the capture read has changed
+      since: optimisers' hyperparameters (let an ``lr`` that changes be a float32 array of one element) and
+      state, ``GradScaler``'s settings, modules' settings (``training``, dropout rates), the memory of their
+      arrays (a loaded history of another length), the policy (``fk.deterministic``). Other numbers, such as
+      the ``max_norm`` of ``clip_grad_norm_``, are constants that nobody watches.
     * ``autocast`` is entered within ``function``. Nothing within may wait for the device.
 
-    The graph keeps all memory that it works in for as long as it lives. Raises BackendError for arrays that are not on one CUDA device and
-    for a function that cannot be captured (device values on the host, ``check_finite``, arrays made on the host): the step is then not
-    made, and gradients are undefined. ArgumentError for what has changed since the capture; nothing is done then. Fp8kitError for a call
-    within an active autocast, for arguments that do not fit the first call's, and for a ``warmup`` below 1, which makes the states that a
-    capture needs.
+    The graph keeps all memory that it works in for as long as it lives. Raises BackendError for arrays that
+    are not on one CUDA device and for a function that cannot be captured (device values on the host,
+    ``check_finite``, arrays made on the host): the step is then not made, and gradients are undefined.
+    ArgumentError for what has changed since the capture; nothing is done then. Fp8kitError for a call within
+    an active autocast, for arguments that do not fit the first call's, and for a ``warmup`` below 1, which
+    makes the states that a capture needs.
     """
-    return Graph(arguments.function("graph", "function", function), arguments.integer("graph", "warmup", warmup, 1))
+    return Graph(
+        arguments.function("graph", "function", function), arguments.integer("graph", "warmup", warmup, 1)
+    )

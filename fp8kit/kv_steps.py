@@ -1,4 +1,5 @@
-"""The host's side of ``kv_cache``: which sequences there are, which pages they have, and what the kernels are told of a step.
+"""The host's side of ``kv_cache``: which sequences there are, which pages they have, and what the kernels are
+told of a step.
 
 Where the memory comes from is a door's: each derives its ``InferenceParams``.
 """
@@ -20,11 +21,13 @@ from fp8kit.spec import Meta
 
 _OP = "InferenceParams"
 _STEP = ("cu_seqlens_q", "cu_seqlens_kv", "pages")  # what the kernels are told of a step
-_LEAST = 64  # positions that a cache is read up to at least; then powers of two, so that plans are found again
+# positions that a cache is read up to at least; then powers of two, so that plans are found again
+_LEAST = 64
 
 
 class Cache(NamedTuple):
-    """One layer's keys h (pages, page size, g, d) and values (pages, page size, g, d_v), and their ``dtype``."""
+    """One layer's keys h (pages, page size, g, d) and values (pages, page size, g, d_v), and their
+    ``dtype``."""
 
     k: Any
     v: Any
@@ -32,29 +35,62 @@ class Cache(NamedTuple):
 
 
 class Steps:
-    """A cache of keys and values for every layer of a model, and the sequences that are in it: the base of each door's ``InferenceParams``,
-    which says what the arguments are.
+    """A cache of keys and values for every layer of a model, and the sequences that are in it: the base of
+    each door's ``InferenceParams``, which says what the arguments are.
 
-    A door says where memory comes from: it sets ``device`` and gives ``_empty``, ``_upload``, ``_part`` and ``_gather``. ``sequences``:
-    id -> length, new tokens included, in the step's order.
+    A door says where memory comes from: it sets ``device`` and gives ``_empty``, ``_upload``, ``_part`` and
+    ``_gather``. ``sequences``: id -> length, new tokens included, in the step's order.
     """
 
-    def __init__(self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int | None = None, head_dim_k: int | None = None,
-                 dtype: DType | None = None, head_dim_v: int | None = None, is_paged: bool = False, total_num_pages: int | None = None,
-                 page_size: int | None = None, max_ctx_len: int | None = None, qkv_format: str = "bshd",
-                 custom_cache_manager: object = None) -> None:
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: DType | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: object = None,
+    ) -> None:
         if custom_cache_manager is not None:
-            raise Fp8kitError(expected(_OP, "custom_cache_manager", repr(custom_cache_manager), "None: nothing else is supported yet"))
+            raise Fp8kitError(
+                expected(
+                    _OP,
+                    "custom_cache_manager",
+                    repr(custom_cache_manager),
+                    "None: nothing else is supported yet",
+                )
+            )
         _positive(max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
-        sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v, "max_ctx_len": max_ctx_len,
-                 "total_num_pages": total_num_pages, "page_size": page_size}
+        sizes = {
+            "num_heads_kv": num_heads_kv,
+            "head_dim_k": head_dim_k,
+            "head_dim_v": head_dim_v,
+            "max_ctx_len": max_ctx_len,
+            "total_num_pages": total_num_pages,
+            "page_size": page_size,
+        }
         _positive(**{name: size for name, size in sizes.items() if size is not None})
-        self.is_paged, self.qkv_format = flag(_OP, "is_paged", is_paged), choice(_OP, "qkv_format", qkv_format, FORMATS)
+        self.is_paged, self.qkv_format = (
+            flag(_OP, "is_paged", is_paged),
+            choice(_OP, "qkv_format", qkv_format, FORMATS),
+        )
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
             if (value is None) == self.is_paged:
-                raise Fp8kitError(expected(_OP, name, value, "a positive int with is_paged=True, None without"))
+                raise Fp8kitError(
+                    expected(_OP, name, value, "a positive int with is_paged=True, None without")
+                )
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
-        self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v if head_dim_v else head_dim_k
+        self.num_heads_kv, self.head_dim_k, self.head_dim_v = (
+            num_heads_kv,
+            head_dim_k,
+            head_dim_v if head_dim_v else head_dim_k,
+        )
         self.dtype = dtype
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         # without pages, one page holds a whole sequence
@@ -89,30 +125,52 @@ class Steps:
         self._pages: dict[Hashable, list[int]] = {}  # in the step's order
         self._free = list(range(self.total_num_pages))  # a heap
         self._stepped: set[int | None] = set()  # layers that have taken the step
-        self._written: dict[int | None, dict[Hashable, int]] = {}  # by layer: tokens of each sequence that are in its cache
+        # by layer: tokens of each sequence that are in its cache
+        self._written: dict[int | None, dict[Hashable, int]] = {}
         self._on_device: dict[str, Any] = {}
 
-    # --- steps --------------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> dict[Hashable, int]:
-        """Announce a step: ``step_dict`` maps the id of each sequence of the batch, in the batch's order, to its number of new tokens.
+        """Announce a step: ``step_dict`` maps the id of each sequence of the batch, in the batch's order, to
+        its number of new tokens.
 
-        Ids that are new begin; those of former steps that are not there are finished, and their room is free. Returns id -> length with the
-        new tokens. Raises ShapeError, with nothing changed, for more sequences, tokens or pages than there is room for.
+        Ids that are new begin; those of former steps that are not there are finished, and their room is free.
+        Returns id -> length with the new tokens. Raises ShapeError, with nothing changed, for more sequences,
+        tokens or pages than there is room for.
         """
         if not isinstance(step_dict, Mapping) or not 0 < len(step_dict) <= self.max_batch_size:
-            got = f"{len(step_dict)} sequences" if isinstance(step_dict, Mapping) else type(step_dict).__name__
-            raise ShapeError(expected(_OP, "step_dict", got, f"a mapping of 1 to {self.max_batch_size} sequence ids to new tokens"))
+            got = (
+                f"{len(step_dict)} sequences" if isinstance(step_dict, Mapping) else type(step_dict).__name__
+            )
+            raise ShapeError(
+                expected(
+                    _OP,
+                    "step_dict",
+                    got,
+                    f"a mapping of 1 to {self.max_batch_size} sequence ids to new tokens",
+                )
+            )
         lengths = {}
         for name, count in step_dict.items():
             _positive(**{f"step_dict[{name!r}]": count})
             if count > self.max_ctx_len:
-                raise ShapeError(expected(_OP, f"step_dict[{name!r}]", count, f"at most max_ctx_len = {self.max_ctx_len} new tokens"))
+                raise ShapeError(
+                    expected(
+                        _OP,
+                        f"step_dict[{name!r}]",
+                        count,
+                        f"at most max_ctx_len = {self.max_ctx_len} new tokens",
+                    )
+                )
             lengths[name] = self.sequences.get(name, 0) + int(count)
             if lengths[name] > self.max_sequence_length:
                 wanted = f"at most {self.max_sequence_length} with the {self.sequences.get(name, 0)} there are: max_sequence_length"
                 raise ShapeError(expected(_OP, f"step_dict[{name!r}]", count, wanted))
-        new, (pages, free) = {name: int(count) for name, count in step_dict.items()}, self._handed_out(lengths)
+        new, (pages, free) = (
+            {name: int(count) for name, count in step_dict.items()},
+            self._handed_out(lengths),
+        )
         self._on_device = self._send(new, lengths, pages)  # the last that can fail
         self.sequences, self._new, self._pages, self._free, self._stepped = lengths, new, pages, free, set()
         self._longest = max(lengths.values())
@@ -121,12 +179,15 @@ class Steps:
         return dict(lengths)
 
     def _handed_out(self, lengths: Mapping[Hashable, int]) -> tuple[dict[Hashable, list[int]], list[int]]:
-        """Pages by sequence and the free ones: those of finished sequences are taken back, and those of a step have the lowest free ones
-        for what is new. Changes nothing. ShapeError where there are too few."""
+        """Pages by sequence and the free ones: those of finished sequences are taken back, and those of a
+        step have the lowest free ones for what is new. Changes nothing. ShapeError where there are too few.
+        """
         wanted = sum(-(-length // self.page_size) for length in lengths.values())
         if wanted > self.total_num_pages:
             got = f"{self.total_num_pages} pages of {self.page_size} tokens"
-            raise ShapeError(expected(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step"))
+            raise ShapeError(
+                expected(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step")
+            )
         free, handed = list(self._free), {}
         for name, pages in self._pages.items():
             if name not in lengths:
@@ -138,13 +199,23 @@ class Steps:
                 own.append(heapq.heappop(free))
         return handed, free
 
-    def _send(self, counts: Mapping[Hashable, int], lengths: Mapping[Hashable, int], pages: Mapping[Hashable, list[int]]) -> dict[str, Any]:
+    def _send(
+        self,
+        counts: Mapping[Hashable, int],
+        lengths: Mapping[Hashable, int],
+        pages: Mapping[Hashable, list[int]],
+    ) -> dict[str, Any]:
         """What the kernels read of a step, by name, on the device: one copy."""
         new, totals = (np.array(list(numbers.values()), np.int32) for numbers in (counts, lengths))
         table = np.zeros((len(lengths), -(-self.max_sequence_length // self.page_size)), np.int32)
         for row, own in zip(table, pages.values(), strict=True):
             row[: len(own)] = own
-        parts = {"cu_seqlens_q": _sums(new), "cu_seqlens_kv": _sums(totals), "starts": totals - new, "pages": table}
+        parts = {
+            "cu_seqlens_q": _sums(new),
+            "cu_seqlens_kv": _sums(totals),
+            "starts": totals - new,
+            "pages": table,
+        }
         whole = self._upload(np.concatenate([part.ravel() for part in parts.values()]))
         offset, sent = 0, {}
         for name, part in parts.items():
@@ -182,11 +253,13 @@ class Steps:
         return np.array([length - self._new[name] for name, length in self.sequences.items()], np.int32)
 
     def rope_starts(self, batch: int) -> Any:
-        """Position of each sequence's first new token, int32 (batch,) on the device: ``start_positions`` of ``apply_rotary_pos_emb``.
-        ShapeError where ``batch`` is not the step's."""
+        """Position of each sequence's first new token, int32 (batch,) on the device: ``start_positions`` of
+        ``apply_rotary_pos_emb``. ShapeError where ``batch`` is not the step's."""
         starts = self._sent("starts")
         if integer(_OP, "batch", batch) != starts.shape[0]:
-            raise ShapeError(expected(_OP, "batch", batch, f"{starts.shape[0]}, the sequences of the last pre_step"))
+            raise ShapeError(
+                expected(_OP, "batch", batch, f"{starts.shape[0]}, the sequences of the last pre_step")
+            )
         return starts
 
     def _sent(self, name: str) -> Any:
@@ -194,39 +267,69 @@ class Steps:
             raise Fp8kitError(expected(_OP, "inference_params", "no step", "pre_step before each step"))
         return self._on_device[name]
 
-    # --- caches -------------------------------------------------------------------------------------------------------
+    # --- caches ---------------------------------------------------------------------------------------------
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make a layer's caches now instead of at its first step; nothing where it has them. Fp8kitError where ``num_heads_kv``,
-        ``head_dim_k`` or ``dtype`` were not given."""
+        """Make a layer's caches now instead of at its first step; nothing where it has them. Fp8kitError
+        where ``num_heads_kv``, ``head_dim_k`` or ``dtype`` were not given."""
         for name in ("num_heads_kv", "head_dim_k", "dtype"):
             if getattr(self, name) is None:
-                raise Fp8kitError(expected(_OP, name, None, "a value, where memory is made before a layer says its own"))
-        self._cache(integer(_OP, "layer_number", layer_number), self.num_heads_kv, (self.head_dim_k, self.head_dim_v), self.dtype)  # type: ignore[arg-type]
+                raise Fp8kitError(
+                    expected(_OP, name, None, "a value, where memory is made before a layer says its own")
+                )
+        self._cache(
+            integer(_OP, "layer_number", layer_number),
+            self.num_heads_kv,
+            (self.head_dim_k, self.head_dim_v),
+            self.dtype,
+        )  # type: ignore[arg-type]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Any, Any]:
-        """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in the step's order, 0 beyond a
-        sequence's length. Fp8kitError for a layer without caches."""
+        """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in
+        the step's order, 0 beyond a sequence's length. Fp8kitError for a layer without caches."""
         pages, totals = self._sent("pages"), self._sent("cu_seqlens_kv")
         if integer(_OP, "layer_number", layer_number) not in self._caches:
-            raise Fp8kitError(expected(_OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"))
+            raise Fp8kitError(
+                expected(
+                    _OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"
+                )
+            )
         found = []
         for cache in self._caches[layer_number][:2]:
-            found.append(self._gather(cache, (self.batch_size, self.max_seqlen_kv, *cache.shape[2:]), pages, totals))
+            found.append(
+                self._gather(cache, (self.batch_size, self.max_seqlen_kv, *cache.shape[2:]), pages, totals)
+            )
         return found[0], found[1]
 
     def check_layer(self, operation: str, layer_number: int | None) -> None:
         """Fp8kitError for a layer without a number."""
         if isinstance(layer_number, bool) or not isinstance(layer_number, int):
-            raise Fp8kitError(expected(operation, "layer_number", layer_number, "an int, each layer its own, with inference_params"))
+            raise Fp8kitError(
+                expected(
+                    operation,
+                    "layer_number",
+                    layer_number,
+                    "an int, each layer its own, with inference_params",
+                )
+            )
 
-    def check_step(self, operation: str, layer_number: int | None, qkv_format: str, leading: Shape, groups: int, dims: tuple[int, int],
-                   dtype: DType) -> tuple[dict[str, Meta], tuple[int, int]]:
-        """What ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q, max_seqlen_kv). Nothing is made.
+    def check_step(
+        self,
+        operation: str,
+        layer_number: int | None,
+        qkv_format: str,
+        leading: Shape,
+        groups: int,
+        dims: tuple[int, int],
+        dtype: DType,
+    ) -> tuple[dict[str, Meta], tuple[int, int]]:
+        """What ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q,
+        max_seqlen_kv). Nothing is made.
 
-        ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys and values. Raises Fp8kitError
-        kinds where the step is not the announced one or the caches are others than the layer wants, ShapeError where the layer left out an
-        earlier one of a sequence, so that its cache has a hole.
+        ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys
+        and values. Raises Fp8kitError kinds where the step is not the announced one or the caches are others
+        than the layer wants, ShapeError where the layer left out an earlier one of a sequence, so that its
+        cache has a hole.
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)
@@ -240,13 +343,26 @@ class Steps:
                 wanted = f"the {length - self._new[name]} tokens before this step: each layer takes each step of pre_step"
                 raise ShapeError(expected(operation, "layer_number", got, wanted))
         if qkv_format != self.qkv_format:
-            raise Fp8kitError(expected(operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"))
+            raise Fp8kitError(
+                expected(
+                    operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"
+                )
+            )
         tokens, longest = sum(self._new.values()), self.max_seqlen_q
         if len(leading) != len(qkv_format) - 2:
-            raise ShapeError(expected(operation, "layers", f"leading dimensions {leading}", f"{len(qkv_format) - 2} of them, {qkv_format}"))
+            raise ShapeError(
+                expected(
+                    operation,
+                    "layers",
+                    f"leading dimensions {leading}",
+                    f"{len(qkv_format) - 2} of them, {qkv_format}",
+                )
+            )
         if qkv_format == "thd":
             if leading[0] < tokens:
-                raise ShapeError(expected(operation, "tokens", leading[0], f"at least {tokens}, the new ones of pre_step"))
+                raise ShapeError(
+                    expected(operation, "tokens", leading[0], f"at least {tokens}, the new ones of pre_step")
+                )
         else:
             rows, batch = leading if qkv_format == "sbhd" else leading[::-1]
             if batch != self.batch_size or rows < longest:
@@ -262,9 +378,15 @@ class Steps:
         shapes = self._cache_shapes(groups, dims)
         if layer_number in self._caches:
             cache = self._caches[layer_number]
-            shapes, dtype = dict(zip(shapes, (tuple(cache.k.shape), tuple(cache.v.shape)), strict=True)), cache.dtype
+            shapes, dtype = (
+                dict(zip(shapes, (tuple(cache.k.shape), tuple(cache.v.shape)), strict=True)),
+                cache.dtype,
+            )
         metas = {name: Meta(shape, dtype) for name, shape in shapes.items()}
-        return metas | {name: Meta(tuple(self._on_device[name].shape), int32) for name in _STEP}, (rows, columns)
+        return metas | {name: Meta(tuple(self._on_device[name].shape), int32) for name in _STEP}, (
+            rows,
+            columns,
+        )
 
     def inputs(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> dict[str, Any]:
         """The arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""
@@ -289,14 +411,24 @@ class Steps:
         return found
 
     def __repr__(self) -> str:
-        room = f"{self.total_num_pages} {'pages' if self.is_paged else 'sequences'} of {self.page_size} tokens"
+        room = (
+            f"{self.total_num_pages} {'pages' if self.is_paged else 'sequences'} of {self.page_size} tokens"
+        )
         return f"InferenceParams({room}, {self.qkv_format}, {self.device}, layers {sorted(self._caches)}, {self.sequences})"
 
 
 def cached_mask(operation: str, mask: str) -> str:
-    """The mask of new tokens over a cache that means what ``mask`` means over whole sequences. Fp8kitError for "arbitrary"."""
+    """The mask of new tokens over a cache that means what ``mask`` means over whole sequences. Fp8kitError
+    for "arbitrary"."""
     if mask == "arbitrary":
-        raise Fp8kitError(expected(operation, "attn_mask_type", repr(mask), "a causal or padding mask or no_mask, with inference_params"))
+        raise Fp8kitError(
+            expected(
+                operation,
+                "attn_mask_type",
+                repr(mask),
+                "a causal or padding mask or no_mask, with inference_params",
+            )
+        )
     return "padding_causal_bottom_right" if "causal" in mask else "padding"
 
 

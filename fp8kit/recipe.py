@@ -1,4 +1,5 @@
-"""Recipes: how tensors become FP8. Frozen, hashable values with Transformer Engine's names, order, defaults and rules.
+"""Recipes: how tensors become FP8. Frozen, hashable values with Transformer Engine's names, order, defaults
+and rules.
 
 A recipe decides, for each GEMM of a layer ::
 
@@ -6,10 +7,11 @@ A recipe decides, for each GEMM of a layer ::
     dgrad  dx = dy W         dy in the backward format
     wgrad  dW = dy^T x
 
-the formats, the scale of each operand (``q = encode(x * scale)``, ``scale_inv = 1 / scale``) and the accumulation. Sources:
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (formats, per-tensor scaling), the DeepSeek-V3 technical report (blocks), and
-Transformer Engine's documentation (delayed, current and block scaling). Recipes are strict: an unknown field, a wrong type or a
-contradiction is a RecipeError, and every field that is accepted has its effect. No environment variable changes a recipe.
+the formats, the scale of each operand (``q = encode(x * scale)``, ``scale_inv = 1 / scale``) and the
+accumulation. Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (formats, per-tensor
+scaling), the DeepSeek-V3 technical report (blocks), and Transformer Engine's documentation (delayed, current
+and block scaling). Recipes are strict: an unknown field, a wrong type or a contradiction is a RecipeError,
+and every field that is accepted has its effect. No environment variable changes a recipe.
 """
 
 from __future__ import annotations
@@ -48,11 +50,13 @@ _PAIRS = {  # formats of inputs and weights, and of output gradients
 
 
 class Format(Enum):
-    """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient) take: a recipe's ``fp8_format``,
-    by Transformer Engine's name. The number formats themselves, as ``fk.quantize`` takes them, are ``fp8kit.Format``s: ``fk.E4M3``.
+    """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient)
+    take: a recipe's ``fp8_format``, by Transformer Engine's name. The number formats themselves, as
+    ``fk.quantize`` takes them, are ``fp8kit.Format``s: ``fk.E4M3``.
 
-    HYBRID is E4M3 forward and E5M2 backward: gradients need range more than precision (Micikevicius et al. 2022, section 3).
-    ``value.max_fwd`` and ``value.max_bwd`` are the largest finite values; ``forward`` and ``backward`` the formats themselves.
+    HYBRID is E4M3 forward and E5M2 backward: gradients need range more than precision (Micikevicius et al.
+    2022, section 3). ``value.max_fwd`` and ``value.max_bwd`` are the largest finite values; ``forward`` and
+    ``backward`` the formats themselves.
     """
 
     E2M1 = FormatLimits(formats.E2M1.max, formats.E2M1.max)
@@ -64,22 +68,32 @@ class Format(Enum):
     backward: formats.Format
 
     def __init__(self, *limits: float) -> None:
-        self.forward, self.backward = _PAIRS[self._name_]  # attributes, since an enumeration is slow to say its name
+        # attributes, since an enumeration is slow to say its name
+        self.forward, self.backward = _PAIRS[self._name_]
 
 
 class _Strict:
-    """Base of the values below: arguments that are no field are a RecipeError that names the nearest field."""
+    """Base of the values below: arguments that are no field are a RecipeError that names the nearest
+    field."""
 
     def __new__(cls: type[_Self], *args: object, **kwargs: object) -> _Self:
         known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
         for name in kwargs:
             if name not in known:
-                raise RecipeError(expected(cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"))
+                raise RecipeError(
+                    expected(
+                        cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"
+                    )
+                )
         if len(args) > len(known):
-            raise RecipeError(expected(cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}"))
+            raise RecipeError(
+                expected(cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}")
+            )
         for name in known[: len(args)]:
             if name in kwargs:
-                raise RecipeError(expected(cls.__name__, name, "a value by position and by name", "one value"))
+                raise RecipeError(
+                    expected(cls.__name__, name, "a value by position and by name", "one value")
+                )
         return super().__new__(cls)
 
     def _refuse(self, field: str, wanted: str) -> RecipeError:
@@ -90,7 +104,11 @@ class _Strict:
         for name in names:
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                wanted = {bool: "a bool", int: "an int", Format: "one of fp8kit.recipe.Format, such as Format.HYBRID"}
+                wanted = {
+                    bool: "a bool",
+                    int: "an int",
+                    Format: "one of fp8kit.recipe.Format, such as Format.HYBRID",
+                }
                 raise self._refuse(name, wanted.get(kind, f"an instance of {kind.__name__}"))
 
     def _not_yet(self, **only: object) -> None:
@@ -104,8 +122,9 @@ class _Strict:
 class MMParams(_Strict):
     """How one GEMM accumulates.
 
-    ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores accumulate in their own
-    width (Hopper: 14 mantissa bits), faster and good enough for fprop (``fast_accumulate`` of the kernel contract).
+    ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores
+    accumulate in their own width (Hopper: 14 mantissa bits), faster and good enough for fprop
+    (``fast_accumulate`` of the kernel contract).
     """
 
     use_split_accumulator: bool = True
@@ -120,7 +139,8 @@ class QParams(_Strict):
 
     * ``power_2_scale``: scales are rounded down to a power of two, so that scaling itself rounds nothing.
     * ``amax_epsilon``: float >= 0 and finite in float32, the least amax a scale is computed from.
-    * ``random_hadamard_transform``, ``stochastic_rounding``, ``fp4_2d_quantization``: refused unless False; not yet supported.
+    * ``random_hadamard_transform``, ``stochastic_rounding``, ``fp4_2d_quantization``: refused unless False;
+      not yet supported.
     """
 
     power_2_scale: bool = False
@@ -132,13 +152,18 @@ class QParams(_Strict):
     def __post_init__(self) -> None:
         self._want(bool, "power_2_scale")
         epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon <= formats.float32.max:
+        if (
+            isinstance(epsilon, bool)
+            or not isinstance(epsilon, int | float)
+            or not 0 <= epsilon <= formats.float32.max
+        ):
             raise self._refuse("amax_epsilon", "a finite float32 >= 0")
         self._not_yet(random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False)
 
 
 class Recipe(_Strict):
-    """Base of the recipes. The predicates are class methods, as in Transformer Engine: ``recipe.delayed()``."""
+    """Base of the recipes. The predicates are class methods, as in Transformer Engine:
+    ``recipe.delayed()``."""
 
     fp8_format: Format
 
@@ -194,15 +219,17 @@ class Recipe(_Strict):
     def _check_common(self) -> None:
         self._want(Format, "fp8_format")
         if self.fp8_format is Format.E5M2:
-            raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: the forward pass needs E4M3's precision")
+            raise self._refuse(
+                "fp8_format", "Format.HYBRID or Format.E4M3: the forward pass needs E4M3's precision"
+            )
         if self.fp8_format is Format.E2M1:
             raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: E2M1 has 4 bits")
         self._not_yet(fp8_dpa=False, fp8_mha=False, backward_override=None)
 
 
 _MOST_MARGIN = 18
-# The least and the greatest scale of delayed scaling. Both have a finite inverse, and no float32 times the least one reaches 4, which is
-# below every format's largest value: it saturates nothing, whatever the margin.
+# The least and the greatest scale of delayed scaling. Both have a finite inverse, and no float32 times the
+# least one reaches 4, which is below every format's largest value: it saturates nothing, whatever the margin.
 DELAYED_SCALES = (2.0**-126, formats.float32.max)
 
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
@@ -210,10 +237,12 @@ _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumu
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """Per-tensor scales from the largest absolute values of earlier steps, so that a tensor is quantised in one pass.
+    """Per-tensor scales from the largest absolute values of earlier steps, so that a tensor is quantised in
+    one pass.
 
-    A step quantises with the scale it finds and records the tensor's amax in row 0 of ``amax_history`` (``amax_history_len`` rows).
-    At the end of the step, for each tensor whose row 0 is not 0 (one that is 0 was not used, and does not age) ::
+    A step quantises with the scale it finds and records the tensor's amax in row 0 of ``amax_history``
+    (``amax_history_len`` rows). At the end of the step, for each tensor whose row 0 is not 0 (one that is 0
+    was not used, and does not age) ::
 
         amax      = max(amax_history)      "max"          or   amax_history[0]     "most_recent"
         scale     = fp8_max * 2 ** -margin / amax         kept where amax is 0, Inf or NaN
@@ -221,18 +250,22 @@ class DelayedScaling(Recipe):
         scale_inv = 1 / scale
         history   = roll(history, -1): row 0 becomes the newest row, H - 1, and row 0 starts again at 0
 
-    Scales start at 1. A NaN in the history is ignored by "max". Forward states are updated when the outermost autocast ends, backward
-    states when a backward pass ends.
+    Scales start at 1. A NaN in the history is ignored by "max". Forward states are updated when the outermost
+    autocast ends, backward states when a backward pass ends.
 
-    * ``margin``: int from 0 to 18, powers of two kept free below the format's largest value; with 19 E4M3 would round even that to 0.
+    * ``margin``: int from 0 to 18, powers of two kept free below the format's largest value; with 19 E4M3
+      would round even that to 0.
     * ``fp8_format``: Format.HYBRID or Format.E4M3.
     * ``amax_history_len``: int >= 1, steps.
-    * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32 ``(H, n) -> (n,)``.
-    * ``scaling_factor_compute_algo``: None for the rule above, or a callable ``(amax, scale, fp8_max, recipe) -> scale`` on NumPy
-      float32 ``(n,)``. Positive answers are brought into [2^-126, FLT_MAX], as by the rule above. One that is not positive, or NaN,
-      leaves the old scale where amax is 0, Inf or NaN; elsewhere it is a RecipeError, and nothing is updated. Callables run on the host
-      and cost a synchronisation per update.
-    * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing to reduce.
+    * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32
+      ``(H, n) -> (n,)``.
+    * ``scaling_factor_compute_algo``: None for the rule above, or a callable ``(amax, scale, fp8_max, recipe)
+      -> scale`` on NumPy float32 ``(n,)``. Positive answers are brought into [2^-126, FLT_MAX], as by the
+      rule above. One that is not positive, or NaN, leaves the old scale where amax is 0, Inf or NaN;
+      elsewhere it is a RecipeError, and nothing is updated. Callables run on the host and cost a
+      synchronisation per update.
+    * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing
+      to reduce.
     * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
 
     Raises RecipeError. Source: Transformer Engine's DelayedScaling.
@@ -300,13 +333,13 @@ class Float8CurrentScaling(Recipe):
 
     * ``use_power_2_scales``: bool, default of ``power_2_scale`` for all three operands.
     * ``fp8_format``: Format.HYBRID or Format.E4M3.
-    * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and output gradient; None becomes
-      ``QParams(power_2_scale=use_power_2_scales)``.
+    * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
+      output gradient; None becomes ``QParams(power_2_scale=use_power_2_scales)``.
     * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs.
     * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
 
-    There is no state, so nothing is saved. Raises RecipeError, also for ``use_power_2_scales=True`` beside QParams without
-    ``power_2_scale``. Source: Transformer Engine's Float8CurrentScaling.
+    There is no state, so nothing is saved. Raises RecipeError, also for ``use_power_2_scales=True`` beside
+    QParams without ``power_2_scale``. Source: Transformer Engine's Float8CurrentScaling.
     """
 
     use_power_2_scales: bool = False
@@ -339,28 +372,30 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """A scale for each block of 128 elements along the contraction, from the block itself (DeepSeek-V3 technical report, section 3.3.2) ::
+    """A scale for each block of 128 elements along the contraction, from the block itself (DeepSeek-V3
+    technical report, section 3.3.2) ::
 
         amax      = max(max|block|, amax_epsilon)
         scale     = fp8_max / amax, 1 where amax is 0, Inf or NaN; the largest value of the tensor's dtype where that overflows
                     rounded down to a power of two with power_2_scale
         scale_inv = 1 / scale, float32
 
-    An operand of dimension 1 has blocks of 1 x 128, and its transposed copy (wgrad's and dgrad's operands) is cast from the
-    high-precision tensor with blocks along the other axis; one of dimension 2 has blocks of 128 x 128, whose transpose is exact.
+    An operand of dimension 1 has blocks of 1 x 128, and its transposed copy (wgrad's and dgrad's operands) is
+    cast from the high-precision tensor with blocks along the other axis; one of dimension 2 has blocks of 128
+    x 128, whose transpose is exact.
 
     * ``use_f32_scales``: bool; the default of ``power_2_scale`` for all three operands is its opposite.
     * ``fp8_format``: Format.E4M3, or Format.HYBRID for E5M2 output gradients.
-    * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and output gradient; None becomes
-      ``QParams(power_2_scale=not use_f32_scales)``.
-    * ``x_block_scaling_dim``, ``w_block_scaling_dim``, ``grad_block_scaling_dim``: 1 or 2; at most one of the three is 2, since no product
-      takes two operands of dimension 2.
-    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; partial sums are promoted to float32 at every
-      block, so only ``MMParams(use_split_accumulator=True)``.
+    * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
+      output gradient; None becomes ``QParams(power_2_scale=not use_f32_scales)``.
+    * ``x_block_scaling_dim``, ``w_block_scaling_dim``, ``grad_block_scaling_dim``: 1 or 2; at most one of the
+      three is 2, since no product takes two operands of dimension 2.
+    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; partial sums
+      are promoted to float32 at every block, so only ``MMParams(use_split_accumulator=True)``.
     * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
 
-    There is no state, so nothing is saved. Raises RecipeError, also for ``use_f32_scales=False`` beside QParams without
-    ``power_2_scale``. Source: Transformer Engine's Float8BlockScaling.
+    There is no state, so nothing is saved. Raises RecipeError, also for ``use_f32_scales=False`` beside
+    QParams without ``power_2_scale``. Source: Transformer Engine's Float8BlockScaling.
     """
 
     use_f32_scales: bool = False
@@ -393,7 +428,9 @@ class Float8BlockScaling(Recipe):
                 raise self._refuse(name, "1 or 2")
         squares = [name for name in dims if getattr(self, name) == 2]
         if len(squares) > 1:
-            raise self._refuse(squares[0], f"1 beside {squares[1]}=2: no product takes two operands of dimension 2")
+            raise self._refuse(
+                squares[0], f"1 beside {squares[1]}=2: no product takes two operands of dimension 2"
+            )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             self._want(MMParams, name)
             if not getattr(self, name).use_split_accumulator:
@@ -401,7 +438,8 @@ class Float8BlockScaling(Recipe):
         self._check_common()
 
     def short_name(self) -> str:
-        """For example ``block(E4M3, pow2)``; the dimensions of x, w and grad are named where they are not 1, 2 and 1."""
+        """For example ``block(E4M3, pow2)``; the dimensions of x, w and grad are named where they are not 1,
+        2 and 1."""
         scales = "f32" if self.use_f32_scales else "pow2"
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         odd = "" if dims == (1, 2, 1) else f", dims {dims[0]}{dims[1]}{dims[2]}"
@@ -417,8 +455,11 @@ _ABSENT = {
 
 
 def __getattr__(name: str) -> Any:
-    """AttributeError that says which recipes there are, and why one of Transformer Engine's is none of them."""
+    """AttributeError that says which recipes there are, and why one of Transformer Engine's is none of
+    them."""
     kinds = [kind.__name__ for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)]
     why = f": {_ABSENT[name]}" if name in _ABSENT else ""
     hint = "" if why else meant(name, [each for each in globals() if not each.startswith("_")])
-    raise AttributeError(f"module {__name__!r} has no {name!r}{why}; the recipes are {', '.join(kinds)}{hint}", name=name)
+    raise AttributeError(
+        f"module {__name__!r} has no {name!r}{why}; the recipes are {', '.join(kinds)}{hint}", name=name
+    )

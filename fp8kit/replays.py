@@ -1,8 +1,10 @@
-"""Calls of a plan that are known already: what an operation put on a stream, by the addresses that it was given.
+"""Calls of a plan that are known already: what an operation put on a stream, by the addresses that it was
+given.
 
-Operations are pure: what they put on a stream follows from the plan, the stream and the addresses of their arrays. In a training that goes
-on, allocators give the same addresses again step by step, so that a door which finds them here puts the same work on the stream at once.
-Nothing keeps the arrays' memory alive: whoever calls has arrays there now.
+Operations are pure: what they put on a stream follows from the plan, the stream and the addresses of their
+arrays. In a training that goes on, allocators give the same addresses again step by step, so that a door
+which finds them here puts the same work on the stream at once. Nothing keeps the arrays' memory alive:
+whoever calls has arrays there now.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ Key = tuple[Any, ...]
 class Replays:
     """What a plan's forward, or its backward, did, by stream and addresses.
 
-    ``recorder``: the engine's context manager that gives what was done within as something to call, ``whole`` where that was all. An object
-    of ``dispatch.kernels`` has one for kernels that are called by themselves, ``again``; none where calls cannot be recorded: on the CPU,
-    and where a plugin's or an override's kernels are among them.
+    ``recorder``: the engine's context manager that gives what was done within as something to call, ``whole``
+    where that was all. An object of ``dispatch.kernels`` has one for kernels that are called by themselves,
+    ``again``; none where calls cannot be recorded: on the CPU, and where a plugin's or an override's kernels
+    are among them.
     """
 
     LIMIT = 1024  # beyond so many all is forgotten
-    MOST = 16384  # of all plans of the process, some kB each; beyond so many nothing more is recorded until plans go
-    PATIENCE = 64  # unknown calls in a row; where addresses never come again, only one of so many is recorded from there on
+    # of all plans of the process, some kB each; beyond so many nothing more is recorded until plans go
+    MOST = 16384
+    # unknown calls in a row; where addresses never come again, only one of so many is recorded from there on
+    PATIENCE = 64
     kept = 0  # by the process
     __slots__ = ("found", "recorder", "unknown")
 
@@ -34,7 +39,8 @@ class Replays:
         self.unknown = 0
 
     def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
-        """``function(*arguments)``, or what it did when it was called with arguments that this key stands for."""
+        """``function(*arguments)``, or what it did when it was called with arguments that this key stands
+        for."""
         found = self.found.get(key)
         if found is not None:
             self.unknown = 0

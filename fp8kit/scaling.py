@@ -1,8 +1,10 @@
-"""Delayed scaling's state: scales and amax histories of a module, their names, their check, and their update. Every door's.
+"""Delayed scaling's state: scales and amax histories of a module, their names, their check, and their update.
+Every door's.
 
-A ``ScalingState`` holds the n quantised tensors of one module in one direction, in contiguous arrays. Forward slots per GEMM are
-input, weight, output; backward slots are grad_output, grad_input (Transformer Engine's order; output and grad_input are reserved).
-Operations read ``scale`` and accumulate amaxes into row 0 of the history; the update of all states of a recipe is one kernel call.
+A ``ScalingState`` holds the n quantised tensors of one module in one direction, in contiguous arrays. Forward
+slots per GEMM are input, weight, output; backward slots are grad_output, grad_input (Transformer Engine's
+order; output and grad_input are reserved). Operations read ``scale`` and accumulate amaxes into row 0 of the
+history; the update of all states of a recipe is one kernel call.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
 
 
 def forward_slots(gemms: Sequence[str]) -> dict[str, int]:
-    """Operand -> slot of the forward state, for GEMMs by the prefixes of their names: x and w. An operation reads ``{operand}_scale``
-    and records ``{operand}_amax``."""
-    return {f"{prefix}{operand}": FORWARD_SLOTS * i + at for i, prefix in enumerate(gemms) for at, operand in enumerate("xw")}
+    """Operand -> slot of the forward state, for GEMMs by the prefixes of their names: x and w. An operation
+    reads ``{operand}_scale`` and records ``{operand}_amax``."""
+    return {
+        f"{prefix}{operand}": FORWARD_SLOTS * i + at
+        for i, prefix in enumerate(gemms)
+        for at, operand in enumerate("xw")
+    }
 
 
 def backward_slots(gemms: Sequence[str]) -> dict[str, int]:
@@ -39,24 +45,33 @@ def backward_slots(gemms: Sequence[str]) -> dict[str, int]:
 
 
 def check_saved(state: Mapping[str, ArrayView], gemms: int) -> dict[str, list[ArrayView]]:
-    """The arrays of a saved state of ``gemms`` GEMMs, "scaling_fwd.scale" and so on, as "scaling_fwd", "scaling_bwd" -> FIELDS; an empty
-    one stays empty. CheckpointError that names the array where one is missing, unknown or does not fit, and where a number in it is none
-    that the state can have: scales and their inverses are finite and positive, amaxes not negative (Inf is what a step that overflowed
-    leaves behind)."""
+    """The arrays of a saved state of ``gemms`` GEMMs, "scaling_fwd.scale" and so on, as "scaling_fwd",
+    "scaling_bwd" -> FIELDS; an empty one stays empty. CheckpointError that names the array where one is
+    missing, unknown or does not fit, and where a number in it is none that the state can have: scales and
+    their inverses are finite and positive, amaxes not negative (Inf is what a step that overflowed leaves
+    behind)."""
     if not state:
         return {}
     sizes = {"scaling_fwd": FORWARD_SLOTS * gemms, "scaling_bwd": BACKWARD_SLOTS * gemms}
     names = {f"{name}.{field}" for name in sizes for field in FIELDS}
-    wrong = [f"missing: {n}" for n in sorted(names - set(state))] + [f"unexpected: {n}" for n in sorted(set(state) - names)]
+    wrong = [f"missing: {n}" for n in sorted(names - set(state))] + [
+        f"unexpected: {n}" for n in sorted(set(state) - names)
+    ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
     for name, slots in sizes.items():
         for field in FIELDS:
             part, history = state[f"{name}.{field}"], field == "amax_history"
-            fits = part.ndim == 2 and part.shape[0] > 0 and part.shape[1] == slots if history else part.shape == (slots,)
+            fits = (
+                part.ndim == 2 and part.shape[0] > 0 and part.shape[1] == slots
+                if history
+                else part.shape == (slots,)
+            )
             if not fits or part.dtype is not float32:
                 wanted = f"(steps, {slots})" if history else f"({slots},)"
-                raise CheckpointError(f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}")
+                raise CheckpointError(
+                    f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}"
+                )
             _check_numbers(f"{name}.{field}", field, part.numpy())
     return {name: [state[f"{name}.{field}"] for field in FIELDS] for name in sizes}
 
@@ -67,21 +82,32 @@ def _check_numbers(name: str, field: str, values: HostArray) -> None:
         fits, wanted = values >= 0, "amaxes, 0 or more"
     else:
         with np.errstate(divide="ignore", over="ignore"):
-            fits = (values > 0) & np.isfinite(values) & ((field == "scale_inv") | np.isfinite(np.float32(1) / values))
-        wanted = "finite numbers above 0" if field == "scale_inv" else "finite numbers above 0, and their inverses too"
+            fits = (
+                (values > 0)
+                & np.isfinite(values)
+                & ((field == "scale_inv") | np.isfinite(np.float32(1) / values))
+            )
+        wanted = (
+            "finite numbers above 0"
+            if field == "scale_inv"
+            else "finite numbers above 0, and their inverses too"
+        )
     if not fits.all():
         at = tuple(map(int, np.argwhere(~fits)[0]))
-        raise CheckpointError(f"{name}: got {values[at]} at {at if len(at) > 1 else at[0]}, expected {wanted}")
+        raise CheckpointError(
+            f"{name}: got {values[at]} at {at if len(at) > 1 else at[0]}, expected {wanted}"
+        )
 
 
 class ScalingState:
     """Scales and amax history of ``slots`` tensors on ``device``.
 
-    ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots), zeros at first, row 0 the
-    amaxes since the last update, row 1 the oldest. They read as arrays of the device's library that share the state's memory.
+    ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots),
+    zeros at first, row 0 the amaxes since the last update, row 1 the oldest. They read as arrays of the
+    device's library that share the state's memory.
 
-    ``generation`` is another number whenever the scales may be others. ``pending``: slot -> an amax, float32 [1], that belongs into row 0
-    and is brought there by ``settle``, for many states at once.
+    ``generation`` is another number whenever the scales may be others. ``pending``: slot -> an amax, float32
+    [1], that belongs into row 0 and is brought there by ``settle``, for many states at once.
     """
 
     __slots__ = ("amaxes", "device", "generation", "pending", "scales", "slots", "views")
@@ -93,7 +119,9 @@ class ScalingState:
         self.pending: dict[int, ArrayView] = {}
         ones = np.ones(slots, np.float32)
         self.views: dict[str, ArrayView] = {}
-        self._take(_put(ones, device), _put(ones, device), arrays.zeros((history_len, slots), float32, device))
+        self._take(
+            _put(ones, device), _put(ones, device), arrays.zeros((history_len, slots), float32, device)
+        )
 
     def _take(self, scale: ArrayView, scale_inv: ArrayView, history: ArrayView) -> None:
         self.views = dict(zip(FIELDS, (scale, scale_inv, history), strict=True))
@@ -137,7 +165,8 @@ class ScalingState:
         return arrays.provider(self.device).native(self.views["amax_history"])
 
     def resize(self, history_len: int) -> None:
-        """Another history length: the first rows are kept, or zero rows added at the end (Transformer Engine's rule)."""
+        """Another history length: the first rows are kept, or zero rows added at the end (Transformer
+        Engine's rule)."""
         old = self.views["amax_history"]
         rows = min(history_len, self.history_len)
         new = arrays.zeros((history_len, self.slots), float32, self.device)
@@ -145,7 +174,8 @@ class ScalingState:
         self._take(self.views["scale"], self.views["scale_inv"], new)
 
     def pend(self, amaxes: Mapping[int, ArrayView]) -> None:
-        """Record amaxes, slot -> float32 [1], that are known already, at the next ``settle``. What they lie in is not written meanwhile."""
+        """Record amaxes, slot -> float32 [1], that are known already, at the next ``settle``. What they lie
+        in is not written meanwhile."""
         if any(self.pending.get(slot, amax) is not amax for slot, amax in amaxes.items()):
             settle([self])
         self.pending.update(amaxes)
@@ -190,15 +220,23 @@ def settle(states: Sequence[ScalingState]) -> None:
     found: dict[Device, list[tuple[ArrayView, ArrayView]]] = {}
     for state in states:
         if state.pending:
-            found.setdefault(state.device, []).extend((amax, state.amaxes[slot]) for slot, amax in state.pending.items())
+            found.setdefault(state.device, []).extend(
+                (amax, state.amaxes[slot]) for slot, amax in state.pending.items()
+            )
             state.pending.clear()
     for device, pairs in found.items():
         amaxes, rows = ([pair[side] for pair in pairs] for side in range(2))
         dispatch.kernels(device).amax_many(amaxes, rows, arrays.current_stream(device))
 
 
-def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, stream: Callable[[Device], int] | None = None) -> None:
-    """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call a device; a recipe's callables run on the host.
+def update(
+    recipe: Recipe,
+    states: Sequence[ScalingState],
+    fp8_max: float,
+    stream: Callable[[Device], int] | None = None,
+) -> None:
+    """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call a device; a
+    recipe's callables run on the host.
 
     ``stream``: gives the stream of a device to work on; None takes its current one.
     """
@@ -217,25 +255,39 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
     for device, there in parts.items():
         on = arrays.current_stream(device) if stream is None else stream(device)
         kernels = dispatch.kernels(device)
-        again = getattr(kernels, "again", None) if len(there) <= _FEW else None  # many cost their look-up more than they save
+        # many cost their look-up more than they save
+        again = getattr(kernels, "again", None) if len(there) <= _FEW else None
         given = (kernels, there, fp8_max, recipe.margin, most_recent, on)
         if again is None:
             _update_delayed(*given)
         else:
-            places = [(scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there]
-            again.run(("update_delayed_", on, fp8_max, recipe.margin, most_recent, *places), _update_delayed, *given)
+            places = [
+                (scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there
+            ]
+            again.run(
+                ("update_delayed_", on, fp8_max, recipe.margin, most_recent, *places), _update_delayed, *given
+            )
 
 
-def _update_delayed(kernels: Any, there: Sequence[tuple[ArrayView, ...]], fp8_max: float, margin: int, most_recent: bool, stream: int
-                    ) -> None:
+def _update_delayed(
+    kernels: Any,
+    there: Sequence[tuple[ArrayView, ...]],
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+    stream: int,
+) -> None:
     """The kernel call for the (scale, scale_inv, amax_history) of all states of a device."""
     scales, inverses, histories = zip(*there, strict=True)
     kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), margin, most_recent, stream)
 
 
 def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
-    """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were not used."""
-    history, scale, scale_inv = (state.views[f].numpy().copy() for f in ("amax_history", "scale", "scale_inv"))
+    """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were
+    not used."""
+    history, scale, scale_inv = (
+        state.views[f].numpy().copy() for f in ("amax_history", "scale", "scale_inv")
+    )
     algo, used = recipe.amax_compute_algo, history[0] != 0
     if callable(algo):
         amax = _answer(recipe, "amax_compute_algo", algo(history.copy()), scale.shape)
@@ -243,7 +295,9 @@ def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float
         amax = history[0].copy() if algo == "most_recent" else np.fmax.reduce(history, 0)
     if recipe.scaling_factor_compute_algo is not None:
         answer = recipe.scaling_factor_compute_algo(amax.copy(), scale.copy(), fp8_max, recipe)
-        new = _scales(recipe, _answer(recipe, "scaling_factor_compute_algo", answer, scale.shape), amax, scale, used)
+        new = _scales(
+            recipe, _answer(recipe, "scaling_factor_compute_algo", answer, scale.shape), amax, scale, used
+        )
     else:
         new = default_scale(amax, scale, fp8_max, recipe.margin)
     scale[used] = new[used]
@@ -257,15 +311,19 @@ def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float
 
 
 def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int) -> HostArray:
-    """``fp8_max * 2 ** -margin / amax``, brought into ``DELAYED_SCALES``; the old scale where amax is 0, Inf or NaN. float32 (n,)."""
+    """``fp8_max * 2 ** -margin / amax``, brought into ``DELAYED_SCALES``; the old scale where amax is 0, Inf
+    or NaN. float32 (n,)."""
     usable = np.isfinite(amax) & (amax > 0)
     with np.errstate(over="ignore"):
         new = np.float32(fp8_max * 2.0**-margin) / np.where(usable, amax, np.float32(1))
     return np.where(usable, np.clip(new, _LEAST, _MOST), scale).astype(np.float32)
 
 
-def _scales(recipe: DelayedScaling, answer: HostArray, amax: HostArray, scale: HostArray, used: HostArray) -> HostArray:
-    """What a callable answered, made scales as ``DelayedScaling`` says. RecipeError for one that no scale can be."""
+def _scales(
+    recipe: DelayedScaling, answer: HostArray, amax: HostArray, scale: HostArray, used: HostArray
+) -> HostArray:
+    """What a callable answered, made scales as ``DelayedScaling`` says. RecipeError for one that no scale can
+    be."""
     fits = answer > 0  # False for NaN
     wrong = np.flatnonzero(used & np.isfinite(amax) & (amax > 0) & ~fits)
     if wrong.size:
@@ -277,5 +335,7 @@ def _scales(recipe: DelayedScaling, answer: HostArray, amax: HostArray, scale: H
 def _answer(recipe: DelayedScaling, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
     array = np.asarray(value, np.float32)
     if array.shape != shape:
-        raise RecipeError(expected(type(recipe).__name__, name, f"a result of shape {array.shape}", f"shape {shape}"))
+        raise RecipeError(
+            expected(type(recipe).__name__, name, f"a result of shape {array.shape}", f"shape {shape}")
+        )
     return array

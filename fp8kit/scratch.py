@@ -1,9 +1,11 @@
-"""Memory of one call: temporaries that the thread keeps for the next call, and large buffers that come late and go early.
+"""Memory of one call: temporaries that the thread keeps for the next call, and large buffers that come late
+and go early.
 
-An operation's backward reads much that forward saved, and writes much that it reads once. Where that is much memory, each large buffer is
-made when the operation first asks for it (``Buffers``), and goes back to its allocator as soon as the operation is ``done`` with it: what
-still reads it is on the stream already, and whoever gets the memory next writes to it behind that. Small calls have their buffers in one
-piece of memory, since there a call to the allocator counts for more than the bytes.
+An operation's backward reads much that forward saved, and writes much that it reads once. Where that is much
+memory, each large buffer is made when the operation first asks for it (``Buffers``), and goes back to its
+allocator as soon as the operation is ``done`` with it: what still reads it is on the stream already, and
+whoever gets the memory next writes to it behind that. Small calls have their buffers in one piece of memory,
+since there a call to the allocator counts for more than the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 
-MUCH = 256 << 20  # bytes: what belongs together and is more lies apart, so that each buffer comes and goes by itself
+# bytes: what belongs together and is more lies apart, so that each buffer comes and goes by itself
+MUCH = 256 << 20
 LARGE = 16 << 20  # bytes of a buffer that is worth it
 
 
@@ -27,20 +30,22 @@ def nbytes_of(meta: Any) -> int:
 
 
 def large(metas: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``metas``, shapes and dtypes by name, that come and go by themselves: the large ones of many bytes, but for those that the
-    door fills (``zero``)."""
+    """Those of ``metas``, shapes and dtypes by name, that come and go by themselves: the large ones of many
+    bytes, but for those that the door fills (``zero``)."""
     if sum(map(nbytes_of, metas.values())) <= MUCH:
         return {}
     return {name: meta for name, meta in metas.items() if nbytes_of(meta) >= LARGE and not meta.zero}
 
 
 class Buffers(dict[str, ArrayView | None]):
-    """Buffers by name: those that are ``there``, and those of ``metas``, by name, each made by ``make(meta)`` when it is first asked for,
-    contents undefined. A buffer that the operation is ``done`` with is None."""
+    """Buffers by name: those that are ``there``, and those of ``metas``, by name, each made by ``make(meta)``
+    when it is first asked for, contents undefined. A buffer that the operation is ``done`` with is None."""
 
     __slots__ = ("make", "metas")
 
-    def __init__(self, there: Mapping[str, ArrayView], metas: Mapping[str, Any], make: Callable[[Any], ArrayView]) -> None:
+    def __init__(
+        self, there: Mapping[str, ArrayView], metas: Mapping[str, Any], make: Callable[[Any], ArrayView]
+    ) -> None:
         super().__init__(there)
         self.metas, self.make = metas, make
 
@@ -59,8 +64,8 @@ class Buffers(dict[str, ArrayView | None]):
 
 
 def done(views: Mapping[str, ArrayView | None], *names: str) -> None:
-    """The operation needs those buffers no longer, once all that it has put on the stream has run. Names that are not there are passed
-    over. No variable of the operation may hold them, or they stay."""
+    """The operation needs those buffers no longer, once all that it has put on the stream has run. Names that
+    are not there are passed over. No variable of the operation may hold them, or they stay."""
     if type(views) is Buffers:
         for name in names:
             if name in views:
@@ -85,7 +90,8 @@ def taken(views: Mapping[str, ArrayView | None], names: Iterable[str]) -> Mappin
 
 
 class Room:
-    """A piece of memory: its address and owner, and what has been laid out in it, by whoever did (``carved``)."""
+    """A piece of memory: its address and owner, and what has been laid out in it, by whoever did
+    (``carved``)."""
 
     LAYOUTS = 4096  # beyond this many, as of sequences of ever new lengths, what was laid out is forgotten
     __slots__ = ("carved", "nbytes", "owner", "ptr")
@@ -104,23 +110,28 @@ class Room:
 
 
 class Scratch(threading.local):
-    """Memory for the temporaries of one operation, from ``alloc(nbytes, device)``, which gives an address and an owner.
+    """Memory for the temporaries of one operation, from ``alloc(nbytes, device)``, which gives an address and
+    an owner.
 
-    A thread keeps one room for each stream: work on a stream is done in order, so that the thread's next operation there can have the same
-    memory, and what was laid out in it. Much is not kept: only what a product's workspace and small operands need, for the streams that the
-    thread came to last; on the CPU, where memory is had for little, nothing.
+    A thread keeps one room for each stream: work on a stream is done in order, so that the thread's next
+    operation there can have the same memory, and what was laid out in it. Much is not kept: only what a
+    product's workspace and small operands need, for the streams that the thread came to last; on the CPU,
+    where memory is had for little, nothing.
     """
 
     KEPT = 48 << 20  # bytes
-    STREAMS = 16  # beyond this many, as of a program that makes a stream for each piece of work, the oldest room is given up
+    # beyond this many, as of a program that makes a stream for each piece of work, the oldest room is given
+    # up
+    STREAMS = 16
 
     def __init__(self, alloc: Callable[[int, Device], tuple[int, object]]) -> None:
         self.alloc = alloc
         self.rooms: dict[tuple[Device, int], Room] = {}
 
     def room(self, nbytes: int, where: Device, stream: int) -> Room:
-        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``: the caller's alone until all its work is on the stream, so
-        no operation calls another one meanwhile (what backward computes again runs before it asks)."""
+        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``: the caller's alone until all
+        its work is on the stream, so no operation calls another one meanwhile (what backward computes again
+        runs before it asks)."""
         found = self.rooms.get((where, stream))
         if found is None or found.nbytes < nbytes:
             found = Room(nbytes, *self.alloc(nbytes, where))
@@ -133,7 +144,8 @@ class Scratch(threading.local):
 
     @contextmanager
     def apart(self) -> Iterator[dict[tuple[Device, int], Room]]:
-        """Within, this thread begins with no rooms; those that it made are in the dictionary, to be kept or not."""
+        """Within, this thread begins with no rooms; those that it made are in the dictionary, to be kept or
+        not."""
         before, self.rooms = self.rooms, {}
         try:
             yield self.rooms

@@ -1,8 +1,9 @@
 """Checkpoints: safetensors files, written atomically, read strictly, never a pickle.
 
-A file holds the arrays of a ``state_dict`` under their names, in their own dtypes (bfloat16 and float8 included). The FP8 state
-of a module at path ``p`` is plain arrays ``p._extra_state.scaling_fwd.scale`` and so on (see ``fp8kit.nn.Module.state_dict``),
-so that a resumed run continues with the same bits. The format stands in ``checkpoint_format``.
+A file holds the arrays of a ``state_dict`` under their names, in their own dtypes (bfloat16 and float8
+included). The FP8 state of a module at path ``p`` is plain arrays ``p._extra_state.scaling_fwd.scale`` and so
+on (see ``fp8kit.nn.Module.state_dict``), so that a resumed run continues with the same bits. The format
+stands in ``checkpoint_format``.
 """
 
 from __future__ import annotations
@@ -42,27 +43,37 @@ class Part(Stateful, Protocol):
 
 
 class Bundle:
-    """Several things in one file: ``Bundle(model=model, optimizer=optimizer, random=nn.RandomState())`` saves and loads them together.
+    """Several things in one file: ``Bundle(model=model, optimizer=optimizer, random=nn.RandomState())`` saves
+    and loads them together.
 
-    Names in the file are ``model/...`` and so on. Loading is all or nothing: every part is checked before any changes.
+    Names in the file are ``model/...`` and so on. Loading is all or nothing: every part is checked before any
+    changes.
     """
 
     def __init__(self, **parts: Part) -> None:
         for name, part in parts.items():
             if not callable(getattr(_stateful("Bundle", part), "check_state_dict", None)):
-                raise CheckpointError(expected("Bundle", name, arguments.shown(part), "something with check_state_dict"))
+                raise CheckpointError(
+                    expected("Bundle", name, arguments.shown(part), "something with check_state_dict")
+                )
         self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
         """The parts' arrays under their names."""
-        return {f"{part}/{name}": value for part, thing in self.parts.items() for name, value in thing.state_dict().items()}
+        return {
+            f"{part}/{name}": value
+            for part, thing in self.parts.items()
+            for name, value in thing.state_dict().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave. CheckpointError, naming the part, where one does not fit; then all are as they were."""
+        """Take over what ``state_dict`` gave. CheckpointError, naming the part, where one does not fit; then
+        all are as they were."""
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError as ``load_state_dict``."""
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError as
+        ``load_state_dict``."""
         strict = arguments.flag("load", "strict", strict, CheckpointError)
         split: dict[str, dict[str, Any]] = {part: {} for part in self.parts}
         for name, value in mapping("load", state).items():
@@ -85,15 +96,21 @@ class Bundle:
         return take
 
 
-def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+def save(
+    path: str | os.PathLike[str],
+    module: Stateful | Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write a module's, an optimiser's or a dict's arrays to ``path``.
 
-    ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any shape and any dtype that
-    safetensors has. ``metadata``: strings kept in the file's header. ``path``: a file, old or new, in a folder that exists. It appears
-    whole or not at all: it is written beside, flushed to the disk and renamed. A symbolic link stays: the file that it names is written.
-    Arrays on the CPU are written from where they are: a step that another thread takes meanwhile leaves some arrays, or parts of one, from
-    before it and some from after; save between steps, or save copies. Raises CheckpointError for arrays and names that the format cannot
-    hold, and for a path to anything else; OSError when the disk refuses.
+    ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any
+    shape and any dtype that safetensors has. ``metadata``: strings kept in the file's header. ``path``: a
+    file, old or new, in a folder that exists. It appears whole or not at all: it is written beside, flushed
+    to the disk and renamed. A symbolic link stays: the file that it names is written. Arrays on the CPU are
+    written from where they are: a step that another thread takes meanwhile leaves some arrays, or parts of
+    one, from before it and some from after; save between steps, or save copies. Raises CheckpointError for
+    arrays and names that the format cannot hold, and for a path to anything else; OSError when the disk
+    refuses.
     """
     target = Path(os.path.realpath(arguments.path("save", path)))
     try:
@@ -102,11 +119,20 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     except OSError:  # a name that no file can have
         usable = False
     if not usable:
-        raise CheckpointError(expected("save", "path", arguments.shown(str(target), 200), "a file, old or new, in a folder that exists"))
+        raise CheckpointError(
+            expected(
+                "save",
+                "path",
+                arguments.shown(str(target), 200),
+                "a file, old or new, in a folder that exists",
+            )
+        )
     state = module if isinstance(module, Mapping) else _stateful("save", module).state_dict()
     host = {_name(name): _host(name, array) for name, array in state.items()}
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise CheckpointError(expected("save", "metadata", arguments.shown(metadata), "a mapping of strings to strings"))
+        raise CheckpointError(
+            expected("save", "metadata", arguments.shown(metadata), "a mapping of strings to strings")
+        )
     texts = dict(metadata or {})
     for name, text in texts.items():
         if not all(isinstance(s, str) and _is_text(s) for s in (name, text)):
@@ -120,18 +146,22 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
         os.replace(beside, target)
     except BaseException as error:
         beside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == str(beside):  # a name of ours, which says nothing to whoever asked
+        # a name of ours, which says nothing to whoever asked
+        if isinstance(error, OSError) and error.filename == str(beside):
             raise type(error)(error.errno, error.strerror, str(target)) from None
         raise
     _flush_folder(target.parent)
 
 
-def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], strict: bool = True) -> dict[str, str]:
+def load(
+    path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], strict: bool = True
+) -> dict[str, str]:
     """Read ``path`` into a module, an optimiser or a dict of arrays, in place. Returns the file's metadata.
 
-    Everything is checked before anything changes. ``strict``: names that are missing in the file or unknown to the module are an
-    error; otherwise they are left alone. Raises CheckpointError, naming what is wrong: no such file, not a safetensors file,
-    truncated, missing or unexpected names, another shape or dtype, an FP8 state that cannot be.
+    Everything is checked before anything changes. ``strict``: names that are missing in the file or unknown
+    to the module are an error; otherwise they are left alone. Raises CheckpointError, naming what is wrong:
+    no such file, not a safetensors file, truncated, missing or unexpected names, another shape or dtype, an
+    FP8 state that cannot be.
     """
     strict = arguments.flag("load", "strict", strict, CheckpointError)
     if not isinstance(module, Mapping):
@@ -139,7 +169,11 @@ def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], str
     state, metadata = read(path)
     try:
         if isinstance(module, Mapping):
-            assign({name: array("load", name, value) for name, value in mapping("load", module).items()}, state, strict)
+            assign(
+                {name: array("load", name, value) for name, value in mapping("load", module).items()},
+                state,
+                strict,
+            )
         else:
             module.load_state_dict(state, strict)
     except CheckpointError as error:
@@ -155,12 +189,14 @@ def sweep(path: str | os.PathLike[str]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
-    """The arrays and the metadata of a file, on the host: memory for one copy of it. CheckpointError as ``load``."""
+    """The arrays and the metadata of a file, on the host: memory for one copy of it. CheckpointError as
+    ``load``."""
     return checkpoint_format.read(arguments.path("load", path))
 
 
 def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bool) -> dict[str, ArrayView]:
-    """The part of ``state`` that ``wanted`` names, as views. CheckpointError, listing up to 8 faults, where it does not fit."""
+    """The part of ``state`` that ``wanted`` names, as views. CheckpointError, listing up to 8 faults, where
+    it does not fit."""
     faults = []
     if strict:
         faults += [f"missing: {name}" for name in wanted if name not in state]
@@ -171,9 +207,13 @@ def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: boo
             continue
         view = array("load", name, state[name])
         if view.shape != target.shape or view.dtype is not target.dtype:
-            faults.append(f"{name}: got {view.dtype.name} {view.shape}, expected {target.dtype.name} {target.shape}")
+            faults.append(
+                f"{name}: got {view.dtype.name} {view.shape}, expected {target.dtype.name} {target.shape}"
+            )
         if not target.contiguous:
-            faults.append(f"{name}: loads into an array of strides {target.strides}, expected a C-contiguous one")
+            faults.append(
+                f"{name}: loads into an array of strides {target.strides}, expected a C-contiguous one"
+            )
         if not target.writable:
             faults.append(f"{name}: loads into a read-only array, expected a writable one")
         found[name] = view
@@ -201,7 +241,9 @@ def _stateful(operation: str, module: Any) -> Any:
 def mapping(operation: str, state: Any) -> Mapping[str, Any]:
     """A state as it is; CheckpointError unless it is a mapping of names to arrays."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(expected(operation, "state", arguments.shown(state), "a mapping of names to arrays"))
+        raise CheckpointError(
+            expected(operation, "state", arguments.shown(state), "a mapping of names to arrays")
+        )
     return state
 
 
@@ -210,7 +252,11 @@ def array(operation: str, name: str, value: Any) -> ArrayView:
     try:
         return arrays.as_view(value)
     except FormatError as error:
-        wanted = "an array; Bundle saves several modules in one file" if hasattr(value, "state_dict") else f"an array ({error})"
+        wanted = (
+            "an array; Bundle saves several modules in one file"
+            if hasattr(value, "state_dict")
+            else f"an array ({error})"
+        )
         raise CheckpointError(expected(operation, name, arguments.shown(value), wanted)) from None
 
 
@@ -230,7 +276,9 @@ def _is_text(text: str) -> bool:
 def _host(name: str, value: Any) -> HostArray:
     view = array("save", name, value)
     if view.dtype not in checkpoint_format.CODES.values():
-        raise CheckpointError(expected("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has"))
+        raise CheckpointError(
+            expected("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has")
+        )
     return np.ascontiguousarray(view.numpy()).reshape(view.shape)
 
 

@@ -16,10 +16,11 @@ FP8KIT_REPLAYS               0: go through every call anew, none is done again f
 FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's logging says)
 ===========================  ================================================================================
 
-The variables of TransformerEngine-FL are read where ours are not set: TE_FL_PREFER, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
-TE_FL_PER_OP, TE_FL_PLUGIN_MODULES and TEFL_LOG_LEVEL, with "flagos" for "default"; TE_FL_PREFER_VENDOR=1 prefers vendors where no
-TE_FL_PREFER does otherwise, TE_FL_SKIP_CUDA=1 denies the vendor "cuda". Operations in TE_FL_PER_OP that are no kernels here are
-left out with a warning: that library's operations have other names.
+The variables of TransformerEngine-FL are read where ours are not set: TE_FL_PREFER, TE_FL_STRICT,
+TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS, TE_FL_PER_OP, TE_FL_PLUGIN_MODULES and TEFL_LOG_LEVEL, with "flagos"
+for "default"; TE_FL_PREFER_VENDOR=1 prefers vendors where no TE_FL_PREFER does otherwise, TE_FL_SKIP_CUDA=1
+denies the vendor "cuda". Operations in TE_FL_PER_OP that are no kernels here are left out with a warning:
+that library's operations have other names.
 
 Values are read when they are asked for, so a test or a program may set them after import.
 """
@@ -35,11 +36,26 @@ from pathlib import Path
 from fp8kit.errors import Fp8kitError, expected, meant
 
 # TransformerEngine-FL's name of a variable, and of a kind
-_ALIASES = {f"FP8KIT_{name}": f"TE_FL_{name}" for name in ("PREFER", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP", "PLUGIN_MODULES")}
+_ALIASES = {
+    f"FP8KIT_{name}": f"TE_FL_{name}"
+    for name in ("PREFER", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP", "PLUGIN_MODULES")
+}
 _ALIASES["FP8KIT_LOG_LEVEL"] = "TEFL_LOG_LEVEL"
 # all of ours; PROPERTIES is of this project's own tests
-_NAMES = ("CACHE_DIR", "DETERMINISTIC", "DEVICE", "PREFER", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP", "PLUGIN_MODULES",
-          "REPLAYS", "LOG_LEVEL", "PROPERTIES")
+_NAMES = (
+    "CACHE_DIR",
+    "DETERMINISTIC",
+    "DEVICE",
+    "PREFER",
+    "STRICT",
+    "ALLOW_VENDORS",
+    "DENY_VENDORS",
+    "PER_OP",
+    "PLUGIN_MODULES",
+    "REPLAYS",
+    "LOG_LEVEL",
+    "PROPERTIES",
+)
 KIND_ALIASES = {"flagos": "default"}
 _KINDS = ("default", "vendor", "reference")
 
@@ -76,11 +92,14 @@ def cache_dir() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "fp8kit"
     except RuntimeError as error:  # a user without a home folder
-        raise Fp8kitError(expected("environment", "FP8KIT_CACHE_DIR", "nothing", f"a folder that can be written ({error})")) from None
+        raise Fp8kitError(
+            expected("environment", "FP8KIT_CACHE_DIR", "nothing", f"a folder that can be written ({error})")
+        ) from None
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why no file can be made in ``folder`` or in one of the folders that it has; None where that is possible. Makes the folder."""
+    """Why no file can be made in ``folder`` or in one of the folders that it has; None where that is
+    possible. Makes the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for each in (folder, *(found for found in folder.iterdir() if found.is_dir())):
@@ -111,7 +130,9 @@ def prefer() -> str:
     value = _text("FP8KIT_PREFER", legacy).lower()
     value = KIND_ALIASES.get(value, value)
     if value not in _KINDS:
-        raise Fp8kitError(expected("environment", _source("FP8KIT_PREFER"), repr(value), "default, vendor or reference"))
+        raise Fp8kitError(
+            expected("environment", _source("FP8KIT_PREFER"), repr(value), "default, vendor or reference")
+        )
     return value
 
 
@@ -121,9 +142,16 @@ def strict() -> bool:
 
 
 def given() -> dict[str, tuple[str, str]]:
-    """What is set to something: name without its prefix -> (the variable that speaks, ours or TransformerEngine-FL's, its value)."""
-    speaks = {name: _source(f"FP8KIT_{name}") for name in _NAMES} | {name: f"TE_FL_{name}" for name in ("PREFER_VENDOR", "SKIP_CUDA")}
-    return {name: (variable, value) for name, variable in speaks.items() if (value := os.environ.get(variable, "").strip())}
+    """What is set to something: name without its prefix -> (the variable that speaks, ours or
+    TransformerEngine-FL's, its value)."""
+    speaks = {name: _source(f"FP8KIT_{name}") for name in _NAMES} | {
+        name: f"TE_FL_{name}" for name in ("PREFER_VENDOR", "SKIP_CUDA")
+    }
+    return {
+        name: (variable, value)
+        for name, variable in speaks.items()
+        if (value := os.environ.get(variable, "").strip())
+    }
 
 
 def allow_vendors() -> frozenset[str] | None:
@@ -137,7 +165,8 @@ def deny_vendors() -> frozenset[str]:
 
 
 def per_op(kernels: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Order of choice for single kernels, as ``((kernel, (token, ...)), ...)``, sorted by kernel. ``kernels``: the names there are."""
+    """Order of choice for single kernels, as ``((kernel, (token, ...)), ...)``, sorted by kernel.
+    ``kernels``: the names there are."""
     source = _source("FP8KIT_PER_OP")
     order = {}
     for item in _text("FP8KIT_PER_OP").split(";"):
@@ -155,33 +184,50 @@ def per_op(kernels: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 def plugin_modules() -> tuple[str, ...]:
     """Modules whose ``register(registry)`` is called, besides those of installed plugins."""
-    return tuple(dict.fromkeys(part.strip() for part in _text("FP8KIT_PLUGIN_MODULES").split(",") if part.strip()))
+    return tuple(
+        dict.fromkeys(part.strip() for part in _text("FP8KIT_PLUGIN_MODULES").split(",") if part.strip())
+    )
 
 
 def log_level() -> str | None:
     """Level of the logger "fp8kit", None where nothing says it."""
     value = _text("FP8KIT_LOG_LEVEL").upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR", ""):
-        raise Fp8kitError(expected("environment", _source("FP8KIT_LOG_LEVEL"), repr(value), "DEBUG, INFO, WARNING or ERROR"))
+        raise Fp8kitError(
+            expected("environment", _source("FP8KIT_LOG_LEVEL"), repr(value), "DEBUG, INFO, WARNING or ERROR")
+        )
     return value or None
 
 
 def warn(vendors: Collection[str]) -> None:
-    """Log a warning for each variable that is nearly one of ours, and for vendors to allow or deny that are none of ``vendors``."""
+    """Log a warning for each variable that is nearly one of ours, and for vendors to allow or deny that are
+    none of ``vendors``."""
     for name in sorted(os.environ):
         head, _, rest = name.partition("_")
         if head == "FP8KIT" and rest not in _NAMES:
             near = meant(rest, _NAMES, before="FP8KIT_")  # a plugin may have variables of its own
-            log.log(logging.WARNING if near else logging.DEBUG, "%s is no variable that fp8kit reads%s", name, near)
+            log.log(
+                logging.WARNING if near else logging.DEBUG,
+                "%s is no variable that fp8kit reads%s",
+                name,
+                near,
+            )
     known = {vendor.casefold() for vendor in vendors}
     for name in ("FP8KIT_ALLOW_VENDORS", "FP8KIT_DENY_VENDORS"):
         for vendor in sorted(each for each in _names(name) if each.casefold() not in known):
             there = f"there are {', '.join(sorted(known))}; fk.use_backend chooses an engine, FP8KIT_PREFER a kind"
-            log.warning("%s: no implementation has the vendor %r: %s%s", _source(name), vendor, there, meant(vendor.casefold(), known))
+            log.warning(
+                "%s: no implementation has the vendor %r: %s%s",
+                _source(name),
+                vendor,
+                there,
+                meant(vendor.casefold(), known),
+            )
 
 
 class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
-    """Standard error, for a program that has set up no logging: Python's own last resort shows warnings only."""
+    """Standard error, for a program that has set up no logging: Python's own last resort shows warnings
+    only."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -189,7 +235,8 @@ class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def set_log_level() -> None:
-    """Give the logger "fp8kit" the level that the environment asks for, if it asks; its messages are seen without further setup then."""
+    """Give the logger "fp8kit" the level that the environment asks for, if it asks; its messages are seen
+    without further setup then."""
     level = log_level()
     if level is None:
         return

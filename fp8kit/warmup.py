@@ -1,7 +1,9 @@
-"""``fk.warmup``: everything that the first step of a training would compile or look for, beforehand and side by side.
+"""``fk.warmup``: everything that the first step of a training would compile or look for, beforehand and side
+by side.
 
-The kernel variants are compiled by threads (NVRTC lets go of the interpreter) into the cache on disk, so every later process finds them;
-then one step of a throwaway layer loads them and makes cuBLASLt's plans and cuDNN's graphs, which last as long as the process.
+The kernel variants are compiled by threads (NVRTC lets go of the interpreter) into the cache on disk, so
+every later process finds them; then one step of a throwaway layer loads them and makes cuBLASLt's plans and
+cuDNN's graphs, which last as long as the process.
 """
 
 from __future__ import annotations
@@ -18,16 +20,23 @@ if TYPE_CHECKING:
 
 Variant = tuple[str, dict[str, str]]
 
-# source -> its defines in a training; H: the parameters' type, f32: besides it float32, of sums, counts, draws and what a user gives
-_ALWAYS = (("dropout.cu", ("H",)), ("elementwise.cu", ("H", "f32")), ("convert.cu", ("H", "f32")), ("amax.cu", ("H",)))
+# source -> its defines in a training; H: the parameters' type, f32: besides it float32, of sums, counts,
+# draws and what a user gives
+_ALWAYS = (
+    ("dropout.cu", ("H",)),
+    ("elementwise.cu", ("H", "f32")),
+    ("convert.cu", ("H", "f32")),
+    ("amax.cu", ("H",)),
+)
 _MODEL = (("embedding.cu", ("H",)), ("cross_entropy.cu", ("H",)), ("optim.cu", ("H", "f32")))
 _FORMATS = ("e4m3", "e5m2")
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """What a warm-up did. ``compiled``: (kernel source and defines, seconds) of what was compiled, longest first; ``found``: how many were
-    in the cache already; ``compile_seconds``: of all, side by side; ``step_seconds``: of the steps, None where none was taken."""
+    """What a warm-up did. ``compiled``: (kernel source and defines, seconds) of what was compiled, longest
+    first; ``found``: how many were in the cache already; ``compile_seconds``: of all, side by side;
+    ``step_seconds``: of the steps, None where none was taken."""
 
     compiled: tuple[tuple[str, float], ...]
     found: int
@@ -38,31 +47,48 @@ class Warmup:
         lines = [f"{name:60}{seconds:7.2f} s" for name, seconds in self.compiled]
         one_by_one = sum(seconds for _, seconds in self.compiled)
         if self.compiled or self.found:
-            lines.append(f"{len(self.compiled)} variants compiled in {self.compile_seconds:.2f} s (one by one {one_by_one:.2f} s), "
-                         f"{self.found} were in the cache")
+            lines.append(
+                f"{len(self.compiled)} variants compiled in {self.compile_seconds:.2f} s (one by one {one_by_one:.2f} s), "
+                f"{self.found} were in the cache"
+            )
         if self.step_seconds is not None:
             lines.append(f"two steps of the layer: {self.step_seconds:.2f} s")
         return "\n".join(lines)
 
 
-def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None, *, sequence: int = 128, batch: int = 1,
-           dtype: Any = "bfloat16", recipe: Recipe | None = None, activation: str = "gelu", normalization: str = "LayerNorm",
-           arch: str | None = None, device: Any = None, threads: int | None = None,
-           say: Callable[[str], object] | None = None) -> Warmup:
-    """Compile every kernel variant that training a transformer layer of these sizes needs, with embedding, loss and optimiser, and take two
-    steps of a layer of zeros, without dropout, whose plans last as long as the process. Draws no random number.
+def warmup(
+    hidden: int = 4096,
+    ffn: int | None = None,
+    heads: int | None = None,
+    *,
+    sequence: int = 128,
+    batch: int = 1,
+    dtype: Any = "bfloat16",
+    recipe: Recipe | None = None,
+    activation: str = "gelu",
+    normalization: str = "LayerNorm",
+    arch: str | None = None,
+    device: Any = None,
+    threads: int | None = None,
+    say: Callable[[str], object] | None = None,
+) -> Warmup:
+    """Compile every kernel variant that training a transformer layer of these sizes needs, with embedding,
+    loss and optimiser, and take two steps of a layer of zeros, without dropout, whose plans last as long as
+    the process. Draws no random number.
 
-    * ``hidden``, ``ffn`` (4 * hidden), ``heads`` (hidden / 64, at least 1): the layer's sizes. ``sequence``, ``batch``: tokens of the
-      steps; cuBLASLt's plans and cuDNN's graphs are made for exactly these.
-    * ``dtype``: the parameters', float32, bfloat16 or float16. ``recipe``: DelayedScaling() for None. ``activation``, ``normalization``: as
-      ``TransformerLayer``'s.
-    * ``arch``: such as "sm_90a": compile for that architecture only, and take no step; needs NVRTC, but no GPU. ``device``: a device's
-      name; None is CUDA where it is usable, else the CPU, where nothing but the reference engine's own compilation is done.
+    * ``hidden``, ``ffn`` (4 * hidden), ``heads`` (hidden / 64, at least 1): the layer's sizes. ``sequence``,
+      ``batch``: tokens of the steps; cuBLASLt's plans and cuDNN's graphs are made for exactly these.
+    * ``dtype``: the parameters', float32, bfloat16 or float16. ``recipe``: DelayedScaling() for None.
+      ``activation``, ``normalization``: as ``TransformerLayer``'s.
+    * ``arch``: such as "sm_90a": compile for that architecture only, and take no step; needs NVRTC, but no
+      GPU. ``device``: a device's name; None is CUDA where it is usable, else the CPU, where nothing but the
+      reference engine's own compilation is done.
     * ``threads``: that compile at once, None for as many as the process may use.
-    * ``say``: gets a line when a stage begins and after each variant that was compiled, from the thread that compiled it.
+    * ``say``: gets a line when a stage begins and after each variant that was compiled, from the thread that
+      compiled it.
 
-    Raises ShapeError, FormatError, RecipeError or ArgumentError for arguments that do not fit, BackendError where a kernel does
-    not compile.
+    Raises ShapeError, FormatError, RecipeError or ArgumentError for arguments that do not fit, BackendError
+    where a kernel does not compile.
     """
     from fp8kit import arrays, formats, nn
     from fp8kit.arguments import choice, integer
@@ -81,7 +107,9 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
     heads = max(1, hidden // 64) if heads is None else integer("warmup", "heads", heads, 1, 2**31, ShapeError)
     if hidden % heads:
         raise ShapeError(expected("warmup", "hidden", hidden, f"a multiple of {heads} heads"))
-    count = len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024)
+    count = (
+        len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024)
+    )
     kind = formats.dtype(dtype, "warmup", "dtype", formats.HIGH_PRECISION)
     choice("warmup", "activation", activation, ACTIVATIONS, FormatError)
     rule = DelayedScaling() if recipe is None else recipe
@@ -92,7 +120,9 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
         from fp8kit.backends.cuda.compile import want_architecture
 
         want_architecture("warmup", "arch", arch, to_run=True)
-        return _compiled(variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter(), tell)
+        return _compiled(
+            variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter(), tell
+        )
     where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
     inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
     begin = time.perf_counter()
@@ -102,14 +132,31 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
         from fp8kit.backends.cuda import launch
 
         arrays.empty((1,), formats.uint8, where)  # says what is missing
-        wanted, own_arch = variants(hidden, kind.name, activation, blocks), kernel_compiler.arch_of(launch.capability(where.index))
+        wanted, own_arch = (
+            variants(hidden, kind.name, activation, blocks),
+            kernel_compiler.arch_of(launch.capability(where.index)),
+        )
         done = _compiled(wanted, own_arch, count, begin, tell)
         begin = time.perf_counter()
     if where.kind == "cpu":
-        tell("on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's functions that are not kept yet")
-    tell(f"two steps on {where}: a layer of {hidden}/{ffn}/{heads}, {kind.name}, {rule.short_name()}, {sequence} x {batch} tokens")
-    layer = nn.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=kind, activation=activation,
-                                normalization=normalization, device=where, **inits)
+        tell(
+            "on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's functions that are not kept yet"
+        )
+    tell(
+        f"two steps on {where}: a layer of {hidden}/{ffn}/{heads}, {kind.name}, {rule.short_name()}, {sequence} x {batch} tokens"
+    )
+    layer = nn.TransformerLayer(
+        hidden,
+        ffn,
+        heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=kind,
+        activation=activation,
+        normalization=normalization,
+        device=where,
+        **inits,
+    )
     x = tensor(arrays.zeros((sequence, batch, hidden), kind, where), requires_grad=True)
     from fp8kit.autocast import autocast
 
@@ -123,7 +170,8 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
 
 
 def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Variant]:
-    """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a block scaling recipe."""
+    """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a
+    block scaling recipe."""
     from fp8kit import formats
     from fp8kit.backends.cuda import norm
     from fp8kit.backends.cuda.launch import TYPE_NAMES
@@ -132,17 +180,26 @@ def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Var
     own = TYPE_NAMES[dtype]
     found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
     known = [dict(defines) for defines in manifest.source("activation.cu").variants]
-    found += [("activation.cu", defines) for defines in known if (defines["ACT"], defines["T"]) == (activation, own)
-              and not (blocks and defines["TILES"] != "mixed")]
-    found += [(source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype))]
+    found += [
+        ("activation.cu", defines)
+        for defines in known
+        if (defines["ACT"], defines["T"]) == (activation, own)
+        and not (blocks and defines["TILES"] != "mixed")
+    ]
+    found += [
+        (source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype))
+    ]
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
     found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]
     return found + ([("attention.cu", {"T": own})] if dtype == "float32" else [])  # cuDNN takes the others
 
 
-def _compiled(wanted: list[Variant], arch: str, threads: int, begin: float, tell: Callable[[str], object]) -> Warmup:
-    """Compile what the cache does not have, the longest sources first, so that no thread is left with one at the end."""
+def _compiled(
+    wanted: list[Variant], arch: str, threads: int, begin: float, tell: Callable[[str], object]
+) -> Warmup:
+    """Compile what the cache does not have, the longest sources first, so that no thread is left with one at
+    the end."""
     from fp8kit import settings
     from fp8kit.backends.cuda.compile import compile_cubin
     from fp8kit.raw_kernels import manifest
@@ -153,12 +210,17 @@ def _compiled(wanted: list[Variant], arch: str, threads: int, begin: float, tell
         source, defines = variant
         start = time.perf_counter()
         path = compile_cubin(source, manifest.defines(**defines), arch).path
-        name, seconds = " ".join((source, *(f"{k}={v}" for k, v in defines.items()))), time.perf_counter() - start
+        name, seconds = (
+            " ".join((source, *(f"{k}={v}" for k, v in defines.items()))),
+            time.perf_counter() - start,
+        )
         if path not in before:
             tell(f"compiled {name}, {seconds:.1f} s")
         return name, seconds, path in before
 
-    tell(f"{len(wanted)} variants for {arch}, {threads} at once, compiled where the cache does not have them yet")
+    tell(
+        f"{len(wanted)} variants for {arch}, {threads} at once, compiled where the cache does not have them yet"
+    )
     order = sorted(wanted, key=lambda variant: -len(manifest.text(variant[0])))
     with ThreadPoolExecutor(threads) as pool:
         made = list(pool.map(one, order))

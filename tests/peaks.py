@@ -1,5 +1,5 @@
-"""The layer whose peak memory is promised, at its full size on the CPU: its kernels do nothing, so that no memory is touched, and its
-workspaces are as large as on a GPU."""
+"""The layer whose peak memory is promised, at its full size on the CPU: its kernels do nothing, so that no
+memory is touched, and its workspaces are as large as on a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from fp8kit.backends.protocol import Kernels
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
 TOKENS = SEQUENCE * BATCH
-# What torch eager takes in bfloat16, measured on an H200: 2.005 GiB, of which 512 MiB are parameters, x and dy
+# What torch eager takes in bfloat16, measured on an H200: 2.005 GiB, of which 512 MiB are parameters, x and
+# dy
 EAGER = int(2.005 * 2**30)
-STANDING = 2 * (3 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 2 * HIDDEN * FFN) + 2 * 2 * TOKENS * HIDDEN  # the matrices, x and dy
+# the matrices, x and dy
+STANDING = 2 * (3 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 2 * HIDDEN * FFN) + 2 * 2 * TOKENS * HIDDEN
 ATTENTION = 300 << 20  # cuDNN's workspace is less
 
 

@@ -34,12 +34,17 @@ def test_variants_are_the_manifests(dtype, activation, blocks):
         assert manifest.defines(**defines) in manifest.source(source).variants, (source, defines)
 
 
-RECIPES = {"delayed": fk.recipe.DelayedScaling(), "current": fk.recipe.Float8CurrentScaling(), "block": fk.recipe.Float8BlockScaling()}
+RECIPES = {
+    "delayed": fk.recipe.DelayedScaling(),
+    "current": fk.recipe.Float8CurrentScaling(),
+    "block": fk.recipe.Float8BlockScaling(),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch):
-    """The contract's kernels that a step calls, by the sources that the CUDA engine's modules name for them."""
+    """The contract's kernels that a step calls, by the sources that the CUDA engine's modules name for
+    them."""
     called = set()
     own = dispatch.kernels(CPU)
 
@@ -80,7 +85,9 @@ def two(monkeypatch, tmp_path):
         return compiled(name, defines, arch, unit)
 
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {"STATES": "8"}), ("kv_cache.cu", {"W": "u16"})])
+    monkeypatch.setattr(
+        module, "variants", lambda *given: [("scales.cu", {"STATES": "8"}), ("kv_cache.cu", {"W": "u16"})]
+    )
     monkeypatch.setattr(kernel_compiler, "_compile", counted)
     return asked
 
@@ -98,7 +105,10 @@ def test_compiles_ahead_for_another_machine_and_once(two):
 def test_says_what_it_did():
     said = str(Warmup((("norm_bwd.cu T=bf16", 1.5), ("amax.cu T=bf16", 0.5)), 3, 1.6, 0.25)).splitlines()
     assert said[0].split() == ["norm_bwd.cu", "T=bf16", "1.50", "s"]
-    assert said[-2:] == ["2 variants compiled in 1.60 s (one by one 2.00 s), 3 were in the cache", "two steps of the layer: 0.25 s"]
+    assert said[-2:] == [
+        "2 variants compiled in 1.60 s (one by one 2.00 s), 3 were in the cache",
+        "two steps of the layer: 0.25 s",
+    ]
 
 
 def test_draws_no_random_number_and_leaves_no_scales():
@@ -109,13 +119,25 @@ def test_draws_no_random_number_and_leaves_no_scales():
     assert {name: np.asarray(value).tobytes() for name, value in nn.get_rng_state().items()} == before
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"hidden": 0}, "hidden: got 0"), ({"arch": "hopper"}, "arch: got 'hopper', expected one of sm_89, sm_90a,"),
-    ({"threads": 0}, "threads: got 0"), ({"dtype": "uint8"}, "dtype: got uint8"),
-    ({"recipe": "delayed"}, "expected a Recipe or None"), ({"activation": "tanh"}, "activation"),
-    ({"hidden": 10, "heads": 3, "device": "cpu"}, "warmup: hidden: got 10, expected a multiple of 3 heads"),
-    ({"hidden": 10, "heads": 3, "arch": "sm_90a"}, "warmup: hidden: got 10, expected a multiple of 3 heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hidden": 0}, "hidden: got 0"),
+        ({"arch": "hopper"}, "arch: got 'hopper', expected one of sm_89, sm_90a,"),
+        ({"threads": 0}, "threads: got 0"),
+        ({"dtype": "uint8"}, "dtype: got uint8"),
+        ({"recipe": "delayed"}, "expected a Recipe or None"),
+        ({"activation": "tanh"}, "activation"),
+        (
+            {"hidden": 10, "heads": 3, "device": "cpu"},
+            "warmup: hidden: got 10, expected a multiple of 3 heads",
+        ),
+        (
+            {"hidden": 10, "heads": 3, "arch": "sm_90a"},
+            "warmup: hidden: got 10, expected a multiple of 3 heads",
+        ),
+    ],
+)
 def test_refuses(given, said):
     with pytest.raises(fk.Fp8kitError, match=re.escape(said)):
         fk.warmup(**given)

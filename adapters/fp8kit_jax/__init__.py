@@ -1,11 +1,14 @@
-"""fp8kit for JAX: FP8 layers as pure functions and as Flax modules, on the CPU and on CUDA, inside ``jax.jit``.
+"""fp8kit for JAX: FP8 layers as pure functions and as Flax modules, on the CPU and on CUDA, inside
+``jax.jit``.
 
-``dense``, ``layernorm_dense``, ``layernorm_mlp``, ``dot_product_attention`` and the small functions are made of fp8kit's operations, run by
-one XLA custom call. Under ``jax.jit`` with shardings, on mesh axes of the kinds ``Auto`` and ``Explicit``, they split by the arrays' first
-dimension (by attention's batch), by heads, by a product's features and its contraction, with the results of one device: what is moved are
-sums, and amaxes before casts. Sequences and ``gemm`` are not split.
+``dense``, ``layernorm_dense``, ``layernorm_mlp``, ``dot_product_attention`` and the small functions are made
+of fp8kit's operations, run by one XLA custom call. Under ``jax.jit`` with shardings, on mesh axes of the
+kinds ``Auto`` and ``Explicit``, they split by the arrays' first dimension (by attention's batch), by heads,
+by a product's features and its contraction, with the results of one device: what is moved are sums, and
+amaxes before casts. Sequences and ``gemm`` are not split.
 
-Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax, and are imported when they are used.
+Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax, and are
+imported when they are used.
 """
 
 import importlib
@@ -41,20 +44,53 @@ from fp8kit_jax.small import (
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot, update_collections
 
 __all__ = [
-    "FP8_COLLECTION_NAME", "MeshResource", "QuantizerSet", "ScaledTensor", "Slot", "activation", "apply", "autocast", "call",
-    "create_set", "dense", "dequantize", "dot_product_attention", "drop_path", "dropout_add", "dropout_seed", "fused_cross_entropy",
-    "gemm", "l2norm", "layernorm", "layernorm_dense", "layernorm_mlp", "noop_quantizer_set", "quantize", "register",
-    "register_operation", "rmsnorm", "rope", "rope_frequencies", "running_sums", "shape_struct", "softmax", "update_collections",
-]  # fmt: skip
+    "FP8_COLLECTION_NAME",
+    "MeshResource",
+    "QuantizerSet",
+    "ScaledTensor",
+    "Slot",
+    "activation",
+    "apply",
+    "autocast",
+    "call",
+    "create_set",
+    "dense",
+    "dequantize",
+    "dot_product_attention",
+    "drop_path",
+    "dropout_add",
+    "dropout_seed",
+    "fused_cross_entropy",
+    "gemm",
+    "l2norm",
+    "layernorm",
+    "layernorm_dense",
+    "layernorm_mlp",
+    "noop_quantizer_set",
+    "quantize",
+    "register",
+    "register_operation",
+    "rmsnorm",
+    "rope",
+    "rope_frequencies",
+    "running_sums",
+    "shape_struct",
+    "softmax",
+    "update_collections",
+]
 
 
 # Transformer Engine's names that stand elsewhere, or for which there is nothing
 _INSTEAD = {
-    "recipe": "fp8kit.recipe has the recipes", "fp8_autocast": "it is autocast", "fused_attn": "it is dot_product_attention",
+    "recipe": "fp8kit.recipe has the recipes",
+    "fp8_autocast": "it is autocast",
+    "fused_attn": "it is dot_product_attention",
     "SequenceDescriptor": "lengths go to cu_seqlens_q and cu_seqlens_kv, in Flax to sequence_descriptor as they are",
-    "grouped_dense": "grouped products are not there", "grouped_gemm": "grouped products are not there",
-    "cpp_extensions": "it is an inner part of Transformer Engine", "sharding": "MeshResource says what mesh axes mean",
-}  # fmt: skip
+    "grouped_dense": "grouped products are not there",
+    "grouped_gemm": "grouped products are not there",
+    "cpp_extensions": "it is an inner part of Transformer Engine",
+    "sharding": "MeshResource says what mesh axes mean",
+}
 
 
 def __getattr__(name: str) -> Any:

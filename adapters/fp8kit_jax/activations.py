@@ -13,20 +13,31 @@ from fp8kit.ops.norm_mlp import activation_numbers
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.rules import apply
 
-# Transformer Engine's names in JAX -> fp8kit's, formulas in fp8kit.backends.activation; pairs are products of the two halves
+# Transformer Engine's names in JAX -> fp8kit's, formulas in fp8kit.backends.activation; pairs are products of
+# the two halves
 ACTIVATION_TYPES = {
-    ("gelu",): "gelu", ("gelu", "linear"): "geglu", ("quick_gelu",): "qgelu", ("quick_gelu", "linear"): "qgeglu", ("relu",): "relu",
-    ("relu", "linear"): "reglu", ("squared_relu",): "srelu", ("squared_relu", "linear"): "sreglu", ("silu",): "silu",
-    ("silu", "linear"): "swiglu", ("sigmoid", "linear"): "glu", ("clamped_silu", "clamped_linear"): "clamped_swiglu",
-}  # fmt: skip
+    ("gelu",): "gelu",
+    ("gelu", "linear"): "geglu",
+    ("quick_gelu",): "qgelu",
+    ("quick_gelu", "linear"): "qgeglu",
+    ("relu",): "relu",
+    ("relu", "linear"): "reglu",
+    ("squared_relu",): "srelu",
+    ("squared_relu", "linear"): "sreglu",
+    ("silu",): "silu",
+    ("silu", "linear"): "swiglu",
+    ("sigmoid", "linear"): "glu",
+    ("clamped_silu", "clamped_linear"): "clamped_swiglu",
+}
 
 
 def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, float] | None = None) -> Any:
     """The activation of x, or the product of two.
 
-    * ``x``: h (..., a, F) with a = len(activation_type). ``activation_type``: ("gelu",), ("silu", "linear") (SwiGLU) or another key of
-      ``ACTIVATION_TYPES``; formulas in ``fp8kit.backends.activation``.
-    * ``act_params``: of ("clamped_silu", "clamped_linear") alone, a mapping of "limit", "alpha", "glu_linear_offset"; None: the defaults.
+    * ``x``: h (..., a, F) with a = len(activation_type). ``activation_type``: ("gelu",), ("silu", "linear")
+      (SwiGLU) or another key of ``ACTIVATION_TYPES``; formulas in ``fp8kit.backends.activation``.
+    * ``act_params``: of ("clamped_silu", "clamped_linear") alone, a mapping of "limit", "alpha",
+      "glu_linear_offset"; None: the defaults.
 
     Returns h (..., F). Raises ShapeError or FormatError.
     """
@@ -34,19 +45,38 @@ def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, 
     name, numbers = activation_of("activation", activation_type, act_params, "act_params")
     parts = len(activation_type)
     if x.ndim < 2 or x.shape[-2] != parts:
-        raise ShapeError(expected("activation", "x", f"shape {x.shape}", f"(..., {parts}, features) for {tuple(activation_type)}"))
+        raise ShapeError(
+            expected(
+                "activation",
+                "x",
+                f"shape {x.shape}",
+                f"(..., {parts}, features) for {tuple(activation_type)}",
+            )
+        )
     width = parts * x.shape[-1]
-    return apply(activation_operation, ActivationSpec(name, width, numbers), {"x": x}, flat={"x": (*x.shape[:-2], width)})["y"]
+    return apply(
+        activation_operation,
+        ActivationSpec(name, width, numbers),
+        {"x": x},
+        flat={"x": (*x.shape[:-2], width)},
+    )["y"]
 
 
-def activation_of(operation: str, activation_type: Sequence[str], params: Mapping[str, float] | None,
-                  argument: str = "activation_params") -> tuple[str, tuple[float, ...]]:
-    """fp8kit's name of an activation and its numbers; FormatError for one that there is not, and for unknown parameters."""
+def activation_of(
+    operation: str,
+    activation_type: Sequence[str],
+    params: Mapping[str, float] | None,
+    argument: str = "activation_params",
+) -> tuple[str, tuple[float, ...]]:
+    """fp8kit's name of an activation and its numbers; FormatError for one that there is not, and for unknown
+    parameters."""
     words = tuple(activation_type) if isinstance(activation_type, Sequence) else ()
     name = ACTIVATION_TYPES.get(words) if all(isinstance(word, str) for word in words) else None
     if name is None:
         known = ", ".join(map(str, ACTIVATION_TYPES))
         raise FormatError(expected(operation, "activation_type", shown(activation_type), f"one of {known}"))
     if params is not None and not isinstance(params, Mapping):
-        raise FormatError(expected(operation, argument, type(params).__name__, "a mapping of names to numbers, or None"))
+        raise FormatError(
+            expected(operation, argument, type(params).__name__, "a mapping of names to numbers, or None")
+        )
     return name, activation_numbers(operation, name, params)

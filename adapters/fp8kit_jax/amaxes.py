@@ -29,6 +29,7 @@ def amax_of(x: Any) -> Any:
 
 
 def scale_of(amax: Any, largest: float) -> Any:
-    """The scale that current scaling takes from an amax, float32 (1,): ``largest / amax``, 1 where amax is 0 or Inf."""
+    """The scale that current scaling takes from an amax, float32 (1,): ``largest / amax``, 1 where amax is 0
+    or Inf."""
     usable = jnp.isfinite(amax) & (amax > 0)
     return jnp.where(usable, divide(largest, jnp.where(usable, amax, 1.0)), 1.0)

@@ -1,4 +1,5 @@
-"""Checks of the functions' arguments before anything is traced: arrays by name, numbers, and values that can be looked at."""
+"""Checks of the functions' arguments before anything is traced: arrays by name, numbers, and values that can
+be looked at."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from fp8kit.spec import Meta
 
 
 def as_array(operation: str, argument: str, value: Any) -> Any:
-    """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for anything else."""
+    """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for
+    anything else."""
     try:
         words = isinstance(value, tuple | list) and np.asarray(value).dtype.kind not in "biufcV"
         key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -30,12 +32,15 @@ def as_array(operation: str, argument: str, value: Any) -> Any:
 
 
 def meta_of(operation: str, argument: str, value: Any) -> Meta:
-    """Shape and dtype that ``as_array(value)`` will have, where it can be said without making it. FormatError for what is no array or has
-    no dtype of fp8kit."""
+    """Shape and dtype that ``as_array(value)`` will have, where it can be said without making it. FormatError
+    for what is no array or has no dtype of fp8kit."""
     key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if key or not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         value = as_array(operation, argument, value)
-    return Meta(tuple(value.shape), formats.dtype(np.dtype(jax.dtypes.canonicalize_dtype(value.dtype)), operation, argument))
+    return Meta(
+        tuple(value.shape),
+        formats.dtype(np.dtype(jax.dtypes.canonicalize_dtype(value.dtype)), operation, argument),
+    )
 
 
 def stand(operation: str, argument: str, value: Any) -> Any:
@@ -45,25 +50,40 @@ def stand(operation: str, argument: str, value: Any) -> Any:
 
 
 def want_alike(operation: str, x: Any, **parameters: Any) -> None:
-    """FormatError, about ``x``, where the parameters by name, None where there is none, all have one other dtype. Those that are not alike
-    among themselves, and other kinds of dtypes, the operation refuses by their own names."""
+    """FormatError, about ``x``, where the parameters by name, None where there is none, all have one other
+    dtype. Those that are not alike among themselves, and other kinds of dtypes, the operation refuses by
+    their own names."""
     dtypes = {name: value.dtype for name, value in parameters.items() if hasattr(value, "dtype")}
-    if len(set(dtypes.values())) == 1 and x.dtype not in dtypes.values() and jnp.issubdtype(x.dtype, jnp.floating):
+    if (
+        len(set(dtypes.values())) == 1
+        and x.dtype not in dtypes.values()
+        and jnp.issubdtype(x.dtype, jnp.floating)
+    ):
         name, dtype = next(iter(dtypes.items()))
         raise FormatError(expected(operation, "x", x.dtype.name, f"{dtype.name} as {name}"))
 
 
 def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:
-    """A static number within ``limits`` (``fp8kit.arguments.number``), also as an array without dimensions. ArgumentError for others."""
-    if not isinstance(value, jax.core.Tracer) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+    """A static number within ``limits`` (``fp8kit.arguments.number``), also as an array without dimensions.
+    ArgumentError for others."""
+    if (
+        not isinstance(value, jax.core.Tracer)
+        and getattr(value, "shape", None) == ()
+        and hasattr(value, "item")
+    ):
         value = value.item()
     return number(operation, argument, value, **limits)
 
 
-def check_sums(operation: str, arrays: Mapping[str, Any], name: str, total: int | None, longest: int | None = None) -> None:
-    """ArgumentError for running sums ``name``, int32 (b + 1,), and their ``_padded`` twin, that do not fit ``total`` tokens and sequences
-    up to ``longest``: for arrays on the CPU that have values. Traced ones are looked at when the program runs."""
-    check_sequences(operation, {key: _host(arrays.get(key)) for key in (name, f"{name}_padded")}, name, total, longest)
+def check_sums(
+    operation: str, arrays: Mapping[str, Any], name: str, total: int | None, longest: int | None = None
+) -> None:
+    """ArgumentError for running sums ``name``, int32 (b + 1,), and their ``_padded`` twin, that do not fit
+    ``total`` tokens and sequences up to ``longest``: for arrays on the CPU that have values. Traced ones are
+    looked at when the program runs."""
+    check_sequences(
+        operation, {key: _host(arrays.get(key)) for key in (name, f"{name}_padded")}, name, total, longest
+    )
 
 
 def check_targets(operation: str, argument: str, targets: Any, classes: int, ignored: int) -> None:
@@ -74,7 +94,9 @@ def check_targets(operation: str, argument: str, targets: Any, classes: int, ign
 def _host(value: Any) -> ArrayView | None:
     if value is None or isinstance(value, jax.core.Tracer):
         return None
-    if isinstance(value, jax.Array) and not (value.is_fully_addressable and all(d.platform == "cpu" for d in value.devices())):
+    if isinstance(value, jax.Array) and not (
+        value.is_fully_addressable and all(d.platform == "cpu" for d in value.devices())
+    ):
         return None
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None  # refused where it is made an array

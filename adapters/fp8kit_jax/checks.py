@@ -1,4 +1,5 @@
-"""What the fields of Flax modules and the arguments of NNX modules may be, by their name: asked before parameters are made."""
+"""What the fields of Flax modules and the arguments of NNX modules may be, by their name: asked before
+parameters are made."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def dtype(operation: str, name: str, value: Any) -> None:
     """float32, bfloat16 or float16, in a way that JAX takes."""
     array = hasattr(value, "__array__") and not isinstance(value, type)
     try:
-        if not array and not isinstance(value, tuple | list | dict | None) and np.dtype(value) in (jnp.float32, jnp.bfloat16, jnp.float16):
+        if (
+            not array
+            and not isinstance(value, tuple | list | dict | None)
+            and np.dtype(value) in (jnp.float32, jnp.bfloat16, jnp.float16)
+        ):
             return
     except (TypeError, ValueError):
         pass
@@ -65,41 +70,67 @@ def dtype(operation: str, name: str, value: Any) -> None:
 
 def activations(operation: str, name: str, value: Any) -> None:
     """A key of ``ACTIVATION_TYPES``, or a list of its words."""
-    if not isinstance(value, tuple | list) or not all(isinstance(word, str) for word in value) or tuple(value) not in ACTIVATION_TYPES:
-        raise ArgumentError(expected(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}"))
+    if (
+        not isinstance(value, tuple | list)
+        or not all(isinstance(word, str) for word in value)
+        or tuple(value) not in ACTIVATION_TYPES
+    ):
+        raise ArgumentError(
+            expected(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}")
+        )
 
 
 def window(operation: str, name: str, value: Any) -> None:
     """(left, right), each -1 or more."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ArgumentError(expected(operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"))
+        raise ArgumentError(
+            expected(operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None")
+        )
     for reach in value:
         integer(operation, name, reach, -1, 2**31 - 1)
 
 
 RULES: dict[str, Rule] = {
-    **named(flag, """use_bias enable_low_rank_adaptation zero_centered_gamma return_layernorm_output return_residual return_bias
+    **named(
+        flag,
+        """use_bias enable_low_rank_adaptation zero_centered_gamma return_layernorm_output return_residual return_bias
         enable_layernorm input_layernorm enable_rotary_pos_emb fuse_qkv_params scale_attn_logits scaled_query_init float32_logits
         float32_attention_logits enable_relative_embedding qk_norm_before_rope cross rotary
-        join_residual join_layernorm_output"""),
+        join_residual join_layernorm_output""",
+    ),
     **named(optional(flag), "transpose_batch_sequence bottom_right_diagonal"),
-    **named(size, """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size mlp_hidden_size in_features
-        num_features num_buckets max_distance"""),
+    **named(
+        size,
+        """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size mlp_hidden_size in_features
+        num_features num_buckets max_distance""",
+    ),
     **named(optional(size), "num_gqa_groups"),
     **named(length, "max_seqlen_q max_seqlen_kv"),
-    **named(probability, "intermediate_dropout_rate attention_dropout hidden_dropout intermediate_dropout drop_path rate"),
+    **named(
+        probability,
+        "intermediate_dropout_rate attention_dropout hidden_dropout intermediate_dropout drop_path rate",
+    ),
     **named(number, "epsilon layernorm_epsilon qk_norm_eps"),
     **named(activations, "activations mlp_activations"),
     **named(one(*MASKS, *ALIASES), "attn_mask_type self_attn_mask_type"),
     **named(optional(one(*BIASES)), "attn_bias_type self_attn_bias_type"),
-    "features": sizes, "axis": axes, "dtype": dtype, "layernorm_type": one("layernorm", "rmsnorm"),
-    "low_rank_adaptation_alpha": optional(factor), "depth_scaling": optional(factor), "scale_factor": optional(factor),
-    "softmax_type": one(*SOFTMAX_TYPES), "qkv_format": one(*FORMATS), "window_size": optional(window),
-}  # fmt: skip
+    "features": sizes,
+    "axis": axes,
+    "dtype": dtype,
+    "layernorm_type": one("layernorm", "rmsnorm"),
+    "low_rank_adaptation_alpha": optional(factor),
+    "depth_scaling": optional(factor),
+    "scale_factor": optional(factor),
+    "softmax_type": one(*SOFTMAX_TYPES),
+    "qkv_format": one(*FORMATS),
+    "window_size": optional(window),
+}
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype
 
 
 def check_module(module: Any, rules: dict[str, Rule] = RULES) -> None:
     """ArgumentError for the fields of a Flax module that ``rules`` refuse."""
-    given = {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in rules}
+    given = {
+        field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in rules
+    }
     check(type(module).__name__, rules, given)

@@ -1,7 +1,8 @@
 """Along what a program may be cut into equal parts, and the program of one part.
 
-A ``Cut`` names inputs, views and static arguments that become smaller by a factor. FP8 codes are stored in multiples of 16 rows and columns
-(128 where scales belong to blocks): a part must need no padding, for padding inside the whole array would be no zeros of it.
+A ``Cut`` names inputs, views and static arguments that become smaller by a factor. FP8 codes are stored in
+multiples of 16 rows and columns (128 where scales belong to blocks): a part must need no padding, for padding
+inside the whole array would be no zeros of it.
 """
 
 from __future__ import annotations
@@ -18,28 +19,39 @@ from fp8kit.ops.attention import AttentionSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_jax.program import Program
 
-RUNNING = ("cu_seqlens_q", "cu_seqlens_kv")  # running sums: whole on every device, which takes its window of them
-_BIASES = {"contraction": ("bias0",), "inner": ("fc2_bias0",)}  # kind of a cut -> the bias of a y that is a sum over the parts
-Places = tuple[tuple[str, int, int], ...]  # name, its dimension as JAX has it, its dimension as the operation has it
+# running sums: whole on every device, which takes its window of them
+RUNNING = ("cu_seqlens_q", "cu_seqlens_kv")
+# kind of a cut -> the bias of a y that is a sum over the parts
+_BIASES = {"contraction": ("bias0",), "inner": ("fc2_bias0",)}
+# name, its dimension as JAX has it, its dimension as the operation has it
+Places = tuple[tuple[str, int, int], ...]
 
 
 class Cut(NamedTuple):
-    """One way to cut. ``places``: what becomes smaller; ``kind``: "rows", "features", "contraction", "inner", "heads",
-    or "tile": rows that share one scale."""
+    """One way to cut. ``places``: what becomes smaller; ``kind``: "rows", "features", "contraction", "inner",
+    "heads", or "tile": rows that share one scale."""
 
     kind: str
     places: Places
 
     def once(self, program: Program) -> tuple[int, ...]:
-        """Which arguments join a result that is a sum over the parts: they count in one part only. Forward they are biases; backward they
-        are the cotangents of what ``norm_linear`` and ``norm_mlp`` return beside y, which join the gradient of x."""
+        """Which arguments join a result that is a sum over the parts: they count in one part only. Forward
+        they are biases; backward they are the cotangents of what ``norm_linear`` and ``norm_mlp`` return
+        beside y, which join the gradient of x."""
         if program.face == "forward":
-            return tuple(i for i, (name, _) in enumerate(program.arguments) if name in _BIASES.get(self.kind, ()))
+            return tuple(
+                i for i, (name, _) in enumerate(program.arguments) if name in _BIASES.get(self.kind, ())
+            )
         start, beside = len(program.arguments) - len(program.cotangents), self.kind in ("features", "inner")
-        return tuple(start + i for i, name in enumerate(program.cotangents) if beside and name in ("normed", "residual"))
+        return tuple(
+            start + i
+            for i, name in enumerate(program.cotangents)
+            if beside and name in ("normed", "residual")
+        )
 
     def sums(self, face: str, result: str) -> bool:
-        """Whether a result that is not cut is the sum of the parts' results; otherwise it is the same in all of them."""
+        """Whether a result that is not cut is the sum of the parts' results; otherwise it is the same in all
+        of them."""
         if face == "forward":
             return self.kind in ("contraction", "inner") and result == "y"
         return face == "backward" and self.kind != "contraction" and result not in _BIASES.get(self.kind, ())
@@ -54,7 +66,8 @@ def cuts(program: Program) -> tuple[Cut, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def local(program: Program, made: tuple[tuple[Cut, int], ...]) -> Program | None:
-    """The program of one part after the cuts ``made``, each into so many parts; None where there is no such program."""
+    """The program of one part after the cuts ``made``, each into so many parts; None where there is no such
+    program."""
     metas, views, spec = dict(program.metas), dict(program.views), program.spec
     for cut, count in made:
         for name, seen, own in cut.places:
@@ -80,8 +93,9 @@ def local(program: Program, made: tuple[tuple[Cut, int], ...]) -> Program | None
 
 
 def unjoined(program: Program, arrays: Sequence[Any]) -> tuple[Program, list[Any], Any]:
-    """A program that adds x or a residual to its y, as one whose y is a sum over parts: it adds nothing, what is to be added to the sum
-    comes last of the three, and in ``norm_mlp``'s backward y's cotangent is that of a residual stream as well, which counts ``once``."""
+    """A program that adds x or a residual to its y, as one whose y is a sum over parts: it adds nothing, what
+    is to be added to the sum comes last of the three, and in ``norm_mlp``'s backward y's cotangent is that of
+    a residual stream as well, which counts ``once``."""
     names = [name for name, _ in program.arguments]
     if program.operation == "linear" and "residual" in names:
         metas, at = tuple(pair for pair in program.metas if pair[0] != "residual"), names.index("residual")
@@ -95,7 +109,7 @@ def unjoined(program: Program, arrays: Sequence[Any]) -> tuple[Program, list[Any
     return replace(program, spec=spec, cotangents=cotangents), [*arrays, have["y"]], None
 
 
-# --- static arguments -------------------------------------------------------------------------------------------------
+# --- static arguments ---------------------------------------------------------------------------------------
 
 
 def _smaller(spec: Any, cut: Cut, count: int) -> Any:
@@ -105,7 +119,9 @@ def _smaller(spec: Any, cut: Cut, count: int) -> Any:
         whole = p.in_features if side == "in" else p.out_features
         if whole % count or len(p.segments) > 1:
             return None
-        return replace(p, in_features=whole // count) if side == "in" else replace(p, segments=(whole // count,))
+        return (
+            replace(p, in_features=whole // count) if side == "in" else replace(p, segments=(whole // count,))
+        )
 
     if cut.kind == "rows":
         return spec
@@ -123,7 +139,7 @@ def _smaller(spec: Any, cut: Cut, count: int) -> Any:
         if spec.num_heads % count or spec.num_gqa_groups % count:
             return None
         return replace(spec, num_heads=spec.num_heads // count, num_gqa_groups=spec.num_gqa_groups // count)
-    (heads, dim, angles), = spec.segments
+    ((heads, dim, angles),) = spec.segments
     return None if heads % count else replace(spec, segments=((heads // count, dim, angles),))
 
 
@@ -151,23 +167,30 @@ def _aligned(whole: Program, part: Program, kinds: Sequence[str]) -> bool:
             if after.out_features % (512 if squares else grain):  # squares keep their scales in fours
                 return False
             views = dict(whole.views)
-            if fp8.blocks and sum(n > 1 for n in views.get(f"{before.prefix}weight0", ())) > 2 and f"{before.prefix}w_qt_inv" not in views:
+            if (
+                fp8.blocks
+                and sum(n > 1 for n in views.get(f"{before.prefix}weight0", ())) > 2
+                and f"{before.prefix}w_qt_inv" not in views
+            ):
                 return False
     return True
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------------------
 
 
 def _rows(*names: str) -> Callable[[Program], list[Cut]]:
-    """A cut of the first dimension of ``names``, where x has one beside the features; of the outputs and what is saved alike."""
+    """A cut of the first dimension of ``names``, where x has one beside the features; of the outputs and what
+    is saved alike."""
 
     def found(program: Program) -> list[Cut]:
         metas = dict(program.metas)
         here = [name for name in names if name in metas]
         if len(metas[here[0]].shape) < 2:
             return []
-        here += [name for name, _ in program.views if name not in metas and not name.endswith(("w_qt", "w_qt_inv"))]
+        here += [
+            name for name, _ in program.views if name not in metas and not name.endswith(("w_qt", "w_qt_inv"))
+        ]
         return [Cut("rows", tuple((name, 0, 0) for name in here))]
 
     return found
@@ -178,13 +201,23 @@ def _features(program: Program) -> list[Cut]:
     metas, views, product = dict(program.metas), dict(program.views), program.spec.product
     count, io = len(views.get("weight0", metas["weight0"].shape)) - 1, product.layout == "io"
     at = len(views.get("y", metas["x"].shape)) - count
-    places = [(("weight0", j + io, int(io)), ("bias0", j, 0), ("residual", at + j, -1), ("y", at + j, -1), ("w_qt", 1 + j, 1),
-               ("w_qt_inv", 1 + j, 1)) for j in range(count)]
+    places = [
+        (
+            ("weight0", j + io, int(io)),
+            ("bias0", j, 0),
+            ("residual", at + j, -1),
+            ("y", at + j, -1),
+            ("w_qt", 1 + j, 1),
+            ("w_qt_inv", 1 + j, 1),
+        )
+        for j in range(count)
+    ]
     return [Cut("features", place) for place in places]
 
 
 def _cached(product: ProductSpec) -> bool:
-    """Whether an operand comes in FP8, padded as a whole: its parts are not what a part of the program would take."""
+    """Whether an operand comes in FP8, padded as a whole: its parts are not what a part of the program would
+    take."""
     return product.weight_cached or product.input_cached
 
 
@@ -198,7 +231,9 @@ def _linear(program: Program) -> list[Cut]:
         return []
     io = product.layout == "io"
     at = 0 if io else len(views.get("weight0", (0, 0))) - 1
-    contraction = Cut("contraction", (("x", -1, -1), ("weight0", at, 1 - io), ("w_qt", 0, 0), ("w_qt_inv", 0, 0)))
+    contraction = Cut(
+        "contraction", (("x", -1, -1), ("weight0", at, 1 - io), ("w_qt", 0, 0), ("w_qt_inv", 0, 0))
+    )
     return [*_rows("x", "residual")(program), *_features(program), contraction]
 
 
@@ -207,9 +242,17 @@ def _norm_mlp(program: Program) -> list[Cut]:
     if s.recompute or _cached(s.fc1) or _cached(s.fc2):
         return []
     io = int(s.fc1.layout == "io")
-    inner = Cut("inner", (
-        ("fc1_weight0", 1 + io, io), ("fc1_bias0", 1, 0), ("h", 2, 1), ("fc1_w_qt", 2, 1), ("fc1_w_qt_inv", 2, 1),
-        ("fc2_weight0", 1 - io, 1 - io)))  # fmt: skip
+    inner = Cut(
+        "inner",
+        (
+            ("fc1_weight0", 1 + io, io),
+            ("fc1_bias0", 1, 0),
+            ("h", 2, 1),
+            ("fc1_w_qt", 2, 1),
+            ("fc1_w_qt_inv", 2, 1),
+            ("fc2_weight0", 1 - io, 1 - io),
+        ),
+    )
     return [*_rows("x")(program), inner]
 
 
@@ -254,8 +297,8 @@ def _drop_path(program: Program) -> list[Cut]:
 
 
 def _casts(program: Program) -> list[Cut]:
-    """Rows of the codes, and of the scales where they belong to rows. Not where bits are drawn, which know their place in the array, and
-    not through tiles of several rows, but through one that is the whole."""
+    """Rows of the codes, and of the scales where they belong to rows. Not where bits are drawn, which know
+    their place in the array, and not through tiles of several rows, but through one that is the whole."""
     spec, metas = program.spec, dict(program.metas)
     main = "x" if "x" in metas else "q"
     shape = metas[main].shape
@@ -267,7 +310,16 @@ def _casts(program: Program) -> list[Cut]:
 
 
 _TABLE: dict[str, Callable[[Program], list[Cut]]] = {
-    "linear": _linear, "norm_linear": _norm_linear, "norm_mlp": _norm_mlp, "norm": _rows("x"), "activation": _activation,
-    "attention": _attention, "rope": _rope, "cross_entropy": _rows("logits", "targets"), "dropout_add": _rows("x", "residual"),
-    "drop_path": _drop_path, "quantize": _casts, "dequantize": _casts,
-}  # fmt: skip
+    "linear": _linear,
+    "norm_linear": _norm_linear,
+    "norm_mlp": _norm_mlp,
+    "norm": _rows("x"),
+    "activation": _activation,
+    "attention": _attention,
+    "rope": _rope,
+    "cross_entropy": _rows("logits", "targets"),
+    "dropout_add": _rows("x", "residual"),
+    "drop_path": _drop_path,
+    "quantize": _casts,
+    "dequantize": _casts,
+}

@@ -1,9 +1,10 @@
 """Float32 division that is rounded to nearest even on every platform.
 
-XLA's GPU code divides float32 numbers to within two units in the last place, and its CPU code takes subnormal numbers for 0; scales are
-promised bit for bit. So the quotient is made from integers: long division of the significands, up to eight bits a step, since the rest has
-24 bits and a word 32 (IEEE 754-2019, 5.4.1, says what it must round to). A program has this once for each quantised tensor: a step a bit
-would be half of what XLA compiles for a small layer.
+XLA's GPU code divides float32 numbers to within two units in the last place, and its CPU code takes subnormal
+numbers for 0; scales are promised bit for bit. So the quotient is made from integers: long division of the
+significands, up to eight bits a step, since the rest has 24 bits and a word 32 (IEEE 754-2019, 5.4.1, says
+what it must round to). A program has this once for each quantised tensor: a step a bit would be half of what
+XLA compiles for a small layer.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ _LARGEST = 0x7F7FFFFF  # FLT_MAX's bits
 def divide(numerator: float, x: Any) -> Any:
     """``numerator / x`` in float32, FLT_MAX where that overflows.
 
-    ``numerator``: a positive normal float32 number. ``x``: float32 of any shape, positive and finite; subnormal numbers count in full. A
-    quotient below the normal numbers becomes 0.
+    ``numerator``: a positive normal float32 number. ``x``: float32 of any shape, positive and finite;
+    subnormal numbers count in full. A quotient below the normal numbers becomes 0.
     """
     significand, power = math.frexp(np.float32(numerator))
     top = jnp.uint32(int(significand * 2**24))
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     exponent, fraction = (bits >> _FRACTION).astype(jnp.int32), bits & jnp.uint32(0x7FFFFF)
     shift = jnp.where(exponent == 0, lax.clz(fraction).astype(jnp.int32) - 8, 0)
-    below = jnp.where(exponent == 0, fraction << shift.astype(jnp.uint32), fraction | jnp.uint32(1 << _FRACTION))
+    below = jnp.where(
+        exponent == 0, fraction << shift.astype(jnp.uint32), fraction | jnp.uint32(1 << _FRACTION)
+    )
     exponent = jnp.where(exponent == 0, 1 - shift, exponent)
 
     quotient, rest = top // below, top % below
@@ -45,5 +48,9 @@ def divide(numerator: float, x: Any) -> Any:
 
     biased = (power - 24) - (exponent - _BIAS) - 25 + drop.astype(jnp.int32) + _BIAS
     normal = ((jnp.maximum(biased, 1) - 1).astype(jnp.uint32) << _FRACTION) + rounded
-    made = jnp.where((biased > 254) | (normal > _LARGEST), jnp.uint32(_LARGEST), jnp.where(biased < 1, jnp.uint32(0), normal))
+    made = jnp.where(
+        (biased > 254) | (normal > _LARGEST),
+        jnp.uint32(_LARGEST),
+        jnp.where(biased < 1, jnp.uint32(0), normal),
+    )
     return lax.bitcast_convert_type(made, jnp.float32)

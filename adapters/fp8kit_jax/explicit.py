@@ -1,7 +1,9 @@
-"""Mesh axes of the kind ``Explicit``, which ``jax.make_mesh`` makes: an array's type says how it is split, and so must a result's.
+"""Mesh axes of the kind ``Explicit``, which ``jax.make_mesh`` makes: an array's type says how it is split,
+and so must a result's.
 
-An operation runs there as on axes of the kind ``Auto``, where XLA splits it by what it has at hand (``sharding``). Its outputs are typed
-by the same cuts, asked for with the types of the arguments; a gradient takes the type of what it is the gradient of.
+An operation runs there as on axes of the kind ``Auto``, where XLA splits it by what it has at hand
+(``sharding``). Its outputs are typed by the same cuts, asked for with the types of the arguments; a gradient
+takes the type of what it is the gradient of.
 """
 
 from __future__ import annotations
@@ -24,8 +26,16 @@ def mesh_of(tree: Any) -> Any:
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
-def run(function: Callable[[Any, Any], Any], mesh: Any, program: Program, arguments: Arrays, inputs: Any, state: Any) -> Any:
-    """``function(inputs, state)``, which gives the outputs of the forward ``program`` by name, and their types. ``arguments``: its own."""
+def run(
+    function: Callable[[Any, Any], Any],
+    mesh: Any,
+    program: Program,
+    arguments: Arrays,
+    inputs: Any,
+    state: Any,
+) -> Any:
+    """``function(inputs, state)``, which gives the outputs of the forward ``program`` by name, and their
+    types. ``arguments``: its own."""
     types = {name: jax.typeof(value).sharding.spec for name, value in arguments.items()}
     specs = sharding.result_specs(program, mesh, [types[name] for name, _ in program.arguments])
     s = program.signature

@@ -1,4 +1,5 @@
-"""``ScaledTensor``: FP8 codes in JAX's native float8 dtypes with their scales, a pytree; ``quantize``, ``dequantize``, ``gemm``."""
+"""``ScaledTensor``: FP8 codes in JAX's native float8 dtypes with their scales, a pytree; ``quantize``,
+``dequantize``, ``gemm``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
 
 # scaling -> (rows, columns) of a tile, 0: all
-TILES = {"tensor": (0, 0), "row": (1, 0), "block_1x128": (1, 128), "block_128x128": (128, 128), "mx_1x32": (1, 32)}
+TILES = {
+    "tensor": (0, 0),
+    "row": (1, 0),
+    "block_1x128": (1, 128),
+    "block_128x128": (128, 128),
+    "mx_1x32": (1, 32),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +38,9 @@ TILES = {"tensor": (0, 0), "row": (1, 0), "block_1x128": (1, 128), "block_128x12
 class ScaledTensor:
     """``decode(data) * scale_inv``.
 
-    * ``data``: float8 codes (..., N), ``jnp.float8_e4m3fn`` or another native dtype. ``scale_inv``: float32, one a tile: (1,) for "tensor",
-      (rows, 1) for "row", (ceil(rows / r), ceil(N / c)) for r x c blocks, all leading dimensions flattened into rows.
+    * ``data``: float8 codes (..., N), ``jnp.float8_e4m3fn`` or another native dtype. ``scale_inv``: float32,
+      one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r), ceil(N / c)) for r x c blocks, all
+      leading dimensions flattened into rows.
     * ``format``, ``scaling``: static; see ``quantize``.
     """
 
@@ -51,26 +59,45 @@ class ScaledTensor:
         return dequantize(self, dtype)
 
 
-def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "tensor", rounding: str = "nearest", saturate: bool = True,
-             key: Any = None) -> ScaledTensor:
+def quantize(
+    x: Any,
+    format: Format = E4M3,
+    scale: Any = None,
+    scaling: str = "tensor",
+    rounding: str = "nearest",
+    saturate: bool = True,
+    key: Any = None,
+) -> ScaledTensor:
     """``encode(x * scale)`` as a ScaledTensor; the same codes and scales as ``fp8kit.quantize``.
 
-    * ``x``: float32, bfloat16 or float16 (..., N). ``format``: one that JAX has a dtype for: E4M3, E5M2, E8M0.
-    * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for blocks. In a shard_map the amax of
-      "tensor" is that of all devices.
-    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32". ``rounding``: "nearest", or "stochastic" with ``key``.
+    * ``x``: float32, bfloat16 or float16 (..., N). ``format``: one that JAX has a dtype for: E4M3, E5M2,
+      E8M0.
+    * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for
+      blocks. In a shard_map the amax of "tensor" is that of all devices.
+    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32". ``rounding``: "nearest", or
+      "stochastic" with ``key``.
     * ``saturate``: beyond the largest finite value, and Inf, become it.
 
     No gradient: wrap it for a straight-through estimate. Raises FormatError or ShapeError.
     """
     x = as_array("quantize", "x", x)
     native = _native("quantize", format)
-    if not isinstance(rounding, str) or rounding not in ("nearest", "stochastic") or (rounding == "stochastic") != (key is not None):
-        raise FormatError(expected("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key'))
+    if (
+        not isinstance(rounding, str)
+        or rounding not in ("nearest", "stochastic")
+        or (rounding == "stochastic") != (key is not None)
+    ):
+        raise FormatError(
+            expected("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key')
+        )
     rows, columns = _matrix(x.shape)
     tile, grid = _tiling("quantize", scaling, rows, columns)
     blocks = scaling not in ("tensor", "row")
-    for_inf = min(primitive.meta_of(x).dtype.max, formats.float32.max) if scaling.startswith("block") else formats.float32.max
+    for_inf = (
+        min(primitive.meta_of(x).dtype.max, formats.float32.max)
+        if scaling.startswith("block")
+        else formats.float32.max
+    )
     saturate = flag("quantize", "saturate", saturate)
     if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
         whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
@@ -78,7 +105,9 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     axes = manual.axes(x) if scale is None and scaling == "tensor" else ()
     if axes:
         scale = scale_of(jax.lax.pmax(amax_of(x), axes), format.max)
-    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, scale is not None, rounding == "stochastic")
+    spec = casts.QuantizeSpec(
+        format, tile, saturate, blocks, for_inf, scale is not None, rounding == "stochastic"
+    )
     given = {}
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
@@ -87,12 +116,14 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
         given["scale"] = scales.astype(jnp.float32).reshape(-1)
     inputs = {"x": x, **given, **(rng_inputs(key) if key is not None else {})}
     out = apply(casts.quantize, spec, inputs, pairs=("rng",))
-    return ScaledTensor(jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling)
+    return ScaledTensor(
+        jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling
+    )
 
 
 def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
-    """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16); an array of q's shape. FormatError for
-    another dtype or scaling."""
+    """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16); an array
+    of q's shape. FormatError for another dtype or scaling."""
     _scaled("dequantize", "q", q)
     kind = formats.dtype(dtype, "dequantize", "dtype")
     if kind not in formats.HIGH_PRECISION:
@@ -107,23 +138,33 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
 def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumulate: bool = False) -> Any:
     """a b^T on the tensor cores, accumulated in float32.
 
-    * ``a``: ScaledTensor (..., K); ``b``: ScaledTensor (N, K). Both scaled by the tensor, both by rows, or both by blocks of 128 along K
-      (not both 128x128). E4M3 and E5M2, not both E5M2. Sizes are padded to multiples of 16 here.
-    * ``dtype``: of the result, float32, bfloat16 or float16. ``fast_accumulate``: in the tensor cores' own width, not for blocks.
+    * ``a``: ScaledTensor (..., K); ``b``: ScaledTensor (N, K). Both scaled by the tensor, both by rows, or
+      both by blocks of 128 along K (not both 128x128). E4M3 and E5M2, not both E5M2. Sizes are padded to
+      multiples of 16 here.
+    * ``dtype``: of the result, float32, bfloat16 or float16. ``fast_accumulate``: in the tensor cores' own
+      width, not for blocks.
 
-    Returns h (..., N); no gradient. Raises ShapeError for sizes, FormatError for formats, scalings and dtypes that do not fit.
+    Returns h (..., N); no gradient. Raises ShapeError for sizes, FormatError for formats, scalings and dtypes
+    that do not fit.
     """
     _scaled("gemm", "a", a)
     _scaled("gemm", "b", b)
-    kind, fast_accumulate = formats.dtype(dtype, "gemm", "dtype"), flag("gemm", "fast_accumulate", fast_accumulate)
+    kind, fast_accumulate = (
+        formats.dtype(dtype, "gemm", "dtype"),
+        flag("gemm", "fast_accumulate", fast_accumulate),
+    )
     if len(b.shape) != 2 or not a.shape or a.shape[-1] != b.shape[1]:
         raise ShapeError(expected("gemm", "shapes", f"{a.shape}, {b.shape}", "(..., K), (N, K)"))
     if {a.format, b.format} - {E4M3, E5M2} or a.format == b.format == E5M2:
-        raise FormatError(expected("gemm", "formats", f"{a.format}, {b.format}", "E4M3 and E5M2, not both E5M2"))
+        raise FormatError(
+            expected("gemm", "formats", f"{a.format}, {b.format}", "E4M3 and E5M2, not both E5M2")
+        )
     pair = (a.scaling, b.scaling)
     by_blocks = all(s.startswith("block_") for s in pair) and pair != ("block_128x128",) * 2
     if not by_blocks and pair not in (("tensor",) * 2, ("row",) * 2):
-        raise FormatError(expected("gemm", "scaling", pair, "tensor, row or blocks for both, not 128x128 for both"))
+        raise FormatError(
+            expected("gemm", "scaling", pair, "tensor, row or blocks for both, not 128x128 for both")
+        )
     if by_blocks and fast_accumulate:
         raise FormatError(expected("gemm", "fast_accumulate", True, "False for blocks"))
     if kind not in formats.HIGH_PRECISION:
@@ -137,10 +178,14 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
         codes, scale = _codes(operand).reshape(-1, a.shape[-1]), operand.scale_inv
         if tiles is None:
             padded = tuple(-(-n // 16) * 16 for n in codes.shape)
-            inputs[f"{name}_scale_inv"] = scale if operand.scaling == "tensor" else _padded(scale.reshape(-1), padded[:1], 1.0)
+            inputs[f"{name}_scale_inv"] = (
+                scale if operand.scaling == "tensor" else _padded(scale.reshape(-1), padded[:1], 1.0)
+            )
         else:
             padded, grid = block_shapes(*codes.shape, TILES[operand.scaling])
-            inputs[f"{name}_scale_inv"] = _padded(scale.T if operand.scaling == "block_1x128" else scale, grid, 1.0)
+            inputs[f"{name}_scale_inv"] = _padded(
+                scale.T if operand.scaling == "block_1x128" else scale, grid, 1.0
+            )
         inputs[name] = _padded(codes, padded, 0)
     spec = Fp8GemmSpec(rows, columns, kind.name, a.format, b.format, tiles, bool(fast_accumulate))
     return apply(fp8_gemm, spec, inputs)["out"].reshape(*a.shape[:-1], columns)
@@ -148,11 +193,15 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
 
 def _scaled(operation: str, argument: str, value: Any) -> None:
     if not isinstance(value, ScaledTensor):
-        raise FormatError(expected(operation, argument, shown(value), "a ScaledTensor, as quantize makes one"))
+        raise FormatError(
+            expected(operation, argument, shown(value), "a ScaledTensor, as quantize makes one")
+        )
 
 
 def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:
-    return jnp.pad(array, [(0, n - m) for n, m in zip(shape, array.shape, strict=True)], constant_values=value)
+    return jnp.pad(
+        array, [(0, n - m) for n, m in zip(shape, array.shape, strict=True)], constant_values=value
+    )
 
 
 def _codes(q: ScaledTensor) -> Any:

@@ -30,20 +30,33 @@ Dims = tuple[Sequence[int], Sequence[int]]
 Shapes = dict[str, tuple[int, ...]]
 
 
-def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None,
-          return_bias: bool = False, *, residual: Any = None) -> Any:
+def dense(
+    x: Any,
+    kernel: Any,
+    bias: Any = None,
+    contracting_dims: Dims = ((-1,), (0,)),
+    quantizer_set: QuantizerSet | None = None,
+    return_bias: bool = False,
+    *,
+    residual: Any = None,
+) -> Any:
     """y = x kernel + bias (+ residual).
 
-    * ``x``: h (..., K); ``kernel``: h (K, N), x's dtype; ``bias``: h (N,) or None. h is float32, bfloat16 or float16.
-    * ``contracting_dims``: which dimensions of x and of kernel are summed over, several each if need be; those that are left come out in
-      order, x's first. The last of x, with the first of kernel or the second of a matrix (N, K), cost no transposition.
-    * ``quantizer_set``: how to quantise; None is as the autocast in force says. Its gradient is the set after the step.
-    * ``return_bias``: the bias is not added but comes back, for ``dropout_add`` to add in its pass. Its gradient is made here, from y's.
-    * ``residual``: like y, or None; the product adds it, and its gradient is y's own. Not with ``return_bias``: the bias joins with it.
-      In a ``shard_map`` of your own that splits what is summed over, every device adds it, as it does a bias.
+    * ``x``: h (..., K); ``kernel``: h (K, N), x's dtype; ``bias``: h (N,) or None. h is float32, bfloat16 or
+      float16.
+    * ``contracting_dims``: which dimensions of x and of kernel are summed over, several each if need be;
+      those that are left come out in order, x's first. The last of x, with the first of kernel or the second
+      of a matrix (N, K), cost no transposition.
+    * ``quantizer_set``: how to quantise; None is as the autocast in force says. Its gradient is the set after
+      the step.
+    * ``return_bias``: the bias is not added but comes back, for ``dropout_add`` to add in its pass. Its
+      gradient is made here, from y's.
+    * ``residual``: like y, or None; the product adds it, and its gradient is y's own. Not with
+      ``return_bias``: the bias joins with it. In a ``shard_map`` of your own that splits what is summed over,
+      every device adds it, as it does a bias.
 
-    Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError, RecipeError or ArgumentError when it is
-    traced.
+    Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError, RecipeError
+    or ArgumentError when it is traced.
     """
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
     later = flag("dense", "return_bias", return_bias)
@@ -56,28 +69,46 @@ def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,)
     product = _product(weight, layout, found, bias, later=later)
     if residual is not None and residual.shape != shape:
         raise ShapeError(expected("dense", "residual", f"shape {residual.shape}", f"shape {shape}, as y"))
-    inputs = {"x": matrix, "weight0": weight, "bias0": _shaped("dense", "bias", bias, features),
-              "residual": None if residual is None else residual.reshape(*matrix.shape[:-1], *features)}
+    inputs = {
+        "x": matrix,
+        "weight0": weight,
+        "bias0": _shaped("dense", "bias", bias, features),
+        "residual": None if residual is None else residual.reshape(*matrix.shape[:-1], *features),
+    }
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
     flat |= {"residual": (*matrix.shape[:-1], product.out_features)}
-    y = apply(linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views)["y"].reshape(shape)
+    y = apply(
+        linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views
+    )["y"].reshape(shape)
     return (y, jax.lax.stop_gradient(inputs["bias0"])) if later else y
 
 
-def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None, norm_type: str = "layernorm",
-                    zero_centered_gamma: bool = False, epsilon: float = 1e-6, quantizer_set: QuantizerSet | None = None,
-                    return_layernorm_output: bool = False, kernel_layout: str = "io", return_residual: bool = False) -> Any:
+def layernorm_dense(
+    x: Any,
+    kernel: Any,
+    gamma: Any,
+    beta: Any,
+    bias: Any = None,
+    norm_type: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    quantizer_set: QuantizerSet | None = None,
+    return_layernorm_output: bool = False,
+    kernel_layout: str = "io",
+    return_residual: bool = False,
+) -> Any:
     """y = norm(x) kernel + bias, in one operation.
 
-    * ``x``: h (..., K); ``gamma``, ``beta``: h (K,), beta None with "rmsnorm"; ``kernel``: h (K, N) or (K, ...), further dimensions come
-      out; ``bias``: h of kernel's shape without K, or None. ``norm_type``: "layernorm" or "rmsnorm".
+    * ``x``: h (..., K); ``gamma``, ``beta``: h (K,), beta None with "rmsnorm"; ``kernel``: h (K, N) or (K,
+      ...), further dimensions come out; ``bias``: h of kernel's shape without K, or None. ``norm_type``:
+      "layernorm" or "rmsnorm".
     * ``kernel_layout``: "io", or "oi": kernel is (N, K), as PyTorch has it.
     * ``quantizer_set``: see ``dense``.
-    * ``return_residual``: x itself comes back too, for a residual connection to start at: its gradient is then added to x's within the
-      norm's kernel, in float32 and without a pass of its own.
+    * ``return_residual``: x itself comes back too, for a residual connection to start at: its gradient is
+      then added to x's within the norm's kernel, in float32 and without a pass of its own.
 
-    Returns y, h (..., N), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``). Raises ShapeError,
-    FormatError or RecipeError when it is traced.
+    Returns y, h (..., N), or a tuple (y, norm(x) with ``return_layernorm_output``, x with
+    ``return_residual``). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_dense"
     beside = _beside(op, return_layernorm_output, return_residual)
@@ -90,32 +121,58 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
         raise ShapeError(expected(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions"))
     features = kernel.shape[1:] if io else kernel.shape[:-1]
     product = _product(kernel, kernel_layout, found, bias)
-    spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, "residual" in beside, "normed" in beside)
-    inputs = {"x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "weight0": kernel,
-              "bias0": _shaped(op, "bias", bias, features)}
+    spec = NormLinearSpec(
+        norm_spec(op, x, norm_type, epsilon, zero_centered_gamma),
+        product,
+        "residual" in beside,
+        "normed" in beside,
+    )
+    inputs = {
+        "x": x,
+        "norm_weight": gamma,
+        "norm_bias": _beta(op, norm_type, beta),
+        "weight0": kernel,
+        "bias0": _shaped(op, "bias", bias, features),
+    }
     flat, views = _flattened(product, features, (*x.shape[:-1], *features))
     out = apply(norm_linear, spec, inputs, found.slots(""), scaling_of(found), flat=flat, views=views)
     y = out["y"].reshape(*x.shape[:-1], *features)
     return (y, *(out[name] for name in beside)) if beside else y
 
 
-def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases: Sequence[Any] = (None, None), norm_type: str = "layernorm",
-                  zero_centered_gamma: bool = False, epsilon: float = 1e-6, activation_type: Sequence[str] = ("gelu",),
-                  quantizer_sets: Sequence[QuantizerSet | None] = (None, None), return_layernorm_output: bool = False,
-                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None, return_residual: bool = False,
-                  return_bias: bool = False, join_residual: bool = False) -> Any:
+def layernorm_mlp(
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    kernels: Sequence[Any],
+    biases: Sequence[Any] = (None, None),
+    norm_type: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    activation_type: Sequence[str] = ("gelu",),
+    quantizer_sets: Sequence[QuantizerSet | None] = (None, None),
+    return_layernorm_output: bool = False,
+    kernel_layout: str = "io",
+    activation_params: Mapping[str, float] | None = None,
+    return_residual: bool = False,
+    return_bias: bool = False,
+    join_residual: bool = False,
+) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
-    * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
+    * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F)
+      and (H,), or None and None.
     * ``activation_type``, ``activation_params``: see ``activation``.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
-    * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``: bias2 is not added, as in
-      ``dense``. The rest: as ``layernorm_dense``.
-    * ``join_residual``: x is added to y, within the second product, as ``dense`` adds a residual (in a ``shard_map`` of your own too), and
-      y's gradient to x's within the norm's kernel; neither ``return_residual`` nor ``return_bias`` then.
+    * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``:
+      bias2 is not added, as in ``dense``. The rest: as ``layernorm_dense``.
+    * ``join_residual``: x is added to y, within the second product, as ``dense`` adds a residual (in a
+      ``shard_map`` of your own too), and y's gradient to x's within the norm's kernel; neither
+      ``return_residual`` nor ``return_bias`` then.
 
-    Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``, bias2 or None with
-    ``return_bias``). Raises ShapeError, FormatError, RecipeError or ArgumentError when it is traced.
+    Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with
+    ``return_residual``, bias2 or None with ``return_bias``). Raises ShapeError, FormatError, RecipeError or
+    ArgumentError when it is traced.
     """
     op = "layernorm_mlp"
     later = flag(op, "return_bias", return_bias)
@@ -127,8 +184,14 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise ShapeError(expected(op, argument, shown(pair), "two, one for each product"))
     (k1, k2), (b1, b2) = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)), biases
-    want_alike(op, x, gamma=gamma, beta=beta, **{f"kernels[{i}]": k for i, k in enumerate((k1, k2))},
-               **{f"biases[{i}]": b for i, b in enumerate((b1, b2))})
+    want_alike(
+        op,
+        x,
+        gamma=gamma,
+        beta=beta,
+        **{f"kernels[{i}]": k for i, k in enumerate((k1, k2))},
+        **{f"biases[{i}]": b for i, b in enumerate((b1, b2))},
+    )
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(expected(op, "biases", "one", "two or none"))
@@ -147,25 +210,43 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers, joins=joins)
     wide = (parts, fc2.in_features)
     inputs = {
-        "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": k1, "fc2_weight0": k2, "fc2_bias0": b2,
+        "x": x,
+        "norm_weight": gamma,
+        "norm_bias": _beta(op, norm_type, beta),
+        "fc1_weight0": k1,
+        "fc2_weight0": k2,
+        "fc2_bias0": b2,
         "fc1_bias0": _shaped(op, "biases[0]", b1, wide),
-    }  # fmt: skip
+    }
     flat, views = _flattened(fc1, wide, ())
-    views = {name: shape for name, shape in views.items() if name != "y"} | {"h": (math.prod(x.shape[:-1]), *wide)}
-    out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first), flat=flat, views=views)
+    views = {name: shape for name, shape in views.items() if name != "y"} | {
+        "h": (math.prod(x.shape[:-1]), *wide)
+    }
+    out = apply(
+        norm_mlp,
+        spec,
+        inputs,
+        first.slots("fc1_") | second.slots("fc2_"),
+        scaling_of(first),
+        flat=flat,
+        views=views,
+    )
     more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if later else [])]
     return (out["y"], *more) if more else out["y"]
 
 
 def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) -> tuple[str, ...]:
     """The outputs that are asked for beside y, in the order in which they are returned."""
-    asked = {"normed": flag(operation, "return_layernorm_output", return_layernorm_output),
-             "residual": flag(operation, "return_residual", return_residual)}
+    asked = {
+        "normed": flag(operation, "return_layernorm_output", return_layernorm_output),
+        "residual": flag(operation, "return_residual", return_residual),
+    }
     return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def check_join(operation: str, joins: bool, what: str = "join_residual", **asked: bool) -> None:
-    """ArgumentError where y is joined by ``what``, and something that joins with it, or another residual, is ``asked`` for."""
+    """ArgumentError where y is joined by ``what``, and something that joins with it, or another residual, is
+    ``asked`` for."""
     for name, value in asked.items():
         if joins and value:
             raise ArgumentError(expected(operation, name, value, f"False with {what}"))
@@ -178,7 +259,9 @@ def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_cente
     if x.ndim < 1:
         raise ShapeError(expected(operation, "x", "a scalar", "shape (..., features)"))
     zero_centered_gamma = flag(operation, "zero_centered_gamma", zero_centered_gamma)
-    return NormSpec(x.shape[-1], NORMS[norm_type], as_number(operation, "epsilon", epsilon), zero_centered_gamma)
+    return NormSpec(
+        x.shape[-1], NORMS[norm_type], as_number(operation, "epsilon", epsilon), zero_centered_gamma
+    )
 
 
 def _beta(operation: str, norm_type: str, beta: Any) -> Any:
@@ -192,8 +275,11 @@ def _layout(operation: str, layout: str) -> None:
         raise FormatError(expected(operation, "kernel_layout", repr(layout), '"io" or "oi"'))
 
 
-def _product(weight: Any, layout: str, found: QuantizerSet, bias: Any, prefix: str = "", later: bool = False) -> ProductSpec:
-    """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``later``: its bias is added by a later operation."""
+def _product(
+    weight: Any, layout: str, found: QuantizerSet, bias: Any, prefix: str = "", later: bool = False
+) -> ProductSpec:
+    """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``later``: its bias is added by a later
+    operation."""
     if weight.ndim < 2:
         raise ShapeError(expected("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions"))
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
@@ -212,17 +298,22 @@ def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any
 
 
 def _flattened(product: ProductSpec, features: tuple[int, ...], y: tuple[int, ...]) -> tuple[Shapes, Shapes]:
-    """``flat`` and ``views`` of ``rules.apply`` for a product whose features have several dimensions; y goes out as ``y``."""
+    """``flat`` and ``views`` of ``rules.apply`` for a product whose features have several dimensions; y goes
+    out as ``y``."""
     k, n, p = product.in_features, product.out_features, product.prefix
     if len(features) == 1:
         return {}, {}
     flat = {f"{p}weight0": (k, n) if product.layout == "io" else (n, k), f"{p}bias0": (n,)}
     views, fp8 = {"y": y}, product.fp8
     squares = fp8 is not None and fp8.w.tile == (BLOCK, BLOCK)
-    if fp8 is not None and n % ALIGN == 0 and not fp8.blocks:  # what is saved of the weight, where it is not padded
+    # what is saved of the weight, where it is not padded
+    if fp8 is not None and n % ALIGN == 0 and not fp8.blocks:
         views[f"{p}w_qt"] = (pad(k), *features)
     elif squares and n % (4 * BLOCK) == 0 and features[-1] % BLOCK == 0:
-        views |= {f"{p}w_qt": (pad(k), *features), f"{p}w_qt_inv": (-(-k // BLOCK), *features[:-1], features[-1] // BLOCK)}
+        views |= {
+            f"{p}w_qt": (pad(k), *features),
+            f"{p}w_qt_inv": (-(-k // BLOCK), *features[:-1], features[-1] // BLOCK),
+        }
     return flat, views
 
 
@@ -236,11 +327,18 @@ def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any
     summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
         got = f"{summed} along its dimensions {tuple(ks)} (shape {kernel.shape})"
-        raise ShapeError(expected(operation, "kernel", got, f"{wanted}, as x along {tuple(xs)} (shape {x.shape})"))
+        raise ShapeError(
+            expected(operation, "kernel", got, f"{wanted}, as x along {tuple(xs)} (shape {x.shape})")
+        )
     rows, columns = ([d for d in range(a.ndim) if d not in own] for a, own in ((x, xs), (kernel, ks)))
     leading, trailing = tuple(x.shape[d] for d in rows), tuple(kernel.shape[d] for d in columns)
     size = math.prod(x.shape[d] for d in xs)
     matrix = jnp.transpose(x, (*rows, *xs)).reshape(*leading, size)
     if kernel.ndim == 2 and ks == [1]:
         return matrix, kernel, (*leading, *trailing), "oi"
-    return matrix, jnp.transpose(kernel, (*ks, *columns)).reshape(size, *(trailing or (1,))), (*leading, *trailing), "io"
+    return (
+        matrix,
+        jnp.transpose(kernel, (*ks, *columns)).reshape(size, *(trailing or (1,))),
+        (*leading, *trailing),
+        "io",
+    )

@@ -1,4 +1,5 @@
-"""Manual mesh axes: where a function runs once a device (shard_map), what varies over which axis, and reductions over them."""
+"""Manual mesh axes: where a function runs once a device (shard_map), what varies over which axis, and
+reductions over them."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from fp8kit_jax.scopes import mesh_resource
 
 
 def axes(tree: Any) -> tuple[str, ...]:
-    """The manual mesh axes over which a tree's leaves may differ, pipeline stages left out: a stage has tensors of its own.
+    """The manual mesh axes over which a tree's leaves may differ, pipeline stages left out: a stage has
+    tensors of its own.
 
-    A shard_map that checks what varies says so in the types; one that does not (``check_vma=False``) leaves all of its axes."""
+    A shard_map that checks what varies says so in the types; one that does not (``check_vma=False``) leaves
+    all of its axes."""
     stages = mesh_resource().pp_resource
     found = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != stages)
     if not found or not _varying(jax.lax.axis_index(found[0])):
@@ -32,8 +35,8 @@ def _varying(leaf: Any) -> frozenset[str]:
 
 
 def alike(tree: Any) -> Any:
-    """The tree with every leaf varying over the manual axes that any leaf varies over; the way back sums, as JAX does it for every leaf
-    that is the same on all devices."""
+    """The tree with every leaf varying over the manual axes that any leaf varies over; the way back sums, as
+    JAX does it for every leaf that is the same on all devices."""
     leaves = jax.tree.leaves(tree)
     union = frozenset().union(*(_varying(leaf) for leaf in leaves))
     if not union:

@@ -1,12 +1,14 @@
 """The JAX primitive behind every operation: its shapes, its lowering to the custom call, its batching.
 
-``bind(*arrays, program=...)`` binds it. Its results are the program's; the scratch is a further result of the custom call alone, sized when
-the program is lowered, for the platform it is lowered to, and XLA takes the memory back at once.
+``bind(*arrays, program=...)`` binds it. Its results are the program's; the scratch is a further result of the
+custom call alone, sized when the program is lowered, for the platform it is lowered to, and XLA takes the
+memory back at once.
 
-vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing but numbers
-of rows is kept for backward), the batch becomes further rows of one call: the same codes, scales and terms, and, without a matrix
-product, the same bits. The matrix library may sum a longer matrix in another order: ``fk.deterministic(True)``, whose promise is the
-bits, runs products one element after the other too. Everywhere else the elements run so always.
+vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed
+over rows, nothing but numbers of rows is kept for backward), the batch becomes further rows of one call: the
+same codes, scales and terms, and, without a matrix product, the same bits. The matrix library may sum a
+longer matrix in another order: ``fk.deterministic(True)``, whose promise is the bits, runs products one
+element after the other too. Everywhere else the elements run so always.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ DEVICES = {"cpu": CPU, "cuda": Device("cuda")}
 
 
 def bind(*arrays: Any, program: Program) -> list[Any]:
-    """The program on arrays in the order of its ``arguments``; its results in theirs. Traceable, not differentiable.
+    """The program on arrays in the order of its ``arguments``; its results in theirs. Traceable, not
+    differentiable.
 
-    Where XLA may have several devices to itself, the primitive holds the program's form that can be split: JAX must see it when it traces.
+    Where XLA may have several devices to itself, the primitive holds the program's form that can be split:
+    JAX must see it when it traces.
     """
     alone = not _several() or jax.sharding.get_abstract_mesh().manual_axes
     split = None if alone else _split(program, jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64)
@@ -57,12 +61,13 @@ def _several() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _split(program: Program, mesh: Any, wide: bool) -> Any:
-    """The split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64 bits (``wire``)."""
+    """The split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64 bits
+    (``wire``)."""
     shapes = [jax.ShapeDtypeStruct(*wire(meta, shape)) for meta, shape in _both(program, "arguments")]
     return jax.make_jaxpr(sharding.partitioned(program, part_p.bind, wide))(*shapes)
 
 
-# --- shapes and dtypes ------------------------------------------------------------------------------------------------
+# --- shapes and dtypes --------------------------------------------------------------------------------------
 
 
 def meta_of(array: Any) -> Meta:
@@ -71,8 +76,8 @@ def meta_of(array: Any) -> Meta:
 
 
 def wire(meta: Meta, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array as JAX holds it: int64 as pairs of uint32, low word first, since JAX has 64 bits only on request.
-    ``shape``: the array's own, where the meta's is a flattened one."""
+    """Shape and dtype of an array as JAX holds it: int64 as pairs of uint32, low word first, since JAX has 64
+    bits only on request. ``shape``: the array's own, where the meta's is a flattened one."""
     if meta.dtype is formats.int64 and not jax.config.jax_enable_x64:
         return (*shape[:-1], 2 * shape[-1]), np.dtype(np.uint32)
     return shape, meta.dtype.numpy
@@ -80,25 +85,35 @@ def wire(meta: Meta, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[
 
 def _both(program: Program, kind: str) -> list[tuple[Meta, tuple[int, ...]]]:
     """The metas of "arguments" or "results", each with its shape in JAX."""
-    return [(meta, shape) for (_, meta), (_, shape) in zip(getattr(program, kind), program.seen(kind), strict=True)]
+    return [
+        (meta, shape)
+        for (_, meta), (_, shape) in zip(getattr(program, kind), program.seen(kind), strict=True)
+    ]
 
 
 def _like(aval: Any, meta: Meta, shape: tuple[int, ...]) -> Any:
     """An abstract array of ``meta`` on the same mesh and varying over the same manual axes as ``aval``."""
     shape, dtype = wire(meta, shape)
-    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    sharding = jax.sharding.NamedSharding(
+        aval.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape))
+    )
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 @call_p.def_abstract_eval
 def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
-    for (name, _), (meta, seen), aval in zip(program.arguments, _both(program, "arguments"), avals, strict=True):
+    for (name, _), (meta, seen), aval in zip(
+        program.arguments, _both(program, "arguments"), avals, strict=True
+    ):
         shape, dtype = wire(meta, seen)
         if tuple(aval.shape) != shape:
-            raise ShapeError(expected(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}"))
+            raise ShapeError(
+                expected(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}")
+            )
         if aval.dtype != dtype:
             raise FormatError(expected(program.operation, name, aval.dtype.name, dtype.name))
-    widest = max(avals, key=lambda aval: len(manual.varying(aval)))  # what is the same on all devices joins what is not
+    # what is the same on all devices joins what is not
+    widest = max(avals, key=lambda aval: len(manual.varying(aval)))
     return [_like(widest, meta, shape) for meta, shape in _both(program, "results")]
 
 
@@ -106,7 +121,8 @@ part_p.def_abstract_eval(_abstract)
 
 
 def _no_tangents(primals: Any, tangents: Any, *, program: Program, split: Any) -> Any:
-    """Gradients are rules of ``rules.apply``; what asks this primitive for a derivative wants one that is not there."""
+    """Gradients are rules of ``rules.apply``; what asks this primitive for a derivative wants one that is not
+    there."""
     asked = "a second one, or forward mode (jvp, hessian)"
     raise AutogradError(expected(program.operation, "derivative", asked, "first ones, by grad or vjp"))
 
@@ -125,7 +141,7 @@ def _eager(*arrays: Any, program: Program, split: Any) -> Any:
         return _compiled(program)(*arrays)
 
 
-# --- lowering ---------------------------------------------------------------------------------------------------------
+# --- lowering -----------------------------------------------------------------------------------------------
 
 
 def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
@@ -141,13 +157,22 @@ def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> A
     """Split over devices where XLA has several to itself; in a shard_map, and on one device, as it is."""
     axes = ctx.module_context.axis_context
     several = getattr(axes, "num_devices", 1) > 1
-    if several and split is not None and axes.abstract_mesh is None:  # no argument of jit says it; the mesh that is set does
+    # no argument of jit says it; the mesh that is set does
+    if several and split is not None and axes.abstract_mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.size != axes.num_devices:
             got = f"shardings over {axes.num_devices} devices, none of an argument with a mesh"
-            raise BackendError(expected(program.operation, "mesh", got, "a NamedSharding, or jax.set_mesh around the call"))
-        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=replace(axes, abstract_mesh=mesh)))
-    run = jaxpr_as_fun(split) if several and split is not None else functools.partial(part_p.bind, program=program)
+            raise BackendError(
+                expected(program.operation, "mesh", got, "a NamedSharding, or jax.set_mesh around the call")
+            )
+        ctx = ctx.replace(
+            module_context=ctx.module_context.replace(axis_context=replace(axes, abstract_mesh=mesh))
+        )
+    run = (
+        jaxpr_as_fun(split)
+        if several and split is not None
+        else functools.partial(part_p.bind, program=program)
+    )
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
@@ -157,12 +182,13 @@ for _platform in DEVICES:
     mlir.register_lowering(part_p, functools.partial(_lower, platform=_platform), platform=_platform)
 
 
-# --- vmap -------------------------------------------------------------------------------------------------------------
+# --- vmap ---------------------------------------------------------------------------------------------------
 
 
 def _rows_apart(program: Program) -> bool:
     """Whether every row of x gives its row of the results by itself."""
-    if program.face != "forward" or (program.signature.saved and program.operation != "norm"):  # a norm keeps one number a row
+    # a norm keeps one number a row
+    if program.face != "forward" or (program.signature.saved and program.operation != "norm"):
         return False
     spec = program.spec
     if program.operation not in ("linear", "norm", "norm_linear", "norm_mlp", "activation"):
@@ -170,25 +196,37 @@ def _rows_apart(program: Program) -> bool:
     products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
     if products and program.policy.deterministic:
         return False
-    return all(product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products)
+    return all(
+        product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products
+    )
 
 
 def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:
     moved = [a if dim is None else _front(a, dim) for a, dim in zip(arrays, dims, strict=True)]
     names = [name for name, _ in program.arguments]
     rows = [name for name in names if name in ("x", "residual")]
-    if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == rows and _rows_apart(program):
+    if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == rows and _rows_apart(
+        program
+    ):
         size = moved[names.index("x")].shape[0]
-        metas = tuple((name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta) for name, meta in program.metas)
+        metas = tuple(
+            (name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta)
+            for name, meta in program.metas
+        )
         given = dict(program.metas)
-        views = tuple((name, shape if name in given and name not in rows else (size, *shape)) for name, shape in program.views)
+        views = tuple(
+            (name, shape if name in given and name not in rows else (size, *shape))
+            for name, shape in program.views
+        )
         wide = replace(program, metas=metas, views=views)
         results = zip(bind(*moved, program=wide), program.seen("results"), strict=True)
         return [result.reshape(size, *shape) for result, (_, shape) in results], [0] * len(wide.results)
 
     def one(parts: list[Any]) -> list[Any]:
         given = iter(parts)
-        return bind(*(a if dim is None else next(given) for a, dim in zip(moved, dims, strict=True)), program=program)
+        return bind(
+            *(a if dim is None else next(given) for a, dim in zip(moved, dims, strict=True)), program=program
+        )
 
     mapped = [a for a, dim in zip(moved, dims, strict=True) if dim is not None]
     return jax.lax.map(one, mapped), [0] * len(program.results)

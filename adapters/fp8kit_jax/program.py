@@ -1,8 +1,9 @@
 """What one custom call runs, as a value: ``Program``, its text, and its execution on pointers.
 
-A program names a face of an operation, its spec, and the shapes and dtypes of the operation's inputs. From that follow, through the
-operation's own ``infer``, the arrays that come in and go out, and, through ``plan``, the scratch. Nothing in it belongs to a process: the
-text is the same everywhere and enough to run the program in a fresh process.
+A program names a face of an operation, its spec, and the shapes and dtypes of the operation's inputs. From
+that follow, through the operation's own ``infer``, the arrays that come in and go out, and, through ``plan``,
+the scratch. Nothing in it belongs to a process: the text is the same everywhere and enough to run the program
+in a fresh process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _SPECS: dict[str, type] = {kind.__name__: kind for kind in (Format, SelectionPol
 
 
 def register_operation(operation: Operation, *specs: type) -> None:
-    """Make an operation known to the door, with the (frozen dataclass) types that its spec is made of. A user's own too."""
+    """Make an operation known to the door, with the (frozen dataclass) types that its spec is made of. A
+    user's own too."""
     _OPERATIONS[operation.name] = operation
     register_specs(*specs)
 
@@ -47,13 +49,17 @@ def register_specs(*specs: type) -> None:
 class Program:
     """One call.
 
-    * ``face``: "forward" (outputs, then saved), "backward" (grads) or "measure" (amax outputs) of ``operation`` with ``spec``.
+    * ``face``: "forward" (outputs, then saved), "backward" (grads) or "measure" (amax outputs) of
+      ``operation`` with ``spec``.
     * ``metas``: the operation's inputs as (name, Meta). ``needs``: inputs whose gradient is wanted.
-    * ``late``: further inputs of backward, float32 (1,): the gradients' scales or amaxes. ``cotangents``: outputs whose cotangent comes.
-    * ``policy``: which implementations are chosen, as it was when the program was traced. ``plugins``: what there was to choose from
-      beside fp8kit's own then: a program is traced and prepared anew when that changes.
-    * ``views``: shapes that arrays have in JAX where the operation has them flattened (a kernel (K, 3, N) as (K, 3 N)), by name. The memory
-      is the same, and so is the text: only what splits over devices looks at it.
+    * ``late``: further inputs of backward, float32 (1,): the gradients' scales or amaxes. ``cotangents``:
+      outputs whose cotangent comes.
+    * ``policy``: which implementations are chosen, as it was when the program was traced. ``plugins``: what
+      there was to choose from beside fp8kit's own then: a program is traced and prepared anew when that
+      changes.
+    * ``views``: shapes that arrays have in JAX where the operation has them flattened (a kernel (K, 3, N) as
+      (K, 3 N)), by name. The memory is the same, and so is the text: only what splits over devices looks at
+      it.
     """
 
     face: str
@@ -79,11 +85,16 @@ class Program:
 
     @cached_property
     def arguments(self) -> Named:
-        """The arrays that come in, in order: backward's are what is kept, what is late, what was saved, the cotangents."""
+        """The arrays that come in, in order: backward's are what is kept, what is late, what was saved, the
+        cotangents."""
         if self.face != "backward":
             return self.metas
         known, s = dict(self.metas), self.signature
-        kept = [(name, known[name] if name in known else s.outputs[name]) for name in s.kept if name in known or name in s.outputs]
+        kept = [
+            (name, known[name] if name in known else s.outputs[name])
+            for name in s.kept
+            if name in known or name in s.outputs
+        ]
         late = [(name, Meta((1,), formats.float32)) for name in self.late]
         outputs = s.outputs | {name: known[source] for name, source in s.passes.items()}
         return (*kept, *late, *s.saved.items(), *((name, outputs[name]) for name in self.cotangents))
@@ -111,12 +122,20 @@ class Program:
 
     def scratch(self, plan: Plan) -> Named:
         """The temporaries of this face."""
-        found = {"forward": plan.scratch, "backward": plan.backward_scratch, "measure": plan.measure_scratch}[self.face]
-        return tuple((name, meta._replace(shape=(1,)) if meta.shape == (0,) else meta) for name, meta in found.items())
+        found = {"forward": plan.scratch, "backward": plan.backward_scratch, "measure": plan.measure_scratch}[
+            self.face
+        ]
+        return tuple(
+            (name, meta._replace(shape=(1,)) if meta.shape == (0,) else meta) for name, meta in found.items()
+        )
 
     def text(self, scratch: Named) -> str:
         """The program as text, with the temporaries that it was compiled with."""
-        whole = {"form": FORM, "program": _encode(dataclasses.replace(self, views=())), "scratch": _encode(scratch)}
+        whole = {
+            "form": FORM,
+            "program": _encode(dataclasses.replace(self, views=())),
+            "scratch": _encode(scratch),
+        }
         return json.dumps(whole, separators=(",", ":"), sort_keys=True)
 
 
@@ -131,9 +150,17 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Meta):
         return {"meta": [list(value.shape), value.dtype.name, value.zero]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+        fields = {
+            field.name: _encode(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
+        }
         if type(value).__name__ not in _SPECS:
-            raise FormatError(expected("fp8kit_jax", "spec", type(value).__name__, "a type that register_operation was told of"))
+            raise FormatError(
+                expected(
+                    "fp8kit_jax", "spec", type(value).__name__, "a type that register_operation was told of"
+                )
+            )
         return {"is": type(value).__name__, **fields}
     if isinstance(value, tuple | list):
         return [_encode(part) for part in value]
@@ -141,7 +168,9 @@ def _encode(value: Any) -> Any:
         return {"set": sorted(value)}
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise FormatError(expected("fp8kit_jax", "spec", repr(value), "numbers, text, formats, tuples and known specs"))
+    raise FormatError(
+        expected("fp8kit_jax", "spec", repr(value), "numbers, text, formats, tuples and known specs")
+    )
 
 
 def _decode(value: Any) -> Any:
@@ -161,7 +190,7 @@ def _decode(value: Any) -> Any:
     return frozenset(value["set"])
 
 
-# --- execution --------------------------------------------------------------------------------------------------------
+# --- execution ----------------------------------------------------------------------------------------------
 
 Step = Callable[[Sequence[int], int], None]
 Part = tuple[str, arrays.Shape, formats.DType]
@@ -169,10 +198,18 @@ Part = tuple[str, arrays.Shape, formats.DType]
 
 @lru_cache(maxsize=4096)
 def prepare(text: str, device: Device) -> Step:
-    """``step(pointers, stream)`` for a program's text on a device: pointers of arguments, results and scratch in the program's order."""
+    """``step(pointers, stream)`` for a program's text on a device: pointers of arguments, results and scratch
+    in the program's order."""
     found = json.loads(text)
     if found.get("form") != FORM:
-        raise BackendError(expected("fp8kit.run", "program", f"form {found.get('form')}", f"form {FORM}: compiled by another fp8kit"))
+        raise BackendError(
+            expected(
+                "fp8kit.run",
+                "program",
+                f"form {found.get('form')}",
+                f"form {FORM}: compiled by another fp8kit",
+            )
+        )
     program: Program = _decode(found["program"])
     plan = program.plan(device)
     if program.scratch(plan) != _decode(found["scratch"]):
@@ -182,10 +219,16 @@ def prepare(text: str, device: Device) -> Step:
     groups = [_parts(program.arguments), _parts(program.results), _parts(program.scratch(plan))]
     zeroed = [name for name, meta in program.results if meta.zero]
     cotangents = set(program.cotangents)
-    kept = {name for name, _ in program.arguments[: len(program.arguments) - len(signature.saved) - len(cotangents)]}
+    kept = {
+        name
+        for name, _ in program.arguments[: len(program.arguments) - len(signature.saved) - len(cotangents)]
+    }
 
     def views(parts: Sequence[Part], pointers: Sequence[int]) -> dict[str, ArrayView]:
-        return {name: ArrayView(ptr, shape, dtype, device) for (name, shape, dtype), ptr in zip(parts, pointers, strict=True)}
+        return {
+            name: ArrayView(ptr, shape, dtype, device)
+            for (name, shape, dtype), ptr in zip(parts, pointers, strict=True)
+        }
 
     def step(pointers: Sequence[int], stream: int) -> None:
         a, r = len(groups[0]), len(groups[1])

@@ -1,4 +1,5 @@
-"""``QuantizerSet``: how one matrix product of a layer is quantised, and with delayed scaling the state of its three operands."""
+"""``QuantizerSet``: how one matrix product of a layer is quantised, and with delayed scaling the state of its
+three operands."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from fp8kit_jax.state import Scaling, Slot
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizerSet:
-    """A pytree. ``x``, ``kernel``, ``grad``: slots of the input, the weight and the output gradient with delayed scaling, else None;
-    ``recipe``: static, None for high precision. The cotangent of a set is the set after the step."""
+    """A pytree. ``x``, ``kernel``, ``grad``: slots of the input, the weight and the output gradient with
+    delayed scaling, else None; ``recipe``: static, None for high precision. The cotangent of a set is the set
+    after the step."""
 
     x: Slot | None = None
     kernel: Slot | None = None
@@ -40,11 +42,13 @@ noop_quantizer_set = QuantizerSet()
 def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     """A fresh QuantizerSet, or a tuple of them for ``n_quantizer_sets`` > 1 (a layer with several products).
 
-    ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's history length. Raises
-    RecipeError for what is no recipe, and for one that JAX cannot carry out (``autocast``).
+    ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's
+    history length. Raises RecipeError for what is no recipe, and for one that JAX cannot carry out
+    (``autocast``).
 
-    With delayed scaling a set is for one call in a step. JAX sums cotangents, which are the next states: a set that two calls share, or the
-    steps of a ``jax.lax.scan``, comes back with the sum of their scales. Give each call its own, scanned ones stacked like the parameters.
+    With delayed scaling a set is for one call in a step. JAX sums cotangents, which are the next states: a
+    set that two calls share, or the steps of a ``jax.lax.scan``, comes back with the sum of their scales.
+    Give each call its own, scanned ones stacked like the parameters.
     """
     recipe = recipe_in_force() if recipe is None else recipe
     check_recipe("create_set", recipe)
@@ -60,11 +64,13 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
 
 
 def settle(operation: str, given: QuantizerSet | None) -> QuantizerSet:
-    """The set to use: ``given``, or by the autocast in force. RecipeError for a recipe that JAX cannot carry out, and where delayed scaling
-    lacks its state or has one of another shape."""
+    """The set to use: ``given``, or by the autocast in force. RecipeError for a recipe that JAX cannot carry
+    out, and where delayed scaling lacks its state or has one of another shape."""
     found = QuantizerSet(recipe=recipe_in_force()) if given is None else given
     if not isinstance(found, QuantizerSet):
-        raise RecipeError(expected(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None"))
+        raise RecipeError(
+            expected(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
+        )
     check_recipe(operation, found.recipe)
     if isinstance(found.recipe, DelayedScaling) and None in (found.x, found.kernel, found.grad):
         wanted = "a QuantizerSet with its slots (create_set), for delayed scaling has state"
@@ -81,10 +87,16 @@ def _check_slot(operation: str, argument: str, slot: Any) -> None:
         raise RecipeError(expected(operation, argument, shown(slot), "a Slot"))
     for part, value in slot._asdict().items():
         array = as_array(operation, f"{argument}.{part}", value)
-        fits = array.ndim == 1 and array.dtype == jnp.float32 and (array.size == 1 if part == "scale" else array.size > 0)
+        fits = (
+            array.ndim == 1
+            and array.dtype == jnp.float32
+            and (array.size == 1 if part == "scale" else array.size > 0)
+        )
         if not fits:
             wanted = "float32 (1,)" if part == "scale" else "float32 (steps,), at least one"
-            raise RecipeError(expected(operation, f"{argument}.{part}", f"{array.dtype} {array.shape}", wanted))
+            raise RecipeError(
+                expected(operation, f"{argument}.{part}", f"{array.dtype} {array.shape}", wanted)
+            )
 
 
 def scaling_of(found: QuantizerSet) -> Scaling | None:

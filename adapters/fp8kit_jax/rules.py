@@ -1,9 +1,11 @@
-"""The factory: an ``Operation`` as a differentiable JAX function, its gradient rule the operation's own ``backward``.
+"""The factory: an ``Operation`` as a differentiable JAX function, its gradient rule the operation's own
+``backward``.
 
-``apply`` is what every function of the door is made of. FP8 state with delayed scaling comes in as a value, one ``Slot`` a quantised
-tensor, and its *cotangent is its new value* (Transformer Engine's convention for JAX): the amaxes of the forward pass and of the gradients
-meet in the rule, which updates all slots at once. JAX sums cotangents over the devices of a shard_map and over the elements of a vmap;
-``state`` says how the new value survives that.
+``apply`` is what every function of the door is made of. FP8 state with delayed scaling comes in as a value,
+one ``Slot`` a quantised tensor, and its *cotangent is its new value* (Transformer Engine's convention for
+JAX): the amaxes of the forward pass and of the gradients meet in the rule, which updates all slots at once.
+JAX sums cotangents over the devices of a shard_map and over the elements of a vmap; ``state`` says how the
+new value survives that.
 """
 
 from __future__ import annotations
@@ -58,29 +60,45 @@ class _How:
     refused: str | None  # why there is no gradient
 
 
-def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: State | None = None, scaling: Scaling | None = None,
-          pairs: tuple[str, ...] = (), flat: Mapping[str, tuple[int, ...]] | None = None,
-          views: Mapping[str, tuple[int, ...]] | None = None) -> Arrays:
+def apply(
+    operation: Operation,
+    spec: Any,
+    inputs: Mapping[str, Any],
+    state: State | None = None,
+    scaling: Scaling | None = None,
+    pairs: tuple[str, ...] = (),
+    flat: Mapping[str, tuple[int, ...]] | None = None,
+    views: Mapping[str, tuple[int, ...]] | None = None,
+) -> Arrays:
     """Run an operation; its outputs by name, amaxes left out.
 
-    * ``inputs``: JAX arrays by name, None or left out where absent. Integers and states are not differentiated.
-    * ``state``: slots by prefix and operand (``{"x": Slot, "w": Slot, "g": Slot}``, prefixed in operations of several products), with
-      ``scaling``, the rule that updates them.
+    * ``inputs``: JAX arrays by name, None or left out where absent. Integers and states are not
+      differentiated.
+    * ``state``: slots by prefix and operand (``{"x": Slot, "w": Slot, "g": Slot}``, prefixed in operations of
+      several products), with ``scaling``, the rule that updates them.
     * ``pairs``: inputs that are int64 to the operation and come as uint32 pairs (``rng``).
-    * ``flat``: the operation's own shapes of inputs that come with more dimensions (a kernel (K, 3, N) as (K, 3 N)); ``views``: the shapes
-      that outputs and saved arrays have in JAX, where not the operation's. So devices can split what the operation has flattened.
+    * ``flat``: the operation's own shapes of inputs that come with more dimensions (a kernel (K, 3, N) as (K,
+      3 N)); ``views``: the shapes that outputs and saved arrays have in JAX, where not the operation's. So
+      devices can split what the operation has flattened.
 
-    Raises what ``infer`` raises, when it is traced; AutogradError for forward mode, which within ``jax.jit`` JAX itself refuses.
+    Raises what ``infer`` raises, when it is traced; AutogradError for forward mode, which within ``jax.jit``
+    JAX itself refuses.
     """
-    given = {name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None}
+    given = {
+        name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None
+    }
     given, state = manual.alike((given, state or {}))
     axes = manual.axes((given, state))
-    own = {name: shape for name, shape in (flat or {}).items() if name in given and given[name].shape != shape}
+    own = {
+        name: shape for name, shape in (flat or {}).items() if name in given and given[name].shape != shape
+    }
     seen = {name: given[name].shape for name in own} | dict(views or {})
     static = _Static(operation.name, spec, pairs, scaling, axes, tuple(seen.items()), tuple(own.items()))
     run = functools.partial(_run, static)
-    if jax.sharding.get_abstract_mesh().manual_axes:  # a shard_map outside of jit refuses rules with symbolic zeros
-        run = jax.jit(run, inline=True)  # of this call alone: the policy in force is no part of what jit would know it by
+    # a shard_map outside of jit refuses rules with symbolic zeros
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        # of this call alone: the policy in force is no part of what jit would know it by
+        run = jax.jit(run, inline=True)
     mesh = explicit.mesh_of((given, state))
     try:
         if mesh is None:
@@ -91,7 +109,9 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: Sta
         if "forward-mode" not in str(error):
             raise
         asked = "one in forward mode (jvp, jacfwd)"
-        raise AutogradError(expected(operation.name, "derivative", asked, "one in reverse mode: grad, vjp, jacrev")) from None
+        raise AutogradError(
+            expected(operation.name, "derivative", asked, "one in reverse mode: grad, vjp, jacrev")
+        ) from None
 
 
 def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta], ...]:
@@ -102,7 +122,11 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
         except FormatError:
             raise FormatError(expected(static.operation, name, value.dtype, "a dtype of fp8kit")) from None
         if not all(isinstance(n, int) for n in meta.shape):
-            raise ShapeError(expected(static.operation, name, f"shape {meta.shape}", "sizes that are known when it is traced"))
+            raise ShapeError(
+                expected(
+                    static.operation, name, f"shape {meta.shape}", "sizes that are known when it is traced"
+                )
+            )
         meta = meta._replace(shape=flat.get(name, meta.shape))
         if name in static.pairs and meta.dtype.name == "uint32":
             meta = Meta((*meta.shape[:-1], meta.shape[-1] // 2), int64)
@@ -114,14 +138,22 @@ def _program(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ..
     """The forward program and its arguments."""
     given = inputs | {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
     metas = _metas(static, given)
-    return Program("forward", static.operation, static.spec, metas, needs, policy=get_policy(), views=static.views), given
+    return Program(
+        "forward", static.operation, static.spec, metas, needs, policy=get_policy(), views=static.views
+    ), given
 
 
-def _forward(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays, Arrays]:
+def _forward(
+    static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]
+) -> tuple[Program, Arrays, Arrays]:
     """The forward program, its arguments, and its results, passes included."""
     program, given = _program(static, inputs, state, needs)
     results = _bound(program, list(given.values()), static)
-    return program, given, results | {name: given[source] for name, source in program.signature.passes.items()}
+    return (
+        program,
+        given,
+        results | {name: given[source] for name, source in program.signature.passes.items()},
+    )
 
 
 def _bound(program: Program, arrays: list[Any], static: _Static) -> Arrays:
@@ -132,7 +164,11 @@ def _bound(program: Program, arrays: list[Any], static: _Static) -> Arrays:
 
 def _outputs(program: Program, results: Arrays) -> Arrays:
     s = program.signature
-    return {name: results[name] for name in (*s.outputs, *s.passes) if name in s.passes or not s.outputs[name].zero}
+    return {
+        name: results[name]
+        for name in (*s.outputs, *s.passes)
+        if name in s.passes or not s.outputs[name].zero
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -143,26 +179,41 @@ def _run(static: _Static, inputs: Arrays, state: State) -> Arrays:
 
 def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kept]:
     values = {name: leaf.value for name, leaf in inputs.items()}
-    needs = tuple(name for name, leaf in inputs.items() if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating))
+    needs = tuple(
+        name
+        for name, leaf in inputs.items()
+        if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating)
+    )
     slots = jax.tree.map(lambda leaf: leaf.value, state, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     refused = _refused(static, values, slots, needs)
     program, given, results = _forward(static, values, slots, () if refused else needs)
     s = program.signature
-    kept = {name: given[name] if name in given else results[name] for name in s.kept if name in given or name in results}
+    kept = {
+        name: given[name] if name in given else results[name]
+        for name in s.kept
+        if name in given or name in results
+    }
     saved = {name: results[name] for name in s.saved}
     amaxes = {name: results[name] for name, meta in s.outputs.items() if meta.zero} if state else {}
-    return _outputs(program, results), _Kept(_How(program, tuple(inputs), refused), {"kept": kept, "saved": saved, "amax": amaxes}, slots)
+    return _outputs(program, results), _Kept(
+        _How(program, tuple(inputs), refused), {"kept": kept, "saved": saved, "amax": amaxes}, slots
+    )
 
 
 def _refused(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> str | None:
-    """Why there is no gradient of ``needs``, None where there is. It is said when one is asked for: what a loss is not a function of, such
-    as a straight-through estimate's rounding behind ``stop_gradient``, may well be differentiated on the way."""
+    """Why there is no gradient of ``needs``, None where there is. It is said when one is asked for: what a
+    loss is not a function of, such as a straight-through estimate's rounding behind ``stop_gradient``, may
+    well be differentiated on the way."""
     try:
         s = _program(static, inputs, state, needs)[0].signature
     except AutogradError as error:
         return str(error)
     missing = [name for name in needs if name not in s.grads and name not in s.grad_passes]
-    return f"{static.operation}: no gradient rule for its input {missing[0]!r}, which is differentiated" if missing else None
+    return (
+        f"{static.operation}: no gradient rule for its input {missing[0]!r}, which is differentiated"
+        if missing
+        else None
+    )
 
 
 def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any]:
@@ -171,7 +222,8 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
         raise AutogradError(kept.how.refused)
     s = program.signature
     g = {name: None if isinstance(value, SymbolicZero) else value for name, value in cotangents.items()}
-    first = next(name for name, meta in s.outputs.items() if not meta.zero)  # backward wants this one's, zeros where it is not used
+    # backward wants this one's, zeros where it is not used
+    first = next(name for name, meta in s.outputs.items() if not meta.zero)
     if g[first] is None:
         g[first] = manual.zeros(cotangents[first].shape, cotangents[first].dtype, (arrays, state))
     found: Arrays = {}
@@ -179,8 +231,11 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
         late = {f"{key}_scale": slot.scale for key, slot in state.items() if key.endswith("g")}
         given = {name: value for name, value in g.items() if value is not None}
         backward = replace(program, face="backward", late=tuple(late), cotangents=tuple(given))
-        groups = ((s.kept, arrays["kept"]), (late, late), (s.saved, arrays["saved"]), (given, given))  # a pytree forgets its order
-        found = _bound(backward, [group[name] for names, group in groups for name in names if name in group], static)
+        # a pytree forgets its order
+        groups = ((s.kept, arrays["kept"]), (late, late), (s.saved, arrays["saved"]), (given, given))
+        found = _bound(
+            backward, [group[name] for names, group in groups for name in names if name in group], static
+        )
     grads: Arrays = {}
     for name in program.needs:
         grads[name] = g[s.grad_passes[name]] if name in s.grad_passes else found[name]
@@ -188,9 +243,16 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
     if not state:
         return inputs, state
     if static.scaling is None:
-        raise RecipeError(expected(static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state"))
+        raise RecipeError(
+            expected(static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state")
+        )
     amaxes = arrays["amax"] | {name: value for name, value in found.items() if name.endswith("_amax")}
-    return inputs, next_state(static.scaling, state, {name.removesuffix("_amax"): value for name, value in amaxes.items()}, static.axes)
+    return inputs, next_state(
+        static.scaling,
+        state,
+        {name.removesuffix("_amax"): value for name, value in amaxes.items()},
+        static.axes,
+    )
 
 
 _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

@@ -17,8 +17,9 @@ from fp8kit.recipe import DelayedScaling, Recipe
 
 @dataclass(frozen=True)
 class MeshResource:
-    """Names of mesh axes by their use, None where there is none (Transformer Engine's MeshResource): data, tensor, tensor and sequence,
-    fully sharded data, pipeline, context and expert parallelism. Amaxes are reduced over all of them but the pipeline's."""
+    """Names of mesh axes by their use, None where there is none (Transformer Engine's MeshResource): data,
+    tensor, tensor and sequence, fully sharded data, pipeline, context and expert parallelism. Amaxes are
+    reduced over all of them but the pipeline's."""
 
     dp_resource: str | None = None
     tp_resource: str | None = None
@@ -32,7 +33,9 @@ class MeshResource:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
-                raise RecipeError(expected("MeshResource", field.name, repr(value), "the name of a mesh axis or None"))
+                raise RecipeError(
+                    expected("MeshResource", field.name, repr(value), "the name of a mesh axis or None")
+                )
 
 
 class _Thread(threading.local):
@@ -54,30 +57,43 @@ def recipe_in_force() -> Recipe | None:
 
 
 def check_recipe(operation: str, recipe: Any) -> None:
-    """RecipeError for what is neither a recipe nor None, and for a recipe that JAX cannot carry out: one with host callables, or with
-    ``reduce_amax=False``."""
+    """RecipeError for what is neither a recipe nor None, and for a recipe that JAX cannot carry out: one with
+    host callables, or with ``reduce_amax=False``."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(expected(operation, "recipe", shown(recipe), "a Recipe, such as recipe.DelayedScaling(), or None"))
+        raise RecipeError(
+            expected(operation, "recipe", shown(recipe), "a Recipe, such as recipe.DelayedScaling(), or None")
+        )
     if isinstance(recipe, DelayedScaling):
         if recipe.host_update:
-            raise RecipeError(expected(operation, "recipe", "a recipe with callables", "amax_compute_algo 'max' or 'most_recent' in JAX"))
+            raise RecipeError(
+                expected(
+                    operation,
+                    "recipe",
+                    "a recipe with callables",
+                    "amax_compute_algo 'max' or 'most_recent' in JAX",
+                )
+            )
         if not recipe.reduce_amax:
             raise RecipeError(expected(operation, "recipe", "reduce_amax=False", "reduce_amax=True in JAX"))
 
 
-def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
-             ) -> AbstractContextManager[None]:
+def autocast(
+    enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
+) -> AbstractContextManager[None]:
     """Functions and modules that are *traced* within compute in FP8, in this thread.
 
-    * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is ``DelayedScaling()``.
+    * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is
+      ``DelayedScaling()``.
     * ``mesh_resource``: what the mesh axes mean; None is as the autocast around this one.
 
-    Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables, ``reduce_amax=False``.
-    Source: Transformer Engine's ``transformer_engine.jax.autocast``.
+    Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables,
+    ``reduce_amax=False``. Source: Transformer Engine's ``transformer_engine.jax.autocast``.
     """
     check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
-        raise RecipeError(expected("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None"))
+        raise RecipeError(
+            expected("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None")
+        )
     scope(enabled=enabled, recipe=recipe)  # refuses
     return _within(enabled, recipe, mesh_resource)
 

@@ -1,12 +1,14 @@
-"""How a program splits over a mesh under ``jax.jit`` with shardings: custom_partitioning, so that XLA gathers nothing.
+"""How a program splits over a mesh under ``jax.jit`` with shardings: custom_partitioning, so that XLA gathers
+nothing.
 
-``cuts`` says along what a program may be cut, and what one device computes then (its ``local`` program). Which dimension of every array
-goes along is not written down anywhere: the operation's own ``infer`` is asked for the program of one device, and what has become smaller
-is cut. What has not, is the same on all devices, or a sum over them (``Cut.sums``); amaxes are maxima over them, taken before the
-cast where scales are current (``shared``). Dropout's numbers are those of one device (``spread``), cuDNN's own aside.
+``cuts`` says along what a program may be cut, and what one device computes then (its ``local`` program).
+Which dimension of every array goes along is not written down anywhere: the operation's own ``infer`` is asked
+for the program of one device, and what has become smaller is cut. What has not, is the same on all devices,
+or a sum over them (``Cut.sums``); amaxes are maxima over them, taken before the cast where scales are current
+(``shared``). Dropout's numbers are those of one device (``spread``), cuDNN's own aside.
 
-A program that cannot be cut as its arguments are, because rows of different devices meet in it or because a device's part would be padded,
-runs whole on every device along that mesh axis.
+A program that cannot be cut as its arguments are, because rows of different devices meet in it or because a
+device's part would be padded, runs whole on every device along that mesh axis.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Chosen(NamedTuple):
 
 
 def dims_of(program: Program, cut: Cut, count: int) -> tuple[Dims, Dims] | None:
-    """Which dimension of each argument and of each result a cut into ``count`` parts cuts; None where the program has no such parts."""
+    """Which dimension of each argument and of each result a cut into ``count`` parts cuts; None where the
+    program has no such parts."""
     part = local(program, ((cut, count),))
     if part is None:
         return None
@@ -58,7 +61,8 @@ def dims_of(program: Program, cut: Cut, count: int) -> tuple[Dims, Dims] | None:
     try:
         return tuple(  # type: ignore[return-value]
             [one(name, a, b) for (name, a), (_, b) in zip(program.seen(kind), part.seen(kind), strict=True)]
-            for kind in ("arguments", "results"))
+            for kind in ("arguments", "results")
+        )
     except ValueError:
         return None
 
@@ -69,16 +73,17 @@ def _found(program: Program, cut: Cut) -> tuple[Dims, Dims] | None:
 
 @functools.lru_cache(maxsize=1024)
 def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
-    """The program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one device; ``wide``: with 64 bits, which XLA
-    does not know when it asks for a part."""
+    """The program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one device;
+    ``wide``: with 64 bits, which XLA does not know when it asks for a part."""
     function = custom_partitioning(lambda *arrays: tuple(bind(*arrays, program=program)))
     function.def_partition(functools.partial(_partition, program, bind, wide), sharding_rule=_rule(program))
     return function
 
 
 def _rule(program: Program) -> SdyShardingRule:
-    """Along which dimensions shardings go from array to array: a factor for each cut, each other dimension its own. Where what is cut is
-    flattened together with other dimensions, the factor is the major part of a compound."""
+    """Along which dimensions shardings go from array to array: a factor for each cut, each other dimension
+    its own. Where what is cut is flattened together with other dimensions, the factor is the major part of a
+    compound."""
     arrays = [*program.seen("arguments"), *program.seen("results")]
     along: dict[tuple[int, int], str] = {}  # (array, dimension) -> factor
     base: dict[str, int] = {}  # factor -> its size
@@ -86,7 +91,11 @@ def _rule(program: Program) -> SdyShardingRule:
         found = _found(program, cut)
         if found is None:
             continue
-        dims = {(i, d): f"c{number}" for i, d in enumerate([*found[0], *found[1]]) if d is not None and (i, d) not in along}
+        dims = {
+            (i, d): f"c{number}"
+            for i, d in enumerate([*found[0], *found[1]])
+            if d is not None and (i, d) not in along
+        }
         along |= dims
         extents = [arrays[i][1][d] for i, d in dims]
         base |= {f"c{number}": math.gcd(*extents)} if extents else {}
@@ -104,13 +113,17 @@ def _rule(program: Program) -> SdyShardingRule:
                 sizes |= {factor: base[factor], own: n // base[factor]}
                 dims_here.append(CompoundFactor(factor, own))
         mapped.append(tuple(dims_here))
-    whole = {factor for dims_here in mapped for factor in dims_here if isinstance(factor, str)}  # the sizes of these are known
+    # the sizes of these are known
+    whole = {factor for dims_here in mapped for factor in dims_here if isinstance(factor, str)}
     count = len(program.arguments)
-    return SdyShardingRule(tuple(mapped[:count]), tuple(mapped[count:]), **{f: n for f, n in sizes.items() if f not in whole})
+    return SdyShardingRule(
+        tuple(mapped[:count]), tuple(mapped[count:]), **{f: n for f, n in sizes.items() if f not in whole}
+    )
 
 
 def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
-    """The cuts that the arguments' PartitionSpecs suggest, as many as can be made together, one after the other."""
+    """The cuts that the arguments' PartitionSpecs suggest, as many as can be made together, one after the
+    other."""
     chosen: list[Chosen] = []
     counts: tuple[tuple[Cut, int], ...] = ()
     taken: set[str] = set()
@@ -125,8 +138,12 @@ def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
         dims = dims_of(program, cut, count) if count > 1 else None
         if dims is None or local(program, (*counts, (cut, count))) is None:
             continue
-        if any(a is not None and a == b for other in chosen for mine, own in zip(dims, other[2:], strict=True)
-               for a, b in zip(mine, own, strict=True)):
+        if any(
+            a is not None and a == b
+            for other in chosen
+            for mine, own in zip(dims, other[2:], strict=True)
+            for a, b in zip(mine, own, strict=True)
+        ):
             continue  # two cuts of one dimension
         chosen.append(Chosen(cut, axes, *dims))
         counts, taken = (*counts, (cut, count)), taken | set(axes)
@@ -152,16 +169,23 @@ def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> dict[str,
     return {name: spec for (name, _), spec in zip(program.results, found, strict=True)}
 
 
-def _partition(program: Program, bind: Bind, wide: bool, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
+def _partition(
+    program: Program, bind: Bind, wide: bool, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any
+) -> Any:
     chosen = _choose(program, mesh, [shape.sharding.spec for shape in arg_shapes])
-    part = local(program, tuple((one.cut, math.prod(mesh.shape[axis] for axis in one.axes)) for one in chosen))
+    part = local(
+        program, tuple((one.cut, math.prod(mesh.shape[axis] for axis in one.axes)) for one in chosen)
+    )
     assert part is not None
 
     def lower(*arrays: Any) -> tuple[Any, ...]:
         with jax.enable_x64(wide):
             return _run_part(part, bind, arrays, chosen)
 
-    results, arguments = (tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, kind)) for kind in ("results", "arguments"))
+    results, arguments = (
+        tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, kind))
+        for kind in ("results", "arguments")
+    )
     return mesh, lower, results, arguments
 
 
@@ -181,7 +205,9 @@ def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence
     part, given = spread.placed(part, given, {one.cut.kind: one.axes for one in chosen})
     everywhere = tuple(axis for one in chosen for axis in one.axes)
     special = spread.special(part, chosen[0].cut.kind) if chosen else None
-    results = list(special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind))
+    results = list(
+        special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind)
+    )
     for i, (name, meta) in enumerate(part.results):
         for one in chosen:
             if one.results[i] is None and meta.zero:

@@ -1,4 +1,5 @@
-"""Functions without weights or with vectors alone: norms, softmax, cross entropy, rotary embedding, residual dropout."""
+"""Functions without weights or with vectors alone: norms, softmax, cross entropy, rotary embedding, residual
+dropout."""
 
 from __future__ import annotations
 
@@ -24,12 +25,19 @@ from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
 
-def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm", zero_centered_gamma: bool = False,
-              epsilon: float = 1e-6) -> Any:
-    """(x - mean) / sqrt(var + epsilon) * gamma + beta over the last dimension (Ba et al. 2016), or with "rmsnorm" ``rmsnorm``.
+def layernorm(
+    x: Any,
+    gamma: Any,
+    beta: Any = None,
+    norm_type: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+) -> Any:
+    """(x - mean) / sqrt(var + epsilon) * gamma + beta over the last dimension (Ba et al. 2016), or with
+    "rmsnorm" ``rmsnorm``.
 
-    ``x``: h (..., N), float32, bfloat16 or float16; ``gamma``, ``beta``: h (N,), beta None with "rmsnorm". ``zero_centered_gamma``: the
-    factor is 1 + gamma. Returns h like x.
+    ``x``: h (..., N), float32, bfloat16 or float16; ``gamma``, ``beta``: h (N,), beta None with "rmsnorm".
+    ``zero_centered_gamma``: the factor is 1 + gamma. Returns h like x.
     """
     x = as_array("layernorm", "x", x)
     want_alike("layernorm", x, gamma=gamma, beta=beta)
@@ -40,7 +48,8 @@ def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm"
 
 
 def rmsnorm(x: Any, gamma: Any, zero_centered_gamma: bool = False, epsilon: float = 1e-6) -> Any:
-    """x / sqrt(mean(x^2) + epsilon) * gamma over the last dimension (Zhang & Sennrich 2019). Arguments as ``layernorm``."""
+    """x / sqrt(mean(x^2) + epsilon) * gamma over the last dimension (Zhang & Sennrich 2019). Arguments as
+    ``layernorm``."""
     return layernorm(x, gamma, None, "rmsnorm", zero_centered_gamma, epsilon)
 
 
@@ -49,17 +58,22 @@ def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
     x = as_array("l2norm", "x", x)
     if x.ndim < 1:
         raise ShapeError(expected("l2norm", "x", "a scalar", "shape (..., features)"))
-    return apply(norm, L2NormSpec(x.shape[-1], epsilon=as_number("l2norm", "epsilon", epsilon)), {"x": x})["y"]
+    return apply(norm, L2NormSpec(x.shape[-1], epsilon=as_number("l2norm", "epsilon", epsilon)), {"x": x})[
+        "y"
+    ]
 
 
 def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
-    """softmax(scale_factor * logits) over the last dimension, in float32, rounded to logits' dtype; XLA's own fused code.
+    """softmax(scale_factor * logits) over the last dimension, in float32, rounded to logits' dtype; XLA's own
+    fused code.
 
     * ``logits``: h (..., N), float32, bfloat16 or float16. ``scale_factor``: a number.
-    * ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked out whole is 0.
+    * ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked
+      out whole is 0.
 
-    Returns h (..., N). Raises FormatError for logits that are no floating-point numbers, ShapeError for a mask that does not broadcast.
-    Source: Transformer Engine's ``softmax`` in JAX, its kinds told apart by ``mask``.
+    Returns h (..., N). Raises FormatError for logits that are no floating-point numbers, ShapeError for a
+    mask that does not broadcast. Source: Transformer Engine's ``softmax`` in JAX, its kinds told apart by
+    ``mask``.
     """
     logits = as_array("softmax", "logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
@@ -69,64 +83,110 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     scale_factor = as_number("softmax", "scale_factor", scale_factor, least=-float("inf"))
     mask = None if mask is None else as_array("softmax", "mask", mask)
     if mask is not None and not _broadcasts(mask.shape, logits.shape):
-        raise ShapeError(expected("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}"))
+        raise ShapeError(
+            expected("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}")
+        )
     keep = None if mask is None else mask == 0
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
     if keep is None:
         return jax.nn.softmax(scores, -1).astype(logits.dtype)
     keep = jnp.broadcast_to(keep, logits.shape)
     seen = keep.any(-1, keepdims=True)
-    return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(logits.dtype)
+    return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(
+        logits.dtype
+    )
 
 
 def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Whether an array of ``shape`` stands for one of ``whole``."""
-    return len(shape) <= len(whole) and all(n in (1, m) for n, m in zip(shape[::-1], whole[::-1], strict=False))
+    return len(shape) <= len(whole) and all(
+        n in (1, m) for n, m in zip(shape[::-1], whole[::-1], strict=False)
+    )
 
 
-def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100) -> Any:
+def fused_cross_entropy(
+    logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100
+) -> Any:
     """Softmax cross entropy in nats, its gradient from the kept log-sum-exp.
 
-    * ``logits``: h (..., V); ``targets``: int32 (...,), ``ignore_index`` counts nothing; one out of range is an error on
-      the CPU (ArgumentError, or JAX's own of a compiled program) and gives NaN on a GPU. ``label_smoothing`` in [0, 1).
-    * ``reduction``: "mean" over the targets that are not ignored, float32 (), or "none", float32 like targets.
+    * ``logits``: h (..., V); ``targets``: int32 (...,), ``ignore_index`` counts nothing; one out of range is
+      an error on the CPU (ArgumentError, or JAX's own of a compiled program) and gives NaN on a GPU.
+      ``label_smoothing`` in [0, 1).
+    * ``reduction``: "mean" over the targets that are not ignored, float32 (), or "none", float32 like
+      targets.
 
     Raises ShapeError or FormatError when it is traced.
     """
     logits = as_array("fused_cross_entropy", "logits", logits)
     if logits.ndim < 1:
         raise ShapeError(expected("fused_cross_entropy", "logits", "a scalar", "shape (..., classes)"))
-    spec = CrossEntropySpec(logits.shape[-1], reduction, as_number("fused_cross_entropy", "label_smoothing", label_smoothing), ignore_index)
+    spec = CrossEntropySpec(
+        logits.shape[-1],
+        reduction,
+        as_number("fused_cross_entropy", "label_smoothing", label_smoothing),
+        ignore_index,
+    )
     check_targets("fused_cross_entropy", "targets", targets, spec.classes, spec.ignore_index)
     loss = apply(cross_entropy, spec, {"logits": logits, "targets": targets})["loss"]
     return loss.reshape(()) if reduction == "mean" else loss
 
 
-def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None, qkv_format: str = "bshd",
-         interleaved: bool = False, *, cu_seqlens_padded: Any = None) -> Any:
+def rope(
+    x: Any,
+    freqs: Any,
+    start_positions: Any = None,
+    cu_seqlens: Any = None,
+    qkv_format: str = "bshd",
+    interleaved: bool = False,
+    *,
+    cu_seqlens_padded: Any = None,
+) -> Any:
     """Rotary position embedding (Su et al., RoFormer, 2021).
 
-    ``x``: h (b, s, heads, d), (s, b, heads, d) with "sbhd", (t, heads, d) with "thd"; ``freqs``: float32 (positions, r), angles in radians,
-    r even and at most d (``rope_frequencies``); ``start_positions``: int32 (b,) or None; ``cu_seqlens``: int32 (b + 1,), running sums
-    of the lengths, with "thd"; ``cu_seqlens_padded``: where the sequences start, if there are gaps between them. ``interleaved``: pairs are
-    neighbours, instead of the two halves. Returns h like x, 0 for tokens of no sequence, and so for their gradient.
+    ``x``: h (b, s, heads, d), (s, b, heads, d) with "sbhd", (t, heads, d) with "thd"; ``freqs``: float32
+    (positions, r), angles in radians, r even and at most d (``rope_frequencies``); ``start_positions``: int32
+    (b,) or None; ``cu_seqlens``: int32 (b + 1,), running sums of the lengths, with "thd";
+    ``cu_seqlens_padded``: where the sequences start, if there are gaps between them. ``interleaved``: pairs
+    are neighbours, instead of the two halves. Returns h like x, 0 for tokens of no sequence, and so for their
+    gradient.
     """
     x = as_array("rope", "x", x)
     if x.ndim < 3:
-        raise ShapeError(expected("rope", "x", f"shape {x.shape}", "(batch, sequence, heads, features), or (tokens, heads, features)"))
+        raise ShapeError(
+            expected(
+                "rope",
+                "x",
+                f"shape {x.shape}",
+                "(batch, sequence, heads, features), or (tokens, heads, features)",
+            )
+        )
     heads, dim = x.shape[-2:]
     choice("rope", "qkv_format", qkv_format, FORMATS)
     spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, flag("rope", "interleaved", interleaved))
-    check_sums("rope", {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, "cu_seqlens", x.shape[0])
-    inputs = {"x": x, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
-              "cu_seqlens_padded": cu_seqlens_padded}
+    check_sums(
+        "rope", {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, "cu_seqlens", x.shape[0]
+    )
+    inputs = {
+        "x": x,
+        "freqs": freqs,
+        "start_positions": start_positions,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_padded": cu_seqlens_padded,
+    }
     return apply(rope_operation, spec, inputs)["y"]
 
 
 def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:
-    """Angles for ``rope``, float32 (positions, dim): position * base^(-2 i / dim) for the i-th pair, in the order that ``rope`` takes."""
-    dim, positions = integer("rope_frequencies", "dim", dim, 2, 2**20), integer("rope_frequencies", "positions", positions, 0, 2**31 - 1)
-    base, interleaved = number("rope_frequencies", "base", base, above=0.0), flag("rope_frequencies", "interleaved", interleaved)
+    """Angles for ``rope``, float32 (positions, dim): position * base^(-2 i / dim) for the i-th pair, in the
+    order that ``rope`` takes."""
+    dim, positions = (
+        integer("rope_frequencies", "dim", dim, 2, 2**20),
+        integer("rope_frequencies", "positions", positions, 0, 2**31 - 1),
+    )
+    base, interleaved = (
+        number("rope_frequencies", "base", base, above=0.0),
+        flag("rope_frequencies", "interleaved", interleaved),
+    )
     if dim % 2:
         raise ShapeError(expected("rope_frequencies", "dim", dim, "an even number"))
     inverse = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -136,11 +196,13 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
 
 
 def rng_words(key: Any) -> Any:
-    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words first; a key of two words is a seed.
-    So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what ``fp8kit.manual_seed(seed)`` draws first. FormatError for what is no
-    key."""
+    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words first; a
+    key of two words is a seed. So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what
+    ``fp8kit.manual_seed(seed)`` draws first. FormatError for what is no key."""
     wide = isinstance(key, jax.Array | np.ndarray)
-    if not wide or not (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype.kind in "iu" and key.size)):
+    if not wide or not (
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype.kind in "iu" and key.size)
+    ):
         raise FormatError(expected("rng", "key", shown(key), "a JAX key"))
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     flat = data.reshape(-1)[:4].astype(jnp.uint32)
@@ -148,10 +210,11 @@ def rng_words(key: Any) -> Any:
 
 
 def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
-    """What an operation draws with a JAX key: ``(seed, offset)``, int64 (2,) of NumPy, whatever JAX's configuration. Not within ``jit``.
+    """What an operation draws with a JAX key: ``(seed, offset)``, int64 (2,) of NumPy, whatever JAX's
+    configuration. Not within ``jit``.
 
-    ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a native layer what JAX's functions
-    drop with these keys. FormatError for what is not one key.
+    ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a
+    native layer what JAX's functions drop with these keys. FormatError for what is not one key.
     """
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if np.shape(key) not in (((),) if typed else ((2,), (4,))):
@@ -162,12 +225,16 @@ def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
 def rng_inputs(key: Any) -> dict[str, Any]:
     """The input ``rng`` for a key, as JAX's configuration holds int64."""
     words = rng_words(key)
-    return {"rng": jax.lax.bitcast_convert_type(words.reshape(2, 2), jnp.int64) if jax.config.jax_enable_x64 else words}
+    return {
+        "rng": jax.lax.bitcast_convert_type(words.reshape(2, 2), jnp.int64)
+        if jax.config.jax_enable_x64
+        else words
+    }
 
 
 def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.0, key: Any = None) -> Any:
-    """residual + dropout(x + bias), in one pass. ``x``, ``residual``: h (..., N); ``bias``: h (N,); ``rate`` in [0, 1), with ``key``, a JAX
-    key, where it is not 0. Returns h like x."""
+    """residual + dropout(x + bias), in one pass. ``x``, ``residual``: h (..., N); ``bias``: h (N,); ``rate``
+    in [0, 1), with ``key``, a JAX key, where it is not 0. Returns h like x."""
     x, rate = as_array("dropout_add", "x", x), as_number("dropout_add", "rate", rate, below=1.0)
     if x.ndim < 1:
         raise ShapeError(expected("dropout_add", "x", "a scalar", "shape (..., features)"))
@@ -178,13 +245,17 @@ def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.
     return apply(dropout_add_operation, spec, inputs, pairs=("rng",))["y"]
 
 
-def drop_path(x: Any, residual: Any, rate: float, key: Any, qkv_format: str = "bshd", cu_seqlens: Any = None) -> Any:
-    """residual + x, each sample of x dropped with probability ``rate`` in (0, 1), what stays divided by 1 - rate: stochastic depth
-    (Huang et al. 2016). ``x``, ``residual``: h (b, s, N), (s, b, N) with "sbhd", (t, N) with "thd" and ``cu_seqlens``, int32 (b + 1,).
-    ``key``: a JAX key. Returns h like x."""
+def drop_path(
+    x: Any, residual: Any, rate: float, key: Any, qkv_format: str = "bshd", cu_seqlens: Any = None
+) -> Any:
+    """residual + x, each sample of x dropped with probability ``rate`` in (0, 1), what stays divided by 1 -
+    rate: stochastic depth (Huang et al. 2016). ``x``, ``residual``: h (b, s, N), (s, b, N) with "sbhd", (t,
+    N) with "thd" and ``cu_seqlens``, int32 (b + 1,). ``key``: a JAX key. Returns h like x."""
     x, rate = as_array("drop_path", "x", x), as_number("drop_path", "rate", rate, above=0.0, below=1.0)
     if key is None or x.ndim < 1:
-        raise ShapeError(expected("drop_path", "key, x", f"{key}, shape {x.shape}", "a JAX key and shape (..., features)"))
+        raise ShapeError(
+            expected("drop_path", "key, x", f"{key}, shape {x.shape}", "a JAX key and shape (..., features)")
+        )
     choice("drop_path", "qkv_format", qkv_format, FORMATS)
     spec = DropPathSpec(x.shape[-1], rate, qkv_format)
     check_sums("drop_path", {"cu_seqlens": cu_seqlens}, "cu_seqlens", x.shape[0])

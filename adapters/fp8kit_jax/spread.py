@@ -1,5 +1,6 @@
-"""Operations of which a device's part is no call of the same operation: dropout, whose numbers know their place in the whole array, the
-mean of cross entropy, a quotient of two sums over devices, and a cast with one current scale. An attention with dropout is told its place.
+"""Operations of which a device's part is no call of the same operation: dropout, whose numbers know their
+place in the whole array, the mean of cross entropy, a quotient of two sums over devices, and a cast with one
+current scale. An attention with dropout is told its place.
 
 Philox4x32-10 (Salmon et al., SC'11) here draws the words that the kernels draw (``backends.protocol``).
 """
@@ -25,35 +26,49 @@ _MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85
 
 
 def special(program: Program, kind: str) -> Special | None:
-    """How the part of a program is computed after a cut of a ``kind``, None where it is the program itself: ``(program, arrays, axes,
-    bind)`` gives the results, the sums over devices done. ``axes``: the manual axes over which rows are cut."""
+    """How the part of a program is computed after a cut of a ``kind``, None where it is the program itself:
+    ``(program, arrays, axes, bind)`` gives the results, the sums over devices done. ``axes``: the manual axes
+    over which rows are cut."""
     if program.operation == "quantize" and kind == "tile" and not program.spec.given:
         return _quantized
     if program.operation == "drop_path" or (program.operation == "dropout_add" and program.spec.p > 0):
         return _dropped
-    if program.operation == "cross_entropy" and program.spec.reduction == "mean" and program.face == "forward":
+    if (
+        program.operation == "cross_entropy"
+        and program.spec.reduction == "mean"
+        and program.face == "forward"
+    ):
         return _mean
     return None
 
 
-def placed(program: Program, arrays: Sequence[Any], axes: Mapping[str, tuple[str, ...]]) -> tuple[Program, Sequence[Any]]:
-    """A device's part as it runs: attention with dropout gets its place in the whole. ``axes``: the manual axes of each kind of cut.
+def placed(
+    program: Program, arrays: Sequence[Any], axes: Mapping[str, tuple[str, ...]]
+) -> tuple[Program, Sequence[Any]]:
+    """A device's part as it runs: attention with dropout gets its place in the whole. ``axes``: the manual
+    axes of each kind of cut.
 
-    What may be cut gets one where it is not, too: XLA may split the two directions differently, and both must drop the same weights. cuDNN,
-    whose numbers know only the call, would not."""
+    What may be cut gets one where it is not, too: XLA may split the two directions differently, and both must
+    drop the same weights. cuDNN, whose numbers know only the call, would not."""
     spec = program.spec
     if program.operation != "attention" or not spec.dropout or spec.packed:
         return program, arrays
     batches = batch_of(spec.qkv_format, dict(program.metas)[next(iter(LAYOUTS[spec.layout]))].shape)
-    batch, head = (jax.lax.axis_index(axes[kind]) * count if kind in axes else 0
-                   for kind, count in (("rows", batches), ("heads", spec.num_heads)))
+    batch, head = (
+        jax.lax.axis_index(axes[kind]) * count if kind in axes else 0
+        for kind, count in (("rows", batches), ("heads", spec.num_heads))
+    )
     heads = spec.num_heads * (jax.lax.axis_size(axes["heads"]) if "heads" in axes else 1)
     place, rest = jnp.array([batch, head, heads], jnp.int32), iter(arrays)
-    inner = replace(program, spec=replace(spec, placed=True), metas=(*program.metas, ("dropout_place", Meta((3,), int32))))
+    inner = replace(
+        program, spec=replace(spec, placed=True), metas=(*program.metas, ("dropout_place", Meta((3,), int32)))
+    )
     return inner, [place if name == "dropout_place" else next(rest) for name, _ in inner.arguments]
 
 
-def _quantized(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:
+def _quantized(
+    program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]
+) -> list[Any]:
     """The scale by the amax of all parts, given to a cast."""
     (x,) = arrays
     scale = scale_of(jax.lax.pmax(amax_of(x), axes), program.spec.format.max)
@@ -61,7 +76,9 @@ def _quantized(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], b
     return list(bind(x, scale, program=replace(program, spec=spec, metas=metas)))
 
 
-def _mean(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:
+def _mean(
+    program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]
+) -> list[Any]:
     """The losses of the rows, then their sum by the number of targets that count."""
     rows = replace(program, spec=replace(program.spec, reduction="none"))
     loss, lse = bind(*arrays, program=rows)
@@ -73,7 +90,9 @@ def _mean(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: 
     return [found[name] for name, _ in program.results]
 
 
-def _dropped(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:
+def _dropped(
+    program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]
+) -> list[Any]:
     """``dropout_add`` and ``drop_path`` in XLA's own code, in float32, rounded once."""
     have = {name: array for (name, _), array in zip(program.arguments, arrays, strict=True)}
     x = have["y"] if program.face == "backward" else have["x"]
@@ -96,15 +115,19 @@ def _dropped(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bin
 
 
 def philox(rng: Any, part: Any, count: int) -> Any:
-    """uint32 (count,): the words of elements part * count ... part * count + count - 1 for ``rng``, (seed, offset) as int64 (2,) or their
-    uint32 (4,) words; ``part``: uint32 ()."""
+    """uint32 (count,): the words of elements part * count ... part * count + count - 1 for ``rng``, (seed,
+    offset) as int64 (2,) or their uint32 (4,) words; ``part``: uint32 ()."""
     if rng.dtype != jnp.uint32:
         rng = jax.lax.bitcast_convert_type(rng, jnp.uint32).reshape(4)
     groups = -(-count // 4) + 1
     low, high = product(part, jnp.uint32(count))[::-1]
     first = (low >> 2) | (high << 30)
     number = first + jnp.arange(groups, dtype=jnp.uint32)
-    counter = [number, (high >> 2) + (number < first).astype(jnp.uint32), *(jnp.broadcast_to(w, (groups,)) for w in rng[2:])]
+    counter = [
+        number,
+        (high >> 2) + (number < first).astype(jnp.uint32),
+        *(jnp.broadcast_to(w, (groups,)) for w in rng[2:]),
+    ]
     key = [rng[0], rng[1]]
     for _ in range(_ROUNDS):
         (h0, l0), (h1, l1) = (product(counter[2 * i], jnp.uint32(m)) for i, m in enumerate(_MULTIPLIERS))

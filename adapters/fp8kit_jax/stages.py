@@ -1,8 +1,8 @@
 """``norm_mlp`` in three stages, so that devices can share the amaxes of what lies between its products.
 
-Norm and first product are ``norm_linear``, the second product is ``linear``, with x as its residual where x joins y; between them
-``BiasedActivation`` calls the kernel that ``norm_mlp`` calls there, with the same buffers. The stages keep what ``norm_mlp`` keeps under
-the same names, and give the same bits.
+Norm and first product are ``norm_linear``, the second product is ``linear``, with x as its residual where x
+joins y; between them ``BiasedActivation`` calls the kernel that ``norm_mlp`` calls there, with the same
+buffers. The stages keep what ``norm_mlp`` keeps under the same names, and give the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Bind = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BiasedActivationSpec:
-    """``activation``, ``params``: see ``ActivationSpec``; ``features`` of the input, of a gated one twice the output's."""
+    """``activation``, ``params``: see ``ActivationSpec``; ``features`` of the input, of a gated one twice the
+    output's."""
 
     activation: str
     features: int
@@ -34,7 +35,8 @@ class BiasedActivationSpec:
 
 
 class BiasedActivation(Operation):
-    """y = activation(x + bias0), and the amax of y; the gradients of x and bias0, and the amax of x's. x h (M, F), bias0 h (F,) or None."""
+    """y = activation(x + bias0), and the amax of y; the gradients of x and bias0, and the amax of x's. x h
+    (M, F), bias0 h (F,) or None."""
 
     name = "fp8kit_jax_biased_activation"
 
@@ -53,11 +55,22 @@ class BiasedActivation(Operation):
         space = {"workspace": Meta((max(kernels.act_bwd_workspace(row_count(x), spec.features), 1),), uint8)}
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         s, out = plan.spec, (outputs["y"], outputs["amax"])
         plan.kernels.act_fwd(inputs["x"], inputs.get("bias0"), *out, None, s.activation, s.params, stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         s, out = plan.spec, (grads["x"], grads.get("bias0"), grads["amax"])
         given = (cotangents["y"], kept["x"], kept.get("bias0"))
         plan.kernels.act_bwd(*given, *out, None, s.activation, s.params, scratch["workspace"], stream)
@@ -66,10 +79,17 @@ class BiasedActivation(Operation):
 register_operation(biased_activation := BiasedActivation(), BiasedActivationSpec)
 
 
-def run(program: Program, have: Arrays, amaxes: Mapping[str, Any], reduced: Callable[[Any], Any], bind: Bind) -> list[Any]:
-    """The results of a ``norm_mlp`` program with current scaling. ``have``: its arguments by name; ``amaxes``: those that are known
-    before any product, reduced; ``reduced(amax)``: the largest of all devices."""
-    found = _forward(program, have, amaxes, reduced, bind) if program.face == "forward" else _backward(program, have, reduced, bind)
+def run(
+    program: Program, have: Arrays, amaxes: Mapping[str, Any], reduced: Callable[[Any], Any], bind: Bind
+) -> list[Any]:
+    """The results of a ``norm_mlp`` program with current scaling. ``have``: its arguments by name;
+    ``amaxes``: those that are known before any product, reduced; ``reduced(amax)``: the largest of all
+    devices."""
+    found = (
+        _forward(program, have, amaxes, reduced, bind)
+        if program.face == "forward"
+        else _backward(program, have, reduced, bind)
+    )
     return [found[name].reshape(shape) for name, shape in program.seen("results")]
 
 
@@ -81,7 +101,9 @@ def _stages(program: Program, face: str) -> tuple[Program, Program, Program]:
     reach = bool(above or needs & {"fc1_weight0", "fc1_bias0"})
     rows = row_count(x)
 
-    def of(operation: str, spec: Any, inputs: Mapping[str, Meta | None], wanted: set[str], known: str = "") -> Program:
+    def of(
+        operation: str, spec: Any, inputs: Mapping[str, Meta | None], wanted: set[str], known: str = ""
+    ) -> Program:
         amax = {f"{known}{name}_amax_in": AMAX for name in "xw"} if known else {}
         given = tuple((name, meta) for name, meta in (inputs | amax).items() if meta is not None)
         own = tuple((name, shape) for name, shape in views.items() if name in inputs)
@@ -89,26 +111,43 @@ def _stages(program: Program, face: str) -> tuple[Program, Program, Program]:
 
     fc1, fc2 = with_amaxes(s.fc1), with_amaxes(s.fc2)
     norms = {name: metas[name] for name in ("x", *s.norm.inputs())}
-    first = of("norm_linear", NormLinearSpec(s.norm, fc1, s.residual or s.joins, s.return_norm),
-               norms | {name: metas.get(name) for name in ("fc1_weight0", "fc1_bias0")},
-               above | (needs & {"fc1_weight0"}), "fc1_")
-    act = of(biased_activation.name, BiasedActivationSpec(s.activation, s.fc1.out_features, s.activation_params),
-             {"x": Meta((rows, s.fc1.out_features), x.dtype), "bias0": metas.get("fc1_bias0")},
-             ({"x"} if reach else set()) | ({"bias0"} if "fc1_bias0" in needs else set()))
+    first = of(
+        "norm_linear",
+        NormLinearSpec(s.norm, fc1, s.residual or s.joins, s.return_norm),
+        norms | {name: metas.get(name) for name in ("fc1_weight0", "fc1_bias0")},
+        above | (needs & {"fc1_weight0"}),
+        "fc1_",
+    )
+    act = of(
+        biased_activation.name,
+        BiasedActivationSpec(s.activation, s.fc1.out_features, s.activation_params),
+        {"x": Meta((rows, s.fc1.out_features), x.dtype), "bias0": metas.get("fc1_bias0")},
+        ({"x"} if reach else set()) | ({"bias0"} if "fc1_bias0" in needs else set()),
+    )
     joined = {"residual": Meta((rows, s.fc2.out_features), x.dtype)} if s.joins else {}
-    second = of("linear", LinearSpec(fc2),
-                {"x": Meta((rows, s.fc2.in_features), x.dtype)} | {name: metas.get(name) for name in ("fc2_weight0", "fc2_bias0")} | joined,
-                {name for name in needs if name.startswith("fc2_")} | ({"x"} if reach else set()), "fc2_")
+    second = of(
+        "linear",
+        LinearSpec(fc2),
+        {"x": Meta((rows, s.fc2.in_features), x.dtype)}
+        | {name: metas.get(name) for name in ("fc2_weight0", "fc2_bias0")}
+        | joined,
+        {name for name in needs if name.startswith("fc2_")} | ({"x"} if reach else set()),
+        "fc2_",
+    )
     return first, act, second
 
 
 def _bound(program: Program, have: Mapping[str, Any], bind: Bind) -> Arrays:
     """A stage's results by name, from arguments by name."""
     given = [have[name].reshape(shape) for name, shape in program.seen("arguments")]
-    return {name: result for (name, _), result in zip(program.results, bind(*given, program=program), strict=True)}
+    return {
+        name: result for (name, _), result in zip(program.results, bind(*given, program=program), strict=True)
+    }
 
 
-def _forward(program: Program, have: Arrays, amaxes: Mapping[str, Any], reduced: Callable[[Any], Any], bind: Bind) -> Arrays:
+def _forward(
+    program: Program, have: Arrays, amaxes: Mapping[str, Any], reduced: Callable[[Any], Any], bind: Bind
+) -> Arrays:
     first, act, second = _stages(program, "forward")
     have = have | {f"{name}_in": amax for name, amax in amaxes.items()}
     h = _bound(first, have, bind)
@@ -126,7 +165,11 @@ def _backward(program: Program, have: Arrays, reduced: Callable[[Any], Any], bin
     found |= {name: upper[name] for name in upper if name.startswith("fc2_") and name != "fc2_g_amax"}
     if "x" not in upper:
         return found
-    between = _bound(replace(act, cotangents=("y",)), {"x": have["h"], "bias0": have.get("fc1_bias0"), "y": upper["x"]}, bind)
+    between = _bound(
+        replace(act, cotangents=("y",)),
+        {"x": have["h"], "bias0": have.get("fc1_bias0"), "y": upper["x"]},
+        bind,
+    )
     if "bias0" in between:
         found["fc1_bias0"] = between["bias0"]
     if not first.needs:

@@ -1,13 +1,14 @@
 """Delayed scaling's state as values: ``Slot``s in a pytree, and the rule that makes the next one.
 
-A slot belongs to one quantised tensor of one layer. Its cotangent is its next value (see ``rules``). JAX sums cotangents:
+A slot belongs to one quantised tensor of one layer. Its cotangent is its next value (see ``rules``). JAX sums
+cotangents:
 
-* over the devices of a shard_map, where the state is the same on all: amaxes are reduced by max over the manual axes, then every device
-  but the first gives zeros, so that the sum is the value;
-* over the elements of a vmap that share the state: likewise, amaxes are reduced by max over the batch, and all elements but the first give
-  zeros;
-* over the steps of a scan that *share* a state, or two calls with one state, JAX adds next values up: give each layer its own slots
-  (stacked, as the scanned inputs), as for its parameters.
+* over the devices of a shard_map, where the state is the same on all: amaxes are reduced by max over the
+  manual axes, then every device but the first gives zeros, so that the sum is the value;
+* over the elements of a vmap that share the state: likewise, amaxes are reduced by max over the batch, and
+  all elements but the first give zeros;
+* over the steps of a scan that *share* a state, or two calls with one state, JAX adds next values up: give
+  each layer its own slots (stacked, as the scanned inputs), as for its parameters.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ FP8_COLLECTION_NAME = "fp8_metas"  # of Flax variables; Transformer Engine's
 
 
 class Slot(NamedTuple):
-    """One quantised tensor's state: ``scale`` float32 (1,), ones at first; ``amax_history`` float32 (H,), zeros at first, row 0 free for
-    the amax since the last update, row 1 the oldest (Transformer Engine's order)."""
+    """One quantised tensor's state: ``scale`` float32 (1,), ones at first; ``amax_history`` float32 (H,),
+    zeros at first, row 0 free for the amax since the last update, row 1 the oldest (Transformer Engine's
+    order)."""
 
     scale: Any
     amax_history: Any
@@ -46,7 +48,8 @@ State = Mapping[str, Slot]
 
 
 class Scaling(NamedTuple):
-    """The rule of an update, hashable: largest finite values of the forward and the backward format, and DelayedScaling's fields."""
+    """The rule of an update, hashable: largest finite values of the forward and the backward format, and
+    DelayedScaling's fields."""
 
     max_forward: float
     max_backward: float
@@ -61,24 +64,31 @@ class Scaling(NamedTuple):
 
 
 def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: bool) -> Slot:
-    """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s rule, in JAX.
+    """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s
+    rule, in JAX.
 
-    Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max * 2**-margin / a where a is finite
-    and positive, brought into ``recipe.DELAYED_SCALES``; the history rolls by one and amax becomes its last row. XLA's CPU code takes a
-    subnormal amax for 0.
+    Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max *
+    2**-margin / a where a is finite and positive, brought into ``recipe.DELAYED_SCALES``; the history rolls
+    by one and amax becomes its last row. XLA's CPU code takes a subnormal amax for 0.
     """
     before = slot.amax_history[1:]
-    history = jnp.concatenate([amax, before])  # parts are joined: XLA makes a loop of a scatter, and compiles it for long
+    # parts are joined: XLA makes a loop of a scatter, and compiles it for long
+    history = jnp.concatenate([amax, before])
     known = jnp.where(jnp.isnan(history), 0.0, history)
     a = history[:1] if most_recent else jnp.max(known, keepdims=True)
     usable = jnp.isfinite(a) & (a > 0)
-    new = jnp.maximum(divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0)), DELAYED_SCALES[0])  # capped by divide
+    # capped by divide
+    new = jnp.maximum(divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0)), DELAYED_SCALES[0])
     used, zero = amax != 0, jnp.zeros_like(amax)
     rolled = jnp.concatenate([zero, before[1:], amax]) if before.shape[0] else zero
-    return Slot(jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, jnp.concatenate([zero, before])))
+    return Slot(
+        jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, jnp.concatenate([zero, before]))
+    )
 
 
-def next_state(scaling: Scaling, state: State, amaxes: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Slot]:
+def next_state(
+    scaling: Scaling, state: State, amaxes: Mapping[str, Any], axes: tuple[str, ...]
+) -> dict[str, Slot]:
     """The next value of every slot; as a cotangent, see above. A slot without an amax keeps its value."""
     made = {}
     for key, slot in state.items():
@@ -92,7 +102,8 @@ def next_state(scaling: Scaling, state: State, amaxes: Mapping[str, Any], axes: 
 
 @functools.lru_cache(maxsize=256)
 def _summable(fp8_max: float, margin: int, most_recent: bool, axes: tuple[str, ...]) -> Any:
-    """(slot, amax) -> next slot, whose sum over devices and batch elements that share the slot is the next slot."""
+    """(slot, amax) -> next slot, whose sum over devices and batch elements that share the slot is the next
+    slot."""
 
     @custom_vmap
     def step(slot: Slot, amax: Any) -> Slot:
@@ -108,7 +119,12 @@ def _summable(fp8_max: float, margin: int, most_recent: bool, axes: tuple[str, .
     def _(size: int, batched: Any, slot: Slot, amax: Any) -> tuple[Slot, Slot]:
         slots, amaxes = batched
         if any(slots):  # every element has a state of its own
-            slot = Slot(*(leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf, own in zip(slot, slots, strict=True)))
+            slot = Slot(
+                *(
+                    leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape))
+                    for leaf, own in zip(slot, slots, strict=True)
+                )
+            )
             amax = amax if amaxes else jnp.broadcast_to(amax, (size, *amax.shape))
             return Slot(*jax.lax.map(lambda pair: step(*pair), (slot, amax))), Slot(True, True)
         new = step(slot, jnp.nanmax(amax, 0) if amaxes else amax)
@@ -121,12 +137,14 @@ def _summable(fp8_max: float, margin: int, most_recent: bool, axes: tuple[str, .
 def update_collections(new: Any, original: Any) -> Any:
     """``original`` with the entries of ``new`` in their place: how FP8 state is carried from step to step.
 
-    Both are (nested) mappings, such as the gradients of Flax variables and the variables: what ``new`` lacks stays. Nothing is changed in
-    place; the kind of mapping is kept. ArgumentError for what is no mapping.
+    Both are (nested) mappings, such as the gradients of Flax variables and the variables: what ``new`` lacks
+    stays. Nothing is changed in place; the kind of mapping is kept. ArgumentError for what is no mapping.
     """
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, Mapping):
-            raise ArgumentError(expected("update_collections", name, shown(value), "a mapping, such as a collection of Flax"))
+            raise ArgumentError(
+                expected("update_collections", name, shown(value), "a mapping, such as a collection of Flax")
+            )
     return _merged(new, original)
 
 

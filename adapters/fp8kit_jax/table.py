@@ -1,4 +1,5 @@
-"""Which operations the door knows, and the types that their specs are made of: all of ``fp8kit.ops``, found by themselves."""
+"""Which operations the door knows, and the types that their specs are made of: all of ``fp8kit.ops``, found
+by themselves."""
 
 from __future__ import annotations
 
@@ -14,8 +15,16 @@ MUTATING = ("cached_attention",)  # writes into its inputs, which JAX's arrays f
 
 for _info in pkgutil.iter_modules(ops.__path__):
     _module = importlib.import_module(f"fp8kit.ops.{_info.name}")
-    _own = [value for value in vars(_module).values() if getattr(value, "__module__", None) == _module.__name__]
-    _specs = [value for value in _own if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__name__[0] != "_"]
-    for _operation in [value for value in _own if isinstance(value, Operation) and value.name not in MUTATING]:
+    _own = [
+        value for value in vars(_module).values() if getattr(value, "__module__", None) == _module.__name__
+    ]
+    _specs = [
+        value
+        for value in _own
+        if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__name__[0] != "_"
+    ]
+    for _operation in [
+        value for value in _own if isinstance(value, Operation) and value.name not in MUTATING
+    ]:
         register_operation(_operation)
     register_specs(*_specs)

@@ -1,4 +1,5 @@
-"""The PyTorch door of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and ``torch.compile``."""
+"""The PyTorch door of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and
+``torch.compile``."""
 
 import sys as _sys
 from typing import Any

@@ -1,5 +1,5 @@
-"""Arguments that modules check, and those of Transformer Engine's classes that have one supported value: accepted with that value, else
-NotImplementedError by name.
+"""Arguments that modules check, and those of Transformer Engine's classes that have one supported value:
+accepted with that value, else NotImplementedError by name.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from fp8kit_torch.views import FLOATS
 
 
 def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """NotImplementedError for arguments of ``table``, name -> the one supported value, that have another one. ``given``: all arguments of
-    the call by name, its ``locals()`` say."""
+    """NotImplementedError for arguments of ``table``, name -> the one supported value, that have another one.
+    ``given``: all arguments of the call by name, its ``locals()`` say."""
     only(operation, {name: (given[name], supported) for name, supported in table.items()})
 
 
 def options_of(*given: Any) -> dict[str, Any]:
-    """Of the core attention's options, ``given`` in the order of ``CORE_OPTIONS``, those that are not as usual."""
-    return {name: value for (name, usual), value in zip(CORE_OPTIONS.items(), given, strict=True) if value is not usual}
+    """Of the core attention's options, ``given`` in the order of ``CORE_OPTIONS``, those that are not as
+    usual."""
+    return {
+        name: value
+        for (name, usual), value in zip(CORE_OPTIONS.items(), given, strict=True)
+        if value is not usual
+    }
 
 
 def only(operation: str, supported: Mapping[str, tuple[Any, Any]]) -> None:
@@ -32,7 +37,9 @@ def only(operation: str, supported: Mapping[str, tuple[Any, Any]]) -> None:
     for name, (value, default) in supported.items():
         alike = value is default or (isinstance(value, str | int | float | None) and value == default)
         if not alike:
-            raise NotImplementedError(expected(operation, name, shown(value), f"{default!r}: nothing else is supported yet"))
+            raise NotImplementedError(
+                expected(operation, name, shown(value), f"{default!r}: nothing else is supported yet")
+            )
 
 
 def positive(operation: str, **sizes: Any) -> None:
@@ -42,9 +49,15 @@ def positive(operation: str, **sizes: Any) -> None:
             raise ArgumentError(expected(operation, name, shown(value), "an int of at least 1"))
 
 
-def want_plain(operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
+def want_plain(
+    operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False
+) -> None:
     """ArgumentError for options of a layer's call that are no flags; nothing is called for those that are."""
-    for name, value in (("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
+    for name, value in (
+        ("is_first_microbatch", is_first_microbatch),
+        ("fp8_output", fp8_output),
+        ("fp8_grad", fp8_grad),
+    ):
         if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
             raise ArgumentError(expected(operation, name, shown(value), "True or False"))
 
@@ -59,27 +72,43 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not torch._C._is_any_autocast_enabled():  # a device takes longer to say its kind
         return None
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
+    return (
+        torch.get_autocast_dtype(kind)
+        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+        else None
+    )
 
 
 def brings(module: torch.nn.Module) -> bool:
-    """Whether a call of ``module`` may begin with somebody else's code, which brings its parameters, say (``fully_shard``, offloading)."""
+    """Whether a call of ``module`` may begin with somebody else's code, which brings its parameters, say
+    (``fully_shard``, offloading)."""
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
-def want_parameters(operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, cast: bool = True) -> None:
-    """BackendError or FormatError where a parameter is on another device or of another dtype than x; ``cast``: the dtype only where
-    ``torch.autocast`` casts neither."""
+def want_parameters(
+    operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, cast: bool = True
+) -> None:
+    """BackendError or FormatError where a parameter is on another device or of another dtype than x;
+    ``cast``: the dtype only where ``torch.autocast`` casts neither."""
     device, dtype = x.device, x.dtype
     if all(own is None or (own.dtype is dtype and own.device == device) for own in parameters.values()):
         if dtype not in FLOATS:
-            raise FormatError(expected(operation, "inp", f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"))
+            raise FormatError(
+                expected(
+                    operation,
+                    "inp",
+                    f"{dtype_name(dtype)}, as the parameters",
+                    "float32, bfloat16 or float16",
+                )
+            )
         return
     there = {name: own for name, own in parameters.items() if own is not None}
     if any(own.device != device for own in there.values()):
         raise unlike_devices(operation, {name: str(own.device) for name, own in there.items()}, str(device))
     if not cast or autocast_dtype(x) is None:
-        raise unlike_dtypes(operation, {name: dtype_name(own.dtype) for name, own in there.items()}, dtype_name(dtype))
+        raise unlike_dtypes(
+            operation, {name: dtype_name(own.dtype) for name, own in there.items()}, dtype_name(dtype)
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -88,23 +117,46 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def unlike_devices(operation: str, parameters: Mapping[str, str], inp: str) -> BackendError:
-    """The error for parameters that are not all on the device of a layer's input: about the input where they are together elsewhere, else
-    about the first that is not where the input is."""
+    """The error for parameters that are not all on the device of a layer's input: about the input where they
+    are together elsewhere, else about the first that is not where the input is."""
     name, device = next((name, device) for name, device in parameters.items() if device != inp)
     if device == "meta":
-        return BackendError(expected(operation, name, "device meta", f"device {inp}, as inp: reset_parameters() makes what was deferred"))
+        return BackendError(
+            expected(
+                operation,
+                name,
+                "device meta",
+                f"device {inp}, as inp: reset_parameters() makes what was deferred",
+            )
+        )
     if len(set(parameters.values())) > 1:
-        return BackendError(expected(operation, name, f"device {device}", f"device {inp}, as inp: move the module, with .to({inp!r})"))
-    move = f"move inp, with .to({device!r})" + ("" if inp == "meta" else f", or the module, with .to({inp!r})")
+        return BackendError(
+            expected(
+                operation,
+                name,
+                f"device {device}",
+                f"device {inp}, as inp: move the module, with .to({inp!r})",
+            )
+        )
+    move = f"move inp, with .to({device!r})" + (
+        "" if inp == "meta" else f", or the module, with .to({inp!r})"
+    )
     return BackendError(expected(operation, "inp", f"device {inp}", f"device {device}, as {name}: {move}"))
 
 
 def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> FormatError:
-    """The error for parameters that are not all of the dtype of a layer's input: about the input where they have one dtype, else about the
-    first that has not the input's."""
+    """The error for parameters that are not all of the dtype of a layer's input: about the input where they
+    have one dtype, else about the first that has not the input's."""
     name, dtype = next((name, dtype) for name, dtype in parameters.items() if dtype != inp)
     if len(set(parameters.values())) > 1:
-        return FormatError(expected(operation, name, dtype, f"{inp}, as inp: one dtype for all parameters, as module.to(dtype) gives them"))
+        return FormatError(
+            expected(
+                operation,
+                name,
+                dtype,
+                f"{inp}, as inp: one dtype for all parameters, as module.to(dtype) gives them",
+            )
+        )
     cast = f"cast inp, with .to(torch.{dtype})"
     if inp in map(dtype_name, FLOATS):
         cast += f", or the module, with .to(torch.{inp}), or call it within torch.autocast"
@@ -112,22 +164,44 @@ def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> Fo
 
 
 def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
-    """``want_parameters`` of a part of a layer, where the part will find them as they are now: before another part runs."""
+    """``want_parameters`` of a part of a layer, where the part will find them as they are now: before another
+    part runs."""
     if module is not None and not brings(module):
         want_parameters(type(module).__name__, module._parameters, x)
 
 
-def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
-    """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``. Fp8kitError kinds otherwise."""
+def want_input(
+    operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None
+) -> Tensor:
+    """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``.
+    Fp8kitError kinds otherwise."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         tensor(operation, argument, value)
     if value.ndim < 1 or value.shape[-1] != features:
-        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
+        raise ShapeError(
+            expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}")
+        )
     if qkv_format is not None and value.ndim != len(qkv_format) - 1:
         wanted = f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"
         raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", wanted))
     return value
 
 
-__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "dtype_name", "not_compiled", "only", "options_of", "positive",
-           "refuse", "unlike_devices", "unlike_dtypes", "want_input", "want_like", "want_parameters", "want_plain"]
+__all__ = [
+    "CONSTRUCTOR",
+    "FORWARD",
+    "autocast_dtype",
+    "brings",
+    "dtype_name",
+    "not_compiled",
+    "only",
+    "options_of",
+    "positive",
+    "refuse",
+    "unlike_devices",
+    "unlike_dtypes",
+    "want_input",
+    "want_like",
+    "want_parameters",
+    "want_plain",
+]

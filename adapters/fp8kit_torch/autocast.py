@@ -1,6 +1,7 @@
 """``autocast``: fp8kit's, for torch: it may also be entered inside a function that ``torch.compile`` traces.
 
-There the states that its modules touch are known when the function is traced, and their update becomes a part of the graph.
+There the states that its modules touch are known when the function is traced, and their update becomes a part
+of the graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import torch
 from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError, expected
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    QParams,
+    Recipe,
+)
 from fp8kit_torch.arguments import only
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.ops import update_
@@ -26,21 +35,32 @@ _DEFAULT = DelayedScaling()
 class autocast(_autocast):
     """Context manager and decorator: modules within compute in FP8. ``fp8kit.autocast`` says the rest.
 
-    * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: False only, else NotImplementedError. There is no ``check_finite``.
-    * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum before each update, where the
-      recipe has ``reduce_amax``: a process group of ``torch.distributed``, None for all processes. They run the same layers, in the same
-      order. Within a compiled function that opens the autocast itself: None only.
+    * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: False only, else NotImplementedError.
+      There is no ``check_finite``.
+    * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum
+      before each update, where the recipe has ``reduce_amax``: a process group of ``torch.distributed``, None
+      for all processes. They run the same layers, in the same order. Within a compiled function that opens
+      the autocast itself: None only.
 
-    Inside or around a compiled function; modules see the innermost one of their thread. Raises RecipeError for wrong arguments.
+    Inside or around a compiled function; modules see the innermost one of their thread. Raises RecipeError
+    for wrong arguments.
     """
 
-    def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
-                 _graph: bool = False) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: object = None,
+        _graph: bool = False,
+    ) -> None:
         if _graph is not False:
             only("autocast", {"_graph": (_graph, False)})
         if torch.compiler.is_compiling():
             if recipe is not None and not isinstance(recipe, Recipe):
-                raise RecipeError("autocast: recipe: expected a Recipe, such as recipe.DelayedScaling(), or None")
+                raise RecipeError(
+                    "autocast: recipe: expected a Recipe, such as recipe.DelayedScaling(), or None"
+                )
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe = _DEFAULT if recipe is None else recipe
         else:
@@ -48,7 +68,14 @@ class autocast(_autocast):
                 known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
                 if not isinstance(amax_reduction_group, known):
                     group = repr(amax_reduction_group)
-                    raise RecipeError(expected("autocast", "amax_reduction_group", group, "None or a process group of torch.distributed"))
+                    raise RecipeError(
+                        expected(
+                            "autocast",
+                            "amax_reduction_group",
+                            group,
+                            "None or a process group of torch.distributed",
+                        )
+                    )
             super().__init__(enabled, calibrating, recipe)
         self.amax_reduction_group = amax_reduction_group
         self.traced: list[tuple[str, ScalingState]] | None = None
@@ -63,10 +90,14 @@ class autocast(_autocast):
         inherited = outer.traced if isinstance(outer, autocast) else None
         self.owner = _thread.active == 0 and inherited is None and (self.enabled or self.calibrating)
         self.traced = [] if self.owner else inherited
-        stack.append((self, AutocastState(self.enabled, self.calibrating, self.recipe, len(stack) + 1, False)))
+        stack.append(
+            (self, AutocastState(self.enabled, self.calibrating, self.recipe, len(stack) + 1, False))
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not torch.compiler.is_compiling():
             super().__exit__(kind, error, trace)
             return
@@ -90,8 +121,8 @@ def reduction_group() -> Any:
 
 
 def touch_traced(state: ScalingState, recipe: str) -> bool:
-    """Within a compiled function: note that ``state`` recorded amaxes, for the graph to update it. False where the autocast that will end
-    is around the function, and updates it."""
+    """Within a compiled function: note that ``state`` recorded amaxes, for the graph to update it. False
+    where the autocast that will end is around the function, and updates it."""
     stack = _thread.stack
     scope = stack[-1][0] if stack else None
     touched = scope.traced if isinstance(scope, autocast) else None
@@ -102,8 +133,13 @@ def touch_traced(state: ScalingState, recipe: str) -> bool:
     return True
 
 
-def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: object = None,
-                 _graph: bool = False) -> autocast:
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: object = None,
+    _graph: bool = False,
+) -> autocast:
     """``autocast`` under the name and with the argument names that it had before."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
@@ -124,7 +160,8 @@ def recipe_parts(recipe: Any) -> tuple[Any, ...]:
 
 
 def recipe_text(recipe: Any) -> str:
-    """The text of a recipe (``texts``) within a compiled function. The history's length is left out: it is the state's."""
+    """The text of a recipe (``texts``) within a compiled function. The history's length is left out: it is
+    the state's."""
     return _text(recipe_parts(recipe))
 
 

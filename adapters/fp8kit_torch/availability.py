@@ -1,7 +1,9 @@
-"""What can run here, and what is missing: Transformer Engine's questions, answered for the place where tensors go.
+"""What can run here, and what is missing: Transformer Engine's questions, answered for the place where
+tensors go.
 
-That place is torch's CUDA device where torch has one, else the CPU. On a CPU the answer for FP8 is yes: the reference engine computes the
-same FP8 products there, exactly and slowly. Recipes that fp8kit does not have (MXFP8, NVFP4) are not available anywhere.
+That place is torch's CUDA device where torch has one, else the CPU. On a CPU the answer for FP8 is yes: the
+reference engine computes the same FP8 products there, exactly and slowly. Recipes that fp8kit does not have
+(MXFP8, NVFP4) are not available anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def _place() -> Device:
 
 
 def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
-    """Why these kernels cannot run, "" where they can. ``least``: the compute capability that a CUDA device needs."""
+    """Why these kernels cannot run, "" where they can. ``least``: the compute capability that a CUDA device
+    needs."""
     place = _place()
     if place.kind == "cuda":
         have = get_device_compute_capability()
@@ -40,7 +43,9 @@ def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
         except BackendError as error:
             return str(error)
         if not usable:
-            return f"{name} on {place}: " + ("; ".join(f"{impl.impl_id} {why}" for impl, why in refused) or "nothing implements it")
+            return f"{name} on {place}: " + (
+                "; ".join(f"{impl.impl_id} {why}" for impl, why in refused) or "nothing implements it"
+            )
     return ""
 
 
@@ -49,7 +54,8 @@ def _answer(reason: str, return_reason: bool) -> Answer:
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:
-    """Whether per-tensor FP8 (DelayedScaling, Float8CurrentScaling) runs here: on a CPU yes, on CUDA from compute capability 8.9.
+    """Whether per-tensor FP8 (DelayedScaling, Float8CurrentScaling) runs here: on a CPU yes, on CUDA from
+    compute capability 8.9.
 
     ``return_reason``: answer (available, what is missing), the latter "" where nothing is.
     """
@@ -57,7 +63,8 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
-    """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 9.0. ``return_reason`` as for FP8."""
+    """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 9.0.
+    ``return_reason`` as for FP8."""
     return _answer(_missing(_BLOCK, (9, 0)), return_reason)
 
 
@@ -72,7 +79,8 @@ def is_nvfp4_available(return_reason: bool = False) -> Answer:
 
 
 def is_bf16_available(return_reason: bool = False) -> Answer:
-    """Whether bfloat16 runs here: on a CPU yes, on CUDA from compute capability 8.0. ``return_reason`` as for FP8."""
+    """Whether bfloat16 runs here: on a CPU yes, on CUDA from compute capability 8.0. ``return_reason`` as for
+    FP8."""
     return _answer(_missing(("gemm",), (8, 0)), return_reason)
 
 

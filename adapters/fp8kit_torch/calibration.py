@@ -1,4 +1,5 @@
-"""What calibration looks at: amaxes of tensors, taken by fp8kit's kernels, as torch ops that ``torch.compile`` can follow."""
+"""What calibration looks at: amaxes of tensors, taken by fp8kit's kernels, as torch ops that
+``torch.compile`` can follow."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ def stream_of(device: Device) -> int:
 @custom_op("fp8kit::amax", mutates_args=())
 def amax_of(tensor: Tensor) -> Tensor:
     """max|tensor|, NaN ignored, on the device: float32 (1,). ``tensor``: h (..., N)."""
-    matrix, amax = as_view(tensor.detach().contiguous()).rows(), torch.zeros(1, dtype=torch.float32, device=tensor.device)
+    matrix, amax = (
+        as_view(tensor.detach().contiguous()).rows(),
+        torch.zeros(1, dtype=torch.float32, device=tensor.device),
+    )
     dispatch.kernels(matrix.device).amax(matrix, as_view(amax), matrix.shape, stream_of(matrix.device))
     return amax
 
 
 @custom_op("fp8kit::activated_amax", mutates_args=())
 def activated(normed: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Tensor:
-    """The amax, float32 (1,), of act(normed weight^T + bias), the input of the second product of a ``NormMLPSpec`` by its text."""
+    """The amax, float32 (1,), of act(normed weight^T + bias), the input of the second product of a
+    ``NormMLPSpec`` by its text."""
     own = decode(spec)
     x, w = as_view(normed.detach().contiguous()).rows(), as_view(weight.detach().contiguous())
     kernels, stream, rows = dispatch.kernels(x.device), stream_of(x.device), x.shape[0]
@@ -41,7 +46,9 @@ def activated(normed: Tensor, weight: Tensor, bias: Tensor | None, spec: str) ->
     workspace = torch.empty(max(kernels.gemm_workspace(), 1), dtype=torch.uint8, device=normed.device)
     kernels.gemm(x, w, as_view(h), "nt", None, None, as_view(workspace), stream)
     added = None if bias is None else as_view(bias.detach())
-    kernels.act_fwd(as_view(h), added, as_view(act), as_view(amax), None, own.activation, own.activation_params, stream)
+    kernels.act_fwd(
+        as_view(h), added, as_view(act), as_view(amax), None, own.activation, own.activation_params, stream
+    )
     return amax
 
 

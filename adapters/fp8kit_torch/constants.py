@@ -14,15 +14,16 @@ _R = TypeVar("_R")
 
 
 def _settled(value: Any) -> Any:
-    """``value`` with its numbers as constants. Dynamo makes a number symbolic that was another one at the last compilation; this guards it,
-    so that each number has a compilation of its own."""
+    """``value`` with its numbers as constants. Dynamo makes a number symbolic that was another one at the
+    last compilation; this guards it, so that each number has a compilation of its own."""
     if isinstance(value, tuple | list):
         return tuple([_settled(part) for part in value])
     return guard_scalar(value) if isinstance(value, int | float) else value
 
 
 def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``torch.compiler.assume_constant_result`` for functions of plain values and tuples of them, whatever their numbers were before."""
+    """``torch.compiler.assume_constant_result`` for functions of plain values and tuples of them, whatever
+    their numbers were before."""
     made = torch.compiler.assume_constant_result(function)
 
     @wraps(function, updated=())  # not the mark that torch has left on it
@@ -34,5 +35,6 @@ def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @torch.compiler.assume_constant_result
 def exporting() -> bool:
-    """``torch.compiler.is_exporting``; Dynamo of torch 2.11 takes that one for true in all that it compiles."""
+    """``torch.compiler.is_exporting``; Dynamo of torch 2.11 takes that one for true in all that it
+    compiles."""
     return torch.compiler.is_exporting()

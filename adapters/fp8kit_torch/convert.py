@@ -1,7 +1,8 @@
-"""``convert``: a plain model's linear layers and norms replaced by fp8kit's, in place and around the same parameters; ``revert`` undoes it.
+"""``convert``: a plain model's linear layers and norms replaced by fp8kit's, in place and around the same
+parameters; ``revert`` undoes it.
 
-No weight is copied: a new module holds the old one's ``Parameter`` objects, so optimisers, tied weights and checkpoints do not notice.
-transformers' ``Conv1D`` keeps its (in, out) weights.
+No weight is copied: a new module holds the old one's ``Parameter`` objects, so optimisers, tied weights and
+checkpoints do not notice. transformers' ``Conv1D`` keeps its (in, out) weights.
 """
 
 from __future__ import annotations
@@ -33,11 +34,23 @@ from fp8kit_torch.views import FLOATS
 
 Filter = Callable[[nn.Module, str], bool]
 # what a user or a library has hung on a module, and which goes with it
-_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 
-# torch's layers that read their parts' parameters in inference, past the parts: (class, the attribute that allows it, its value without)
-_PAST_PARTS = ((nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0), (nn.TransformerEncoder, "use_nested_tensor", False))
+# torch's layers that read their parts' parameters in inference, past the parts: (class, the attribute that
+# allows it, its value without)
+_PAST_PARTS = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
 _ALLOWED = "_fp8kit_plain"  # where such a layer keeps the attribute's value meanwhile
 
 
@@ -64,7 +77,8 @@ class _Converted(nn.Module):
 
 
 class ConvertedLinear(_Converted, TransformerEngineBaseModule):
-    """y = x W^T + b for an ``nn.Linear``, y = x W + b for a ``Conv1D``, with the plain module's parameters; FP8 under ``autocast``."""
+    """y = x W^T + b for an ``nn.Linear``, y = x W + b for a ``Conv1D``, with the plain module's parameters;
+    FP8 under ``autocast``."""
 
     operation = "linear"
     holds = False  # the parameters are the plain module's
@@ -75,7 +89,13 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
         out, features = self.weight.shape if layout == "oi" else reversed(self.weight.shape)
         self.in_features, self.out_features = int(features), int(out)
         self.nx, self.nf = self.in_features, self.out_features  # Conv1D's names
-        self.set_spec(LinearSpec(ProductSpec(self.in_features, (self.out_features,), layout, "none" if self.bias is None else "add")))
+        self.set_spec(
+            LinearSpec(
+                ProductSpec(
+                    self.in_features, (self.out_features,), layout, "none" if self.bias is None else "add"
+                )
+            )
+        )
 
     def weight_inputs(self) -> dict[str, Tensor]:
         return {"weight0": self.weight}
@@ -86,16 +106,21 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (..., in_features) of the weight's dtype."""
         x = want_input("Linear", "inp", x, self.in_features)
-        return self.run({"x": x, "weight0": self.weight, "bias0": self.bias}, None, "none" if self.bias is None else "add")["y"]
+        return self.run(
+            {"x": x, "weight0": self.weight, "bias0": self.bias}, None, "none" if self.bias is None else "add"
+        )["y"]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not destination[f"{prefix}_extra_state"].numel():  # nothing beside what the plain module would save
+        # nothing beside what the plain module would save
+        if not destination[f"{prefix}_extra_state"].numel():
             del destination[f"{prefix}_extra_state"]
 
     def extra_repr(self) -> str:
         """Sizes and layout."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        )
 
 
 class ConvertedNorm(_Converted):
@@ -110,13 +135,18 @@ class ConvertedNorm(_Converted):
         self.eps = self.variance_epsilon = spec.epsilon  # the plain modules' names
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (..., features). Computed in the wider of its and the weight's dtype; the result has the dtype of the plain module's, also
-        within ``torch.autocast``, which on CUDA computes torch's norms in float32."""
+        """``x``: (..., features). Computed in the wider of its and the weight's dtype; the result has the
+        dtype of the plain module's, also within ``torch.autocast``, which on CUDA computes torch's norms in
+        float32."""
         x, own = want_input(self.spec.normalization, "inp", x, self.spec.features), self.weight.dtype
         cast = autocast_dtype(x)
         inputs = {"x": x, "norm_weight": self.weight, "norm_bias": self.bias if self.spec.centered else None}
         spec: Any = self._text if torch.compiler.is_compiling() else self.spec
-        result = None if cast is None or x.dtype not in FLOATS else self.result_within(x.device.type, cast, x.dtype, own)
+        result = (
+            None
+            if cast is None or x.dtype not in FLOATS
+            else self.result_within(x.device.type, cast, x.dtype, own)
+        )
         if result in (None, x.dtype) and (x.dtype == own or x.dtype not in FLOATS):
             return run("norm", spec, inputs)["y"]
         wide = torch.promote_types(x.dtype, own)
@@ -128,13 +158,18 @@ class ConvertedNorm(_Converted):
         return y.to(result)
 
     @torch.compiler.assume_constant_result
-    def result_within(self, device: str, cast: torch.dtype, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """The dtype of the plain module's result within ``torch.autocast(device, cast)``, whose lists are another matter on each device and
-        in each release of torch: found out at the first call. The wider dtype where the plain module refuses such a pair."""
+    def result_within(
+        self, device: str, cast: torch.dtype, x: torch.dtype, weight: torch.dtype
+    ) -> torch.dtype:
+        """The dtype of the plain module's result within ``torch.autocast(device, cast)``, whose lists are
+        another matter on each device and in each release of torch: found out at the first call. The wider
+        dtype where the plain module refuses such a pair."""
         key = device, cast, x, weight
         if key not in self._within:
             with torch.autocast(device, cast):
-                self._within[key] = _result(self.__dict__["plain"], x, weight, torch.device(device)) or torch.promote_types(x, weight)
+                self._within[key] = _result(
+                    self.__dict__["plain"], x, weight, torch.device(device)
+                ) or torch.promote_types(x, weight)
         return self._within[key]
 
     def extra_repr(self) -> str:
@@ -143,27 +178,41 @@ class ConvertedNorm(_Converted):
 
 
 def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
-    """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every ``nn.LayerNorm`` with weight and
-    bias over one dimension, and every RMSNorm whose numbers are x / rms(x) * weight or * (1 + weight).
+    """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every
+    ``nn.LayerNorm`` with weight and bias over one dimension, and every RMSNorm whose numbers are x / rms(x) *
+    weight or * (1 + weight).
 
-    * ``filter_fn``: called with (module, its name in ``model``); False leaves that module as it is. A language model's head, for one.
+    * ``filter_fn``: called with (module, its name in ``model``); False leaves that module as it is. A
+      language model's head, for one.
 
-    Parameters stay the same objects. Their dtype is float32, bfloat16 or float16; other modules, subclasses of the named ones (they may
-    compute something else), modules whose ``forward`` was replaced, those whose weight is made of others before each call (pruned, with a
-    spectral or weight norm) or not made yet (lazy), and weights of experts in one array of three dimensions are left alone. Whether an
-    RMSNorm of some library is one is found out by running it on a few numbers, and modules on the meta device are not looked at.
-    ``nn.MultiheadAttention`` keeps its projections: they are no ``nn.Linear``. ``nn.TransformerEncoder`` leaves out its fast path, which
-    would pass the layers by, and which sets padded positions to 0; convert it whole: over layers converted alone it keeps that path. But
-    for these positions, outside of ``autocast`` a converted model computes what it did, up to the last bits, but no gradient of a
-    gradient, not under ``torch.func``, nor in float64: ``revert`` first, also before a ``state_dict`` for the plain model, since FP8 state
-    is among its keys. Convert before ``torch.compile``, DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would
-    have to be replaced, and then nothing is; a UserWarning where nothing was replaced, neither now nor before.
+    Parameters stay the same objects. Their dtype is float32, bfloat16 or float16; other modules, subclasses
+    of the named ones (they may compute something else), modules whose ``forward`` was replaced, those whose
+    weight is made of others before each call (pruned, with a spectral or weight norm) or not made yet (lazy),
+    and weights of experts in one array of three dimensions are left alone. Whether an RMSNorm of some library
+    is one is found out by running it on a few numbers, and modules on the meta device are not looked at.
+    ``nn.MultiheadAttention`` keeps its projections: they are no ``nn.Linear``. ``nn.TransformerEncoder``
+    leaves out its fast path, which would pass the layers by, and which sets padded positions to 0; convert it
+    whole: over layers converted alone it keeps that path. But for these positions, outside of ``autocast`` a
+    converted model computes what it did, up to the last bits, but no gradient of a gradient, not under
+    ``torch.func``, nor in float64: ``revert`` first, also before a ``state_dict`` for the plain model, since
+    FP8 state is among its keys. Convert before ``torch.compile``, DistributedDataParallel or fully_shard.
+    Fp8kitError where ``model`` itself would have to be replaced, and then nothing is; a UserWarning where
+    nothing was replaced, neither now nor before.
     """
     module("convert", "model", model)
     if filter_fn is not None:
-        function("convert", "filter_fn", filter_fn, takes=(model, ""), said="a function of a module and its name")
+        function(
+            "convert", "filter_fn", filter_fn, takes=(model, ""), said="a function of a module and its name"
+        )
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
-        raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: no layer can replace itself"))
+        raise ArgumentError(
+            expected(
+                "convert",
+                "model",
+                type(model).__name__,
+                "a model that contains layers: no layer can replace itself",
+            )
+        )
     swapped: dict[nn.Module, nn.Module] = {}
     places, chosen, left = list(_children(model)), [], 0
     for place in places:
@@ -187,13 +236,16 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
                 setattr(layer, name, without)
     if not swapped and not any(isinstance(child, _Converted) for _, _, child, _ in places):
         why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
-        warnings.warn(f"convert: model: {type(model).__name__} has no layer that was replaced{why}: it computes as before", stacklevel=2)
+        warnings.warn(
+            f"convert: model: {type(model).__name__} has no layer that was replaced{why}: it computes as before",
+            stacklevel=2,
+        )
     return model
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Put back in place every module that ``convert`` replaced, with the parameters that there are now; returns ``model``. FP8 state is
-    dropped."""
+    """Put back in place every module that ``convert`` replaced, with the parameters that there are now;
+    returns ``model``. FP8 state is dropped."""
     module("revert", "model", model)
     for parent, name, child, _ in list(_children(model)):
         if isinstance(child, _Converted):
@@ -216,7 +268,11 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str
 def _replacement(module: nn.Module) -> Callable[[], nn.Module] | None:
     """What makes the module that takes this one's place; None where it stays."""
     weight, own = getattr(module, "weight", None), dict(module.named_parameters(recurse=False))
-    if own.get("weight") is not weight or own.get("bias") is not getattr(module, "bias", None) or not isinstance(weight, Tensor):
+    if (
+        own.get("weight") is not weight
+        or own.get("bias") is not getattr(module, "bias", None)
+        or not isinstance(weight, Tensor)
+    ):
         return None  # not its own: made of other parameters before each call, as pruning and weight norms do
     if any(is_lazy(p) or p.dtype not in FLOATS or not p.is_contiguous() for p in own.values()):
         return None
@@ -242,26 +298,45 @@ def _norm_spec(module: nn.Module, weight: Tensor, own: Mapping[str, Tensor]) -> 
         eps = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
         return NormSpec(features, "RMSNorm", eps)
     named = type(module).__name__.endswith("RMSNorm") or type(module).__name__ == "T5LayerNorm"
-    eps = next((value for name in ("variance_epsilon", "eps") if isinstance(value := getattr(module, name, None), float)), None)
-    if not named or eps is None or list(own) != ["weight"] or weight.is_meta or next(module.buffers(), None) is not None:
+    eps = next(
+        (
+            value
+            for name in ("variance_epsilon", "eps")
+            if isinstance(value := getattr(module, name, None), float)
+        ),
+        None,
+    )
+    if (
+        not named
+        or eps is None
+        or list(own) != ["weight"]
+        or weight.is_meta
+        or next(module.buffers(), None) is not None
+    ):
         return None
     return _probed(module, weight, eps)
 
 
 def _results(plain: nn.Module) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
-    """The dtype of a norm's result by those of its input and its weight where they differ: libraries have three ways, x's, the weight's
-    and the wider one. Where the plain module refuses such a pair there is none."""
+    """The dtype of a norm's result by those of its input and its weight where they differ: libraries have
+    three ways, x's, the weight's and the wider one. Where the plain module refuses such a pair there is none.
+    """
     found = {pair: _result(plain, *pair, plain.weight.device) for pair in itertools.permutations(FLOATS, 2)}  # type: ignore[arg-type]
     return {pair: dtype for pair, dtype in found.items() if dtype is not None}
 
 
-def _result(plain: nn.Module, x: torch.dtype, weight: torch.dtype, device: torch.device) -> torch.dtype | None:
+def _result(
+    plain: nn.Module, x: torch.dtype, weight: torch.dtype, device: torch.device
+) -> torch.dtype | None:
     """The dtype of a norm's result for those of its input and its weight; None where it refuses them."""
     twin = copy.copy(plain)
     # a selective checkpoint counts the calls of both passes, of which the second one has none of these
     with torch.inference_mode(False), torch.no_grad(), unseen(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of pairs for which it has no fused kernel
-        own = {name: None if p is None else torch.ones(p.shape, dtype=weight, device=device) for name, p in plain._parameters.items()}
+        own = {
+            name: None if p is None else torch.ones(p.shape, dtype=weight, device=device)
+            for name, p in plain._parameters.items()
+        }
         twin.__dict__["_parameters"] = own
         with contextlib.suppress(TypeError, RuntimeError, ValueError):
             row = torch.zeros(1, plain.weight.numel(), dtype=x, device=device)  # type: ignore[operator]
@@ -270,7 +345,8 @@ def _result(plain: nn.Module, x: torch.dtype, weight: torch.dtype, device: torch
 
 
 def _probed(module: nn.Module, weight: Tensor, eps: float) -> NormSpec | None:
-    """An RMSNorm of another library, known by what it makes of a few rows: small ones as well, so that epsilon shows."""
+    """An RMSNorm of another library, known by what it makes of a few rows: small ones as well, so that
+    epsilon shows."""
     features = weight.numel()
     ramp = torch.linspace(-1.5, 2.5, features, device=weight.device)
     x = torch.stack((ramp, ramp.flip(0) * 3, ramp.cos() * eps**0.5)).to(weight.dtype)
@@ -283,9 +359,12 @@ def _probed(module: nn.Module, weight: Tensor, eps: float) -> NormSpec | None:
         return None
     wide, w = x.double(), weight.detach().double()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    limit = 4 * torch.finfo(weight.dtype).eps  # a rounding of the normalised row, of 1 + weight, of their product, and one to spare
+    # a rounding of the normalised row, of 1 + weight, of their product, and one to spare
+    limit = 4 * torch.finfo(weight.dtype).eps
     for centered in (False, True):
         wanted = normed * (1 + w if centered else w)
-        if ((got.double() - wanted).abs() <= limit * (wanted.abs() + (normed.abs() if centered else 0))).all():
+        if (
+            (got.double() - wanted).abs() <= limit * (wanted.abs() + (normed.abs() if centered else 0))
+        ).all():
             return NormSpec(features, "RMSNorm", eps, centered)
     return None

@@ -1,4 +1,5 @@
-"""``parallel_cross_entropy``: softmax cross entropy in one pass over the logits, in float32, and its gradient from the log-sum-exp."""
+"""``parallel_cross_entropy``: softmax cross entropy in one pass over the logits, in float32, and its gradient
+from the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -13,16 +14,27 @@ from fp8kit_torch.functional import cross_entropy
 
 
 def parallel_cross_entropy(
-    inp: Tensor | None = None, target: Tensor | None = None, label_smoothing: float = 0.0, reduce_loss: bool = False,
-    dist_process_group: object = None, ignore_idx: int = -100, is_cg_capturable: bool = False, *, _input: Tensor | None = None,
+    inp: Tensor | None = None,
+    target: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: object = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+    *,
+    _input: Tensor | None = None,
 ) -> Tensor:
-    """The loss of each token, float32 of ``target``'s shape, or with ``reduce_loss`` their mean over what is not ignored, float32 ().
+    """The loss of each token, float32 of ``target``'s shape, or with ``reduce_loss`` their mean over what is
+    not ignored, float32 ().
 
-    * ``inp``: logits, float32, bfloat16 or float16, (..., classes), any order of batch and sequence. ``_input``: its deprecated name.
-    * ``target``: int32 or int64, ``inp``'s shape without the last dimension; ``ignore_idx`` where there is no loss. One out of range is an
-      ArgumentError on the CPU; on a GPU, where nobody looks, its loss is NaN.
-    * ``label_smoothing``: s in [0, 1): loss = logsumexp - (1 - s) * logit of the target - s * mean of the logits.
-    * ``dist_process_group``: None or a group of one process; logits split over several are a NotImplementedError.
+    * ``inp``: logits, float32, bfloat16 or float16, (..., classes), any order of batch and sequence.
+      ``_input``: its deprecated name.
+    * ``target``: int32 or int64, ``inp``'s shape without the last dimension; ``ignore_idx`` where there is no
+      loss. One out of range is an ArgumentError on the CPU; on a GPU, where nobody looks, its loss is NaN.
+    * ``label_smoothing``: s in [0, 1): loss = logsumexp - (1 - s) * logit of the target - s * mean of the
+      logits.
+    * ``dist_process_group``: None or a group of one process; logits split over several are a
+      NotImplementedError.
     * ``is_cg_capturable``: nothing here waits for the device, so it has nothing to change.
 
     Raises ShapeError, FormatError, ArgumentError and BackendError.
@@ -31,7 +43,9 @@ def parallel_cross_entropy(
     if _input is not None:
         if inp is not None:
             raise FormatError(expected(op, "_input", "inp and _input", "one of them"))
-        warnings.warn("parallel_cross_entropy: _input is deprecated, use inp", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "parallel_cross_entropy: _input is deprecated, use inp", DeprecationWarning, stacklevel=2
+        )
         inp = _input
     if inp is None or target is None:
         raise ShapeError(expected(op, "inp" if inp is None else "target", None, "a tensor"))
@@ -39,9 +53,13 @@ def parallel_cross_entropy(
         check(op, CALLED, locals())
     of_one(op, "dist_process_group", dist_process_group)
     if inp.ndim < 1 or target.numel() != inp.numel() // max(inp.size(-1), 1):
-        raise ShapeError(expected(op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"))
+        raise ShapeError(
+            expected(op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token")
+        )
     targets = target.reshape(inp.shape[:-1])
-    loss = cross_entropy(inp, targets, "mean" if reduce_loss else "none", float(label_smoothing), int(ignore_idx))
+    loss = cross_entropy(
+        inp, targets, "mean" if reduce_loss else "none", float(label_smoothing), int(ignore_idx)
+    )
     return loss.reshape(()) if reduce_loss else loss.reshape(target.shape)
 
 

@@ -1,6 +1,7 @@
 """A module's FP8 state as one tensor of bytes, for ``state_dict``: the safetensors layout, no pickle.
 
-Eight bytes (little-endian) say how long the header is; the header is JSON, name -> dtype, shape and place; the numbers follow.
+Eight bytes (little-endian) say how long the header is; the header is JSON, name -> dtype, shape and place;
+the numbers follow.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def pack(parts: Mapping[str, Tensor]) -> Tensor:
 def unpack(state: Tensor) -> dict[str, Tensor]:
     """What ``pack`` packed, in memory of its own. CheckpointError for anything else, a pickle among it."""
     if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-        raise CheckpointError(expected("_extra_state", "state", type(state).__name__, "a one-dimensional uint8 tensor"))
+        raise CheckpointError(
+            expected("_extra_state", "state", type(state).__name__, "a one-dimensional uint8 tensor")
+        )
     data = state.detach().cpu().contiguous()
     if data.numel() == 0:
         return {}
@@ -53,5 +56,7 @@ def unpack(state: Tensor) -> dict[str, Tensor]:
             found[name] = own.view(torch.float32).reshape(entry["shape"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         wanted = "a state that fp8kit_torch saved"
-        raise CheckpointError(expected("_extra_state", "state", f"{len(raw)} bytes of another layout", wanted)) from None
+        raise CheckpointError(
+            expected("_extra_state", "state", f"{len(raw)} bytes of another layout", wanted)
+        ) from None
     return found

@@ -1,4 +1,5 @@
-"""``fp8_output`` and ``fp8_grad``: what a layer hands over in FP8, the next one its output, the one before its input's gradient."""
+"""``fp8_output`` and ``fp8_grad``: what a layer hands over in FP8, the next one its output, the one before
+its input's gradient."""
 
 from __future__ import annotations
 
@@ -26,22 +27,34 @@ def _wired(scale: Tensor, history: Tensor | None, slot: int, state: ScalingState
     return Wiring(scale_views({"x": slot, "w": slot}, scale, state.device), front)
 
 
-def cast_output(y: Tensor, fp8: Fp8, states: Mapping[str, ScalingState] | None, gemm: int, record: bool, kept: Kept | None) -> Tensor:
-    """h (..., N), the output of the layer's GEMM number ``gemm``, in FP8; differentiable, the gradient passes through.
+def cast_output(
+    y: Tensor, fp8: Fp8, states: Mapping[str, ScalingState] | None, gemm: int, record: bool, kept: Kept | None
+) -> Tensor:
+    """h (..., N), the output of the layer's GEMM number ``gemm``, in FP8; differentiable, the gradient passes
+    through.
 
-    ``states``: of delayed scaling, None for other recipes; ``record``: whether the amax is recorded; ``kept``: what a pass that is done
-    again found the first time, whose scale it is then, and which has recorded already.
+    ``states``: of delayed scaling, None for other recipes; ``record``: whether the amax is recorded;
+    ``kept``: what a pass that is done again found the first time, whose scale it is then, and which has
+    recorded already.
     """
     wiring = NO_STATE
     if states is not None:
         forward = states["scaling_fwd"]
         scale = forward.scale if kept is None or kept.scales is None else kept.scales
-        wiring = _wired(scale, forward.amax_history if record and kept is None else None, FORWARD_SLOTS * gemm + _OUTPUT, forward)
+        wiring = _wired(
+            scale,
+            forward.amax_history if record and kept is None else None,
+            FORWARD_SLOTS * gemm + _OUTPUT,
+            forward,
+        )
     return _Output.apply(y, held_as(fp8, "x"), wiring)
 
 
-def cast_gradient(x: Tensor, fp8: Fp8, states: Mapping[str, ScalingState] | None, ticket: tuple[Any, ...] | None) -> Tensor:
-    """``x``, h (..., K), whose gradient will be in FP8. ``ticket``: what ``finish_backward`` is told, None where no amax is recorded."""
+def cast_gradient(
+    x: Tensor, fp8: Fp8, states: Mapping[str, ScalingState] | None, ticket: tuple[Any, ...] | None
+) -> Tensor:
+    """``x``, h (..., K), whose gradient will be in FP8. ``ticket``: what ``finish_backward`` is told, None
+    where no amax is recorded."""
     return _Gradient.apply(x, held_as(fp8, "g"), None if states is None else states["scaling_bwd"], ticket)
 
 
@@ -57,7 +70,9 @@ class _Output(torch.autograd.Function):
 
 class _Gradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fp8: Fp8, state: ScalingState | None, ticket: tuple[Any, ...] | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, fp8: Fp8, state: ScalingState | None, ticket: tuple[Any, ...] | None
+    ) -> Tensor:
         ctx.fp8, ctx.state, ctx.ticket = fp8, state, ticket
         return x.detach()
 
@@ -68,5 +83,10 @@ class _Gradient(torch.autograd.Function):
         if ctx.state is not None:
             if ctx.ticket is not None:
                 finish_backward(*ctx.ticket)
-            wiring = _wired(ctx.state.scale, None if ctx.ticket is None else ctx.state.amax_history, _GRAD_INPUT, ctx.state)
+            wiring = _wired(
+                ctx.state.scale,
+                None if ctx.ticket is None else ctx.state.amax_history,
+                _GRAD_INPUT,
+                ctx.state,
+            )
         return QuantizedTensor.cast(grad, ctx.fp8, wiring), None, None, None

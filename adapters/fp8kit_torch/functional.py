@@ -14,12 +14,18 @@ from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import FLOATS
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", label_smoothing: float = 0.0,
-                  ignore_index: int = -100) -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
     """Softmax cross entropy in nats, in float32; differentiable in logits.
 
-    ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that are not ``ignore_index``, shape
-    (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into every class. Raises ShapeError or FormatError.
+    ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that
+    are not ``ignore_index``, shape (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into
+    every class. Raises ShapeError or FormatError.
     """
     if not torch.compiler.is_compiling():
         check("cross_entropy", CALLED, locals())
@@ -30,7 +36,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", labe
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """table[ids]: int32 or int64 ids of any shape in [0, V), h (V, N); differentiable in table. An id out of range gives NaN."""
+    """table[ids]: int32 or int64 ids of any shape in [0, V), h (V, N); differentiable in table. An id out of
+    range gives NaN."""
     if not torch.compiler.is_compiling():
         check("embedding", CALLED, locals())
     if table.ndim != 2:
@@ -41,19 +48,30 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return run("embedding", spec, {"ids": ids, "table": table})["y"]
 
 
-def dropout_add(x: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, p: float = 0.0, training: bool = True) -> Tensor:
+def dropout_add(
+    x: Tensor,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
     """residual + dropout(x + bias), in one pass: h (..., N), (..., N) and (N,); differentiable in all three.
 
-    ``p``: probability of dropping an element while ``training``, drawn from torch's generator. Raises ShapeError or FormatError.
+    ``p``: probability of dropping an element while ``training``, drawn from torch's generator. Raises
+    ShapeError or FormatError.
     """
     if not torch.compiler.is_compiling():
         check("dropout_add", CALLED, locals())
     if x.ndim == 0:
         raise ShapeError(expected("dropout_add", "x", "no dimension", "(..., features)"))
     p = float(p) if training else 0.0
-    spec, inputs = spec_for("DropoutAddSpec", x.shape[-1], p, True), {"x": x, "bias": bias, "residual": residual}
+    spec, inputs = (
+        spec_for("DropoutAddSpec", x.shape[-1], p, True),
+        {"x": x, "bias": bias, "residual": residual},
+    )
     if p:
         there = {name: value for name, value in inputs.items() if value is not None}
-        rehearse("dropout_add", spec, {**there, "rng": Stand((2,), torch.int64, x.device)})  # a draw changes the generator's state
+        # a draw changes the generator's state
+        rehearse("dropout_add", spec, {**there, "rng": Stand((2,), torch.int64, x.device)})
         inputs["rng"] = next_rng(x.device)
     return run("dropout_add", spec, inputs)["y"]

@@ -20,74 +20,138 @@ from fp8kit_torch.fused_optimizer import Entry, Fused
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view
 
-_NO_CORRECTION = 2**60  # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
+# a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
+_NO_CORRECTION = 2**60
 
 
 class FusedAdam(Fused):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), or with L2 regularisation (Kingma & Ba 2015) ::
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), or with L2 regularisation
+    (Kingma & Ba 2015) ::
 
         m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2           (g = grad + weight_decay w where not adam_w_mode)
         w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 
-    * ``params``: float32, bfloat16 or float16 parameters, contiguous, or groups of them; ``lr``, ``betas``, ``eps``, ``weight_decay``
-      may differ between groups. ``amsgrad``: False only, NotImplementedError otherwise.
+    * ``params``: float32, bfloat16 or float16 parameters, contiguous, or groups of them; ``lr``, ``betas``,
+      ``eps``, ``weight_decay`` may differ between groups. ``amsgrad``: False only, NotImplementedError
+      otherwise.
     * ``bias_correction``: divide by 1 - beta^t. t counts the group's steps.
     * ``adam_w_mode``: False is Adam with L2 regularisation, as ``torch.optim.Adam``.
-    * ``capturable``: learning rate and t are tensors on the device, so that a captured graph sees new values, and
-      ``torch.amp.GradScaler`` hands its factor over to the kernel, which skips a step with Inf or NaN without the host.
-    * ``master_weights``: 16-bit parameters, and those of ``quantized_model_init``, have a master (``master_param``) of
-      ``master_weight_dtype``, float32 or float16, on which the update is made and which is then cast; without it the update is made on the
-      parameter's own value.
-    * ``exp_avg_dtype``, ``exp_avg_sq_dtype``: float32, bfloat16, float16 or uint8 (FP8, E4M3): how m and v are kept between steps; the
-      last two with a factor for each tensor.
-    * ``use_decoupled_grad``: gradients are read from ``param.decoupled_grad``, whose dtype may differ from the parameter's.
-    * ``store_param_remainders``: a bfloat16 parameter's float32 master is kept as the 16 bits that the parameter lacks.
+    * ``capturable``: learning rate and t are tensors on the device, so that a captured graph sees new values,
+      and ``torch.amp.GradScaler`` hands its factor over to the kernel, which skips a step with Inf or NaN
+      without the host.
+    * ``master_weights``: 16-bit parameters, and those of ``quantized_model_init``, have a master
+      (``master_param``) of ``master_weight_dtype``, float32 or float16, on which the update is made and which
+      is then cast; without it the update is made on the parameter's own value.
+    * ``exp_avg_dtype``, ``exp_avg_sq_dtype``: float32, bfloat16, float16 or uint8 (FP8, E4M3): how m and v
+      are kept between steps; the last two with a factor for each tensor.
+    * ``use_decoupled_grad``: gradients are read from ``param.decoupled_grad``, whose dtype may differ from
+      the parameter's.
+    * ``store_param_remainders``: a bfloat16 parameter's float32 master is kept as the 16 bits that the
+      parameter lacks.
     * ``set_grad_none``: deprecated, see ``zero_grad``.
 
     Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
     """
 
-    _own = (*Fused._own, "dtypes", "adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "store_param_remainders", "_scales",
-            "_step_supports_amp_scaling")
+    _own = (
+        *Fused._own,
+        "dtypes",
+        "adam_w_mode",
+        "capturable",
+        "master_weights",
+        "use_decoupled_grad",
+        "store_param_remainders",
+        "_scales",
+        "_step_supports_amp_scaling",
+    )
     numbers = ("lr", "bias_correction", "betas", "eps", "weight_decay")
     states = frozenset(("exp_avg", "exp_avg_sq", "master_param"))
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction: bool = True, adam_w_mode: bool = True,
-        capturable: bool = False, master_weights: bool = False, master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32, exp_avg_sq_dtype: torch.dtype = torch.float32, use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False, set_grad_none: bool | None = None,
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
     ) -> None:
         name = "FusedAdam"
         check(name, OPTIMISED, locals())
         only(name, {"amsgrad": (amsgrad, False)})
-        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
-        for key, choice in (("exp_avg", stored.PACKED), ("exp_avg_sq", stored.PACKED), ("master_param", (torch.float32, torch.float16))):
+        self.dtypes = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+        for key, choice in (
+            ("exp_avg", stored.PACKED),
+            ("exp_avg_sq", stored.PACKED),
+            ("master_param", (torch.float32, torch.float16)),
+        ):
             if self.dtypes[key] not in choice:
-                raise FormatError(expected(name, f"{key}'s dtype", self.dtypes[key], f"one of {', '.join(map(str, choice))}"))
+                raise FormatError(
+                    expected(
+                        name, f"{key}'s dtype", self.dtypes[key], f"one of {', '.join(map(str, choice))}"
+                    )
+                )
         if capturable and (set(self.dtypes.values()) != {torch.float32} or store_param_remainders):
-            raise FormatError(expected(name, "capturable", "states that are not float32", "float32 states, no remainders"))
-        self.adam_w_mode, self.capturable, self.master_weights = bool(adam_w_mode), bool(capturable), bool(master_weights)
+            raise FormatError(
+                expected(name, "capturable", "states that are not float32", "float32 states, no remainders")
+            )
+        self.adam_w_mode, self.capturable, self.master_weights = (
+            bool(adam_w_mode),
+            bool(capturable),
+            bool(master_weights),
+        )
         self.use_decoupled_grad = bool(use_decoupled_grad)
         self.grad_name = "decoupled_grad" if use_decoupled_grad else "grad"
-        self.store_param_remainders = bool(store_param_remainders and master_weights and master_weight_dtype == torch.float32)
+        self.store_param_remainders = bool(
+            store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        )
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         self._step_supports_amp_scaling = self.capturable
-        defaults = {"lr": lr, "bias_correction": bool(bias_correction), "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bool(bias_correction),
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, defaults, set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; in ``capturable`` mode the group's learning rate becomes a float32 tensor on its parameters' device."""
+        """As torch's; in ``capturable`` mode the group's learning rate becomes a float32 tensor on its
+        parameters' device."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if self.capturable and group["params"]:
             devices = {param.device for param in group["params"]}
             if len(devices) != 1:
-                raise ArgumentError(expected("FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one, with capturable"))
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop()).reshape(1).clone()
+                raise ArgumentError(
+                    expected(
+                        "FusedAdam",
+                        "param_groups",
+                        f"a group on {len(devices)} devices",
+                        "one, with capturable",
+                    )
+                )
+            group["lr"] = (
+                torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop()).reshape(1).clone()
+            )
 
-    # --- states -------------------------------------------------------------------------------------------------------
+    # --- states ---------------------------------------------------------------------------------------------
 
     def _remainder(self, param: Tensor, state_name: str) -> bool:
         plain = param.dtype is torch.bfloat16 and not isinstance(param, QuantizedTensor)
@@ -100,44 +164,74 @@ class FusedAdam(Fused):
     def _known(self, method: str, param: Any, state_name: Any = "exp_avg") -> None:
         """ArgumentError for what is no parameter of a group, and no name of a state."""
         if not any(param is one for group in self.param_groups for one in group["params"]):
-            raise ArgumentError(expected(f"FusedAdam.{method}", "param", type(param).__name__, "a parameter of this optimizer"))
+            raise ArgumentError(
+                expected(
+                    f"FusedAdam.{method}", "param", type(param).__name__, "a parameter of this optimizer"
+                )
+            )
         if not isinstance(state_name, str) or state_name not in self._names(param):
             wanted = f"one of {', '.join(self._names(param))}"
             raise ArgumentError(expected(f"FusedAdam.{method}", "state_name", repr(state_name)[:60], wanted))
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-        """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the constructor's."""
+        """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the
+        constructor's."""
         self._known("initialize_state", param)
-        store_param_remainders = flag("FusedAdam.initialize_state", "store_param_remainders", store_param_remainders)
+        store_param_remainders = flag(
+            "FusedAdam.initialize_state", "store_param_remainders", store_param_remainders
+        )
         if store_param_remainders and not self.store_param_remainders:
-            raise ArgumentError(expected("FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"))
+            raise ArgumentError(
+                expected(
+                    "FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"
+                )
+            )
         for name in self._names(param):
             if self._remainder(param, name):
                 self.state[param][name] = torch.zeros_like(param, dtype=torch.int16)
             else:
                 start = stored.local(param.detach()) if isinstance(param, QuantizedTensor) else param.detach()
-                values = start.float() if name == "master_param" else torch.zeros_like(start, dtype=torch.float32)
+                values = (
+                    start.float() if name == "master_param" else torch.zeros_like(start, dtype=torch.float32)
+                )
                 self.set_scaled_state(param, name, values)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state's float32 values; int16 for a master kept as remainders. ``state_name``: "exp_avg", "exp_avg_sq" or "master_param"."""
+        """A state's float32 values; int16 for a master kept as remainders. ``state_name``: "exp_avg",
+        "exp_avg_sq" or "master_param"."""
         self._known("get_unscaled_state", param, state_name)
         if state_name not in self.state[param]:
             wanted = f"one of {', '.join(self.state[param]) or 'none yet: initialize_state'}"
-            raise ArgumentError(expected("FusedAdam.get_unscaled_state", "state_name", repr(state_name), wanted))
+            raise ArgumentError(
+                expected("FusedAdam.get_unscaled_state", "state_name", repr(state_name), wanted)
+            )
         state = self.state[param][state_name]
         if state.dtype in (torch.float32, torch.int16):
             return state
         return stored.unpack(stored.local(state), self._scales.get(param, {}).get(state_name))
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Keep float32 values (int16 for remainders) as the state, in the dtype that the constructor was told."""
+        """Keep float32 values (int16 for remainders) as the state, in the dtype that the constructor was
+        told."""
         self._known("set_scaled_state", param, state_name)
         tensor("FusedAdam.set_scaled_state", "unscaled_state", unscaled_state)
-        state, dtype = self.state[param], torch.int16 if self._remainder(param, state_name) else self.dtypes[state_name]
-        if unscaled_state.dtype != (torch.int16 if dtype is torch.int16 else torch.float32) or unscaled_state.shape != param.shape:
+        state, dtype = (
+            self.state[param],
+            torch.int16 if self._remainder(param, state_name) else self.dtypes[state_name],
+        )
+        if (
+            unscaled_state.dtype != (torch.int16 if dtype is torch.int16 else torch.float32)
+            or unscaled_state.shape != param.shape
+        ):
             got = f"{unscaled_state.dtype} {tuple(unscaled_state.shape)}"
-            raise ShapeError(expected("FusedAdam.set_scaled_state", state_name, got, f"float32 {tuple(param.shape)}, int16 for remainders"))
+            raise ShapeError(
+                expected(
+                    "FusedAdam.set_scaled_state",
+                    state_name,
+                    got,
+                    f"float32 {tuple(param.shape)}, int16 for remainders",
+                )
+            )
         if state_name not in state:
             state[state_name] = torch.zeros_like(param, dtype=dtype)
         self._keep(param, state_name, stored.local(unscaled_state).to(param.device))
@@ -147,14 +241,14 @@ class FusedAdam(Fused):
         if scale is not None:
             self._scales.setdefault(param, {})[name] = scale
 
-    # --- steps --------------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update of every parameter that has a gradient, in stream order. Returns the closure's value.
 
-        In ``capturable`` mode ``torch.amp.GradScaler`` leaves its factor and what it found in the attributes ``grad_scale`` and
-        ``found_inf`` during its call.
+        In ``capturable`` mode ``torch.amp.GradScaler`` leaves its factor and what it found in the attributes
+        ``grad_scale`` and ``found_inf`` during its call.
         """
         loss = None
         if closure is not None:
@@ -201,16 +295,32 @@ class FusedAdam(Fused):
         if not self.adam_w_mode and group["weight_decay"]:
             inv_scale = None  # it is in the gradients already
         moments = {
-            name: [stored.local(self.get_unscaled_state(param, name)) for param, *_ in entries] for name in ("exp_avg", "exp_avg_sq")
+            name: [stored.local(self.get_unscaled_state(param, name)) for param, *_ in entries]
+            for name in ("exp_avg", "exp_avg_sq")
         }
         count = step if group["bias_correction"] else _NO_CORRECTION
         lr = group["lr"]
-        rate = as_view(lr.to(torch.float32).reshape(1)) if isinstance(lr, Tensor) and lr.device == device else float(lr)
+        rate = (
+            as_view(lr.to(torch.float32).reshape(1))
+            if isinstance(lr, Tensor) and lr.device == device
+            else float(lr)
+        )
         beta1, beta2 = group["betas"]
         kernels.adamw_(
-            [as_view(p) for p in params], [as_view(g) for g in grads], *([as_view(m) for m in ms] for ms in moments.values()),
-            [None if m is None else as_view(m) for m in masters], rate, float(beta1), float(beta2), float(group["eps"]), decays, count,
-            inv_scale, found_inf, stream)
+            [as_view(p) for p in params],
+            [as_view(g) for g in grads],
+            *([as_view(m) for m in ms] for ms in moments.values()),
+            [None if m is None else as_view(m) for m in masters],
+            rate,
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            decays,
+            count,
+            inv_scale,
+            found_inf,
+            stream,
+        )
         for at, (param, data, _) in enumerate(entries):
             increment_version(param)  # the kernel wrote it by address: autograd must see that
             master = masters[at]
@@ -224,34 +334,48 @@ class FusedAdam(Fused):
                 if self.dtypes[name] is not torch.float32:
                     self._keep(param, name, values[at])
 
-    # --- saved and loaded ---------------------------------------------------------------------------------------------
+    # --- saved and loaded -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; states that are kept with a factor are given as their float32 values, remainders as they are."""
+        """As torch's; states that are kept with a factor are given as their float32 values, remainders as
+        they are."""
         saved = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         indices = [index for group in saved["param_groups"] for index in group["params"]]
         for param, index in zip(params, indices, strict=True):
             if index in saved["state"]:
                 state = saved["state"][index]
-                saved["state"][index] = {n: self.get_unscaled_state(param, n) if n in self.dtypes else v for n, v in state.items()}
+                saved["state"][index] = {
+                    n: self.get_unscaled_state(param, n) if n in self.dtypes else v for n, v in state.items()
+                }
         return saved
 
-    def check_state(self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]) -> None:
+    def check_state(
+        self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]
+    ) -> None:
         known = self._names(param)
         for wanted in known[:2]:  # a master may be missing: it starts at the parameter
             if wanted not in state:
                 raise CheckpointError(expected(operation, shown_as, f"no {wanted!r}", "both moments"))
         if name not in known:
-            raise CheckpointError(expected(operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor was told"))
+            raise CheckpointError(
+                expected(
+                    operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor was told"
+                )
+            )
         super().check_state(operation, param, name, shown_as, state)
         if (state[name].dtype is torch.int16) != self._remainder(param, name):
-            wanted = "int16, with store_param_remainders" if self._remainder(param, name) else "floating, without store_param_remainders"
+            wanted = (
+                "int16, with store_param_remainders"
+                if self._remainder(param, name)
+                else "floating, without store_param_remainders"
+            )
             raise CheckpointError(expected(operation, shown_as, state[name].dtype, wanted))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with states kept in the dtypes that the constructor was told, not in the parameters'. In ``capturable`` mode
-        learning rate and t are written into the tensors that a captured graph reads."""
+        """As torch's, with states kept in the dtypes that the constructor was told, not in the parameters'.
+        In ``capturable`` mode learning rate and t are written into the tensors that a captured graph reads.
+        """
         self.check_state_dict(state_dict)
         held = [(group.get("lr"), group.get("step")) for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -278,4 +402,6 @@ class FusedAdam(Fused):
                 if name not in self.dtypes:
                     self.state[param][name] = given[name]
                     continue
-                self.set_scaled_state(param, name, given[name] if given[name].dtype is torch.int16 else given[name].float())
+                self.set_scaled_state(
+                    param, name, given[name] if given[name].dtype is torch.int16 else given[name].float()
+                )

@@ -1,4 +1,5 @@
-"""``Fused``: what ``FusedAdam`` and ``FusedSGD`` share: local and contiguous tensors, gradients by name, ``zero_grad``."""
+"""``Fused``: what ``FusedAdam`` and ``FusedSGD`` share: local and contiguous tensors, gradients by name,
+``zero_grad``."""
 
 from __future__ import annotations
 
@@ -36,14 +37,21 @@ class Fused(torch.optim.Optimizer):
             raise ArgumentError(expected(type(self).__name__, "params", "none", wanted))
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
-            warnings.warn(f"{type(self).__name__}: set_grad_none is deprecated, use zero_grad(set_to_none)", DeprecationWarning, 3)
+            warnings.warn(
+                f"{type(self).__name__}: set_grad_none is deprecated, use zero_grad(set_to_none)",
+                DeprecationWarning,
+                3,
+            )
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; FormatError for parameters that are not float32, bfloat16 or float16, ShapeError for strided ones."""
+        """As torch's; FormatError for parameters that are not float32, bfloat16 or float16, ShapeError for
+        strided ones."""
         name = type(self).__name__
         if not isinstance(param_group, dict) or "params" not in param_group:
-            raise ArgumentError(expected(name, "params", shown(param_group), "parameters, or groups, dicts with their params"))
+            raise ArgumentError(
+                expected(name, "params", shown(param_group), "parameters, or groups, dicts with their params")
+            )
         check(name, OPTIMISED, param_group)
         before = len(self.param_groups)
         try:
@@ -53,60 +61,100 @@ class Fused(torch.optim.Optimizer):
             del self.param_groups[before:]
             if isinstance(error, Fp8kitError):
                 raise
-            raise ArgumentError(expected(name, "params", shown(param_group["params"]), f"parameters ({error})")) from None
+            raise ArgumentError(
+                expected(name, "params", shown(param_group["params"]), f"parameters ({error})")
+            ) from None
 
     def _check_group(self, name: str) -> None:
         for param in self.param_groups[-1]["params"]:
             if param.dtype not in FLOATS:
                 raise FormatError(expected(name, "params", param.dtype, "float32, bfloat16 or float16"))
             if not stored.local(param.detach()).is_contiguous():
-                raise ShapeError(expected(name, "params", f"strides {param.stride()}", "contiguous parameters"))
+                raise ShapeError(
+                    expected(name, "params", f"strides {param.stride()}", "contiguous parameters")
+                )
 
     def check_state_dict(self, state_dict: Any) -> None:
-        """CheckpointError for what is no state of this optimizer with its groups, whose ``states`` have the shapes of
-        their parameters, ArgumentError for a number that no group can have: before anything is taken over."""
+        """CheckpointError for what is no state of this optimizer with its groups, whose ``states`` have the
+        shapes of their parameters, ArgumentError for a number that no group can have: before anything is
+        taken over."""
         op = f"{type(self).__name__}.load_state_dict"
-        parts = [state_dict.get(name) for name in ("state", "param_groups")] if isinstance(state_dict, Mapping) else [None, None]
+        parts = (
+            [state_dict.get(name) for name in ("state", "param_groups")]
+            if isinstance(state_dict, Mapping)
+            else [None, None]
+        )
         groups = parts[1] if isinstance(parts[1], list | tuple) else []
-        held = [len(group["params"]) if isinstance(group, Mapping) and isinstance(group.get("params"), list) else -1 for group in groups]
+        held = [
+            len(group["params"])
+            if isinstance(group, Mapping) and isinstance(group.get("params"), list)
+            else -1
+            for group in groups
+        ]
         wanted = [len(group["params"]) for group in self.param_groups]
         if not isinstance(parts[0], Mapping) or held != wanted:
             got = f"groups of {held} parameters" if groups else shown(state_dict)
-            raise CheckpointError(expected(op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters"))
+            raise CheckpointError(
+                expected(op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters")
+            )
         params = [param for group in self.param_groups for param in group["params"]]
         for group in groups:
             self.check_group(op, group, CheckpointError)
-        for param, index in zip(params, [index for group in groups for index in group["params"]], strict=True):
+        for param, index in zip(
+            params, [index for group in groups for index in group["params"]], strict=True
+        ):
             state = parts[0].get(index, {})
             if not isinstance(state, Mapping):
-                raise CheckpointError(expected(op, f"state[{index!r}]", shown(state), "a mapping of names to states"))
+                raise CheckpointError(
+                    expected(op, f"state[{index!r}]", shown(state), "a mapping of names to states")
+                )
             for name in self.states & state.keys():
                 self.check_state(op, param, name, f"state[{index!r}][{name!r}]", state)
 
-    def check_group(self, operation: str, group: Mapping[str, Any], error: type[Fp8kitError] = ArgumentError) -> None:
+    def check_group(
+        self, operation: str, group: Mapping[str, Any], error: type[Fp8kitError] = ArgumentError
+    ) -> None:
         """ArgumentError for a number that a group cannot have, ``error`` for one that it lacks."""
         for name in self.numbers:
             if name not in group:
-                raise error(expected(operation, "param_groups", f"a group without {name!r}", f"one with {', '.join(self.numbers)}"))
+                raise error(
+                    expected(
+                        operation,
+                        "param_groups",
+                        f"a group without {name!r}",
+                        f"one with {', '.join(self.numbers)}",
+                    )
+                )
         check(operation, OPTIMISED, group)
 
-    def check_state(self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]) -> None:
+    def check_state(
+        self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]
+    ) -> None:
         """CheckpointError for a saved state that the parameter cannot have."""
         value = state[name]
         right = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
         if not right or not (value.is_floating_point() or value.dtype is torch.int16) or value.is_meta:
-            raise CheckpointError(expected(operation, shown_as, shown(value), f"numbers of shape {tuple(param.shape)}"))
+            raise CheckpointError(
+                expected(operation, shown_as, shown(value), f"numbers of shape {tuple(param.shape)}")
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self._own}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
-        """Drop all gradients, or write zeros over them with ``set_to_none=False``. Fp8kitError where ``set_grad_none`` said otherwise."""
-        check(f"{type(self).__name__}.zero_grad", {"set_to_none": OPTIMISED["set_grad_none"]}, {"set_to_none": set_to_none})
+        """Drop all gradients, or write zeros over them with ``set_to_none=False``. Fp8kitError where
+        ``set_grad_none`` said otherwise."""
+        check(
+            f"{type(self).__name__}.zero_grad",
+            {"set_to_none": OPTIMISED["set_grad_none"]},
+            {"set_to_none": set_to_none},
+        )
         if self.set_grad_none is not None:
             if set_to_none not in (None, self.set_grad_none):
                 wanted = f"{self.set_grad_none}, as set_grad_none"
-                raise ArgumentError(expected(f"{type(self).__name__}.zero_grad", "set_to_none", set_to_none, wanted))
+                raise ArgumentError(
+                    expected(f"{type(self).__name__}.zero_grad", "set_to_none", set_to_none, wanted)
+                )
             set_to_none = self.set_grad_none
         for group in self.param_groups:
             for param in group["params"]:
@@ -117,7 +165,8 @@ class Fused(torch.optim.Optimizer):
                     setattr(param, self.grad_name, None)
 
     def all_taking(self) -> list[tuple[dict[str, Any], dict[torch.device, list[Entry]]]]:
-        """(group, ``taking`` of it), of all groups. Fp8kitError kinds for what any of them cannot take a step with: before one does."""
+        """(group, ``taking`` of it), of all groups. Fp8kitError kinds for what any of them cannot take a step
+        with: before one does."""
         for group in self.param_groups:
             self.check_group(f"{type(self).__name__}.step", group)
         return [(group, self.taking(group)) for group in self.param_groups]
@@ -131,11 +180,17 @@ class Fused(torch.optim.Optimizer):
                 continue
             data, g = stored.local(param.detach()), stored.local(grad.detach())
             if not data.is_contiguous():
-                raise ShapeError(expected(type(self).__name__, "params", f"strides {data.stride()}", "contiguous parameters"))
+                raise ShapeError(
+                    expected(
+                        type(self).__name__, "params", f"strides {data.stride()}", "contiguous parameters"
+                    )
+                )
             for name, state in self.state[param].items() if param in self.state else ():
                 if name in self.states and state is not None and state.shape != param.shape:
                     got = f"a parameter of shape {tuple(param.shape)}"
-                    raise ShapeError(expected(type(self).__name__, "params", got, f"{tuple(state.shape)}, as its {name}"))
+                    raise ShapeError(
+                        expected(type(self).__name__, "params", got, f"{tuple(state.shape)}, as its {name}")
+                    )
             if g.is_sparse or g.dtype not in FLOATS or g.shape != data.shape or g.device != data.device:
                 got = f"{g.layout} {g.dtype} {tuple(g.shape)} on {g.device}"
                 wanted = f"dense, floating, {tuple(data.shape)} on {data.device}"

@@ -28,9 +28,12 @@ class FusedSGD(Fused):
         b = g at the parameter's first step, then momentum b + (1 - dampening) g
         w = w - lr (g + momentum b with nesterov, else b)
 
-    * ``params``, ``lr`` (needed), ``momentum``, ``dampening``, ``weight_decay``, ``nesterov``: as ``torch.optim.SGD``.
-    * ``wd_after_momentum``: the decay does not enter the momentum: w = w - lr (... + weight_decay w), with g = grad.
-    * ``materialize_master_grads``: True only, NotImplementedError otherwise; there is no apex amp whose gradients could stay scaled.
+    * ``params``, ``lr`` (needed), ``momentum``, ``dampening``, ``weight_decay``, ``nesterov``: as
+      ``torch.optim.SGD``.
+    * ``wd_after_momentum``: the decay does not enter the momentum: w = w - lr (... + weight_decay w), with g
+      = grad.
+    * ``materialize_master_grads``: True only, NotImplementedError otherwise; there is no apex amp whose
+      gradients could stay scaled.
     * ``set_grad_none``: deprecated, see ``zero_grad``.
 
     b (``momentum_buffer``) is float32. Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
@@ -41,16 +44,32 @@ class FusedSGD(Fused):
     states = frozenset(("momentum_buffer",))
 
     def __init__(
-        self, params: Iterable[Any], lr: float | None = None, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
-        nesterov: bool = False, *, wd_after_momentum: bool = False, materialize_master_grads: bool = True,
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
         check("FusedSGD", OPTIMISED | {"lr": number}, locals())
         if nesterov and (momentum == 0 or dampening != 0):
-            raise ArgumentError(expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening"))
+            raise ArgumentError(
+                expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening")
+            )
         only("FusedSGD", {"materialize_master_grads": (materialize_master_grads, True)})
         self.wd_after_momentum = bool(wd_after_momentum)
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": bool(nesterov)}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": bool(nesterov),
+        }
         super().__init__(params, defaults, set_grad_none)
 
     @torch.no_grad()
@@ -62,7 +81,8 @@ class FusedSGD(Fused):
                 loss = closure()
         for group, taking in self.all_taking():
             for entries in taking.values():
-                # the kernel asks only whether a step is the first: parameters that start now are called apart from the others
+                # the kernel asks only whether a step is the first: parameters that start now are called apart
+                # from the others
                 starting = [entry for entry in entries if "momentum_buffer" not in self.state[entry[0]]]
                 running = [entry for entry in entries if "momentum_buffer" in self.state[entry[0]]]
                 for some, first in ((starting, True), (running, False)):
@@ -90,14 +110,28 @@ class FusedSGD(Fused):
             masters.append(master)
         decays = [0.0 if self.wd_after_momentum else decay] * len(entries)
         dispatch.kernels(device).sgd_(
-            [as_view(data) for _, data, _ in entries], [as_view(grad) for *_, grad in entries], buffers, masters, lr, momentum,
-            float(group["dampening"]), bool(group["nesterov"]), decays, 1 if first else 2, None, None, arrays.current_stream(device))
+            [as_view(data) for _, data, _ in entries],
+            [as_view(grad) for *_, grad in entries],
+            buffers,
+            masters,
+            lr,
+            momentum,
+            float(group["dampening"]),
+            bool(group["nesterov"]),
+            decays,
+            1 if first else 2,
+            None,
+            None,
+            arrays.current_stream(device),
+        )
         for param, data, _ in entries:
             increment_version(param)
             if isinstance(param, QuantizedTensor):
                 param.copy_(data)
 
-    def check_state(self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]) -> None:
+    def check_state(
+        self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]
+    ) -> None:
         if state[name] is not None:  # as torch's before the first step
             super().check_state(operation, param, name, shown_as, state)
 
@@ -110,4 +144,6 @@ class FusedSGD(Fused):
         for param, index in zip(params, indices, strict=True):
             given = state_dict["state"].get(index, {}).get("momentum_buffer")
             if given is not None:
-                self.state[param]["momentum_buffer"] = given.to(device=param.device, dtype=torch.float32).clone()
+                self.state[param]["momentum_buffer"] = given.to(
+                    device=param.device, dtype=torch.float32
+                ).clone()

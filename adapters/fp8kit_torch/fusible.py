@@ -1,7 +1,7 @@
 """``te.ops``: operations one by one, and ``Sequential`` of them, under Transformer Engine's names.
 
-Each is a module on fp8kit's operations and computes what its namesake does, FP8 under ``autocast`` included; nothing is fused across them:
-that is what ``LayerNormLinear``, ``LayerNormMLP`` and ``TransformerLayer`` are.
+Each is a module on fp8kit's operations and computes what its namesake does, FP8 under ``autocast`` included;
+nothing is fused across them: that is what ``LayerNormLinear``, ``LayerNormMLP`` and ``TransformerLayer`` are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
 
 L2Normalization, Identity = norm.L2Normalization, torch.nn.Identity
-_PARALLEL = {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False, "rng_state_tracker_function": None}
+_PARALLEL = {
+    "tensor_parallel_mode": None,
+    "tensor_parallel_group": None,
+    "sequence_parallel": False,
+    "rng_state_tracker_function": None,
+}
 
 
 def _start(weight: Tensor) -> None:
@@ -38,27 +43,63 @@ class BasicOperation(torch.nn.Module):
 
 
 class Linear(linear.Linear):
-    """y = x W^T + b: ``fp8kit_torch.Linear`` whose ``weight`` starts as torch's does. ``accumulate_into_main_grad``: its
-    ``fuse_wgrad_accumulation``. Others: tensor parallelism, at its defaults only."""
+    """y = x W^T + b: ``fp8kit_torch.Linear`` whose ``weight`` starts as torch's does.
+    ``accumulate_into_main_grad``: its ``fuse_wgrad_accumulation``. Others: tensor parallelism, at its
+    defaults only."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None,
-                 tensor_parallel_mode: str | None = None, tensor_parallel_group: Any = None, sequence_parallel: bool = False,
-                 rng_state_tracker_function: Any = None, accumulate_into_main_grad: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Any = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
         check("ops.Linear", CONSTRUCTED, locals())
         refuse("ops.Linear", _PARALLEL, locals())
-        super().__init__(in_features, out_features, bias=bias, device=device, params_dtype=dtype, init_method=_start,
-                         fuse_wgrad_accumulation=accumulate_into_main_grad)
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            device=device,
+            params_dtype=dtype,
+            init_method=_start,
+            fuse_wgrad_accumulation=accumulate_into_main_grad,
+        )
 
 
 class BasicLinear(Linear):
     """y = x W^T. Arguments as ``Linear``; ``userbuffers_options``: None only."""
 
-    def __init__(self, in_features: int, out_features: int, *, device: Any = None, dtype: torch.dtype | None = None,
-                 tensor_parallel_mode: str | None = None, tensor_parallel_group: Any = None, sequence_parallel: bool = False,
-                 rng_state_tracker_function: Any = None, accumulate_into_main_grad: bool = False, userbuffers_options: Any = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Any = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: Any = None,
+    ) -> None:
         refuse("ops.BasicLinear", _PARALLEL | {"userbuffers_options": None}, locals())
-        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype,
-                         accumulate_into_main_grad=accumulate_into_main_grad)
+        super().__init__(
+            in_features,
+            out_features,
+            bias=False,
+            device=device,
+            dtype=dtype,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
 
 
 class Bias(ParameterModule):
@@ -66,10 +107,23 @@ class Bias(ParameterModule):
 
     num_extra_inputs = num_extra_outputs = 0
 
-    def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, tensor_parallel: bool = False,
-                 tensor_parallel_group: Any = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
         check("ops.Bias", CONSTRUCTED, locals())
-        only("ops.Bias", {"tensor_parallel": (tensor_parallel, False), "tensor_parallel_group": (tensor_parallel_group, None)})
+        only(
+            "ops.Bias",
+            {
+                "tensor_parallel": (tensor_parallel, False),
+                "tensor_parallel_group": (tensor_parallel_group, None),
+            },
+        )
         positive("ops.Bias", size=size)
         super().__init__()
         self.add_parameter("bias", (size,), torch.nn.init.zeros_, dtype, device)
@@ -83,54 +137,100 @@ class Bias(ParameterModule):
 class LayerNorm(norm.LayerNorm):
     """``fp8kit_torch.LayerNorm``; ``sm_margin``: 0 only."""
 
-    def __init__(self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None,
-                 zero_centered_gamma: bool = False, sm_margin: Any = 0) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
         only("ops.LayerNorm", {"sm_margin": (sm_margin, 0)})
-        super().__init__(normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device)
+        super().__init__(
+            normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device
+        )
 
 
 class RMSNorm(norm.RMSNorm):
     """``fp8kit_torch.RMSNorm``; ``sm_margin``: 0 only."""
 
-    def __init__(self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None,
-                 zero_centered_gamma: bool = False, sm_margin: Any = 0) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
         only("ops.RMSNorm", {"sm_margin": (sm_margin, 0)})
-        super().__init__(normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device)
+        super().__init__(
+            normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device
+        )
 
 
 class _Activation(BasicOperation):
     activation = ""
 
-    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
-        only(f"ops.{type(self).__name__}", {"cache_quantized_input": (cache_quantized_input, False),
-                                            "glu_interleave_size": (glu_interleave_size, None)})
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        only(
+            f"ops.{type(self).__name__}",
+            {
+                "cache_quantized_input": (cache_quantized_input, False),
+                "glu_interleave_size": (glu_interleave_size, None),
+            },
+        )
         super().__init__()
         self.params: tuple[float, ...] = ()
 
     def forward(self, inp: Tensor) -> Tensor:
-        """``inp``: h (..., F), of a gated activation (..., 2 F), the gate's half first. Returns h (..., F)."""
+        """``inp``: h (..., F), of a gated activation (..., 2 F), the gate's half first. Returns h (...,
+        F)."""
         spec = spec_for("ActivationSpec", self.activation, inp.shape[-1], self.params)
         return run("activation", spec, {"x": inp})["y"]
 
 
 def _activation(name: str, activation: str) -> type[_Activation]:
-    return type(name, (_Activation,), {"activation": activation, "__module__": __name__,
-                                       "__doc__": f'"{activation}", see ``fp8kit.backends.activation``.'})
+    return type(
+        name,
+        (_Activation,),
+        {
+            "activation": activation,
+            "__module__": __name__,
+            "__doc__": f'"{activation}", see ``fp8kit.backends.activation``.',
+        },
+    )
 
 
 GELU, QGELU, ReLU = _activation("GELU", "gelu"), _activation("QGELU", "qgelu"), _activation("ReLU", "relu")
 SReLU, SiLU, GLU = _activation("SReLU", "srelu"), _activation("SiLU", "silu"), _activation("GLU", "glu")
-GEGLU, QGEGLU, ReGLU = _activation("GEGLU", "geglu"), _activation("QGEGLU", "qgeglu"), _activation("ReGLU", "reglu")
+GEGLU, QGEGLU, ReGLU = (
+    _activation("GEGLU", "geglu"),
+    _activation("QGEGLU", "qgeglu"),
+    _activation("ReGLU", "reglu"),
+)
 SReGLU, SwiGLU = _activation("SReGLU", "sreglu"), _activation("SwiGLU", "swiglu")
 
 
 class ClampedSwiGLU(_Activation):
-    """"clamped_swiglu", see ``fp8kit.backends.activation``."""
+    """ "clamped_swiglu", see ``fp8kit.backends.activation``."""
 
     activation = "clamped_swiglu"
 
-    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0,
-                 cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
         self.params = (float(limit), float(alpha), float(glu_linear_offset))
 
@@ -146,7 +246,11 @@ class Dropout(BasicOperation):
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., N); so is the result."""
-        return dropout_add(inp, p=self.dropout_probability) if self.training and self.dropout_probability else inp
+        return (
+            dropout_add(inp, p=self.dropout_probability)
+            if self.training and self.dropout_probability
+            else inp
+        )
 
 
 class ConstantScale(BasicOperation):
@@ -203,12 +307,14 @@ class Sequential(torch.nn.Sequential):
     """Operations, and any other modules, one after the other."""
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, op_kwargs: Any = None) -> Any:
-        """The result, or (the result, extra outputs...), in order. ``extra_inputs``: as many as the operations want, in order; Fp8kitError
-        otherwise. ``op_kwargs``: None only."""
+        """The result, or (the result, extra outputs...), in order. ``extra_inputs``: as many as the
+        operations want, in order; Fp8kitError otherwise. ``op_kwargs``: None only."""
         only("ops.Sequential", {"op_kwargs": (op_kwargs, None)})
         wanted = [getattr(module, "num_extra_inputs", 0) for module in self]
         if sum(wanted) != len(extra_inputs):
-            raise ArgumentError(expected("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors"))
+            raise ArgumentError(
+                expected("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors")
+            )
         x, given, made = input, iter(extra_inputs), []
         for module, count in zip(self, wanted, strict=True):
             out = module(x, *(next(given) for _ in range(count)))

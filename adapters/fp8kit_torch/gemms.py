@@ -1,4 +1,5 @@
-"""``general_gemm``: one product by fp8kit's kernels, without autograd, under the name and with the arguments of Transformer Engine."""
+"""``general_gemm``: one product by fp8kit's kernels, without autograd, under the name and with the arguments
+of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,52 +16,107 @@ from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view, kind_of
 
-# layout, which says of A, then of B, whether it is transposed -> the contract's, of B and A; whether B and A give their transposes
-_LAYOUTS: dict[str, tuple[Any, bool, bool]] = {"TN": ("nt", False, False), "NN": ("nn", False, True), "NT": ("tn", True, True)}
+# layout, which says of A, then of B, whether it is transposed -> the contract's, of B and A; whether B and A
+# give their transposes
+_LAYOUTS: dict[str, tuple[Any, bool, bool]] = {
+    "TN": ("nt", False, False),
+    "NN": ("nn", False, True),
+    "NT": ("tn", True, True),
+}
 
 
 @torch.no_grad()
-def general_gemm(A: Tensor, B: Tensor, out_dtype: torch.dtype | None = None, quantization_params: Any = None, gelu: bool = False,
-                 gelu_in: Any = None, alpha: float = 1.0, beta: float | None = None, accumulate: bool = False, layout: str = "TN",
-                 out: Tensor | None = None, bias: Tensor | None = None, use_split_accumulator: bool = False, grad: bool = False,
-                 ub: Any = None, ub_type: Any = None, extra_output: Any = None, bulk_overlap: bool = False
-                 ) -> tuple[Tensor, None, None, None]:
-    """(product, None, None, None); the latter are what is refused: a bias gradient, an input of GELU, a communication's output.
+def general_gemm(
+    A: Tensor,
+    B: Tensor,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Any = None,
+    gelu: bool = False,
+    gelu_in: Any = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: Any = None,
+    bulk_overlap: bool = False,
+) -> tuple[Tensor, None, None, None]:
+    """(product, None, None, None); the latter are what is refused: a bias gradient, an input of GELU, a
+    communication's output.
 
-    * ``layout``: "TN", B A^T, as y = x W^T of A = W (N, K) and B = x (..., K); "NN", B A, as dx = g W; "NT", B^T A, as dW = g^T x.
-    * ``A``, ``B``: h, the same dtype, or both ``QuantizedTensor``, whose codes are multiplied; where one is, its values are.
-    * ``out``: where it is written, or, with ``accumulate``, added; h or float32. None makes one of ``out_dtype``, None as B.
-    * ``bias``: added, (N,) of out's dtype. ``use_split_accumulator``: False lets FP8 products accumulate in the tensor cores' own width.
+    * ``layout``: "TN", B A^T, as y = x W^T of A = W (N, K) and B = x (..., K); "NN", B A, as dx = g W; "NT",
+      B^T A, as dW = g^T x.
+    * ``A``, ``B``: h, the same dtype, or both ``QuantizedTensor``, whose codes are multiplied; where one is,
+      its values are.
+    * ``out``: where it is written, or, with ``accumulate``, added; h or float32. None makes one of
+      ``out_dtype``, None as B.
+    * ``bias``: added, (N,) of out's dtype. ``use_split_accumulator``: False lets FP8 products accumulate in
+      the tensor cores' own width.
     * ``grad``: accepted with no bias. Others at their defaults, NotImplementedError otherwise.
 
     Raises ShapeError or FormatError for what does not fit.
     """
     op = "general_gemm"
-    only(op, {"quantization_params": (quantization_params, None), "gelu": (gelu, False), "gelu_in": (gelu_in, None), "alpha": (alpha, 1.0),
-              "beta": (beta, 1.0 if accumulate and beta is not None else None), "ub": (ub, None), "ub_type": (ub_type, None),
-              "extra_output": (extra_output, None), "bulk_overlap": (bulk_overlap, False), "grad": (grad and bias is not None, False)})
+    only(
+        op,
+        {
+            "quantization_params": (quantization_params, None),
+            "gelu": (gelu, False),
+            "gelu_in": (gelu_in, None),
+            "alpha": (alpha, 1.0),
+            "beta": (beta, 1.0 if accumulate and beta is not None else None),
+            "ub": (ub, None),
+            "ub_type": (ub_type, None),
+            "extra_output": (extra_output, None),
+            "bulk_overlap": (bulk_overlap, False),
+            "grad": (grad and bias is not None, False),
+        },
+    )
     if layout not in _LAYOUTS:
         raise ShapeError(expected(op, "layout", repr(layout), f"one of {', '.join(_LAYOUTS)}"))
     own, b_turned, a_turned = _LAYOUTS[layout]
     fp8 = isinstance(A, QuantizedTensor) and isinstance(B, QuantizedTensor)
     if not fp8:
         A, B = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (A, B))
-    (a_rows, a_columns), (b_rows, b_columns) = ((t.numel() // max(t.shape[-1], 1), t.shape[-1]) for t in (A, B))
+    (a_rows, a_columns), (b_rows, b_columns) = (
+        (t.numel() // max(t.shape[-1], 1), t.shape[-1]) for t in (A, B)
+    )
     depths = {"TN": (a_columns, b_columns), "NN": (a_rows, b_columns), "NT": (a_rows, b_rows)}[layout]
     if depths[0] != depths[1] or A.device != B.device:
         got = f"{tuple(A.shape)} on {A.device}, {tuple(B.shape)} on {B.device}"
         raise ShapeError(expected(op, "A, B", got, f"one contraction, and one device, with layout {layout}"))
-    shape = (b_columns, a_columns) if layout == "NT" else (*B.shape[:-1], a_rows if layout == "TN" else a_columns)
+    shape = (
+        (b_columns, a_columns) if layout == "NT" else (*B.shape[:-1], a_rows if layout == "TN" else a_columns)
+    )
     dtype = (B.dtype if out_dtype is None else out_dtype) if out is None else out.dtype
     if kind_of(dtype) not in formats.HIGH_PRECISION or (accumulate and out is None):
-        raise FormatError(expected(op, "out", f"{dtype}, {'none' if out is None else 'given'}", "h or float32, and given to accumulate"))
+        raise FormatError(
+            expected(
+                op,
+                "out",
+                f"{dtype}, {'none' if out is None else 'given'}",
+                "h or float32, and given to accumulate",
+            )
+        )
     y = torch.empty(shape, dtype=dtype, device=B.device) if out is None else out
     if tuple(y.shape) != tuple(shape) or not y.is_contiguous():
-        raise ShapeError(expected(op, "out", f"shape {tuple(y.shape)}, strides {y.stride()}", f"contiguous {tuple(shape)}"))
+        raise ShapeError(
+            expected(op, "out", f"shape {tuple(y.shape)}, strides {y.stride()}", f"contiguous {tuple(shape)}")
+        )
     result, added = as_view(y).rows(), None if bias is None else as_view(bias.contiguous())
-    kernels, stream, onto = dispatch.kernels(result.device), stream_of(result.device), result if accumulate else None
+    kernels, stream, onto = (
+        dispatch.kernels(result.device),
+        stream_of(result.device),
+        result if accumulate else None,
+    )
     size = int(kernels.fp8_gemm_workspace(*result.shape) if fp8 else kernels.gemm_workspace())
-    size += 4 * result.size if fp8 and result.ptr % 16 else 0  # where cuBLASLt cannot write: by way of float32
+    # where cuBLASLt cannot write: by way of float32
+    size += 4 * result.size if fp8 and result.ptr % 16 else 0
     space = as_view(torch.empty(max(size, 1), dtype=torch.uint8, device=B.device))
     if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):
         if A.dtype is not B.dtype:

@@ -1,4 +1,5 @@
-"""``FP8GlobalStateManager``: what programs ask Transformer Engine about the FP8 state of the moment, answered from ``autocast``."""
+"""``FP8GlobalStateManager``: what programs ask Transformer Engine about the FP8 state of the moment, answered
+from ``autocast``."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class _Names(type):
 
 
 class FP8GlobalStateManager(metaclass=_Names):
-    """The methods that Megatron, NeMo and accelerate call; all about the calling thread. There are no others: AttributeError."""
+    """The methods that Megatron, NeMo and accelerate call; all about the calling thread. There are no others:
+    AttributeError."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -86,7 +88,8 @@ class FP8GlobalStateManager(metaclass=_Names):
 
     @classmethod
     def reset(cls) -> None:
-        """Leave every autocast of this thread; what unfinished steps recorded is dropped. Not to be called within one."""
+        """Leave every autocast of this thread; what unfinished steps recorded is dropped. Not to be called
+        within one."""
         _thread.stack.clear()
         _thread.active = 0
         touched, _thread.touched = _thread.touched, {}

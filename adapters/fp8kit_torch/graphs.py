@@ -1,7 +1,9 @@
-"""``make_graphed_callables``: modules whose forward and backward are replayed as CUDA graphs, FP8 state included.
+"""``make_graphed_callables``: modules whose forward and backward are replayed as CUDA graphs, FP8 state
+included.
 
-torch captures and replays. A graph reads scales and accumulates amaxes where they lie; the update of the scales is left out of it and made
-after each replay as it is without a graph, so that modules inside and outside of graphs are updated together, by one kernel.
+torch captures and replays. A graph reads scales and accumulates amaxes where they lie; the update of the
+scales is left out of it and made after each replay as it is without a graph, so that modules inside and
+outside of graphs are updated together, by one kernel.
 """
 
 from __future__ import annotations
@@ -29,33 +31,68 @@ Forward = Callable[..., Any]
 
 
 def make_graphed_callables(
-    modules: nn.Module | tuple[nn.Module, ...], sample_args: tuple[Any, ...], num_warmup_iters: int = 3,
-    allow_unused_input: bool = False, sample_kwargs: Any = None, fp8_enabled: bool | None = None, fp8_calibrating: bool | None = None,
+    modules: nn.Module | tuple[nn.Module, ...],
+    sample_args: tuple[Any, ...],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    fp8_enabled: bool | None = None,
+    fp8_calibrating: bool | None = None,
     fp8_recipe: Recipe | None = None,
-    fp8_group: object = None, fp8_weight_caching: bool | None = None, enabled: bool | None = None, calibrating: bool | None = None,
-    recipe: Recipe | None = None, amax_reduction_group: object = None, cache_quantized_params: bool | None = None, _order: Any = None,
-    _num_layers_per_chunk: Any = None, pool: Any = None, retain_graph_in_backward: bool = False,
-    _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True, pre_warmup_hook: Any = None,
-    post_warmup_hook: Any = None, capture_time_hooks: Any = None,
+    fp8_group: object = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: bool | None = None,
+    calibrating: bool | None = None,
+    recipe: Recipe | None = None,
+    amax_reduction_group: object = None,
+    cache_quantized_params: bool | None = None,
+    _order: Any = None,
+    _num_layers_per_chunk: Any = None,
+    pool: Any = None,
+    retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Any = None,
+    post_warmup_hook: Any = None,
+    capture_time_hooks: Any = None,
 ) -> Any:
-    """The same modules, whose forward from now on replays a graph captured with ``sample_args``; a tuple for a tuple.
+    """The same modules, whose forward from now on replays a graph captured with ``sample_args``; a tuple for
+    a tuple.
 
-    * ``modules``: on a CUDA device, without hooks, called with positional tensors of the sample's shapes. In the other mode (training or
-      evaluation) than at the capture they run as they did.
+    * ``modules``: on a CUDA device, without hooks, called with positional tensors of the sample's shapes. In
+      the other mode (training or evaluation) than at the capture they run as they did.
     * ``sample_args``: tensors for the module, or a tuple of such tuples. ``sample_kwargs``: None only.
     * ``num_warmup_iters``, ``allow_unused_input``, ``pool``: torch's.
-    * ``enabled``, ``calibrating``, ``recipe``: the autocast that is captured; ``fp8_enabled`` and so on are their
-      deprecated names. Call a graphed module within an autocast of the same recipe; outside of any, its scales are updated at once.
-    * ``amax_reduction_group``, ``cache_quantized_params``, their deprecated names, and all others: at their defaults only.
+    * ``enabled``, ``calibrating``, ``recipe``: the autocast that is captured; ``fp8_enabled`` and so on are
+      their deprecated names. Call a graphed module within an autocast of the same recipe; outside of any, its
+      scales are updated at once.
+    * ``amax_reduction_group``, ``cache_quantized_params``, their deprecated names, and all others: at their
+      defaults only.
 
-    Capture changes no parameter, gradient or FP8 state. Do not change the recipe's history length, or move or convert the modules,
-    afterwards: a graph reads memory by address. BackendError without a CUDA device.
+    Capture changes no parameter, gradient or FP8 state. Do not change the recipe's history length, or move or
+    convert the modules, afterwards: a graph reads memory by address. BackendError without a CUDA device.
     """
     op, asked = "make_graphed_callables", locals()
-    check(op, {**named(optional(flag), "fp8_enabled fp8_calibrating enabled calibrating fp8_weight_caching cache_quantized_params"),
-               "num_warmup_iters": integer, "allow_unused_input": flag}, asked)
+    check(
+        op,
+        {
+            **named(
+                optional(flag),
+                "fp8_enabled fp8_calibrating enabled calibrating fp8_weight_caching cache_quantized_params",
+            ),
+            "num_warmup_iters": integer,
+            "allow_unused_input": flag,
+        },
+        asked,
+    )
     refuse(op, _NEUTRAL, asked)
-    only(op, {"cache_quantized_params": (bool(cache_quantized_params), False), "fp8_weight_caching": (bool(fp8_weight_caching), False)})
+    only(
+        op,
+        {
+            "cache_quantized_params": (bool(cache_quantized_params), False),
+            "fp8_weight_caching": (bool(fp8_weight_caching), False),
+        },
+    )
     given = modules if isinstance(modules, tuple) else (modules,)
     samples = sample_args if isinstance(modules, tuple) else (sample_args,)
     for module in given:
@@ -67,9 +104,19 @@ def make_graphed_callables(
     found = scope.recipe
     if not torch.cuda.is_available():
         raise BackendError(expected(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs"))
-    for tensor in (*(t for module in given for t in (*module.parameters(), *module.buffers())), *torch.utils._pytree.tree_leaves(samples)):
+    for tensor in (
+        *(t for module in given for t in (*module.parameters(), *module.buffers())),
+        *torch.utils._pytree.tree_leaves(samples),
+    ):
         if isinstance(tensor, Tensor) and not tensor.is_cuda:
-            raise BackendError(expected(op, "modules, sample_args", f"a tensor on {tensor.device}", "a CUDA device: a CPU has no graphs"))
+            raise BackendError(
+                expected(
+                    op,
+                    "modules, sample_args",
+                    f"a tensor on {tensor.device}",
+                    "a CUDA device: a CPU has no graphs",
+                )
+            )
     layers = [_layers(module) for module in given]
     # a capture must not find that a state is not there yet, or not as long as it should be
     if found.delayed() and (on or watching):
@@ -82,7 +129,8 @@ def make_graphed_callables(
     for module in given:
         for parameter in module.parameters():
             if parameter.requires_grad:
-                # a replay writes gradients to the same memory each time: what is accumulated must not lie there
+                # a replay writes gradients to the same memory each time: what is accumulated must not lie
+                # there
                 parameter.register_hook(torch.clone)
     if found.delayed() and (on or watching):
         for module, own in zip(given, layers, strict=True):
@@ -92,10 +140,18 @@ def make_graphed_callables(
 
 
 _NEUTRAL: dict[str, Any] = {
-    "sample_kwargs": None, "amax_reduction_group": None, "fp8_group": None, "_order": None, "_num_layers_per_chunk": None,
-    "retain_graph_in_backward": False, "_reuse_graph_input_output_buffers": False, "clone_param_grads_on_return": True,
-    "pre_warmup_hook": None, "post_warmup_hook": None, "capture_time_hooks": None,
-}  # fmt: skip
+    "sample_kwargs": None,
+    "amax_reduction_group": None,
+    "fp8_group": None,
+    "_order": None,
+    "_num_layers_per_chunk": None,
+    "retain_graph_in_backward": False,
+    "_reuse_graph_input_output_buffers": False,
+    "clone_param_grads_on_return": True,
+    "pre_warmup_hook": None,
+    "post_warmup_hook": None,
+    "capture_time_hooks": None,
+}
 
 
 def _either(op: str, name: str, value: Any, old: Any) -> Any:
@@ -111,7 +167,8 @@ def _layers(module: nn.Module) -> list[TransformerEngineBaseModule]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Garbage is collected before and not within: what that frees, memory or another graph's, may end a capture."""
+    """Garbage is collected before and not within: what that frees, memory or another graph's, may end a
+    capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -139,7 +196,9 @@ class _Finish(torch.autograd.Function):
     """The identity; in backward the states are named for the update at the end of the pass."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe, states: Sequence[ScalingState], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, recipe: Recipe, states: Sequence[ScalingState], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.recipe, ctx.states = recipe, states
         return tuple(t.view_as(t) for t in tensors)
 
@@ -150,7 +209,9 @@ class _Finish(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def _updating(module: nn.Module, graphed: Forward, layers: list[TransformerEngineBaseModule], recipe: Recipe) -> Forward:
+def _updating(
+    module: nn.Module, graphed: Forward, layers: list[TransformerEngineBaseModule], recipe: Recipe
+) -> Forward:
     """``graphed``, and what a layer does about its state when it runs."""
     captured = module.training
 
@@ -163,7 +224,9 @@ def _updating(module: nn.Module, graphed: Forward, layers: list[TransformerEngin
         if scope is None or not (scope.enabled or scope.calibrating):
             ScalingState.commit_forward(recipe, states)
         elif scope.recipe != recipe:
-            raise RecipeError(expected("make_graphed_callables", "recipe", scope.recipe, f"{recipe}, as captured"))
+            raise RecipeError(
+                expected("make_graphed_callables", "recipe", scope.recipe, f"{recipe}, as captured")
+            )
         else:
             for state in states:
                 touch_forward(state, recipe, captured)

@@ -33,10 +33,21 @@ from fp8kit_torch.texts import encode
 from fp8kit_torch.views import kind_of
 
 CONSTRUCTOR = {
-    "sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None, "rng_tracker_name": None,
-    "parallel_mode": None, "ub_overlap_rs": False, "ub_overlap_ag": False, "ub_name": None, "delay_wgrad_compute": False,
-    "save_original_input": False, "single_grouped_weight": False, "single_grouped_bias": False, "use_grouped_tensor": None,
-}  # fmt: skip
+    "sequence_parallel": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
+    "parallel_mode": None,
+    "ub_overlap_rs": False,
+    "ub_overlap_ag": False,
+    "ub_name": None,
+    "delay_wgrad_compute": False,
+    "save_original_input": False,
+    "single_grouped_weight": False,
+    "single_grouped_bias": False,
+    "use_grouped_tensor": None,
+}
 _FORWARD = {"out": None, "dgrad_out": None}
 
 
@@ -44,37 +55,65 @@ class GroupedLinear(TransformerEngineBaseModule):
     """y_i = x_i W_i^T + b_i for ``num_gemms`` groups of rows.
 
     * ``num_gemms``: number of groups N. ``in_features``, ``out_features``: sizes K and M.
-    * ``init_method``: fills a weight in place; None is normal(0, 0.023). Biases start at 0. ``bias``: whether there are any.
+    * ``init_method``: fills a weight in place; None is normal(0, 0.023). Biases start at 0. ``bias``: whether
+      there are any.
     * ``return_bias``: return (y without bias, the list of biases) instead.
-    * ``params_dtype``: float32, bfloat16 or float16; None is torch's default. ``device``: None is the default device.
+    * ``params_dtype``: float32, bfloat16 or float16; None is torch's default. ``device``: None is the default
+      device.
     * ``fuse_wgrad_accumulation``: the weights' gradients go into their ``main_grad``.
-    * ``name``: kept, for the user. Others: Transformer Engine's, at their defaults only; NotImplementedError otherwise.
+    * ``name``: kept, for the user. Others: Transformer Engine's, at their defaults only; NotImplementedError
+      otherwise.
 
-    Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,). Under ``autocast`` the three GEMMs of each group run in FP8,
-    each with scales of its own; a group without rows runs none, and its scales do not age. Within ``torch.compile`` the numbers of rows are
-    a part of the compiled code.
+    Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,). Under ``autocast`` the three
+    GEMMs of each group run in FP8, each with scales of its own; a group without rows runs none, and its
+    scales do not age. Within ``torch.compile`` the numbers of rows are a part of the compiled code.
     """
 
     operation = "linear"
 
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None, rng_tracker_name: str | None = None,
-        init_method: Init | None = None, bias: bool = True, return_bias: bool = False, params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None, device: Any = None, ub_overlap_rs: bool = False, ub_overlap_ag: bool = False,
-        ub_name: str | None = None, delay_wgrad_compute: bool = False, save_original_input: bool = False,
-        single_grouped_weight: bool = False, single_grouped_bias: bool = False, name: str | None = None,
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
-        arguments.positive("GroupedLinear", num_gemms=num_gemms, in_features=in_features, out_features=out_features)
+        arguments.positive(
+            "GroupedLinear", num_gemms=num_gemms, in_features=in_features, out_features=out_features
+        )
         arguments.refuse("GroupedLinear", CONSTRUCTOR, locals())
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
-        self.gemms, self.fuse_wgrad_accumulation = tuple(f"{i}_" for i in range(num_gemms)), bool(fuse_wgrad_accumulation)
+        self.gemms, self.fuse_wgrad_accumulation = (
+            tuple(f"{i}_" for i in range(num_gemms)),
+            bool(fuse_wgrad_accumulation),
+        )
         for i in range(num_gemms):
-            self.add_parameter(f"weight{i}", (out_features, in_features), init_method or normal_init, params_dtype, device)
+            self.add_parameter(
+                f"weight{i}", (out_features, in_features), init_method or normal_init, params_dtype, device
+            )
         for i in range(num_gemms if bias else 0):
             self.add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, params_dtype, device)
         self.set_spec(LinearSpec(ProductSpec(in_features, (out_features,))))
@@ -90,23 +129,38 @@ class GroupedLinear(TransformerEngineBaseModule):
         amaxes: Amaxes = [(FORWARD_SLOTS * i, amax_of(x)), (FORWARD_SLOTS * i + 1, amax_of(weight))]
         return row_of(amaxes, FORWARD_SLOTS * self.num_gemms)
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, out: Tensor | None = None,
-                dgrad_out: Tensor | None = None) -> Any:
-        """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other. ``is_first_microbatch``: None casts
-        the weights at each call; True casts and keeps them, False takes them. ``out``, ``dgrad_out``: None only.
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int],
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Any:
+        """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other.
+        ``is_first_microbatch``: None casts the weights at each call; True casts and keeps them, False takes
+        them. ``out``, ``dgrad_out``: None only.
 
-        Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not those of ``m_splits``.
+        Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
+        those of ``m_splits``.
         """
         arguments.refuse("GroupedLinear", _FORWARD, {"out": out, "dgrad_out": dgrad_out})
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
-        x, splits = want_input("GroupedLinear", "inp", inp, self.in_features), [int(rows) for rows in m_splits]
+        x, splits = (
+            want_input("GroupedLinear", "inp", inp, self.in_features),
+            [int(rows) for rows in m_splits],
+        )
         rows = x.reshape(-1, self.in_features)
         if len(splits) != self.num_gemms or min(splits) < 0 or sum(splits) != rows.shape[0]:
             wanted = f"{self.num_gemms} numbers of rows that sum to {rows.shape[0]}"
             raise ShapeError(expected("GroupedLinear", "m_splits", splits, wanted))
         if is_first_microbatch not in (None, True, False):
-            raise ArgumentError(expected("GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
+            raise ArgumentError(
+                expected(
+                    "GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
+                )
+            )
         if not torch.compiler.is_compiling():
             self._want_groups_alike(x)
         fused = None
@@ -114,13 +168,19 @@ class GroupedLinear(TransformerEngineBaseModule):
             if torch.compiler.is_compiling():
                 raise not_compiled("fuse_wgrad_accumulation")
             fused = self._fused(is_first_microbatch, autocast_dtype(x) or x.dtype)
-        y = torch.cat([self._group(i, part, is_first_microbatch, fused) for i, part in enumerate(rows.split(splits))])
+        y = torch.cat(
+            [self._group(i, part, is_first_microbatch, fused) for i, part in enumerate(rows.split(splits))]
+        )
         y = y.reshape(*x.shape[:-1], self.out_features)
-        return (y, [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None) if self.return_bias else y
+        return (
+            (y, [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None)
+            if self.return_bias
+            else y
+        )
 
     def _want_groups_alike(self, x: Tensor) -> None:
-        """ShapeError, BackendError or FormatError for a group's parameter of another shape than it had, on another device or of another
-        dtype than x, before any group runs."""
+        """ShapeError, BackendError or FormatError for a group's parameter of another shape than it had, on
+        another device or of another dtype than x, before any group runs."""
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
         if self.use_bias and not self.return_bias:
             shapes["bias"] = (self.out_features,)
@@ -128,7 +188,9 @@ class GroupedLinear(TransformerEngineBaseModule):
             named = {f"{kind}{i}": getattr(self, f"{kind}{i}") for i in range(self.num_gemms)}
             for name, own in named.items():
                 if own.shape != shape:
-                    raise ShapeError(expected("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {shape}"))
+                    raise ShapeError(
+                        expected("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {shape}")
+                    )
             arguments.want_parameters("GroupedLinear", named, x)
 
     def _group(self, i: int, x: Tensor, first: bool | None, main: Fused | None) -> Tensor:
@@ -139,7 +201,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         if main is not None and f"weight{i}" in main.parameters:
             fused = main._replace(parameters={"weight0": main.parameters[f"weight{i}"]})
         if x.shape[0] == 0:
-            return _Nothing.apply(x, weight, bias, fused) if fused is not None else torch.nn.functional.linear(x, weight, bias)
+            return (
+                _Nothing.apply(x, weight, bias, fused)
+                if fused is not None
+                else torch.nn.functional.linear(x, weight, bias)
+            )
         tensors = {"x": x, "weight0": weight} | ({} if bias is None else {"bias0": bias})
         dtype = autocast_dtype(x)
         if dtype is not None:
@@ -152,7 +218,9 @@ class GroupedLinear(TransformerEngineBaseModule):
             recompute.look()
             if self._unrecorded:
                 self._want_autocast()
-            return apply(self._call_of(None, False, mode, tensors, False, fused), list(tensors.values()), fused=fused)["y"]
+            return apply(
+                self._call_of(None, False, mode, tensors, False, fused), list(tensors.values()), fused=fused
+            )["y"]
         return self._fp8_group(i, tensors, mode, state, first, fused)  # type: ignore[arg-type]
 
     def _opened_group(self, i: int) -> Tensor:
@@ -161,26 +229,48 @@ class GroupedLinear(TransformerEngineBaseModule):
             return getattr(self, f"weight{i}")
         return self._opened({f"weight{i}": getattr(self, f"weight{i}")})[0][f"weight{i}"]
 
-    def _trace_group(self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState | None, first: bool | None) -> Tensor:
+    def _trace_group(
+        self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState | None, first: bool | None
+    ) -> Tensor:
         """``_group`` in a way that ``torch.compile`` can follow."""
         text, prefix = self._spec_texts[i], self.gemms[i]
         named = {name if name == "x" else f"{prefix}{name}": tensor for name, tensor in tensors.items()}
         if state is None:
-            return trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))["y"]
+            return trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))[
+                "y"
+            ]
         parts, traced = recipe_parts(state.recipe), self._traced(state)
         if not state.enabled:
-            y = trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))["y"]
+            y = trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))[
+                "y"
+            ]
             if traced is not None and traced.record:
                 with torch.no_grad():
                     row = self.calibrate_group(i, tensors["x"], tensors["weight0"])
-                    record_(traced.forward.amax_history, row, traced.forward.handle, traced.recipe, traced.when)
+                    record_(
+                        traced.forward.amax_history, row, traced.forward.handle, traced.recipe, traced.when
+                    )
             return y
         if first is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
-        return trace("linear", layer_text(text, parts, False, bias, ()), tuple(named), list(named.values()), self.gemms, traced)["y"]
+        return trace(
+            "linear",
+            layer_text(text, parts, False, bias, ()),
+            tuple(named),
+            list(named.values()),
+            self.gemms,
+            traced,
+        )["y"]
 
-    def _fp8_group(self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState, first: bool | None, fused: Fused | None
-                   ) -> Tensor:
+    def _fp8_group(
+        self,
+        i: int,
+        tensors: dict[str, Tensor],
+        bias: str,
+        state: AutocastState,
+        first: bool | None,
+        fused: Fused | None,
+    ) -> Tensor:
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
@@ -189,16 +279,30 @@ class GroupedLinear(TransformerEngineBaseModule):
         cached, held = None, tensors["weight0"]
         if isinstance(held, QuantizedTensor):
             cached = held.inputs("GroupedLinear", "", self._fp8_of(recipe))
-        elif kept is None and (first or (delayed and self._wired is None)):  # a cache or a state is to be made: not for what is refused
-            asked = self._call_of(self._fp8_of(recipe) if state.enabled else None, False, bias, tensors, delayed and state.enabled, fused)
+        # a cache or a state is to be made: not for what is refused
+        elif kept is None and (first or (delayed and self._wired is None)):
+            asked = self._call_of(
+                self._fp8_of(recipe) if state.enabled else None,
+                False,
+                bias,
+                tensors,
+                delayed and state.enabled,
+                fused,
+            )
             asked.rehearse(list(tensors.values()))
         wiring = _of(i, self.wiring(recipe, training, record, kept)) if delayed else NO_STATE
         if cached is None and first is not None and state.enabled:
-            cached = self._cached_group(i, self._fp8_of(recipe), first, tensors, wiring) if kept is None else kept.weights
+            cached = (
+                self._cached_group(i, self._fp8_of(recipe), first, tensors, wiring)
+                if kept is None
+                else kept.weights
+            )
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
         if not state.enabled:
-            y = apply(self._call_of(None, False, bias, tensors, False, fused), list(tensors.values()), fused=fused)["y"]
+            y = apply(
+                self._call_of(None, False, bias, tensors, False, fused), list(tensors.values()), fused=fused
+            )["y"]
             if delayed and record and kept is None:
                 with torch.no_grad():
                     self._note(self.calibrate_group(i, tensors["x"], tensors["weight0"]))
@@ -207,18 +311,36 @@ class GroupedLinear(TransformerEngineBaseModule):
         made = self._call_of(self._fp8_of(recipe), cached is not None, bias, tensors, delayed, fused)
         return apply(made, list(tensors.values()), wiring, fused)["y"]
 
-    def _call_of(self, fp8: Fp8 | None, cached: bool, bias: str, tensors: dict[str, Tensor], scaled: bool, fused: Fused | None) -> Call:
+    def _call_of(
+        self,
+        fp8: Fp8 | None,
+        cached: bool,
+        bias: str,
+        tensors: dict[str, Tensor],
+        scaled: bool,
+        fused: Fused | None,
+    ) -> Call:
         """The call of one group's product, the same for all groups."""
         key = (id(fp8), cached, bias, None if fused is None else (fused.dtype, fused.overwrite), *tensors)
         found = self._calls.get(key)
         if found is None:
-            more = () if fused is None else (("main_grad", kind_of(fused.dtype).name), ("overwrite_grad", fused.overwrite))
+            more = (
+                ()
+                if fused is None
+                else (("main_grad", kind_of(fused.dtype).name), ("overwrite_grad", fused.overwrite))
+            )
             spec = layer_spec(self._spec, fp8, cached, bias, (), more)
-            found = self._calls[key] = (call("linear", spec, tuple(tensors), ("",) if fp8 is not None else (), scaled), fp8)
+            found = self._calls[key] = (
+                call("linear", spec, tuple(tensors), ("",) if fp8 is not None else (), scaled),
+                fp8,
+            )
         return found[0]
 
-    def _cached_group(self, i: int, fp8: Fp8, first: bool, tensors: dict[str, Tensor], wiring: Wiring) -> dict[str, Tensor]:
-        """The group's FP8 weight: cast now for the first micro-batch, or where there is none by this recipe."""
+    def _cached_group(
+        self, i: int, fp8: Fp8, first: bool, tensors: dict[str, Tensor], wiring: Wiring
+    ) -> dict[str, Tensor]:
+        """The group's FP8 weight: cast now for the first micro-batch, or where there is none by this
+        recipe."""
         text = encode(fp8)
         if self._weights is None or self._weights[0] != text:
             self._weights = (text, {})
@@ -226,7 +348,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         if first or i not in known:
             spec = layer_spec(self._spec, fp8, False, "none", ())
             made = call("weight_cast", spec, ("weight0",), ("",), wiring is not NO_STATE)
-            only = Wiring(wiring.scales, Placed({name: view for name, view in wiring.front.items() if name == "w_amax"}))
+            only = Wiring(
+                wiring.scales, Placed({name: view for name, view in wiring.front.items() if name == "w_amax"})
+            )
             with torch.no_grad():
                 known[i] = apply(made, [tensors["weight0"]], NO_STATE if wiring is NO_STATE else only)
         return known[i]  # type: ignore[no-any-return]
@@ -234,19 +358,29 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 def _of(i: int, wiring: Wiring) -> Wiring:
     """The part of a layer's wiring that one group reads and writes."""
+
     def part(views: Placed, *names: str) -> Placed:
         return Placed({name: views[f"{i}_{name}"] for name in names}) if views else NOTHING
 
-    return wiring._replace(scales=part(wiring.scales, "x_scale", "w_scale"), front=part(wiring.front, "x_amax", "w_amax"),
-                           late=part(wiring.late, "g_scale"), back=part(wiring.back, "g_amax"))
+    return wiring._replace(
+        scales=part(wiring.scales, "x_scale", "w_scale"),
+        front=part(wiring.front, "x_amax", "w_amax"),
+        late=part(wiring.late, "g_scale"),
+        back=part(wiring.back, "g_amax"),
+    )
 
 
 class _Nothing(torch.autograd.Function):
-    """The product of a group without rows, whose weight has a ``main_grad``: nothing, to which nothing is added."""
+    """The product of a group without rows, whose weight has a ``main_grad``: nothing, to which nothing is
+    added."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-        ctx.fused, ctx.shapes, ctx.dtype = fused, (x.shape, weight.shape, None if bias is None else bias.shape), weight.dtype
+        ctx.fused, ctx.shapes, ctx.dtype = (
+            fused,
+            (x.shape, weight.shape, None if bias is None else bias.shape),
+            weight.dtype,
+        )
         return x.new_empty(0, weight.shape[0])
 
     @staticmethod
@@ -256,4 +390,9 @@ class _Nothing(torch.autograd.Function):
         if ctx.fused.overwrite:
             main.zero_()
         x, weight, bias = ctx.shapes
-        return grad.new_empty(x), ctx.fused.stand_in("weight0", weight, ctx.dtype), None if bias is None else grad.new_zeros(bias), None
+        return (
+            grad.new_empty(x),
+            ctx.fused.stand_in("weight0", weight, ctx.dtype),
+            None if bias is None else grad.new_zeros(bias),
+            None,
+        )

@@ -1,6 +1,8 @@
-"""A layer's step over a cache of keys and values as torch ops, for ``torch.compile``: one for the host's side, one for the device's.
+"""A layer's step over a cache of keys and values as torch ops, for ``torch.compile``: one for the host's
+side, one for the device's.
 
-How long sequences are changes with every step, and a graph that knew would be compiled anew: it asks its ``InferenceParams`` when it runs.
+How long sequences are changes with every step, and a graph that knew would be compiled anew: it asks its
+``InferenceParams`` when it runs.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ def handle_of(steps: Steps) -> Tensor:
 def take_step_(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int, call: str) -> None:
     """Take the announced step of the ``InferenceParams`` of that handle for one of its layers, on the host.
 
-    ``longest``: int64 (2,) on the CPU, becomes (max_seqlen_q, max_seqlen_kv) of ``ops.kv_cache``. ``layer``: the new tokens' first input,
-    of which shape and dtype count. Raises what ``Steps.check_step`` raises.
+    ``longest``: int64 (2,) on the CPU, becomes (max_seqlen_q, max_seqlen_kv) of ``ops.kv_cache``. ``layer``:
+    the new tokens' first input, of which shape and dtype count. Raises what ``Steps.check_step`` raises.
     """
     steps = _LIVE.get(int(handle))
     if steps is None:
@@ -50,7 +52,9 @@ def take_step_(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int
     spec = call_by(call).spec
     leading = tuple(layer.shape[: 1 if spec.packed else 2])
     dims = spec.head_dim, spec.head_dim_v
-    _, sizes = steps.check_step(_OP, layer_number, spec.qkv_format, leading, spec.num_gqa_groups, dims, kind_of(layer.dtype))
+    _, sizes = steps.check_step(
+        _OP, layer_number, spec.qkv_format, leading, spec.num_gqa_groups, dims, kind_of(layer.dtype)
+    )
     steps.stepped(layer_number)
     longest.copy_(torch.tensor(sizes, device="cpu"))
 
@@ -61,14 +65,18 @@ def _(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int, call: s
 
 
 @custom_op("fp8kit::cached_attention_", mutates_args=_CACHES, tags=(torch.Tag.cudagraph_unsafe,))
-def cached_attention_(inputs: Sequence[Tensor], k_cache: Tensor, v_cache: Tensor, longest: Tensor, call: str) -> Tensor:
-    """``o`` of ``ops.kv_cache``, whose new keys and values go into the caches. ``inputs``: by the call's names, of which the caches' are
-    the last two; ``longest``: see ``take_step_``."""
+def cached_attention_(
+    inputs: Sequence[Tensor], k_cache: Tensor, v_cache: Tensor, longest: Tensor, call: str
+) -> Tensor:
+    """``o`` of ``ops.kv_cache``, whose new keys and values go into the caches. ``inputs``: by the call's
+    names, of which the caches' are the last two; ``longest``: see ``take_step_``."""
     tensors = [*(t if t.is_contiguous() else t.contiguous() for t in inputs), k_cache, v_cache]
     for name, cache in zip(_CACHES, tensors[-2:], strict=True):
         if not cache.is_contiguous():
             raise ShapeError(expected("cached_attention_", name, f"strides {cache.stride()}", "C-contiguous"))
-    outputs, _, _ = _with_lengths(call, *longest.tolist()).ready(tensors, ()).forward(tensors, NOTHING, NOTHING)
+    outputs, _, _ = (
+        _with_lengths(call, *longest.tolist()).ready(tensors, ()).forward(tensors, NOTHING, NOTHING)
+    )
     return outputs[0]
 
 
@@ -83,17 +91,28 @@ def _(inputs: Sequence[Tensor], k_cache: Tensor, v_cache: Tensor, longest: Tenso
 def _with_lengths(text: str, rows: int, columns: int) -> Call:
     """The call of that text with these lengths."""
     name, spec, names, gemms, scaled, policy = decode(text)
-    return call(name, dataclasses.replace(spec, max_seqlen_q=rows, max_seqlen_kv=columns), names, gemms, scaled, policy)
+    return call(
+        name,
+        dataclasses.replace(spec, max_seqlen_q=rows, max_seqlen_kv=columns),
+        names,
+        gemms,
+        scaled,
+        policy,
+    )
 
 
 def trace_cached(spec: str, inputs: Mapping[str, Tensor], handle: Tensor, layer_number: int) -> Tensor:
-    """Attention over a cache within ``torch.compile``. ``spec``: its text, with ``LONGEST``; ``inputs``: the operation's, one of the new
-    tokens first. AutogradError where a gradient would be wanted."""
+    """Attention over a cache within ``torch.compile``. ``spec``: its text, with ``LONGEST``; ``inputs``: the
+    operation's, one of the new tokens first. AutogradError where a gradient would be wanted."""
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
     if torch.is_grad_enabled() and wanted:
-        raise AutogradError(expected(_OP, ", ".join(wanted), "a tensor that requires a gradient", "inference under no_grad()"))
+        raise AutogradError(
+            expected(_OP, ", ".join(wanted), "a tensor that requires a gradient", "inference under no_grad()")
+        )
     names = [name for name in inputs if name not in _CACHES]
     text, _ = described("cached_attention", spec, (*names, *_CACHES), (), False, policy_now().text)
     longest = torch.empty(2, dtype=torch.int64, device="cpu")
     take_step_(longest, inputs[names[0]], handle, layer_number, text)
-    return cached_attention_([inputs[name] for name in names], *[inputs[name] for name in _CACHES], longest, text)  # type: ignore[no-any-return]
+    return cached_attention_(
+        [inputs[name] for name in names], *[inputs[name] for name in _CACHES], longest, text
+    )  # type: ignore[no-any-return]

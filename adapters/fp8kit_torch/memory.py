@@ -1,8 +1,10 @@
-"""What an operation reads and writes, as views of torch's memory: blocks of buffers, the thread's scratch, scales and amaxes.
+"""What an operation reads and writes, as views of torch's memory: blocks of buffers, the thread's scratch,
+scales and amaxes.
 
-What forward saves for backward is one block of bytes, and, in an eager call that saves much, a tensor for each large buffer
-(``fp8kit.scratch``), so that backward can give it back early. The amaxes of a layer's operands, forward or backward, are float32 slots in
-the order of its ``ScalingState``: the state's own row, or one small tensor.
+What forward saves for backward is one block of bytes, and, in an eager call that saves much, a tensor for
+each large buffer (``fp8kit.scratch``), so that backward can give it back early. The amaxes of a layer's
+operands, forward or backward, are float32 slots in the order of its ``ScalingState``: the state's own row, or
+one small tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ Empty = Callable[[Shape, Shape, torch.dtype], Tensor]
 
 
 def _empty(kind: str) -> Empty:
-    """(shape, strides, dtype) -> a tensor on the current device of a kind. What Inductor's code calls, where torch has it: it goes past
-    the dispatcher, which takes longer than the allocator."""
+    """(shape, strides, dtype) -> a tensor on the current device of a kind. What Inductor's code calls, where
+    torch has it: it goes past the dispatcher, which takes longer than the allocator."""
     quick: Empty | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    return quick or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind))
+    return quick or (
+        lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind)
+    )
 
 
 EMPTY = {kind: _empty(kind) for kind in KINDS}
@@ -69,7 +73,8 @@ _SCRATCH = Scratch(_memory)
 
 
 class Block:
-    """Buffers that live and die together, laid out in one tensor of bytes. With ``make`` the large ones lie ``apart``, made by it."""
+    """Buffers that live and die together, laid out in one tensor of bytes. With ``make`` the large ones lie
+    ``apart``, made by it."""
 
     __slots__ = ("apart", "make", "parts", "size")
 
@@ -81,7 +86,9 @@ class Block:
             if name in self.apart:
                 continue
             self.parts.append((name, self.size, meta.shape, meta.dtype))
-            self.size += (math.prod(meta.shape) * meta.dtype.itemsize + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            self.size += (
+                (math.prod(meta.shape) * meta.dtype.itemsize + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            )
 
     def carve(self, memory: Tensor, device: Device) -> Views:
         """The buffers by name in ``memory``, uint8 (size,)."""
@@ -92,21 +99,27 @@ class Block:
         views = self.carve(held[0], device) if self.parts else {}
         if self.apart:
             own = zip(self.apart.items(), held[-len(self.apart) :], strict=True)
-            views = Buffers(views | {name: view_of(tensor, meta, device) for (name, meta), tensor in own}, {}, self.make)
+            views = Buffers(
+                views | {name: view_of(tensor, meta, device) for (name, meta), tensor in own}, {}, self.make
+            )
         held.clear()
         return views
 
     def kept_at(self, device: Device, stream: int) -> int:
-        """Address of the thread's memory for these temporaries, 0 for none; -1 where they lie elsewhere at each call (see ``room``)."""
+        """Address of the thread's memory for these temporaries, 0 for none; -1 where they lie elsewhere at
+        each call (see ``room``)."""
         if device.kind == "cpu" or torch._C._cuda_isCurrentStreamCapturing():
             return -1
         return _SCRATCH.room(self.size, device, stream).ptr if self.parts else 0
 
     def room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
-        """Buffers for one operation's temporaries on ``stream``, not to be changed. ``kept``: those in the thread's ``fp8kit.scratch``; but
-        fresh ones on the CPU, and while a graph is captured, which may be replayed beside what the thread does later."""
+        """Buffers for one operation's temporaries on ``stream``, not to be changed. ``kept``: those in the
+        thread's ``fp8kit.scratch``; but fresh ones on the CPU, and while a graph is captured, which may be
+        replayed beside what the thread does later."""
         if self.apart:
-            return Buffers(self._room(device, where, stream, kept) if self.parts else {}, self.apart, self.make)
+            return Buffers(
+                self._room(device, where, stream, kept) if self.parts else {}, self.apart, self.make
+            )
         return self._room(device, where, stream, kept) if self.parts else {}
 
     def _room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
@@ -121,7 +134,10 @@ class Block:
         return views
 
     def _laid(self, start: int, owner: object, device: Device) -> Views:
-        return {name: ArrayView(start + offset, shape, kind, device, owner) for name, offset, shape, kind in self.parts}
+        return {
+            name: ArrayView(start + offset, shape, kind, device, owner)
+            for name, offset, shape, kind in self.parts
+        }
 
 
 def view_of(tensor: Tensor, meta: Meta, device: Device) -> ArrayView:
@@ -131,7 +147,9 @@ def view_of(tensor: Tensor, meta: Meta, device: Device) -> ArrayView:
 
 def maker(where: torch.device, device: Device) -> Make:
     """A function that allocates an array of a meta there."""
-    return lambda meta: view_of(torch.empty(meta.shape, dtype=dtype_of(meta.dtype), device=where), meta, device)
+    return lambda meta: view_of(
+        torch.empty(meta.shape, dtype=dtype_of(meta.dtype), device=where), meta, device
+    )
 
 
 class Out(NamedTuple):
@@ -162,10 +180,20 @@ def _making(meta: Meta, where: torch.device) -> Callable[[], Tensor]:
 def amax_views(slots: Mapping[str, int], row: Tensor, device: Device) -> Placed:
     """A row of float32 slots as the amaxes of the operands."""
     start = row.data_ptr()
-    return Placed({f"{name}_amax": ArrayView(start + 4 * slot, (1,), float32, device, row) for name, slot in slots.items()})
+    return Placed(
+        {
+            f"{name}_amax": ArrayView(start + 4 * slot, (1,), float32, device, row)
+            for name, slot in slots.items()
+        }
+    )
 
 
 def scale_views(slots: Mapping[str, int], scale: Tensor, device: Device) -> Placed:
     """A state's scales as the operands' inputs."""
     start = scale.data_ptr()
-    return Placed({f"{name}_scale": ArrayView(start + 4 * slot, (1,), float32, device, scale) for name, slot in slots.items()})
+    return Placed(
+        {
+            f"{name}_scale": ArrayView(start + 4 * slot, (1,), float32, device, scale)
+            for name, slot in slots.items()
+        }
+    )

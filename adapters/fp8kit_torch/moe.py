@@ -1,9 +1,10 @@
 """Mixture of experts: tokens sorted by expert, and back.
 
-A permuted row comes from one token, for one expert: ``row_id_map`` says which. It is an int32 (rows, 2) of (token, slot), where slot is the
-column of the routing map (an expert for a mask, the k-th choice for indices), and (-1, -1) for a row that no token fills. Sums over a
-token's rows are made in float32 in a fixed order and rounded once, in both directions. Nothing waits for the device unless it says so.
-Names and arguments are Transformer Engine's.
+A permuted row comes from one token, for one expert: ``row_id_map`` says which. It is an int32 (rows, 2) of
+(token, slot), where slot is the column of the routing map (an expert for a mask, the k-th choice for
+indices), and (-1, -1) for a row that no token fills. Sums over a token's rows are made in float32 in a fixed
+order and rounded once, in both directions. Nothing waits for the device unless it says so. Names and
+arguments are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def moe_permute(
 ) -> tuple[Tensor, Tensor]:
     """(rows sorted by expert, row_id_map). Within an expert, rows keep the order of their tokens.
 
-    * ``inp``: floating (tokens, hidden). ``routing_map``: "mask": bool or integer (tokens, experts), not 0 where the token goes to the
-      expert; "index": integer (tokens, topk), numbers of experts, -1 for none.
-    * ``num_out_tokens``: number of rows of the result; rows beyond what is routed are 0, routed ones beyond it are dropped. Needed for a
-      mask; 0 or less means tokens * topk for indices.
+    * ``inp``: floating (tokens, hidden). ``routing_map``: "mask": bool or integer (tokens, experts), not 0
+      where the token goes to the expert; "index": integer (tokens, topk), numbers of experts, -1 for none.
+    * ``num_out_tokens``: number of rows of the result; rows beyond what is routed are 0, routed ones beyond
+      it are dropped. Needed for a mask; 0 or less means tokens * topk for indices.
     * ``max_token_num``: a hint for a workspace that is not needed here.
 
     Raises ShapeError and FormatError.
@@ -45,10 +46,13 @@ def moe_permute(
     return _Permute.apply(inp, row_id_map), row_id_map
 
 
-def moe_permute_with_probs(inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def moe_permute_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """(rows sorted by expert, each row's probability, row_id_map), as ``moe_permute`` with a mask.
 
-    ``probs``: floating (tokens, experts); the second result is of its dtype, (num_out_tokens,), 0 in rows that no token fills.
+    ``probs``: floating (tokens, experts); the second result is of its dtype, (num_out_tokens,), 0 in rows
+    that no token fills.
     """
     if not torch.compiler.is_compiling():
         check("moe_permute_with_probs", CALLED, locals())
@@ -60,18 +64,21 @@ def moe_permute_with_probs(inp: Tensor, probs: Tensor, routing_map: Tensor, num_
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(rows, probabilities, row_id_map, pad_offsets, padded_tokens_per_expert): each expert's rows are filled up with zeros to a multiple
-    of ``align_size``.
+    """(rows, probabilities, row_id_map, pad_offsets, padded_tokens_per_expert): each expert's rows are filled
+    up with zeros to a multiple of ``align_size``.
 
-    ``tokens_per_expert``: integer (experts,), the mask's column sums; it is read on the host. ``row_id_map`` does not know of the padding:
-    ``moe_unpermute`` takes it together with ``pad_offsets``, int64 (experts,), the rows of padding before each expert.
+    ``tokens_per_expert``: integer (experts,), the mask's column sums; it is read on the host. ``row_id_map``
+    does not know of the padding: ``moe_unpermute`` takes it together with ``pad_offsets``, int64 (experts,),
+    the rows of padding before each expert.
     """
     if not torch.compiler.is_compiling():
         check("moe_permute_and_pad_with_probs", CALLED, locals())
     _check("moe_permute_and_pad_with_probs", inp, routing_map, probs)
     if tokens_per_expert.shape != routing_map.shape[1:]:
         got = tuple(tokens_per_expert.shape)
-        raise ShapeError(expected("moe_permute_and_pad_with_probs", "tokens_per_expert", got, f"({routing_map.size(1)},)"))
+        raise ShapeError(
+            expected("moe_permute_and_pad_with_probs", "tokens_per_expert", got, f"({routing_map.size(1)},)")
+        )
     if align_size < 1:
         raise ShapeError(expected("moe_permute_and_pad_with_probs", "align_size", align_size, "at least 1"))
     counts = tokens_per_expert.to(device=inp.device, dtype=torch.int64)
@@ -85,14 +92,22 @@ def moe_permute_and_pad_with_probs(
 
 
 def moe_unpermute(
-    inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, restore_shape: torch.Size | tuple[int, ...] | None = None,
-    map_type: str = "mask", probs: Tensor | None = None, pad_offsets: Tensor | None = None,
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    restore_shape: torch.Size | tuple[int, ...] | None = None,
+    map_type: str = "mask",
+    probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """The sum of each token's rows, times their probabilities where those are given: (tokens, hidden) of ``inp``'s dtype.
+    """The sum of each token's rows, times their probabilities where those are given: (tokens, hidden) of
+    ``inp``'s dtype.
 
     * ``inp``: floating (rows, hidden), rows as ``moe_permute`` gave them. ``row_id_map``: what it returned.
-    * ``merging_probs``: floating (tokens, experts) for a mask, (tokens, topk) for indices. ``probs`` is its deprecated name.
-    * ``restore_shape``: (tokens, hidden); needed unless there are as many rows as tokens or ``merging_probs`` tells.
+    * ``merging_probs``: floating (tokens, experts) for a mask, (tokens, topk) for indices. ``probs`` is its
+      deprecated name.
+    * ``restore_shape``: (tokens, hidden); needed unless there are as many rows as tokens or ``merging_probs``
+      tells.
     * ``pad_offsets``: as ``moe_permute_and_pad_with_probs`` gave them, for rows that it padded.
 
     Raises ShapeError and FormatError.
@@ -105,11 +120,17 @@ def moe_unpermute(
     if probs is not None:
         if merging_probs is not None:
             raise FormatError(expected(op, "probs", "probs and merging_probs", "one of them"))
-        warnings.warn("moe_unpermute: probs is deprecated, use merging_probs", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "moe_unpermute: probs is deprecated, use merging_probs", DeprecationWarning, stacklevel=2
+        )
         merging_probs = probs
     if inp.ndim != 2 or not inp.is_floating_point():
         raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (rows, hidden)"))
-    for name, t in (("row_id_map", row_id_map), ("merging_probs", merging_probs), ("pad_offsets", pad_offsets)):
+    for name, t in (
+        ("row_id_map", row_id_map),
+        ("merging_probs", merging_probs),
+        ("pad_offsets", pad_offsets),
+    ):
         if t is not None and t.device != inp.device:
             raise BackendError(expected(op, name, f"device {t.device}", f"device {inp.device}, as inp"))
     if row_id_map.ndim != 2 or row_id_map.shape[1:] != (2,) or row_id_map.dtype != torch.int32:
@@ -119,22 +140,60 @@ def moe_unpermute(
         got = f"{merging_probs.dtype} {tuple(merging_probs.shape)}"
         raise ShapeError(expected(op, "merging_probs", got, "floating (tokens, experts or topk)"))
     if pad_offsets is not None:
-        if pad_offsets.ndim != 1 or pad_offsets.dtype is not torch.int64 or (merging_probs is not None and map_type == "mask"
-                                                                            and pad_offsets.numel() != merging_probs.size(1)):
+        if (
+            pad_offsets.ndim != 1
+            or pad_offsets.dtype is not torch.int64
+            or (
+                merging_probs is not None
+                and map_type == "mask"
+                and pad_offsets.numel() != merging_probs.size(1)
+            )
+        ):
             got = f"{pad_offsets.dtype} {tuple(pad_offsets.shape)}"
-            raise ShapeError(expected(op, "pad_offsets", got, "what moe_permute_and_pad_with_probs returned, int64 (experts,)"))
-        if inp.size(0) < row_id_map.size(0) or (inp.device.type == "cpu" and pad_offsets.numel()
-                                                and int(pad_offsets.max()) + row_id_map.size(0) > inp.size(0)):
-            raise ShapeError(expected(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map, and their padding"))
+            raise ShapeError(
+                expected(
+                    op, "pad_offsets", got, "what moe_permute_and_pad_with_probs returned, int64 (experts,)"
+                )
+            )
+        if inp.size(0) < row_id_map.size(0) or (
+            inp.device.type == "cpu"
+            and pad_offsets.numel()
+            and int(pad_offsets.max()) + row_id_map.size(0) > inp.size(0)
+        ):
+            raise ShapeError(
+                expected(
+                    op,
+                    "inp",
+                    f"{inp.size(0)} rows",
+                    f"{row_id_map.size(0)}, as in row_id_map, and their padding",
+                )
+            )
         row_id_map = _padded(row_id_map, pad_offsets, inp.size(0))
     if row_id_map.size(0) != inp.size(0):
-        raise ShapeError(expected(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map"))
+        raise ShapeError(
+            expected(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map")
+        )
     tokens = inp.size(0) if merging_probs is None else merging_probs.size(0)
     if restore_shape is not None:
-        if not isinstance(restore_shape, tuple | list) or not all(type(n) is int and n >= 0 for n in restore_shape):
-            raise ArgumentError(expected(op, "restore_shape", shown(restore_shape), f"(tokens, {inp.size(1)})"))
-        if len(restore_shape) != 2 or restore_shape[1] != inp.size(1) or (merging_probs is not None and restore_shape[0] != tokens):
-            raise ShapeError(expected(op, "restore_shape", tuple(restore_shape), f"(tokens, {inp.size(1)}), tokens as in merging_probs"))
+        if not isinstance(restore_shape, tuple | list) or not all(
+            type(n) is int and n >= 0 for n in restore_shape
+        ):
+            raise ArgumentError(
+                expected(op, "restore_shape", shown(restore_shape), f"(tokens, {inp.size(1)})")
+            )
+        if (
+            len(restore_shape) != 2
+            or restore_shape[1] != inp.size(1)
+            or (merging_probs is not None and restore_shape[0] != tokens)
+        ):
+            raise ShapeError(
+                expected(
+                    op,
+                    "restore_shape",
+                    tuple(restore_shape),
+                    f"(tokens, {inp.size(1)}), tokens as in merging_probs",
+                )
+            )
         tokens = restore_shape[0]
     return _Unpermute.apply(inp, row_id_map, merging_probs, tokens)
 
@@ -142,7 +201,8 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """``inp`` cut into chunks of ``split_sizes`` rows, put together again in the order ``sorted_index``.
 
-    ``inp``: (rows, hidden); ``split_sizes``: integer (chunks,), adding up to rows; ``sorted_index``: integer (chunks,), a permutation.
+    ``inp``: (rows, hidden); ``split_sizes``: integer (chunks,), adding up to rows; ``sorted_index``: integer
+    (chunks,), a permutation.
     """
     if not torch.compiler.is_compiling():
         check("moe_sort_chunks_by_index", CALLED, locals())
@@ -157,19 +217,28 @@ def moe_sort_chunks_by_index_with_probs(
         check("moe_sort_chunks_by_index_with_probs", CALLED, locals())
     rows = _chunk_rows("moe_sort_chunks_by_index_with_probs", inp, split_sizes, sorted_index)
     if probs.shape[:1] != inp.shape[:1]:
-        raise ShapeError(expected("moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)"))
+        raise ShapeError(
+            expected("moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)")
+        )
     return inp.index_select(0, rows), probs.index_select(0, rows)
 
 
-# --- maps ---------------------------------------------------------------------------------------------------------------
+# --- maps ---------------------------------------------------------------------------------------------------
 
 
 def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = None) -> None:
     if inp.ndim != 2 or not inp.is_floating_point():
         raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (tokens, hidden)"))
-    if routing_map.ndim != 2 or routing_map.size(0) != inp.size(0) or routing_map.is_floating_point() or routing_map.is_complex():
+    if (
+        routing_map.ndim != 2
+        or routing_map.size(0) != inp.size(0)
+        or routing_map.is_floating_point()
+        or routing_map.is_complex()
+    ):
         got = f"{routing_map.dtype} {tuple(routing_map.shape)}"
-        raise ShapeError(expected(op, "routing_map", got, f"bool or integer ({inp.size(0)}, experts or topk)"))
+        raise ShapeError(
+            expected(op, "routing_map", got, f"bool or integer ({inp.size(0)}, experts or topk)")
+        )
     if probs is not None and (probs.shape != routing_map.shape or not probs.is_floating_point()):
         got = f"{probs.dtype} {tuple(probs.shape)}"
         raise ShapeError(expected(op, "probs", got, f"floating {tuple(routing_map.shape)}"))
@@ -184,7 +253,9 @@ def _map_of_mask(op: str, mask: Tensor, rows: int) -> Tensor:
     place = taken.cumsum(0) - 1
     place = torch.where(taken & (place < rows), place, rows)  # what has no row goes to one beyond the last
     numbers = torch.arange(experts * tokens, device=mask.device)
-    source = torch.full((rows + 1,), -1, dtype=torch.int64, device=mask.device).scatter_(0, place, numbers)[:rows]
+    source = torch.full((rows + 1,), -1, dtype=torch.int64, device=mask.device).scatter_(0, place, numbers)[
+        :rows
+    ]
     return _pair(source % max(tokens, 1), source // max(tokens, 1), source >= 0)
 
 
@@ -224,15 +295,24 @@ def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor)
         wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
         raise ShapeError(expected(op, "sorted_index", tuple(sorted_index.shape), wanted))
     if split_sizes.device.type == "cpu" and int(split_sizes.sum()) != inp.size(0):
-        raise ShapeError(expected(op, "split_sizes", f"{int(split_sizes.sum())} rows together", f"{inp.size(0)}, the rows of inp"))
+        raise ShapeError(
+            expected(
+                op,
+                "split_sizes",
+                f"{int(split_sizes.sum())} rows together",
+                f"{inp.size(0)}, the rows of inp",
+            )
+        )
     sizes, order = (t.to(device=inp.device, dtype=torch.int64) for t in (split_sizes, sorted_index))
     starts, sorted_sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
     moved = starts - (sorted_sizes.cumsum(0) - sorted_sizes)
     rows = inp.size(0)
-    return torch.arange(rows, device=inp.device) + torch.repeat_interleave(moved, sorted_sizes, output_size=rows)
+    return torch.arange(rows, device=inp.device) + torch.repeat_interleave(
+        moved, sorted_sizes, output_size=rows
+    )
 
 
-# --- data ---------------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------------------
 
 
 def _gather(x: Tensor, row_id_map: Tensor) -> Tensor:
@@ -244,7 +324,8 @@ def _gather(x: Tensor, row_id_map: Tensor) -> Tensor:
 
 
 def _weights(probs: Tensor, row_id_map: Tensor) -> Tensor:
-    """Each row's probability, 0 where there is none. Differentiable by torch: a probability belongs to one row at most."""
+    """Each row's probability, 0 where there is none. Differentiable by torch: a probability belongs to one
+    row at most."""
     token, slot = row_id_map.to(torch.int64).unbind(1)
     flat = probs.reshape(-1)
     if flat.numel() == 0:
@@ -257,8 +338,11 @@ def _sum(rows: Tensor, row_id_map: Tensor, tokens: int) -> Tensor:
     token = row_id_map[:, 0].to(torch.int64)
     token = torch.where(token >= 0, token, tokens)
     out = rows.new_zeros(tokens + 1, rows.size(1))
-    # the deterministic one of torch's two ways on each device: CUDA's index_put_ sorts, the CPU's index_add_ goes row by row
-    summed = out.index_put_((token,), rows, accumulate=True) if rows.is_cuda else out.index_add_(0, token, rows)
+    # the deterministic one of torch's two ways on each device: CUDA's index_put_ sorts, the CPU's index_add_
+    # goes row by row
+    summed = (
+        out.index_put_((token,), rows, accumulate=True) if rows.is_cuda else out.index_add_(0, token, rows)
+    )
     return summed[:tokens]
 
 
@@ -299,6 +383,8 @@ class _Unpermute(torch.autograd.Function):
             each = (inp.float() * drows.float()).sum(1)
             token, slot = row_id_map.to(torch.int64).unbind(1)
             place = torch.where(token >= 0, token * probs.size(1) + slot, probs.numel())
-            dprobs = each.new_zeros(probs.numel() + 1).scatter_(0, place, each)[:-1].view_as(probs).to(probs.dtype)
+            dprobs = (
+                each.new_zeros(probs.numel() + 1).scatter_(0, place, each)[:-1].view_as(probs).to(probs.dtype)
+            )
         weights = _weights(probs, row_id_map)[:, None]
         return (drows.float() * weights).to(grad.dtype), None, dprobs, None

@@ -1,8 +1,9 @@
-"""``multi_tensor_*``: what Megatron and NeMo do to many tensors at once, under Transformer Engine's names and with its argument order.
+"""``multi_tensor_*``: what Megatron and NeMo do to many tensors at once, under Transformer Engine's names and
+with its argument order.
 
-Each takes ``chunk_size`` (accepted; there are no chunks here), ``noop_flag``, an integer tensor (1,) on the device, lists of tensors, and
-numbers. Where ``noop_flag`` is not 0, optimisers change nothing; scaling sets it to 1 where it meets Inf or NaN. Nothing waits for the
-device.
+Each takes ``chunk_size`` (accepted; there are no chunks here), ``noop_flag``, an integer tensor (1,) on the
+device, lists of tensors, and numbers. Where ``noop_flag`` is not 0, optimisers change nothing; scaling sets
+it to 1 where it meets Inf or NaN. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
 from fp8kit_torch.views import FLOATS, as_view
 
 Lists = Sequence[Sequence[Tensor]]
-_NO_CORRECTION = 2**60  # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
+# a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
+_NO_CORRECTION = 2**60
 
 
 class MultiTensorApply:
-    """``applier(op, noop_flag, tensor_lists, *args)`` is ``op(chunk_size, noop_flag, tensor_lists, *args)``."""
+    """``applier(op, noop_flag, tensor_lists, *args)`` is ``op(chunk_size, noop_flag, tensor_lists,
+    *args)``."""
 
     available = True
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = integer("MultiTensorApply", "chunk_size", chunk_size, 1)
 
-    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any
+    ) -> Any:
         function("multi_tensor_applier", "op", op)
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
@@ -43,12 +48,20 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
 def _flag(operation: str, name: str, value: Any) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.layout is not torch.strided or value.is_complex() or value.is_meta:
+    if (
+        not isinstance(value, Tensor)
+        or value.numel() != 1
+        or value.layout is not torch.strided
+        or value.is_complex()
+        or value.is_meta
+    ):
         raise ArgumentError(expected(operation, name, shown(value), "a tensor (1,) on the device"))
 
 
 def _step(operation: str, name: str, value: Any) -> None:
-    _flag(operation, name, value) if isinstance(value, Tensor) else integer(operation, name, value, 1, 2**63 - 1)
+    _flag(operation, name, value) if isinstance(value, Tensor) else integer(
+        operation, name, value, 1, 2**63 - 1
+    )
 
 
 def _rate(operation: str, name: str, value: Any) -> None:
@@ -56,49 +69,82 @@ def _rate(operation: str, name: str, value: Any) -> None:
 
 
 def _factor(operation: str, name: str, value: Any) -> None:
-    _flag(operation, name, value) if isinstance(value, Tensor) else number(operation, name, value, least=-math.inf)
+    _flag(operation, name, value) if isinstance(value, Tensor) else number(
+        operation, name, value, least=-math.inf
+    )
 
 
 _RULES: dict[str, Rule] = {
-    **named(number, "epsilon weight_decay momentum dampening"), **named(probability, "beta1 beta2"),
+    **named(number, "epsilon weight_decay momentum dampening"),
+    **named(probability, "beta1 beta2"),
     **named(flag, "bias_correction mode per_tensor nesterov first_run wd_after_momentum"),
-    "noop_flag": _flag, "inv_scale": optional(_flag), "lr": _rate, "step": _step, "scale": _factor, "op": function,
-}  # fmt: skip
+    "noop_flag": _flag,
+    "inv_scale": optional(_flag),
+    "lr": _rate,
+    "step": _step,
+    "scale": _factor,
+    "op": function,
+}
 
 
-def _lists(operation: str, lists: Lists, counts: tuple[int, ...], written: int, **beside: Any) -> list[list[Tensor]]:
-    """The lists; ShapeError where there are not ``counts`` of them, or they are not alike, or where two elements of one of those that are
-    ``written`` (those from that number on) share their memory; FormatError where they are not floating; BackendError where they, and the
-    tensors ``beside`` them, do not lie on one device."""
+def _lists(
+    operation: str, lists: Lists, counts: tuple[int, ...], written: int, **beside: Any
+) -> list[list[Tensor]]:
+    """The lists; ShapeError where there are not ``counts`` of them, or they are not alike, or where two
+    elements of one of those that are ``written`` (those from that number on) share their memory; FormatError
+    where they are not floating; BackendError where they, and the tensors ``beside`` them, do not lie on one
+    device."""
     wanted = f"{' or '.join(map(str, counts))} lists of floating tensors"
     if not isinstance(lists, list | tuple) or not all(isinstance(one, list | tuple) for one in lists):
         raise ArgumentError(expected(operation, "tensor_lists", shown(lists), wanted))
     found = [list(one) for one in lists]
     for t in (t for one in found for t in one):
-        if not isinstance(t, Tensor) or t.layout is not torch.strided or not t.is_floating_point() or t.is_meta:
+        if (
+            not isinstance(t, Tensor)
+            or t.layout is not torch.strided
+            or not t.is_floating_point()
+            or t.is_meta
+        ):
             raise FormatError(expected(operation, "tensor_lists", shown(t), wanted))
     if len(found) not in counts or len({len(one) for one in found}) > 1:
-        got, wanted = f"{len(found)} lists of {[len(one) for one in found]} tensors", " or ".join(map(str, counts))
+        got, wanted = (
+            f"{len(found)} lists of {[len(one) for one in found]} tensors",
+            " or ".join(map(str, counts)),
+        )
         raise ShapeError(expected(operation, "tensor_lists", got, f"{wanted} lists of as many tensors each"))
     for row in zip(*found, strict=True):
         if len({t.shape for t in row}) > 1:
-            raise ShapeError(expected(operation, "tensor_lists", [tuple(t.shape) for t in row], "the same shape in each list"))
+            raise ShapeError(
+                expected(
+                    operation, "tensor_lists", [tuple(t.shape) for t in row], "the same shape in each list"
+                )
+            )
     for t in (t for one in found[written:] for t in one):
         if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise ShapeError(expected(operation, "tensor_lists", f"strides {t.stride()}", "memory of its own for each element"))
+            raise ShapeError(
+                expected(
+                    operation, "tensor_lists", f"strides {t.stride()}", "memory of its own for each element"
+                )
+            )
     places = {t.device for one in found for t in one}
     if len(places) > 1:
-        raise BackendError(expected(operation, "tensor_lists", ", ".join(sorted(map(str, places))), "tensors on one device"))
+        raise BackendError(
+            expected(operation, "tensor_lists", ", ".join(sorted(map(str, places))), "tensors on one device")
+        )
     for name, value in beside.items() if places else ():
         if isinstance(value, Tensor) and value.device not in places:
-            raise BackendError(expected(operation, name, f"device {value.device}", f"device {places.pop()}, as tensor_lists"))
+            raise BackendError(
+                expected(operation, name, f"device {value.device}", f"device {places.pop()}, as tensor_lists")
+            )
     return found
 
 
 @torch.no_grad()
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
-    """out = in * scale, in float32, of lists (in, out); ``scale``: a number, or float32 (1,). ``noop_flag`` becomes 1 where an element of
-    in is Inf or NaN."""
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor
+) -> None:
+    """out = in * scale, in float32, of lists (in, out); ``scale``: a number, or float32 (1,). ``noop_flag``
+    becomes 1 where an element of in is Inf or NaN."""
     check("multi_tensor_scale", _RULES, locals())
     sources, results = _lists("multi_tensor_scale", tensor_lists, (2,), 1, noop_flag=noop_flag, scale=scale)
     wide = [t if t.dtype is torch.float32 else t.float() for t in sources]
@@ -115,19 +161,26 @@ multi_tensor_scale_tensor = multi_tensor_scale
 
 
 @torch.no_grad()
-def multi_tensor_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
-    """(sqrt of the sum of all squares, float32 (1,); that of each tensor, float32 (tensors,), or (0,) without ``per_tensor``)."""
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(sqrt of the sum of all squares, float32 (1,); that of each tensor, float32 (tensors,), or (0,) without
+    ``per_tensor``)."""
     check("multi_tensor_l2norm", _RULES, locals())
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,), 1)
     norms = torch.zeros(0, dtype=torch.float32, device=noop_flag.device)
     if tensors:
-        norms = torch.stack(torch._foreach_norm([t if t.dtype is torch.float32 else t.float() for t in tensors], 2))
+        norms = torch.stack(
+            torch._foreach_norm([t if t.dtype is torch.float32 else t.float() for t in tensors], 2)
+        )
     return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms[:0]
 
 
-def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor,
-                                per_tensor: bool = False) -> tuple[Tensor, Tensor]:
-    """``multi_tensor_l2norm`` of the tensors times ``inv_scale``, float32 (1,), which they are not multiplied by."""
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``multi_tensor_l2norm`` of the tensors times ``inv_scale``, float32 (1,), which they are not multiplied
+    by."""
     check("multi_tensor_unscale_l2norm", _RULES | {"inv_scale": _flag}, locals())
     _lists("multi_tensor_unscale_l2norm", tensor_lists, (1,), 1, inv_scale=inv_scale)
     whole, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
@@ -136,26 +189,41 @@ def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists
 
 
 @torch.no_grad()
-def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float | Tensor, beta1: float, beta2: float,
-                      epsilon: float, step: int | Tensor, mode: int, bias_correction: int, weight_decay: float,
-                      inv_scale: Tensor | None = None) -> None:
-    """Adam on lists (gradients, parameters, first and second moments) and, of 16-bit parameters, their float32 masters.
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor | None = None,
+) -> None:
+    """Adam on lists (gradients, parameters, first and second moments) and, of 16-bit parameters, their
+    float32 masters.
 
-    ``mode``: 0, weight decay is added to the gradient (L2 regularisation); 1, it is decoupled (AdamW). ``bias_correction``: 0, without it.
-    See ``FusedAdam`` for the formulas. FormatError for moments or masters that are not float32, and for gradients and parameters that are
-    not float32, bfloat16 or float16.
+    ``mode``: 0, weight decay is added to the gradient (L2 regularisation); 1, it is decoupled (AdamW).
+    ``bias_correction``: 0, without it. See ``FusedAdam`` for the formulas. FormatError for moments or masters
+    that are not float32, and for gradients and parameters that are not float32, bfloat16 or float16.
     """
     check("multi_tensor_adam", _RULES, locals())
     op = "multi_tensor_adam"
     lists = _lists(op, tensor_lists, (4, 5), 1, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
     for tensor in (*lists[0], *lists[1]):
         if tensor.dtype not in FLOATS:
-            raise FormatError(expected(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16"))
+            raise FormatError(
+                expected(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16")
+            )
     for kept in lists[2:]:
         for tensor in kept:
             if tensor.dtype is not torch.float32:
                 raise FormatError(expected(op, "moments and masters", tensor.dtype, "float32"))
-    given, lists = lists, [lists[0], *([t.contiguous() for t in one] for one in lists[1:])]  # the kernel writes rows without gaps
+    # the kernel writes rows without gaps
+    given, lists = lists, [lists[0], *([t.contiguous() for t in one] for one in lists[1:])]
     grads, params, means, squares = lists[:4]
     masters = lists[4] if len(lists) == 5 else [None] * len(params)
     if not params:
@@ -164,7 +232,9 @@ def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, l
     decay = float(weight_decay)
     if mode == 0 and decay:
         wide = [g.float() if by is None else g.float() * by for g in grads]
-        grads = [g.add(p if m is None else m, alpha=decay) for g, p, m in zip(wide, params, masters, strict=True)]
+        grads = [
+            g.add(p if m is None else m, alpha=decay) for g, p, m in zip(wide, params, masters, strict=True)
+        ]
         by, decay = None, 0.0
     place = as_view(params[0]).device
     skipped = (noop_flag.reshape(-1)[:1] != 0).float()
@@ -174,31 +244,80 @@ def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, l
     rate = as_view(lr.float().reshape(1)) if isinstance(lr, Tensor) else float(lr)
     dispatch.kernels(place).adamw_(
         *([as_view(t) for t in kept] for kept in (params, [g.contiguous() for g in grads], means, squares)),
-        [None if m is None else as_view(m) for m in masters], rate, beta1, beta2, epsilon, [decay] * len(params), count,
-        None if by is None else as_view(by), as_view(skipped), arrays.current_stream(place))
-    for tensor, rows in ((t, r) for one, made in zip(given[1:], lists[1:], strict=True) for t, r in zip(one, made, strict=True)):
+        [None if m is None else as_view(m) for m in masters],
+        rate,
+        beta1,
+        beta2,
+        epsilon,
+        [decay] * len(params),
+        count,
+        None if by is None else as_view(by),
+        as_view(skipped),
+        arrays.current_stream(place),
+    )
+    for tensor, rows in (
+        (t, r) for one, made in zip(given[1:], lists[1:], strict=True) for t, r in zip(one, made, strict=True)
+    ):
         if rows is not tensor:
             tensor.copy_(rows)
     torch.autograd.graph.increment_version(given[1])
 
 
-def multi_tensor_adam_capturable(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: Tensor, beta1: float, beta2: float,
-                                 epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float,
-                                 inv_scale: Tensor) -> None:
-    """``multi_tensor_adam`` with ``lr``, ``step`` and ``inv_scale``, which gradients are multiplied by, as tensors (1,) on the device."""
-    multi_tensor_adam(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """``multi_tensor_adam`` with ``lr``, ``step`` and ``inv_scale``, which gradients are multiplied by, as
+    tensors (1,) on the device."""
+    multi_tensor_adam(
+        chunk_size,
+        noop_flag,
+        tensor_lists,
+        lr,
+        beta1,
+        beta2,
+        epsilon,
+        step,
+        mode,
+        bias_correction,
+        weight_decay,
+        inv_scale,
+    )
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
 @torch.no_grad()
-def multi_tensor_sgd(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, weight_decay: float, momentum: float, dampening: float,
-                     lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float) -> None:
-    """SGD with momentum on lists (gradients, parameters, momenta) and, where they are given, 16-bit copies of the parameters.
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """SGD with momentum on lists (gradients, parameters, momenta) and, where they are given, 16-bit copies of
+    the parameters.
 
-    In float32: g = scale * gradient, + weight_decay w unless ``wd_after_momentum``; b = g in the ``first_run``, else
-    momentum b + (1 - dampening) g; w -= lr (g + momentum b with ``nesterov``, b without, + weight_decay w if ``wd_after_momentum``).
+    In float32: g = scale * gradient, + weight_decay w unless ``wd_after_momentum``; b = g in the
+    ``first_run``, else momentum b + (1 - dampening) g; w -= lr (g + momentum b with ``nesterov``, b without,
+    + weight_decay w if ``wd_after_momentum``).
     """
     check("multi_tensor_sgd", _RULES | {"lr": number, "scale": partial(number, least=-math.inf)}, locals())
     lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4), 1, noop_flag=noop_flag)

@@ -33,8 +33,9 @@ NO_STATE = Wiring(NOTHING)
 
 
 class Fused(NamedTuple):
-    """Parameters, by the name of their input, whose gradient the operation itself puts into ``main_grad``: adds, or, with ``overwrite``,
-    writes there. ``dtype``: of those buffers; ``aligned``: they must lie at multiples of 16 bytes."""
+    """Parameters, by the name of their input, whose gradient the operation itself puts into ``main_grad``:
+    adds, or, with ``overwrite``, writes there. ``dtype``: of those buffers; ``aligned``: they must lie at
+    multiples of 16 bytes."""
 
     parameters: Mapping[str, Tensor]
     overwrite: bool
@@ -42,7 +43,8 @@ class Fused(NamedTuple):
     aligned: bool
 
     def into(self, needs: Sequence[str]) -> dict[str, Tensor]:
-        """The buffers of the wanted gradients by name. FormatError where one is not what it was in forward."""
+        """The buffers of the wanted gradients by name. FormatError where one is not what it was in
+        forward."""
         found = {}
         for name in needs:
             if name in self.parameters:
@@ -50,15 +52,20 @@ class Fused(NamedTuple):
                 main = parameter.main_grad
                 alike = main.dtype is self.dtype and main.shape == parameter.shape and main.is_contiguous()
                 if not alike or (self.aligned and main.data_ptr() % 16):
-                    got = f"address {main.data_ptr():#x} at backward" if alike else f"{main.dtype} {tuple(main.shape)} at backward"
+                    got = (
+                        f"address {main.data_ptr():#x} at backward"
+                        if alike
+                        else f"{main.dtype} {tuple(main.shape)} at backward"
+                    )
                     wanted = f"contiguous {self.dtype} {tuple(parameter.shape)}{' at a multiple of 16 bytes' * self.aligned}, as at forward"
                     raise FormatError(expected("main_grad", name, got, wanted))
                 found[name] = main
         return found
 
     def stand_in(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """What autograd gets instead of the gradient: nothing, or, where the parameter has the flag ``grad_added_to_main_grad``, which is
-        set, a gradient that says nothing, so that hooks on the parameter run."""
+        """What autograd gets instead of the gradient: nothing, or, where the parameter has the flag
+        ``grad_added_to_main_grad``, which is set, a gradient that says nothing, so that hooks on the
+        parameter run."""
         parameter: Any = self.parameters[name]
         if not hasattr(parameter, "grad_added_to_main_grad"):
             return None
@@ -82,20 +89,25 @@ class Step(NamedTuple):
         return outputs, held
 
     def begin(self) -> dict[str, Tensor]:
-        """What is asked and said before backward records anything: the buffers that gradients go into, by name. A pass that fails later
-        finds what to drop."""
+        """What is asked and said before backward records anything: the buffers that gradients go into, by
+        name. A pass that fails later finds what to drop."""
         if self.wiring.ticket is not None and self.ready.back:
             finish_backward(*self.wiring.ticket)
         return {} if self.fused is None else self.fused.into(self.ready.needs)
 
-    def backward(self, saved: list[Tensor], grads: Sequence[Tensor | None], into: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """The gradients of ``ready.needs``. ``saved``: what ``forward`` gave, nowhere else if it shall go early; emptied. ``grads``: of the
-        outputs."""
+    def backward(
+        self, saved: list[Tensor], grads: Sequence[Tensor | None], into: Mapping[str, Tensor]
+    ) -> list[Tensor | None]:
+        """The gradients of ``ready.needs``. ``saved``: what ``forward`` gave, nowhere else if it shall go
+        early; emptied. ``grads``: of the outputs."""
         ready, wiring, fused = self
         kept = saved[: len(ready.kept)]
         del saved[: len(ready.kept)]
         # a layer with ``fp8_grad`` gives its input's gradient in FP8
-        plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
+        plain = [
+            g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g
+            for g in grads
+        ]
         made, _ = ready.backward(kept, saved, plain, wiring.late, wiring.back, into, True)
         saved.clear()
         for at, (i, name) in enumerate(zip(ready.wanted, ready.needs, strict=True)) if into else ():
@@ -118,11 +130,13 @@ class _One(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # the gradient is to be differentiated itself: what is refused, when it is
+        # the gradient is to be differentiated itself: what is refused, when it is
+        if torch.is_grad_enabled():
             return _one_once(ctx, *grads)  # type: ignore[no-any-return]
         step, saved = ctx.step, list(ctx.saved_tensors)
         into = step.begin()
-        if step.ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
+        # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
+        if step.ready.saved_apart.apart:
             ctx.maybe_clear_saved_tensors()
         ready, made = step.ready, step.backward(saved, grads, into)
         if len(made) == len(ready.inputs):
@@ -135,12 +149,15 @@ class _One(torch.autograd.Function):
 
 _one_once = once(_One.backward)
 _One._backward_cls.apply = _One.backward  # type: ignore[attr-defined]  # what torch's ``apply`` of a node comes to
-_enter = super(torch.autograd.Function, _One).apply  # what ``_One.apply`` comes to outside of functorch's transforms
+# what ``_One.apply`` comes to outside of functorch's transforms
+_enter = super(torch.autograd.Function, _One).apply
 _within: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead  # a tensor that such a transform left behind: what it wraps
+# a tensor that such a transform left behind: what it wraps
+_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 
 
-Seen = list[tuple[Step, Sequence[Tensor], Sequence[Tensor]]]  # what operations did, in order: step, inputs, outputs
+# what operations did, in order: step, inputs, outputs
+Seen = list[tuple[Step, Sequence[Tensor], Sequence[Tensor]]]
 
 
 class _Here(threading.local):
@@ -162,7 +179,9 @@ def watched() -> Iterator[Seen]:
 
 def run_step(step: Step, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The outputs of a step, those that are inputs last, in the graph."""
-    outputs: Sequence[Tensor] = _One.apply(step, *tensors) if _within() else _enter(step, *map(_alive, tensors))
+    outputs: Sequence[Tensor] = (
+        _One.apply(step, *tensors) if _within() else _enter(step, *map(_alive, tensors))
+    )
     if _here.seen is not None:
         _here.seen.append((step, tensors, outputs))
     return outputs

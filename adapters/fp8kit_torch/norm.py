@@ -20,9 +20,11 @@ from fp8kit_torch.specs import spec_for
 from fp8kit_torch.texts import encode
 
 
-def add_norm(module: ParameterModule, prefix: str, spec: NormSpec, dtype: torch.dtype | None, device: Any) -> None:
-    """Parameters ``{prefix}weight`` and ``{prefix}bias``: gamma starts at 1 (stored as 0 with zero_centered_gamma), beta at 0; RMSNorm has
-    no bias."""
+def add_norm(
+    module: ParameterModule, prefix: str, spec: NormSpec, dtype: torch.dtype | None, device: Any
+) -> None:
+    """Parameters ``{prefix}weight`` and ``{prefix}bias``: gamma starts at 1 (stored as 0 with
+    zero_centered_gamma), beta at 0; RMSNorm has no bias."""
     start = torch.nn.init.zeros_ if spec.zero_centered_gamma else torch.nn.init.ones_
     module.add_parameter(f"{prefix}weight", (spec.features,), start, dtype, device)
     if spec.centered:
@@ -34,25 +36,51 @@ def add_norm(module: ParameterModule, prefix: str, spec: NormSpec, dtype: torch.
 class _Norm(ParameterModule):
     normalization = ""
 
-    def __init__(self, normalized_shape: int | Sequence[int] | None = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
-                 params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None,
-                 *, device: Any = None, dtype: torch.dtype | None = None, sm_margin: Any = 0) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        sm_margin: Any = 0,
+    ) -> None:
         operation = type(self).__name__
-        check(operation, CONSTRUCTED, {name: value for name, value in locals().items() if name != "hidden_size"})
+        check(
+            operation, CONSTRUCTED, {name: value for name, value in locals().items() if name != "hidden_size"}
+        )
         super().__init__()
         parallel = None if sequence_parallel is False else sequence_parallel  # both say no
         only(operation, {"sequence_parallel": (parallel, None), "sm_margin": (sm_margin, 0)})
         if params_dtype is not None and dtype is not None:
-            raise ArgumentError(expected(operation, "dtype", dtype, "None beside params_dtype, its other name"))
+            raise ArgumentError(
+                expected(operation, "dtype", dtype, "None beside params_dtype, its other name")
+            )
         if (normalized_shape is None) == (hidden_size is None):
-            raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"))
+            raise ArgumentError(
+                expected(
+                    operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"
+                )
+            )
         extent: Any = hidden_size if normalized_shape is None else normalized_shape
         whole = isinstance(extent, int)
         if isinstance(extent, torch.Tensor):
-            raise ArgumentError(expected(operation, "normalized_shape", "a tensor", "an int, or a sequence of one"))
-        shape = (extent,) if whole else tuple(listed(operation, "normalized_shape", extent, "an int, or a sequence of one"))
+            raise ArgumentError(
+                expected(operation, "normalized_shape", "a tensor", "an int, or a sequence of one")
+            )
+        shape = (
+            (extent,)
+            if whole
+            else tuple(listed(operation, "normalized_shape", extent, "an int, or a sequence of one"))
+        )
         if len(shape) != 1:
-            raise NotImplementedError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
+            raise NotImplementedError(
+                expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet")
+            )
         positive(operation, normalized_shape=shape[0])
         self._spec = NormSpec(shape[0], self.normalization, float(eps), bool(zero_centered_gamma))
         self._spec_text = encode(self._spec)
@@ -71,15 +99,17 @@ class _Norm(ParameterModule):
 class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016).
 
-    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters ``weight``, ``bias`` (N,), in
-    ``params_dtype`` or ``dtype``, two names of one argument. ``sm_margin``: 0 only.
+    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters
+    ``weight``, ``bias`` (N,), in ``params_dtype`` or ``dtype``, two names of one argument. ``sm_margin``: 0
+    only.
     """
 
     normalization = "LayerNorm"
 
 
 class RMSNorm(_Norm):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Arguments as ``LayerNorm``; no bias."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Arguments as
+    ``LayerNorm``; no bias."""
 
     normalization = "RMSNorm"
 
@@ -87,10 +117,13 @@ class RMSNorm(_Norm):
 class L2Normalization(Watched):
     """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
 
-    ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of here.
+    ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of
+    here.
     """
 
-    def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
+    def __init__(
+        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
         check("L2Normalization", CONSTRUCTED, locals())
         super().__init__()
         self.eps = float(eps)
@@ -100,9 +133,12 @@ class L2Normalization(Watched):
         return described(self)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype."""
+        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for
+        another dtype."""
         if not torch.compiler.is_compiling():
             check("L2Normalization", CALLED, locals())
         if not inp.ndim:
             raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))
-        return run("norm", spec_for("L2NormSpec", inp.shape[-1], "L2Normalization", self.eps), {"x": inp})["y"]
+        return run("norm", spec_for("L2NormSpec", inp.shape[-1], "L2Normalization", self.eps), {"x": inp})[
+            "y"
+        ]

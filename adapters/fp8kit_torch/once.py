@@ -12,9 +12,10 @@ _REFUSAL = b"fp8kit_torch: gradients of gradients are not there: what a backward
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward`` of a ``torch.autograd.Function``, whose gradients, under ``create_graph``, raise a RuntimeError when they are
-    differentiated. torch's ``once_differentiable`` does so only where what comes in requires a gradient, though they depend on what forward
-    saved in any case: a penalty on the gradient of y.sum() would be dropped in silence."""
+    """``backward`` of a ``torch.autograd.Function``, whose gradients, under ``create_graph``, raise a
+    RuntimeError when they are differentiated. torch's ``once_differentiable`` does so only where what comes
+    in requires a gradient, though they depend on what forward saved in any case: a penalty on the gradient of
+    y.sum() would be dropped in silence."""
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Any) -> Any:
@@ -22,8 +23,11 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        through = [grad for grad in grads if grad is not None and grad.requires_grad]  # so that what asks for their gradients passes here
+        # so that what asks for their gradients passes here
+        through = [grad for grad in grads if grad is not None and grad.requires_grad]
         fail = torch._C._functions.DelayedError(_REFUSAL, len(found) + len(through))
-        return fail(*[None if grad is None else grad.detach().requires_grad_() for grad in found], *through)[: len(found)]
+        return fail(*[None if grad is None else grad.detach().requires_grad_() for grad in found], *through)[
+            : len(found)
+        ]
 
     return refusing

@@ -1,7 +1,9 @@
-"""Every operation as a pair of torch ops, ``torch.ops.fp8kit.NAME`` and ``NAME_backward``, made by one factory; two more for FP8 state.
+"""Every operation as a pair of torch ops, ``torch.ops.fp8kit.NAME`` and ``NAME_backward``, made by one
+factory; two more for FP8 state.
 
-The factory takes the fake implementation from ``infer`` and the gradient from ``backward``. Ops are functional; what changes FP8 state,
-``record_`` and ``update_``, is apart, because torch refuses an autograd formula on an op that mutates.
+The factory takes the fake implementation from ``infer`` and the gradient from ``backward``. Ops are
+functional; what changes FP8 state, ``record_`` and ``update_``, is apart, because torch refuses an autograd
+formula on an op that mutates.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from fp8kit_torch.ready import Ready
 from fp8kit_torch.texts import OPERATIONS, decode
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
-FORWARD, BACKWARD, NEITHER = 1, 2, 0  # when a state that recorded amaxes is updated; NEITHER: the graph does it itself
+# when a state that recorded amaxes is updated; NEITHER: the graph does it itself
+FORWARD, BACKWARD, NEITHER = 1, 2, 0
 
 
 def _needs(text: str) -> tuple[str, ...]:
@@ -50,13 +53,21 @@ def _scales(call: Call, ready: Ready, scale: Tensor | None) -> Placed:
 def make(name: str) -> tuple[Any, Any]:
     """The forward and the backward op of the operation ``name``.
 
-    Forward: ``inputs`` by the call's names; ``scale`` of the forward state; ``late``: scale, history and handle of the backward state;
-    ``call``: its text; ``needs``: inputs whose gradient is wanted; ``recipe``: text of the recipe that updates the backward state. Returns
-    outputs, copies of inputs that pass through, amaxes by slot (where the call has GEMMs), and the saved block (where there is one).
+    Forward: ``inputs`` by the call's names; ``scale`` of the forward state; ``late``: scale, history and
+    handle of the backward state; ``call``: its text; ``needs``: inputs whose gradient is wanted; ``recipe``:
+    text of the recipe that updates the backward state. Returns outputs, copies of inputs that pass through,
+    amaxes by slot (where the call has GEMMs), and the saved block (where there is one).
     """
 
     @custom_op(f"fp8kit::{name}", mutates_args=())
-    def forward(inputs: Sequence[Tensor], scale: Tensor | None, late: Sequence[Tensor], call: str, needs: str, recipe: str) -> list[Tensor]:
+    def forward(
+        inputs: Sequence[Tensor],
+        scale: Tensor | None,
+        late: Sequence[Tensor],
+        call: str,
+        needs: str,
+        recipe: str,
+    ) -> list[Tensor]:
         found, tensors = call_by(call), _tidy(inputs)
         ready = found.ready(tensors, _needs(needs))
         outputs, row, held = ready.forward(tensors, _scales(found, ready, scale), NOTHING)
@@ -64,19 +75,39 @@ def make(name: str) -> tuple[Any, Any]:
         return [*outputs, *copies, *([] if row is None else [row]), *held]
 
     @forward.register_fake
-    def _(inputs: Sequence[Tensor], scale: Tensor | None, late: Sequence[Tensor], call: str, needs: str, recipe: str) -> list[Tensor]:
+    def _(
+        inputs: Sequence[Tensor],
+        scale: Tensor | None,
+        late: Sequence[Tensor],
+        call: str,
+        needs: str,
+        recipe: str,
+    ) -> list[Tensor]:
         found, like = call_by(call), inputs[0]
         signature = _signature(found, inputs, needs)
         made = [_blank(meta, like) for n, meta in signature.outputs.items() if not _is_amax(n, found.front)]
-        made += [torch.empty_like(inputs[found.names.index(n)], memory_format=torch.contiguous_format) for n in signature.passes.values()]
+        made += [
+            torch.empty_like(inputs[found.names.index(n)], memory_format=torch.contiguous_format)
+            for n in signature.passes.values()
+        ]
         size = Block(signature.saved).size
-        row = [like.new_empty(found.front_slots, dtype=torch.float32)] if any(_is_amax(n, found.front) for n in signature.outputs) else []
+        row = (
+            [like.new_empty(found.front_slots, dtype=torch.float32)]
+            if any(_is_amax(n, found.front) for n in signature.outputs)
+            else []
+        )
         return [*made, *row, *([like.new_empty(size, dtype=torch.uint8)] if signature.saved else [])]
 
     @custom_op(f"fp8kit::{name}_backward", mutates_args=())
     def backward(
-        kept: Sequence[Tensor], cotangents: Sequence[Tensor], late: Sequence[Tensor], shapes: Sequence[int], kinds: str, there: str,
-        call: str, needs: str,
+        kept: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        late: Sequence[Tensor],
+        shapes: Sequence[int],
+        kinds: str,
+        there: str,
+        call: str,
+        needs: str,
     ) -> list[Tensor]:
         found, wanted = call_by(call), _needs(needs)
         sizes, dtypes = _layout(shapes, kinds)
@@ -91,14 +122,26 @@ def make(name: str) -> tuple[Any, Any]:
 
     @backward.register_fake
     def _(
-        kept: Sequence[Tensor], cotangents: Sequence[Tensor], late: Sequence[Tensor], shapes: Sequence[int], kinds: str, there: str,
-        call: str, needs: str,
+        kept: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        late: Sequence[Tensor],
+        shapes: Sequence[int],
+        kinds: str,
+        there: str,
+        call: str,
+        needs: str,
     ) -> list[Tensor]:
         found, wanted = call_by(call), _needs(needs)
         sizes, dtypes = _layout(shapes, kinds)
-        signature = found.infer([(size, kind_of(dtype)) for size, dtype in zip(sizes, dtypes, strict=True)], wanted)
+        signature = found.infer(
+            [(size, kind_of(dtype)) for size, dtype in zip(sizes, dtypes, strict=True)], wanted
+        )
         like = cotangents[0]
-        row = [like.new_empty(found.back_slots, dtype=torch.float32)] if any(_is_amax(n, found.back) for n in signature.grads) else []
+        row = (
+            [like.new_empty(found.back_slots, dtype=torch.float32)]
+            if any(_is_amax(n, found.back) for n in signature.grads)
+            else []
+        )
         return [*(_blank(signature.grads[n], like) for n in wanted if n in signature.grads), *row]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -107,8 +150,11 @@ def make(name: str) -> tuple[Any, Any]:
         signature = _signature(found, tensors, ctx.needs)
         outputs = [n for n in signature.outputs if not _is_amax(n, found.front)]
         count = len(outputs) + len(signature.passes)
-        kept = [tensors[found.names.index(n)] if n in found.names else output[outputs.index(n)]
-                for n in signature.kept if n in found.names or n in outputs]
+        kept = [
+            tensors[found.names.index(n)] if n in found.names else output[outputs.index(n)]
+            for n in signature.kept
+            if n in found.names or n in outputs
+        ]
         ctx.save_for_backward(*kept, *([output[-1]] if signature.saved else []))
         ctx.shapes = [n for t in tensors for n in t.shape]
         ctx.kinds = ",".join(f"{t.ndim}{str(t.dtype).removeprefix('torch.')}" for t in tensors)
@@ -129,7 +175,16 @@ def make(name: str) -> tuple[Any, Any]:
         back: list[Tensor] = []
         if signature.grads:
             present = [g for g in arrived if g is not None]
-            back = backward(list(ctx.saved_tensors), present, list(ctx.late), ctx.shapes, ctx.kinds, there, ctx.call, ctx.needs)
+            back = backward(
+                list(ctx.saved_tensors),
+                present,
+                list(ctx.late),
+                ctx.shapes,
+                ctx.kinds,
+                there,
+                ctx.call,
+                ctx.needs,
+            )
         names = [n for n in wanted if n in signature.grads]
         own: dict[str, Tensor | None] = dict(zip(names, back, strict=False))
         if len(back) > len(names) and ctx.late:
@@ -147,7 +202,8 @@ def _is_amax(name: str, slots: Any) -> bool:
 
 
 def _layout(shapes: Sequence[int], kinds: str) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
-    """Shapes and dtypes of the inputs, from all their extents and, for each, its number of dimensions and its dtype."""
+    """Shapes and dtypes of the inputs, from all their extents and, for each, its number of dimensions and its
+    dtype."""
     sizes, dtypes, at = [], [], 0
     for kind in kinds.split(","):
         ndim = int(kind[0])
@@ -159,11 +215,13 @@ def _layout(shapes: Sequence[int], kinds: str) -> tuple[list[tuple[int, ...]], l
 
 @custom_op("fp8kit::record_", mutates_args=("history",), tags=(torch.Tag.cudagraph_unsafe,))
 def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
-    """history[0] = max(history[0], amaxes), NaN ignored; and the state ``handle`` is to be updated, see ``FORWARD`` and ``BACKWARD``.
+    """history[0] = max(history[0], amaxes), NaN ignored; and the state ``handle`` is to be updated, see
+    ``FORWARD`` and ``BACKWARD``.
 
     It runs on the host too, so that a captured graph is divided there.
 
-    ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 () on the CPU; ``recipe``: text, read for BACKWARD.
+    ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 () on the CPU; ``recipe``: text,
+    read for BACKWARD.
     """
     torch.fmax(history[0], amaxes, out=history[0])
     if when == NEITHER:
@@ -194,8 +252,15 @@ class _Parts(NamedTuple):
 
 
 @custom_op("fp8kit::update_", mutates_args=("scales", "inverses", "histories"))
-def update_(scales: Sequence[Tensor], inverses: Sequence[Tensor], histories: Sequence[Tensor], recipe: str, forward: bool) -> None:
-    """Delayed scaling's update (``fp8kit.scaling.update``) of states by their tensors, by the recipe of that text."""
+def update_(
+    scales: Sequence[Tensor],
+    inverses: Sequence[Tensor],
+    histories: Sequence[Tensor],
+    recipe: str,
+    forward: bool,
+) -> None:
+    """Delayed scaling's update (``fp8kit.scaling.update``) of states by their tensors, by the recipe of that
+    text."""
     own = []
     for parts in zip(scales, inverses, histories, strict=True):
         views = dict(zip(states.FIELDS, map(as_view, parts), strict=True))
@@ -204,7 +269,13 @@ def update_(scales: Sequence[Tensor], inverses: Sequence[Tensor], histories: Seq
 
 
 @update_.register_fake
-def _(scales: Sequence[Tensor], inverses: Sequence[Tensor], histories: Sequence[Tensor], recipe: str, forward: bool) -> None:
+def _(
+    scales: Sequence[Tensor],
+    inverses: Sequence[Tensor],
+    histories: Sequence[Tensor],
+    recipe: str,
+    forward: bool,
+) -> None:
     return None
 
 

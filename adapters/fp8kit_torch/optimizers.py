@@ -1,5 +1,5 @@
-"""Torch optimisers on fp8kit's kernels, ``adamw_`` and ``sgd_`` of the contract, which compute in float32 whatever the parameters' dtype,
-and functions on many tensors that optimisers are made of.
+"""Torch optimisers on fp8kit's kernels, ``adamw_`` and ``sgd_`` of the contract, which compute in float32
+whatever the parameters' dtype, and functions on many tensors that optimisers are made of.
 
 Names, arguments and defaults are Transformer Engine's.
 """

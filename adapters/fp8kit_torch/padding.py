@@ -1,4 +1,5 @@
-"""``Fp8Padding`` and ``Fp8Unpadding``: the rows of each GEMM of a ``GroupedLinear`` filled up with zeros to a multiple, and back."""
+"""``Fp8Padding`` and ``Fp8Unpadding``: the rows of each GEMM of a ``GroupedLinear`` filled up with zeros to a
+multiple, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def padded_splits(m_splits: Sequence[int], align_size: int) -> list[int]:
 
 
 class _Splits(torch.nn.Module):
-    """What both modules have: ``num_gemms`` groups of rows, each padded to a multiple of ``align_size`` (None: 16)."""
+    """What both modules have: ``num_gemms`` groups of rows, each padded to a multiple of ``align_size``
+    (None: 16)."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         check(type(self).__name__, CONSTRUCTED, locals())
@@ -27,8 +29,11 @@ class _Splits(torch.nn.Module):
         self.num_gemms = num_gemms
         self.align_size = ALIGN if align_size is None else align_size
 
-    def _rows(self, inp: Tensor, m_splits: Sequence[int], padded: bool) -> tuple[Tensor, list[int], list[int]]:
-        """``inp`` as a matrix, ``m_splits`` as ints, and the same padded; ShapeError where the rows are not theirs."""
+    def _rows(
+        self, inp: Tensor, m_splits: Sequence[int], padded: bool
+    ) -> tuple[Tensor, list[int], list[int]]:
+        """``inp`` as a matrix, ``m_splits`` as ints, and the same padded; ShapeError where the rows are not
+        theirs."""
         name = type(self).__name__
         if not torch.compiler.is_compiling():
             check(name, CALLED, locals())
@@ -40,16 +45,24 @@ class _Splits(torch.nn.Module):
         filled = padded_splits(splits, self.align_size)
         rows = inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
         if rows.size(0) != sum(filled if padded else splits):
-            raise ShapeError(expected(name, "inp", tuple(inp.shape), f"{sum(filled if padded else splits)} rows, the sum of m_splits"))
+            raise ShapeError(
+                expected(
+                    name,
+                    "inp",
+                    tuple(inp.shape),
+                    f"{sum(filled if padded else splits)} rows, the sum of m_splits",
+                )
+            )
         return rows, splits, filled
 
 
 class Fp8Padding(_Splits):
-    """Fill up the rows of each of ``num_gemms`` groups with zeros to a multiple of ``align_size`` (None: 16, what FP8 products want)."""
+    """Fill up the rows of each of ``num_gemms`` groups with zeros to a multiple of ``align_size`` (None: 16,
+    what FP8 products want)."""
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """(padded rows, padded numbers of rows). ``inp``: (..., features), groups of ``m_splits`` rows one after the other; ``inp`` itself
-        where nothing is to be filled up. ShapeError where they do not fit."""
+        """(padded rows, padded numbers of rows). ``inp``: (..., features), groups of ``m_splits`` rows one
+        after the other; ``inp`` itself where nothing is to be filled up. ShapeError where they do not fit."""
         rows, splits, filled = self._rows(inp, m_splits, False)
         if splits == filled:
             return inp, splits
@@ -64,8 +77,8 @@ class Fp8Unpadding(_Splits):
     """Take away the rows that ``Fp8Padding`` of the same arguments added."""
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
-        """The rows of ``inp``, (padded rows, features), without the padding; ``m_splits``: the numbers of rows before padding. ShapeError
-        where they do not fit."""
+        """The rows of ``inp``, (padded rows, features), without the padding; ``m_splits``: the numbers of
+        rows before padding. ShapeError where they do not fit."""
         rows, splits, filled = self._rows(inp, m_splits, True)
         if splits == filled:
             return inp

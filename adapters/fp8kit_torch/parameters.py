@@ -20,13 +20,15 @@ from fp8kit_torch.reprs import described
 from fp8kit_torch.views import dtype_of
 
 Init = Callable[[Tensor], Any]
-_SETTLED = ("activation", "use_bias", "apply_bias")  # attributes that say what a module is, and that a pass does not read
+# attributes that say what a module is, and that a pass does not read
+_SETTLED = ("activation", "use_bias", "apply_bias")
 _DTYPES = tuple(dtype_of(kind) for kind in HIGH_PRECISION)
 
 
 def default_device() -> torch.device:
-    """Where ``device=None`` puts parameters: torch's default device where one is set (``with torch.device(...)``, ``set_default_device``),
-    else FP8KIT_DEVICE, else CUDA where it is usable, else the CPU. BackendError where that variable names what is not usable."""
+    """Where ``device=None`` puts parameters: torch's default device where one is set (``with
+    torch.device(...)``, ``set_default_device``), else FP8KIT_DEVICE, else CUDA where it is usable, else the
+    CPU. BackendError where that variable names what is not usable."""
     is_set = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     if is_set or getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
         return torch.get_default_device()
@@ -39,16 +41,34 @@ def default_device() -> torch.device:
 
 
 def placed(operation: str, device: Any) -> torch.device:
-    """The device that an argument ``device`` means, None the default one. BackendError where it is a CUDA device that
-    torch does not have."""
+    """The device that an argument ``device`` means, None the default one. BackendError where it is a CUDA
+    device that torch does not have."""
     where = default_device() if device is None else checks.device(operation, "device", device)
     if where.type not in ("cpu", "cuda", "meta"):
         raise BackendError(expected(operation, "device", where, "cpu, cuda or meta"))
     if where.type == "cuda" and not torch.cuda.is_available():
-        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
-        raise BackendError(expected(operation, "device", where, f'a CUDA device, but {why}; device="cpu" computes the same, slowly'))
+        why = (
+            "this build of torch has no CUDA"
+            if torch.version.cuda is None
+            else "torch finds no usable CUDA device"
+        )
+        raise BackendError(
+            expected(
+                operation,
+                "device",
+                where,
+                f'a CUDA device, but {why}; device="cpu" computes the same, slowly',
+            )
+        )
     if where.type == "cuda" and where.index is not None and where.index >= torch.cuda.device_count():
-        raise BackendError(expected(operation, "device", where, f"one of the {torch.cuda.device_count()} CUDA devices that are here"))
+        raise BackendError(
+            expected(
+                operation,
+                "device",
+                where,
+                f"one of the {torch.cuda.device_count()} CUDA devices that are here",
+            )
+        )
     return where
 
 
@@ -58,8 +78,9 @@ def normal_init(tensor: Tensor) -> None:
 
 
 class Watched(torch.nn.Module):
-    """A module that counts how often it was changed from without: attributes set, parts put in (``scripts``). Its mode, which some loops
-    set before every pass, and its parameters, which ``fully_shard`` sets so often, are looked at themselves."""
+    """A module that counts how often it was changed from without: attributes set, parts put in (``scripts``).
+    Its mode, which some loops set before every pass, and its parameters, which ``fully_shard`` sets so often,
+    are looked at themselves."""
 
     _changes = 0
     _unrecorded = False
@@ -70,7 +91,11 @@ class Watched(torch.nn.Module):
             got, wanted = repr(value), f"{self.__dict__[name]!r}: it is settled when the module is made"
             raise ArgumentError(expected(type(self).__name__, name, got, wanted))
         super().__setattr__(name, value)
-        if name != "training" and not name.startswith("_") and name not in self.__dict__.get("_parameters", ()):
+        if (
+            name != "training"
+            and not name.startswith("_")
+            and name not in self.__dict__.get("_parameters", ())
+        ):
             self.__dict__["_changes"] = self._changes + 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,16 +108,19 @@ class Watched(torch.nn.Module):
 
 
 class ParameterModule(Watched):
-    """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after ``device="meta"``, say)."""
+    """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after
+    ``device="meta"``, say)."""
 
     def __init__(self) -> None:
         super().__init__()
         self._inits: dict[str, Init] = {}
         get_policy()  # read now, not within a compiled function
 
-    def add_parameter(self, name: str, shape: tuple[int, ...], init: Init, dtype: torch.dtype | None, device: Any) -> None:
-        """A parameter of ``shape``, filled by ``init`` in place. FormatError for a dtype that the operations do not have, BackendError for
-        a CUDA device that is not there."""
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], init: Init, dtype: torch.dtype | None, device: Any
+    ) -> None:
+        """A parameter of ``shape``, filled by ``init`` in place. FormatError for a dtype that the operations
+        do not have, BackendError for a CUDA device that is not there."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
             names = ", ".join(kind.name for kind in HIGH_PRECISION)
@@ -108,14 +136,26 @@ class ParameterModule(Watched):
         """Sizes, and what is not as usual (``reprs``)."""
         return described(self)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-                              unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if f"{prefix}_extra_state" in unexpected_keys:  # Transformer Engine's norms and attention have one; there is nothing for it here
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # Transformer Engine's norms and attention have one; there is nothing for it here
+        if f"{prefix}_extra_state" in unexpected_keys:
             unexpected_keys.remove(f"{prefix}_extra_state")
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does nothing."""
+        """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does
+        nothing."""
         checks.check(type(self).__name__, checks.CALLED, {"defer_init": defer_init})
         if defer_init:
             return

@@ -1,9 +1,9 @@
-"""``QuantizedTensor``: a tensor that is held in FP8 and in nothing else, and ``quantized_model_init``, under which modules make their
-weights so.
+"""``QuantizedTensor``: a tensor that is held in FP8 and in nothing else, and ``quantized_model_init``, under
+which modules make their weights so.
 
-It stands where a tensor of its shape and dtype would: optimisers, ``state_dict``, copies and arithmetic see its values, decoded; what is
-written to it is cast again. FP8 layers take its codes as they are, so that no cast of a weight is left in a step, nor of an output that the
-layer before was asked for in FP8.
+It stands where a tensor of its shape and dtype would: optimisers, ``state_dict``, copies and arithmetic see
+its values, decoded; what is written to it is cast again. FP8 layers take its codes as they are, so that no
+cast of a weight is left in a step, nor of an output that the layer before was asked for in FP8.
 """
 
 from __future__ import annotations
@@ -40,19 +40,23 @@ _aten = torch.ops.aten
 
 
 class QuantizedTensor(torch.Tensor):
-    """A matrix (N, K), or (..., K), as FP8 codes and scales, in both of the orientations that products want: 2 bytes an element.
+    """A matrix (N, K), or (..., K), as FP8 codes and scales, in both of the orientations that products want:
+    2 bytes an element.
 
-    Its dtype is the one that its values are decoded to. A weight's scale comes from the values themselves (current scaling, also under a
-    recipe of delayed scaling, since a weight's largest value is known when it is cast), or from each block with ``Float8BlockScaling``; an
-    output's or a gradient's (``fp8_output``, ``fp8_grad``) is the recipe's.
+    Its dtype is the one that its values are decoded to. A weight's scale comes from the values themselves
+    (current scaling, also under a recipe of delayed scaling, since a weight's largest value is known when it
+    is cast), or from each block with ``Float8BlockScaling``; an output's or a gradient's (``fp8_output``,
+    ``fp8_grad``) is the recipe's.
 
-    * ``dequantize()``: decode(code) / scale, in its dtype or another; differentiable. ``quantize_`` casts anew. Any other operation of
-      torch works on these values.
-    * ``copy_`` and operations in place cast what they write. A plain optimiser thus loses updates that are smaller than a step between
-      codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters and casts them.
-    * Slices and other views are copies of values: ``weight[0] = 1`` writes to the codes, ``weight[0].fill_(1)`` to a copy.
-    * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes and scales in both cases.
-      Not for ``torch.compile``.
+    * ``dequantize()``: decode(code) / scale, in its dtype or another; differentiable. ``quantize_`` casts
+      anew. Any other operation of torch works on these values.
+    * ``copy_`` and operations in place cast what they write. A plain optimiser thus loses updates that are
+      smaller than a step between codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters
+      and casts them.
+    * Slices and other views are copies of values: ``weight[0] = 1`` writes to the codes,
+      ``weight[0].fill_(1)`` to a copy.
+    * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes
+      and scales in both cases. Not for ``torch.compile``.
     """
 
     held_in_fp8 = True
@@ -61,10 +65,18 @@ class QuantizedTensor(torch.Tensor):
     _high: Tensor | None
 
     @staticmethod
-    def __new__(cls, parts: Mapping[str, Tensor], fp8: Fp8, shape: tuple[int, ...], dtype: torch.dtype,
-                requires_grad: bool = False) -> QuantizedTensor:
+    def __new__(
+        cls,
+        parts: Mapping[str, Tensor],
+        fp8: Fp8,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
         device = parts["w_q"].device
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
         made._parts, made._fp8, made._high = dict(parts), fp8, None
         return made
 
@@ -78,30 +90,46 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def cast(cls, values: Tensor, fp8: Fp8, wiring: Wiring = NO_STATE) -> QuantizedTensor:
-        """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``wiring``, by the names w_scale and w_amax."""
-        return cls(_cast(values.reshape(-1, values.shape[-1]), fp8, wiring), fp8, tuple(values.shape), values.dtype)
+        """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``wiring``, by the names
+        w_scale and w_amax."""
+        return cls(
+            _cast(values.reshape(-1, values.shape[-1]), fp8, wiring), fp8, tuple(values.shape), values.dtype
+        )
 
-    # --- values -------------------------------------------------------------------------------------------------------
+    # --- values ---------------------------------------------------------------------------------------------
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The values as a plain tensor of ``dtype``, float32, bfloat16 or float16, rounded once; None is this tensor's. The gradient passes
-        through. ArgumentError for another dtype."""
+        """The values as a plain tensor of ``dtype``, float32, bfloat16 or float16, rounded once; None is this
+        tensor's. The gradient passes through. ArgumentError for another dtype."""
         if dtype is not None and dtype not in FLOATS:
-            raise ArgumentError(expected("QuantizedTensor.dequantize", "dtype", shown(dtype), "float32, bfloat16, float16 or None"))
+            raise ArgumentError(
+                expected(
+                    "QuantizedTensor.dequantize", "dtype", shown(dtype), "float32, bfloat16, float16 or None"
+                )
+            )
         return _Decode.apply(self, dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: None = None) -> QuantizedTensor:
-        """Cast a tensor of this shape over what is held, unrecorded; returns self. NotImplementedError for a ``noop_flag``."""
+        """Cast a tensor of this shape over what is held, unrecorded; returns self. NotImplementedError for a
+        ``noop_flag``."""
         only("QuantizedTensor.quantize_", {"noop_flag": (noop_flag, None)})
         check("QuantizedTensor.quantize_", {"tensor": checks.tensor}, {"tensor": tensor})
         if tensor.shape != self.shape:
-            raise ShapeError(expected("QuantizedTensor.quantize_", "tensor", f"shape {tuple(tensor.shape)}", f"{tuple(self.shape)}"))
+            raise ShapeError(
+                expected(
+                    "QuantizedTensor.quantize_",
+                    "tensor",
+                    f"shape {tuple(tensor.shape)}",
+                    f"{tuple(self.shape)}",
+                )
+            )
         with torch.no_grad():
             self.copy_(tensor)
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The values that it was first cast from, on the CPU; None where they were not kept or were cleared."""
+        """The values that it was first cast from, on the CPU; None where they were not kept or were
+        cleared."""
         return self._high
 
     def clear_high_precision_init_val(self) -> None:
@@ -109,10 +137,13 @@ class QuantizedTensor(torch.Tensor):
         self._high = None
 
     def inputs(self, operation: str, prefix: str, fp8: Fp8) -> dict[str, Tensor]:
-        """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another format or tiling."""
+        """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another
+        format or tiling."""
         if not self.fits(fp8.w):
             got, wanted = ((quant.format.name, quant.tile) for quant in (self._fp8.w, fp8.w))
-            raise RecipeError(expected(operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"))
+            raise RecipeError(
+                expected(operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast")
+            )
         return {f"{prefix}{name}": part for name, part in self._parts.items()}
 
     def fits(self, quant: Quant) -> bool:
@@ -125,7 +156,8 @@ class QuantizedTensor(torch.Tensor):
         return {f"x{name.removeprefix('w')}": part for name, part in self._parts.items()}
 
     def side(self, turned: bool) -> tuple[Tensor, Tensor, Quant]:
-        """(codes, 1 / scales, how they were cast) with the last dimension, or, ``turned``, the rows as the contraction of a product."""
+        """(codes, 1 / scales, how they were cast) with the last dimension, or, ``turned``, the rows as the
+        contraction of a product."""
         name = "w_qt" if turned else "w_q"
         inverse = self._parts.get(f"{name}_inv", self._parts.get("w_scale_inv"))
         assert inverse is not None
@@ -147,7 +179,9 @@ class QuantizedTensor(torch.Tensor):
         if isinstance(values, QuantizedTensor):
             parts = values._parts
             if values._fp8 != self._fp8 or values.shape != self.shape:
-                parts = _cast(values._values().to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8)
+                parts = _cast(
+                    values._values().to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8
+                )
         else:
             wide = values if values.dtype in FLOATS else values.to(torch.float32)
             parts = _cast(wide.to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8)
@@ -155,7 +189,12 @@ class QuantizedTensor(torch.Tensor):
             part.copy_(parts[name])
 
     def _like(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        return QuantizedTensor({name: change(part) for name, part in self._parts.items()}, self._fp8, tuple(self.shape), self.dtype)
+        return QuantizedTensor(
+            {name: change(part) for name, part in self._parts.items()},
+            self._fp8,
+            tuple(self.shape),
+            self.dtype,
+        )
 
     def follow(self, change: Callable[[Tensor], Tensor]) -> None:
         """Take over the device and dtype that ``change`` gives tensors; the codes stay."""
@@ -181,7 +220,7 @@ class QuantizedTensor(torch.Tensor):
             with torch.no_grad():
                 self.copy_(value)
 
-    # --- torch --------------------------------------------------------------------------------------------------------
+    # --- torch ----------------------------------------------------------------------------------------------
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -200,7 +239,9 @@ class QuantizedTensor(torch.Tensor):
                 return own
             if func is _aten._to_copy.default and kwargs.get("dtype") in (None, own.dtype):
                 device = kwargs.get("device") or own.device
-                return own._like(lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True))
+                return own._like(
+                    lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True)
+                )
         decoded: dict[int, Tensor] = {}
 
         def plain(value: Any) -> Any:
@@ -214,23 +255,40 @@ class QuantizedTensor(torch.Tensor):
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for one in (value if isinstance(value, list | tuple) else (value,)) if argument.is_write else ():
-                if isinstance(one, QuantizedTensor):  # also one of a list, as optimisers with foreach=True write them
+                # also one of a list, as optimisers with foreach=True write them
+                if isinstance(one, QuantizedTensor):
                     one._take(decoded[id(one)])
                     written[id(decoded[id(one)])] = one
         return tree_map(lambda value: written.get(id(value), value), out) if written else out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = _rebuilt({n: p.clone() for n, p in self._parts.items()}, encode(self._fp8), tuple(self.shape), self.dtype,
-                          self.requires_grad, isinstance(self, torch.nn.Parameter), None if self._high is None else self._high.clone())
+        copied = _rebuilt(
+            {n: p.clone() for n, p in self._parts.items()},
+            encode(self._fp8),
+            tuple(self.shape),
+            self.dtype,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+            None if self._high is None else self._high.clone(),
+        )
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self._parts, encode(self._fp8), tuple(self.shape), self.dtype, self.requires_grad,
-                          isinstance(self, torch.nn.Parameter), self._high)
+        return _rebuilt, (
+            self._parts,
+            encode(self._fp8),
+            tuple(self.shape),
+            self.dtype,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+            self._high,
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"QuantizedTensor({self._fp8.w.format.name}, {self._fp8.w.tile or 'tensor'}, {self._values()!r})"
+        return (
+            f"QuantizedTensor({self._fp8.w.format.name}, {self._fp8.w.tile or 'tensor'}, {self._values()!r})"
+        )
 
 
 Float8Tensor = QuantizedTensor  # Transformer Engine's name
@@ -247,8 +305,15 @@ class _Decode(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def _rebuilt(parts: dict[str, Tensor], fp8: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, parameter: bool,
-             high: Tensor | None) -> Tensor:
+def _rebuilt(
+    parts: dict[str, Tensor],
+    fp8: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    parameter: bool,
+    high: Tensor | None,
+) -> Tensor:
     """What was copied or loaded."""
     made: Any = QuantizedTensor(parts, decode(fp8), tuple(shape), dtype, requires_grad and not parameter)
     if parameter:
@@ -284,7 +349,7 @@ def held_as(fp8: Fp8, operand: str) -> Fp8:
     return replace(fp8, x=thin, w=quant, g=thin)
 
 
-# --- where modules make their weights so ------------------------------------------------------------------------------
+# --- where modules make their weights so --------------------------------------------------------------------
 
 
 class Held(NamedTuple):
@@ -314,31 +379,46 @@ def held_now() -> Held | None:
 
 
 @contextmanager
-def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None,
-                         preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
     """Modules that are made within hold their weights in FP8 alone, as ``QuantizedTensor`` parameters.
 
-    * ``enabled``: False makes them as usual, also within an outer block. ``recipe``: whose format and tiling weights get; None is
-      ``DelayedScaling()``. Autocasts must have a recipe with the same of both.
-    * ``preserve_high_precision_init_val``: ``weight.get_high_precision_init_val()`` gives the values from before the cast, on the CPU, to
-      start an optimiser's master weights with, and ``weight.clear_high_precision_init_val()`` drops them.
+    * ``enabled``: False makes them as usual, also within an outer block. ``recipe``: whose format and tiling
+      weights get; None is ``DelayedScaling()``. Autocasts must have a recipe with the same of both.
+    * ``preserve_high_precision_init_val``: ``weight.get_high_precision_init_val()`` gives the values from
+      before the cast, on the CPU, to start an optimiser's master weights with, and
+      ``weight.clear_high_precision_init_val()`` drops them.
 
-    For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with one weight a product, because it
-    has one scale: ``fuse_qkv_params=True``, no ``parameters_split``, as Transformer Engine demands it; NotImplementedError for others,
-    within ``torch.compile``, and for weights that something else stands for since (``fully_shard``). RecipeError for what is no recipe.
+    For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with
+    one weight a product, because it has one scale: ``fuse_qkv_params=True``, no ``parameters_split``, as
+    Transformer Engine demands it; NotImplementedError for others, within ``torch.compile``, and for weights
+    that something else stands for since (``fully_shard``). RecipeError for what is no recipe.
     """
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
-        raise RecipeError(expected("quantized_model_init", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling(), or None"))
+        raise RecipeError(
+            expected(
+                "quantized_model_init",
+                "recipe",
+                repr(recipe),
+                "a Recipe, such as recipe.DelayedScaling(), or None",
+            )
+        )
     before = _thread.stack
-    _thread.stack = [*before, Held(fp8_from_recipe(recipe), bool(preserve_high_precision_init_val)) if enabled else None]
+    _thread.stack = [
+        *before,
+        Held(fp8_from_recipe(recipe), bool(preserve_high_precision_init_val)) if enabled else None,
+    ]
     try:
         yield
     finally:
         _thread.stack = before
 
 
-def fp8_model_init(enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False) -> Any:
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Any:
     """``quantized_model_init`` under the name that it had before."""
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -1,11 +1,13 @@
-"""``checkpoint``: activations that are not kept for backward but computed once more (Chen et al. 2016), with FP8 as it was.
+"""``checkpoint``: activations that are not kept for backward but computed once more (Chen et al. 2016), with
+FP8 as it was.
 
-torch's own checkpoint does the work, in both of its variants. What it does not know is done here, for its own ``checkpoint`` as for ours:
-each later pass runs under the autocast and policy of the first, quantises with the scales and the cached weights that the first pass found,
-and records no amaxes again. Torch's random state gives dropout the same numbers.
+torch's own checkpoint does the work, in both of its variants. What it does not know is done here, for its own
+``checkpoint`` as for ours: each later pass runs under the autocast and policy of the first, quantises with
+the scales and the cached weights that the first pass found, and records no amaxes again. Torch's random state
+gives dropout the same numbers.
 
-A layer that is called within a checkpointed function finds torch's note of what is to be called again (``torch_checkpoint``), and puts an
-``_Again`` in that place, which lives as long as the graph does.
+A layer that is called within a checkpointed function finds torch's note of what is to be called again
+(``torch_checkpoint``), and puts an ``_Again`` in that place, which lives as long as the graph does.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from fp8kit_torch.state import open_walk
 
 
 class _Later(Pass):
-    """A later pass. ``walk``: the backward pass that it belongs to; ``hook``: torch's innermost hook when it began."""
+    """A later pass. ``walk``: the backward pass that it belongs to; ``hook``: torch's innermost hook when it
+    began."""
 
     def __init__(self, calls: list[Kept], walk: int | None) -> None:
         super().__init__(False, calls)
@@ -43,7 +46,8 @@ _passes = Passes()  # of which the later ones run; a first one is found by torch
 
 
 class _Again:
-    """What backward calls instead of a checkpointed ``function``, and what the first pass found. ``reentrant``: torch's variant."""
+    """What backward calls instead of a checkpointed ``function``, and what the first pass found.
+    ``reentrant``: torch's variant."""
 
     def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
         self.function, self.reentrant = function, reentrant
@@ -53,7 +57,8 @@ class _Again:
         self.depth: int | None = None
 
     def look(self) -> None:
-        """Note the autocast around the first pass: that of the call with the fewest around it. The function enters its own ones anew."""
+        """Note the autocast around the first pass: that of the call with the fewest around it. The function
+        enters its own ones anew."""
         stack = _thread.stack
         if self.depth is None or len(stack) < self.depth:
             self.depth, self.state = len(stack), stack[-1][1] if stack else None
@@ -76,33 +81,45 @@ def _noted(holder: Any, name: str, reentrant: bool) -> _Again:
 
 
 def _firsts() -> list[_Again]:
-    """The checkpointed functions that run for the first time, within the later pass that runs, if one does."""
+    """The checkpointed functions that run for the first time, within the later pass that runs, if one
+    does."""
     later = _passes.running
     found = [_noted(ctx, "run_function", True) for ctx in torchs.contexts(_Again.__call__.__code__)]
-    return found + [_noted(frame, "recompute_fn", False) for frame in torchs.frames(None if later is None else later.hook)]
+    return found + [
+        _noted(frame, "recompute_fn", False) for frame in torchs.frames(None if later is None else later.hook)
+    ]
 
 
 def idle() -> bool:
-    """Whether this thread runs no pass of any checkpoint. AutogradError in a second pass of a function that ran no layer in the first."""
+    """Whether this thread runs no pass of any checkpoint. AutogradError in a second pass of a function that
+    ran no layer in the first."""
     if _passes.running is None:
         if torchs.apart():
             return True
         if not _firsts():
             if torchs.again():
-                raise AutogradError(expected("torch.utils.checkpoint", "function", "layers of FP8 in the second pass alone",
-                                             "the same layers in the same order as in the first pass"))
+                raise AutogradError(
+                    expected(
+                        "torch.utils.checkpoint",
+                        "function",
+                        "layers of FP8 in the second pass alone",
+                        "the same layers in the same order as in the first pass",
+                    )
+                )
             return True
     return False
 
 
 def look() -> None:
-    """What a layer calls that runs in high precision: so that it does in later passes too, whatever autocast is around backward."""
+    """What a layer calls that runs in high precision: so that it does in later passes too, whatever autocast
+    is around backward."""
     if not idle():
         _firsts()
 
 
 def first() -> bool:
-    """Whether this call is a training step although gradients are disabled, as they are in the first pass of the reentrant variant."""
+    """Whether this call is a training step although gradients are disabled, as they are in the first pass of
+    the reentrant variant."""
     return any(again.reentrant for again in _firsts())
 
 
@@ -140,7 +157,8 @@ def nowhere(slots: int, device: torch.device) -> Tensor:
 
 
 class _Anew(AbstractContextManager[None]):
-    """``make()``'s context, a new one each time: a graph that is retained is gone back through again, and recomputes again."""
+    """``make()``'s context, a new one each time: a graph that is retained is gone back through again, and
+    recomputes again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -157,16 +175,17 @@ class _Anew(AbstractContextManager[None]):
 
 @contextmanager
 def _opened(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Around a first pass: what is around it is noted now, the policy too, and not when its first layer runs."""
+    """Around a first pass: what is around it is noted now, the policy too, and not when its first layer
+    runs."""
     with context:
         _firsts()
         yield
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)``: the selection policy of
-    the later passes is the one around the first pass. Without it, it is the one around the first layer; autocast, scales and amaxes are
-    right either way.
+    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)``:
+    the selection policy of the later passes is the one around the first pass. Without it, it is the one
+    around the first layer; autocast, scales and amaxes are right either way.
 
     Returns the contexts of the first pass and of the later ones.
     """
@@ -174,7 +193,9 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 @contextmanager
-def _tracked(tracker: Any, states: Mapping[str, Tensor], context: AbstractContextManager[Any]) -> Iterator[None]:
+def _tracked(
+    tracker: Any, states: Mapping[str, Tensor], context: AbstractContextManager[Any]
+) -> Iterator[None]:
     """``context``, in which ``tracker`` has other states."""
     before = dict(tracker.get_states())
     tracker.set_states(states)
@@ -185,46 +206,74 @@ def _tracked(tracker: Any, states: Mapping[str, Tensor], context: AbstractContex
         tracker.set_states(before)
 
 
-_RULES = {"use_reentrant": flag, "debug": flag, "determinism_check": one("default", "none"), "context_fn": callable_,
-          "get_rng_state_tracker": optional(callable_)}
+_RULES = {
+    "use_reentrant": flag,
+    "debug": flag,
+    "determinism_check": one("default", "none"),
+    "context_fn": callable_,
+    "get_rng_state_tracker": optional(callable_),
+}
 
 
 def checkpoint(
-    function: Callable[..., Any], *args: Any, distribute_saved_activations: bool = False,
-    get_rng_state_tracker: Callable[[], Any] | None = None, tp_group: object = None, use_reentrant: bool = True,
-    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn,
-    determinism_check: str = "default", debug: bool = False, **kwargs: Any,
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: object = None,
+    use_reentrant: bool = True,
+    context_fn: Callable[
+        [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    ] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)``, of whose activations none is kept: backward calls the function again, with the same bits.
+    """``function(*args, **kwargs)``, of whose activations none is kept: backward calls the function again,
+    with the same bits.
 
-    * ``function``: a module or any callable that does the same each time. Autocasts may be around it or within it.
-    * ``use_reentrant``: which of torch's two variants. The first one, reentrant, needs an argument that requires a gradient, and cannot be
-      used with ``torch.autograd.grad``; the other one has neither limit. In the reentrant one a layer that the function calls under
-      ``torch.no_grad()`` records amaxes.
-    * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of the first pass again.
+    * ``function``: a module or any callable that does the same each time. Autocasts may be around it or
+      within it.
+    * ``use_reentrant``: which of torch's two variants. The first one, reentrant, needs an argument that
+      requires a gradient, and cannot be used with ``torch.autograd.grad``; the other one has neither limit.
+      In the reentrant one a layer that the function calls under ``torch.no_grad()`` records amaxes.
+    * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of
+      the first pass again.
     * ``context_fn``, ``determinism_check``: torch's, for ``use_reentrant=False``; ``debug``: False only.
-    * ``distribute_saved_activations``, ``tp_group``: NotImplementedError but for False and None; there is no tensor parallelism.
+    * ``distribute_saved_activations``, ``tp_group``: NotImplementedError but for False and None; there is no
+      tensor parallelism.
 
-    ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way. Not so beside
-    ``torch.compile``: around a compiled function torch refuses the non-reentrant variant, and the reentrant one runs its second pass
-    without the autocast that is around it, in high precision; within one, delayed scaling is refused: with ``fullgraph=True`` by an error,
-    else that part is left to eager layers. Checkpoint eager layers.
+    ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way.
+    Not so beside ``torch.compile``: around a compiled function torch refuses the non-reentrant variant, and
+    the reentrant one runs its second pass without the autocast that is around it, in high precision; within
+    one, delayed scaling is refused: with ``fullgraph=True`` by an error, else that part is left to eager
+    layers. Checkpoint eager layers.
 
-    Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
-    second pass does not run the FP8 layers of the first.
+    Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and
+    AutogradError in backward where the second pass does not run the FP8 layers of the first.
     """
     if not callable(function):
-        raise ArgumentError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
+        raise ArgumentError(
+            expected("checkpoint", "function", type(function).__name__, "a module or another callable")
+        )
     if not torch.compiler.is_compiling():
         check("checkpoint", _RULES, locals())
-    only("checkpoint", {"distribute_saved_activations": (distribute_saved_activations, False), "tp_group": (tp_group, None)})
+    only(
+        "checkpoint",
+        {"distribute_saved_activations": (distribute_saved_activations, False), "tp_group": (tp_group, None)},
+    )
     if torch.compiler.is_compiling():
         raise not_compiled("checkpoint")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if debug:
-        raise ArgumentError(expected("checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"))
-    # torch restores the random state of the devices of positional tensors only, and its older variant differentiates only these
+        raise ArgumentError(
+            expected(
+                "checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"
+            )
+        )
+    # torch restores the random state of the devices of positional tensors only, and its older variant
+    # differentiates only these
     named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     rest = {name: value for name, value in kwargs.items() if name not in named}
     tensors = [kwargs[name] for name in named]
@@ -234,10 +283,20 @@ def checkpoint(
 
     own, again = _around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)
     if not use_reentrant:
-        return torchs_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (own, again),
-                                 determinism_check=determinism_check)
+        return torchs_checkpoint(
+            positional,
+            *args,
+            *tensors,
+            use_reentrant=False,
+            context_fn=lambda: (own, again),
+            determinism_check=determinism_check,
+        )
     if context_fn is not noop_context_fn or determinism_check != "default":
-        raise ArgumentError(expected("checkpoint", "context_fn, determinism_check", "given", "defaults with use_reentrant=True"))
+        raise ArgumentError(
+            expected(
+                "checkpoint", "context_fn, determinism_check", "given", "defaults with use_reentrant=True"
+            )
+        )
     passes = iter((own,))
 
     def call(*given: Any) -> Any:
@@ -256,4 +315,15 @@ def _around(tracker: Any, context_fn: Callable[[], Sequence[AbstractContextManag
     return _opened(own[0]), _Anew(lambda: _tracked(tracker, states, own[1]))
 
 
-__all__ = ["Kept", "checkpoint", "checkpoint_contexts", "first", "idle", "keep", "look", "nowhere", "recall", "walk"]
+__all__ = [
+    "Kept",
+    "checkpoint",
+    "checkpoint_contexts",
+    "first",
+    "idle",
+    "keep",
+    "look",
+    "nowhere",
+    "recall",
+    "walk",
+]

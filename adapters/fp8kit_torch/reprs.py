@@ -14,7 +14,8 @@ _ALWAYS = object()
 
 
 class _Field(NamedTuple):
-    """``label``: the constructor's argument; ``path``: attributes from the module to the value; ``usual``: a value that is not printed."""
+    """``label``: the constructor's argument; ``path``: attributes from the module to the value; ``usual``: a
+    value that is not printed."""
 
     label: str
     path: str
@@ -30,35 +31,59 @@ _WEIGHTS = _fields("in_features", "out_features", _Field("bias", "use_bias"))
 _MORE = (*_RETURNS, *_fields(_Field("fuse_wgrad_accumulation", "fuse_wgrad_accumulation", False)))
 _SPLIT = _fields(_Field("parameters_split", "_split", {}))
 _FUSED_NORM = _fields(
-    _Field("normalization", "_spec.norm.normalization"), _Field("eps", "_spec.norm.epsilon"),
+    _Field("normalization", "_spec.norm.normalization"),
+    _Field("eps", "_spec.norm.epsilon"),
     _Field("zero_centered_gamma", "_spec.norm.zero_centered_gamma", False),
-    _Field("return_layernorm_output", "return_layernorm_output", False))  # fmt: skip
-_NORM = _fields(_Field("", "_spec.features"), _Field("eps", "_spec.epsilon"),
-                _Field("zero_centered_gamma", "_spec.zero_centered_gamma", False))  # fmt: skip
+    _Field("return_layernorm_output", "return_layernorm_output", False),
+)
+_NORM = _fields(
+    _Field("", "_spec.features"),
+    _Field("eps", "_spec.epsilon"),
+    _Field("zero_centered_gamma", "_spec.zero_centered_gamma", False),
+)
 
 # class, or a base of it -> its fields
 TABLE: dict[str, tuple[_Field, ...]] = {
     "Linear": (*_WEIGHTS, *_SPLIT, *_MORE),
     "LayerNormLinear": (*_WEIGHTS, *_FUSED_NORM, *_SPLIT, *_MORE),
-    "LayerNormMLP": (*_fields("hidden_size", "ffn_hidden_size", _Field("bias", "use_bias"), "activation"), *_FUSED_NORM,
-                     *_fields(_Field("checkpoint", "checkpoint", False)), *_MORE),
+    "LayerNormMLP": (
+        *_fields("hidden_size", "ffn_hidden_size", _Field("bias", "use_bias"), "activation"),
+        *_FUSED_NORM,
+        *_fields(_Field("checkpoint", "checkpoint", False)),
+        *_MORE,
+    ),
     "GroupedLinear": (*_fields("num_gemms"), *_WEIGHTS, *_MORE),
     "LayerNorm": _NORM,
     "RMSNorm": _NORM,
     "L2Normalization": _fields("eps"),
     "DotProductAttention": _fields(
-        "num_attention_heads", "kv_channels", "num_gqa_groups", "attn_mask_type", "qkv_format",
-        _Field("attention_dropout", "attention_dropout", 0.0), _Field("window_size", "window_size", (-1, -1)),
-        _Field("softmax_type", "softmax_type", "vanilla"), _Field("attention_type", "attention_type", "self")),
-    "MultiheadAttention": (*_fields(_Field("hidden_size", "proj.out_features"), "attention_type", "input_layernorm"), *_RETURNS),
+        "num_attention_heads",
+        "kv_channels",
+        "num_gqa_groups",
+        "attn_mask_type",
+        "qkv_format",
+        _Field("attention_dropout", "attention_dropout", 0.0),
+        _Field("window_size", "window_size", (-1, -1)),
+        _Field("softmax_type", "softmax_type", "vanilla"),
+        _Field("attention_type", "attention_type", "self"),
+    ),
+    "MultiheadAttention": (
+        *_fields(_Field("hidden_size", "proj.out_features"), "attention_type", "input_layernorm"),
+        *_RETURNS,
+    ),
     "TransformerLayer": _fields(
-        "hidden_size", "layer_type", "hidden_dropout", _Field("drop_path_rate", "drop_path_rate", 0.0),
-        _Field("parallel_attention_mlp", "parallel_attention_mlp", False)),
-}  # fmt: skip
+        "hidden_size",
+        "layer_type",
+        "hidden_dropout",
+        _Field("drop_path_rate", "drop_path_rate", 0.0),
+        _Field("parallel_attention_mlp", "parallel_attention_mlp", False),
+    ),
+}
 
 
 def described(module: torch.nn.Module) -> str:
-    """The text between the parentheses: the module's sizes, and what is not as usual. Nothing for a class that the table does not have."""
+    """The text between the parentheses: the module's sizes, and what is not as usual. Nothing for a class
+    that the table does not have."""
     fields = next((TABLE[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in TABLE), ())
     return ", ".join(_said(module, fields))
 

@@ -1,6 +1,8 @@
-"""``CudaRNGStatesTracker``: named random states beside torch's own, for what differs between processes (model-parallel dropout, say).
+"""``CudaRNGStatesTracker``: named random states beside torch's own, for what differs between processes
+(model-parallel dropout, say).
 
-On a build or a machine without CUDA it tracks the CPU's generator in the same way. Names are Transformer Engine's and Megatron's.
+On a build or a machine without CUDA it tracks the CPU's generator in the same way. Names are Transformer
+Engine's and Megatron's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from fp8kit.errors import ArgumentError, expected
 
 
 def get_rng_state() -> Tensor:
-    """State of the generator that dropout draws from: the current CUDA device's where there is one, else the CPU's. uint8, on the CPU."""
+    """State of the generator that dropout draws from: the current CUDA device's where there is one, else the
+    CPU's. uint8, on the CPU."""
     return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
 
 
@@ -29,7 +32,8 @@ def set_rng_state(state: Tensor) -> None:
 
 
 class CudaRNGStatesTracker:
-    """Random states by name, each with its own seed; ``fork(name)`` draws from one and leaves torch's own as it was."""
+    """Random states by name, each with its own seed; ``fork(name)`` draws from one and leaves torch's own as
+    it was."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
@@ -45,16 +49,22 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Take over states that ``get_states`` gave."""
-        right = isinstance(states, Mapping) and all(isinstance(s, Tensor) and s.dtype is torch.uint8 for s in states.values())
+        right = isinstance(states, Mapping) and all(
+            isinstance(s, Tensor) and s.dtype is torch.uint8 for s in states.values()
+        )
         if not right:
             wanted = "a mapping of names to states, as get_states gave"
-            raise ArgumentError(expected("CudaRNGStatesTracker.set_states", "states", type(states).__name__, wanted))
+            raise ArgumentError(
+                expected("CudaRNGStatesTracker.set_states", "states", type(states).__name__, wanted)
+            )
         self.states_ = dict(states)
 
     @staticmethod
     def _named(method: str, name: object) -> None:
         if not isinstance(name, str):
-            raise ArgumentError(expected(f"CudaRNGStatesTracker.{method}", "name", type(name).__name__, "a word"))
+            raise ArgumentError(
+                expected(f"CudaRNGStatesTracker.{method}", "name", type(name).__name__, "a word")
+            )
 
     def add(self, name: str, seed: int) -> None:
         """A new state by the name, started from ``seed``. Fp8kitError for a name or a seed that is taken."""
@@ -63,7 +73,9 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_:
             raise ArgumentError(expected("CudaRNGStatesTracker.add", "seed", seed, "one that no state has"))
         if name in self.states_:
-            raise ArgumentError(expected("CudaRNGStatesTracker.add", "name", repr(name), "one that no state has"))
+            raise ArgumentError(
+                expected("CudaRNGStatesTracker.add", "name", repr(name), "one that no state has")
+            )
         before = get_rng_state()
         if torch.cuda.is_available():
             torch.cuda.manual_seed(seed)
@@ -75,11 +87,14 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from the state ``name`` within; it goes on where it was left. Fp8kitError for an unknown name."""
+        """Draw from the state ``name`` within; it goes on where it was left. Fp8kitError for an unknown
+        name."""
         self._named("fork", name)
         if name not in self.states_:
             known = ", ".join(self.states_) or "none was added"
-            raise ArgumentError(expected("CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})"))
+            raise ArgumentError(
+                expected("CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})")
+            )
         before = get_rng_state()
         set_rng_state(self.states_[name])
         try:

@@ -1,9 +1,10 @@
 """Passes of a layer that were made before, made again without the Python that led to them.
 
-What a layer's forward pass comes to follows from what is around it and from its modules: which operations, on which of its input, its
-parameters and one another's outputs. The first pass of a kind is watched. One like it runs the same operations as one node of torch's
-graph, and saves the host most of its time. Passes are alike where ``Kind`` says so; nothing is guessed: an operation on a tensor that came
-from anywhere else makes no script, and hooks, other classes and wrappers' parameters take the plain way.
+What a layer's forward pass comes to follows from what is around it and from its modules: which operations, on
+which of its input, its parameters and one another's outputs. The first pass of a kind is watched. One like it
+runs the same operations as one node of torch's graph, and saves the host most of its time. Passes are alike
+where ``Kind`` says so; nothing is guessed: an operation on a tensor that came from anywhere else makes no
+script, and hooks, other classes and wrappers' parameters take the plain way.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from fp8kit_torch.torch_checkpoint import hook
 Classes = Mapping[type, Callable[..., Any]]
 
 _LIMIT = 64  # kinds of passes of a layer, lengths of batches mostly; beyond so many all are forgotten
-# parameters times rows of a layer of several operations, beyond which the GPU's time is what counts, and gradients that are there early
+# parameters times rows of a layer of several operations, beyond which the GPU's time is what counts, and
+# gradients that are there early
 _LARGEST = 2**40
 _RNG = -1  # stands for the place of a tensor that is drawn anew
 _PLAIN = (Tensor, Parameter)
@@ -42,9 +44,10 @@ _runs = torch._C._will_engine_execute_node
 
 
 class Kind(NamedTuple):
-    """What a pass depends on. ``key``: what is compared by value: the input's form, the options, of each part who it is, without holding
-    it, its mode and how often it was changed, of each parameter its form. ``parameters``: each another one. A script takes a pass's own
-    parts and parameters by their places here, and holds none of them."""
+    """What a pass depends on. ``key``: what is compared by value: the input's form, the options, of each part
+    who it is, without holding it, its mode and how often it was changed, of each parameter its form.
+    ``parameters``: each another one. A script takes a pass's own parts and parameters by their places here,
+    and holds none of them."""
 
     key: tuple[Any, ...]
     recipe: Recipe | None  # None in high precision
@@ -53,9 +56,12 @@ class Kind(NamedTuple):
     parameters: list[Parameter]
 
 
-def by_script(layer: Any, own: type, classes: Classes, x: Any, options: Sequence[Any], plain: Callable[[], Any]) -> Any:
-    """``plain()``, a pass of ``layer``, a module of the class ``own``, on ``x`` alone, or the same by its script. ``classes``: of the
-    layer's parts, and their ``forward``; ``options``: the call's further arguments. Not within ``torch.compile``."""
+def by_script(
+    layer: Any, own: type, classes: Classes, x: Any, options: Sequence[Any], plain: Callable[[], Any]
+) -> Any:
+    """``plain()``, a pass of ``layer``, a module of the class ``own``, on ``x`` alone, or the same by its
+    script. ``classes``: of the layer's parts, and their ``forward``; ``options``: the call's further
+    arguments. Not within ``torch.compile``."""
     scripts = layer._scripts
     if scripts is None and settings.replays():
         scripts = layer._scripts = Scripts()
@@ -68,7 +74,12 @@ def by_script(layer: Any, own: type, classes: Classes, x: Any, options: Sequence
 
 def kind_of(layer: Any, classes: Classes, x: Any, options: Iterable[Any]) -> Kind | None:
     """The kind of such a pass; None for one that must go the plain way."""
-    if not torch.is_grad_enabled() or type(x) not in _PLAIN or x.layout is not torch.strided or not x.is_contiguous():
+    if (
+        not torch.is_grad_enabled()
+        or type(x) not in _PLAIN
+        or x.layout is not torch.strided
+        or not x.is_contiguous()
+    ):
         return None
     if x.device.type not in KINDS or _has_any_global_hook() or autocast_dtype(x) is not None:
         return None
@@ -82,7 +93,8 @@ def kind_of(layer: Any, classes: Classes, x: Any, options: Iterable[Any]) -> Kin
             recipe = state.recipe
         elif state.calibrating:
             return None
-    if not recompute.idle() or hook() is not None:  # who moves what is saved elsewhere brings it back for one operation at a time
+    # who moves what is saved elsewhere brings it back for one operation at a time
+    if not recompute.idle() or hook() is not None:
         return None
     key: list[Any] = [x.shape, x.dtype, x.device, x.requires_grad, *options]
     parts: list[Any] = []
@@ -107,7 +119,12 @@ def _add(part: Any, classes: Classes, key: list[Any], parts: list[Any], paramete
         parameters.append(parameter)
     for child in part._modules.values():
         if child is not None:
-            hooks = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
+            hooks = (
+                child._forward_hooks
+                or child._forward_pre_hooks
+                or child._backward_hooks
+                or child._backward_pre_hooks
+            )
             if hooks or not runs_its_own(child, classes) or child._compiled_call_impl is not None:
                 return False
             if not _add(child, classes, key, parts, parameters):
@@ -116,17 +133,20 @@ def _add(part: Any, classes: Classes, key: list[Any], parts: list[Any], paramete
 
 
 def runs_its_own(part: Any, classes: Classes) -> bool:
-    """Whether a call of ``part`` runs the ``forward`` of one of ``classes``, and nothing that somebody put in its place."""
+    """Whether a call of ``part`` runs the ``forward`` of one of ``classes``, and nothing that somebody put in
+    its place."""
     own_class = type(part)
     return own_class in classes and classes[own_class] is own_class.forward and "forward" not in part.__dict__
 
 
 class _Link(NamedTuple):
-    """A step of a script. Values have places: 0 is x's, then come the parameters', then those of what is made, in order.
+    """A step of a script. Values have places: 0 is x's, then come the parameters', then those of what is
+    made, in order.
 
-    ``part``: the place of the part whose FP8 state the step uses, None without one. ``takes``: places of its inputs. ``sources``: of each
-    wanted gradient, the place of what it is the gradient of. ``first``: the first place of its outputs. ``done``: places that nobody needs
-    any more after it. ``saved``: how many tensors it saves.
+    ``part``: the place of the part whose FP8 state the step uses, None without one. ``takes``: places of its
+    inputs. ``sources``: of each wanted gradient, the place of what it is the gradient of. ``first``: the
+    first place of its outputs. ``done``: places that nobody needs any more after it. ``saved``: how many
+    tensors it saves.
     """
 
     step: Step
@@ -140,17 +160,29 @@ class _Link(NamedTuple):
 
 
 class Script:
-    """The operations of a pass by ``recipe`` with ``kernels``, which gives the value at the place ``output``."""
+    """The operations of a pass by ``recipe`` with ``kernels``, which gives the value at the place
+    ``output``."""
 
-    def __init__(self, recipe: Recipe | None, kernels: Any, links: list[_Link], output: int, leaves: list[int]) -> None:
-        self.recipe, self.kernels, self.links, self.output, self.leaves = recipe, kernels, links, output, leaves
+    def __init__(
+        self, recipe: Recipe | None, kernels: Any, links: list[_Link], output: int, leaves: list[int]
+    ) -> None:
+        self.recipe, self.kernels, self.links, self.output, self.leaves = (
+            recipe,
+            kernels,
+            links,
+            output,
+            leaves,
+        )
 
     def fits(self, kind: Kind) -> bool:
         """Whether a pass of ``kind``, which has the same key, is one of these."""
         recipe: Any = kind.recipe
         if kind.kernels is not self.kernels or not (self.recipe is recipe or self.recipe == recipe):
             return False
-        return all(link.part is None or kind.parts[link.part]._wire(recipe, True) is link.step.wiring for link in self.links)
+        return all(
+            link.part is None or kind.parts[link.part]._wire(recipe, True) is link.step.wiring
+            for link in self.links
+        )
 
     def run(self, kind: Kind, x: Tensor) -> Tensor:
         """The output for x, in the graph."""
@@ -170,7 +202,8 @@ class Script:
         return _Whole.apply(self, [values[self.output]], saved, *leaves)  # type: ignore[no-any-return]
 
     def backward(self, saved: list[Tensor], grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of the leaves, None of those that are not ``wanted``. ``saved``: what all steps saved, in order; emptied."""
+        """The gradients of the leaves, None of those that are not ``wanted``. ``saved``: what all steps
+        saved, in order; emptied."""
         grads: dict[int, Tensor | None] = {self.output: grad}
         del grad
         needed = None if all(wanted) else self._needed(wanted)
@@ -187,7 +220,8 @@ class Script:
         return [grads.get(place) if asked else None for place, asked in zip(self.leaves, wanted, strict=True)]
 
     def _needed(self, wanted: Sequence[bool]) -> set[int]:
-        """The links that lie between the output and the ``wanted`` leaves: autograd would go back through no others."""
+        """The links that lie between the output and the ``wanted`` leaves: autograd would go back through no
+        others."""
         towards = {place for place, asked in zip(self.leaves, wanted, strict=True) if asked}
         needed = set()
         for at, link in enumerate(self.links):
@@ -201,7 +235,9 @@ class _Whole(torch.autograd.Function):
     """The node of a script, which ran already."""
 
     @staticmethod
-    def forward(ctx: Any, script: Script, output: list[Tensor], saved: list[Tensor], *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, script: Script, output: list[Tensor], saved: list[Tensor], *leaves: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*saved)
         saved.clear()
         ctx.script = script
@@ -210,13 +246,15 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # the gradient is to be differentiated itself: what is refused, when it is
+        # the gradient is to be differentiated itself: what is refused, when it is
+        if torch.is_grad_enabled():
             return _whole_once(ctx, grad)  # type: ignore[no-any-return]
         if grad is None:
             return (None,) * (3 + len(ctx.script.leaves))
         wanted = [_is_wanted(node) for node, _ in ctx.next_functions]
         saved = list(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept for another pass, from here on only ``saved`` holds them
+        # unless the graph is kept for another pass, from here on only ``saved`` holds them
+        ctx.maybe_clear_saved_tensors()
         return (None, None, None, *ctx.script.backward(saved, grad, wanted))
 
 
@@ -224,7 +262,8 @@ def _is_wanted(node: Any) -> bool:
     """Whether the backward pass that runs goes on to that node of the graph, or gives its gradient."""
     try:
         return _runs(node)  # type: ignore[no-any-return]
-    except RuntimeError:  # torch answers nothing about a leaf that ``torch.autograd.grad`` gives the gradient of
+    # torch answers nothing about a leaf that ``torch.autograd.grad`` gives the gradient of
+    except RuntimeError:
         return True
 
 
@@ -243,7 +282,8 @@ class Scripts:
         return script.run(kind, x) if script is not None and script.fits(kind) else None
 
     def watch(self, kind: Kind, x: Tensor, plain: Callable[[], Any]) -> Any:
-        """``plain()``, such a pass the plain way: afterwards there is a script for its like, if there can be one."""
+        """``plain()``, such a pass the plain way: afterwards there is a script for its like, if there can be
+        one."""
         if self.known.get(kind.key, kind) is None:
             return plain()
         with watched() as seen:
@@ -256,7 +296,11 @@ class Scripts:
 
 def _written(kind: Kind, seen: Seen, x: Tensor, y: Any) -> Script | None:
     """The script of a pass that was watched; None where there can be none."""
-    wired = {id(part._wired[2]): at for at, part in enumerate(kind.parts) if getattr(part, "_wired", None) is not None}
+    wired = {
+        id(part._wired[2]): at
+        for at, part in enumerate(kind.parts)
+        if getattr(part, "_wired", None) is not None
+    }
     places = {id(tensor): at for at, tensor in enumerate((x, *kind.parameters))}
     count = 1 + len(kind.parameters)
     links: list[_Link] = []
@@ -275,7 +319,9 @@ def _written(kind: Kind, seen: Seen, x: Tensor, y: Any) -> Script | None:
     if places.get(id(y), 0) <= len(kind.parameters) or (len(links) > 1 and _work(kind, x) > _LARGEST):
         return None
     output = places[id(y)]
-    last = {output: len(links)} | {place: at for at, link in enumerate(links) for place in range(link.first, link.first + link.outputs)}
+    last = {output: len(links)} | {
+        place: at for at, link in enumerate(links) for place in range(link.first, link.first + link.outputs)
+    }
     last |= {place: at for at, link in enumerate(links) for place in link.takes}
     for place, at in last.items():
         if place > len(kind.parameters) and place != output:
@@ -289,9 +335,11 @@ def _work(kind: Kind, x: Tensor) -> int:
     return sum(p.numel() for p in kind.parameters) * (x.numel() // max(1, x.shape[-1]))
 
 
-def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str, tensor: Tensor) -> int | None:
-    """Where an input of a step comes from: None for elsewhere, or where two parameters lie. A parameter may come without its history, as a
-    bias that another step makes the gradient of."""
+def _place(
+    places: Mapping[int, int], parameters: Sequence[Parameter], name: str, tensor: Tensor
+) -> int | None:
+    """Where an input of a step comes from: None for elsewhere, or where two parameters lie. A parameter may
+    come without its history, as a bias that another step makes the gradient of."""
     place = places.get(id(tensor))
     if place is not None:
         return place
@@ -299,6 +347,9 @@ def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str
         return _RNG
     if tensor.requires_grad:
         return None
-    alike = [at for at, p in enumerate(parameters, 1)
-             if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape and p.dtype == tensor.dtype]  # fmt: skip
+    alike = [
+        at
+        for at, p in enumerate(parameters, 1)
+        if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape and p.dtype == tensor.dtype
+    ]
     return alike[0] if len(alike) == 1 and tensor.numel() else None

@@ -1,4 +1,5 @@
-"""A layer's spec under a recipe, from its spec in high precision: as an object, and as a text, a constant within ``torch.compile``."""
+"""A layer's spec under a recipe, from its spec in high precision: as an object, and as a text, a constant
+within ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -23,19 +24,38 @@ def layer_products(spec: Any) -> list[ProductSpec]:
     return [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
 
 
-def layer_spec(spec: Any, fp8: Fp8 | None, cached: bool, bias: str, options: tuple[tuple[str, Any], ...],
-               more: tuple[tuple[str, Any], ...] = ()) -> Any:
-    """``spec`` with its products in FP8 or not, their weights cached or not, ``bias`` of the last one, ``options`` as further fields, and
-    ``more`` as further fields of the products."""
-    names = [field.name for field in dataclasses.fields(spec) if isinstance(getattr(spec, field.name), ProductSpec)]
-    changes = {name: dataclasses.replace(getattr(spec, name), fp8=fp8, weight_cached=cached, **dict(more)) for name in names}
+def layer_spec(
+    spec: Any,
+    fp8: Fp8 | None,
+    cached: bool,
+    bias: str,
+    options: tuple[tuple[str, Any], ...],
+    more: tuple[tuple[str, Any], ...] = (),
+) -> Any:
+    """``spec`` with its products in FP8 or not, their weights cached or not, ``bias`` of the last one,
+    ``options`` as further fields, and ``more`` as further fields of the products."""
+    names = [
+        field.name for field in dataclasses.fields(spec) if isinstance(getattr(spec, field.name), ProductSpec)
+    ]
+    changes = {
+        name: dataclasses.replace(getattr(spec, name), fp8=fp8, weight_cached=cached, **dict(more))
+        for name in names
+    }
     changes[names[-1]] = dataclasses.replace(changes[names[-1]], bias=bias)
     return dataclasses.replace(spec, **changes, **dict(options))
 
 
 @constant_result
-def layer_text(spec: str, recipe: tuple[Any, ...], cached: bool, bias: str, options: tuple[tuple[str, Any], ...], cast: int = -1) -> str:
-    """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision. ``cast``: of this product's weight cast instead."""
+def layer_text(
+    spec: str,
+    recipe: tuple[Any, ...],
+    cached: bool,
+    bias: str,
+    options: tuple[tuple[str, Any], ...],
+    cast: int = -1,
+) -> str:
+    """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision. ``cast``: of this
+    product's weight cast instead."""
     fp8 = fp8_from_recipe(recipe_of(recipe)) if recipe else None
     found = layer_spec(decode(spec), fp8, cached, bias, options)
     if cast >= 0:
@@ -56,8 +76,8 @@ def products(gemms: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def spec_for(kind: str, *arguments: Any) -> Any:
-    """The spec of class ``kind`` with these plain arguments: an object, the same one for the same arguments; within ``torch.compile`` its
-    text."""
+    """The spec of class ``kind`` with these plain arguments: an object, the same one for the same arguments;
+    within ``torch.compile`` its text."""
     return _text_of(kind, arguments) if torch.compiler.is_compiling() else _object_of(kind, arguments)
 
 

@@ -1,7 +1,7 @@
 """Delayed scaling's state as torch tensors, and when it is updated.
 
-Forward states are touched while a module runs and updated when the outermost autocast ends; backward states when the backward pass ends,
-by a callback of the autograd engine: all states of a recipe by one kernel.
+Forward states are touched while a module runs and updated when the outermost autocast ends; backward states
+when the backward pass ends, by a callback of the autograd engine: all states of a recipe by one kernel.
 """
 
 from __future__ import annotations
@@ -27,21 +27,31 @@ _DISTRIBUTED = dist.is_available()
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-_WALKS: dict[int, dict[int, tuple[Recipe, dict[int, ScalingState]]]] = {}  # backward pass -> recipes and states that recorded in it
+# backward pass -> recipes and states that recorded in it
+_WALKS: dict[int, dict[int, tuple[Recipe, dict[int, ScalingState]]]] = {}
 
 
 class ScalingState:
-    """Scales and amax history of ``slots`` quantised tensors of one module in one direction (``fp8kit.scaling``).
+    """Scales and amax history of ``slots`` quantised tensors of one module in one direction
+    (``fp8kit.scaling``).
 
-    ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots), zeros at first, row 0 the
-    amaxes since the last update, row 1 the oldest. ``handle``: int64 () on the CPU, by which a compiled graph names the state. ``group``:
-    the process group over which its amaxes are reduced, None for all processes.
+    ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots),
+    zeros at first, row 0 the amaxes since the last update, row 1 the oldest. ``handle``: int64 () on the CPU,
+    by which a compiled graph names the state. ``group``: the process group over which its amaxes are reduced,
+    None for all processes.
     """
 
     def __init__(self, slots: int, history_len: int, device: torch.device | str) -> None:
         kind: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        with torch.inference_mode(False), torch.no_grad(), unseen():  # a state outlives the mode in which it is first used
-            self._take([torch.ones(slots, **kind), torch.ones(slots, **kind), torch.zeros(history_len, slots, **kind)])
+        # a state outlives the mode in which it is first used
+        with torch.inference_mode(False), torch.no_grad(), unseen():
+            self._take(
+                [
+                    torch.ones(slots, **kind),
+                    torch.ones(slots, **kind),
+                    torch.zeros(history_len, slots, **kind),
+                ]
+            )
 
     def _take(self, parts: Sequence[Tensor]) -> None:
         self.scale, self.scale_inv, self.amax_history = parts
@@ -89,7 +99,8 @@ class ScalingState:
         return self.amax_history.shape[0]
 
     def resize(self, history_len: int) -> None:
-        """Another history length: the first rows are kept, or zero rows added at the end (Transformer Engine's rule)."""
+        """Another history length: the first rows are kept, or zero rows added at the end (Transformer
+        Engine's rule)."""
         old = self.amax_history
         with torch.inference_mode(False), torch.no_grad(), unseen():
             new = torch.zeros(history_len, old.shape[1], dtype=old.dtype, device=old.device)
@@ -105,7 +116,8 @@ class ScalingState:
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
         update(recipe, states, forward=True)
-        # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with later scales, is to be refused
+        # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with
+        # later scales, is to be refused
         torch._C._increment_version([state.scale for state in states if not state.scale.is_inference()])
 
     @classmethod
@@ -116,8 +128,8 @@ class ScalingState:
 
 
 def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
-    """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where there are several processes
-    and the recipe says so, their amaxes are reduced before."""
+    """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where
+    there are several processes and the recipe says so, their amaxes are reduced before."""
     form = recipe.fp8_format
     fp8_max = (form.forward if forward else form.backward).max
     if _DISTRIBUTED and dist.GroupMember.WORLD is not None and recipe.delayed() and recipe.reduce_amax:  # type: ignore[attr-defined]
@@ -131,7 +143,8 @@ def _stream(device: Device) -> int:
 
 
 def _reduce(states: Sequence[Any]) -> None:
-    """Row 0 of the histories becomes its maximum over the processes: one collective for each group and device."""
+    """Row 0 of the histories becomes its maximum over the processes: one collective for each group and
+    device."""
     parts: dict[tuple[Any, torch.device], list[Tensor]] = {}
     for state in states:
         row = state.amax_history[0]
@@ -150,7 +163,8 @@ def named(handle: int) -> ScalingState | None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """No backward state is updated within: a graph is captured, which is to leave that to whoever replays it."""
+    """No backward state is updated within: a graph is captured, which is to leave that to whoever replays
+    it."""
     _HELD.append(None)
     try:
         yield
@@ -159,8 +173,9 @@ def held() -> Iterator[None]:
 
 
 class _Walk(int):
-    """The end of a backward pass, by its number, called by autograd's engine. Where the pass fails the engine lets go of it uncalled, on a
-    device's thread perhaps a moment after it raised: then what the pass recorded is dropped, as is what an update that raises leaves."""
+    """The end of a backward pass, by its number, called by autograd's engine. Where the pass fails the engine
+    lets go of it uncalled, on a device's thread perhaps a moment after it raised: then what the pass recorded
+    is dropped, as is what an update that raises leaves."""
 
     __slots__ = ()
 
@@ -177,7 +192,8 @@ class _Walk(int):
         for _, states in groups.values() if groups else ():
             for state in states.values():
                 if state.scale.is_cuda:
-                    torch.cuda.synchronize(state.scale.device)  # what failed may still be running, on any stream
+                    # what failed may still be running, on any stream
+                    torch.cuda.synchronize(state.scale.device)
                 state.drop()
 
 
@@ -186,8 +202,8 @@ _at_its_end: Callable[[_Walk], None] = torch.autograd.Variable._execution_engine
 
 
 def open_walk() -> int:
-    """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one, by any of its threads:
-    there is one for each device."""
+    """The backward pass that runs now, at whose end the states that it recorded are updated. Called within
+    one, by any of its threads: there is one for each device."""
     walk = _pass_now()
     if walk not in _WALKS:
         own: dict[int, tuple[Recipe, dict[int, ScalingState]]] = {}
@@ -197,7 +213,8 @@ def open_walk() -> int:
 
 
 def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None) -> None:
-    """Update ``state`` when a backward pass has ended: the one that runs now, or ``walk``, which ``open_walk`` gave, around it."""
+    """Update ``state`` when a backward pass has ended: the one that runs now, or ``walk``, which
+    ``open_walk`` gave, around it."""
     if _HELD:
         return
     groups = _WALKS[open_walk() if walk is None else walk]
@@ -206,9 +223,14 @@ def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None
 
 
 def moved(states: Mapping[str, ScalingState], fn: Callable[[Tensor], Tensor]) -> dict[str, ScalingState]:
-    """The states where ``fn`` (``Module._apply``'s) puts them: their device changes, their dtype and values do not."""
+    """The states where ``fn`` (``Module._apply``'s) puts them: their device changes, their dtype and values
+    do not."""
     found = {}
     for name, state in states.items():
         device = fn(state.scale).device
-        found[name] = state if device == state.scale.device else ScalingState.of([part.to(device) for part in state.parts])
+        found[name] = (
+            state
+            if device == state.scale.device
+            else ScalingState.of([part.to(device) for part in state.parts])
+        )
     return found

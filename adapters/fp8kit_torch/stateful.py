@@ -1,4 +1,5 @@
-"""Modules with FP8 state and weights that may be held in FP8: how these are made, moved, copied, saved and loaded."""
+"""Modules with FP8 state and weights that may be held in FP8: how these are made, moved, copied, saved and
+loaded."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
 class StatefulModule(ParameterModule):
     """What a layer of FP8 products keeps beside its parameters.
 
-    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed scaling. Forward slots per GEMM:
-    input, weight, output; backward: grad_output, grad_input. ``gemms``: prefixes of the operation's names, one a GEMM.
+    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed
+    scaling. Forward slots per GEMM: input, weight, output; backward: grad_output, grad_input. ``gemms``:
+    prefixes of the operation's names, one a GEMM.
     """
 
     holds = True  # whether quantized_model_init concerns its weights
@@ -54,13 +56,16 @@ class StatefulModule(ParameterModule):
         self._hold()
 
     def _hold(self) -> None:
-        """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they are made."""
+        """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they
+        are made."""
         if self._held is None:
             return
         weights, parts = self.weight_inputs(), layer_products(self._spec)
         if len(weights) != len(self.gemms):
             got = f"{len(weights)} weights for {len(parts)} products in {type(self).__name__}"
-            wanted = "one a product, which has one scale (no parameters_split; fuse_qkv_params=True in attention)"
+            wanted = (
+                "one a product, which has one scale (no parameters_split; fuse_qkv_params=True in attention)"
+            )
             raise NotImplementedError(expected("quantized_model_init", "weights", got, wanted))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for weight in weights.values():
@@ -100,7 +105,7 @@ class StatefulModule(ParameterModule):
                 state.resize(history_len)
                 self._wired = None
 
-    # --- moved, saved, loaded --------------------------------------------------------------------------------------------
+    # --- moved, saved, loaded -------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         whole = self._parameters
@@ -111,7 +116,9 @@ class StatefulModule(ParameterModule):
                 if isinstance(parameter, QuantizedTensor):
                     parameter.follow(fn)
         finally:
-            self._parameters = {name: self._parameters.get(name, parameter) for name, parameter in whole.items()}
+            self._parameters = {
+                name: self._parameters.get(name, parameter) for name, parameter in whole.items()
+            }
         self.fp8_meta = moved(self.fp8_meta, fn)
         self._forget()
         return self
@@ -125,23 +132,41 @@ class StatefulModule(ParameterModule):
         _MODULES.add(self)
 
     def get_extra_state(self) -> Tensor:
-        """The FP8 state as uint8 (n,) on the CPU, see ``extra_state``; (0,) before the first step with delayed scaling."""
-        parts = {f"{name}.{field}": part for name, state in self.fp8_meta.items() for field, part in zip(FIELDS, state.parts, strict=True)}
+        """The FP8 state as uint8 (n,) on the CPU, see ``extra_state``; (0,) before the first step with
+        delayed scaling."""
+        parts = {
+            f"{name}.{field}": part
+            for name, state in self.fp8_meta.items()
+            for field, part in zip(FIELDS, state.parts, strict=True)
+        }
         return extra_state.pack(parts)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over what ``get_extra_state`` gave, or Transformer Engine's did (see ``te_extra_state``). CheckpointError where it does not
-        fit, with nothing changed."""
+        """Take over what ``get_extra_state`` gave, or Transformer Engine's did (see ``te_extra_state``).
+        CheckpointError where it does not fit, with nothing changed."""
         parts = any_extra_state(state, len(self.gemms))
         checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
         device = next(iter(self.weight_inputs().values())).device
         device = torch.device("cpu") if device.type == "meta" else device
-        self.fp8_meta = {name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS]) for name in checked}
+        self.fp8_meta = {
+            name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS])
+            for name in checked
+        }
         self._forget()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-                              unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         if f"{prefix}_extra_state" in missing_keys:  # weights of a model that was never in FP8
             missing_keys.remove(f"{prefix}_extra_state")
         self._weights = None
@@ -149,8 +174,9 @@ class StatefulModule(ParameterModule):
 
 @constant_result
 def prepare_all(history_len: int) -> int:
-    """Before a compiled function reads FP8 state: every live module has one, its history as long as the recipe says. All of them at once,
-    so that layers that share their compiled code do not each ask for another compilation."""
+    """Before a compiled function reads FP8 state: every live module has one, its history as long as the
+    recipe says. All of them at once, so that layers that share their compiled code do not each ask for
+    another compilation."""
     for module in list(_MODULES):
         if not next(iter(module.weight_inputs().values())).is_meta:
             module.prepare(history_len)

@@ -1,8 +1,10 @@
-"""Checkpoints of Transformer Engine and of plain torch models into this door's modules, whose parameters have the same names.
+"""Checkpoints of Transformer Engine and of plain torch models into this door's modules, whose parameters have
+the same names.
 
-A plain model's ``state_dict`` loads as it is. Transformer Engine's differs in ``_extra_state``, a pickle, which is read without being run
-(``te_extra_state``) and becomes this door's own bytes: scales and amax histories keep their values and their slots. A module's own
-``load_state_dict`` reads it too; what is here says by name, before anything is loaded, what cannot be.
+A plain model's ``state_dict`` loads as it is. Transformer Engine's differs in ``_extra_state``, a pickle,
+which is read without being run (``te_extra_state``) and becomes this door's own bytes: scales and amax
+histories keep their values and their slots. A module's own ``load_state_dict`` reads it too; what is here
+says by name, before anything is loaded, what cannot be.
 """
 
 from __future__ import annotations
@@ -20,15 +22,22 @@ _SUFFIX = "_extra_state"
 
 
 def from_transformer_engine(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` as ``module.load_state_dict`` takes it: extra states converted, those of modules that keep none here (norms, attention
-    without FP8) left out. CheckpointError for an extra state that cannot be read or does not fit, and for FP8 primary weights."""
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, TransformerEngineBaseModule)}
+    """``state_dict`` as ``module.load_state_dict`` takes it: extra states converted, those of modules that
+    keep none here (norms, attention without FP8) left out. CheckpointError for an extra state that cannot be
+    read or does not fit, and for FP8 primary weights."""
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, TransformerEngineBaseModule)
+    }
     found: dict[str, Any] = {}
     for key, value in state_dict.items():
         name, _, last = key.rpartition(".")
         if last != _SUFFIX:
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
-                raise CheckpointError(f"{key}: got {type(value).__name__}, expected a plain tensor (FP8 weights: saved dequantized)")
+                raise CheckpointError(
+                    f"{key}: got {type(value).__name__}, expected a plain tensor (FP8 weights: saved dequantized)"
+                )
             found[key] = value
             continue
         layer = layers.get(name)
@@ -42,5 +51,6 @@ def from_transformer_engine(module: nn.Module, state_dict: Mapping[str, Any]) ->
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-    """``module.load_state_dict`` of what a model of Transformer Engine of the same structure saved; returns what that returns."""
+    """``module.load_state_dict`` of what a model of Transformer Engine of the same structure saved; returns
+    what that returns."""
     return module.load_state_dict(from_transformer_engine(module, state_dict), strict=strict)

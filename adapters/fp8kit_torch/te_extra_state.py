@@ -1,8 +1,9 @@
 """Reading Transformer Engine's ``_extra_state``, which is a pickle, without running anything that it says.
 
-A pickle may name any function and have it called. This reader knows what Transformer Engine's may contain (dicts, lists, numbers, texts,
-tensors, recipes) and builds only that: tensors by its own code, and each class of Transformer Engine's as a ``Record``, which holds what
-was written and does nothing. Every other name is refused.
+A pickle may name any function and have it called. This reader knows what Transformer Engine's may contain
+(dicts, lists, numbers, texts, tensors, recipes) and builds only that: tensors by its own code, and each class
+of Transformer Engine's as a ``Record``, which holds what was written and does nothing. Every other name is
+refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
 class Record:
-    """What a pickle said of an object of some class: its ``name``, the ``args`` it was made with, and its ``fields``."""
+    """What a pickle said of an object of some class: its ``name``, the ``args`` it was made with, and its
+    ``fields``."""
 
     name = ""
 
@@ -95,7 +97,8 @@ def _bytes(text: str, encoding: str) -> bytes:
 
 
 def _storage(data: bytes) -> _Held:
-    """The elements of a storage inside a tensor's pickle: torch's own format, read by torch's own restricted reader."""
+    """The elements of a storage inside a tensor's pickle: torch's own format, read by torch's own restricted
+    reader."""
     storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(storage, torch.storage.TypedStorage | torch.UntypedStorage):
         raise CheckpointError(f"_extra_state: a tensor's storage holds {type(storage).__name__}")
@@ -109,7 +112,9 @@ def _tensor(held: _Held, offset: int, size: tuple[int, ...], stride: tuple[int, 
     storage = held.tensor
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if min((offset, *size, *stride)) < 0 or (math.prod(size) and last >= storage.numel()):
-        raise CheckpointError(f"_extra_state: a tensor {size}, strides {stride}, at {offset} of {storage.numel()} elements")
+        raise CheckpointError(
+            f"_extra_state: a tensor {size}, strides {stride}, at {offset} of {storage.numel()} elements"
+        )
     return _Held(storage.as_strided(size, stride, offset).clone())
 
 
@@ -121,8 +126,15 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 _INERT = ("transformer_engine", "transformer_engine_torch")
 # names of storage types in files of torch.save
-_STORAGES = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "ByteStorage": torch.uint8,
-             "LongStorage": torch.int64, "IntStorage": torch.int32, "UntypedStorage": torch.uint8}
+_STORAGES = {
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "ByteStorage": torch.uint8,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "UntypedStorage": torch.uint8,
+}
 
 
 class _Reader(pickle.Unpickler):
@@ -138,33 +150,43 @@ class _Reader(pickle.Unpickler):
             return known
         if module.partition(".")[0] in _INERT or (module in ("torch", "torch.storage") and name in _STORAGES):
             return type("Record", (Record,), {"name": f"{module}.{name}"})
-        raise CheckpointError(f"_extra_state: the pickle names {module}.{name}, which is neither data nor Transformer Engine's")
+        raise CheckpointError(
+            f"_extra_state: the pickle names {module}.{name}, which is neither data nor Transformer Engine's"
+        )
 
     def persistent_load(self, pid: Any) -> _Held:
         kind, storage, key, _, count = pid
         dtype = _STORAGES.get(getattr(storage, "name", "").rpartition(".")[2])
         if self._archive is None or kind != "storage" or dtype is None:
             raise CheckpointError(f"_extra_state: the pickle refers to {pid!r}")
-        elements = torch.frombuffer(bytearray(self._archive.read(f"{self._root}/data/{key}")) or bytearray(8), dtype=dtype)
+        elements = torch.frombuffer(
+            bytearray(self._archive.read(f"{self._root}/data/{key}")) or bytearray(8), dtype=dtype
+        )
         return _Held(elements[:count])
 
 
 def read_extra_state(value: Any) -> dict[str, Any] | None:
-    """What a Transformer Engine module saved as ``_extra_state``: a dict of ``recipe`` (a ``Record``), the float32 tensors ``scale_fwd``,
-    ``amax_history_fwd``, ``scale_bwd``, ``amax_history_bwd``, and what else it held; None where it saved nothing.
+    """What a Transformer Engine module saved as ``_extra_state``: a dict of ``recipe`` (a ``Record``), the
+    float32 tensors ``scale_fwd``, ``amax_history_fwd``, ``scale_bwd``, ``amax_history_bwd``, and what else it
+    held; None where it saved nothing.
 
-    ``value``: its uint8 tensor, or the io.BytesIO of older versions. Nothing is executed. CheckpointError for anything else.
+    ``value``: its uint8 tensor, or the io.BytesIO of older versions. Nothing is executed. CheckpointError for
+    anything else.
     """
     if value is None:
         return None
     if isinstance(value, Tensor):
         if value.dtype is not torch.uint8 or value.ndim != 1:
-            raise CheckpointError(f"_extra_state: got {value.dtype} {tuple(value.shape)}, expected a pickle as uint8 (bytes,)")
+            raise CheckpointError(
+                f"_extra_state: got {value.dtype} {tuple(value.shape)}, expected a pickle as uint8 (bytes,)"
+            )
         data = value.cpu().numpy().tobytes()
     elif isinstance(value, io.BytesIO):
         data = value.getvalue()
     else:
-        raise CheckpointError(f"_extra_state: got {type(value).__name__}, expected a uint8 tensor or io.BytesIO")
+        raise CheckpointError(
+            f"_extra_state: got {type(value).__name__}, expected a uint8 tensor or io.BytesIO"
+        )
     if not data:
         return None
     state = _released(_read(data))
@@ -172,7 +194,9 @@ def read_extra_state(value: Any) -> dict[str, Any] | None:
         raise CheckpointError(f"_extra_state: the pickle holds {type(state).__name__}, expected a dict")
     for name in _TENSORS:
         if name in state and not (isinstance(state[name], Tensor) and state[name].dtype is torch.float32):
-            raise CheckpointError(f"_extra_state: {name} is {type(state[name]).__name__}, expected a float32 tensor")
+            raise CheckpointError(
+                f"_extra_state: {name} is {type(state[name]).__name__}, expected a float32 tensor"
+            )
     return state
 
 
@@ -186,13 +210,17 @@ def _read(data: bytes) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(f"_extra_state: the pickle cannot be read ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"_extra_state: the pickle cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def convert_extra_state(value: Any, gemms: int) -> Tensor:
-    """A Transformer Engine module's ``_extra_state`` as this door's: uint8 (n,), (0,) where it holds no delayed scaling.
+    """A Transformer Engine module's ``_extra_state`` as this door's: uint8 (n,), (0,) where it holds no
+    delayed scaling.
 
-    ``gemms``: GEMMs of the module that it is for. CheckpointError where it does not fit, or is no extra state.
+    ``gemms``: GEMMs of the module that it is for. CheckpointError where it does not fit, or is no extra
+    state.
     """
     state = read_extra_state(value)
     parts: dict[str, Tensor] = {}
@@ -200,18 +228,31 @@ def convert_extra_state(value: Any, gemms: int) -> Tensor:
         scale, history = ((state or {}).get(f"{name}_{direction}") for name in ("scale", "amax_history"))
         if scale is None or history is None:
             return extra_state.pack({})
-        if scale.shape != (slots * gemms,) or history.ndim != 2 or history.shape[1] != slots * gemms or history.shape[0] < 1:
+        if (
+            scale.shape != (slots * gemms,)
+            or history.ndim != 2
+            or history.shape[1] != slots * gemms
+            or history.shape[0] < 1
+        ):
             got = f"scale_{direction} {tuple(scale.shape)}, amax_history_{direction} {tuple(history.shape)}"
-            raise CheckpointError(f"_extra_state: got {got}, expected {slots * gemms} slots: {slots} for each of {gemms} GEMMs")
+            raise CheckpointError(
+                f"_extra_state: got {got}, expected {slots * gemms} slots: {slots} for each of {gemms} GEMMs"
+            )
         if not (torch.isfinite(scale) & (scale > 0)).all():
-            raise CheckpointError(f"_extra_state: scale_{direction} holds {scale.tolist()}, expected positive numbers")
-        parts |= {f"scaling_{direction}.scale": scale, f"scaling_{direction}.scale_inv": 1 / scale,
-                  f"scaling_{direction}.amax_history": history}
+            raise CheckpointError(
+                f"_extra_state: scale_{direction} holds {scale.tolist()}, expected positive numbers"
+            )
+        parts |= {
+            f"scaling_{direction}.scale": scale,
+            f"scaling_{direction}.scale_inv": 1 / scale,
+            f"scaling_{direction}.amax_history": history,
+        }
     return extra_state.pack(parts)
 
 
 def any_extra_state(value: Any, gemms: int) -> dict[str, Tensor]:
-    """The parts of an ``_extra_state``, this door's own or Transformer Engine's. CheckpointError for what is neither."""
+    """The parts of an ``_extra_state``, this door's own or Transformer Engine's. CheckpointError for what is
+    neither."""
     try:
         return extra_state.unpack(value)
     except CheckpointError as own:

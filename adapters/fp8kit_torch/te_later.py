@@ -1,5 +1,6 @@
-"""Names of Transformer Engine that fp8kit has nothing for. They are not there, so that a program that asks (``hasattr``, an import within
-``try``) takes its other path; the error of one that does not ask says why. And functions of which the neutral arguments can be served.
+"""Names of Transformer Engine that fp8kit has nothing for. They are not there, so that a program that asks
+(``hasattr``, an import within ``try``) takes its other path; the error of one that does not ask says why. And
+functions of which the neutral arguments can be served.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 from fp8kit_torch.arguments import only
 
 _PARALLEL = "there is no tensor parallelism, and no overlap of its communication"
-_QUANTIZER = "recipes say how tensors are cast; QuantizedTensor.dequantize gives values, fp8kit.quantize casts"
+_QUANTIZER = (
+    "recipes say how tensors are cast; QuantizedTensor.dequantize gives values, fp8kit.quantize casts"
+)
 _RECIPE = "the recipes are DelayedScaling, Float8CurrentScaling and Float8BlockScaling"
 _MASTERS = "FusedAdam(master_weights=True) casts its masters to weights in FP8"
 
@@ -46,19 +49,35 @@ WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 
 
 def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError:
-    """What a ``module.name`` that is not there raises, with the reason for one of Transformer Engine's, or the name most like it of
-    those that are ``known``."""
-    like = get_close_matches(name, [other for other in known if other[:1] != "_"], 1) if name[:1] != "_" else []
-    why = f", which is not supported: {WHY[name]}" if name in WHY else f"; did you mean {like[0]}?" if like else ""
+    """What a ``module.name`` that is not there raises, with the reason for one of Transformer Engine's, or
+    the name most like it of those that are ``known``."""
+    like = (
+        get_close_matches(name, [other for other in known if other[:1] != "_"], 1) if name[:1] != "_" else []
+    )
+    why = (
+        f", which is not supported: {WHY[name]}"
+        if name in WHY
+        else f"; did you mean {like[0]}?"
+        if like
+        else ""
+    )
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}", name=name)
 
 
-def get_cpu_offload_context(enabled: bool = False, num_layers: int = 1, model_layers: int = 1, offload_activations: bool = True,
-                            offload_weights: bool = False, double_buffering: bool = False, manual_synchronization: bool = False,
-                            retain_pinned_cpu_buffers: bool = False, offload_stream: Any = None
-                            ) -> tuple[AbstractContextManager[None], Callable[[Tensor], Tensor]]:
-    """(a context, a function that layers' outputs go through): both do nothing with ``enabled=False``, the only value; NotImplementedError
-    otherwise. ``checkpoint`` and torch's ``save_on_cpu`` are what there is to save memory with."""
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: Any = None,
+) -> tuple[AbstractContextManager[None], Callable[[Tensor], Tensor]]:
+    """(a context, a function that layers' outputs go through): both do nothing with ``enabled=False``, the
+    only value; NotImplementedError otherwise. ``checkpoint`` and torch's ``save_on_cpu`` are what there is to
+    save memory with."""
     only("get_cpu_offload_context", {"enabled": (enabled, False)})
     return nullcontext(), _same
 
@@ -73,7 +92,8 @@ def mark_not_offload(*tensors: Tensor) -> None:
 
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Does nothing with ``enabled=False``, the only value; NotImplementedError otherwise: no operation here has an ONNX form."""
+    """Does nothing with ``enabled=False``, the only value; NotImplementedError otherwise: no operation here
+    has an ONNX form."""
     only("onnx_export", {"enabled": (enabled, False)})
     yield
 

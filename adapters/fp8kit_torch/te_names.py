@@ -1,8 +1,9 @@
 """``as_transformer_engine``: programs written for Transformer Engine import this door under that name.
 
-The modules within ``transformer_engine.pytorch`` are attributes of the door as it is imported (``te.quantization``, ``te.ops``); only the
-call makes names in ``sys.modules``. Nothing but names changes: ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of
-Transformer Engine that there is nothing for are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why
+The modules within ``transformer_engine.pytorch`` are attributes of the door as it is imported
+(``te.quantization``, ``te.ops``); only the call makes names in ``sys.modules``. Nothing but names changes:
+``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of Transformer Engine that there is
+nothing for are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why
 (``te_later``).
 """
 
@@ -24,8 +25,18 @@ STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these a
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
     "optimizers": ("fp8kit_torch.optimizers",),
-    "fp8": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized", "fp8kit_torch.global_state"),
-    "quantization": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized", "fp8kit_torch.global_state"),
+    "fp8": (
+        "fp8kit_torch.autocast",
+        "fp8kit_torch.availability",
+        "fp8kit_torch.quantized",
+        "fp8kit_torch.global_state",
+    ),
+    "quantization": (
+        "fp8kit_torch.autocast",
+        "fp8kit_torch.availability",
+        "fp8kit_torch.quantized",
+        "fp8kit_torch.global_state",
+    ),
     "tensor": ("fp8kit_torch.quantized",),
     "tensor.float8_tensor": ("fp8kit_torch.quantized",),
     "tensor.quantized_tensor": ("fp8kit_torch.quantized",),
@@ -72,7 +83,9 @@ class _OldDelayedScaling(type):
         for name, neutral in _NEUTRAL.items():
             value = kwargs.pop(name, neutral)
             if (tuple(value) if isinstance(value, list) else value) != neutral:
-                raise RecipeError(expected("DelayedScaling", name, value, f"{neutral}, the only value that it has left"))
+                raise RecipeError(
+                    expected("DelayedScaling", name, value, f"{neutral}, the only value that it has left")
+                )
         return recipes.DelayedScaling(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -83,12 +96,14 @@ class _OldDelayedScaling(type):
 
 
 class DelayedScaling(metaclass=_OldDelayedScaling):
-    """``fp8kit.recipe.DelayedScaling`` that takes two arguments of Transformer Engine 1.x as well, at their neutral values only:
-    ``interval=1`` and ``override_linear_precision=(False, False, False)``. RecipeError otherwise."""
+    """``fp8kit.recipe.DelayedScaling`` that takes two arguments of Transformer Engine 1.x as well, at their
+    neutral values only: ``interval=1`` and ``override_linear_precision=(False, False, False)``. RecipeError
+    otherwise."""
 
 
 def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
-    """A module of that name with the public names of ``parts``; a package, so that ``_Finder`` is asked for what it lacks."""
+    """A module of that name with the public names of ``parts``; a package, so that ``_Finder`` is asked for
+    what it lacks."""
     made = ModuleType(name, f"fp8kit under the name {name}.")
     made.__spec__ = ModuleSpec(name, None, is_package=True)
     made.__path__ = []
@@ -104,7 +119,8 @@ def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
 
 
 def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
-    """Make the modules attributes of those that they are in. Where the door itself has a module of that name, it gets what it lacks."""
+    """Make the modules attributes of those that they are in. Where the door itself has a module of that name,
+    it gets what it lacks."""
     for name, module in made.items():
         above, _, last = name.rpartition(".")
         at: Any = top
@@ -135,34 +151,50 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder:
-    """Answers for ``transformer_engine``: its modules are in ``sys.modules`` already, and any other name of it is refused, lest a file of
-    fp8kit_torch be loaded a second time, or parts of an installed Transformer Engine be mixed in. Python asks it for the name in
-    ``from module import name`` too, where the module has none of that name."""
+    """Answers for ``transformer_engine``: its modules are in ``sys.modules`` already, and any other name of
+    it is refused, lest a file of fp8kit_torch be loaded a second time, or parts of an installed Transformer
+    Engine be mixed in. Python asks it for the name in ``from module import name`` too, where the module has
+    none of that name."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """None for other packages; ImportError for what fp8kit does not have: a ModuleNotFoundError unless ``WHY`` has a reason."""
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
+        """None for other packages; ImportError for what fp8kit does not have: a ModuleNotFoundError unless
+        ``WHY`` has a reason."""
         top, module, last = name.partition(".")[0], *name.rpartition(".")[::2]
         if last in WHY and (top == "transformer_engine" or module == "fp8kit_torch"):
             raise ImportError(f"{missing(module, last)}", name=module)
         if top in ("transformer_engine", "transformer_engine_torch"):
-            raise ModuleNotFoundError(f"{name}: fp8kit_torch, which stands for transformer_engine here, does not have it", name=name)
+            raise ModuleNotFoundError(
+                f"{name}: fp8kit_torch, which stands for transformer_engine here, does not have it", name=name
+            )
 
     def find_distributions(self, context: Any) -> Iterable[importlib.metadata.Distribution]:
         """The one distribution, when it is asked for."""
-        return [_Distribution()] if (context.name or "").replace("_", "-").lower() == "transformer-engine" else []
+        return (
+            [_Distribution()]
+            if (context.name or "").replace("_", "-").lower() == "transformer-engine"
+            else []
+        )
 
 
 def modules_within(top: ModuleType) -> dict[str, ModuleType]:
-    """The modules within ``transformer_engine.pytorch``, name -> module, made attributes of ``top``, which stands for it."""
-    made = {name: _module(f"transformer_engine.pytorch.{name}", [importlib.import_module(target) for target in targets])
-            for name, targets in _SAME.items()}
+    """The modules within ``transformer_engine.pytorch``, name -> module, made attributes of ``top``, which
+    stands for it."""
+    made = {
+        name: _module(
+            f"transformer_engine.pytorch.{name}", [importlib.import_module(target) for target in targets]
+        )
+        for name, targets in _SAME.items()
+    }
     _hang(top, made)
     return made
 
 
 def as_transformer_engine() -> ModuleType:
-    """Make ``transformer_engine``, ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe`` importable names of this door,
-    in this process; returns ``transformer_engine``. Calling it again changes nothing.
+    """Make ``transformer_engine``, ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``
+    importable names of this door, in this process; returns ``transformer_engine``. Calling it again changes
+    nothing.
 
     An installed Transformer Engine is left out from then on. BackendError where it was imported already.
     """
@@ -170,11 +202,21 @@ def as_transformer_engine() -> ModuleType:
     if known is not None:
         if isinstance(getattr(known, "__fp8kit__", None), _Finder):
             return known
-        raise BackendError(expected("as_transformer_engine", "transformer_engine", "imported already", "a call before its first import"))
+        raise BackendError(
+            expected(
+                "as_transformer_engine",
+                "transformer_engine",
+                "imported already",
+                "a call before its first import",
+            )
+        )
     recipe = _module("transformer_engine.common.recipe", [recipes])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
-    made = {"transformer_engine": _module("transformer_engine", []), "transformer_engine.common": _module("transformer_engine.common", []),
-            "transformer_engine.common.recipe": recipe}
+    made = {
+        "transformer_engine": _module("transformer_engine", []),
+        "transformer_engine.common": _module("transformer_engine.common", []),
+        "transformer_engine.common.recipe": recipe,
+    }
     top, base = importlib.import_module("fp8kit_torch"), "transformer_engine.pytorch"
     made |= {base: top} | {f"{base}.{name}": module for name, module in top.__dict__["_within"].items()}
     whole = made["transformer_engine"]

@@ -1,6 +1,8 @@
-"""Specs as texts: torch's ops take no Python objects, so what is static about a call travels as one string that says everything.
+"""Specs as texts: torch's ops take no Python objects, so what is static about a call travels as one string
+that says everything.
 
-The text does not depend on the process that wrote it: a compiled graph that is loaded elsewhere finds what it needs in its own strings.
+The text does not depend on the process that wrote it: a compiled graph that is loaded elsewhere finds what it
+needs in its own strings.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ SPECS: dict[str, Any] = {
     for value in (*_VALUES, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MMParams, QParams)
     if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ != "fp8kit.spec"
 }
-_NAMED = {formats.Format: ("format", formats.FORMATS), formats.DType: ("dtype", formats.DTYPES), Format: ("recipe_format", Format)}
+_NAMED = {
+    formats.Format: ("format", formats.FORMATS),
+    formats.DType: ("dtype", formats.DTYPES),
+    Format: ("recipe_format", Format),
+}
 _TABLES: dict[str, Any] = dict(_NAMED.values())
 
 
@@ -49,7 +55,11 @@ def _packed(value: Any) -> Any:
     if type(value) in _NAMED:
         return {_NAMED[type(value)][0]: value.name}
     if type(value) in SPECS.values():
-        return {type(value).__name__: {field.name: _packed(getattr(value, field.name)) for field in dataclasses.fields(value)}}
+        return {
+            type(value).__name__: {
+                field.name: _packed(getattr(value, field.name)) for field in dataclasses.fields(value)
+            }
+        }
     raise TypeError(f"fp8kit_torch: {type(value).__name__} {value!r} cannot go into a compiled graph")
 
 

@@ -1,4 +1,5 @@
-"""Torch tensors as what fp8kit's operations read and write: an address, a shape, a dtype. No copy, no DLPack capsule."""
+"""Torch tensors as what fp8kit's operations read and write: an address, a shape, a dtype. No copy, no DLPack
+capsule."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def dtype_of(kind: DType) -> torch.dtype:
         return _TORCH[kind]
     except (KeyError, TypeError):
         known = ", ".join(k.name for k in _TORCH)
-        raise FormatError(expected("dtype_of", "kind", getattr(kind, "name", repr(kind)[:60]), f"one of {known}")) from None
+        raise FormatError(
+            expected("dtype_of", "kind", getattr(kind, "name", repr(kind)[:60]), f"one of {known}")
+        ) from None
 
 
 def has_kind(dtype: torch.dtype) -> bool:
@@ -51,22 +54,40 @@ def kind_of(dtype: torch.dtype) -> DType:
     """The fp8kit dtype of a torch dtype; FormatError where there is none."""
     kind = _DTYPES.get(dtype)
     if kind is None:
-        raise FormatError(expected("fp8kit_torch", "dtype", f"{dtype}", f"one of {', '.join(map(str, _DTYPES))}"))
+        raise FormatError(
+            expected("fp8kit_torch", "dtype", f"{dtype}", f"one of {', '.join(map(str, _DTYPES))}")
+        )
     return kind
 
 
 def as_view(tensor: torch.Tensor) -> ArrayView:
-    """A tensor on the CPU or a CUDA device as a view of its own memory, strides kept. Costs about a microsecond.
+    """A tensor on the CPU or a CUDA device as a view of its own memory, strides kept. Costs about a
+    microsecond.
 
-    Its place on torch's autograd is not looked at. FormatError for dtypes and devices that fp8kit does not have.
+    Its place on torch's autograd is not looked at. FormatError for dtypes and devices that fp8kit does not
+    have.
     """
     try:
-        kind, device, start, strides = _DTYPES.get(tensor.dtype), tensor.device, tensor.data_ptr(), tensor.stride()
+        kind, device, start, strides = (
+            _DTYPES.get(tensor.dtype),
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.stride(),
+        )
     except (AttributeError, TypeError, RuntimeError):
-        raise FormatError(expected("as_view", "tensor", type(tensor).__name__, "a dense torch.Tensor with memory of its own")) from None
+        raise FormatError(
+            expected(
+                "as_view", "tensor", type(tensor).__name__, "a dense torch.Tensor with memory of its own"
+            )
+        ) from None
     if kind is None or device.type not in ("cpu", "cuda"):
         raise FormatError(
-            expected("as_view", "tensor", f"{tensor.dtype} on {device}", f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}")
+            expected(
+                "as_view",
+                "tensor",
+                f"{tensor.dtype} on {device}",
+                f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}",
+            )
         )
     shape = tuple(tensor.shape)
     kept = None if strides == contiguous_strides(shape) else strides
@@ -74,11 +95,19 @@ def as_view(tensor: torch.Tensor) -> ArrayView:
 
 
 def empty_like_metas(metas: Mapping[str, Meta], like: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor for each meta from torch's allocator, on the device of ``like``: undefined, or zeros where the meta asks for them."""
+    """A tensor for each meta from torch's allocator, on the device of ``like``: undefined, or zeros where the
+    meta asks for them."""
     if not isinstance(metas, Mapping) or not all(isinstance(meta, Meta) for meta in metas.values()):
-        raise ArgumentError(expected("empty_like_metas", "metas", type(metas).__name__, "a mapping of names to fp8kit.spec.Metas"))
+        raise ArgumentError(
+            expected(
+                "empty_like_metas", "metas", type(metas).__name__, "a mapping of names to fp8kit.spec.Metas"
+            )
+        )
     if not isinstance(like, torch.Tensor):
         raise ArgumentError(expected("empty_like_metas", "like", type(like).__name__, "a torch.Tensor"))
     return [
-        (torch.zeros if meta.zero else torch.empty)(meta.shape, dtype=dtype_of(meta.dtype), device=like.device) for meta in metas.values()
+        (torch.zeros if meta.zero else torch.empty)(
+            meta.shape, dtype=dtype_of(meta.dtype), device=like.device
+        )
+        for meta in metas.values()
     ]

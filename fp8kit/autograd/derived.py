@@ -1,4 +1,5 @@
-"""What is derived from tensors' values and kept beside them, as a weight's FP8 codes are: who changes the values can have it renewed.
+"""What is derived from tensors' values and kept beside them, as a weight's FP8 codes are: who changes the
+values can have it renewed.
 
 A tensor knows what was derived from it by weak references alone; whoever derived it keeps it.
 """
@@ -17,8 +18,9 @@ class Derived(Protocol):
 
     @classmethod
     def renewing(cls, several: Sequence[Any]) -> Callable[[], None]:
-        """Make room for ``several``, each named once, which is what may fail, and return what writes them all. It is called when the
-        tensors have their new values and counts; not at all, if they never get them."""
+        """Make room for ``several``, each named once, which is what may fail, and return what writes them
+        all. It is called when the tensors have their new values and counts; not at all, if they never get
+        them."""
 
 
 def derive(tensors: Iterable[Tensor], derived: Derived) -> None:
@@ -31,7 +33,8 @@ def derive(tensors: Iterable[Tensor], derived: Derived) -> None:
 
 
 def renewing(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Make room for all that is derived from ``tensors``, and return what writes it, as ``Derived.renewing``."""
+    """Make room for all that is derived from ``tensors``, and return what writes it, as
+    ``Derived.renewing``."""
     found: dict[type[Derived], dict[int, Derived]] = {}
     for tensor in tensors:
         for ref in tensor._derived or ():

@@ -1,6 +1,7 @@
 """Hanging operations on the tape: the native front door's way to call an ``Operation``.
 
-``apply`` finds or makes the plan, allocates what the operation fills, runs it, and records a node whose backward is the operation's own.
+``apply`` finds or makes the plan, allocates what the operation fills, runs it, and records a node whose
+backward is the operation's own.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ Finish = tuple[Callable[[list[Any]], None], Any]
 
 
 class Block:
-    """Buffers that live and die together, laid out in one piece of memory: one allocation instead of many. For an operation that is
-    ``early`` the ``large`` ones lie apart."""
+    """Buffers that live and die together, laid out in one piece of memory: one allocation instead of many.
+    For an operation that is ``early`` the ``large`` ones lie apart."""
 
     __slots__ = ("apart", "parts", "size")
 
@@ -57,22 +58,30 @@ class Block:
 
     def at(self, ptr: int, device: arrays.Device, owner: object) -> dict[str, ArrayView]:
         """The buffers by name in memory that ``owner`` keeps; without those that lie apart."""
-        return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
+        return {
+            name: ArrayView(ptr + offset, shape, dtype, device, owner)
+            for name, offset, shape, dtype in self.parts
+        }
 
     def room(self, device: arrays.Device, stream: int) -> Views:
-        """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``fp8kit.scratch``; not to be changed."""
+        """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``fp8kit.scratch``;
+        not to be changed."""
         if not self.parts:
             return Buffers({}, self.apart, maker(device)) if self.apart else {}
         room = scratch.room(self.size, device, stream)
         views: dict[str, ArrayView] | None = room.carved.get(self)
         if views is None:
-            views = {n: ArrayView(room.ptr + at, shape, dtype, device, room.owner) for n, at, shape, dtype in self.parts}
+            views = {
+                n: ArrayView(room.ptr + at, shape, dtype, device, room.owner)
+                for n, at, shape, dtype in self.parts
+            }
             room.keep(self, views)
         return Buffers(views, self.apart, maker(device)) if self.apart else views
 
 
 def first(views: Views) -> int:
-    """Address of the first of buffers in one piece of memory, which says where all lie; 0 where there are none."""
+    """Address of the first of buffers in one piece of memory, which says where all lie; 0 where there are
+    none."""
     for view in views.values():
         return view.ptr  # type: ignore[union-attr]
     return 0
@@ -84,10 +93,10 @@ def maker(device: arrays.Device) -> Callable[[Meta], ArrayView]:
 
 
 class Ready(NamedTuple):
-    """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by identity kept alive.
-    ``grads``, ``grads_apart``: gradients that are allocated together, and those that are when backward comes to them. ``names``: outputs
-    that a cotangent may come to: what is no amax. ``again``, ``backward_again``: what was done already, None where that is not recorded, as
-    where buffers lie apart."""
+    """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by
+    identity kept alive. ``grads``, ``grads_apart``: gradients that are allocated together, and those that are
+    when backward comes to them. ``names``: outputs that a cotangent may come to: what is no amax. ``again``,
+    ``backward_again``: what was done already, None where that is not recorded, as where buffers lie apart."""
 
     plan: Plan
     saved: Block
@@ -101,35 +110,56 @@ class Ready(NamedTuple):
     backward_again: Replays | None
 
 
-def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | None], needs: tuple[str, ...], kernels: Any) -> Ready:
-    """The plan for these static arguments, shapes, dtypes and wanted gradients under the kernels that the policy chose; made once, then
-    cached.
+def plan_for(
+    operation: Operation,
+    spec: Any,
+    views: Mapping[str, ArrayView | None],
+    needs: tuple[str, ...],
+    kernels: Any,
+) -> Ready:
+    """The plan for these static arguments, shapes, dtypes and wanted gradients under the kernels that the
+    policy chose; made once, then cached.
 
     ``spec`` is known by identity: modules keep theirs, so that a look-up need not hash it.
     """
-    key = (operation.name, id(spec), id(kernels), needs, *[None if v is None else (n, v.shape, v.dtype) for n, v in views.items()])
+    key = (
+        operation.name,
+        id(spec),
+        id(kernels),
+        needs,
+        *[None if v is None else (n, v.shape, v.dtype) for n, v in views.items()],
+    )
     found = _PLANS.get(key)
     if found is None:
         metas = {name: None if v is None else Meta(v.shape, v.dtype) for name, v in views.items()}
         plan = operation.plan(spec, metas, frozenset(needs), kernels)
         if type(operation).backward is Operation.backward and plan.signature.grads:
-            raise AutogradError(f"{operation.name}: has no backward, but {', '.join(plan.signature.grads)} require a gradient")
+            raise AutogradError(
+                f"{operation.name}: has no backward, but {', '.join(plan.signature.grads)} require a gradient"
+            )
         if len(_PLANS) >= _PLAN_LIMIT:
             _PLANS.clear()
         apart = large(plan.signature.grads) if operation.early else {}
         grads = {name: meta for name, meta in plan.signature.grads.items() if name not in apart}
-        saved, forward, back = (Block(m, operation.early) for m in (plan.signature.saved, plan.scratch, plan.backward_scratch))
+        saved, forward, back = (
+            Block(m, operation.early) for m in (plan.signature.saved, plan.scratch, plan.backward_scratch)
+        )
         outputs, passes = plan.signature.outputs, plan.signature.passes
         names = [name for name, meta in outputs.items() if meta.dtype.floating and not meta.zero]
         names += [name for name, source in passes.items() if metas[source].dtype.floating]  # type: ignore[union-attr]
         again = None if saved.apart or forward.apart else replays(kernels)
         backward_again = None if saved.apart or apart or back.apart else replays(kernels)
-        found = _PLANS[key] = Ready(plan, saved, forward, back, grads, apart, names, kernels, again, backward_again)
+        found = _PLANS[key] = Ready(
+            plan, saved, forward, back, grads, apart, names, kernels, again, backward_again
+        )
     return found
 
 
-def allocate(metas: Mapping[str, Meta], device: arrays.Device, given: Mapping[str, ArrayView] = _NOTHING) -> dict[str, ArrayView]:
-    """A buffer for each meta; ``given`` ones are used as they are. Those that want zeros lie in one piece of memory, zeroed at once."""
+def allocate(
+    metas: Mapping[str, Meta], device: arrays.Device, given: Mapping[str, ArrayView] = _NOTHING
+) -> dict[str, ArrayView]:
+    """A buffer for each meta; ``given`` ones are used as they are. Those that want zeros lie in one piece of
+    memory, zeroed at once."""
     provider = arrays.provider(device)
     alloc = provider.alloc
     out: dict[str, ArrayView] = {}
@@ -168,14 +198,19 @@ def apply(
 ) -> dict[str, Tensor]:
     """Run an operation on tensors and record it.
 
-    * ``inputs`` by name: Tensors (differentiable where they require a gradient) or views, of the shapes and dtypes that it wants.
-    * ``given``: buffers to use for amaxes and backward outputs instead of fresh ones, such as a history's row.
-    * ``late``: what backward reads beside the kept inputs, with the values it has then (the gradients' scales).
+    * ``inputs`` by name: Tensors (differentiable where they require a gradient) or views, of the shapes and
+      dtypes that it wants.
+    * ``given``: buffers to use for amaxes and backward outputs instead of fresh ones, such as a history's
+      row.
+    * ``late``: what backward reads beside the kept inputs, with the values it has then (the gradients'
+      scales).
     * ``finish``: (function, item), called once after a whole backward walk; see ``tape.Node``.
     * ``owner``: the object whose attributes the parameters are: errors call them by the attributes' names.
-    * ``draw``: gives the input ``rng``, int64 [2]. It is asked last: a call that is refused leaves the random state where it was.
+    * ``draw``: gives the input ``rng``, int64 [2]. It is asked last: a call that is refused leaves the random
+      state where it was.
 
-    Returns the outputs by name. Raises what ``infer`` raises, and BackendError when the inputs live on different devices.
+    Returns the outputs by name. Raises what ``infer`` raises, and BackendError when the inputs live on
+    different devices.
     """
     views: dict[str, ArrayView | None] = {}
     needs: list[str] = []
@@ -197,7 +232,14 @@ def apply(
             device = view.device
         elif view.device != device:
             argument = name_in(owner, name, value)
-            raise BackendError(expected(operation.name, argument, f"device {view.device}", f"device {device}, where the other inputs are"))
+            raise BackendError(
+                expected(
+                    operation.name,
+                    argument,
+                    f"device {view.device}",
+                    f"device {device}, where the other inputs are",
+                )
+            )
     assert device is not None
     if draw is not None:
         views["rng"] = ArrayView(0, (2,), int64, device)  # stands for what is drawn below
@@ -224,8 +266,13 @@ def apply(
         if type(saved) is Buffers:
             saved.whole()
     else:
-        known = (stream, *[v.ptr for v in views.values() if v is not None], *[v.ptr for v in outputs.values()], first(saved),
-                 first(temporaries))  # fmt: skip
+        known = (
+            stream,
+            *[v.ptr for v in views.values() if v is not None],
+            *[v.ptr for v in outputs.values()],
+            first(saved),
+            first(temporaries),
+        )
         again.run(known, operation.forward, plan, views, outputs, saved, temporaries, stream)
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
@@ -233,33 +280,71 @@ def apply(
     watcher = tape.watcher()
     where = None if watcher is None else watcher.forward(operation.name, inputs, results)
     if wanted:
-        _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish, watcher, where, owner)
+        _record(
+            operation,
+            ready,
+            inputs,
+            views,
+            outputs,
+            saved,
+            results,
+            wanted,
+            device,
+            given,
+            late,
+            finish,
+            watcher,
+            where,
+            owner,
+        )
     return results
 
 
-def rehearse(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | ArrayView | None], owner: object = None,
-             needs: tuple[str, ...] = (), implied: Mapping[str, ArrayView] = _NOTHING) -> None:
-    """Raise the ShapeError, FormatError or BackendError that ``apply`` would raise for these inputs' shapes, dtypes and devices, and run
-    nothing: what a layer asks before its first operation about those that follow.
+def rehearse(
+    operation: Operation,
+    spec: Any,
+    inputs: Mapping[str, Tensor | ArrayView | None],
+    owner: object = None,
+    needs: tuple[str, ...] = (),
+    implied: Mapping[str, ArrayView] = _NOTHING,
+) -> None:
+    """Raise the ShapeError, FormatError or BackendError that ``apply`` would raise for these inputs' shapes,
+    dtypes and devices, and run nothing: what a layer asks before its first operation about those that follow.
 
-    Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``: names of those whose gradient
-    will be wanted, where that matters; ``implied``: further inputs that always are as ``spec`` wants them. What was found right is
-    remembered.
+    Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``:
+    names of those whose gradient will be wanted, where that matters; ``implied``: further inputs that always
+    are as ``spec`` wants them. What was found right is remembered.
     """
     views: dict[str, ArrayView] = {}
     for name, value in inputs.items():
         if value is not None:
             views[name] = value.view if isinstance(value, Tensor) else value
-    key = (operation.name, id(spec), needs, *[(name, view.shape, view.dtype, view.device) for name, view in views.items()])
+    key = (
+        operation.name,
+        id(spec),
+        needs,
+        *[(name, view.shape, view.dtype, view.device) for name, view in views.items()],
+    )
     if key in _REHEARSED:
         return
     device = next(iter(views.values())).device
     for name, view in views.items():
         if view.device != device:
             argument = name_in(owner, name, inputs[name])
-            raise BackendError(expected(operation.name, argument, f"device {view.device}", f"device {device}, where the other inputs are"))
+            raise BackendError(
+                expected(
+                    operation.name,
+                    argument,
+                    f"device {view.device}",
+                    f"device {device}, where the other inputs are",
+                )
+            )
     try:
-        operation.infer(spec, {name: Meta(view.shape, view.dtype) for name, view in {**views, **implied}.items()}, frozenset(needs))
+        operation.infer(
+            spec,
+            {name: Meta(view.shape, view.dtype) for name, view in {**views, **implied}.items()},
+            frozenset(needs),
+        )
     except (ShapeError, FormatError) as error:
         raise _renamed(error, operation.name, inputs, owner) from None
     if len(_REHEARSED) >= _PLAN_LIMIT:
@@ -268,13 +353,17 @@ def rehearse(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | Arra
 
 
 def _passed(value: Tensor | ArrayView | None, view: ArrayView | None) -> Tensor:
-    """An output that is the input ``value``, whose view is ``view``: changes in place of one are changes of the other."""
+    """An output that is the input ``value``, whose view is ``view``: changes in place of one are changes of
+    the other."""
     assert view is not None
     return value._sharing(Tensor(view)) if isinstance(value, Tensor) and value.view is view else Tensor(view)
 
 
-def _renamed(error: ShapeError | FormatError, operation: str, inputs: Mapping[str, Any], owner: object) -> ShapeError | FormatError:
-    """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input, be it there or missing."""
+def _renamed(
+    error: ShapeError | FormatError, operation: str, inputs: Mapping[str, Any], owner: object
+) -> ShapeError | FormatError:
+    """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input, be it there or
+    missing."""
     start, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
     if start != operation or (argument not in inputs and not rest.startswith("got None")):
         return error
@@ -309,8 +398,12 @@ def _record(
     plan, signature = ready.plan, ready.plan.signature
     for name in wanted:
         if name not in signature.grads and name not in signature.grad_passes:
-            raise AutogradError(f"{operation.name}: no gradient rule for its input {name!r}, which requires a gradient")
-    kept: dict[str, ArrayView | None] = {name: views[name] if name in views else outputs.get(name) for name in signature.kept}
+            raise AutogradError(
+                f"{operation.name}: no gradient rule for its input {name!r}, which requires a gradient"
+            )
+    kept: dict[str, ArrayView | None] = {
+        name: views[name] if name in views else outputs.get(name) for name in signature.kept
+    }
     kept.update(late)
     watched = []
     for name in signature.kept:
@@ -325,7 +418,10 @@ def _record(
 
     def backward(cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
         nonlocal left
-        by_name = {name: g if g is None or g.contiguous else arrays.contiguous(g) for name, g in zip(names, cotangents, strict=True)}
+        by_name = {
+            name: g if g is None or g.contiguous else arrays.contiguous(g)
+            for name, g in zip(names, cotangents, strict=True)
+        }
         if by_name[names[0]] is None:
             by_name[names[0]] = arrays.zeros(main.shape, main.dtype, device)
         for check in watched:
@@ -338,7 +434,9 @@ def _record(
         held = saved
         if type(saved) is Buffers:  # what backward is done with is given up, unless another one is to come
             if not left:
-                raise AutogradError(f"{operation.name}: an earlier backward failed half-way; run forward again, or pass retain_graph=True")
+                raise AutogradError(
+                    f"{operation.name}: an earlier backward failed half-way; run forward again, or pass retain_graph=True"
+                )
             left = tape.retaining()
             held = dict(saved) if left else saved
         stream = arrays.current_stream(device)
@@ -346,8 +444,13 @@ def _record(
         if again is None:
             operation.backward(plan, kept, held, by_name, grads, temporaries, stream)
         else:
-            known = (stream, *[0 if v is None else v.ptr for v in (*kept.values(), *by_name.values())], *[v.ptr for v in grads.values()],
-                     first(saved), first(temporaries))  # fmt: skip
+            known = (
+                stream,
+                *[0 if v is None else v.ptr for v in (*kept.values(), *by_name.values())],
+                *[v.ptr for v in grads.values()],
+                first(saved),
+                first(temporaries),
+            )
             again.run(known, operation.backward, plan, kept, held, by_name, grads, temporaries, stream)
         if watcher is not None:
             watcher.backward(where, {}, {name: grads[name] for name in wanted if name in signature.grads})

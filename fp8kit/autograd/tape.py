@@ -1,8 +1,8 @@
 """The tape: which node made which value, and the walk back. It knows no operation and no array.
 
-A ``Node`` is one step of the forward pass. It holds a function from the cotangents of its outputs to the cotangents of its inputs, and an
-edge per input. ``run`` walks the nodes from the youngest to the oldest, adds up cotangents that meet with the ``add`` it is given,
-and hands those that reach a leaf to the leaf.
+A ``Node`` is one step of the forward pass. It holds a function from the cotangents of its outputs to the
+cotangents of its inputs, and an edge per input. ``run`` walks the nodes from the youngest to the oldest, adds
+up cotangents that meet with the ``add`` it is given, and hands those that reach a leaf to the leaf.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class Node:
     """One step of the forward pass.
 
     * ``backward(cotangents)``: one entry per output (None is zero), returns one per edge (None is zero).
-    * ``edges``: one per input, None where no gradient is wanted. Or None altogether: then ``backward`` returns pairs of an edge and its
-      cotangent, because the edges are found only then (recomputation).
-    * ``hooks``: output -> functions that see the output's summed cotangent before ``backward``, and may replace it.
-    * ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the list of the distinct items of all
-      nodes that ran. When the walk fails, ``item.discard()`` is called instead, for each of them.
+    * ``edges``: one per input, None where no gradient is wanted. Or None altogether: then ``backward``
+      returns pairs of an edge and its cotangent, because the edges are found only then (recomputation).
+    * ``hooks``: output -> functions that see the output's summed cotangent before ``backward``, and may
+      replace it.
+    * ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the list of
+      the distinct items of all nodes that ran. When the walk fails, ``item.discard()`` is called instead, for
+      each of them.
     """
 
     __slots__ = ("backward", "edges", "finish", "hooks", "name", "outputs", "sequence")
@@ -64,11 +66,14 @@ class Node:
         self.sequence = next(_SEQUENCE)
 
 
-def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False) -> None:
-    """Walk back from ``roots``, pairs of an edge and its cotangent. Unless ``retain_graph``, nodes give up what they saved.
+def run(
+    roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False
+) -> None:
+    """Walk back from ``roots``, pairs of an edge and its cotangent. Unless ``retain_graph``, nodes give up
+    what they saved.
 
-    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded. Raises AutogradError
-    when a node was already walked and gave up what it saved.
+    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded. Raises
+    AutogradError when a node was already walked and gave up what it saved.
     """
     pending: dict[Node, list[Any]] = {}
     heap: list[tuple[int, Node]] = []
@@ -95,15 +100,20 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             _, node = heapq.heappop(heap)
             backward = node.backward
             if backward is None:
-                raise AutogradError(f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time")
-            if node.finish is not None:  # before the call: a node that fails half-way has something to discard too
+                raise AutogradError(
+                    f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time"
+                )
+            # before the call: a node that fails half-way has something to discard too
+            if node.finish is not None:
                 function, item = node.finish
                 finishing.setdefault(function, {})[id(item)] = item
             cotangents = pending.pop(node)
             for index, hooks in (node.hooks or {}).items():
                 cotangents[index] = hooked(hooks, cotangents[index])
             gradients = backward(cotangents)
-            for target, gradient in gradients if node.edges is None else zip(node.edges, gradients, strict=True):
+            for target, gradient in (
+                gradients if node.edges is None else zip(node.edges, gradients, strict=True)
+            ):
                 if target is not None and gradient is not None:
                     deliver(target, gradient)
             if not retain_graph:
@@ -131,8 +141,8 @@ def hooked(hooks: Sequence[Callable[[Any], Any]], cotangent: Any) -> Any:
 
 
 class Probe:
-    """What an unrecorded forward pass would have recorded: whether anything in it ``wanted`` a gradient, and ``used``, functions that
-    raise AutogradError when a value that it used was changed in place since."""
+    """What an unrecorded forward pass would have recorded: whether anything in it ``wanted`` a gradient, and
+    ``used``, functions that raise AutogradError when a value that it used was changed in place since."""
 
     __slots__ = ("used", "wanted")
 
@@ -158,13 +168,15 @@ class probing:
 
 
 class Watcher(Protocol):
-    """Who sees every operation's values on a thread, forward and, of what was recorded then, backward. May raise."""
+    """Who sees every operation's values on a thread, forward and, of what was recorded then, backward. May
+    raise."""
 
     def forward(self, operation: str, inputs: Any, outputs: Any) -> Any:
         """After an operation; what is returned comes back as ``where``."""
 
     def backward(self, where: Any, cotangents: Any, gradients: Any) -> None:
-        """Before its backward with the cotangents of its outputs by name, and after it with the gradients of its inputs."""
+        """Before its backward with the cotangents of its outputs by name, and after it with the gradients of
+        its inputs."""
 
 
 class watching:
@@ -190,7 +202,8 @@ class _Mode(threading.local):
     watcher: Watcher | None = None
 
     def __init__(self) -> None:
-        self.outside: list[bool] = []  # what held outside of each no_grad block; here, so that one object may be entered anywhere
+        # what held outside of each no_grad block; here, so that one object may be entered anywhere
+        self.outside: list[bool] = []
 
 
 _MODE = _Mode()
@@ -202,7 +215,8 @@ def is_grad_enabled() -> bool:
 
 
 def retaining() -> bool:
-    """Whether the backward pass that runs on this thread keeps what was saved for it, because another one may come."""
+    """Whether the backward pass that runs on this thread keeps what was saved for it, because another one may
+    come."""
     return _MODE.retaining
 
 
@@ -231,7 +245,8 @@ class set_grad_enabled:
 
 
 class no_grad(ContextDecorator):
-    """Do not record what is computed inside: ``with no_grad():`` or as a decorator. Nestable, per thread, exception-safe."""
+    """Do not record what is computed inside: ``with no_grad():`` or as a decorator. Nestable, per thread,
+    exception-safe."""
 
     def __enter__(self) -> None:
         _MODE.outside.append(_MODE.enabled)

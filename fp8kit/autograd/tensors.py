@@ -42,12 +42,15 @@ class HookHandle:
             self._hooks.remove(self._hook)
 
 
-_ELSEWHERE = ("the tape has what fk.nn computes, + and reshape; fk.Function makes an operation of your own, and .data or .numpy() is the "
-              "array, off the tape")
+_ELSEWHERE = (
+    "the tape has what fk.nn computes, + and reshape; fk.Function makes an operation of your own, and .data or .numpy() is the "
+    "array, off the tape"
+)
 
 
 def _refused(symbol: str) -> Callable[..., Any]:
-    """The method of an operator that the tape does not have; operands that ask NumPy to leave mixed operators to them are asked first."""
+    """The method of an operator that the tape does not have; operands that ask NumPy to leave mixed operators
+    to them are asked first."""
 
     def refuse(self: Any, other: Any = None) -> Any:
         if getattr(type(other), "__array_ufunc__", refuse) is None:
@@ -60,13 +63,14 @@ def _refused(symbol: str) -> Callable[..., Any]:
 class Tensor:
     """An array with a place on the tape.
 
-    ``view`` is the array (``ArrayView``); ``requires_grad`` whether a gradient is wanted; ``grad`` the gradient that backward
-    accumulated, an ArrayView of the same shape and dtype, or None. Shares memory with NumPy, CuPy and anything that takes
-    ``__dlpack__``: ``data`` is the device library's own array, ``numpy()`` a host array (a copy from a GPU).
+    ``view`` is the array (``ArrayView``); ``requires_grad`` whether a gradient is wanted; ``grad`` the
+    gradient that backward accumulated, an ArrayView of the same shape and dtype, or None. Shares memory with
+    NumPy, CuPy and anything that takes ``__dlpack__``: ``data`` is the device library's own array,
+    ``numpy()`` a host array (a copy from a GPU).
 
-    What the tape can differentiate is what ``fk.nn`` computes, ``+`` and ``reshape``: a Tensor has no other arithmetic (``@``, ``*``,
-    ``mean``), and says so. ``fk.Function`` makes an operation of your own of any NumPy or CuPy code; what needs no gradient is computed
-    with ``data`` or ``numpy()``.
+    What the tape can differentiate is what ``fk.nn`` computes, ``+`` and ``reshape``: a Tensor has no other
+    arithmetic (``@``, ``*``, ``mean``), and says so. ``fk.Function`` makes an operation of your own of any
+    NumPy or CuPy code; what needs no gradient is computed with ``data`` or ``numpy()``.
 
     Raises FormatError for ``requires_grad`` with a dtype that is not floating.
     """
@@ -79,7 +83,9 @@ class Tensor:
         if requires_grad is not False:
             requires_grad = flag("tensor", "requires_grad", requires_grad)
         if requires_grad and not view.dtype.floating:
-            raise FormatError(expected("tensor", "requires_grad", f"True for dtype {view.dtype.name}", "a floating dtype"))
+            raise FormatError(
+                expected("tensor", "requires_grad", f"True for dtype {view.dtype.name}", "a floating dtype")
+            )
         self.view = view
         self.requires_grad = requires_grad
         self.grad: ArrayView | None = None
@@ -112,13 +118,15 @@ class Tensor:
     def data(self) -> Any:
         """The array in its device's library (NumPy or CuPy), sharing memory.
 
-        What is written through it no count sees: in-place detection (``copy_``, ``add_``, ``zero_``, optimisers, loading) is told by the
-        tensor, and backward would use values written here without a word. The same holds for ``numpy()`` and for DLPack's consumers.
+        What is written through it no count sees: in-place detection (``copy_``, ``add_``, ``zero_``,
+        optimisers, loading) is told by the tensor, and backward would use values written here without a word.
+        The same holds for ``numpy()`` and for DLPack's consumers.
         """
         return arrays.provider(self.view.device).native(self.view)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array on the host: the same memory on the CPU, a copy from a GPU. What is written through it no count sees; see ``data``."""
+        """The array on the host: the same memory on the CPU, a copy from a GPU. What is written through it no
+        count sees; see ``data``."""
         return self.view.numpy()
 
     def item(self) -> float:
@@ -141,22 +149,30 @@ class Tensor:
         other._version = self.version()
         return other
 
-    # --- changes in place: not recorded; whoever saved the old value finds out --------------------------------------------
+    # --- changes in place: not recorded; whoever saved the old value finds out ------------------------------
 
     def copy_(self, source: Any) -> Tensor:
-        """Take the values of an array of the same shape and any floating dtype (or the same one), in place. Returns the tensor.
+        """Take the values of an array of the same shape and any floating dtype (or the same one), in place.
+        Returns the tensor.
 
-        AutogradError while recording, if this or ``source`` requires a gradient: changes in place have none; use ``no_grad``. ShapeError
-        or FormatError where the values do not fit, FormatError where the tensor's memory is read-only.
+        AutogradError while recording, if this or ``source`` requires a gradient: changes in place have none;
+        use ``no_grad``. ShapeError or FormatError where the values do not fit, FormatError where the tensor's
+        memory is read-only.
         """
         if not self.view.writable:
             raise FormatError(expected("copy_", "tensor", "read-only memory", "memory that may be written"))
         view = source.view if isinstance(source, Tensor) else arrays.as_view(source, "copy_", "source")
-        if tape.is_grad_enabled() and (self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)):
-            raise AutogradError("copy_: a change in place is not recorded, and a gradient is required here; use no_grad()")
+        if tape.is_grad_enabled() and (
+            self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)
+        ):
+            raise AutogradError(
+                "copy_: a change in place is not recorded, and a gradient is required here; use no_grad()"
+            )
         if view.shape != self.shape:
             raise ShapeError(expected("copy_", "source", f"shape {view.shape}", f"shape {self.shape}"))
-        if view.dtype is not self.dtype and not (view.dtype in formats.HIGH_PRECISION and self.dtype in formats.HIGH_PRECISION):
+        if view.dtype is not self.dtype and not (
+            view.dtype in formats.HIGH_PRECISION and self.dtype in formats.HIGH_PRECISION
+        ):
             raise FormatError(expected("copy_", "source", view.dtype.name, self.dtype.name))
         view = arrays.to(view, self.device)
         if view.dtype is self.dtype and self.view.contiguous:
@@ -171,20 +187,24 @@ class Tensor:
     def add_(self, other: Any) -> Tensor:
         """``copy_(self + other)``; the same shape and dtype. Errors as ``copy_``."""
         with tape.no_grad():
-            total = self.detach() + (other.detach() if isinstance(other, Tensor) else arrays.as_view(other, "add_", "other"))
-        return self.copy_(total if not (isinstance(other, Tensor) and other.requires_grad) else Tensor(total.view, True))
+            total = self.detach() + (
+                other.detach() if isinstance(other, Tensor) else arrays.as_view(other, "add_", "other")
+            )
+        return self.copy_(
+            total if not (isinstance(other, Tensor) and other.requires_grad) else Tensor(total.view, True)
+        )
 
     def zero_(self) -> Tensor:
         """Zeros, in place. Errors as ``copy_``."""
         return self.copy_(arrays.zeros(self.shape, self.dtype, self.device))
 
-    # --- the tape -----------------------------------------------------------------------------------------------------
+    # --- the tape -------------------------------------------------------------------------------------------
 
     def register_hook(self, hook: Callable[[ArrayView], Any]) -> HookHandle:
-        """Call ``hook`` with this tensor's whole gradient each time that a backward pass has summed it, an ArrayView that must not be
-        changed. What it returns, an array of the same shape and dtype, goes on in its place; None leaves it. Returns a handle whose
-        ``remove()`` ends it. AutogradError where no gradient is wanted, Fp8kitError for a hook that
-        cannot be called.
+        """Call ``hook`` with this tensor's whole gradient each time that a backward pass has summed it, an
+        ArrayView that must not be changed. What it returns, an array of the same shape and dtype, goes on in
+        its place; None leaves it. Returns a handle whose ``remove()`` ends it. AutogradError where no
+        gradient is wanted, Fp8kitError for a hook that cannot be called.
         """
         function("register_hook", "hook", hook)
         edge = self.edge()
@@ -228,17 +248,25 @@ class Tensor:
     def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
         """Walk back from here; every tensor that requires a gradient gets its ``grad``.
 
-        ``gradient``: any array of this shape and dtype; may be left out for a single element (then 1). Raises AutogradError when nothing
-        here was recorded, ShapeError or FormatError for a gradient that does not fit.
+        ``gradient``: any array of this shape and dtype; may be left out for a single element (then 1). Raises
+        AutogradError when nothing here was recorded, ShapeError or FormatError for a gradient that does not
+        fit.
         """
         edge = self.edge()
         retain_graph = flag("backward", "retain_graph", retain_graph)
         if edge is None:
-            raise AutogradError("backward: this tensor was computed without anything that requires a gradient, or under no_grad")
+            raise AutogradError(
+                "backward: this tensor was computed without anything that requires a gradient, or under no_grad"
+            )
         if gradient is None:
             if self.view.size != 1:
                 raise ShapeError(
-                    expected("backward", "gradient", "nothing", f"an array of shape {self.shape}: the tensor has several elements")
+                    expected(
+                        "backward",
+                        "gradient",
+                        "nothing",
+                        f"an array of shape {self.shape}: the tensor has several elements",
+                    )
                 )
             gradient = np.ones(self.shape, self.dtype.numpy)
         view = arrays.as_view(gradient, "backward", "gradient")
@@ -250,8 +278,11 @@ class Tensor:
         tape.run([(edge, root)], add_views, retain_graph)
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or not C-contiguous."""
-        view = self.view.reshape(*(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape))
+        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or
+        not C-contiguous."""
+        view = self.view.reshape(
+            *(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
+        )
         before = self.shape
         return self._sharing(record("reshape", [self], view, lambda g: [g.reshape(*before)]))
 
@@ -260,13 +291,19 @@ class Tensor:
 
         if isinstance(other, int | float | complex):
             return NotImplemented
-        return apply(add, _ADD, {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other, "add", "other")})["y"]
+        return apply(
+            add,
+            _ADD,
+            {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other, "add", "other")},
+        )["y"]
 
     if not TYPE_CHECKING:  # a checker knows without them that they are not there
 
         def __getattr__(self, name: str) -> Any:
             where = "" if name.startswith("_") else f"; {_ELSEWHERE}"
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{where}", name=name, obj=self)
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}{where}", name=name, obj=self
+            )
 
         __sub__, __rsub__ = _refused("-"), _refused("-")
         __mul__, __rmul__ = _refused("*"), _refused("*")
@@ -275,13 +312,19 @@ class Tensor:
         __matmul__, __rmatmul__ = _refused("@"), _refused("@")
         __neg__ = _refused("-")
 
-    __array_priority__ = 1000  # array + tensor is the tensor's to answer: NumPy would convert it, and leave the tape
+    # array + tensor is the tensor's to answer: NumPy would convert it, and leave the tape
+    __array_priority__ = 1000
 
     def __radd__(self, other: Any) -> Tensor:
-        return NotImplemented if isinstance(other, int | float | complex) else Tensor(arrays.as_view(other, "add", "other")) + self
+        return (
+            NotImplemented
+            if isinstance(other, int | float | complex)
+            else Tensor(arrays.as_view(other, "add", "other")) + self
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A tensor of its own memory, without the gradient. AutogradError for one that was computed on the tape."""
+        """A tensor of its own memory, without the gradient. AutogradError for one that was computed on the
+        tape."""
         if self._edge is not None:
             raise AutogradError("deepcopy: this tensor was computed on the tape; detach() it first")
         copied = type(self).__new__(type(self))
@@ -289,15 +332,23 @@ class Tensor:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"{type(self).__name__} cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()")
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()"
+        )
 
     def __fp8kit_view__(self) -> ArrayView:
         return self.view
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.device.kind != "cpu":
-            raise FormatError(expected("__array__", "tensor", f"device {self.device}", "the CPU; .numpy() copies from a GPU"))
-        return np.asarray(self.numpy(), dtype=dtype) if copy is not True else np.array(self.numpy(), dtype=dtype)
+            raise FormatError(
+                expected(
+                    "__array__", "tensor", f"device {self.device}", "the CPU; .numpy() copies from a GPU"
+                )
+            )
+        return (
+            np.asarray(self.numpy(), dtype=dtype) if copy is not True else np.array(self.numpy(), dtype=dtype)
+        )
 
     def __dlpack__(self, **options: Any) -> object:
         return self.view.__dlpack__(**options)
@@ -330,14 +381,17 @@ def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
     a, b = arrays.contiguous(a), arrays.contiguous(b)
     if a.dtype is formats.float64:  # a user's function's: the kernel adds in float32
         native = arrays.provider(a.device).native
-        return arrays.as_view(np.asarray(native(a) + native(b)) if a.device.kind == "cpu" else native(a) + native(b))
+        return arrays.as_view(
+            np.asarray(native(a) + native(b)) if a.device.kind == "cpu" else native(a) + native(b)
+        )
     out = arrays.empty(a.shape, a.dtype, a.device)
     dispatch.kernels(a.device).add(a, b, out, arrays.current_stream(a.device))
     return out
 
 
 def owned(edge: Edge | None, view: ArrayView | None) -> ArrayView | None:
-    """A cotangent that may be shared, made safe for where it goes: a leaf keeps it as ``grad`` and gets a copy of its own."""
+    """A cotangent that may be shared, made safe for where it goes: a leaf keeps it as ``grad`` and gets a
+    copy of its own."""
     if view is None or edge is None or isinstance(edge.target, Node):
         return view
     return fresh(view)
@@ -351,16 +405,20 @@ def fresh(view: ArrayView) -> ArrayView:
 
 
 def name_in(owner: object, name: str, value: Any) -> str:
-    """The user's name of an operation's input: the owner's attribute that holds it, or the argument that its ``argument_names`` say."""
+    """The user's name of an operation's input: the owner's attribute that holds it, or the argument that its
+    ``argument_names`` say."""
     if owner is None:
         return name
-    own = next((attribute for attribute, held in vars(owner).items() if value is not None and held is value), None)
+    own = next(
+        (attribute for attribute, held in vars(owner).items() if value is not None and held is value), None
+    )
     names: Mapping[str, str] = getattr(owner, "argument_names", {})
     return own if own is not None else names.get(name, name)
 
 
 def unchanged(operation: str, argument: str, value: Tensor, owner: object = None) -> Callable[[], None]:
-    """A function that raises AutogradError when ``value`` was changed in place since now; ``owner`` as in ``name_in``."""
+    """A function that raises AutogradError when ``value`` was changed in place since now; ``owner`` as in
+    ``name_in``."""
     version = value.version()
     then = version.count
 
@@ -375,39 +433,54 @@ def unchanged(operation: str, argument: str, value: Tensor, owner: object = None
 
 
 def record(name: str, inputs: list[Tensor], output: ArrayView, backward: Any) -> Tensor:
-    """A tensor for ``output`` whose node has one edge per input; ``backward(g)`` gives a cotangent per input."""
+    """A tensor for ``output`` whose node has one edge per input; ``backward(g)`` gives a cotangent per
+    input."""
     result = Tensor(output)
     unrecorded = tape.probe()
     if unrecorded is not None:
         unrecorded.wanted |= any(t.requires_grad for t in inputs)
     if tape.is_grad_enabled() and any(t.requires_grad for t in inputs):
         edges = [t.edge() for t in inputs]
-        node = Node(name, 1, edges, lambda cotangents: [owned(e, g) for e, g in zip(edges, backward(cotangents[0]), strict=True)])
+        node = Node(
+            name,
+            1,
+            edges,
+            lambda cotangents: [owned(e, g) for e, g in zip(edges, backward(cotangents[0]), strict=True)],
+        )
         result._edge = Edge(node, 0)
         result.requires_grad = True
     return result
 
 
 def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: Any = None) -> Tensor:
-    """A Tensor over ``array``'s own memory (anything that ``arrays.as_view`` takes, or nested Python numbers).
+    """A Tensor over ``array``'s own memory (anything that ``arrays.as_view`` takes, or nested Python
+    numbers).
 
-    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no array, BackendError for a
-    device that is not here.
+    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no
+    array, BackendError for a device that is not here.
     """
     source = array if isinstance(array, Tensor) else None
     if source is not None:
         array = source.view
     if isinstance(array, int | float | list | tuple):
         try:
-            array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype, "tensor", "dtype").numpy)
+            array = np.asarray(
+                array, dtype=None if dtype is None else formats.dtype(dtype, "tensor", "dtype").numpy
+            )
         except (TypeError, ValueError, OverflowError) as error:
-            raise FormatError(expected("tensor", "array", shown(array), f"nested numbers of one length ({error})")) from None
+            raise FormatError(
+                expected("tensor", "array", shown(array), f"nested numbers of one length ({error})")
+            ) from None
         if dtype is None and array.dtype == np.float64:
             array = array.astype(np.float32)
         if device is None:
             device = dispatch.default_device()
     view = arrays.as_view(array, "tensor", "array")
-    kind = view.dtype if dtype is None else formats.dtype(dtype, "tensor", "dtype", dict.fromkeys((view.dtype, *formats.HIGH_PRECISION)))
+    kind = (
+        view.dtype
+        if dtype is None
+        else formats.dtype(dtype, "tensor", "dtype", dict.fromkeys((view.dtype, *formats.HIGH_PRECISION)))
+    )
     where = None if device is None else arrays.usable(device, "tensor", "device")
     if kind is not view.dtype:
         view = _converted(view, kind, where or view.device)
@@ -418,7 +491,8 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
 
 
 def _converted(view: ArrayView, kind: DType, where: Device) -> ArrayView:
-    """The values as ``kind``, on their way to ``where``: float64 goes through float32, as in ``quantize``. FormatError for other dtypes."""
+    """The values as ``kind``, on their way to ``where``: float64 goes through float32, as in ``quantize``.
+    FormatError for other dtypes."""
     if view.dtype not in (*formats.HIGH_PRECISION, formats.float64) or kind not in formats.HIGH_PRECISION:
         wanted = "float64, float32, bfloat16 or float16 to become one of the last three"
         raise FormatError(expected("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted))

@@ -1,6 +1,7 @@
 """The activations of the kernel contract: a table that the engines, the operations and their tests read.
 
-With u the input, sigma(z) = 1 / (1 + exp(-z)), and for gated ones u the first half of the columns, v the second (GLU family: Shazeer 2020):
+With u the input, sigma(z) = 1 / (1 + exp(-z)), and for gated ones u the first half of the columns, v the
+second (GLU family: Shazeer 2020):
 
 ==============  =============================================================================================================
 gelu            u sigma(2 sqrt(2 / pi) (u + 0.044715 u^3)), the tanh form of Hendrycks & Gimpel 2016
@@ -15,8 +16,8 @@ swiglu          silu(u) v
 clamped_swiglu  c sigma(alpha c) (d + glu_linear_offset), c = min(u, limit), d = v held in [-limit, limit] (OpenAI's gpt-oss)
 ==============  =============================================================================================================
 
-Names, parameters and defaults are Transformer Engine's. Beyond its limit a clamped input has the gradient 0, at the limit that of the
-inside.
+Names, parameters and defaults are Transformer Engine's. Beyond its limit a clamped input has the gradient 0,
+at the limit that of the inside.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class Activation(NamedTuple):
-    """``gated``: the input has two halves of columns, the output one. ``params``: the numbers that kernels take, in this order, with
-    their defaults."""
+    """``gated``: the input has two halves of columns, the output one. ``params``: the numbers that kernels
+    take, in this order, with their defaults."""
 
     gated: bool
     params: Mapping[str, float] = _NONE
@@ -41,8 +42,12 @@ class Activation(NamedTuple):
         return 2 if self.gated else 1
 
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({
-    **{name: Activation(False) for name in ("gelu", "qgelu", "relu", "silu", "srelu")},
-    **{name: Activation(True) for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")},
-    "clamped_swiglu": Activation(True, MappingProxyType({"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0})),
-})
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        **{name: Activation(False) for name in ("gelu", "qgelu", "relu", "silu", "srelu")},
+        **{name: Activation(True) for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")},
+        "clamped_swiglu": Activation(
+            True, MappingProxyType({"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0})
+        ),
+    }
+)

@@ -1,7 +1,7 @@
 """Finding plugins: packages that announce themselves by an entry point, and modules that a variable names.
 
-A plugin is all or nothing: one that fails to import or to register leaves no trace in the registry, is reported with its traceback, and
-does not keep the others from working.
+A plugin is all or nothing: one that fails to import or to register leaves no trace in the registry, is
+reported with its traceback, and does not keep the others from working.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ log = logging.getLogger("fp8kit")
 
 
 class Discovered(NamedTuple):
-    """A plugin that was found: its ``name``, its ``source`` (the entry point's distribution, or the variable), whether it is registered,
-    how many ``implementations`` it brought, and, where it failed, the traceback."""
+    """A plugin that was found: its ``name``, its ``source`` (the entry point's distribution, or the
+    variable), whether it is registered, how many ``implementations`` it brought, and, where it failed, the
+    traceback."""
 
     name: str
     source: str
@@ -37,8 +38,8 @@ class Discovered(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A plugin's module or function, ``found``, or why there is none: the ``error`` and its ``traceback``. ``unfinished``: its module is
-    being imported further up in this thread, or waits for this thread."""
+    """A plugin's module or function, ``found``, or why there is none: the ``error`` and its ``traceback``.
+    ``unfinished``: its module is being imported further up in this thread, or waits for this thread."""
 
     name: str
     source: str
@@ -49,17 +50,18 @@ class Loaded(NamedTuple):
 
 
 def discover_plugin(registry: OpRegistry) -> tuple[Discovered, ...]:
-    """Register every plugin that is installed (entry points of the group ``fp8kit.plugins``) or named by FP8KIT_PLUGIN_MODULES.
+    """Register every plugin that is installed (entry points of the group ``fp8kit.plugins``) or named by
+    FP8KIT_PLUGIN_MODULES.
 
-    A plugin is a module with ``register(registry)`` (or ``te_fl_register``), or that function itself. Raises nothing: what fails is logged
-    and told in the answer.
+    A plugin is a module with ``register(registry)`` (or ``te_fl_register``), or that function itself. Raises
+    nothing: what fails is logged and told in the answer.
     """
     return register_plugins(registry, load_plugins())
 
 
 def load_plugins() -> list[Loaded]:
-    """Import what is installed or named. To be called without any lock: the module may compute, and so may one that another thread is
-    importing and that this one then waits for."""
+    """Import what is installed or named. To be called without any lock: the module may compute, and so may
+    one that another thread is importing and that this one then waits for."""
     found = []
     for name, source, module, load in (*_from_entry_points(), *_from_variable()):
         try:
@@ -90,13 +92,20 @@ def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[D
                     continue
                 function(registry)
                 done.add(function)
-                _want_own_names(name, registry, {impl for impls in before.impls_by_op.values() for impl in impls})
+                _want_own_names(
+                    name, registry, {impl for impls in before.impls_by_op.values() for impl in impls}
+                )
             except (Exception, SystemExit) as error:
                 if registry.version != version:
                     registry.restore(before)
                 told.append(Discovered(name, source, False, 0, plugin.traceback or traceback.format_exc()))
-                log.error("plugin %s (%s) failed and is left out: %s: %s; `fp8kit plugins list` shows where", name, source,
-                          type(error).__name__, error)  # fmt: skip
+                log.error(
+                    "plugin %s (%s) failed and is left out: %s: %s; `fp8kit plugins list` shows where",
+                    name,
+                    source,
+                    type(error).__name__,
+                    error,
+                )
             else:
                 count = _count(registry) - sum(map(len, before.impls_by_op.values()))
                 told.append(Discovered(name, source, True, count))
@@ -118,7 +127,11 @@ def _want_own_names(name: str, registry: OpRegistry, before: set[Any]) -> None:
 
 def _from_entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     for point in sorted(importlib.metadata.entry_points(group=PLUGIN_GROUP), key=lambda p: (p.name, p.value)):
-        source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else f"entry point {point.value}"
+        source = (
+            f"{point.dist.name} {point.dist.version}"
+            if point.dist is not None
+            else f"entry point {point.value}"
+        )
         yield point.name, source, point.module, point.load
 
 
@@ -134,4 +147,11 @@ def _function(name: str, found: Any) -> Callable[[OpRegistry], Any]:
             return function  # type: ignore[no-any-return]
     if callable(found):
         return found  # type: ignore[no-any-return]
-    raise BackendError(expected("plugin", name, repr(found), f"a module with {' or '.join(_FUNCTIONS)}(registry), or such a function"))
+    raise BackendError(
+        expected(
+            "plugin",
+            name,
+            repr(found),
+            f"a module with {' or '.join(_FUNCTIONS)}(registry), or such a function",
+        )
+    )

@@ -1,7 +1,8 @@
-"""Choosing implementations: from a device and the policy in force to one object that has every kernel of the contract.
+"""Choosing implementations: from a device and the policy in force to one object that has every kernel of the
+contract.
 
-This is the process's own registry and manager. The choice is made once per device and policy and kept until the registry changes, so that a
-call costs one dictionary look-up.
+This is the process's own registry and manager. The choice is made once per device and policy and kept until
+the registry changes, so that a call costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -50,24 +51,32 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget every implementation and choice of the process's manager; the next call registers the engines and plugins anew."""
+    """Forget every implementation and choice of the process's manager; the next call registers the engines
+    and plugins anew."""
     _MANAGER.reset()
 
 
 def engines() -> dict[str, str]:
-    """The engines that there are: name -> device kinds that it serves, separated by commas. fp8kit's own come first."""
+    """The engines that there are: name -> device kinds that it serves, separated by commas. fp8kit's own come
+    first."""
     _MANAGER.discovered()
-    found = {name: ", ".join(sorted(kinds)) for name, kinds in registry.engines().items() if name not in IN_TREE}
+    found = {
+        name: ", ".join(sorted(kinds)) for name, kinds in registry.engines().items() if name not in IN_TREE
+    }
     return {**IN_TREE, **dict(sorted(found.items()))}
 
 
-def candidates(op_name: str, device: Device, policy: SelectionPolicy | None = None) -> tuple[list[OpImpl], list[tuple[OpImpl, str]]]:
-    """Implementations of a kernel for a device, in the order to try them, and those left out with the reason."""
+def candidates(
+    op_name: str, device: Device, policy: SelectionPolicy | None = None
+) -> tuple[list[OpImpl], list[tuple[OpImpl, str]]]:
+    """Implementations of a kernel for a device, in the order to try them, and those left out with the
+    reason."""
     return _MANAGER.candidates(op_name, device, policy)
 
 
 def kernels(device: Device) -> Any:
-    """Every kernel of the contract as attributes (``fp8kit.backends.protocol.Kernels``), chosen for ``device`` by the policy in force.
+    """Every kernel of the contract as attributes (``fp8kit.backends.protocol.Kernels``), chosen for
+    ``device`` by the policy in force.
 
     Raises BackendError that names the kernel and each implementation's reason when none may be used.
     """
@@ -88,24 +97,49 @@ _FINGERPRINT: tuple[int, str] = (-1, "")
 
 
 def plugins_fingerprint() -> str:
-    """What is registered beside fp8kit's own engines, as a short text that is the same in every process with the same plugins; "" where
-    nothing is."""
+    """What is registered beside fp8kit's own engines, as a short text that is the same in every process with
+    the same plugins; "" where nothing is."""
     global _FINGERPRINT
     _MANAGER.discovered()
     version, text = _FINGERPRINT
     if version != registry.version:
         version = registry.version
-        every = [impl for impls in registry.snapshot().impls_by_op.values() for impl in impls if impl.engine not in IN_TREE]
-        said = [" ".join(map(str, (i.op_name, i.impl_id, i.kind.value, i.vendor, i.priority, i.min_arch, sorted(i.devices),
-                                   i.supported_dtypes and sorted(i.supported_dtypes)))) for i in every]  # fmt: skip
-        text = f"{hashlib.sha256(chr(10).join(sorted(said)).encode()).hexdigest()[:16]}.{registry.restored}" if said else ""
+        every = [
+            impl
+            for impls in registry.snapshot().impls_by_op.values()
+            for impl in impls
+            if impl.engine not in IN_TREE
+        ]
+        said = [
+            " ".join(
+                map(
+                    str,
+                    (
+                        i.op_name,
+                        i.impl_id,
+                        i.kind.value,
+                        i.vendor,
+                        i.priority,
+                        i.min_arch,
+                        sorted(i.devices),
+                        i.supported_dtypes and sorted(i.supported_dtypes),
+                    ),
+                )
+            )
+            for i in every
+        ]
+        text = (
+            f"{hashlib.sha256(chr(10).join(sorted(said)).encode()).hexdigest()[:16]}.{registry.restored}"
+            if said
+            else ""
+        )
         _FINGERPRINT = version, text
     return text
 
 
 def default_device() -> Device:
-    """Where ``device=None`` puts things: ``fk.use_backend``'s device, FP8KIT_DEVICE, CUDA where it is usable, else the CPU. BackendError
-    where what the first two name is not usable here."""
+    """Where ``device=None`` puts things: ``fk.use_backend``'s device, FP8KIT_DEVICE, CUDA where it is usable,
+    else the CPU. BackendError where what the first two name is not usable here."""
     backend = get_policy().backend
     if backend is not None and backend in IN_TREE:
         _want_device(backend, IN_TREE[backend])
@@ -116,7 +150,9 @@ def default_device() -> Device:
         served = registry.engines().get(backend, frozenset())
         if named is not None and named.kind in served:
             return named
-        usable = [kind for kind in ("cuda", *sorted(served - {"cuda"})) if kind in served and arrays.available(kind)]
+        usable = [
+            kind for kind in ("cuda", *sorted(served - {"cuda"})) if kind in served and arrays.available(kind)
+        ]
         if usable:
             return Device(usable[0])
         wanted = f"one of the engine's devices usable here: {', '.join(sorted(served))}"
@@ -127,7 +163,8 @@ def default_device() -> Device:
 
 
 def _want_device(backend: str, *kinds: str) -> None:
-    """BackendError, of ``use_backend``, where no device of the ``kinds`` that an engine serves is usable here."""
+    """BackendError, of ``use_backend``, where no device of the ``kinds`` that an engine serves is usable
+    here."""
     if not any(map(arrays.available, kinds)):
         wanted = f"an engine whose device is here: {'; '.join(map(lacking, kinds))}"
         raise BackendError(expected("use_backend", "name", repr(backend), wanted))
@@ -136,12 +173,19 @@ def _want_device(backend: str, *kinds: str) -> None:
 def use_backend(name: str | None) -> Switch:
     """Use one engine: new arrays are placed on its device, and an array anywhere else is a BackendError.
 
-    ``name`` is "reference" or "cuda", and nothing else computes then; or a plugin's engine, which goes first in the kernels that it has,
-    while the others of its devices fill in. None lifts the restriction. Holds from now on; as ``with fk.use_backend(...):`` for a block.
-    BackendError for what is no engine, and for one that serves no device that is usable here.
+    ``name`` is "reference" or "cuda", and nothing else computes then; or a plugin's engine, which goes first
+    in the kernels that it has, while the others of its devices fill in. None lifts the restriction. Holds
+    from now on; as ``with fk.use_backend(...):`` for a block. BackendError for what is no engine, and for one
+    that serves no device that is usable here.
     """
     if name is not None:
-        choice("use_backend", "name", name, IN_TREE if isinstance(name, str) and name in IN_TREE else engines(), BackendError)
+        choice(
+            "use_backend",
+            "name",
+            name,
+            IN_TREE if isinstance(name, str) and name in IN_TREE else engines(),
+            BackendError,
+        )
         _want_device(name, *([IN_TREE[name]] if name in IN_TREE else sorted(registry.engines()[name])))
     return Switch(backend=name)
 

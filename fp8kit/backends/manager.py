@@ -1,6 +1,8 @@
-"""From a kernel, a device and a policy to the implementation that runs: the candidates in order, and what each call goes through.
+"""From a kernel, a device and a policy to the implementation that runs: the candidates in order, and what
+each call goes through.
 
-Every choice is made once per device and policy and kept until the registry changes, so that a call costs one look-up.
+Every choice is made once per device and policy and kept until the registry changes, so that a call costs one
+look-up.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def say_once(level: int, text: str, *parts: object) -> None:
 
 
 class Chosen(SimpleNamespace):
-    """Every kernel of the contract, as it was chosen, and the ``policy``. ``again``: the calls that need not be gone through again, None
-    where they are not recorded. Not among ``vars``: whoever makes another object of these kernels may mean others."""
+    """Every kernel of the contract, as it was chosen, and the ``policy``. ``again``: the calls that need not
+    be gone through again, None where they are not recorded. Not among ``vars``: whoever makes another object
+    of these kernels may mean others."""
 
     __slots__ = ("again",)
 
@@ -55,7 +58,8 @@ class Chosen(SimpleNamespace):
 class OpManager:
     """A registry and the choices made from it. ``registry``: None is a new one, filled at the first question.
 
-    ``device`` of the methods: a Device or its name; None is the CPU, and in ``call`` the device of the first array.
+    ``device`` of the methods: a Device or its name; None is the CPU, and in ``call`` the device of the first
+    array.
     """
 
     def __init__(self, registry: OpRegistry | None = None) -> None:
@@ -66,15 +70,21 @@ class OpManager:
         self._discovered: tuple[Discovered, ...] | None = None
         self._registering: int | None = None  # the thread that lets plugins register
 
-    # --- what there is ---------------------------------------------------------------------------------------------------
+    # --- what there is --------------------------------------------------------------------------------------
 
     def ensure_initialized(self, kind: str | None = None) -> None:
-        """Register the plugins and fp8kit's own engines for a device kind (None: all), once. A forked child has what its parent had."""
+        """Register the plugins and fp8kit's own engines for a device kind (None: all), once. A forked child
+        has what its parent had."""
         wanted = [name for name, served in IN_TREE.items() if kind in (None, served)]
         if self._discovered is not None and self._loaded.issuperset(wanted):
             return
-        # nothing is imported under the lock: a module that another thread is importing may compute, which asks for the lock
-        modules = {name: importlib.import_module(f"fp8kit.backends.{name}") for name in wanted if name not in self._loaded}
+        # nothing is imported under the lock: a module that another thread is importing may compute, which
+        # asks for the lock
+        modules = {
+            name: importlib.import_module(f"fp8kit.backends.{name}")
+            for name in wanted
+            if name not in self._loaded
+        }
         with LOCK:
             for name, module in modules.items():
                 if name not in self._loaded:
@@ -88,8 +98,9 @@ class OpManager:
         self.discovered()
 
     def discovered(self) -> tuple[Discovered, ...]:
-        """The plugins that were found, and what became of them. Looks for them at the first call. A plugin whose module computes while it
-        is imported does that without plugins: they are looked for again by who asks next."""
+        """The plugins that were found, and what became of them. Looks for them at the first call. A plugin
+        whose module computes while it is imported does that without plugins: they are looked for again by who
+        asks next."""
         if self._discovered is None:
             if self._registering == threading.get_ident():  # a plugin computes while it registers
                 return ()
@@ -102,7 +113,9 @@ class OpManager:
                     self._registering = threading.get_ident()
                     try:
                         self._discovered = discovery.register_plugins(self.registry, plugins)
-                        every = [impl for impls in self.registry.snapshot().impls_by_op.values() for impl in impls]
+                        every = [
+                            impl for impls in self.registry.snapshot().impls_by_op.values() for impl in impls
+                        ]
                         settings.warn({"cuda", *(impl.vendor for impl in every if impl.vendor)})
                     finally:
                         self._registering = None
@@ -120,34 +133,47 @@ class OpManager:
             self._loaded.clear()
             self._discovered = None
 
-    # --- who may ---------------------------------------------------------------------------------------------------------
+    # --- who may --------------------------------------------------------------------------------------------
 
-    def candidates(self, op_name: str, device: Device, policy: SelectionPolicy | None = None) -> tuple[list[OpImpl], Refusals]:
-        """Implementations of a kernel for a device, in the order to try them, and those left out with the reason.
+    def candidates(
+        self, op_name: str, device: Device, policy: SelectionPolicy | None = None
+    ) -> tuple[list[OpImpl], Refusals]:
+        """Implementations of a kernel for a device, in the order to try them, and those left out with the
+        reason.
 
-        Of a workspace function: those whose sizes count, of which the largest is taken. BackendError for an unknown kernel, and where the
-        device has no driver.
+        Of a workspace function: those whose sizes count, of which the largest is taken. BackendError for an
+        unknown kernel, and where the device has no driver.
         """
         return self.ranked(op_name, device, policy, lambda: _arch(device))
 
-    def ranked(self, op_name: str, device: Device, policy: SelectionPolicy | None, arch: Arch) -> tuple[list[OpImpl], Refusals]:
-        """``candidates`` for a device whose compute capability times ten ``arch()`` says, None where that does not matter."""
+    def ranked(
+        self, op_name: str, device: Device, policy: SelectionPolicy | None, arch: Arch
+    ) -> tuple[list[OpImpl], Refusals]:
+        """``candidates`` for a device whose compute capability times ten ``arch()`` says, None where that
+        does not matter."""
         if op_name not in KERNELS:
             wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
             raise BackendError(expected("candidates", "op_name", repr(op_name), wanted))
         self.ensure_initialized(device.kind)
         return self._ranked(op_name, device, policies.get_policy() if policy is None else policy, arch)
 
-    def _ranked(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
+    def _ranked(
+        self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch
+    ) -> tuple[list[OpImpl], Refusals]:
         if op_name in SERVES:
             return self._companions(op_name, device, policy, arch)
         first, refused = self._overriding(op_name, device, policy, arch)
         if first:
-            return first, refused + [(impl, _misplaced(impl, device) or OVERRIDDEN) for impl in self.registry.get_implementations(op_name)]
+            return first, refused + [
+                (impl, _misplaced(impl, device) or OVERRIDDEN)
+                for impl in self.registry.get_implementations(op_name)
+            ]
         order, others = self._regular(op_name, device, policy, arch)
         return order, refused + others
 
-    def _overriding(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
+    def _overriding(
+        self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch
+    ) -> tuple[list[OpImpl], Refusals]:
         chosen: list[OpImpl] = []
         refused: Refusals = []
         for impl in [impl for name, impl in reversed(policy.overrides) if name == op_name]:
@@ -158,7 +184,9 @@ class OpManager:
                 refused.append((impl, why))
         return chosen, refused
 
-    def _regular(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
+    def _regular(
+        self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch
+    ) -> tuple[list[OpImpl], Refusals]:
         """The candidates without overrides."""
         elsewhere = self._elsewhere(device, policy)
         usable: list[OpImpl] = []
@@ -182,9 +210,12 @@ class OpManager:
         serves = ", ".join(sorted(served)) or "nothing: no implementation has that engine"
         return f"use_backend({policy.backend!r}) is in force, which serves {serves}"
 
-    def _companions(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
-        """A workspace function goes with its kernels: of each implementation that a call may reach, its own engine's counts. An override
-        may hand its call on to what it took the place of, so that counts as well."""
+    def _companions(
+        self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch
+    ) -> tuple[list[OpImpl], Refusals]:
+        """A workspace function goes with its kernels: of each implementation that a call may reach, its own
+        engine's counts. An override may hand its call on to what it took the place of, so that counts as
+        well."""
         reached: dict[str, None] = {}
         for kernel in SERVES[op_name]:
             for impl in self._overriding(kernel, device, policy, arch)[0]:
@@ -193,15 +224,22 @@ class OpManager:
             for impl in order[:1] if policy.strict else order:
                 reached[impl.engine] = None
         usable, refused = self._overriding(op_name, device, policy, arch)
-        own = {impl.engine: impl for impl in self.registry.get_implementations(op_name) if device.kind in impl.devices}
+        own = {
+            impl.engine: impl
+            for impl in self.registry.get_implementations(op_name)
+            if device.kind in impl.devices
+        }
         usable += [own[engine] for engine in reached if engine in own]
         why = f"its engine takes none of {', '.join(SERVES[op_name])} here"
-        return usable, refused + [(impl, why) for impl in self.registry.get_implementations(op_name) if impl not in usable]
+        return usable, refused + [
+            (impl, why) for impl in self.registry.get_implementations(op_name) if impl not in usable
+        ]
 
-    # --- who does --------------------------------------------------------------------------------------------------------
+    # --- who does -------------------------------------------------------------------------------------------
 
     def kernels(self, device: Device) -> Any:
-        """Every kernel of the contract as attributes (``fp8kit.backends.protocol.Kernels``), chosen for ``device`` by the policy in force.
+        """Every kernel of the contract as attributes (``fp8kit.backends.protocol.Kernels``), chosen for
+        ``device`` by the policy in force.
 
         Raises BackendError that names the kernel and each implementation's reason when none may be used.
         """
@@ -217,7 +255,8 @@ class OpManager:
         with LOCK:
             if len(self.table) >= _TABLE_LIMIT:
                 self._forget()
-            # the policy is kept with what was chosen by it: its identity stays its own as long as the key lives
+            # the policy is kept with what was chosen by it: its identity stays its own as long as the key
+            # lives
             ranked = {name: self._ranked(name, device, policy, arch) for name in KERNELS}
             functions = {name: self._function(name, *ranked[name], device, policy) for name in KERNELS}
             found = Chosen(policy=policy, **functions)
@@ -226,14 +265,25 @@ class OpManager:
                 self.table[device, id(policy)] = found
             return found
 
-    def _function(self, name: str, usable: list[OpImpl], refused: Refusals, device: Device, policy: SelectionPolicy) -> Callable[..., Any]:
+    def _function(
+        self, name: str, usable: list[OpImpl], refused: Refusals, device: Device, policy: SelectionPolicy
+    ) -> Callable[..., Any]:
         if name in SERVES:
             return _largest(name, usable)
         if not usable:
-            reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
+            reasons = (
+                "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
+            )
             own = IN_TREE.get(policy.backend or "")
             here = f"; {lacking(own)}" if own is not None and not arrays.available(own) else ""
-            raise BackendError(expected(name, "array", f"device {device}", f"a device that an allowed engine serves ({reasons}){here}"))
+            raise BackendError(
+                expected(
+                    name,
+                    "array",
+                    f"device {device}",
+                    f"a device that an allowed engine serves ({reasons}){here}",
+                )
+            )
         for impl, why in refused:
             if impl.engine not in IN_TREE and why.startswith(_UNFIT):
                 say_once(logging.WARNING, "%s: %s is left out on %s: %s", name, impl.impl_id, device, why)
@@ -245,7 +295,7 @@ class OpManager:
             return functions[0]  # its reason says enough, and a call of it costs nothing more
         return chain(usable, functions)
 
-    # --- by operation ----------------------------------------------------------------------------------------------------
+    # --- by operation ---------------------------------------------------------------------------------------
 
     def resolve(self, op_name: str, device: Device | str | None = None) -> Callable[..., Any]:
         """The function that a call of the kernel goes to. BackendError as ``kernels``."""
@@ -260,8 +310,12 @@ class OpManager:
         where = arrays.CPU if device is None else arrays.device(device)
         usable, refused = self.candidates(op_name, where)
         if not usable and op_name not in SERVES:
-            reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
-            raise BackendError(expected(op_name, "device", where, f"a device that an allowed engine serves ({reasons})"))
+            reasons = (
+                "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
+            )
+            raise BackendError(
+                expected(op_name, "device", where, f"a device that an allowed engine serves ({reasons})")
+            )
         return usable
 
     def call(self, op_name: str, *args: Any, **named: Any) -> Any:
@@ -300,11 +354,16 @@ def _unfit(impl: OpImpl, device: Device, arch: Arch) -> str | None:
 
 
 def _misplaced(impl: OpImpl, device: Device) -> str | None:
-    return None if device.kind in impl.devices else f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
+    return (
+        None
+        if device.kind in impl.devices
+        else f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
+    )
 
 
 def _arch(device: Device) -> int | None:
-    """Compute capability times ten, None for devices that have none. BackendError where there is no such device."""
+    """Compute capability times ten, None for devices that have none. BackendError where there is no such
+    device."""
     provider = arrays.provider(device)
     ask = getattr(provider, "arch", None)
     if ask is None:
@@ -323,7 +382,11 @@ def _again(ranked: Mapping[str, list[OpImpl]]) -> Replays | None:
     engine = importlib.import_module(f"fp8kit.backends.{names.pop()}")
     if not hasattr(engine, "recorder") or not settings.replays():
         return None
-    own = all(getattr(impl.fn, "func", impl.fn) is engine.implementation(name) for name, usable in ranked.items() for impl in usable)
+    own = all(
+        getattr(impl.fn, "func", impl.fn) is engine.implementation(name)
+        for name, usable in ranked.items()
+        for impl in usable
+    )
     return Replays(engine.recorder) if own else None
 
 
@@ -374,14 +437,16 @@ def _alone(impl: OpImpl, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **named)
         except CannotTake as reason:
-            raise CannotTake(f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}), and the policy is strict") from reason
+            raise CannotTake(
+                f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}), and the policy is strict"
+            ) from reason
 
     return call
 
 
 def chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[..., Any]:
-    """Try the next implementation when, and only when, one says that it cannot take the call. Each switch is logged once. CannotTake that
-    names the last one where none can."""
+    """Try the next implementation when, and only when, one says that it cannot take the call. Each switch is
+    logged once. CannotTake that names the last one where none can."""
     steps = [(impls[i], impls[i + 1], functions[i]) for i in range(len(impls) - 1)]
     last = functions[-1]
 
@@ -396,8 +461,12 @@ def chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[
         try:
             return last(*args, **named)
         except CannotTake as reason:
-            impl, others = impls[-1], f", nor can {', '.join(impl.impl_id for impl in impls[:-1])}" if steps else ""
-            raise CannotTake(f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}){others}") from reason
+            impl, others = (
+                impls[-1],
+                f", nor can {', '.join(impl.impl_id for impl in impls[:-1])}" if steps else "",
+            )
+            raise CannotTake(
+                f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}){others}"
+            ) from reason
 
     return call
-

@@ -1,11 +1,13 @@
 """Which implementation is preferred, and which are forbidden. Policies are values; blocks put one in force.
 
-A policy is read when an operation's plan is made and travels with it from forward to backward, so that a backward pass that runs
-on another thread makes the same choice.
+A policy is read when an operation's plan is made and travels with it from forward to backward, so that a
+backward pass that runs on another thread makes the same choice.
 
-A block holds for its thread, or, within asyncio, for its task: the policy in force is a ``ContextVar``. ``torch.compile`` cannot read one
-within a compiled function, but it can read, and guard, a ``threading.local``. So the policy of blocks that were entered outside of tasks
-also stands there: ``traced_policy`` reads it. Where a task's own block says something else, ``apart`` is true, and the torch door refuses.
+A block holds for its thread, or, within asyncio, for its task: the policy in force is a ``ContextVar``.
+``torch.compile`` cannot read one within a compiled function, but it can read, and guard, a
+``threading.local``. So the policy of blocks that were entered outside of tasks also stands there:
+``traced_policy`` reads it. Where a task's own block says something else, ``apart`` is true, and the torch
+door refuses.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
 from fp8kit.errors import BackendError, expected, meant, on_behalf_of
 
-PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (Kind.DEFAULT.value, Kind.VENDOR.value, Kind.REFERENCE.value)
+PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (
+    Kind.DEFAULT.value,
+    Kind.VENDOR.value,
+    Kind.REFERENCE.value,
+)
 
 
 @dataclass(frozen=True)
@@ -37,16 +43,16 @@ class SelectionPolicy:
     * ``prefer``: kind tried first: "default", "vendor" or "reference"; the others follow by priority.
     * ``strict``: only the first choice; when it cannot take a call, that is the caller's error.
     * ``allow_vendors``, ``deny_vendors``: by vendor name, upper or lower case; deny wins. None allows all.
-    * ``per_op``: ``((kernel, (token, ...)), ...)`` or a mapping; a token is a kind, ``vendor:NAME`` or ``impl:ID``. They replace the order:
-      what no token means is left out.
-    * ``backend``: an engine. One of fp8kit's own ("reference", "cuda") alone may be used then; a plugin's goes first in what it implements,
-      the others of its devices fill in. None for all.
+    * ``per_op``: ``((kernel, (token, ...)), ...)`` or a mapping; a token is a kind, ``vendor:NAME`` or
+      ``impl:ID``. They replace the order: what no token means is left out.
+    * ``backend``: an engine. One of fp8kit's own ("reference", "cuda") alone may be used then; a plugin's
+      goes first in what it implements, the others of its devices fill in. None for all.
     * ``deterministic``: only algorithms that give the same bits every time.
-    * ``overrides``: ``((kernel, OpImpl), ...)``: implementations that take the place of every other one of their kernel, on the devices
-      that they name. Of several for one kernel and device the last counts.
+    * ``overrides``: ``((kernel, OpImpl), ...)``: implementations that take the place of every other one of
+      their kernel, on the devices that they name. Of several for one kernel and device the last counts.
 
-    BackendError for a kernel that the contract does not have, a token or a kind that is none. ``text`` says the policy as a string, for
-    compiled programs; see ``policy_from_text``.
+    BackendError for a kernel that the contract does not have, a token or a kind that is none. ``text`` says
+    the policy as a string, for compiled programs; see ``policy_from_text``.
     """
 
     prefer: str = PREFER_VENDOR
@@ -58,23 +64,36 @@ class SelectionPolicy:
     deterministic: bool = False
     overrides: tuple[tuple[str, OpImpl], ...] = ()
     text: str = field(init=False, compare=False, repr=False)
-    chosen: dict[Device, Any] = field(init=False, compare=False, repr=False, default_factory=dict)  # the process's kernels under it
+    # the process's kernels under it
+    chosen: dict[Device, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefer", _kind("prefer", self.prefer))
         for name in ("strict", "deterministic"):
             if getattr(self, name) not in (False, True):  # 0 and 1 too; "0" would be true
-                raise BackendError(expected("SelectionPolicy", name, repr(getattr(self, name)), "True or False"))
+                raise BackendError(
+                    expected("SelectionPolicy", name, repr(getattr(self, name)), "True or False")
+                )
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name in ("allow_vendors", "deny_vendors"):
             object.__setattr__(self, name, _vendors(name, getattr(self, name)))
-        object.__setattr__(self, "per_op", tuple((name, _tokens(name, tokens)) for name, tokens in _pairs("per_op", self.per_op)))
+        object.__setattr__(
+            self,
+            "per_op",
+            tuple((name, _tokens(name, tokens)) for name, tokens in _pairs("per_op", self.per_op)),
+        )
         object.__setattr__(self, "overrides", _pairs("overrides", self.overrides))
         if self.backend is not None and not isinstance(self.backend, str):
-            raise BackendError(expected("SelectionPolicy", "backend", repr(self.backend), "an engine's name, or None"))
+            raise BackendError(
+                expected("SelectionPolicy", "backend", repr(self.backend), "an engine's name, or None")
+            )
         for name, impl in self.overrides:
             if not isinstance(impl, OpImpl) or impl.op_name != name:
-                raise BackendError(expected("SelectionPolicy", "overrides", f"{name!r}: {impl!r}", "an OpImpl of that kernel"))
+                raise BackendError(
+                    expected(
+                        "SelectionPolicy", "overrides", f"{name!r}: {impl!r}", "an OpImpl of that kernel"
+                    )
+                )
         object.__setattr__(self, "text", _text(self))
 
     def __reduce__(self) -> Any:
@@ -82,15 +101,17 @@ class SelectionPolicy:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None = None, /, **more: Any) -> SelectionPolicy:
-        """A policy from plain values (a configuration file): the fields by name, ``per_op_order`` another name of ``per_op``. BackendError
-        for a name that is no field."""
+        """A policy from plain values (a configuration file): the fields by name, ``per_op_order`` another
+        name of ``per_op``. BackendError for a name that is no field."""
         given = {**(values or {}), **more}
         if "per_op_order" in given:
             given["per_op"] = given.pop("per_op_order")
         known = [item.name for item in fields(cls) if item.init]
         wrong = sorted(set(given) - set(known))
         if wrong:
-            raise BackendError(expected("SelectionPolicy", "from_dict", ", ".join(wrong), f"some of {', '.join(known)}"))
+            raise BackendError(
+                expected("SelectionPolicy", "from_dict", ", ".join(wrong), f"some of {', '.join(known)}")
+            )
         return cls(**given)
 
     def fingerprint(self) -> str:
@@ -111,7 +132,8 @@ class SelectionPolicy:
         return None
 
     def order(self, op_name: str, impls: list[OpImpl]) -> list[OpImpl]:
-        """The implementations in the order to try them; those that ``per_op`` does not name are left out. ``impls`` come by priority."""
+        """The implementations in the order to try them; those that ``per_op`` does not name are left out.
+        ``impls`` come by priority."""
         tokens = dict(self.per_op).get(op_name)
         if tokens is None:
             return sorted(impls, key=lambda i: (i.engine != self.backend, i.kind.value != self.prefer))
@@ -122,28 +144,42 @@ def _kind(name: str, value: Any) -> str:
     known = settings.KIND_ALIASES.get(value, value) if isinstance(value, str) else value
     known = known.value if isinstance(known, Kind) else known
     if known not in VALID_PREFER_VALUES:
-        raise BackendError(expected("SelectionPolicy", name, repr(value), f"one of {', '.join(VALID_PREFER_VALUES)}"))
+        raise BackendError(
+            expected("SelectionPolicy", name, repr(value), f"one of {', '.join(VALID_PREFER_VALUES)}")
+        )
     return str(known)
 
 
 def _vendors(name: str, value: Any) -> frozenset[str] | None:
     if value is None and name == "allow_vendors":
         return None
-    if not isinstance(value, Collection) or isinstance(value, str) or not all(isinstance(vendor, str) for vendor in value):
+    if (
+        not isinstance(value, Collection)
+        or isinstance(value, str)
+        or not all(isinstance(vendor, str) for vendor in value)
+    ):
         raise BackendError(expected("SelectionPolicy", name, repr(value), "a set of vendors' names"))
     return frozenset(vendor.casefold() for vendor in value)
 
 
 def _pairs(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
         raise BackendError(expected("SelectionPolicy", name, repr(value), "a mapping by kernel, or pairs"))
     return tuple((kernel, said) for kernel, said in pairs)
 
 
 def _tokens(op_name: str, tokens: Any) -> tuple[str, ...]:
-    if not isinstance(tokens, list | tuple) or not tokens or not all(isinstance(token, str) for token in tokens):
-        raise BackendError(expected("SelectionPolicy", "per_op", f"{op_name}={tokens!r}", "a tuple of one token or more"))
+    if (
+        not isinstance(tokens, list | tuple)
+        or not tokens
+        or not all(isinstance(token, str) for token in tokens)
+    ):
+        raise BackendError(
+            expected("SelectionPolicy", "per_op", f"{op_name}={tokens!r}", "a tuple of one token or more")
+        )
     return tuple(_token(op_name, token) for token in tokens)
 
 
@@ -158,12 +194,20 @@ def _token(op_name: str, token: str) -> str:
     known = settings.KIND_ALIASES.get(token, token)
     if known in VALID_PREFER_VALUES or (kind in ("vendor", "impl") and name):
         return known
-    raise BackendError(expected("SelectionPolicy", "per_op", repr(token), f"{', '.join(VALID_PREFER_VALUES)}, vendor:NAME or impl:ID"))
+    raise BackendError(
+        expected(
+            "SelectionPolicy",
+            "per_op",
+            repr(token),
+            f"{', '.join(VALID_PREFER_VALUES)}, vendor:NAME or impl:ID",
+        )
+    )
 
 
-# --- policies as texts ------------------------------------------------------------------------------------------------
+# --- policies as texts --------------------------------------------------------------------------------------
 
-_BY_TEXT: weakref.WeakValueDictionary[str, SelectionPolicy] = weakref.WeakValueDictionary()  # those with overrides: functions have no text
+# those with overrides: functions have no text
+_BY_TEXT: weakref.WeakValueDictionary[str, SelectionPolicy] = weakref.WeakValueDictionary()
 _KEPT: dict[str, SelectionPolicy] = {}  # of these, what compiled programs name
 _KEPT_LIMIT = 1024
 
@@ -183,8 +227,8 @@ def _text(policy: SelectionPolicy) -> str:
 
 
 def policy_from_text(text: str) -> SelectionPolicy:
-    """The policy whose ``text`` this is. One with overrides is known to the process that made it only (or one forked from it), and kept
-    from now on, the last 1024 of them: BackendError for another."""
+    """The policy whose ``text`` this is. One with overrides is known to the process that made it only (or one
+    forked from it), and kept from now on, the last 1024 of them: BackendError for another."""
     said = json.loads(text)
     if "overrides" not in said:
         return _intern(SelectionPolicy.from_dict(said))
@@ -199,24 +243,30 @@ def policy_from_text(text: str) -> SelectionPolicy:
         return policy
 
 
-# --- the policy in force ----------------------------------------------------------------------------------------------
+# --- the policy in force ------------------------------------------------------------------------------------
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:  # in each thread; Dynamo (2.11) takes a default that stands in the class for the value
-        self.policy: SelectionPolicy | None = None  # of the innermost block that was entered outside of asyncio's tasks
+    # in each thread; Dynamo (2.11) takes a default that stands in the class for the value
+    def __init__(self) -> None:
+        # of the innermost block that was entered outside of asyncio's tasks
+        self.policy: SelectionPolicy | None = None
 
 
-_CURRENT: ContextVar[SelectionPolicy | None] = ContextVar("fp8kit_policy", default=None)  # of the innermost block
+# of the innermost block
+_CURRENT: ContextVar[SelectionPolicy | None] = ContextVar("fp8kit_policy", default=None)
 _THREAD = _Thread()
 _INTERNED: dict[SelectionPolicy, SelectionPolicy] = {}
-_INTERNED_LIMIT = 256  # a policy that was forgotten is another object when it comes again, and is resolved again
+# a policy that was forgotten is another object when it comes again, and is resolved again
+_INTERNED_LIMIT = 256
 _GLOBAL: SelectionPolicy | None = None
-_PENDING: dict[int, SelectionPolicy] = {}  # thread -> what a Switch will make the process's, unless it is entered as a block
+# thread -> what a Switch will make the process's, unless it is entered as a block
+_PENDING: dict[int, SelectionPolicy] = {}
 
 
 def _intern(policy: SelectionPolicy) -> SelectionPolicy:
-    """Equal policies are one object, so that caches can be keyed by identity. BackendError for what is no policy."""
+    """Equal policies are one object, so that caches can be keyed by identity. BackendError for what is no
+    policy."""
     if not isinstance(policy, SelectionPolicy):
         raise BackendError(expected("policy", "policy", repr(policy), "a SelectionPolicy"))
     with LOCK:
@@ -259,14 +309,15 @@ def process_policy() -> SelectionPolicy:
 
 
 def traced_policy() -> SelectionPolicy | None:
-    """The policy that code under ``torch.compile`` reads: the innermost block's outside of tasks, else the process's (None where nobody has
-    asked for it yet)."""
+    """The policy that code under ``torch.compile`` reads: the innermost block's outside of tasks, else the
+    process's (None where nobody has asked for it yet)."""
     policy = _THREAD.policy
     return _GLOBAL if policy is None else policy
 
 
 def apart() -> bool:
-    """Whether a block of this task, or of a context that was copied into this thread, hides from ``traced_policy``."""
+    """Whether a block of this task, or of a context that was copied into this thread, hides from
+    ``traced_policy``."""
     return _CURRENT.get() is not _THREAD.policy
 
 
@@ -310,7 +361,8 @@ def with_strict_mode() -> AbstractContextManager[SelectionPolicy]:
 
 
 def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
-    """For a block, the policy in force but with another preferred kind: "default", "vendor" or "reference"."""
+    """For a block, the policy in force but with another preferred kind: "default", "vendor" or
+    "reference"."""
     return _changed(prefer=prefer)
 
 
@@ -335,8 +387,9 @@ def _settle(thread: int, only: SelectionPolicy | None = None) -> None:
 class Switch:
     """A change of the policy that holds from now on, or, used with ``with``, until the block ends.
 
-    Within a block it holds until that block ends. Elsewhere it is the process's: as soon as the object is gone or its thread asks for the
-    policy, not before, so that other threads never see what ``with`` puts in force for one.
+    Within a block it holds until that block ends. Elsewhere it is the process's: as soon as the object is
+    gone or its thread asks for the policy, not before, so that other threads never see what ``with`` puts in
+    force for one.
     """
 
     def __init__(self, **changes: Any) -> None:

@@ -16,8 +16,10 @@ from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DTYPES
 from fp8kit.settings import KIND_ALIASES
 
-LOCK = threading.RLock()  # of every table of implementations and policies: what changes them is rare and short
-# a fork waits until no table is half changed; the child's only thread is the one that holds the lock, and lets go of it there too
+# of every table of implementations and policies: what changes them is rare and short
+LOCK = threading.RLock()
+# a fork waits until no table is half changed; the child's only thread is the one that holds the lock, and
+# lets go of it there too
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
@@ -30,38 +32,45 @@ class Kind(str, Enum):
 
 
 PRIORITY = {Kind.DEFAULT: 150, Kind.VENDOR: 100, Kind.REFERENCE: 50}
-IN_TREE: Mapping[str, str] = MappingProxyType({"reference": "cpu", "cuda": "cuda"})  # fp8kit's own engines: the device kind of each
+# fp8kit's own engines: the device kind of each
+IN_TREE: Mapping[str, str] = MappingProxyType({"reference": "cpu", "cuda": "cuda"})
 
 # workspace function -> the kernels whose workspace it measures
-SERVES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "quantize_transpose_workspace": ("quantize_transpose",),
-    "gemm_workspace": ("gemm", "fp8_gemm"),
-    "fp8_gemm_workspace": ("fp8_gemm", "block_gemm"),
-    "norm_bwd_workspace": ("norm_bwd",),
-    "act_bwd_workspace": ("act_bwd",),
-    "column_sum_workspace": ("dropout_bwd", "sum_rows"),
-    "attention_workspace": ("attention_fwd", "attention_bwd"),
-    "l2norm_workspace": ("l2norm",),
-})
+SERVES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "quantize_transpose_workspace": ("quantize_transpose",),
+        "gemm_workspace": ("gemm", "fp8_gemm"),
+        "fp8_gemm_workspace": ("fp8_gemm", "block_gemm"),
+        "norm_bwd_workspace": ("norm_bwd",),
+        "act_bwd_workspace": ("act_bwd",),
+        "column_sum_workspace": ("dropout_bwd", "sum_rows"),
+        "attention_workspace": ("attention_fwd", "attention_bwd"),
+        "l2norm_workspace": ("l2norm",),
+    }
+)
 
 
 class CannotTake(BackendError):
-    """An implementation's way to say: correct call, but not one that I can run. Raised before anything is written; the next is asked."""
+    """An implementation's way to say: correct call, but not one that I can run. Raised before anything is
+    written; the next is asked."""
 
 
 @dataclass(frozen=True)
 class OpImpl:
     """One implementation of one kernel.
 
-    * ``op_name``: a name of the contract, ``fp8kit.backends.protocol.KERNELS``. ``fn``: has the contract's signature.
-    * ``impl_id``: "engine.kernel", unique per kernel; ``engine``, what stands before the dot, is the name that ``fk.use_backend`` takes.
+    * ``op_name``: a name of the contract, ``fp8kit.backends.protocol.KERNELS``. ``fn``: has the contract's
+      signature.
+    * ``impl_id``: "engine.kernel", unique per kernel; ``engine``, what stands before the dot, is the name
+      that ``fk.use_backend`` takes.
     * ``kind``, and ``vendor``, a name that Kind.VENDOR requires and policies allow or deny.
     * ``priority``: higher goes first among those of a kind (default by kind: 150, 100, 50).
-    * ``supported_dtypes``: names of the dtypes of the kernel's first array that it takes; a call with another goes on to the next
-      implementation. None: all.
+    * ``supported_dtypes``: names of the dtypes of the kernel's first array that it takes; a call with another
+      goes on to the next implementation. None: all.
     * ``min_arch``: least compute capability times ten (89, 90), on devices that have one. None: any.
     * ``devices``: device kinds that it runs on.
-    * ``deterministic``: it gives the same bits for the same arguments every time; otherwise ``fk.deterministic`` leaves it out.
+    * ``deterministic``: it gives the same bits for the same arguments every time; otherwise
+      ``fk.deterministic`` leaves it out.
 
     BackendError for an unknown kernel or dtype, a VENDOR without a name, a ``fn`` that cannot be called.
     """
@@ -80,11 +89,14 @@ class OpImpl:
     def __post_init__(self) -> None:
         def want(argument: str, fits: bool, wanted: str) -> None:
             if not fits:
-                raise BackendError(expected("OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})"))
+                raise BackendError(
+                    expected("OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})")
+                )
 
         want("impl_id", isinstance(self.impl_id, str) and bool(self.engine), "a name: engine.kernel")
         want("op_name", self.op_name in KERNELS, "a kernel of the contract, see `fp8kit plugins list`")
-        kind = str.__str__(self.kind) if isinstance(self.kind, str) else ""  # a Kind, its value, or TransformerEngine-FL's own enumeration
+        # a Kind, its value, or TransformerEngine-FL's own enumeration
+        kind = str.__str__(self.kind) if isinstance(self.kind, str) else ""
         want("kind", KIND_ALIASES.get(kind, kind) in list(Kind), "a Kind")
         object.__setattr__(self, "kind", Kind(KIND_ALIASES.get(kind, kind)))
         want("fn", callable(self.fn), "a function")
@@ -93,15 +105,27 @@ class OpImpl:
         if self.priority is None:
             object.__setattr__(self, "priority", PRIORITY[self.kind])
         want("priority", type(self.priority) is int, "an int")
-        want("min_arch", self.min_arch is None or type(self.min_arch) is int, "an int, the compute capability times ten, or None")
+        want(
+            "min_arch",
+            self.min_arch is None or type(self.min_arch) is int,
+            "an int, the compute capability times ten, or None",
+        )
         want("deterministic", isinstance(self.deterministic, bool), "True or False")
         for argument in ("supported_dtypes", "devices"):
             value = getattr(self, argument)
             if value is not None or argument == "devices":
-                names = isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+                names = (
+                    isinstance(value, Collection)
+                    and not isinstance(value, str)
+                    and all(isinstance(name, str) for name in value)
+                )
                 want(argument, names and len(value) > 0, "a set of names, one at least")
                 object.__setattr__(self, argument, frozenset(value))
-        want("supported_dtypes", not self.supported_dtypes or self.supported_dtypes <= set(DTYPES), f"some of {', '.join(DTYPES)}")
+        want(
+            "supported_dtypes",
+            not self.supported_dtypes or self.supported_dtypes <= set(DTYPES),
+            f"some of {', '.join(DTYPES)}",
+        )
 
     @property
     def engine(self) -> str:
@@ -115,7 +139,8 @@ class OpImpl:
 
 
 def match_token(impl: OpImpl, token: str) -> bool:
-    """Whether a token of ``SelectionPolicy.per_op`` means this implementation: a kind, ``vendor:NAME`` or ``impl:ID``."""
+    """Whether a token of ``SelectionPolicy.per_op`` means this implementation: a kind, ``vendor:NAME`` or
+    ``impl:ID``."""
     kind, _, name = token.partition(":")
     if kind == "impl":
         return impl.impl_id == name
@@ -125,8 +150,9 @@ def match_token(impl: OpImpl, token: str) -> bool:
 
 
 def check_signature(op_name: str, impl_id: str, fn: Callable[..., Any]) -> None:
-    """BackendError that names both signatures where ``fn`` cannot be called as the contract calls ``op_name``: the contract's parameters by
-    their names and in their order, or ``*args`` from some point on; more only with defaults."""
+    """BackendError that names both signatures where ``fn`` cannot be called as the contract calls
+    ``op_name``: the contract's parameters by their names and in their order, or ``*args`` from some point on;
+    more only with defaults."""
     wanted = list(signature(op_name).parameters)
     try:
         own = inspect.signature(fn)
@@ -136,20 +162,30 @@ def check_signature(op_name: str, impl_id: str, fn: Callable[..., Any]) -> None:
     given = list(own.parameters.values())
     names = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = any(p.kind is p.VAR_POSITIONAL for p in given)
-    owed = [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in wanted]
+    owed = [
+        p.name
+        for p in given
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in wanted
+    ]
     if names[: len(wanted)] != wanted[: len(names)] or (len(names) < len(wanted) and not rest) or owed:
-        raise BackendError(expected("register_impl", "fn", f"{impl_id}{own}", f"the contract's {op_name}({', '.join(wanted)})"))
+        raise BackendError(
+            expected(
+                "register_impl", "fn", f"{impl_id}{own}", f"the contract's {op_name}({', '.join(wanted)})"
+            )
+        )
 
 
 @dataclass(frozen=True)
 class OpRegistrySnapshot:
-    """A registry's contents at one moment: kernel -> its implementations, as ``get_implementations`` orders them."""
+    """A registry's contents at one moment: kernel -> its implementations, as ``get_implementations`` orders
+    them."""
 
     impls_by_op: Mapping[str, tuple[OpImpl, ...]]
 
 
 class OpRegistry:
-    """Implementations by kernel. Thread-safe; ``version`` grows with every change, and who keeps choices is told."""
+    """Implementations by kernel. Thread-safe; ``version`` grows with every change, and who keeps choices is
+    told."""
 
     def __init__(self) -> None:
         self._impls: dict[str, dict[str, OpImpl]] = {}
@@ -167,15 +203,22 @@ class OpRegistry:
             forget()
 
     def register_impl(self, impl: OpImpl) -> None:
-        """Add one implementation. BackendError when its ``impl_id`` is taken for that kernel or its function has another signature than the
-        contract's; nothing is added then."""
+        """Add one implementation. BackendError when its ``impl_id`` is taken for that kernel or its function
+        has another signature than the contract's; nothing is added then."""
         if not isinstance(impl, OpImpl):
             raise BackendError(expected("register_impl", "impl", repr(impl), "an OpImpl"))
         check_signature(impl.op_name, impl.impl_id, impl.fn)
         with LOCK:
             known = self._impls.setdefault(impl.op_name, {})
             if impl.impl_id in known:
-                raise BackendError(expected("register_impl", "impl_id", repr(impl.impl_id), f"one not yet registered for {impl.op_name}"))
+                raise BackendError(
+                    expected(
+                        "register_impl",
+                        "impl_id",
+                        repr(impl.impl_id),
+                        f"one not yet registered for {impl.op_name}",
+                    )
+                )
             known[impl.impl_id] = impl
             self._changed()
 
@@ -193,7 +236,9 @@ class OpRegistry:
     def get_implementations(self, op_name: str) -> list[OpImpl]:
         """Every implementation of a kernel, highest priority first."""
         with LOCK:
-            return sorted(self._impls.get(op_name, {}).values(), key=lambda i: (-(i.priority or 0), i.impl_id))
+            return sorted(
+                self._impls.get(op_name, {}).values(), key=lambda i: (-(i.priority or 0), i.impl_id)
+            )
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """The implementation of a kernel by its id, None where there is none."""
@@ -217,12 +262,18 @@ class OpRegistry:
     def snapshot(self) -> OpRegistrySnapshot:
         """What is registered now, as a value."""
         with LOCK:
-            return OpRegistrySnapshot(MappingProxyType({name: tuple(self.get_implementations(name)) for name in self.list_operators()}))
+            return OpRegistrySnapshot(
+                MappingProxyType(
+                    {name: tuple(self.get_implementations(name)) for name in self.list_operators()}
+                )
+            )
 
     def restore(self, snapshot: OpRegistrySnapshot) -> None:
         """Make the table what it was when ``snapshot`` was taken."""
         with LOCK:
-            self._impls = {name: {impl.impl_id: impl for impl in impls} for name, impls in snapshot.impls_by_op.items()}
+            self._impls = {
+                name: {impl.impl_id: impl for impl in impls} for name, impls in snapshot.impls_by_op.items()
+            }
             self.restored += 1
             self._changed()
 

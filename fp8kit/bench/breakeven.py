@@ -1,8 +1,9 @@
 """From which size on FP8 pays: a layer of many hidden sizes and token counts, eager and as a captured graph.
 
-Most contenders keep their module over the numbers of tokens. Steps are timed in turn. The largest sizes come first and get fewer rounds;
-what they take beyond their share of the time costs the small ones rounds, of which these need less, so that the whole grid fits. Results
-are compared with the first contender's, whose own error the part ``layer`` measures.
+Most contenders keep their module over the numbers of tokens. Steps are timed in turn. The largest sizes come
+first and get fewer rounds; what they take beyond their share of the time costs the small ones rounds, of
+which these need less, so that the whole grid fits. Results are compared with the first contender's, whose own
+error the part ``layer`` measures.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fp8kit import arrays
-from fp8kit.bench.problem import RECIPES, Contender, Modules, Problem, Results, Running, bounds, errors, native, native_module
+from fp8kit.bench.problem import (
+    RECIPES,
+    Contender,
+    Modules,
+    Problem,
+    Results,
+    Running,
+    bounds,
+    errors,
+    native,
+    native_module,
+)
 from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.sizes import layer_of
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
@@ -20,9 +32,13 @@ SECONDS = 240.0  # for the whole grid; 150 were over on an H200 when the hidden 
 Contenders = Callable[[Problem, Modules], Mapping[str, Contender]]
 
 
-def native_door(name: str, recipe: Recipe | None, modules: Modules, graph: bool = False) -> dict[str, Contender]:
+def native_door(
+    name: str, recipe: Recipe | None, modules: Modules, graph: bool = False
+) -> dict[str, Contender]:
     """The native door under ``name``, its module kept in ``modules`` over the token counts."""
-    return {name: lambda p: native(p, recipe, graph=graph, module=modules.of(p, name, lambda: native_module(p)))}
+    return {
+        name: lambda p: native(p, recipe, graph=graph, module=modules.of(p, name, lambda: native_module(p)))
+    }
 
 
 def native_only(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
@@ -30,29 +46,42 @@ def native_only(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
     fp8 = RECIPES["FP8 delayed"]
     found = native_door("fp8kit native bf16", None, modules) | native_door("fp8kit native FP8", fp8, modules)
     if problem.device.kind == "cuda":
-        found |= native_door("fp8kit native bf16, graph", None, modules, True) | native_door("fp8kit native FP8, graph", fp8, modules, True)
+        found |= native_door("fp8kit native bf16, graph", None, modules, True) | native_door(
+            "fp8kit native FP8, graph", fp8, modules, True
+        )
     return found
 
 
 def breakeven_part(setting: Setting, contenders: Contenders = native_only) -> list[Row]:
-    """A row a cell and contender: ``gpu_ms`` and ``ratio`` to the first contender of the cell, of the same kind (eager, graph)."""
+    """A row a cell and contender: ``gpu_ms`` and ``ratio`` to the first contender of the cell, of the same
+    kind (eager, graph)."""
     own, modules = setting.within(SECONDS), Modules()
     cells = [(hidden, tokens) for hidden in setting.sizes.hidden for tokens in setting.sizes.tokens]
     found: list[list[Row]] = []
     for hidden, tokens in reversed(cells):
         layer = layer_of(hidden, tokens)
-        problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
+        problem = Problem(
+            "TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed
+        )
         workload = f"hidden {hidden}, {tokens} tokens"
         if own.left() <= 0:
-            found.append([{"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": NO_TIME}])
+            found.append(
+                [{"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": NO_TIME}]
+            )
             continue
         place, seconds = {"hidden": hidden, "tokens": tokens}, own.left() / (len(cells) - len(found))
         found.append(_cell(workload, problem, contenders(problem, modules), own, seconds, place))
     return [row for cell in reversed(found) for row in cell]
 
 
-def _cell(workload: str, problem: Problem, contenders: Mapping[str, Contender], setting: Setting, seconds: float,
-          place: Mapping[str, int]) -> list[Row]:
+def _cell(
+    workload: str,
+    problem: Problem,
+    contenders: Mapping[str, Contender],
+    setting: Setting,
+    seconds: float,
+    place: Mapping[str, int],
+) -> list[Row]:
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
     kept: list[Running] = []
@@ -66,7 +95,8 @@ def _cell(workload: str, problem: Problem, contenders: Mapping[str, Contender], 
             running.poison()
             running.step()
             got = problem.branches(*running.results())
-        except Exception as error:  # what one contender cannot do here must not cost the others' figures; it is reported
+        # what one contender cannot do here must not cost the others' figures; it is reported
+        except Exception as error:
             row["status"] = reason(error)
             continue
         if first is None:
@@ -75,7 +105,9 @@ def _cell(workload: str, problem: Problem, contenders: Mapping[str, Contender], 
             row |= (found := errors(got, first))
             limits = bounds(name, problem.kind)
             if not (found["error_y"] < limits[0] and found["error_dx"] < limits[1]):
-                row["status"] = f"WRONG: errors {found['error_y']:.3f}, {found['error_dx']:.3f} to the first contender"
+                row["status"] = (
+                    f"WRONG: errors {found['error_y']:.3f}, {found['error_dx']:.3f} to the first contender"
+                )
         kept.append(running)
         steps[name] = running.step
     for name, time in medians(_timed(steps, setting, seconds)).items():
@@ -85,7 +117,8 @@ def _cell(workload: str, problem: Problem, contenders: Mapping[str, Contender], 
 
 
 def _timed(steps: Mapping[str, Step], setting: Setting, seconds: float) -> dict[str, list[float]]:
-    """As many rounds as fit into half of the cell's seconds, the other half being for making the modules: at least one."""
+    """As many rounds as fit into half of the cell's seconds, the other half being for making the modules: at
+    least one."""
     clock = clock_for(setting.device)
     found = interleaved(steps, clock, 1, 2, 1)
     arrays.synchronize(setting.device)
@@ -106,11 +139,15 @@ def compare(rows: list[Row]) -> None:
 
 
 def curve(rows: list[Row], case: str) -> dict[int, int | None]:
-    """Hidden size -> the fewest tokens from which on a case's ratio stays below 1, None where it does at no measured number."""
+    """Hidden size -> the fewest tokens from which on a case's ratio stays below 1, None where it does at no
+    measured number."""
     found: dict[int, int | None] = {}
     for hidden in dict.fromkeys(row["hidden"] for row in rows):
-        cells = sorted((row["tokens"], row["ratio"]) for row in rows if row["hidden"] == hidden and row["case"] == case and "ratio" in row)
+        cells = sorted(
+            (row["tokens"], row["ratio"])
+            for row in rows
+            if row["hidden"] == hidden and row["case"] == case and "ratio" in row
+        )
         paying = [tokens for i, (tokens, _) in enumerate(cells) if all(ratio < 1 for _, ratio in cells[i:])]
         found[hidden] = min(paying, default=None)
     return found
-

@@ -1,4 +1,5 @@
-"""On the CPU: the reference engine's casts beside ml_dtypes', and a training step of the demo's model, FP8 beside float32."""
+"""On the CPU: the reference engine's casts beside ml_dtypes', and a training step of the demo's model, FP8
+beside float32."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def casts_part(setting: Setting) -> list[Row]:
         assert kind is not None
         theirs = x.astype(kind.numpy)
         ours = quantize(x, fmt, scale=scale)
-        same = np.array_equal(ours.data, theirs.view(np.uint8)) and np.array_equal(ours.dequantize(), theirs.astype(np.float32))
+        same = np.array_equal(ours.data, theirs.view(np.uint8)) and np.array_equal(
+            ours.dequantize(), theirs.astype(np.float32)
+        )
         steps: dict[str, Callable[[], Any]] = {
             "quantize, reference": functools.partial(quantize, x, fmt, scale=scale),
             "quantize, ml_dtypes": functools.partial(x.astype, kind.numpy),
@@ -48,8 +51,16 @@ def casts_part(setting: Setting) -> list[Row]:
         }
         for case, seconds in medians(interleaved(steps, WallClock(), 7, 1)).items():
             status = "ok" if same or "ml_dtypes" in case else "WRONG: not ml_dtypes' codes or values"
-            rows.append({"workload": title, "case": case, "status": status, "value": x.size / seconds / 1e9, "unit": "Gelem/s",
-                         "check": "ml_dtypes' bits" if same and "ml_dtypes" not in case else ""})  # fmt: skip
+            rows.append(
+                {
+                    "workload": title,
+                    "case": case,
+                    "status": status,
+                    "value": x.size / seconds / 1e9,
+                    "unit": "Gelem/s",
+                    "check": "ml_dtypes' bits" if same and "ml_dtypes" not in case else "",
+                }
+            )
     return rows
 
 
@@ -76,5 +87,15 @@ def training_part(setting: Setting) -> list[Row]:
     status = "ok" if gap < LOSSES else f"WRONG: the losses differ by {gap:.2%}"
     title = f"{size.name} step on the CPU, forward and backward"
     said = {"float32": "", "FP8": f"loss off float32's by {gap:.1e}"}
-    return [{"workload": title, "case": name, "status": status, "value": seconds * 1e3, "unit": "ms", "ratio": seconds / times["float32"],
-             "check": said[name]} for name, seconds in times.items()]  # fmt: skip
+    return [
+        {
+            "workload": title,
+            "case": name,
+            "status": status,
+            "value": seconds * 1e3,
+            "unit": "ms",
+            "ratio": seconds / times["float32"],
+            "check": said[name],
+        }
+        for name, seconds in times.items()
+    ]

@@ -1,6 +1,8 @@
-"""The layer's twelve FP8 products: fp8kit's call beside every algorithm that cuBLASLt's heuristic proposes, and their relatives, in turn.
+"""The layer's twelve FP8 products: fp8kit's call beside every algorithm that cuBLASLt's heuristic proposes,
+and their relatives, in turn.
 
-An algorithm that is the fastest alone and cool need not be it within a step: the turns keep the chip under load.
+An algorithm that is the fastest alone and cool need not be it within a step: the turns keep the chip under
+load.
 """
 
 from __future__ import annotations
@@ -22,16 +24,19 @@ from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.testing import relative_error
 
 CORNER = 64  # rows and columns of the result that are compared with float64
-# bfloat16's rounding of the result, and the tensor cores' 14-bit sums where they are fast; see docs/numerics.md
+# bfloat16's rounding of the result, and the tensor cores' 14-bit sums where they are fast; see
+# docs/numerics.md
 BOUND = 2.0**-7
 FINALISTS = 8  # algorithms that are timed beside the others
 OURS, BEST = "fp8kit FP8", "cuBLASLt, best algorithm"
-_SPREAD = {"E4M3": 64.0, "E5M2": 8192.0}  # of the codes: normal values use the format's upper binades and never its limit
+# of the codes: normal values use the format's upper binades and never its limit
+_SPREAD = {"E4M3": 64.0, "E5M2": 8192.0}
 
 
 @dataclass(frozen=True)
 class Product:
-    """out (m, n) = a (m, k) b (n, k)^T in FP8. ``fast``: the accumulation that delayed scaling takes there."""
+    """out (m, n) = a (m, k) b (n, k)^T in FP8. ``fast``: the accumulation that delayed scaling takes
+    there."""
 
     name: str
     m: int
@@ -47,18 +52,23 @@ class Product:
 
 
 def products(layer: Layer) -> list[Product]:
-    """Forward, gradient of the input and gradient of the weight of the layer's four products, in a step's order."""
+    """Forward, gradient of the input and gradient of the weight of the layer's four products, in a step's
+    order."""
     t, h, f = layer.tokens, layer.hidden, layer.ffn
     shapes = {"qkv": (3 * h, h), "proj": (h, h), "fc1": (f, h), "fc2": (h, f)}
     found = [Product(f"{name} forward", t, out, into, E4M3, True) for name, (out, into) in shapes.items()]
     for name, (out, into) in reversed(shapes.items()):
-        found += [Product(f"{name} dgrad", t, into, out, E5M2, False), Product(f"{name} wgrad", out, into, t, E5M2, False)]
+        found += [
+            Product(f"{name} dgrad", t, into, out, E5M2, False),
+            Product(f"{name} wgrad", out, into, t, E5M2, False),
+        ]
     return found
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A product's arrays on a device: ``codes`` of a and b, their scale_inv ``inverse`` (both 2**-6 or what brings them to 1), ``out``."""
+    """A product's arrays on a device: ``codes`` of a and b, their scale_inv ``inverse`` (both 2**-6 or what
+    brings them to 1), ``out``."""
 
     product: Product
     codes: tuple[ArrayView, ArrayView]
@@ -92,7 +102,9 @@ def operands(product: Product, device: Device, kernels: Any) -> Operands:
     for seed, (shape, fmt) in enumerate(shapes):
         dtype = formats.dtype_of_format(fmt)
         assert dtype is not None
-        codes.append(arrays.to(arrays.as_view(random.codes(shape, seed + 5, dtype, _SPREAD[fmt.name])), device))
+        codes.append(
+            arrays.to(arrays.as_view(random.codes(shape, seed + 5, dtype, _SPREAD[fmt.name])), device)
+        )
         inverse.append(arrays.to(arrays.as_view(np.array([1 / _SPREAD[fmt.name]], np.float32)), device))
     out = random.poisoned((product.m, product.n), formats.bfloat16, device)
     space = arrays.empty((max(kernels.fp8_gemm_workspace(product.m, product.n), 1),), formats.uint8, device)
@@ -103,7 +115,9 @@ def ours(given: Operands, kernels: Any) -> Step:
     """The contract's product."""
     p, (a, b), (a_inv, b_inv) = given.product, given.codes, given.inverse
     stream = arrays.current_stream(given.out.device)
-    return lambda: kernels.fp8_gemm(a, b, given.out, p.a, E4M3, a_inv, b_inv, None, None, p.fast, given.workspace, stream)
+    return lambda: kernels.fp8_gemm(
+        a, b, given.out, p.a, E4M3, a_inv, b_inv, None, None, p.fast, given.workspace, stream
+    )
 
 
 def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int], None]]:
@@ -113,15 +127,33 @@ def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int
     p, device = given.product, given.out.device
     a_type, b_type = formats.dtype_of_format(p.a), formats.dtype_of_format(E4M3)
     assert a_type is not None and b_type is not None
-    plan = Plan(MatmulKey(p.m, p.n, p.k, "nt", a_type, b_type, formats.bfloat16, p.k, p.k, p.n, scaling=("tensor", "tensor"),
-                          fast_accumulate=p.fast if fast is None else fast, timed=True), device.index)  # fmt: skip
+    plan = Plan(
+        MatmulKey(
+            p.m,
+            p.n,
+            p.k,
+            "nt",
+            a_type,
+            b_type,
+            formats.bfloat16,
+            p.k,
+            p.k,
+            p.n,
+            scaling=("tensor", "tensor"),
+            fast_accumulate=p.fast if fast is None else fast,
+            timed=True,
+        ),
+        device.index,
+    )
     (a, b), (a_inv, b_inv), stream = given.codes, given.inverse, arrays.current_stream(device)
-    return plan, lambda out: plan.run(a.ptr, b.ptr, out, a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, WORKSPACE, stream)
+    return plan, lambda out: plan.run(
+        a.ptr, b.ptr, out, a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, WORKSPACE, stream
+    )
 
 
 def algorithms(given: Operands) -> dict[int, Step]:
-    """Calls by the best algorithms at a first look, by number: cuBLASLt's heuristic's come first, then relatives of theirs. A CUDA device
-    only."""
+    """Calls by the best algorithms at a first look, by number: cuBLASLt's heuristic's come first, then
+    relatives of theirs. A CUDA device only."""
     plan, run = _plan(given)
     plan.widen()
 
@@ -133,13 +165,15 @@ def algorithms(given: Operands) -> dict[int, Step]:
         return step
 
     steps = {index: call(index) for index in range(plan.algorithms)}
-    look = medians(interleaved({str(index): step for index, step in steps.items()}, clock_for(given.out.device), 2, 2))
+    look = medians(
+        interleaved({str(index): step for index, step in steps.items()}, clock_for(given.out.device), 2, 2)
+    )
     return {index: steps[index] for index in sorted(steps, key=lambda index: look[str(index)])[:FINALISTS]}
 
 
 def fastest(given: Operands, fast: bool | None = None) -> Step:
-    """The product by the algorithm that the engine finds the fastest. ``fast``: the accumulation, None as the product has it. A CUDA device
-    only."""
+    """The product by the algorithm that the engine finds the fastest. ``fast``: the accumulation, None as the
+    product has it. A CUDA device only."""
     from fp8kit.backends.cuda.algorithms import settle
 
     plan, run = _plan(given, fast)
@@ -155,8 +189,11 @@ def nobody(given: Operands) -> Mapping[str, Callable[[], tuple[Step, Callable[[]
     return {}
 
 
-def measure(product: Product, setting: Setting, peers: Peers = nobody, kernels: Any | None = None) -> list[Row]:
-    """fp8kit's call, the best algorithm (on a GPU) and the ``peers``: name -> a function that makes a step and what tells its error."""
+def measure(
+    product: Product, setting: Setting, peers: Peers = nobody, kernels: Any | None = None
+) -> list[Row]:
+    """fp8kit's call, the best algorithm (on a GPU) and the ``peers``: name -> a function that makes a step
+    and what tells its error."""
     device = setting.device
     kernels = dispatch.kernels(device) if kernels is None else kernels
     workload = f"{product.name}, {product.m} x {product.n} x {product.k}, {product.a.name} x E4M3"
@@ -172,7 +209,8 @@ def measure(product: Product, setting: Setting, peers: Peers = nobody, kernels: 
             step, error = make()
             step()
             row["error"] = error()
-        except Exception as failed:  # what one library cannot do here must not cost the other figures; it is reported
+        # what one library cannot do here must not cost the other figures; it is reported
+        except Exception as failed:
             row["status"] = reason(failed)
             continue
         if not row["error"] < BOUND:
@@ -180,7 +218,9 @@ def measure(product: Product, setting: Setting, peers: Peers = nobody, kernels: 
         steps[name] = step
     proposed = algorithms(given) if device.kind == "cuda" else {}
     steps |= {f"algorithm {i}": step for i, step in proposed.items()}
-    times = medians(interleaved(steps, clock_for(device), max(2, setting.rounds // 2), setting.calls, setting.warmups))
+    times = medians(
+        interleaved(steps, clock_for(device), max(2, setting.rounds // 2), setting.calls, setting.warmups)
+    )
     for name, row in rows.items():
         if name in times:
             row |= {"gpu_ms": times[name] * 1e3, "tflops": product.flops / times[name] * 1e-12}
@@ -189,8 +229,16 @@ def measure(product: Product, setting: Setting, peers: Peers = nobody, kernels: 
         best = min(found, key=found.__getitem__)
         given.poison()
         proposed[best]()
-        rows[BEST] = {"workload": workload, "case": BEST, "status": "ok", "product": product.name, "algorithm": best,
-                      "error": given.error(), "gpu_ms": found[best] * 1e3, "tflops": product.flops / found[best] * 1e-12}  # fmt: skip
+        rows[BEST] = {
+            "workload": workload,
+            "case": BEST,
+            "status": "ok",
+            "product": product.name,
+            "algorithm": best,
+            "error": given.error(),
+            "gpu_ms": found[best] * 1e3,
+            "tflops": product.flops / found[best] * 1e-12,
+        }
         for row in rows.values():
             if "gpu_ms" in row:
                 row["of_best"] = found[best] / row["gpu_ms"] * 1e3

@@ -1,8 +1,10 @@
-"""The memory-bound kernels: one table of what each reads and writes, and the time of each beside a copy of the same bytes.
+"""The memory-bound kernels: one table of what each reads and writes, and the time of each beside a copy of
+the same bytes.
 
-The floor of such a kernel is the time to read each input once and to write each output once, at the speed of a device-to-device copy.
-Every timed result is checked: its buffers are poisoned first, no element may be left, and parts of it are compared with the reference
-engine's: some rows of what belongs to rows, and of sums over rows some columns.
+The floor of such a kernel is the time to read each input once and to write each output once, at the speed of
+a device-to-device copy. Every timed result is checked: its buffers are poisoned first, no element may be
+left, and parts of it are compared with the reference engine's: some rows of what belongs to rows, and of sums
+over rows some columns.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ SLICE = 64  # rows, or columns of sums, that are compared with the reference eng
 TILE = (1, BLOCK)  # of the block-scaled cast
 # bytes that calls in a row go through before they meet a buffer again: beyond every cache
 _ROTATE, _MOST_SETS = 512 << 20, 8
-# relative error of a result: bfloat16's rounding, codes of which few may differ by a step, float32 sums in another order
+# relative error of a result: bfloat16's rounding, codes of which few may differ by a step, float32 sums in
+# another order
 BOUNDS: dict[DType, float] = {formats.bfloat16: 2.0**-7, formats.uint8: 2.0**-6, formats.float32: 2.0**-10}
 
 
 class Buffer(NamedTuple):
-    """One argument: ``dims``, letters of ``KernelCase.dims``; ``role``: "in", "out", "sum" (an output summed over rows), "max" (a running
-    maximum, zeroed before), "both" (read and written). ``values``: how an input is drawn, a name of ``fp8kit.bench.random``."""
+    """One argument: ``dims``, letters of ``KernelCase.dims``; ``role``: "in", "out", "sum" (an output summed
+    over rows), "max" (a running maximum, zeroed before), "both" (read and written). ``values``: how an input
+    is drawn, a name of ``fp8kit.bench.random``."""
 
     name: str
     dims: str
@@ -58,9 +62,10 @@ Call = Callable[[Any, Views, int], None]
 class KernelCase:
     """One kernel at one size.
 
-    ``kernel``: its name in the contract; ``rows``, ``columns``: M and N. ``uses``: how often one FP8 layer with delayed scaling, forward
-    and backward, runs it so. ``call(kernels, views, stream)`` runs it; ``workspace(kernels, M, N)`` is what it needs in bytes, None for
-    nothing. ``within``: how often the layer does this within a product, where the skeleton has a pass of its own.
+    ``kernel``: its name in the contract; ``rows``, ``columns``: M and N. ``uses``: how often one FP8 layer
+    with delayed scaling, forward and backward, runs it so. ``call(kernels, views, stream)`` runs it;
+    ``workspace(kernels, M, N)`` is what it needs in bytes, None for nothing. ``within``: how often the layer
+    does this within a product, where the skeleton has a pass of its own.
     """
 
     name: str
@@ -82,17 +87,28 @@ class KernelCase:
     @property
     def nbytes(self) -> int:
         """Bytes that must move: every input read once, every output written once."""
-        each = (math.prod(b.shape(self.dims)) * b.dtype.itemsize * (2 if b.role == "both" else 1) for b in self.buffers)
+        each = (
+            math.prod(b.shape(self.dims)) * b.dtype.itemsize * (2 if b.role == "both" else 1)
+            for b in self.buffers
+        )
         return sum(each)
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------------------
 
 _X, _SCALE = Buffer("x", "MN", HALF, "in"), Buffer("scale", "", formats.float32, "in", "scale")
 _CODES = (Buffer("q", "MN", formats.uint8, "out"), Buffer("q_t", "NM", formats.uint8, "out"))
-_CAST = (*_CODES, _SCALE, Buffer("scale_inv", "", formats.float32, "out"), Buffer("amax", "", formats.float32, "max"))
+_CAST = (
+    *_CODES,
+    _SCALE,
+    Buffer("scale_inv", "", formats.float32, "out"),
+    Buffer("amax", "", formats.float32, "max"),
+)
 _STATISTICS = tuple(Buffer(name, "M", formats.float32, "out") for name in ("mean", "rstd"))
-_SEEN = (Buffer("mean", "M", formats.float32, "in", "small"), Buffer("rstd", "M", formats.float32, "in", "near one"))
+_SEEN = (
+    Buffer("mean", "M", formats.float32, "in", "small"),
+    Buffer("rstd", "M", formats.float32, "in", "near one"),
+)
 _GAMMA, _BETA = Buffer("gamma", "N", HALF, "in", "near one"), Buffer("beta", "N", HALF, "in", "small")
 _RNG = Buffer("rng", "2", formats.int64, "in", "rng")
 _Y, _DX, _DY = Buffer("y", "MN", HALF, "out"), Buffer("dx", "MN", HALF, "out"), Buffer("dy", "MN", HALF, "in")
@@ -105,16 +121,44 @@ def _cast(v: Views, fmt: Format) -> Cast:
 
 def _norm_fwd(k: Any, v: Views, s: int) -> None:
     cast = _cast(v, E4M3) if "q" in v else None
-    k.norm_fwd(v["x"], v["gamma"], v["beta"], v.get("y"), v["mean"], v["rstd"], None, cast, "LayerNorm", 1e-5, False, s)
+    k.norm_fwd(
+        v["x"],
+        v["gamma"],
+        v["beta"],
+        v.get("y"),
+        v["mean"],
+        v["rstd"],
+        None,
+        cast,
+        "LayerNorm",
+        1e-5,
+        False,
+        s,
+    )
 
 
 def _norm_bwd(k: Any, v: Views, s: int) -> None:
-    k.norm_bwd(v["dy"], v["x"], v["gamma"], v["mean"], v["rstd"], v["residual"], v["dx"], v["dgamma"], v["dbias"], "LayerNorm", False,
-               v["workspace"], s)
+    k.norm_bwd(
+        v["dy"],
+        v["x"],
+        v["gamma"],
+        v["mean"],
+        v["rstd"],
+        v["residual"],
+        v["dx"],
+        v["dgamma"],
+        v["dbias"],
+        "LayerNorm",
+        False,
+        v["workspace"],
+        s,
+    )
 
 
 def _both_ways(k: Any, v: Views, s: int) -> None:
-    k.quantize_transpose(v["x"], _cast(v, E5M2 if "dbias" in v else E4M3), v.get("dbias"), v.get("workspace"), s)
+    k.quantize_transpose(
+        v["x"], _cast(v, E5M2 if "dbias" in v else E4M3), v.get("dbias"), v.get("workspace"), s
+    )
 
 
 def _act_fwd(k: Any, v: Views, s: int) -> None:
@@ -122,7 +166,9 @@ def _act_fwd(k: Any, v: Views, s: int) -> None:
 
 
 def _act_bwd(k: Any, v: Views, s: int) -> None:
-    k.act_bwd(v["dy"], v["x"], v["bias"], None, v["dbias"], None, _cast(v, E5M2), "gelu", (), v["workspace"], s)
+    k.act_bwd(
+        v["dy"], v["x"], v["bias"], None, v["dbias"], None, _cast(v, E5M2), "gelu", (), v["workspace"], s
+    )
 
 
 def _dropout_add(k: Any, v: Views, s: int) -> None:
@@ -135,7 +181,22 @@ def _block(k: Any, v: Views, s: int) -> None:
 
 def _adamw(k: Any, v: Views, s: int) -> None:
     one = {name: [v[name]] for name in ("x", "dy", "m", "v", "master")}
-    k.adamw_(one["x"], one["dy"], one["m"], one["v"], one["master"], 1e-3, 0.9, 0.999, 1e-8, [0.1], 1, None, None, s)
+    k.adamw_(
+        one["x"],
+        one["dy"],
+        one["m"],
+        one["v"],
+        one["master"],
+        1e-3,
+        0.9,
+        0.999,
+        1e-8,
+        [0.1],
+        1,
+        None,
+        None,
+        s,
+    )
 
 
 def _sums(k: Any, rows: int, columns: int) -> int:
@@ -151,56 +212,141 @@ def _act_sums(k: Any, rows: int, columns: int) -> int:
 
 
 def _weights(name: str, rows: int, columns: int) -> KernelCase:
-    return KernelCase(f"cast of {name}, both ways", "quantize_transpose", rows, columns, (_X, *_CAST), _both_ways, 1)
+    return KernelCase(
+        f"cast of {name}, both ways", "quantize_transpose", rows, columns, (_X, *_CAST), _both_ways, 1
+    )
 
 
 def kernel_cases(layer: Layer = FULL.large, vocabulary: int = FULL.vocabulary) -> list[KernelCase]:
-    """Every timed kernel at a layer's sizes (bfloat16, GELU, LayerNorm, biases): first those of its FP8 pass, then others."""
+    """Every timed kernel at a layer's sizes (bfloat16, GELU, LayerNorm, biases): first those of its FP8 pass,
+    then others."""
     m, h, f = layer.tokens, layer.hidden, layer.ffn
     bias = Buffer("bias", "N", HALF, "in")
     grads = (_X, *_CAST, _DBIAS)
     return [
-        KernelCase("norm, cast both ways", "norm_fwd", m, h, (_X, _GAMMA, _BETA, *_CAST, *_STATISTICS), _norm_fwd, 2),
-        KernelCase("attention's output, cast both ways", "quantize_transpose", m, h, (_X, *_CAST), _both_ways, 1),
+        KernelCase(
+            "norm, cast both ways", "norm_fwd", m, h, (_X, _GAMMA, _BETA, *_CAST, *_STATISTICS), _norm_fwd, 2
+        ),
+        KernelCase(
+            "attention's output, cast both ways", "quantize_transpose", m, h, (_X, *_CAST), _both_ways, 1
+        ),
         KernelCase("bias, GELU, cast both ways", "act_fwd", m, f, (_X, bias, *_CAST), _act_fwd, 1),
         KernelCase("bias, residual", "dropout_add", m, h, (_X, bias, _RESIDUAL, _Y), _dropout_add, within=2),
-        _weights("qkv's weight", 3 * h, h), _weights("proj's weight", h, h), _weights("fc1's weight", f, h), _weights("fc2's weight", h, f),
+        _weights("qkv's weight", 3 * h, h),
+        _weights("proj's weight", h, h),
+        _weights("fc1's weight", f, h),
+        _weights("fc2's weight", h, f),
         KernelCase("gradient, cast both ways, sums", "quantize_transpose", m, h, grads, _both_ways, 2, _sums),
-        KernelCase("GELU's gradient, cast both ways, sums", "act_bwd", m, f, (_DY, _X, bias, *_CAST, _DBIAS), _act_bwd, 1, _act_sums),
+        KernelCase(
+            "GELU's gradient, cast both ways, sums",
+            "act_bwd",
+            m,
+            f,
+            (_DY, _X, bias, *_CAST, _DBIAS),
+            _act_bwd,
+            1,
+            _act_sums,
+        ),
         KernelCase("dQKV, cast both ways, sums", "quantize_transpose", m, 3 * h, grads, _both_ways, 1, _sums),
-        KernelCase("norm's gradient, residual, sums", "norm_bwd", m, h,
-                   (_DY, _X, _GAMMA, *_SEEN, _RESIDUAL, _DX, Buffer("dgamma", "N", HALF, "sum"), _DBIAS), _norm_bwd, 2, _norm_sums),
+        KernelCase(
+            "norm's gradient, residual, sums",
+            "norm_bwd",
+            m,
+            h,
+            (_DY, _X, _GAMMA, *_SEEN, _RESIDUAL, _DX, Buffer("dgamma", "N", HALF, "sum"), _DBIAS),
+            _norm_bwd,
+            2,
+            _norm_sums,
+        ),
         KernelCase("norm, bfloat16", "norm_fwd", m, h, (_X, _GAMMA, _BETA, _Y, *_STATISTICS), _norm_fwd),
-        KernelCase("amax", "amax", m, h, (_X, Buffer("amax", "", formats.float32, "max")),
-                   lambda k, v, s: k.amax(v["x"], v["amax"], v["x"].shape, s)),
-        KernelCase("dequantize", "dequantize", m, h, (Buffer("q", "MN", formats.uint8, "in", "codes"), _SCALE, _Y),
-                   lambda k, v, s: k.dequantize(v["q"], v["y"], v["scale"], E4M3, v["q"].shape, s)),
-        KernelCase("cast by blocks of 1 x 128", "block_quantize", m, h - h % BLOCK or BLOCK,
-                   (_X, _CODES[0], Buffer("q_inv", "BC", formats.float32, "out")), _block),
-        KernelCase("bias, dropout 0.1, residual", "dropout_add", m, h, (_X, bias, _RESIDUAL, _RNG, _Y), _dropout_add),
-        KernelCase("column sums", "sum_rows", m, h, (_X, _DBIAS), lambda k, v, s: k.sum_rows(v["x"], v["dbias"], v["workspace"], s), 0,
-                   lambda k, rows, columns: int(k.column_sum_workspace(rows, columns))),
-        KernelCase("cross entropy", "cross_entropy_fwd", m, vocabulary,
-                   (_X, Buffer("ids", "M", formats.int64, "in", "ids"), *(Buffer(n, "M", formats.float32, "out") for n in ("loss", "lse"))),
-                   lambda k, v, s: k.cross_entropy_fwd(v["x"], v["ids"], v["loss"], v["lse"], None, 0.0, -100, s)),
-        KernelCase("AdamW with masters", "adamw_", h, f,
-                   (Buffer("x", "MN", HALF, "out"), _DY, *(Buffer(n, "MN", formats.float32, "both", how) for n, how in
-                                                           (("m", "small"), ("v", "near one"), ("master", "normal")))), _adamw),
-    ]  # fmt: skip
+        KernelCase(
+            "amax",
+            "amax",
+            m,
+            h,
+            (_X, Buffer("amax", "", formats.float32, "max")),
+            lambda k, v, s: k.amax(v["x"], v["amax"], v["x"].shape, s),
+        ),
+        KernelCase(
+            "dequantize",
+            "dequantize",
+            m,
+            h,
+            (Buffer("q", "MN", formats.uint8, "in", "codes"), _SCALE, _Y),
+            lambda k, v, s: k.dequantize(v["q"], v["y"], v["scale"], E4M3, v["q"].shape, s),
+        ),
+        KernelCase(
+            "cast by blocks of 1 x 128",
+            "block_quantize",
+            m,
+            h - h % BLOCK or BLOCK,
+            (_X, _CODES[0], Buffer("q_inv", "BC", formats.float32, "out")),
+            _block,
+        ),
+        KernelCase(
+            "bias, dropout 0.1, residual", "dropout_add", m, h, (_X, bias, _RESIDUAL, _RNG, _Y), _dropout_add
+        ),
+        KernelCase(
+            "column sums",
+            "sum_rows",
+            m,
+            h,
+            (_X, _DBIAS),
+            lambda k, v, s: k.sum_rows(v["x"], v["dbias"], v["workspace"], s),
+            0,
+            lambda k, rows, columns: int(k.column_sum_workspace(rows, columns)),
+        ),
+        KernelCase(
+            "cross entropy",
+            "cross_entropy_fwd",
+            m,
+            vocabulary,
+            (
+                _X,
+                Buffer("ids", "M", formats.int64, "in", "ids"),
+                *(Buffer(n, "M", formats.float32, "out") for n in ("loss", "lse")),
+            ),
+            lambda k, v, s: k.cross_entropy_fwd(v["x"], v["ids"], v["loss"], v["lse"], None, 0.0, -100, s),
+        ),
+        KernelCase(
+            "AdamW with masters",
+            "adamw_",
+            h,
+            f,
+            (
+                Buffer("x", "MN", HALF, "out"),
+                _DY,
+                *(
+                    Buffer(n, "MN", formats.float32, "both", how)
+                    for n, how in (("m", "small"), ("v", "near one"), ("master", "normal"))
+                ),
+            ),
+            _adamw,
+        ),
+    ]
 
 
-# --- running one ------------------------------------------------------------------------------------------------------
+# --- running one --------------------------------------------------------------------------------------------
 
 
 def inputs(case: KernelCase) -> dict[str, np.ndarray[Any, Any]]:
     """Random values of everything that is read, on the host."""
-    return {b.name: random.values(b.values, b.shape(case.dims), b.dtype, i) for i, b in enumerate(case.buffers) if b.role in ("in", "both")}
+    return {
+        b.name: random.values(b.values, b.shape(case.dims), b.dtype, i)
+        for i, b in enumerate(case.buffers)
+        if b.role in ("in", "both")
+    }
 
 
 def place(case: KernelCase, host: Mapping[str, np.ndarray[Any, Any]], device: Device, kernels: Any) -> Views:
-    """Every buffer on ``device``: inputs filled, running maxima 0, outputs and workspace poisoned with 0xFF, NaN in every type."""
-    found = {b.name: arrays.to(arrays.as_view(host[b.name].copy()), device) if b.name in host else
-             random.poisoned(b.shape(case.dims), b.dtype, device) for b in case.buffers}  # fmt: skip
+    """Every buffer on ``device``: inputs filled, running maxima 0, outputs and workspace poisoned with 0xFF,
+    NaN in every type."""
+    found = {
+        b.name: arrays.to(arrays.as_view(host[b.name].copy()), device)
+        if b.name in host
+        else random.poisoned(b.shape(case.dims), b.dtype, device)
+        for b in case.buffers
+    }
     for b in case.buffers:
         if b.role == "max":
             arrays.zero_(found[b.name])
@@ -211,7 +357,8 @@ def place(case: KernelCase, host: Mapping[str, np.ndarray[Any, Any]], device: De
 
 
 def check(case: KernelCase, kernels: Any, device: Device) -> float:
-    """Run a case once on fresh random inputs; the largest relative error to the reference engine's result, each output's over its bound.
+    """Run a case once on fresh random inputs; the largest relative error to the reference engine's result,
+    each output's over its bound.
 
     NaN where an element was not written.
     """
@@ -249,7 +396,11 @@ def _cut(array: np.ndarray[Any, Any], buffer: Buffer, part: KernelCase) -> np.nd
 
 def _left(array: np.ndarray[Any, Any]) -> bool:
     """Whether poison is left."""
-    return bool((array == 0xFF).any()) if array.dtype == np.uint8 else bool(np.isnan(array.astype(np.float32, copy=False)).any())
+    return (
+        bool((array == 0xFF).any())
+        if array.dtype == np.uint8
+        else bool(np.isnan(array.astype(np.float32, copy=False)).any())
+    )
 
 
 def _error(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], fmt: Format) -> float:
@@ -261,9 +412,13 @@ def _error(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], fmt: Format) -
 
 
 def copier(device: Device, nbytes: int, sets: int = 1) -> Callable[[], None]:
-    """A call that copies on the device, ``nbytes`` read and written together; of random bits, in as many buffers by turns as ``sets``."""
+    """A call that copies on the device, ``nbytes`` read and written together; of random bits, in as many
+    buffers by turns as ``sets``."""
     half = max(nbytes // 2, 1)
-    pairs = [(random.codes_on((half,), device, i), random.poisoned((half,), formats.uint8, device)) for i in range(sets)]
+    pairs = [
+        (random.codes_on((half,), device, i), random.poisoned((half,), formats.uint8, device))
+        for i in range(sets)
+    ]
     turn = _turns(pairs)
     return lambda: (lambda pair: arrays.copy(pair[1], pair[0]))(next(turn))
 
@@ -280,31 +435,54 @@ def sets_of(nbytes: int, device: Device) -> int:
 
 @functools.lru_cache(maxsize=64)
 def copy_ceiling(device: Device, nbytes: int) -> float:
-    """Bytes a second, read and written, of a device-to-device copy that moves ``nbytes`` in all: what a memory-bound kernel could reach."""
+    """Bytes a second, read and written, of a device-to-device copy that moves ``nbytes`` in all: what a
+    memory-bound kernel could reach."""
     steps = {"copy": copier(device, nbytes, sets_of(nbytes, device))}
     return nbytes / medians(interleaved(steps, clock_for(device), 3, 10))["copy"]
 
 
 def measure(case: KernelCase, setting: Setting, kernels: Any | None = None) -> Row:
-    """One row: the kernel's time, that of a copy of the same bytes taken in turn with it, and how wrong the result is (``of_bound``)."""
+    """One row: the kernel's time, that of a copy of the same bytes taken in turn with it, and how wrong the
+    result is (``of_bound``)."""
     device = setting.device
     kernels = dispatch.kernels(device) if kernels is None else kernels
-    row: Row = {"workload": "kernels", "case": case.name, "kernel": case.kernel, "shape": [case.rows, case.columns], "status": "ok",
-                "mib": case.nbytes / 2**20, "uses": case.uses}
+    row: Row = {
+        "workload": "kernels",
+        "case": case.name,
+        "kernel": case.kernel,
+        "shape": [case.rows, case.columns],
+        "status": "ok",
+        "mib": case.nbytes / 2**20,
+        "uses": case.uses,
+    }
     try:
         row["of_bound"] = error = check(case, kernels, device)
         if not error < 1:
-            row["status"] = f"WRONG: {'elements were not written' if math.isnan(error) else f'{error:.2f} of the error bound'}"
+            row["status"] = (
+                f"WRONG: {'elements were not written' if math.isnan(error) else f'{error:.2f} of the error bound'}"
+            )
         count = sets_of(case.nbytes, device)
         host, stream = inputs(case), arrays.current_stream(device)
         turn = _turns([place(case, host, device, kernels) for _ in range(count)])
-        steps = {"kernel": lambda: case.call(kernels, next(turn), stream), "copy": copier(device, case.nbytes, count)}
-        found = medians(interleaved(steps, clock_for(device), max(2, setting.rounds // 2), 2 * setting.calls, setting.warmups))
+        steps = {
+            "kernel": lambda: case.call(kernels, next(turn), stream),
+            "copy": copier(device, case.nbytes, count),
+        }
+        found = medians(
+            interleaved(
+                steps, clock_for(device), max(2, setting.rounds // 2), 2 * setting.calls, setting.warmups
+            )
+        )
     except Exception as failed:  # one kernel's failure must not cost the others' figures; it is reported
         row["status"] = reason(failed)
         return row
-    row |= {"gpu_ms": found["kernel"] * 1e3, "copy_ms": found["copy"] * 1e3, "tbps": case.nbytes / found["kernel"] * 1e-12,
-            "ceiling_tbps": case.nbytes / found["copy"] * 1e-12, "of_copy": found["copy"] / found["kernel"]}  # fmt: skip
+    row |= {
+        "gpu_ms": found["kernel"] * 1e3,
+        "copy_ms": found["copy"] * 1e3,
+        "tbps": case.nbytes / found["kernel"] * 1e-12,
+        "ceiling_tbps": case.nbytes / found["copy"] * 1e-12,
+        "of_copy": found["copy"] / found["kernel"],
+    }
     return row
 
 
@@ -320,11 +498,17 @@ def kernels_part(setting: Setting) -> list[Row]:
 
 
 def in_layer(rows: list[Row]) -> Row:
-    """The row of all passes of one layer: sums of the kernels' and of the copies' times, by how often each runs."""
+    """The row of all passes of one layer: sums of the kernels' and of the copies' times, by how often each
+    runs."""
     row: Row = {"workload": "in one layer", "case": "all passes", "status": "ok"}
     used = [r for r in rows if r["uses"]]
     if any("gpu_ms" not in r for r in used):
         return row | {"status": "left out: a kernel has no time"}
     whole, copies = (sum(r[key] * r["uses"] for r in used) for key in ("gpu_ms", "copy_ms"))
-    return row | {"gpu_ms": whole, "copy_ms": copies, "mib": sum(r["mib"] * r["uses"] for r in used), "of_copy": copies / whole,
-                  "check": "sums of the rows above"}  # fmt: skip
+    return row | {
+        "gpu_ms": whole,
+        "copy_ms": copies,
+        "mib": sum(r["mib"] * r["uses"] for r in used),
+        "of_copy": copies / whole,
+        "check": "sums of the rows above",
+    }

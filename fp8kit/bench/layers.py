@@ -1,4 +1,5 @@
-"""Modules beside each other: the layer at four sizes, LayerNormMLP and Linear, and the host's time on a tiny Linear."""
+"""Modules beside each other: the layer at four sizes, LayerNormMLP and Linear, and the host's time on a tiny
+Linear."""
 
 from __future__ import annotations
 
@@ -8,12 +9,23 @@ from typing import Any
 
 from fp8kit import arrays
 from fp8kit.bench.memory import Peak
-from fp8kit.bench.problem import Contender, Problem, Results, Running, errors, native_contenders, reference, verdict
+from fp8kit.bench.problem import (
+    Contender,
+    Problem,
+    Results,
+    Running,
+    errors,
+    native_contenders,
+    reference,
+    verdict,
+)
 from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.skeleton import skeletons
 from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
 
-LAYER_CALLS = 30  # of a turn that count on a GPU, after ten that do not: a layer's clocks at the power limit settle in about 0.1 s
+# of a turn that count on a GPU, after ten that do not: a layer's clocks at the power limit settle in about
+# 0.1 s
+LAYER_CALLS = 30
 SETTLING = 3  # steps before a result is compared: delayed scaling has seen the values then
 
 # of a problem and whether it is the layer: name -> contender
@@ -25,8 +37,11 @@ def native_only(problem: Problem, workload: str) -> Mapping[str, Contender]:
     return native_contenders(graph=problem.kind == "TransformerLayer" and problem.device.kind == "cuda")
 
 
-def start(name: str, make: Contender, problem: Problem, exact: Results | None, row: Row, peak: type[Peak] = Peak) -> Running | None:
-    """Make a contender, take its first steps, check the result and its memory, and fill in the row. None where it does not run."""
+def start(
+    name: str, make: Contender, problem: Problem, exact: Results | None, row: Row, peak: type[Peak] = Peak
+) -> Running | None:
+    """Make a contender, take its first steps, check the result and its memory, and fill in the row. None
+    where it does not run."""
     memory = peak(problem.device)
     begin = time.perf_counter()
     try:
@@ -39,7 +54,8 @@ def start(name: str, make: Contender, problem: Problem, exact: Results | None, r
         running.poison()
         running.step()
         found = errors(problem.branches(*running.results()), exact) if exact is not None else {}
-    except Exception as error:  # what one library cannot do here must not cost the other figures; it is reported
+    # what one library cannot do here must not cost the other figures; it is reported
+    except Exception as error:
         row["status"] = reason(error)
         return None
     if found:
@@ -50,9 +66,17 @@ def start(name: str, make: Contender, problem: Problem, exact: Results | None, r
     return running
 
 
-def measure(workload: str, problem: Problem, contenders: Mapping[str, Contender], setting: Setting,
-            exact: Callable[[Problem], Results] = reference, extra: Mapping[str, Step] | None = None, peak: type[Peak] = Peak) -> list[Row]:
-    """All figures of one problem; ``extra``: further calls that are timed in turn with the contenders, without a check of their own."""
+def measure(
+    workload: str,
+    problem: Problem,
+    contenders: Mapping[str, Contender],
+    setting: Setting,
+    exact: Callable[[Problem], Results] = reference,
+    extra: Mapping[str, Step] | None = None,
+    peak: type[Peak] = Peak,
+) -> list[Row]:
+    """All figures of one problem; ``extra``: further calls that are timed in turn with the contenders,
+    without a check of their own."""
     wanted = exact(problem)
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
@@ -72,30 +96,54 @@ def measure(workload: str, problem: Problem, contenders: Mapping[str, Contender]
     return list(rows.values())
 
 
-def take_times(rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Setting, host: bool = True) -> None:
+def take_times(
+    rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Setting, host: bool = True
+) -> None:
     """Fill in ``gpu_ms``, and ``host_us`` where there is another device than the host."""
-    times = medians(interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups))
+    times = medians(
+        interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups)
+    )
     for name, seconds in times.items():
         rows[name]["gpu_ms"] = seconds * 1e3
     if host and setting.device.kind != "cpu":
-        calls = min(setting.calls, 10)  # the quickest turn counts: many short ones find it sooner than few long ones
-        for name, found in host_seconds(steps, setting.device, setting.rounds, calls, setting.warmups).items():
+        # the quickest turn counts: many short ones find it sooner than few long ones
+        calls = min(setting.calls, 10)
+        for name, found in host_seconds(
+            steps, setting.device, setting.rounds, calls, setting.warmups
+        ).items():
             rows[name] |= found.row()
 
 
-def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference,
-               peak: type[Peak] = Peak) -> list[Row]:
-    """A TransformerLayer at every size, forward and backward; beside the largest the skeleton of the same run."""
+def layer_part(
+    setting: Setting,
+    contenders: Contenders = native_only,
+    exact: Callable[[Problem], Results] = reference,
+    peak: type[Peak] = Peak,
+) -> list[Row]:
+    """A TransformerLayer at every size, forward and backward; beside the largest the skeleton of the same
+    run."""
     rows: list[Row] = []
     for workload, layer in setting.sizes.layers.items():
-        problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
-        extra: dict[str, Any] = skeletons(layer, setting) if layer is setting.sizes.large and setting.device.kind == "cuda" else {}
-        rows += measure(workload, problem, contenders(problem, workload), setting.settled(LAYER_CALLS), exact, extra, peak)
+        problem = Problem(
+            "TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed
+        )
+        extra: dict[str, Any] = (
+            skeletons(layer, setting)
+            if layer is setting.sizes.large and setting.device.kind == "cuda"
+            else {}
+        )
+        rows += measure(
+            workload, problem, contenders(problem, workload), setting.settled(LAYER_CALLS), exact, extra, peak
+        )
     return rows
 
 
-def modules_part(setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference,
-                 peak: type[Peak] = Peak) -> list[Row]:
+def modules_part(
+    setting: Setting,
+    contenders: Contenders = native_only,
+    exact: Callable[[Problem], Results] = reference,
+    peak: type[Peak] = Peak,
+) -> list[Row]:
     """LayerNormMLP and Linear of the largest layer."""
     layer = setting.sizes.large
     rows: list[Row] = []
@@ -105,7 +153,9 @@ def modules_part(setting: Setting, contenders: Contenders = native_only, exact: 
     return rows
 
 
-def host_part(setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference) -> list[Row]:
+def host_part(
+    setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference
+) -> list[Row]:
     """The host's time on a Linear so small that the GPU has nothing to do."""
     tokens, columns, out = setting.sizes.linear
     problem = Problem("Linear", (columns, out), tokens, 1, setting.device, setting.seed)
@@ -114,7 +164,11 @@ def host_part(setting: Setting, contenders: Contenders = native_only, exact: Cal
     kept = []
     wanted = exact(problem)
     for name, make in contenders(problem, "host").items():
-        rows[name] = {"workload": f"Linear, {tokens} tokens, {columns} to {out}", "case": name, "status": "ok"}
+        rows[name] = {
+            "workload": f"Linear, {tokens} tokens, {columns} to {out}",
+            "case": name,
+            "status": "ok",
+        }
         running = start(name, make, problem, wanted, rows[name])
         if running is not None:
             kept.append(running)

@@ -1,4 +1,5 @@
-"""Where a step's memory goes: the most that is held at once, and every tensor that forward keeps for backward."""
+"""Where a step's memory goes: the most that is held at once, and every tensor that forward keeps for
+backward."""
 
 from __future__ import annotations
 
@@ -21,16 +22,30 @@ from fp8kit.errors import Fp8kitError, expected
 from fp8kit.spec import Operation, Plan, Views
 
 # end of a kept tensor's name -> what it is; the first that fits
-KINDS = (("w_q", "weight, FP8 copy"), ("w_qt", "weight, FP8 copy"), ("x_qt", "activation, FP8"), ("x_q", "activation, FP8"),
-         ("_inv", "scales"), ("mean", "statistics"), ("rstd", "statistics"), ("lse", "statistics"), ("numbers", "scales"),
-         ("scale", "scales"), ("weight", "parameter"), ("weight0", "parameter"), ("bias", "parameter"), ("bias0", "parameter"))  # fmt: skip
+KINDS = (
+    ("w_q", "weight, FP8 copy"),
+    ("w_qt", "weight, FP8 copy"),
+    ("x_qt", "activation, FP8"),
+    ("x_q", "activation, FP8"),
+    ("_inv", "scales"),
+    ("mean", "statistics"),
+    ("rstd", "statistics"),
+    ("lse", "statistics"),
+    ("numbers", "scales"),
+    ("scale", "scales"),
+    ("weight", "parameter"),
+    ("weight0", "parameter"),
+    ("bias", "parameter"),
+    ("bias0", "parameter"),
+)
 
 
-# --- the most that is held --------------------------------------------------------------------------------------------
+# --- the most that is held ----------------------------------------------------------------------------------
 
 
 class Peak:
-    """The most that is held beyond what was held when this object was made: in CuPy's pool on a GPU, else what NumPy allocates."""
+    """The most that is held beyond what was held when this object was made: in CuPy's pool on a GPU, else
+    what NumPy allocates."""
 
     def __init__(self, device: Device) -> None:
         gc.collect()
@@ -95,13 +110,13 @@ def pool_growth() -> Iterator[list[int]]:
         yield most
 
 
-# --- the ledger -------------------------------------------------------------------------------------------------------
+# --- the ledger ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that backward reads: which ``operation`` keeps it under which ``name``, and what it is. ``again``: the same memory was
-    counted before, kept by an operation above."""
+    """A tensor that backward reads: which ``operation`` keeps it under which ``name``, and what it is.
+    ``again``: the same memory was counted before, kept by an operation above."""
 
     operation: str
     name: str
@@ -114,7 +129,8 @@ class Kept:
 
 @contextmanager
 def kept_tensors() -> Iterator[list[Kept]]:
-    """What the operations that run within keep for backward, by the saved lists of their plans: a list that fills up."""
+    """What the operations that run within keep for backward, by the saved lists of their plans: a list that
+    fills up."""
     found: list[Kept] = []
     spans: set[tuple[int, int]] = set()
     owners: list[Any] = []  # what has been seen lives on, so that no address is counted for two tensors
@@ -131,12 +147,30 @@ def kept_tensors() -> Iterator[list[Kept]]:
             if view is None:
                 continue
             span = (view.ptr, view.nbytes)
-            found.append(Kept(f"{operation} {number}", name, kind_of(name), view.shape, view.dtype.name, view.nbytes, span in spans))
+            found.append(
+                Kept(
+                    f"{operation} {number}",
+                    name,
+                    kind_of(name),
+                    view.shape,
+                    view.dtype.name,
+                    view.nbytes,
+                    span in spans,
+                )
+            )
             spans.add(span)
             owners.append(view)
 
     def watched(forward: Callable[..., None]) -> Callable[..., None]:
-        def call(self: Operation, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        def call(
+            self: Operation,
+            plan: Plan,
+            inputs: Views,
+            outputs: Views,
+            saved: Views,
+            scratch: Views,
+            stream: int,
+        ) -> None:
             forward(self, plan, inputs, outputs, saved, scratch, stream)
             note(self.name, plan, inputs, outputs, saved)
 
@@ -164,9 +198,11 @@ def kind_of(name: str) -> str:
 
 
 def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Row]:
-    """Rows of what one layer, forward and backward under a key of ``RECIPES``, keeps: each tensor, sums by kind, parameters, the peak.
+    """Rows of what one layer, forward and backward under a key of ``RECIPES``, keeps: each tensor, sums by
+    kind, parameters, the peak.
 
-    ``case`` is "operation number: name"; ``mib`` what it takes, 0 for memory that an earlier row counts. Fp8kitError for an unknown recipe.
+    ``case`` is "operation number: name"; ``mib`` what it takes, 0 for memory that an earlier row counts.
+    Fp8kitError for an unknown recipe.
     """
     if recipe not in RECIPES:
         raise Fp8kitError(expected("ledger", "recipe", repr(recipe), f"one of {', '.join(RECIPES)}"))
@@ -195,10 +231,19 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
     most = peak.bytes(step)
     title = f"kept for backward, {recipe}, hidden {layer.hidden}, {layer.tokens} tokens"
     rows: list[Row] = [
-        {"workload": title, "case": f"{k.operation}: {k.name}", "status": "ok", "kind": k.kind, "shape": list(k.shape), "dtype": k.dtype,
-         "mib": 0.0 if k.again else k.nbytes / 2**20, "detail": f"{k.dtype}{list(k.shape)}{', counted above' if k.again else ''}"}
-        for k in found if k.nbytes >= 1024 or k.again
-    ]  # fmt: skip
+        {
+            "workload": title,
+            "case": f"{k.operation}: {k.name}",
+            "status": "ok",
+            "kind": k.kind,
+            "shape": list(k.shape),
+            "dtype": k.dtype,
+            "mib": 0.0 if k.again else k.nbytes / 2**20,
+            "detail": f"{k.dtype}{list(k.shape)}{', counted above' if k.again else ''}",
+        }
+        for k in found
+        if k.nbytes >= 1024 or k.again
+    ]
     return [*rows, *_sums(found, module.parameters(), most, title)]
 
 
@@ -209,10 +254,22 @@ def _sums(found: Sequence[Kept], parameters: Any, most: int, title: str) -> list
         if not kept.again:
             kinds[kept.kind] = kinds.get(kept.kind, 0) + kept.nbytes
     weights = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters)
-    lines = {**{f"sum: {kind}": size for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1]) if kind != "parameter"},
-             "sum: kept for backward, parameters aside": sum(size for kind, size in kinds.items() if kind != "parameter"),
-             "parameters": weights, "parameters' gradients": weights, "peak of the step": most}  # fmt: skip
-    return [{"workload": title, "case": name, "status": "ok", "mib": size / 2**20} for name, size in lines.items()]
+    lines = {
+        **{
+            f"sum: {kind}": size
+            for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1])
+            if kind != "parameter"
+        },
+        "sum: kept for backward, parameters aside": sum(
+            size for kind, size in kinds.items() if kind != "parameter"
+        ),
+        "parameters": weights,
+        "parameters' gradients": weights,
+        "peak of the step": most,
+    }
+    return [
+        {"workload": title, "case": name, "status": "ok", "mib": size / 2**20} for name, size in lines.items()
+    ]
 
 
 def memory_part(setting: Setting) -> list[Row]:
@@ -222,4 +279,3 @@ def memory_part(setting: Setting) -> list[Row]:
         left_out: list[Row] = [{"workload": f"kept for backward, {recipe}", "case": "all", "status": NO_TIME}]
         rows += ledger(setting.sizes.large, setting.device, recipe) if setting.left() > 0 else left_out
     return rows
-

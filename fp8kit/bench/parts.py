@@ -16,8 +16,16 @@ from fp8kit.bench.steps import steps_part
 NATIVE = (
     Part("casts", "casts on the CPU beside ml_dtypes'", casts_part),
     Part("training", "a training step of the demo's model on the CPU", training_part),
-    Part("layer", "a TransformerLayer, forward and backward, at four sizes; the skeleton of the same run", layer_part),
-    Part("steps", "a layer's training step with AdamW, its weights cast by the layer and by the optimiser", steps_part),
+    Part(
+        "layer",
+        "a TransformerLayer, forward and backward, at four sizes; the skeleton of the same run",
+        layer_part,
+    ),
+    Part(
+        "steps",
+        "a layer's training step with AdamW, its weights cast by the layer and by the optimiser",
+        steps_part,
+    ),
     Part("modules", "LayerNormMLP and Linear, forward and backward", modules_part),
     Part("attention", "causal attention alone", attention_part),
     Part("kernels", "each memory-bound kernel beside a copy of the same bytes", kernels_part),

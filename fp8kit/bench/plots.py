@@ -1,4 +1,5 @@
-"""The pictures: a roofline of kernels and products, and where FP8 begins to pay. Drawn by matplotlib without a display."""
+"""The pictures: a roofline of kernels and products, and where FP8 begins to pay. Drawn by matplotlib without
+a display."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _COLOURS = ("#3b6ea8", "#d1662c", "#3c8d5a", "#8a5fa8", "#a8873b", "#555555")
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib is missing."""
+    """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib
+    is missing."""
     made = []
     if _kernels(report) or _products(report):
         made.append(folder / "roofline.png")
@@ -37,14 +39,26 @@ def _products(report: Report) -> list[Row]:
 
 
 def roofline(path: Path, report: Report) -> None:
-    """A panel of bytes a second, of each memory-bound kernel and of a copy of the same bytes, and one of each product's rate and the best
-    one's; of these the measured."""
+    """A panel of bytes a second, of each memory-bound kernel and of a copy of the same bytes, and one of each
+    product's rate and the best one's; of these the measured."""
     kernels, gemms = _kernels(report), _products(report)
     best = {row["product"]: row["tflops"] for row in report.rows("gemm") if row["case"] == BEST}
-    bars = [([row["case"] for row in kernels], [row["tbps"] for row in kernels], [row["ceiling_tbps"] for row in kernels],
-             "10$^{12}$ bytes/s, read and written", "memory-bound kernels and a copy of the same bytes"),
-            ([row["product"] for row in gemms], [row["tflops"] for row in gemms],
-             [best.get(row["product"], math.nan) for row in gemms], "TFLOP/s", "FP8 products and cuBLASLt's best algorithm")]  # fmt: skip
+    bars = [
+        (
+            [row["case"] for row in kernels],
+            [row["tbps"] for row in kernels],
+            [row["ceiling_tbps"] for row in kernels],
+            "10$^{12}$ bytes/s, read and written",
+            "memory-bound kernels and a copy of the same bytes",
+        ),
+        (
+            [row["product"] for row in gemms],
+            [row["tflops"] for row in gemms],
+            [best.get(row["product"], math.nan) for row in gemms],
+            "TFLOP/s",
+            "FP8 products and cuBLASLt's best algorithm",
+        ),
+    ]
     bars = [given for given in bars if given[0]]
     picture = figure(figsize=(6.5 * len(bars), 6))
     for axes, given in zip(picture.subplots(1, len(bars), squeeze=False)[0], bars, strict=True):
@@ -56,7 +70,16 @@ def roofline(path: Path, report: Report) -> None:
 def _bars(axes: Any, names: list[str], got: list[float], ceiling: list[float], unit: str, title: str) -> None:
     places = range(len(names))
     axes.barh(places, got, color=_COLOURS[0], label="achieved")
-    axes.plot(ceiling, places, linestyle="", marker="|", markersize=12, markeredgewidth=2, color=_COLOURS[1], label="ceiling")
+    axes.plot(
+        ceiling,
+        places,
+        linestyle="",
+        marker="|",
+        markersize=12,
+        markeredgewidth=2,
+        color=_COLOURS[1],
+        label="ceiling",
+    )
     axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(unit, loc="left")  # the legend is at the right
@@ -67,20 +90,30 @@ def _bars(axes: Any, names: list[str], got: list[float], ceiling: list[float], u
 
 def pays(rows: list[Row], case: str) -> str:
     """From how many tokens on a case's FP8 is faster, hidden size by hidden size, in words."""
-    return ", ".join(f"{tokens} at {hidden}" for hidden, tokens in curve(rows, case).items() if tokens) or "nowhere"
+    return (
+        ", ".join(f"{tokens} at {hidden}" for hidden, tokens in curve(rows, case).items() if tokens)
+        or "nowhere"
+    )
 
 
 def breakeven(path: Path, rows: list[Row]) -> None:
-    """A curve a hidden size: the ratio of FP8's time to plain bfloat16's over the tokens; a panel a contender. Below 1 FP8 pays."""
+    """A curve a hidden size: the ratio of FP8's time to plain bfloat16's over the tokens; a panel a
+    contender. Below 1 FP8 pays."""
     cases = [case for case in dict.fromkeys(row["case"] for row in rows) if "FP8" in case]
     hidden = list(dict.fromkeys(row["hidden"] for row in rows))
     picture = figure(figsize=(4.2 * max(1, len(cases)), 4.5))
     panels = picture.subplots(1, max(1, len(cases)), sharey=True, squeeze=False)[0]
     for axes, case in zip(panels, cases, strict=False):
         for size, colour in zip(hidden, _COLOURS, strict=False):
-            cells = sorted((r["tokens"], r["ratio"]) for r in rows if r["case"] == case and r["hidden"] == size and "ratio" in r)
+            cells = sorted(
+                (r["tokens"], r["ratio"])
+                for r in rows
+                if r["case"] == case and r["hidden"] == size and "ratio" in r
+            )
             if cells:
-                axes.plot(*zip(*cells, strict=True), marker="o", markersize=3, color=colour, label=f"hidden {size}")
+                axes.plot(
+                    *zip(*cells, strict=True), marker="o", markersize=3, color=colour, label=f"hidden {size}"
+                )
         axes.axhline(1.0, color="0.3", linestyle=":")
         axes.set(xscale="log", yscale="log", xlabel="tokens")
         where = textwrap.fill(f"pays from (tokens at hidden size): {pays(rows, case)}", 62)

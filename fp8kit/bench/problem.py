@@ -1,4 +1,5 @@
-"""One module to time, as values on the host, so that every library gets the same; and the native door's ways to run it."""
+"""One module to time, as values on the host, so that every library gets the same; and the native door's ways
+to run it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 HostArray = np.ndarray[Any, Any]
 Results = tuple[HostArray, HostArray]
 RECIPES: dict[str, Recipe | None] = {
-    "bf16": None, "FP8 delayed": DelayedScaling(), "FP8 current": Float8CurrentScaling(), "FP8 block": Float8BlockScaling(),
-}  # fmt: skip
+    "bf16": None,
+    "FP8 delayed": DelayedScaling(),
+    "FP8 current": Float8CurrentScaling(),
+    "FP8 block": Float8BlockScaling(),
+}
 SAME_BITS = "fp8kit native FP8 delayed, deterministic"
 # the products that a gradient passes on its way through a module
 PRODUCTS = {"Linear": 1, "LayerNormMLP": 2, "TransformerLayer": 4}
@@ -35,11 +39,11 @@ _ROUNDED = formats.bfloat16.numpy
 
 @dataclass(frozen=True)
 class Problem:
-    """A module of ``kind`` and its ``sizes`` (of Linear in, out; LayerNormMLP hidden, ffn; TransformerLayer also heads) on
-    (``sequence``, ``batch``, features) values.
+    """A module of ``kind`` and its ``sizes`` (of Linear in, out; LayerNormMLP hidden, ffn; TransformerLayer
+    also heads) on (``sequence``, ``batch``, features) values.
 
-    ``layout``: "sbhd" or "bshd", the order of ``x`` and ``dy``, the gradient of the output. ``weights`` have fp8kit's names and Transformer
-    Engine's. All are bfloat16 on the host.
+    ``layout``: "sbhd" or "bshd", the order of ``x`` and ``dy``, the gradient of the output. ``weights`` have
+    fp8kit's names and Transformer Engine's. All are bfloat16 on the host.
     """
 
     kind: str
@@ -52,8 +56,9 @@ class Problem:
 
     @cached_property
     def weights(self) -> dict[str, HostArray]:
-        """Norms' weights near 1, the rest normal. A matrix (out, in) has variance 1 / in: the branches are then about as large as the
-        residual stream at every size, and the stream's rounding does not drown what they are compared by."""
+        """Norms' weights near 1, the rest normal. A matrix (out, in) has variance 1 / in: the branches are
+        then about as large as the residual stream at every size, and the stream's rounding does not drown
+        what they are compared by."""
         return random_weights(self.kind, self.sizes, self.seed)
 
     def data(self, seed: int, features: int) -> HostArray:
@@ -76,7 +81,12 @@ class Problem:
         """The constructor's keyword arguments beyond the sizes, in fp8kit and in Transformer Engine."""
         if self.kind != "TransformerLayer":
             return {}
-        return {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "attn_input_format": self.layout}
+        return {
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "fuse_qkv_params": True,
+            "attn_input_format": self.layout,
+        }
 
     def sampled(self, result: HostArray) -> HostArray:
         """Some tokens of a result (tokens, features), in float32: as many as are compared."""
@@ -84,9 +94,14 @@ class Problem:
         return result.reshape(-1, result.shape[-1])[::step].astype(np.float32)
 
     def branches(self, y: HostArray, dx: HostArray) -> Results:
-        """Sampled y and dx, of a TransformerLayer without what its residual stream carries: that would hide the error."""
+        """Sampled y and dx, of a TransformerLayer without what its residual stream carries: that would hide
+        the error."""
         y, dx = self.sampled(y), self.sampled(dx)
-        return (y - self.sampled(self.x), dx - self.sampled(self.dy)) if self.kind == "TransformerLayer" else (y, dx)
+        return (
+            (y - self.sampled(self.x), dx - self.sampled(self.dy))
+            if self.kind == "TransformerLayer"
+            else (y, dx)
+        )
 
 
 @functools.lru_cache(maxsize=1)
@@ -94,13 +109,18 @@ def random_weights(kind: str, sizes: tuple[int, ...], seed: int) -> dict[str, Ho
     """See ``Problem.weights``. Kept for the next problem of the same sizes; not to be written."""
     found = {}
     for i, (name, shape) in enumerate(parameter_shapes(kind, sizes).items()):
-        spread, mean = (shape[1] ** -0.5, 0.0) if len(shape) == 2 else (0.1, 1.0 if name.endswith("norm_weight") else 0.0)
+        spread, mean = (
+            (shape[1] ** -0.5, 0.0)
+            if len(shape) == 2
+            else (0.1, 1.0 if name.endswith("norm_weight") else 0.0)
+        )
         found[name] = random.normal(shape, seed + i, _ROUNDED, spread, mean)
     return found
 
 
 class Modules:
-    """Modules that are used again for problems of the same sizes, by name; those of other sizes are let go."""
+    """Modules that are used again for problems of the same sizes, by name; those of other sizes are let
+    go."""
 
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = ()
@@ -121,21 +141,33 @@ def parameter_shapes(kind: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, 
     hidden, wide = sizes[:2]
     if kind == "Linear":
         return {"weight": (wide, hidden), "bias": (wide,)}
-    mlp = {"layer_norm_weight": (hidden,), "layer_norm_bias": (hidden,), "fc1_weight": (wide, hidden), "fc1_bias": (wide,),
-           "fc2_weight": (hidden, wide), "fc2_bias": (hidden,)}  # fmt: skip
+    mlp = {
+        "layer_norm_weight": (hidden,),
+        "layer_norm_bias": (hidden,),
+        "fc1_weight": (wide, hidden),
+        "fc1_bias": (wide,),
+        "fc2_weight": (hidden, wide),
+        "fc2_bias": (hidden,),
+    }
     if kind == "LayerNormMLP":
         return dict(mlp)
     qkv, proj = "self_attention.layernorm_qkv", "self_attention.proj"
-    return {f"{qkv}.layer_norm_weight": (hidden,), f"{qkv}.layer_norm_bias": (hidden,), f"{qkv}.weight": (3 * hidden, hidden),
-            f"{qkv}.bias": (3 * hidden,), f"{proj}.weight": (hidden, hidden), f"{proj}.bias": (hidden,),
-            **{f"layernorm_mlp.{name}": shape for name, shape in mlp.items()}}  # fmt: skip
+    return {
+        f"{qkv}.layer_norm_weight": (hidden,),
+        f"{qkv}.layer_norm_bias": (hidden,),
+        f"{qkv}.weight": (3 * hidden, hidden),
+        f"{qkv}.bias": (3 * hidden,),
+        f"{proj}.weight": (hidden, hidden),
+        f"{proj}.bias": (hidden,),
+        **{f"layernorm_mlp.{name}": shape for name, shape in mlp.items()},
+    }
 
 
 @dataclass
 class Running:
-    """A contender, made: ``step`` is one forward and backward, the parameters' gradients written anew. ``results`` gives y and dx of the
-    last step in the problem's layout, on the host; ``poison`` spoils the memory that the next step's results are written to. ``keep``:
-    what else lives as long as the contender."""
+    """A contender, made: ``step`` is one forward and backward, the parameters' gradients written anew.
+    ``results`` gives y and dx of the last step in the problem's layout, on the host; ``poison`` spoils the
+    memory that the next step's results are written to. ``keep``: what else lives as long as the contender."""
 
     step: Callable[[], Any]
     results: Callable[[], Results]
@@ -156,12 +188,16 @@ def native_module(problem: Problem, dtype: DType = formats.bfloat16) -> nn.Modul
     inits: dict[str, Any] = {"init_method": _leave}
     if problem.kind != "Linear":
         inits["output_layer_init_method"] = _leave
-    module: nn.Module = getattr(nn, problem.kind)(*problem.sizes, params_dtype=dtype, device=problem.device, **inits, **problem.options)
+    module: nn.Module = getattr(nn, problem.kind)(
+        *problem.sizes, params_dtype=dtype, device=problem.device, **inits, **problem.options
+    )
     module.load_state_dict({name: w.astype(dtype.numpy, copy=False) for name, w in problem.weights.items()})
     return module
 
 
-def native_call(module: nn.Module, leaf: Any, upstream: ArrayView, recipe: Recipe | None) -> Callable[[], tuple[Any, Any]]:
+def native_call(
+    module: nn.Module, leaf: Any, upstream: ArrayView, recipe: Recipe | None
+) -> Callable[[], tuple[Any, Any]]:
     """One forward and backward of a native module: (y, the input's gradient)."""
     enabled = recipe is not None
 
@@ -176,9 +212,15 @@ def native_call(module: nn.Module, leaf: Any, upstream: ArrayView, recipe: Recip
     return call
 
 
-def native(problem: Problem, recipe: Recipe | None, dtype: DType = formats.bfloat16, graph: bool = False,
-           module: nn.Module | None = None) -> Running:
-    """fp8kit's own module and autograd; with ``graph`` its whole step captured once and replayed. Unavailable without ``fk.graph``.
+def native(
+    problem: Problem,
+    recipe: Recipe | None,
+    dtype: DType = formats.bfloat16,
+    graph: bool = False,
+    module: nn.Module | None = None,
+) -> Running:
+    """fp8kit's own module and autograd; with ``graph`` its whole step captured once and replayed. Unavailable
+    without ``fk.graph``.
 
     ``module``: one of the problem's, instead of a new one.
     """
@@ -207,8 +249,9 @@ def native(problem: Problem, recipe: Recipe | None, dtype: DType = formats.bfloa
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call`` by ``fk.graph``: run as it is at first, then captured, and replayed from then on. What it returns stays where the capture
-    wrote it, and is not copied out. Unavailable where this fp8kit has no graphs."""
+    """``call`` by ``fk.graph``: run as it is at first, then captured, and replayed from then on. What it
+    returns stays where the capture wrote it, and is not copied out. Unavailable where this fp8kit has no
+    graphs."""
     graph = getattr(fp8kit, "graph", None)
     if graph is None:
         raise Unavailable("fk.graph is missing: this fp8kit captures no graphs")
@@ -241,9 +284,10 @@ def reference(problem: Problem) -> Results:
 def bounds(case: str, kind: str) -> tuple[float, float]:
     """The largest relative errors of y and dx that a right result has: twice those of independent roundings.
 
-    One FP8 product of normal data has the errors that the part ``error`` finds: 0.0376 of two E4M3 operands, 0.0592 of an E5M2
-    gradient and an E4M3 weight. The errors of n products in a row add as their squares do; dx passes n forward and n backward. bfloat16
-    rounds by 2**-9 at most, and a module does so a few times at each product.
+    One FP8 product of normal data has the errors that the part ``error`` finds: 0.0376 of two E4M3 operands,
+    0.0592 of an E5M2 gradient and an E4M3 weight. The errors of n products in a row add as their squares do;
+    dx passes n forward and n backward. bfloat16 rounds by 2**-9 at most, and a module does so a few times at
+    each product.
     """
     n = PRODUCTS[kind]
     if "FP8" not in case:
@@ -265,11 +309,16 @@ def same_bits(problem: Problem) -> Running:
 
 
 def native_contenders(graph: bool = False) -> dict[str, Contender]:
-    """The native door with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and with the same bits every time."""
-    found: dict[str, Contender] = {f"fp8kit native {name}": _native(recipe) for name, recipe in RECIPES.items()}
+    """The native door with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and with the same
+    bits every time."""
+    found: dict[str, Contender] = {
+        f"fp8kit native {name}": _native(recipe) for name, recipe in RECIPES.items()
+    }
     if graph:
         found[SAME_BITS] = same_bits
-        found |= {f"fp8kit native {name}, graph": _native(RECIPES[name], True) for name in ("bf16", "FP8 delayed")}
+        found |= {
+            f"fp8kit native {name}, graph": _native(RECIPES[name], True) for name in ("bf16", "FP8 delayed")
+        }
     return found
 
 
@@ -281,7 +330,10 @@ def errors(got: Results, exact: Results) -> dict[str, float]:
     """``error_y`` and ``error_dx``."""
     from fp8kit.testing import relative_error
 
-    return {key: relative_error(*pair) for key, pair in zip(("error_y", "error_dx"), zip(got, exact, strict=True), strict=True)}
+    return {
+        key: relative_error(*pair)
+        for key, pair in zip(("error_y", "error_dx"), zip(got, exact, strict=True), strict=True)
+    }
 
 
 def verdict(case: str, kind: str, found: Mapping[str, float]) -> str:

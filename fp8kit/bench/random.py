@@ -1,6 +1,7 @@
 """Random data for timing, never zeros: power, and so a GPU's speed, depends on the bits.
 
-Large arrays repeat a drawn pool. Its length is prime, so no two rows of a matrix are alike, and drawing costs little beside the timing.
+Large arrays repeat a drawn pool. Its length is prime, so no two rows of a matrix are alike, and drawing costs
+little beside the timing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def _pool(seed: int) -> HostArray:
     return np.random.Generator(np.random.Philox(seed)).standard_normal(_POOL, np.float32)
 
 
-def normal(shape: tuple[int, ...], seed: int, dtype: Any = np.float32, spread: float = 1.0, mean: float = 0.0) -> HostArray:
+def normal(
+    shape: tuple[int, ...], seed: int, dtype: Any = np.float32, spread: float = 1.0, mean: float = 0.0
+) -> HostArray:
     """Normal values of that spread and mean, rounded to ``dtype``."""
     pool = _pool(seed)
     if (spread, mean) != (1.0, 0.0):
@@ -33,7 +36,9 @@ def normal(shape: tuple[int, ...], seed: int, dtype: Any = np.float32, spread: f
     return np.resize(pool.astype(dtype, copy=False), shape)
 
 
-def codes(shape: tuple[int, ...], seed: int, dtype: DType = formats.float8_e4m3fn, spread: float = _SPREAD) -> HostArray:
+def codes(
+    shape: tuple[int, ...], seed: int, dtype: DType = formats.float8_e4m3fn, spread: float = _SPREAD
+) -> HostArray:
     """uint8: FP8 codes of normal values."""
     return np.resize((_pool(seed) * np.float32(spread)).astype(dtype.numpy).view(np.uint8), shape)
 
@@ -64,8 +69,8 @@ def poisoned(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
 
 
 def poison_free(device: Device, shape: tuple[int, ...], dtype: DType, count: int = 4) -> None:
-    """Fill memory that the allocator is about to hand out again for arrays of this shape: a result that nobody wrote is then NaN, not the
-    right one of an earlier call."""
+    """Fill memory that the allocator is about to hand out again for arrays of this shape: a result that
+    nobody wrote is then NaN, not the right one of an earlier call."""
     taken = [arrays.empty(shape, dtype, device) for _ in range(count)]
     source = poisoned(shape, dtype, device)
     for view in taken:

@@ -1,16 +1,21 @@
-"""What a benchmark run leaves behind: rows of figures, part by part, as a table and as JSON with versions and clocks.
+"""What a benchmark run leaves behind: rows of figures, part by part, as a table and as JSON with versions and
+clocks.
 
-A part is a function from a ``Setting`` to rows. A row is a flat dictionary: ``workload`` and ``case`` name it, ``status`` is "ok", or why
-there is no figure ("not installed", "left out: ...", "failed: ..."), or that it is one of a wrong result ("WRONG: ..."). The rest are
-figures:
+A part is a function from a ``Setting`` to rows. A row is a flat dictionary: ``workload`` and ``case`` name
+it, ``status`` is "ok", or why there is no figure ("not installed", "left out: ...", "failed: ..."), or that
+it is one of a wrong result ("WRONG: ..."). The rest are figures:
 
-* ``gpu_ms``: median time of a call, calls queued back to back, ``cpu_ms`` where the CPU computes; ``host_us``: time until a call
-  returns, the device idle before: the quickest turn's (``timing.HostTime``); ``host_us_median``: the median turn's.
-* ``error_y``, ``error_dx``, ``error``: ||got - exact|| / ||exact|| against float32, of a layer without its residual stream.
-* ``of_bound``: an error as a share of the largest that is allowed; ``check``: in words how else the result was checked.
-* ``peak_gib``: parameters, gradients and all that a step allocates (on the CPU that alone). ``first_step_s``: making the module and its
-  first step.
-* ``tbps``: 10^12 bytes a second, read and written; ``tflops``: 10^12 floating-point operations a second; ``of_copy``, ``of_best``: shares.
+* ``gpu_ms``: median time of a call, calls queued back to back, ``cpu_ms`` where the CPU computes;
+  ``host_us``: time until a call returns, the device idle before: the quickest turn's (``timing.HostTime``);
+  ``host_us_median``: the median turn's.
+* ``error_y``, ``error_dx``, ``error``: ||got - exact|| / ||exact|| against float32, of a layer without its
+  residual stream.
+* ``of_bound``: an error as a share of the largest that is allowed; ``check``: in words how else the result
+  was checked.
+* ``peak_gib``: parameters, gradients and all that a step allocates (on the CPU that alone). ``first_step_s``:
+  making the module and its first step.
+* ``tbps``: 10^12 bytes a second, read and written; ``tflops``: 10^12 floating-point operations a second;
+  ``of_copy``, ``of_best``: shares.
 """
 
 from __future__ import annotations
@@ -29,21 +34,62 @@ import fp8kit
 from fp8kit.arrays import CPU, Device
 from fp8kit.bench.sizes import FULL, SMALL, Sizes
 
-PACKAGES = ("numpy", "ml_dtypes", "numba", "tbb", "matplotlib", "cupy-cuda13x", "nvmath-python", "cuda-bindings",
-            "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "torch", "jax", "jax-tvm-ffi")
+PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "numba",
+    "tbb",
+    "matplotlib",
+    "cupy-cuda13x",
+    "nvmath-python",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "torch",
+    "jax",
+    "jax-tvm-ffi",
+)
 Row = dict[str, Any]
 # figure -> how it is printed
-COLUMNS = {"gpu_ms": "9.3f", "cpu_ms": "9.3f", "host_us": "9.1f", "peak_gib": "8.3f", "first_step_s": "7.3f", "seconds": "7.3f",
-           "tbps": "6.3f", "tflops": "6.0f", "of_copy": "7.3f", "of_best": "7.3f", "ratio": "6.3f", "value": "10.3f", "unit": "s",
-           "mib": "9.3f", "error_y": "7.4f", "error_dx": "8.4f", "error_dW": "8.4f", "error": "8.5f", "of_bound": "8.3f", "check": "s",
-           "detail": "s"}  # fmt: skip
-# figure -> the unit it is printed in where the largest is below SMALL_FIGURE, how many of these make one, and how they are printed
-SMALL_UNITS = {"peak_gib": ("peak_mib", 1024.0, "9.3f"), "mib": ("kib", 1024.0, "9.3f"), "tbps": ("gbps", 1e3, "8.3f"),
-               "tflops": ("gflops", 1e3, "8.3f")}  # fmt: skip
+COLUMNS = {
+    "gpu_ms": "9.3f",
+    "cpu_ms": "9.3f",
+    "host_us": "9.1f",
+    "peak_gib": "8.3f",
+    "first_step_s": "7.3f",
+    "seconds": "7.3f",
+    "tbps": "6.3f",
+    "tflops": "6.0f",
+    "of_copy": "7.3f",
+    "of_best": "7.3f",
+    "ratio": "6.3f",
+    "value": "10.3f",
+    "unit": "s",
+    "mib": "9.3f",
+    "error_y": "7.4f",
+    "error_dx": "8.4f",
+    "error_dW": "8.4f",
+    "error": "8.5f",
+    "of_bound": "8.3f",
+    "check": "s",
+    "detail": "s",
+}
+# figure -> the unit it is printed in where the largest is below SMALL_FIGURE, how many of these make one, and
+# how they are printed
+SMALL_UNITS = {
+    "peak_gib": ("peak_mib", 1024.0, "9.3f"),
+    "mib": ("kib", 1024.0, "9.3f"),
+    "tbps": ("gbps", 1e3, "8.3f"),
+    "tflops": ("gflops", 1e3, "8.3f"),
+}
 SMALL_FIGURE = 0.1
 NO_TIME = "left out: no time"
 # distributions that a figure depends on most, by the kind of device
-_HEAD = {"cpu": ("numpy", "ml_dtypes", "numba"), "cuda": ("numpy", "cupy-cuda13x", "nvmath-python", "nvidia-cudnn-cu13")}
+_HEAD = {
+    "cpu": ("numpy", "ml_dtypes", "numba"),
+    "cuda": ("numpy", "cupy-cuda13x", "nvmath-python", "nvidia-cudnn-cu13"),
+}
 
 
 class Unavailable(Exception):
@@ -52,8 +98,9 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run is made. ``rounds`` turns of each contender, ``calls`` counted calls in a turn, after ``warmups``. ``deadline``: of the
-    whole run, on ``time.monotonic``, None for none; a part begins nothing new after it. ``out``: folder of the plots, None for none."""
+    """How a run is made. ``rounds`` turns of each contender, ``calls`` counted calls in a turn, after
+    ``warmups``. ``deadline``: of the whole run, on ``time.monotonic``, None for none; a part begins nothing
+    new after it. ``out``: folder of the plots, None for none."""
 
     device: Device = CPU
     sizes: Sizes = FULL
@@ -74,21 +121,29 @@ class Setting:
         return replace(self, deadline=end if self.deadline is None else min(end, self.deadline))
 
     def settled(self, calls: int = 10) -> Setting:
-        """The same, for layers and for what may take the host's time: on a GPU ten calls of a turn do not count, and ``calls`` do.
-        Contenders take turns in one allocator and on one chip: what it gives, and the clocks at the power limit, are the contender's own
-        only some calls after each change, as in a training."""
-        return self if self.device.kind == "cpu" else replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, calls))
+        """The same, for layers and for what may take the host's time: on a GPU ten calls of a turn do not
+        count, and ``calls`` do. Contenders take turns in one allocator and on one chip: what it gives, and
+        the clocks at the power limit, are the contender's own only some calls after each change, as in a
+        training."""
+        return (
+            self
+            if self.device.kind == "cpu"
+            else replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, calls))
+        )
 
 
 def setting_for(device: Device, **given: Any) -> Setting:
     """Full sizes on a GPU, small ones and few rounds on the CPU."""
-    usual: dict[str, Any] = {} if device.kind == "cuda" else {"sizes": SMALL, "rounds": 2, "calls": 2, "warmups": 1}
+    usual: dict[str, Any] = (
+        {} if device.kind == "cuda" else {"sizes": SMALL, "rounds": 2, "calls": 2, "warmups": 1}
+    )
     return Setting(device, **usual | given)
 
 
 @dataclass(frozen=True)
 class Part:
-    """``run`` under a name; ``about`` says in a line what it measures. ``usual``: whether it runs where no part is named."""
+    """``run`` under a name; ``about`` says in a line what it measures. ``usual``: whether it runs where no
+    part is named."""
 
     name: str
     about: str
@@ -110,19 +165,28 @@ class Report:
         return found
 
     def failures(self, ours: Callable[[Row], bool] = lambda row: True) -> list[str]:
-        """A line for each part that failed and each row among ``ours`` that did or is wrong; not for what is left out or not installed."""
+        """A line for each part that failed and each row among ``ours`` that did or is wrong; not for what is
+        left out or not installed."""
         lines = [f"{name}: {part['status']}" for name, part in self.parts.items() if bad(part["status"])]
-        return lines + [f"{name}: {row['workload']}: {row['case']}: {row['status']}" for name in self.parts for row in self.rows(name)
-                        if ours(row) and bad(row["status"])]
+        return lines + [
+            f"{name}: {row['workload']}: {row['case']}: {row['status']}"
+            for name in self.parts
+            for row in self.rows(name)
+            if ours(row) and bad(row["status"])
+        ]
 
     def measured(self) -> bool:
         """Whether there is any row that was not left out for want of time."""
         rows = [row for name in self.parts for row in self.rows(name)]
-        return any(row["status"] != NO_TIME for row in rows) or any(bad(part["status"]) for part in self.parts.values())
+        return any(row["status"] != NO_TIME for row in rows) or any(
+            bad(part["status"]) for part in self.parts.values()
+        )
 
     def write(self, path: Path) -> None:
         """As JSON. The folder must be there."""
-        path.write_text(json.dumps({"about": self.about, "parts": self.parts, "targets": self.targets}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"about": self.about, "parts": self.parts, "targets": self.targets}, indent=1) + "\n"
+        )
 
 
 def read(path: Path) -> Report:
@@ -174,11 +238,25 @@ def _processor() -> str:
 
 def about_of(setting: Setting) -> dict[str, Any]:
     """What a run's figures depend on: machine, device, versions, how they are taken, and the sizes."""
-    layers = {name: f"hidden {size.hidden}, ffn {size.ffn}, heads {size.heads}, {size.sequence} x {size.batch} tokens"
-              for name, size in setting.sizes.layers.items()}
-    return {"machine": machine(setting.device), "device": setting.device.kind, "python": platform.python_version(), "versions": versions(),
-            "settings": {"rounds": setting.rounds, "calls": setting.calls, "warmups": setting.warmups, "seed": setting.seed,
-                         "sizes": setting.sizes.name, "layers": layers}, "clocks": []}  # fmt: skip
+    layers = {
+        name: f"hidden {size.hidden}, ffn {size.ffn}, heads {size.heads}, {size.sequence} x {size.batch} tokens"
+        for name, size in setting.sizes.layers.items()
+    }
+    return {
+        "machine": machine(setting.device),
+        "device": setting.device.kind,
+        "python": platform.python_version(),
+        "versions": versions(),
+        "settings": {
+            "rounds": setting.rounds,
+            "calls": setting.calls,
+            "warmups": setting.warmups,
+            "seed": setting.seed,
+            "sizes": setting.sizes.name,
+            "layers": layers,
+        },
+        "clocks": [],
+    }
 
 
 def head(about: Mapping[str, Any]) -> str:
@@ -187,23 +265,39 @@ def head(about: Mapping[str, Any]) -> str:
     used = ", ".join(f"{name} {known[name]}" for name in _HEAD[about["device"]])
     small = ": whether it runs, not how fast it can be" if how["sizes"] != FULL.name else ""
     layers = [f"{name}: {size}" for name, size in how["layers"].items()]
-    return "\n".join([
-        f"fp8kit {known['fp8kit']} on {about['device']}: {about['machine']}; Python {about['python']}, {used}",
-        f"{how['sizes']} sizes{small}; {how['rounds']} rounds of {how['calls']} calls, each after {how['warmups']} that do not count",
-        *layers, f"modules, kernels, gemm and memory are of {next(iter(how['layers']))}", ""])  # fmt: skip
+    return "\n".join(
+        [
+            f"fp8kit {known['fp8kit']} on {about['device']}: {about['machine']}; Python {about['python']}, {used}",
+            f"{how['sizes']} sizes{small}; {how['rounds']} rounds of {how['calls']} calls, each after {how['warmups']} that do not count",
+            *layers,
+            f"modules, kernels, gemm and memory are of {next(iter(how['layers']))}",
+            "",
+        ]
+    )
 
 
 def _where(rows: list[Row], device: Device) -> list[Row]:
     """Rows whose times are called what they are: of a call on the CPU there is one, and it is no GPU's."""
-    return rows if device.kind != "cpu" else [{{"gpu_ms": "cpu_ms"}.get(key, key): value for key, value in row.items()} for row in rows]
+    return (
+        rows
+        if device.kind != "cpu"
+        else [{{"gpu_ms": "cpu_ms"}.get(key, key): value for key, value in row.items()} for row in rows]
+    )
 
 
-def run(parts: Sequence[Part], setting: Setting, write: Callable[[Report], object] = lambda report: None,
-        say: Callable[[str], object] = print, more: Mapping[str, Any] | None = None,
-        clocks: Callable[[], dict[str, str]] | None = None) -> Report:
-    """Run the parts in order; one that fails is reported and costs the others nothing. ``write`` gets the report after each of them.
+def run(
+    parts: Sequence[Part],
+    setting: Setting,
+    write: Callable[[Report], object] = lambda report: None,
+    say: Callable[[str], object] = print,
+    more: Mapping[str, Any] | None = None,
+    clocks: Callable[[], dict[str, str]] | None = None,
+) -> Report:
+    """Run the parts in order; one that fails is reported and costs the others nothing. ``write`` gets the
+    report after each of them.
 
-    ``more``: further entries of ``Report.about``. ``clocks``: the GPU's state under load, asked before and after.
+    ``more``: further entries of ``Report.about``. ``clocks``: the GPU's state under load, asked before and
+    after.
     """
     start = time.perf_counter()
     report = Report(about_of(setting) | dict(more or {}))
@@ -222,10 +316,15 @@ def run(parts: Sequence[Part], setting: Setting, write: Callable[[Report], objec
         else:
             try:
                 rows, status = part.run(setting), "ok"
-            except Exception as error:  # one part's failure must not cost the figures of the others; it is reported
+            # one part's failure must not cost the figures of the others; it is reported
+            except Exception as error:
                 status = reason(error)
         gc.collect()
-        report.parts[part.name] = {"status": status, "seconds": time.perf_counter() - before, "rows": _where(rows, setting.device)}
+        report.parts[part.name] = {
+            "status": status,
+            "seconds": time.perf_counter() - before,
+            "rows": _where(rows, setting.device),
+        }
         say(text(part.name, report.parts[part.name]))
         report.about["seconds"] = time.perf_counter() - start
         write(report)
@@ -245,7 +344,8 @@ def text(name: str, part: Mapping[str, Any]) -> str:
 
 
 def table(title: str, rows: Sequence[Row]) -> list[str]:
-    """The rows under a title, as aligned lines; a status other than "ok" ends the line. Small figures are in smaller units."""
+    """The rows under a title, as aligned lines; a status other than "ok" ends the line. Small figures are in
+    smaller units."""
     columns: list[list[str]] = []
     for name, form in COLUMNS.items():
         found = [row.get(name) for row in rows]
@@ -264,7 +364,10 @@ def table(title: str, rows: Sequence[Row]) -> list[str]:
     names = [title, *(row["case"] for row in rows)]
     ends = ["", *("" if row["status"] == "ok" else row["status"] for row in rows)]
     wide = max(map(len, names))
-    return ["  ".join([name.ljust(wide), *(column[i] for column in columns), ends[i]]).rstrip() for i, name in enumerate(names)]
+    return [
+        "  ".join([name.ljust(wide), *(column[i] for column in columns), ends[i]]).rstrip()
+        for i, name in enumerate(names)
+    ]
 
 
 def add_times(rows: Mapping[str, Row], key: str, times: Mapping[str, float], factor: float) -> None:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class Layer(NamedTuple):
-    """A transformer layer and its input: ``hidden``, ``ffn``, ``heads``; ``sequence`` tokens in each of ``batch`` sequences."""
+    """A transformer layer and its input: ``hidden``, ``ffn``, ``heads``; ``sequence`` tokens in each of
+    ``batch`` sequences."""
 
     hidden: int
     ffn: int
@@ -22,17 +23,21 @@ class Layer(NamedTuple):
 
 
 def layer_of(hidden: int, tokens: int) -> Layer:
-    """The layer of that size in the break-even grid: heads of 64 features up to hidden 1024 and of 128 above, sequences of 2048 at most."""
+    """The layer of that size in the break-even grid: heads of 64 features up to hidden 1024 and of 128 above,
+    sequences of 2048 at most."""
     sequence = min(tokens, 2048)
-    return Layer(hidden, 4 * hidden, max(1, hidden // (64 if hidden <= 1024 else 128)), sequence, tokens // sequence)
+    return Layer(
+        hidden, 4 * hidden, max(1, hidden // (64 if hidden <= 1024 else 128)), sequence, tokens // sequence
+    )
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """``layers`` by name, which has the hidden size, the largest first: ``modules``, ``kernels``, ``gemm`` and the skeleton are of it.
-    ``linear``: tokens, in and out of the host's test. ``start``: the layer of the cold start. ``hidden``, ``tokens``: the break-even grid.
-    ``vocabulary``: classes of the cross entropy. ``cast``: rows and columns of the casts on the CPU; ``preset``: the training step there.
-    ``error``: rows, in and out of the Linear whose error is measured against float64."""
+    """``layers`` by name, which has the hidden size, the largest first: ``modules``, ``kernels``, ``gemm``
+    and the skeleton are of it. ``linear``: tokens, in and out of the host's test. ``start``: the layer of the
+    cold start. ``hidden``, ``tokens``: the break-even grid. ``vocabulary``: classes of the cross entropy.
+    ``cast``: rows and columns of the casts on the CPU; ``preset``: the training step there. ``error``: rows,
+    in and out of the Linear whose error is measured against float64."""
 
     name: str
     layers: dict[str, Layer]
@@ -53,15 +58,36 @@ class Sizes:
 
 FULL = Sizes(
     "full",
-    {"layer 4096": Layer(4096, 16384, 32, 2048, 4), "layer 2048": Layer(2048, 8192, 16, 2048, 2),
-     "layer 1024": Layer(1024, 4096, 16, 1024, 4), "layer 768": Layer(768, 3072, 12, 1024, 8)},
-    (64, 256, 256), Layer(768, 3072, 12, 1024, 8), (256, 512, 1024, 2048, 4096, 8192), (256, 512, 1024, 2048, 4096, 8192, 16384), 50304,
-    (2048, 2048), "demo-cpu", (8192, 4096, 16384),
-)  # fmt: skip
+    {
+        "layer 4096": Layer(4096, 16384, 32, 2048, 4),
+        "layer 2048": Layer(2048, 8192, 16, 2048, 2),
+        "layer 1024": Layer(1024, 4096, 16, 1024, 4),
+        "layer 768": Layer(768, 3072, 12, 1024, 8),
+    },
+    (64, 256, 256),
+    Layer(768, 3072, 12, 1024, 8),
+    (256, 512, 1024, 2048, 4096, 8192),
+    (256, 512, 1024, 2048, 4096, 8192, 16384),
+    50304,
+    (2048, 2048),
+    "demo-cpu",
+    (8192, 4096, 16384),
+)
 SMALL = Sizes(
     "small",
-    {"layer 64": Layer(64, 128, 2, 32, 2), "layer 48": Layer(48, 96, 2, 16, 2), "layer 32": Layer(32, 64, 2, 16, 2),
-     "layer 16": Layer(16, 32, 1, 16, 2)},
-    (8, 32, 48), Layer(32, 64, 2, 16, 2), (32, 64), (16, 32), 96, (256, 512), "tiny", (32, 48, 64),
-)  # fmt: skip
+    {
+        "layer 64": Layer(64, 128, 2, 32, 2),
+        "layer 48": Layer(48, 96, 2, 16, 2),
+        "layer 32": Layer(32, 64, 2, 16, 2),
+        "layer 16": Layer(16, 32, 1, 16, 2),
+    },
+    (8, 32, 48),
+    Layer(32, 64, 2, 16, 2),
+    (32, 64),
+    (16, 32),
+    96,
+    (256, 512),
+    "tiny",
+    (32, 48, 64),
+)
 SIZES = {sizes.name: sizes for sizes in (FULL, SMALL)}

@@ -1,8 +1,9 @@
-"""The skeleton of a layer: what its work costs as separate, perfect passes, in the same run and under the same load.
+"""The skeleton of a layer: what its work costs as separate, perfect passes, in the same run and under the
+same load.
 
-Twelve FP8 products by cuBLASLt's best algorithms, attention by the engine's own kernels, and for each memory-bound kernel one device copy
-of its bytes, back to back on one stream, in a step's order. Nothing is computed from anything else: only time is meant. Below it one
-gets only by doing less, or two things at once.
+Twelve FP8 products by cuBLASLt's best algorithms, attention by the engine's own kernels, and for each
+memory-bound kernel one device copy of its bytes, back to back on one stream, in a step's order. Nothing is
+computed from anything else: only time is meant. Below it one gets only by doing less, or two things at once.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ HALF = formats.bfloat16
 
 
 class AttentionRun:
-    """Causal attention of a layer, forward and backward, on buffers of its own: ``qkv`` is (sequence, batch, 3 * hidden), interleaved."""
+    """Causal attention of a layer, forward and backward, on buffers of its own: ``qkv`` is (sequence, batch,
+    3 * hidden), interleaved."""
 
     def __init__(self, layer: Layer, device: Device, kernels: Any | None = None) -> None:
-        spec = AttentionSpec(layer.heads, layer.hidden // layer.heads, layout="qkv_interleaved", mask="causal")
+        spec = AttentionSpec(
+            layer.heads, layer.hidden // layer.heads, layout="qkv_interleaved", mask="causal"
+        )
         shape = (layer.sequence, layer.batch, 3 * layer.hidden)
         metas = {"qkv": Meta(shape, HALF)}
         kernels = dispatch.kernels(device) if kernels is None else kernels
@@ -42,7 +46,11 @@ class AttentionRun:
             return {name: random.poisoned(meta.shape, meta.dtype, device) for name, meta in metas.items()}
 
         self.inputs = {"qkv": _put(random.normal(shape, 7, HALF.numpy), device)}
-        self.outputs, self.saved, self.grads = fresh(signature.outputs), fresh(signature.saved), fresh(signature.grads)
+        self.outputs, self.saved, self.grads = (
+            fresh(signature.outputs),
+            fresh(signature.saved),
+            fresh(signature.grads),
+        )
         self.cotangents = {"o": _put(random.normal(self.outputs["o"].shape, 8, HALF.numpy), device)}
         self.scratch, self.backward_scratch = fresh(self.plan.scratch), fresh(self.plan.backward_scratch)
         self.kept = {**self.inputs, **self.outputs}
@@ -53,7 +61,9 @@ class AttentionRun:
 
     def backward(self) -> None:
         """qkv's gradient."""
-        attention.backward(self.plan, self.kept, self.saved, self.cotangents, self.grads, self.backward_scratch, self.stream)
+        attention.backward(
+            self.plan, self.kept, self.saved, self.cotangents, self.grads, self.backward_scratch, self.stream
+        )
 
 
 def _put(host: Any, device: Device) -> ArrayView:
@@ -61,7 +71,8 @@ def _put(host: Any, device: Device) -> ArrayView:
 
 
 def skeleton(layer: Layer, setting: Setting, fast: bool | None = None) -> Step:
-    """A call that runs all of it; ``fast``: the accumulation in backward, None as delayed scaling has it. A CUDA device only."""
+    """A call that runs all of it; ``fast``: the accumulation in backward, None as delayed scaling has it. A
+    CUDA device only."""
     device, kernels = setting.device, dispatch.kernels(setting.device)
     gemms = [fastest(operands(product, device, kernels), fast) for product in products(layer)]
     passes: dict[bool, list[Step]] = {False: [], True: []}  # whether in backward -> copies
@@ -97,8 +108,8 @@ Attentions = Callable[[AttentionRun], dict[str, tuple[Step, Step]]]
 
 
 def attention_part(setting: Setting, peers: Attentions = lambda run: {}) -> list[Row]:
-    """Causal attention of every layer, forward and backward apart; peers take the same values. Forward is compared with the first one's,
-    backward's gradient too."""
+    """Causal attention of every layer, forward and backward apart; peers take the same values. Forward is
+    compared with the first one's, backward's gradient too."""
     from fp8kit.testing import relative_error
 
     rows: list[Row] = []
@@ -114,20 +125,29 @@ def attention_part(setting: Setting, peers: Attentions = lambda run: {}) -> list
         for name, pair in found.items():
             for direction, step in zip(("forward", "backward"), pair, strict=True):
                 case = f"{name}, {direction}"
-                own[case] = {"workload": f"attention, {workload}", "case": case, "status": "ok", "flops": _flops(layer, direction)}
+                own[case] = {
+                    "workload": f"attention, {workload}",
+                    "case": case,
+                    "status": "ok",
+                    "flops": _flops(layer, direction),
+                }
                 try:
                     step()
                     arrays.synchronize(setting.device)
-                except Exception as error:  # what one library cannot do here must not cost the other figures; it is reported
+                # what one library cannot do here must not cost the other figures; it is reported
+                except Exception as error:
                     own[case]["status"] = reason(error)
                     continue
                 steps[case] = step
         for direction, name, views in (("forward", "o", run.outputs), ("backward", "qkv", run.grads)):
             row = own[f"fp8kit native, {direction}"]
             row["error"] = relative_error(_few(views[name]), exact[name])
-            if not row["error"] < 2.0**-6:  # P and dP are rounded to bfloat16 for their products, the result once more
+            # P and dP are rounded to bfloat16 for their products, the result once more
+            if not row["error"] < 2.0**-6:
                 row["status"] = f"WRONG: error {row['error']:.5f}"
-        for case, seconds in medians(interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups)).items():
+        for case, seconds in medians(
+            interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups)
+        ).items():
             own[case] |= {"gpu_ms": seconds * 1e3, "tflops": own[case]["flops"] / seconds * 1e-12}
         if setting.device.kind == "cuda":
             for case, found_time in host_seconds(steps, setting.device, 2, setting.calls).items():
@@ -149,7 +169,8 @@ def _few(view: ArrayView) -> Any:
 
 
 def _exact(run: AttentionRun) -> dict[str, Any]:
-    """o and dqkv of the first sequence of the batch, by the float64 formulas (softmax's gradient: P * (dP - sum(dP * P)))."""
+    """o and dqkv of the first sequence of the batch, by the float64 formulas (softmax's gradient: P * (dP -
+    sum(dP * P)))."""
     import numpy as np
 
     spec = run.plan.spec

@@ -1,7 +1,8 @@
-"""Cold and warm start: a fresh process, from its birth to the end of its first step, with an empty and with a filled kernel cache.
+"""Cold and warm start: a fresh process, from its birth to the end of its first step, with an empty and with a
+filled kernel cache.
 
-The child prints what each stage took: Python and the imports, the device (CUDA's context), making the layer (which draws its weights),
-and the first step with all that is compiled or loaded for it.
+The child prints what each stage took: Python and the imports, the device (CUDA's context), making the layer
+(which draws its weights), and the first step with all that is compiled or loaded for it.
 """
 
 from __future__ import annotations
@@ -49,29 +50,45 @@ print(json.dumps([after - before for before, after in zip(marks, marks[1:])]))
 
 
 def first_step(layer: Layer, device: Device, cache: str, warmup: bool = False) -> dict[str, float]:
-    """Seconds of each of ``STAGES`` in a fresh process whose kernel cache is the folder ``cache``. RuntimeError where it fails.
+    """Seconds of each of ``STAGES`` in a fresh process whose kernel cache is the folder ``cache``.
+    RuntimeError where it fails.
 
     ``warmup``: it calls ``fk.warmup`` first, which compiles side by side (counted under "device").
     """
     given = {**os.environ, "FP8KIT_CACHE_DIR": cache}
     order = json.dumps([time.time(), str(device), warmup, *layer])
-    done = subprocess.run([sys.executable, "-c", _CHILD, order], env=given, capture_output=True, text=True, timeout=_LIMIT)
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, order], env=given, capture_output=True, text=True, timeout=_LIMIT
+    )
     if done.returncode:
         raise RuntimeError(f"the child failed: {done.stderr.strip().splitlines()[-1:]}")
     return dict(zip(STAGES, json.loads(done.stdout), strict=True))
 
 
 def start_part(setting: Setting) -> list[Row]:
-    """``seconds`` until the first step is done: with an empty kernel cache, with the same cache again, with an empty one and a warm-up."""
+    """``seconds`` until the first step is done: with an empty kernel cache, with the same cache again, with
+    an empty one and a warm-up."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for case, cache, warm in (("empty cache", "a", False), ("warm cache", "a", False), ("empty cache, fk.warmup first", "b", True)):
+        for case, cache, warm in (
+            ("empty cache", "a", False),
+            ("warm cache", "a", False),
+            ("empty cache, fk.warmup first", "b", True),
+        ):
             named = {"workload": "first step of a fresh process", "case": case}
             if setting.left() <= 0:
                 rows.append(named | {"status": NO_TIME})
                 continue
             stages = first_step(setting.sizes.start, setting.device, os.path.join(folder, cache), warm)
             whole = sum(stages.values()) - stages["second step"]
-            rows.append(named | {"status": "ok", "seconds": whole, "stages": stages, "check": "finite gradients",
-                                 "detail": ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items())})  # fmt: skip
+            rows.append(
+                named
+                | {
+                    "status": "ok",
+                    "seconds": whole,
+                    "stages": stages,
+                    "check": "finite gradients",
+                    "detail": ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items()),
+                }
+            )
     return rows

@@ -1,4 +1,5 @@
-"""Whole training steps, the optimiser's included, where layers cast their weights and where the optimiser does."""
+"""Whole training steps, the optimiser's included, where layers cast their weights and where the optimiser
+does."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ COMPARED = 3  # steps after which the parameters are compared
 
 
 def steps_part(setting: Setting) -> list[Row]:
-    """A TransformerLayer's forward, backward and AdamW at every size and by every FP8 recipe; the parameters must be the same bits.
-    ``ratio``: beside the step whose layer casts."""
+    """A TransformerLayer's forward, backward and AdamW at every size and by every FP8 recipe; the parameters
+    must be the same bits. ``ratio``: beside the step whose layer casts."""
     rows: list[Row] = []
     for workload, layer in setting.sizes.layers.items():
-        problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
+        problem = Problem(
+            "TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed
+        )
         for name, recipe in RECIPES.items():
             if recipe is None:
                 continue
@@ -37,8 +40,15 @@ def steps_part(setting: Setting) -> list[Row]:
             parameters = [after() for _, after in made.values()]
             same = all(np.array_equal(a, b) for a, b in zip(*parameters, strict=True))
             status = "ok" if same else "WRONG: other parameters than where the layer casts"
-            found: dict[str, Row] = {case: {"workload": f"{workload}, AdamW step", "case": case, "status": status,
-                                           "check": "both give the same parameters" if same else ""} for case in steps}  # fmt: skip
+            found: dict[str, Row] = {
+                case: {
+                    "workload": f"{workload}, AdamW step",
+                    "case": case,
+                    "status": status,
+                    "check": "both give the same parameters" if same else "",
+                }
+                for case in steps
+            }
             take_times(found, steps, setting)
             first = next(iter(found.values()))["gpu_ms"]
             rows += [row | {"ratio": row["gpu_ms"] / first} for row in found.values()]
@@ -46,7 +56,8 @@ def steps_part(setting: Setting) -> list[Row]:
 
 
 def training(problem: Problem, recipe: Recipe, write: bool) -> tuple[Step, Callable[[], list[np.ndarray]]]:
-    """A step, and what takes the first ``COMPARED`` ones, deterministically, and gives the parameters' bits."""
+    """A step, and what takes the first ``COMPARED`` ones, deterministically, and gives the parameters'
+    bits."""
     module = native_module(problem)
     optimizer = AdamW(module.parameters(), lr=1e-4, write_fp8_weights=write)
     x, dy = tensor(problem.x, device=problem.device), tensor(problem.dy, device=problem.device).view

@@ -1,9 +1,11 @@
-"""How time is taken, here and in ``benchmarks``: contenders in turn, again and again, so that each meets the same clocks and the same load.
+"""How time is taken, here and in ``benchmarks``: contenders in turn, again and again, so that each meets the
+same clocks and the same load.
 
-A GPU lowers its clocks under load, so only figures of one run, taken in turn, compare. A turn begins with calls that are not counted and
-keep the device busy; the counted ones are queued behind them, back to back, or, where the host's clock counts, once these are done. At
-its power limit a GPU still runs for some tens of milliseconds as fast as the contender before allowed: so every other round goes
-backwards, and each has had both neighbours before it.
+A GPU lowers its clocks under load, so only figures of one run, taken in turn, compare. A turn begins with
+calls that are not counted and keep the device busy; the counted ones are queued behind them, back to back,
+or, where the host's clock counts, once these are done. At its power limit a GPU still runs for some tens of
+milliseconds as fast as the contender before allowed: so every other round goes backwards, and each has had
+both neighbours before it.
 """
 
 from __future__ import annotations
@@ -20,20 +22,28 @@ from fp8kit.arrays import CPU, Device
 
 Step = Callable[[], object]
 # of nvidia-smi
-QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
+QUERY = (
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "temperature.gpu",
+    "clocks_event_reasons.active",
+)
 
 
 class Clock(Protocol):
     """What measures the counted calls of one turn."""
 
     def seconds(self, step: Step, calls: int) -> list[float]:
-        """Times in seconds of ``calls`` calls of ``step`` queued back to back: of each, or their mean alone."""
+        """Times in seconds of ``calls`` calls of ``step`` queued back to back: of each, or their mean
+        alone."""
 
 
 class WallClock:
-    """The host's clock: waits for the device before and after a turn's calls; one time, their mean. ``wait``, given a step's result,
-    waits for it and for all that was queued before it: where steps return before they are done, one more that does not count
-    begins the turn."""
+    """The host's clock: waits for the device before and after a turn's calls; one time, their mean. ``wait``,
+    given a step's result, waits for it and for all that was queued before it: where steps return before they
+    are done, one more that does not count begins the turn."""
 
     def __init__(self, device: Device = CPU, wait: Callable[[Any], object] | None = None) -> None:
         self._queues = wait is not None or device.kind != "cpu"
@@ -51,7 +61,8 @@ class WallClock:
 
 
 class EventClock:
-    """CUDA events on the device's current stream around each call. Where the host is slower than the GPU, that is the host's time."""
+    """CUDA events on the device's current stream around each call. Where the host is slower than the GPU,
+    that is the host's time."""
 
     def __init__(self, device: Device) -> None:
         from fp8kit.backends.cuda import launch
@@ -80,10 +91,11 @@ def clock_for(device: Device) -> Clock:
     return EventClock(device) if device.kind == "cuda" else WallClock(device)
 
 
-def interleaved(steps: Mapping[str, Step], clock: Clock | Mapping[str, Clock], rounds: int, calls: int,
-                warmups: int = 2) -> dict[str, list[float]]:
-    """Seconds of every counted call by contender. In each round every contender has its turn, the last one first in every other:
-    ``warmups`` calls, then ``calls`` that count.
+def interleaved(
+    steps: Mapping[str, Step], clock: Clock | Mapping[str, Clock], rounds: int, calls: int, warmups: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every counted call by contender. In each round every contender has its turn, the last one
+    first in every other: ``warmups`` calls, then ``calls`` that count.
 
     ``clock``: for all, or one for each name.
     """
@@ -103,10 +115,12 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 class HostTime(NamedTuple):
-    """Seconds until a call returns: ``quickest``, the median of the calls of the quickest turn; ``median``, of the turns' medians.
+    """Seconds until a call returns: ``quickest``, the median of the calls of the quickest turn; ``median``,
+    of the turns' medians.
 
-    What others do on the host makes a contender slower for seconds at a time, up to 2.5 times (benchmarks/NOTES.md), and never quicker: so
-    the quickest turn tells of the contender, as ``timeit`` takes the best of its repeats.
+    What others do on the host makes a contender slower for seconds at a time, up to 2.5 times
+    (benchmarks/NOTES.md), and never quicker: so the quickest turn tells of the contender, as ``timeit`` takes
+    the best of its repeats.
     """
 
     quickest: float
@@ -117,8 +131,11 @@ class HostTime(NamedTuple):
         return {"host_us": self.quickest * 1e6, "host_us_median": self.median * 1e6}
 
 
-def host_seconds(steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int = 2) -> dict[str, HostTime]:
-    """Time until one call returns, the device idle when it starts; contenders in turn. On the CPU the whole computation's time."""
+def host_seconds(
+    steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int = 2
+) -> dict[str, HostTime]:
+    """Time until one call returns, the device idle when it starts; contenders in turn. On the CPU the whole
+    computation's time."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -136,9 +153,11 @@ def host_seconds(steps: Mapping[str, Step], device: Device, rounds: int, calls: 
 
 
 def gpu_state(device: Device, load: Step, seconds: float = 1.0) -> dict[str, str]:
-    """What nvidia-smi says of this GPU's clocks and power while ``load`` runs, which also warms it up. Changes no setting.
+    """What nvidia-smi says of this GPU's clocks and power while ``load`` runs, which also warms it up.
+    Changes no setting.
 
-    ``load`` should last some milliseconds, so that few calls, fewer than the driver queues, outlast nvidia-smi's start.
+    ``load`` should last some milliseconds, so that few calls, fewer than the driver queues, outlast
+    nvidia-smi's start.
     """
     from fp8kit.backends.cuda import launch
 
@@ -155,4 +174,8 @@ def gpu_state(device: Device, load: Step, seconds: float = 1.0) -> dict[str, str
     finally:
         arrays.synchronize(device)
     values = [value.strip() for value in done.stdout.strip().split(",")]
-    return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else {"nvidia-smi": (done.stdout + done.stderr).strip()}
+    return (
+        dict(zip(QUERY, values, strict=True))
+        if len(values) == len(QUERY)
+        else {"nvidia-smi": (done.stdout + done.stderr).strip()}
+    )

@@ -1,4 +1,5 @@
-"""Commands of ``fp8kit`` in files of their own, each with ``add(commands)``, which adds its parser; and what all commands share."""
+"""Commands of ``fp8kit`` in files of their own, each with ``add(commands)``, which adds its parser; and what
+all commands share."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, expected, meant
 
-FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run here
+# exit status of a command that ran and whose result is not what it must be, or that could not run here
+FAILED = 1
 WRONG_ARGUMENT = 2  # of one whose arguments are none, as argparse has it
 
 
 def device_of(options: argparse.Namespace) -> Device:
-    """The device that was asked for, or the default one. ArgumentError for a name that is none, BackendError where it is not usable."""
+    """The device that was asked for, or the default one. ArgumentError for a name that is none, BackendError
+    where it is not usable."""
     if options.device is None:
         return dispatch.default_device()
     try:
@@ -29,16 +32,21 @@ def device_of(options: argparse.Namespace) -> Device:
         raise ArgumentError(str(error)) from None
     usable = arrays.provider(device).count()
     if device.index >= usable:
-        raise BackendError(f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
+        raise BackendError(
+            f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing"
+        )
     return device
 
 
 def folder(path: Path) -> Path:
-    """``path`` as a folder that exists, made before the work whose results go there. ArgumentError where that is impossible."""
+    """``path`` as a folder that exists, made before the work whose results go there. ArgumentError where that
+    is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArgumentError(expected("results", "--out", path, f"a folder that can be made ({error.strerror})")) from None
+        raise ArgumentError(
+            expected("results", "--out", path, f"a folder that can be made ({error.strerror})")
+        ) from None
     return path
 
 
@@ -53,7 +61,8 @@ def writable(argument: str, path: Path) -> None:
 
 
 def said(command: str, error: Exception) -> str:
-    """A refusal as ``command`` says it: which operation refused is left out where that is the command, or an option of its own is named."""
+    """A refusal as ``command`` says it: which operation refused is left out where that is the command, or an
+    option of its own is named."""
     text = str(error)
     operation, _, rest = text.partition(": ")
     if operation == command or rest.startswith("--"):
@@ -62,8 +71,8 @@ def said(command: str, error: Exception) -> str:
 
 
 def status_of(error: Exception) -> int:
-    """The exit status that a refusal ends a command with: 2 where it is of an argument (a ValueError, see ``fp8kit.errors``), else 1: the
-    environment, the machine or a file is not what the command needs."""
+    """The exit status that a refusal ends a command with: 2 where it is of an argument (a ValueError, see
+    ``fp8kit.errors``), else 1: the environment, the machine or a file is not what the command needs."""
     return WRONG_ARGUMENT if isinstance(error, ValueError) else FAILED
 
 
@@ -74,7 +83,9 @@ class Parser(argparse.ArgumentParser):
         """Say what is wrong on standard error and exit with 2."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
-            message += meant("cuda" if choice[1] == "gpu" else choice[1], re.findall(r"[\w-]+", choice[2])).rstrip("?")
+            message += meant(
+                "cuda" if choice[1] == "gpu" else choice[1], re.findall(r"[\w-]+", choice[2])
+            ).rstrip("?")
         self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
 
 
@@ -101,8 +112,9 @@ def minutes(text: str) -> float:
 
 
 def given(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
-    """The process's arguments, for a program that takes at most one for each of the names, read by their ``kinds``. Other arguments end it
-    with status 2 and one line that says what is wrong; --help tells ``about`` and the names."""
+    """The process's arguments, for a program that takes at most one for each of the names, read by their
+    ``kinds``. Other arguments end it with status 2 and one line that says what is wrong; --help tells
+    ``about`` and the names."""
     parser = Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, kind in kinds.items():
         parser.add_argument(name, type=kind, nargs="?")
@@ -113,5 +125,7 @@ def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
     """``count`` positive numbers separated by commas; ArgumentError otherwise."""
     parts = text.split(",")
     if len(parts) != count or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ArgumentError(expected("argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas"))
+        raise ArgumentError(
+            expected("argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas")
+        )
     return tuple(int(part) for part in parts)

@@ -15,17 +15,41 @@ from fp8kit.errors import ArgumentError, expected, meant
 def add(commands: Any) -> None:
     """Add the command to ``commands``, what ``add_subparsers`` gave."""
     what = "time the library and check its results; or say where memory goes"
-    parser = commands.add_parser("bench", help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=(
-        "Parts: casts, training, layer, steps, modules, attention, kernels, gemm, host, start, memory, breakeven (all). Sizes are full on "
-        "a GPU and small on the CPU. Each row says how its result was checked: an error, a share of the allowed one (of_bound), or in "
-        "words; the part memory, which counts bytes, and the skeleton, which computes nothing, have no check."))  # fmt: skip
+    parser = commands.add_parser(
+        "bench",
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=(
+            "Parts: casts, training, layer, steps, modules, attention, kernels, gemm, host, start, memory, breakeven (all). Sizes are full on "
+            "a GPU and small on the CPU. Each row says how its result was checked: an error, a share of the allowed one (of_bound), or in "
+            "words; the part memory, which counts bytes, and the skeleton, which computes nothing, have no check."
+        ),
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help="some of the parts (all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers, versions and clocks to FILE; its folder is made")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the numbers, versions and clocks to FILE; its folder is made",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="also draw the pictures into DIR")
-    parser.add_argument("--minutes", type=minutes, metavar="N", help="begin nothing new after N minutes; what runs then is finished")
+    parser.add_argument(
+        "--minutes",
+        type=minutes,
+        metavar="N",
+        help="begin nothing new after N minutes; what runs then is finished",
+    )
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
-    parser.add_argument("--memory", action="store_true", help="only: every tensor that one layer keeps for backward, sums, the peak")
-    parser.add_argument("--layer", metavar="HIDDEN,FFN,HEADS,SEQUENCE,BATCH", help="of --memory (4096,16384,32,2048,4; small on the CPU)")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="only: every tensor that one layer keeps for backward, sums, the peak",
+    )
+    parser.add_argument(
+        "--layer",
+        metavar="HIDDEN,FFN,HEADS,SEQUENCE,BATCH",
+        help="of --memory (4096,16384,32,2048,4; small on the CPU)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -44,7 +68,11 @@ def run(options: argparse.Namespace) -> int:
     unknown = sorted(set(options.parts) - {part.name for part in NATIVE})
     if unknown:
         names = [part.name for part in NATIVE]
-        raise ArgumentError(expected("bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"))
+        raise ArgumentError(
+            expected(
+                "bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"
+            )
+        )
     device = device_of(options)
     if options.out is not None:
         folder(options.out)
@@ -56,7 +84,9 @@ def run(options: argparse.Namespace) -> int:
 
         layer = setting.sizes.large if options.layer is None else Layer(*numbers("layer", options.layer, 5))
         rows = [row for recipe in ("bf16", "FP8 delayed") for row in ledger(layer, device, recipe)]
-        report = reports.Report(reports.about_of(setting), {"memory": {"status": "ok", "seconds": 0.0, "rows": rows}})
+        report = reports.Report(
+            reports.about_of(setting), {"memory": {"status": "ok", "seconds": 0.0, "rows": rows}}
+        )
         print(reports.head(report.about).partition("\n")[0], end="\n\n")
         print(reports.text("memory", report.parts["memory"]))
         if options.json is not None:
@@ -65,9 +95,15 @@ def run(options: argparse.Namespace) -> int:
         return 0
     chosen = [part for part in NATIVE if part.name in options.parts or not options.parts]
     if options.minutes is not None:
-        setting = reports.setting_for(device, out=options.out, deadline=time.monotonic() + 60 * options.minutes)
-    report = reports.run(chosen, setting, (lambda made: made.write(options.json)) if options.json else lambda made: None,
-                         clocks=clocks_of(setting) if device.kind == "cuda" else None)  # fmt: skip
+        setting = reports.setting_for(
+            device, out=options.out, deadline=time.monotonic() + 60 * options.minutes
+        )
+    report = reports.run(
+        chosen,
+        setting,
+        (lambda made: made.write(options.json)) if options.json else lambda made: None,
+        clocks=clocks_of(setting) if device.kind == "cuda" else None,
+    )
     if options.out is not None:
         from fp8kit.bench.plots import draw
 
@@ -90,6 +126,8 @@ def clocks_of(setting: Any) -> Any:
     def clocks() -> dict[str, str]:
         kernels = dispatch.kernels(setting.device)
         product = gemms.products(setting.sizes.large)[2]
-        return gpu_state(setting.device, gemms.ours(gemms.operands(product, setting.device, kernels), kernels))
+        return gpu_state(
+            setting.device, gemms.ours(gemms.operands(product, setting.device, kernels), kernels)
+        )
 
     return clocks

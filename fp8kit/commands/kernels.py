@@ -1,4 +1,5 @@
-"""``fp8kit kernels``: raw kernels listed, shown, compiled, checked, timed, compared with another version, watched while one is edited."""
+"""``fp8kit kernels``: raw kernels listed, shown, compiled, checked, timed, compared with another version,
+watched while one is edited."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from fp8kit.lab.sources import Found, Part
 from fp8kit.raw_kernels import manifest
 
 WRONG = 1  # exit status: a kernel is wrong, or does not compile
-UNCHECKED = 3  # exit status: what serves the CPU is right, or was timed; the CUDA kernel that was asked about could not be run
+# exit status: what serves the CPU is right, or was timed; the CUDA kernel that was asked about could not be
+# run
+UNCHECKED = 3
 POLL = 0.25  # seconds between two looks at a watched file
 _NO_GPU = "the CUDA kernel itself was not run: it needs a GPU"
 
@@ -35,32 +38,64 @@ def add(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     name = "an operation, a raw kernel, a source, or a .cu file of your own that stands for one"
 
-    def action(word: str, about: str, run: Callable[[argparse.Namespace], int], *names: str, arch: bool = False) -> argparse.ArgumentParser:
-        found: argparse.ArgumentParser = actions.add_parser(word, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    def action(
+        word: str, about: str, run: Callable[[argparse.Namespace], int], *names: str, arch: bool = False
+    ) -> argparse.ArgumentParser:
+        found: argparse.ArgumentParser = actions.add_parser(
+            word, help=about, description=f"{about[0].upper()}{about[1:]}."
+        )
         for each in names:
             found.add_argument(each, metavar=each.upper(), help=name)
         if arch:
-            found.add_argument("--arch", metavar="ARCH", help=f"what to compile for (the GPU here, else {sources.DEFAULT_ARCH})")
+            found.add_argument(
+                "--arch",
+                metavar="ARCH",
+                help=f"what to compile for (the GPU here, else {sources.DEFAULT_ARCH})",
+            )
         found.set_defaults(run=run)
         return found
 
-    action("list", "every raw kernel: operations, variants, registers, shared memory, spills", _list, arch=True)
+    action(
+        "list", "every raw kernel: operations, variants, registers, shared memory, spills", _list, arch=True
+    )
     show = action("show", "a source, or its PTX or machine code", _show, "name", arch=True)
     kinds = show.add_mutually_exclusive_group()
     kinds.add_argument("--ptx", action="store_true", help="the PTX that NVRTC makes of it")
     kinds.add_argument("--sass", action="store_true", help="machine code (needs nvdisasm or cuobjdump)")
-    show.add_argument("--variant", default="", metavar="KEY=VALUE,...", help="for --ptx, --sass: defines (bfloat16, E4M3)")
+    show.add_argument(
+        "--variant", default="", metavar="KEY=VALUE,...", help="for --ptx, --sass: defines (bfloat16, E4M3)"
+    )
     action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
-    check = action("check", f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}", _check, "name")
+    check = action(
+        "check", f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}", _check, "name"
+    )
     check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
-    bench = action("bench", f"time, and the share of a copy's speed; of products and attention GFLOP/s; exit status {UNCHECKED}: {_NO_GPU}",
-                   _bench, "name")
+    bench = action(
+        "bench",
+        f"time, and the share of a copy's speed; of products and attention GFLOP/s; exit status {UNCHECKED}: {_NO_GPU}",
+        _bench,
+        "name",
+    )
     for each in (check, bench):
         each.add_argument("--device", metavar="NAME", help="cpu or cuda:N (cuda where usable, else cpu)")
     bench.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the arrays")
-    bench.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="of the arrays (%(default)s)")
-    action("diff", "two versions side by side: source, resources, and on a GPU time and errors", _diff, "a", "b", arch=True)
-    watch = action("watch", "compile a file at every change; on a GPU also check and time it", _watch, "file", arch=True)
+    bench.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the arrays (%(default)s)",
+    )
+    action(
+        "diff",
+        "two versions side by side: source, resources, and on a GPU time and errors",
+        _diff,
+        "a",
+        "b",
+        arch=True,
+    )
+    watch = action(
+        "watch", "compile a file at every change; on a GPU also check and time it", _watch, "file", arch=True
+    )
     watch.add_argument("--rounds", type=int, metavar="N", help="stop after N versions (Ctrl-C)")
 
 
@@ -86,7 +121,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-# --- list, show, compile --------------------------------------------------------------------------------------------------------
+# --- list, show, compile ------------------------------------------------------------------------------------
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -103,15 +138,25 @@ def _list(options: argparse.Namespace) -> int:
     parts = [Part(entry, entry, entry.functions) for entry in manifest.sources()]
     found: list[dict[str, Any]] = [{} for _ in parts]
     if can:
-        print(f"fp8kit kernels: {len(parts)} sources for {arch}, compiled where they are not in the cache yet", file=sys.stderr)
+        print(
+            f"fp8kit kernels: {len(parts)} sources for {arch}, compiled where they are not in the cache yet",
+            file=sys.stderr,
+        )
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # NVRTC lets go of the interpreter
             found = list(pool.map(lambda part: part.compiled(part.variant(), arch).resources, parts))
     for part, used in zip(parts, found, strict=True):
         entry, shown = part.entry, part.variant()
         for function in entry.functions:
             cells = _resources(used.get(function))
-            rows.append((f"{entry.name}:{function}", " ".join(sources.users(entry.name, function)), _axes(entry),
-                         sources.said(shown), *cells))
+            rows.append(
+                (
+                    f"{entry.name}:{function}",
+                    " ".join(sources.users(entry.name, function)),
+                    _axes(entry),
+                    sources.said(shown),
+                    *cells,
+                )
+            )
     _table(("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills"), rows)
     return 0
 
@@ -164,19 +209,26 @@ def _print_resources(found: Found, arch: str) -> None:
     for part in found.parts:
         for defines in part.entry.variants:
             kernel = part.compiled(defines, arch)
-            rows += [(f"{part.entry.name}:{function}", sources.said(defines), *_resources(kernel.resources.get(function)))
-                     for function in part.functions]
+            rows += [
+                (
+                    f"{part.entry.name}:{function}",
+                    sources.said(defines),
+                    *_resources(kernel.resources.get(function)),
+                )
+                for function in part.functions
+            ]
             for line in kernel.log.splitlines():
                 if "warning" in line.lower():
                     print(line, file=sys.stderr)
     _table((f"kernel for {arch}", "variant", "registers", "shared", "spills"), rows)
 
 
-# --- check, bench ---------------------------------------------------------------------------------------------------------------
+# --- check, bench -------------------------------------------------------------------------------------------
 
 
 def _device(options: argparse.Namespace) -> Device:
-    """The device that is asked for, else CUDA where it is usable, whatever FP8KIT_DEVICE says. BackendError where it is not usable."""
+    """The device that is asked for, else CUDA where it is usable, whatever FP8KIT_DEVICE says. BackendError
+    where it is not usable."""
     return device_of(options) if options.device else (Device("cuda") if arrays.available("cuda") else CPU)
 
 
@@ -215,7 +267,9 @@ def _check(options: argparse.Namespace) -> int:
     return WRONG if wrong else 0
 
 
-def _measurements(found: Found, device: Device, shape: Any = None, dtype: Any = None) -> Iterator[timing.Measurement]:
+def _measurements(
+    found: Found, device: Device, shape: Any = None, dtype: Any = None
+) -> Iterator[timing.Measurement]:
     from fp8kit import formats
 
     for operation in found.operations:
@@ -236,7 +290,7 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- diff, watch ----------------------------------------------------------------------------------------------------------------
+# --- diff, watch --------------------------------------------------------------------------------------------
 
 
 def _same_source(a: Found, b: Found) -> tuple[Part, Part]:
@@ -252,7 +306,10 @@ def _diff(options: argparse.Namespace) -> int:
     found = [sources.find(options.a), sources.find(options.b)]
     parts, arch = _same_source(found[0], found[1]), _arch(options)
     texts = [part.text.splitlines() for part in parts]
-    print("\n".join(difflib.unified_diff(texts[0], texts[1], options.a, options.b, lineterm="")) or "the sources are the same")
+    print(
+        "\n".join(difflib.unified_diff(texts[0], texts[1], options.a, options.b, lineterm=""))
+        or "the sources are the same"
+    )
     used = [part.compiled(part.variant(), arch).resources for part in parts]
     functions = list(dict.fromkeys(f for part in parts for f in part.functions))
     rows = []
@@ -292,9 +349,12 @@ def _watch(options: argparse.Namespace) -> int:
     return watch(path, _arch(options), options.rounds)
 
 
-def watch(path: Path, arch: str, rounds: int | None = None, sleep: Callable[[float], object] = time.sleep) -> int:
-    """Compile ``path`` for ``arch`` now and whenever it, or a header beside it, changes, and print what came out; with a GPU also whether
-    it is right and how fast. ``rounds``: versions to look at, None until Ctrl-C; ``sleep`` waits between two looks. The last status."""
+def watch(
+    path: Path, arch: str, rounds: int | None = None, sleep: Callable[[float], object] = time.sleep
+) -> int:
+    """Compile ``path`` for ``arch`` now and whenever it, or a header beside it, changes, and print what came
+    out; with a GPU also whether it is right and how fast. ``rounds``: versions to look at, None until Ctrl-C;
+    ``sleep`` waits between two looks. The last status."""
     status, seen, done = 0, None, 0
     while rounds is None or done < rounds:
         now = _stamps(path)
@@ -311,7 +371,8 @@ def watch(path: Path, arch: str, rounds: int | None = None, sleep: Callable[[flo
                 status = WRONG if _look(found, Device("cuda")) else 0
             else:
                 print(_NO_GPU)
-        except (Fp8kitError, OSError) as error:  # a version that is half written, or wrong: the next one may be better
+        # a version that is half written, or wrong: the next one may be better
+        except (Fp8kitError, OSError) as error:
             print(f"fp8kit kernels: {error}", file=sys.stderr)
             status = WRONG
         sys.stdout.flush()
@@ -319,7 +380,8 @@ def watch(path: Path, arch: str, rounds: int | None = None, sleep: Callable[[flo
 
 
 def _stamps(path: Path) -> dict[str, int]:
-    """When the file and the headers beside it were written; a file that an editor is just replacing is missing."""
+    """When the file and the headers beside it were written; a file that an editor is just replacing is
+    missing."""
     found = {}
     for each in (path, *sorted(path.parent.glob("*.cuh"))):
         try:

@@ -1,4 +1,5 @@
-"""``fp8kit plugins``: which implementations there are, which are chosen now and why, and whether one keeps the contract."""
+"""``fp8kit plugins``: which implementations there are, which are chosen now and why, and whether one keeps
+the contract."""
 
 from __future__ import annotations
 
@@ -19,16 +20,20 @@ def add(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
 
     def action(name: str, text: str, run: Any) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        made: argparse.ArgumentParser = actions.add_parser(
+            name, help=text, description=f"{text.capitalize()}."
+        )
         made.add_argument("--device", choices=_KINDS, help="kind of device (both)")
         made.set_defaults(run=run)
         return made
 
     action("list", "plugins, the policy, and every implementation of every kernel", _list)
-    action("explain", "who is asked for one kernel, in which order, and why the others are not", _explain).add_argument(
-        "op", metavar="OP", help="a kernel of the contract, such as gemm")
+    action(
+        "explain", "who is asked for one kernel, in which order, and why the others are not", _explain
+    ).add_argument("op", metavar="OP", help="a kernel of the contract, such as gemm")
     action("check", "run the contract's own tests against an implementation", _check).add_argument(
-        "name", metavar="NAME", help="an implementation's id, or an engine: all of its implementations")
+        "name", metavar="NAME", help="an implementation's id, or an engine: all of its implementations"
+    )
 
 
 def _kinds(options: argparse.Namespace) -> tuple[str, ...]:
@@ -52,7 +57,12 @@ def _check(options: argparse.Namespace) -> int:
     from fp8kit.testing import check_implementation
 
     kinds = _kinds(options)
-    reports = [check_implementation(impl, kind) for impl in want_implementations(options.name) for kind in kinds if kind in impl.devices]
+    reports = [
+        check_implementation(impl, kind)
+        for impl in want_implementations(options.name)
+        for kind in kinds
+        if kind in impl.devices
+    ]
     failed = [report for report in reports if not report.ok]
     print(f"{len(reports) - len(failed)} of {len(reports)} keep the contract")
     return 1 if failed or not reports else 0

@@ -20,13 +20,29 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("warmup", help=what, description=f"{what[0].upper()}{what[1:]}.")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--preset", choices=PRESETS, help="sizes of one of fp8kit's models")
-    sizes.add_argument("--layer", type=_layer, metavar="HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]", help="sizes of a layer (4096,16384,64,128,1)")
+    sizes.add_argument(
+        "--layer",
+        type=_layer,
+        metavar="HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]",
+        help="sizes of a layer (4096,16384,64,128,1)",
+    )
     parser.add_argument("--recipe", choices=RECIPES, default="delayed", help="(%(default)s)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the parameters (%(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of the parameters (%(default)s)",
+    )
     parser.add_argument("--activation", default="gelu", metavar="NAME", help="(%(default)s)")
-    parser.add_argument("--arch", metavar="NAME", help="such as sm_90a: only compile, for a GPU of that architecture; needs no GPU")
+    parser.add_argument(
+        "--arch",
+        metavar="NAME",
+        help="such as sm_90a: only compile, for a GPU of that architecture; needs no GPU",
+    )
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
-    parser.add_argument("--threads", type=int, metavar="N", help="that compile at once (as many as there are cores)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="that compile at once (as many as there are cores)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,10 +51,14 @@ def _layer(text: str) -> dict[str, int]:
     try:
         given = numbers("layer", text, 5 if text.count(",") > 2 else 3)
     except Fp8kitError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected 3 or 5 positive numbers: HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]") from None
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected 3 or 5 positive numbers: HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]"
+        ) from None
     hidden, _, heads, *_ = given
     if hidden % heads:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected HIDDEN a multiple of HEADS: {hidden} is none of {heads}")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected HIDDEN a multiple of HEADS: {hidden} is none of {heads}"
+        )
     return dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), given, strict=False))
 
 
@@ -50,12 +70,26 @@ def run(options: argparse.Namespace) -> int:
     sizes: dict[str, Any] = {}
     if options.preset is not None:
         size = PRESETS[options.preset]
-        sizes = {"hidden": size.hidden, "ffn": 4 * size.hidden, "heads": size.heads, "sequence": size.context, "batch": size.sequences}
+        sizes = {
+            "hidden": size.hidden,
+            "ffn": 4 * size.hidden,
+            "heads": size.heads,
+            "sequence": size.context,
+            "batch": size.sequences,
+        }
     if options.layer is not None:
         sizes = options.layer
-    device = None if options.device is None or options.arch is not None else device_of(options)  # --arch needs none
-    done = warmup(**sizes, dtype=options.dtype, recipe=getattr(recipe, RECIPES[options.recipe])(), activation=options.activation,
-                  arch=options.arch, device=device, threads=options.threads,
-                  say=lambda line: print(f"fp8kit warmup: {line}", file=sys.stderr, flush=True))
+    # --arch needs none
+    device = None if options.device is None or options.arch is not None else device_of(options)
+    done = warmup(
+        **sizes,
+        dtype=options.dtype,
+        recipe=getattr(recipe, RECIPES[options.recipe])(),
+        activation=options.activation,
+        arch=options.arch,
+        device=device,
+        threads=options.threads,
+        say=lambda line: print(f"fp8kit warmup: {line}", file=sys.stderr, flush=True),
+    )
     print(done)
     return 0

@@ -1,4 +1,5 @@
-"""Whether what serves an operation is right: the contract's cases, a grid of shapes, dtypes and edge values, against codec or float64."""
+"""Whether what serves an operation is right: the contract's cases, a grid of shapes, dtypes and edge values,
+against codec or float64."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from fp8kit.testing.contract import Case, cases
 
 @dataclass
 class Report:
-    """What came out: ``implementation`` (its id), ``device``, the number of ``cases`` that ran, ``failures`` as (case, what was wrong,
-    with the first wrong coordinate), and ``seconds``."""
+    """What came out: ``implementation`` (its id), ``device``, the number of ``cases`` that ran, ``failures``
+    as (case, what was wrong, with the first wrong coordinate), and ``seconds``."""
 
     operation: str
     implementation: str
@@ -35,15 +36,22 @@ def chosen(operation: str, only: str = "") -> list[Case]:
 
 
 def check(operation: str, device: Device | str, only: str = "") -> Report:
-    """Run the contract's cases of ``operation`` on ``device`` with the implementation in force; ``only`` those with that word in the name.
-    ``device``: a Device or its name.
+    """Run the contract's cases of ``operation`` on ``device`` with the implementation in force; ``only``
+    those with that word in the name. ``device``: a Device or its name.
 
-    ArgumentError for an operation without cases and for a word that no case has, BackendError where nothing serves the device.
+    ArgumentError for an operation without cases and for a word that no case has, BackendError where nothing
+    serves the device.
     """
     wanted = chosen(operation, only)
     if not wanted:
-        raise ArgumentError(expected("check", "operation", f"{operation!r}" + (f" with cases {only!r}" if only else ""),
-                                     "an operation of the contract that writes arrays, and a word in a case's name"))
+        raise ArgumentError(
+            expected(
+                "check",
+                "operation",
+                f"{operation!r}" + (f" with cases {only!r}" if only else ""),
+                "an operation of the contract that writes arrays, and a word in a case's name",
+            )
+        )
     device = arrays.device(device)
     kernels = dispatch.kernels(device)
     usable, _ = dispatch.candidates(operation, device)

@@ -1,6 +1,8 @@
-"""What every operation of the kernel contract writes, and a look through its arguments: the contract's texts as a table.
+"""What every operation of the kernel contract writes, and a look through its arguments: the contract's texts
+as a table.
 
-Arguments hold arrays in four ways: alone, in lists, in a ``Cast`` or a list of those, in ``AttentionExtras``. ``walk`` goes through all.
+Arguments hold arrays in four ways: alone, in lists, in a ``Cast`` or a list of those, in ``AttentionExtras``.
+``walk`` goes through all.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 
-# Operation -> arguments that it writes. "+": what stands there before matters (accumulated, changed in place, or not written everywhere).
-# Operations that only answer with a number write nothing.
+# Operation -> arguments that it writes. "+": what stands there before matters (accumulated, changed in place,
+# or not written everywhere). Operations that only answer with a number write nothing.
 _WRITES = {
     "amax": "amax+",
     "amax_many": "amaxes+",
@@ -62,8 +64,8 @@ _CAST = ("q", "q_t", "scale", "scale_inv", "amax")  # a Cast's arrays
 
 
 class Output(NamedTuple):
-    """An array that a call writes: its ``name`` ("q", "cast.q_t", "params[3]"), the array, whether its former content matters (``kept``),
-    and the ``argument`` and ``cast`` that it belongs to."""
+    """An array that a call writes: its ``name`` ("q", "cast.q_t", "params[3]"), the array, whether its former
+    content matters (``kept``), and the ``argument`` and ``cast`` that it belongs to."""
 
     name: str
     view: ArrayView

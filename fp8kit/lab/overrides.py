@@ -1,7 +1,9 @@
-"""``fk.override``: another implementation of one operation of the kernel contract, for a block, a function, one call or a whole training.
+"""``fk.override``: another implementation of one operation of the kernel contract, for a block, a function,
+one call or a whole training.
 
-An override is an ``OpImpl`` in the policy in force: thread by thread, nested, and travelling from forward to backward with the plan that
-was made under it. Outside of a block nothing is changed, and nothing costs anything.
+An override is an ``OpImpl`` in the policy in force: thread by thread, nested, and travelling from forward to
+backward with the plan that was made under it. Outside of a block nothing is changed, and nothing costs
+anything.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ class _Local(threading.local):
 
 
 class Override(ContextDecorator):
-    """What ``override`` gives: a context manager and a decorator, to be entered as often as one likes. ``calls`` counts the calls of the
-    implementation (of kernels: the launches) since it was made."""
+    """What ``override`` gives: a context manager and a decorator, to be entered as often as one likes.
+    ``calls`` counts the calls of the implementation (of kernels: the launches) since it was made."""
 
     def __init__(self, operation: str, make: Callable[[SelectionPolicy], OpImpl], where: str) -> None:
         self.operation = operation
         self.calls = 0
-        self._make = functools.lru_cache(maxsize=8)(make)  # one implementation for one policy round it: plans are kept by it
+        # one implementation for one policy round it: plans are kept by it
+        self._make = functools.lru_cache(maxsize=8)(make)
         self._where = where
         self._local = _Local()
 
@@ -64,25 +67,36 @@ class Override(ContextDecorator):
         block, before = self._local.blocks.pop()
         block.__exit__(*error)
         if error[0] is None and self.calls == before:
-            log.warning("override of %s: nothing within the block called it (it serves %s)", self.operation, self._where)
+            log.warning(
+                "override of %s: nothing within the block called it (it serves %s)",
+                self.operation,
+                self._where,
+            )
 
     def __repr__(self) -> str:
         return f"Override({self.operation}, {self.calls} calls)"
 
 
-def override(operation: str, implementation: Any, *, function: str | None = None, verify: bool = False) -> Override:
-    """Use ``implementation`` for ``operation``, a name of ``fp8kit.backends.protocol.KERNELS``, within a block or a decorated function.
+def override(
+    operation: str, implementation: Any, *, function: str | None = None, verify: bool = False
+) -> Override:
+    """Use ``implementation`` for ``operation``, a name of ``fp8kit.backends.protocol.KERNELS``, within a
+    block or a decorated function.
 
-    * A Python function has the contract's parameters, by name and order (``protocol.signature``); its arrays are ``ArrayView``s of the
-      shapes and dtypes that the contract says (``fp8kit.lab.native`` makes NumPy or CuPy arrays of them). With a first parameter named
-      ``original`` it gets there what would have been called without it.
-    * A CUDA source, text or ``Path``, stands for the file of fp8kit's raw kernels whose functions it defines: every function that the
-      operation takes from that file, with the same parameters. The engine's host code launches it, compiled with the same defines.
-    * A ``cupy.RawKernel`` or a numba.cuda kernel takes the place of one function, ``function``, by default the one of the operation's name.
+    * A Python function has the contract's parameters, by name and order (``protocol.signature``); its arrays
+      are ``ArrayView``s of the shapes and dtypes that the contract says (``fp8kit.lab.native`` makes NumPy or
+      CuPy arrays of them). With a first parameter named ``original`` it gets there what would have been
+      called without it.
+    * A CUDA source, text or ``Path``, stands for the file of fp8kit's raw kernels whose functions it defines:
+      every function that the operation takes from that file, with the same parameters. The engine's host code
+      launches it, compiled with the same defines.
+    * A ``cupy.RawKernel`` or a numba.cuda kernel takes the place of one function, ``function``, by default
+      the one of the operation's name.
 
-    ``verify``: the CPU engine computes every call a second time, on copies, and the first difference is an error, within the contract's
-    tolerances; slow, not within a captured graph. Raises BackendError here, before anything runs, for what does not fit, naming it; at a
-    call for a source that does not compile and, with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
+    ``verify``: the CPU engine computes every call a second time, on copies, and the first difference is an
+    error, within the contract's tolerances; slow, not within a captured graph. Raises BackendError here,
+    before anything runs, for what does not fit, naming it; at a call for a source that does not compile and,
+    with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
     """
     if not isinstance(operation, str) or operation not in KERNELS:
         wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(operation, KERNELS)}"
@@ -91,13 +105,24 @@ def override(operation: str, implementation: Any, *, function: str | None = None
         raise BackendError(expected("override", "verify", repr(verify), "True or False"))
     kind = _kind(implementation)
     if function is not None and kind not in ("cupy", "numba"):
-        raise BackendError(expected("override", "function", repr(function), "None, but for a cupy.RawKernel or a numba.cuda kernel"))
+        raise BackendError(
+            expected(
+                "override",
+                "function",
+                repr(function),
+                "None, but for a cupy.RawKernel or a numba.cuda kernel",
+            )
+        )
     if kind == "python":
         wants_original = _check_signature(operation, implementation)
         devices = _ANY
 
         def make(outer: SelectionPolicy) -> OpImpl:
-            inner = functools.partial(_with_original, implementation, operation, outer) if wants_original else implementation
+            inner = (
+                functools.partial(_with_original, implementation, operation, outer)
+                if wants_original
+                else implementation
+            )
             return implement(_on_its_stream(operation, inner, made.count))
     else:
         engine = _replaced(operation, implementation, kind, function)
@@ -107,7 +132,13 @@ def override(operation: str, implementation: Any, *, function: str | None = None
             return implement(engine(made.count))
 
     def implement(call: Callable[..., Any]) -> OpImpl:
-        return OpImpl(operation, f"override.{operation}", Kind.DEFAULT, verified(operation, call) if verify else call, devices=devices)
+        return OpImpl(
+            operation,
+            f"override.{operation}",
+            Kind.DEFAULT,
+            verified(operation, call) if verify else call,
+            devices=devices,
+        )
 
     made = Override(operation, make, " and ".join(sorted(devices)) + " arrays")
     return made
@@ -127,7 +158,7 @@ def _kind(implementation: Any) -> str:
     raise BackendError(expected("override", "implementation", kind.__name__, _KINDS))
 
 
-# --- Python functions -----------------------------------------------------------------------------------------------------------
+# --- Python functions ---------------------------------------------------------------------------------------
 
 
 def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
@@ -138,16 +169,24 @@ def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
     try:
         given = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
-        raise BackendError(expected("override", "implementation", f"{name}, whose parameters are unknown", _KINDS)) from None
+        raise BackendError(
+            expected("override", "implementation", f"{name}, whose parameters are unknown", _KINDS)
+        ) from None
     wants_original = bool(given) and given[0].name == "original"
     if wants_original and not any(p.name == "stream" for p in wanted):
-        raise BackendError(expected("override", "implementation", f"{name}(original, ...)", f"{text}: {operation} takes no arrays"))
+        raise BackendError(
+            expected(
+                "override", "implementation", f"{name}(original, ...)", f"{text}: {operation} takes no arrays"
+            )
+        )
     given = given[wants_original:]
     if any(p.kind is p.VAR_POSITIONAL for p in given):
         return wants_original
     if [p.name for p in given] != [p.name for p in wanted] or any(p.kind is p.KEYWORD_ONLY for p in given):
         got = f"{name}({', '.join(map(str, (p.name for p in given)))})"
-        raise BackendError(expected("override", "implementation", got, f"the contract's parameters of {operation}, {text}"))
+        raise BackendError(
+            expected("override", "implementation", got, f"the contract's parameters of {operation}, {text}")
+        )
     return wants_original
 
 
@@ -158,7 +197,9 @@ def _with_original(function: Callable[..., Any], operation: str, outer: Selectio
         return function(getattr(dispatch.kernels(device), operation), *args)
 
 
-def _on_its_stream(operation: str, function: Callable[..., Any], count: Callable[[], None]) -> Callable[..., Any]:
+def _on_its_stream(
+    operation: str, function: Callable[..., Any], count: Callable[[], None]
+) -> Callable[..., Any]:
     """The function, called with positional arguments, CuPy's current stream being the call's."""
     contract = signature(operation)
     if "stream" not in contract.parameters:
@@ -173,25 +214,41 @@ def _on_its_stream(operation: str, function: Callable[..., Any], count: Callable
         count()
         if named:
             args = contract.bind(*args, **named).args
-        first = next((a for a in args if isinstance(a, ArrayView)), None) or next(iter(views(dict(enumerate(args)))), None)  # type: ignore[arg-type]
+        first = next((a for a in args if isinstance(a, ArrayView)), None) or next(
+            iter(views(dict(enumerate(args)))), None
+        )  # type: ignore[arg-type]
         with nullcontext() if first is None else on(first.device, args[-1]):
             answer = function(*args)
         if answer is not None:  # what was to be written is not written then
             got = f"{getattr(function, '__name__', operation)}, which returns {type(answer).__name__}"
-            raise BackendError(expected("override", "implementation", got, f"results written into the arrays that {operation} is given"))
+            raise BackendError(
+                expected(
+                    "override",
+                    "implementation",
+                    got,
+                    f"results written into the arrays that {operation} is given",
+                )
+            )
 
     return call
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
-def _replaced(operation: str, implementation: Any, kind: str, function: str | None) -> Callable[[Callable[[], None]], Callable[..., Any]]:
-    """What makes the engine's implementation with the kernel in its place, given what is to be called at every launch of it."""
+def _replaced(
+    operation: str, implementation: Any, kind: str, function: str | None
+) -> Callable[[Callable[[], None]], Callable[..., Any]]:
+    """What makes the engine's implementation with the kernel in its place, given what is to be called at
+    every launch of it."""
     from fp8kit.backends.cuda import substitute
 
     if operation not in manifest.USES:
-        raise BackendError(expected("override", "implementation", "a kernel", f"a Python function: {operation} launches none"))
+        raise BackendError(
+            expected(
+                "override", "implementation", "a kernel", f"a Python function: {operation} launches none"
+            )
+        )
     if kind == "text":
         unit = read(implementation)
         table = substitute.of_text(unit, _source_of(operation, unit))
@@ -202,7 +259,8 @@ def _replaced(operation: str, implementation: Any, kind: str, function: str | No
 
 
 def read(text: str | Path) -> manifest.Unit:
-    """A CUDA source, text or file, with the headers that it includes. BackendError where one of them cannot be read."""
+    """A CUDA source, text or file, with the headers that it includes. BackendError where one of them cannot
+    be read."""
     try:
         if isinstance(text, Path):
             return manifest.foreign(text.read_text(encoding="utf-8"), text.name, text.parent)
@@ -216,18 +274,27 @@ def read(text: str | Path) -> manifest.Unit:
 
 
 def _source_of(operation: str, unit: manifest.Unit) -> str:
-    """The source that the text stands for: the one of the operation's of which it defines all functions that the operation launches."""
+    """The source that the text stands for: the one of the operation's of which it defines all functions that
+    the operation launches."""
     uses = manifest.USES[operation]
     named = manifest.functions_of(unit)
     touched = [source for source, functions in uses.items() if named & set(functions)]
     if len(touched) != 1:
         choices = "; or ".join(f"{', '.join(functions)} (as {source})" for source, functions in uses.items())
         got = f"{unit.name} with functions {', '.join(sorted(named)) or 'none'}"
-        raise BackendError(expected("override", "implementation", got, f"extern \"C\" __global__ functions {choices}"))
+        raise BackendError(
+            expected("override", "implementation", got, f'extern "C" __global__ functions {choices}')
+        )
     missing = set(uses[touched[0]]) - named
     if missing:
-        raise BackendError(expected("override", "implementation", f"{unit.name} without {', '.join(sorted(missing))}",
-                                    f"every function that {operation} takes from {touched[0]}"))
+        raise BackendError(
+            expected(
+                "override",
+                "implementation",
+                f"{unit.name} without {', '.join(sorted(missing))}",
+                f"every function that {operation} takes from {touched[0]}",
+            )
+        )
     return touched[0]
 
 
@@ -235,7 +302,9 @@ def _place_of(operation: str, function: str | None) -> tuple[str, str]:
     """(source, function) that one kernel takes the place of."""
     places = [(source, name) for source, functions in manifest.USES[operation].items() for name in functions]
     wanted = operation.rstrip("_") if function is None and len(places) > 1 else function
-    found = [place for place in places if wanted in (None, place[1])] if isinstance(wanted, str | None) else []
+    found = (
+        [place for place in places if wanted in (None, place[1])] if isinstance(wanted, str | None) else []
+    )
     if len(found) != 1:
         names = ", ".join(name for _, name in places)
         raise BackendError(expected("override", "function", repr(function), f"one of {names}"))

@@ -1,6 +1,8 @@
-"""Names that a person gives on the command line, resolved: an operation, a raw kernel, a source of fp8kit's, or a file of one's own.
+"""Names that a person gives on the command line, resolved: an operation, a raw kernel, a source of fp8kit's,
+or a file of one's own.
 
-And what the compiler says of a source: registers, shared memory, spills, PTX, and machine code where a disassembler is installed.
+And what the compiler says of a source: registers, shared memory, spills, PTX, and machine code where a
+disassembler is installed.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _PREFERRED = ("bf16", "e4m3", "gelu")  # of the variants, the one that is shown 
 
 @dataclass(frozen=True)
 class Part:
-    """A source, or a file of one's own in the place of one: ``entry`` as it is compiled, ``like`` as fp8kit has it, the ``functions`` that
-    are meant, and the file's ``unit`` (None: fp8kit's own)."""
+    """A source, or a file of one's own in the place of one: ``entry`` as it is compiled, ``like`` as fp8kit
+    has it, the ``functions`` that are meant, and the file's ``unit`` (None: fp8kit's own)."""
 
     entry: manifest.Source
     like: manifest.Source
@@ -38,7 +40,8 @@ class Part:
         return self.unit.content if self.unit is not None else manifest.text(self.entry.name)
 
     def variant(self, wanted: str = "") -> manifest.Defines:
-        """The defines to show: those that ``wanted`` names (``T=f16,FORMAT=e5m2``), else bfloat16, E4M3 or GELU where there is a choice."""
+        """The defines to show: those that ``wanted`` names (``T=f16,FORMAT=e5m2``), else bfloat16, E4M3 or
+        GELU where there is a choice."""
         asked = dict(part.split("=", 1) for part in wanted.split(",") if "=" in part)
         fits = [v for v in self.entry.variants if asked.items() <= dict(v).items()]
         if not fits or (wanted and not asked):
@@ -53,8 +56,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """What a name means: the ``parts`` that hold its source, and the ``operations`` that launch one of their functions. ``file``: its path,
-    where it is one."""
+    """What a name means: the ``parts`` that hold its source, and the ``operations`` that launch one of their
+    functions. ``file``: its path, where it is one."""
 
     name: str
     parts: tuple[Part, ...]
@@ -68,9 +71,10 @@ def said(defines: manifest.Defines) -> str:
 
 
 def find(name: str) -> Found:
-    """What ``name`` means: a file, a source's name (``quantize.cu``), one of its functions (``quantize.cu:quantize_fp8``), an operation, a
-    function wherever it is, or a source's stem, in this order.
-    ArgumentError, with names like it, where it means nothing; BackendError for a file that stands for no source."""
+    """What ``name`` means: a file, a source's name (``quantize.cu``), one of its functions
+    (``quantize.cu:quantize_fp8``), an operation, a function wherever it is, or a source's stem, in this
+    order. ArgumentError, with names like it, where it means nothing; BackendError for a file that stands for
+    no source."""
     path = Path(name)
     if path.suffix == ".cu" and path.is_file():
         unit = read(path)
@@ -79,7 +83,11 @@ def find(name: str) -> Found:
             entry = manifest.stands_for(unit, like)
         except ValueError as error:
             raise BackendError(f"kernels: {error}") from None
-        whole = [op for op, uses in manifest.USES.items() if like.name in uses and set(uses[like.name]) <= set(entry.functions)]
+        whole = [
+            op
+            for op, uses in manifest.USES.items()
+            if like.name in uses and set(uses[like.name]) <= set(entry.functions)
+        ]
         return Found(name, (Part(entry, like, entry.functions, unit),), tuple(whole), path)
     entries = {entry.name: entry for entry in manifest.sources()}
     if name in entries:
@@ -89,24 +97,49 @@ def find(name: str) -> Found:
         return _own(name, {source: (function,)})
     if name in manifest.USES:
         return Found(name, _own(name, manifest.USES[name]).parts, (name,))
-    places: dict[str, tuple[str, ...]] = {entry.name: (name,) for entry in entries.values() if name in entry.functions}
+    places: dict[str, tuple[str, ...]] = {
+        entry.name: (name,) for entry in entries.values() if name in entry.functions
+    }
     if places:
         return _own(name, places)
     if f"{name}.cu" in entries:
         return _own(name, {f"{name}.cu": entries[f"{name}.cu"].functions})
     if name in KERNELS:
-        raise ArgumentError(expected("kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"))
+        raise ArgumentError(
+            expected(
+                "kernels",
+                "name",
+                repr(name),
+                "an operation that launches raw kernels; this one launches none",
+            )
+        )
     if name.endswith(".cu"):
-        raise ArgumentError(expected("kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"))
+        raise ArgumentError(
+            expected(
+                "kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"
+            )
+        )
     known = [*entries, *manifest.USES, *(f for entry in entries.values() for f in entry.functions)]
     hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
-    raise ArgumentError(expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"))
+    raise ArgumentError(
+        expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}")
+    )
 
 
 def _own(name: str, places: dict[str, tuple[str, ...]]) -> Found:
-    parts = tuple(Part(manifest.source(source), manifest.source(source), functions) for source, functions in places.items())
-    return Found(name, parts, tuple(op for op, uses in manifest.USES.items()
-                                    if any(set(uses.get(source, ())) & set(functions) for source, functions in places.items())))
+    parts = tuple(
+        Part(manifest.source(source), manifest.source(source), functions)
+        for source, functions in places.items()
+    )
+    return Found(
+        name,
+        parts,
+        tuple(
+            op
+            for op, uses in manifest.USES.items()
+            if any(set(uses.get(source, ())) & set(functions) for source, functions in places.items())
+        ),
+    )
 
 
 def users(source: str, function: str) -> list[str]:
@@ -115,14 +148,23 @@ def users(source: str, function: str) -> list[str]:
 
 
 def sass(cubin: Path) -> str:
-    """Machine code as text, by nvdisasm or cuobjdump, whichever is installed; BackendError that says how to get one, where neither is."""
+    """Machine code as text, by nvdisasm or cuobjdump, whichever is installed; BackendError that says how to
+    get one, where neither is."""
     spec = importlib.util.find_spec("nvidia")
-    folders = [found for place in (spec.submodule_search_locations or () if spec else ()) for found in Path(place).glob("*/bin")]
+    folders = [
+        found
+        for place in (spec.submodule_search_locations or () if spec else ())
+        for found in Path(place).glob("*/bin")
+    ]
     for program, options in _DISASSEMBLERS.items():
-        path = shutil.which(program) or next((str(at / program) for at in folders if (at / program).is_file()), None)
+        path = shutil.which(program) or next(
+            (str(at / program) for at in folders if (at / program).is_file()), None
+        )
         if path is not None:
             done = subprocess.run([path, *options, str(cubin)], capture_output=True, text=True)
             if done.returncode:
                 raise BackendError(f"kernels: {program} failed: {done.stderr.strip()}")
             return done.stdout
-    raise BackendError("kernels: machine code needs nvdisasm or cuobjdump, neither is installed: pip install nvidia-cuda-nvdisasm")
+    raise BackendError(
+        "kernels: machine code needs nvdisasm or cuobjdump, neither is installed: pip install nvidia-cuda-nvdisasm"
+    )

@@ -1,7 +1,9 @@
-"""How far an implementation may be from the reference, operation by operation: the contract's own bounds, for any arguments.
+"""How far an implementation may be from the reference, operation by operation: the contract's own bounds, for
+any arguments.
 
-The formulas are those of ``fp8kit.testing.contract`` (each module's text derives its own) as functions of a call's arguments. What is not
-named here agrees bit for bit. A bound holds for either side against exact arithmetic; ``verify`` doubles it.
+The formulas are those of ``fp8kit.testing.contract`` (each module's text derives its own) as functions of a
+call's arguments. What is not named here agrees bit for bit. A bound holds for either side against exact
+arithmetic; ``verify`` doubles it.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from fp8kit.testing.contract.gemm import fp8_slack, joining_slack
 
 Array = np.ndarray[Any, Any]
 Given = Mapping[str, Any]  # the arguments, their arrays as NumPy on the host as they were before the call
-Slack = dict[str, Any]  # argument -> bound of its elements; "cast": of the values that are cast; "params[3]" for one of a list
+# argument -> bound of its elements; "cast": of the values that are cast; "params[3]" for one of a list
+Slack = dict[str, Any]
 
 
 def slack(operation: str, given: Given, device: Device) -> Slack:
-    """Bounds of the outputs that need not agree bit for bit. Not finite where the arguments are not: then any finite value is right."""
+    """Bounds of the outputs that need not agree bit for bit. Not finite where the arguments are not: then any
+    finite value is right."""
     rule = RULES.get(operation)
     with np.errstate(all="ignore"):
         return {} if rule is None else rule(given, device)
@@ -43,11 +47,12 @@ def _size(x: Any) -> Any:
 
 
 def _kept(x: Any) -> Any:
-    """The size of what dropout lets through or makes 0, whatever it was: where it is not finite, the result is neither, or none of it."""
+    """The size of what dropout lets through or makes 0, whatever it was: where it is not finite, the result
+    is neither, or none of it."""
     return np.nan_to_num(_size(x), nan=0.0, posinf=0.0)
 
 
-# --- products -----------------------------------------------------------------------------------------------------------------
+# --- products -----------------------------------------------------------------------------------------------
 
 
 def _joined(g: Given, product: Array, magnitude: Array, slack: Array, device: Device) -> Slack:
@@ -69,7 +74,9 @@ def _fp8_gemm(g: Given, device: Device) -> Slack:
     a, b = (codec.decode(g[x], g[f"{x}_format"]) * _w(g[f"{x}_scale_inv"]).reshape(-1, 1) for x in "ab")
     a, b = a[:m], b[:n]
     magnitude = np.abs(a) @ np.abs(b).T
-    return _joined(g, a @ b.T, magnitude, fp8_slack(magnitude, a.shape[1], g["fast_accumulate"], device), device)
+    return _joined(
+        g, a @ b.T, magnitude, fp8_slack(magnitude, a.shape[1], g["fast_accumulate"], device), device
+    )
 
 
 def _block_gemm(g: Given, device: Device) -> Slack:
@@ -80,10 +87,16 @@ def _block_gemm(g: Given, device: Device) -> Slack:
 
     a, b = operand("a", g["out"].shape[0]), operand("b", g["out"].shape[1])
     magnitude = np.abs(a) @ np.abs(b).T
-    return _joined(g, a @ b.T, magnitude, fp8_slack(magnitude, a.shape[1], False, device) + 4 * ROUNDOFF * magnitude, device)
+    return _joined(
+        g,
+        a @ b.T,
+        magnitude,
+        fp8_slack(magnitude, a.shape[1], False, device) + 4 * ROUNDOFF * magnitude,
+        device,
+    )
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 def _gain(g: Given, columns: int) -> Any:
@@ -99,7 +112,9 @@ def _norm_fwd(g: Given, device: Device) -> Slack:
     gain = np.abs(_gain(g, n))
     mean_slack = sum_slack(np.abs(x).mean(1, keepdims=True), n) * layer
     deviation = mean_slack + 2 * ROUNDOFF * (np.abs(x) + np.abs(mean))
-    relative = 0.5 * ((n + 8) * ROUNDOFF + 2 * deviation.max(1, keepdims=True, initial=0) * rstd) + 4 * ROUNDOFF
+    relative = (
+        0.5 * ((n + 8) * ROUNDOFF + 2 * deviation.max(1, keepdims=True, initial=0) * rstd) + 4 * ROUNDOFF
+    )
     scaled = np.abs(x - mean) * rstd * gain
     y = gain * rstd * deviation + scaled * (relative + 4 * ROUNDOFF) + 2 * ROUNDOFF * _size(g["bias"])
     return {"y": y, "cast": y, "amax": y, "mean": mean_slack[:, 0], "rstd": (rstd * relative)[:, 0]}
@@ -114,7 +129,9 @@ def _norm_bwd(g: Given, device: Device) -> Slack:
     unit_slack = 3 * ROUNDOFF * (np.abs(x) + np.abs(mean)) * rstd
     d = dy * _gain(g, n)
     along, level = (d * unit).mean(1, keepdims=True), d.mean(1, keepdims=True) * layer
-    along_slack = sum_slack(np.abs(d * unit).mean(1, keepdims=True), n) + (np.abs(d) * unit_slack).mean(1, keepdims=True)
+    along_slack = sum_slack(np.abs(d * unit).mean(1, keepdims=True), n) + (np.abs(d) * unit_slack).mean(
+        1, keepdims=True
+    )
     level_slack = sum_slack(np.abs(d).mean(1, keepdims=True), n) * layer
     terms = np.abs(d) + np.abs(level) + np.abs(unit * along)
     dx = rstd * (4 * ROUNDOFF * terms + level_slack + np.abs(unit) * along_slack + unit_slack * np.abs(along))
@@ -124,8 +141,15 @@ def _norm_bwd(g: Given, device: Device) -> Slack:
 
 
 _RATES = {"silu": 1.0, "qgelu": 1.702}
-_FIRST = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
-          "clamped_swiglu": "clamped"}  # what a gated activation does to its first half
+_FIRST = {
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+    "clamped_swiglu": "clamped",
+}  # what a gated activation does to its first half
 
 
 def _curve(x: Array, curve: str, params: tuple[float, ...]) -> tuple[Any, Any, Any, Any]:
@@ -136,9 +160,19 @@ def _curve(x: Array, curve: str, params: tuple[float, ...]) -> tuple[Any, Any, A
     if curve == "srelu":
         return 4 * ROUNDOFF * size**2, 8 * ROUNDOFF * size, size**2, 2 * size
     if curve == "sigmoid":
-        return 16 * ROUNDOFF * np.ones_like(x), 16 * ROUNDOFF * np.ones_like(x), np.ones_like(x), np.ones_like(x)
-    rate = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2) if curve == "gelu" else _RATES.get(curve) or params[1]
-    return 16 * ROUNDOFF * size, 16 * ROUNDOFF * (1 + size * rate), size, np.full_like(x, 2.0)  # no smooth curve here is steeper than 1.2
+        return (
+            16 * ROUNDOFF * np.ones_like(x),
+            16 * ROUNDOFF * np.ones_like(x),
+            np.ones_like(x),
+            np.ones_like(x),
+        )
+    rate = (
+        2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+        if curve == "gelu"
+        else _RATES.get(curve) or params[1]
+    )
+    # no smooth curve here is steeper than 1.2
+    return 16 * ROUNDOFF * size, 16 * ROUNDOFF * (1 + size * rate), size, np.full_like(x, 2.0)
 
 
 def _inputs(g: Given) -> tuple[Array, Array | None]:
@@ -151,8 +185,8 @@ def _inputs(g: Given) -> tuple[Array, Array | None]:
 
 
 def _curves(g: Given) -> tuple[tuple[Any, Any, Any, Any], Any, Any]:
-    """The first half's curve, and size and bound of the second half's factor (1 and 0 where there is none). A bound of the sum's own
-    rounding, which may fall on either side of a kink, is part of the curve's."""
+    """The first half's curve, and size and bound of the second half's factor (1 and 0 where there is none). A
+    bound of the sum's own rounding, which may fall on either side of a kink, is part of the curve's."""
     left, right = _inputs(g)
     params = g["params"]
     value, slope, size, steep = _curve(left, _FIRST.get(g["activation"]) or str(g["activation"]), params)
@@ -176,7 +210,11 @@ def _act_bwd(g: Given, device: Device) -> Slack:
     first = dy * (factor * slope + factor_slack * steep + 4 * ROUNDOFF * factor * steep)
     second = dy * (value + 4 * ROUNDOFF * size)
     dx = first if isinstance(factor, float) else np.concatenate([first, second], axis=1)
-    largest = dy * factor * steep if isinstance(factor, float) else np.concatenate([dy * factor * steep, dy * size], axis=1)
+    largest = (
+        dy * factor * steep
+        if isinstance(factor, float)
+        else np.concatenate([dy * factor * steep, dy * size], axis=1)
+    )
     dbias = sum_slack(largest.sum(0), len(dy)) + (dx + epsilon(_dtype(g["x"])) * largest).sum(0)
     return {"dx": dx, "cast": dx, "amax": dx, "dbias": dbias}
 
@@ -189,7 +227,10 @@ def _dropout_add(g: Given, device: Device) -> Slack:
 def _dropout_bwd(g: Given, device: Device) -> Slack:
     size = _kept(g["dy"]) / (1 - g["p"])
     total = size.sum(0)
-    return {"dx": ROUNDOFF * size, "dbias": sum_slack(total, len(size)) + epsilon(_dtype(g["dy"])) / 2 * total}
+    return {
+        "dx": ROUNDOFF * size,
+        "dbias": sum_slack(total, len(size)) + epsilon(_dtype(g["dy"])) / 2 * total,
+    }
 
 
 def _drop_path(g: Given, device: Device) -> Slack:
@@ -198,10 +239,12 @@ def _drop_path(g: Given, device: Device) -> Slack:
 
 def _rope(g: Given, device: Device) -> Slack:
     x = np.nan_to_num(_size(g["x"] if "x" in g else g["dy"]), nan=0.0)
-    return {name: 12 * ROUNDOFF * x.max(-1, keepdims=True, initial=0) * np.ones_like(x) for name in ("y", "dx")}
+    return {
+        name: 12 * ROUNDOFF * x.max(-1, keepdims=True, initial=0) * np.ones_like(x) for name in ("y", "dx")
+    }
 
 
-# --- ends ---------------------------------------------------------------------------------------------------------------------
+# --- ends ---------------------------------------------------------------------------------------------------
 
 
 def _embedding_bwd(g: Given, device: Device) -> Slack:
@@ -236,7 +279,7 @@ def _cross_entropy_bwd(g: Given, device: Device) -> Slack:
     return {"dlogits": upstream * (p_slack + 6 * ROUNDOFF * (p + 1 + s))}
 
 
-# --- attention ----------------------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------
 
 
 def _oracle(g: Given, device: Device) -> Oracle:
@@ -244,11 +287,27 @@ def _oracle(g: Given, device: Device) -> Oracle:
     order = (1, 2, 0, 3) if spec.qkv_format == "sbhd" else (0, 2, 1, 3)
     q, k, v = (g[name].transpose(order) for name in "qkv")
     do = g["do"].transpose(order) if "do" in g else np.ones((*q.shape[:3], v.shape[3]))
-    n, m = (() if cu is None else tuple(int(length) for length in np.diff(cu)) for cu in (extras.cu_seqlens_q, extras.cu_seqlens_kv))
+    n, m = (
+        () if cu is None else tuple(int(length) for length in np.diff(cu))
+        for cu in (extras.cu_seqlens_q, extras.cu_seqlens_kv)
+    )
     sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], n, m, v.shape[3])
     keep = keep_factors(extras.rng, spec.dropout, (*q.shape[:3], k.shape[2])) if spec.dropout else None
-    return Oracle(_dtype(g["q"]), sizes, spec, device.kind == "cpu", q, k, v, do, extras.mask, extras.bias, extras.alibi_slopes,
-                  extras.softmax_offset, keep)
+    return Oracle(
+        _dtype(g["q"]),
+        sizes,
+        spec,
+        device.kind == "cpu",
+        q,
+        k,
+        v,
+        do,
+        extras.mask,
+        extras.bias,
+        extras.alibi_slopes,
+        extras.softmax_offset,
+        keep,
+    )
 
 
 def _attention_fwd(g: Given, device: Device) -> Slack:
@@ -260,11 +319,15 @@ def _attention_fwd(g: Given, device: Device) -> Slack:
 def _attention_bwd(g: Given, device: Device) -> Slack:
     found = _oracle(g, device)
     back = (2, 0, 1, 3) if g["spec"].qkv_format == "sbhd" else (0, 2, 1, 3)
-    return {name: found.forward_slack(name).transpose(back) if name[1:] in ("q", "k", "v") else found.forward_slack(name)
-            for name in found.grads}
+    return {
+        name: found.forward_slack(name).transpose(back)
+        if name[1:] in ("q", "k", "v")
+        else found.forward_slack(name)
+        for name in found.grads
+    }
 
 
-# --- many tensors ---------------------------------------------------------------------------------------------------------------
+# --- many tensors -------------------------------------------------------------------------------------------
 
 
 def _number(value: Any) -> float:
@@ -275,7 +338,10 @@ def _each(g: Given) -> list[tuple[str, Array, Array, float]]:
     """(index, weights that are updated, gradients after their scaling, decay) of each tensor."""
     factor = 1.0 if g["inv_scale"] is None else _number(g["inv_scale"])
     rows = zip(g["params"], g["masters"], g["grads"], g["weight_decays"], strict=True)
-    return [(f"[{i}]", _size(p if w is None else w), _size(d) * abs(factor), decay) for i, (p, w, d, decay) in enumerate(rows)]
+    return [
+        (f"[{i}]", _size(p if w is None else w), _size(d) * abs(factor), decay)
+        for i, (p, w, d, decay) in enumerate(rows)
+    ]
 
 
 def _adamw(g: Given, device: Device) -> Slack:
@@ -319,10 +385,27 @@ def _dtype(x: Array) -> Any:
 
 
 RULES: dict[str, Callable[[Given, Device], Slack]] = {
-    "quantize_transpose": _columns("x", "dbias"), "gemm": _gemm, "fp8_gemm": _fp8_gemm, "block_gemm": _block_gemm,
-    "norm_fwd": _norm_fwd, "norm_bwd": _norm_bwd, "act_fwd": _act_fwd, "act_bwd": _act_bwd, "dropout_add": _dropout_add,
-    "dropout_bwd": _dropout_bwd, "drop_path": _drop_path, "attention_fwd": _attention_fwd, "attention_bwd": _attention_bwd,
-    "rope_fwd": _rope, "rope_bwd": _rope, "embedding_bwd": _embedding_bwd, "cross_entropy_fwd": _cross_entropy_fwd,
-    "cross_entropy_bwd": _cross_entropy_bwd, "adamw_": _adamw, "sgd_": _sgd, "l2norm": _l2norm, "clip_": _clip,
+    "quantize_transpose": _columns("x", "dbias"),
+    "gemm": _gemm,
+    "fp8_gemm": _fp8_gemm,
+    "block_gemm": _block_gemm,
+    "norm_fwd": _norm_fwd,
+    "norm_bwd": _norm_bwd,
+    "act_fwd": _act_fwd,
+    "act_bwd": _act_bwd,
+    "dropout_add": _dropout_add,
+    "dropout_bwd": _dropout_bwd,
+    "drop_path": _drop_path,
+    "attention_fwd": _attention_fwd,
+    "attention_bwd": _attention_bwd,
+    "rope_fwd": _rope,
+    "rope_bwd": _rope,
+    "embedding_bwd": _embedding_bwd,
+    "cross_entropy_fwd": _cross_entropy_fwd,
+    "cross_entropy_bwd": _cross_entropy_bwd,
+    "adamw_": _adamw,
+    "sgd_": _sgd,
+    "l2norm": _l2norm,
+    "clip_": _clip,
     "sum_rows": _columns("x", "out"),
-}  # fmt: skip
+}

@@ -1,6 +1,7 @@
 """An implementation beside the reference: every call is made twice, and the first difference is an error.
 
-The reference is the CPU engine, on copies of the arguments that were taken before. Outputs start poisoned, so that what is left out shows.
+The reference is the CPU engine, on copies of the arguments that were taken before. Outputs start poisoned, so
+that what is left out shows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def reference(operation: str) -> Callable[..., Any]:
 def verified(operation: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """``implementation`` with a look at everything it writes.
 
-    The result raises BackendError that names the operation, the output, the first wrong coordinate and both values. Operations that answer
-    with a number (``..._workspace``) are not looked at: engines differ there.
+    The result raises BackendError that names the operation, the output, the first wrong coordinate and both
+    values. Operations that answer with a number (``..._workspace``) are not looked at: engines differ there.
     """
     contract = signature(operation)
 
@@ -50,7 +51,8 @@ def verified(operation: str, implementation: Callable[..., Any]) -> Callable[...
 
 
 def on(device: arrays.Device, stream: int) -> AbstractContextManager[Any]:
-    """Context manager: ``stream`` is the device's current one, for whoever asks (CuPy, ``arrays.copy``); nothing to do on a CPU."""
+    """Context manager: ``stream`` is the device's current one, for whoever asks (CuPy, ``arrays.copy``);
+    nothing to do on a CPU."""
     if device.kind != "cuda" or arrays.current_stream(device) == stream:
         return nullcontext()
     from fp8kit.backends.cuda.substitute import on_stream
@@ -58,7 +60,9 @@ def on(device: arrays.Device, stream: int) -> AbstractContextManager[Any]:
     return on_stream(device.index, stream)
 
 
-def _both(operation: str, implementation: Callable[..., Any], arguments: dict[str, Any], found: list[ArrayView]) -> Any:
+def _both(
+    operation: str, implementation: Callable[..., Any], arguments: dict[str, Any], found: list[ArrayView]
+) -> Any:
     from fp8kit.lab.tolerance import slack  # its oracles are only loaded by who wants them
 
     device = found[0].device
@@ -80,7 +84,8 @@ def _both(operation: str, implementation: Callable[..., Any], arguments: dict[st
 
 
 def _want_inputs_untouched(operation: str, arguments: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """BackendError where an array that is only read is no longer what the reference left of its copy: what it was."""
+    """BackendError where an array that is only read is no longer what the reference left of its copy: what it
+    was."""
     written = [_span(output.view) for output in outputs(operation, arguments)]
     for name in arguments.keys() - {"workspace", "stream"}:
         pairs = zip(views({name: arguments[name]}), views({name: theirs[name]}), strict=True)
@@ -90,11 +95,14 @@ def _want_inputs_untouched(operation: str, arguments: dict[str, Any], theirs: di
                 try:
                     _same(name, host(ours), copy.numpy())
                 except AssertionError as error:
-                    raise BackendError(f"override: {operation}: input, which it must not change: {error}") from None
+                    raise BackendError(
+                        f"override: {operation}: input, which it must not change: {error}"
+                    ) from None
 
 
 def host(view: ArrayView) -> Array:
-    """The values of an array, perhaps strided, in memory of the host; the same memory where they lie there already."""
+    """The values of an array, perhaps strided, in memory of the host; the same memory where they lie there
+    already."""
     return arrays.to(arrays.contiguous(view), CPU).numpy()
 
 
@@ -135,11 +143,15 @@ def _meets_an_input(output: Output, arguments: dict[str, Any]) -> bool:
 
 def _poison(view: ArrayView) -> None:
     """Every byte 0xFF: NaN in float types, the NaN code of FP8, -1."""
-    filled = np.full((*view.shape, view.dtype.itemsize), 0xFF, np.uint8).view(view.dtype.numpy).reshape(view.shape)
+    filled = (
+        np.full((*view.shape, view.dtype.itemsize), 0xFF, np.uint8).view(view.dtype.numpy).reshape(view.shape)
+    )
     arrays.assign(view, arrays.to(arrays.as_view(filled), view.device))
 
 
-def _compare(output: Output, got: Array, want: Array, bounds: dict[str, Any], arguments: dict[str, Any]) -> None:
+def _compare(
+    output: Output, got: Array, want: Array, bounds: dict[str, Any], arguments: dict[str, Any]
+) -> None:
     """AssertionError with the first coordinate where ``got`` is not what it may be."""
     bound = bounds.get(output.name, bounds.get(output.argument))
     if output.cast is not None:
@@ -160,11 +172,18 @@ def _compare(output: Output, got: Array, want: Array, bounds: dict[str, Any], ar
 
 
 def _compare_cast(output: Output, got: Array, want: Array, bound: Any, arguments: dict[str, Any]) -> None:
-    """A fused cast: codes within one step of the format, and what the values before the cast may differ by; their amax likewise."""
+    """A fused cast: codes within one step of the format, and what the values before the cast may differ by;
+    their amax likewise."""
     assert output.cast is not None
     rounding = epsilon(arguments["x"].dtype)
     if output.name == "cast.amax":
-        assert_close(output.name, got, want.astype(np.float64), "float32", 2 * np.max(bound, initial=0) + 2 * rounding * np.abs(want))
+        assert_close(
+            output.name,
+            got,
+            want.astype(np.float64),
+            "float32",
+            2 * np.max(bound, initial=0) + 2 * rounding * np.abs(want),
+        )
         return
     fmt = output.cast.format
     table = codec.table(FORMATS.get(fmt.name, fmt))
@@ -180,8 +199,10 @@ def _compare_cast(output: Output, got: Array, want: Array, bound: Any, arguments
         wrong = (got != want) & ~(np.abs(values - right) <= limit)
     if wrong.any():
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
-        raise AssertionError(f"{output.name}: {int(wrong.sum())} of {wrong.size} differ by more than a step of {fmt}, first at {at}: "
-                             f"got {got[at]:#x} ({values[at]:g}), expected {want[at]:#x} ({right[at]:g})")
+        raise AssertionError(
+            f"{output.name}: {int(wrong.sum())} of {wrong.size} differ by more than a step of {fmt}, first at {at}: "
+            f"got {got[at]:#x} ({values[at]:g}), expected {want[at]:#x} ({right[at]:g})"
+        )
 
 
 def _finite(bound: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The demo: one model trained twice on the machine's own text, in high precision and in FP8, compared and judged."""
+"""The demo: one model trained twice on the machine's own text, in high precision and in FP8, compared and
+judged."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ RESULTS = ("loss.csv", "loss.png", "scales.csv", "scales.png", "fp8.safetensors"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the demo found: validation losses and the yardstick in nats/byte, and a sentence for each bound that failed. ``judged``: whether
-    there are bounds, see ``Preset``."""
+    """What the demo found: validation losses and the yardstick in nats/byte, and a sentence for each bound
+    that failed. ``judged``: whether there are bounds, see ``Preset``."""
 
     high_precision: float
     fp8: float
@@ -46,19 +47,28 @@ class Verdict:
         bound = self.unigram - LEARNED
         failed = [
             f"the {name} loss {loss:.4f} is not below {bound:.4f} nats/byte (unigram entropy less {LEARNED})"
-            for name, loss in (("high-precision", self.high_precision), ("FP8", self.fp8)) if not loss <= bound
+            for name, loss in (("high-precision", self.high_precision), ("FP8", self.fp8))
+            if not loss <= bound
         ]
         if not abs(self.gap) <= GAP:
             failed.append(f"the FP8 loss differs by {self.gap:+.2%} from high precision, more than {GAP:.0%}")
         return failed
 
 
-def run_demo(preset: Preset, out: Path, device: Device, steps: int | None = None, seed: int = 0, stream: TextIO | None = None) -> Verdict:
+def run_demo(
+    preset: Preset,
+    out: Path,
+    device: Device,
+    steps: int | None = None,
+    seed: int = 0,
+    stream: TextIO | None = None,
+) -> Verdict:
     """Train twice, write the results under ``out`` and return the verdict.
 
-    ``steps`` replaces the preset's number (the warm-up shrinks with it). Written: ``loss.csv``, ``loss.png``, ``scales.csv``,
-    ``scales.png``, ``fp8.safetensors`` (the FP8 model with its scaling state) and ``sample.txt``. Raises BackendError before any
-    training where matplotlib is missing, Fp8kitError where there is no text or a loss is not finite.
+    ``steps`` replaces the preset's number (the warm-up shrinks with it). Written: ``loss.csv``, ``loss.png``,
+    ``scales.csv``, ``scales.png``, ``fp8.safetensors`` (the FP8 model with its scaling state) and
+    ``sample.txt``. Raises BackendError before any training where matplotlib is missing, Fp8kitError where
+    there is no text or a loss is not finite.
     """
     plots.figure()
     if steps is not None:
@@ -66,9 +76,17 @@ def run_demo(preset: Preset, out: Path, device: Device, steps: int | None = None
     corpus = text.standard_library()
     out.mkdir(parents=True, exist_ok=True)
     label = high_precision(device).name
-    print(f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} tokens (bytes)\n{corpus}", flush=True)
-    runs = [train(preset, corpus, recipe, name, device, seed, stream) for name, recipe in ((label, None), ("FP8", fp8_recipe(preset)))]
-    verdict = Verdict(runs[0].validation_loss, runs[1].validation_loss, corpus.unigram_entropy(), preset.judged)
+    print(
+        f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} tokens (bytes)\n{corpus}",
+        flush=True,
+    )
+    runs = [
+        train(preset, corpus, recipe, name, device, seed, stream)
+        for name, recipe in ((label, None), ("FP8", fp8_recipe(preset)))
+    ]
+    verdict = Verdict(
+        runs[0].validation_loss, runs[1].validation_loss, corpus.unigram_entropy(), preset.judged
+    )
     _write(out, runs, verdict, preset, seed)
     print(report(preset, device, runs, verdict, corpus))
     return verdict
@@ -81,7 +99,11 @@ def _write(out: Path, runs: list[Run], verdict: Verdict, preset: Preset, seed: i
     plots.plot_losses(out / "loss.png", curves, verdict.unigram)
     write_statistics(out / "scales.csv", fp8.statistics)
     plots.plot_statistics(out / "scales.png", fp8.statistics)
-    metadata = {"preset": preset.name, "steps": str(preset.steps), "validation_loss": f"{fp8.validation_loss:.6f}"}
+    metadata = {
+        "preset": preset.name,
+        "steps": str(preset.steps),
+        "validation_loss": f"{fp8.validation_loss:.6f}",
+    }
     serialization.save(out / "fp8.safetensors", fp8.model, metadata)
     print(f"the FP8 model writes {SAMPLE_BYTES} bytes, for sample.txt", flush=True)
     sample = PROMPT + generate(fp8.model, PROMPT, SAMPLE_BYTES, fp8.recipe, seed=seed)
@@ -99,11 +121,21 @@ def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, co
     ]
     for run in runs:
         rate = preset.tokens * preset.steps / run.seconds
-        lines.append(f"{run.label:18}{run.validation_loss:16.4f}{math.exp(run.validation_loss):17.3f}"
-                     f"{duration(run.seconds):>8}{rate:12,.0f}")
+        lines.append(
+            f"{run.label:18}{run.validation_loss:16.4f}{math.exp(run.validation_loss):17.3f}"
+            f"{duration(run.seconds):>8}{rate:12,.0f}"
+        )
     gap, entropy = f"{'gap':18}{verdict.gap:>+16.2%}", f"{'unigram entropy':18}{verdict.unigram:16.4f}"
     if verdict.judged:
-        lines += [f"{gap}   (bound: {GAP:.0%} either way)", f"{entropy}   (bound: both losses at least {LEARNED} below it)"]
+        lines += [
+            f"{gap}   (bound: {GAP:.0%} either way)",
+            f"{entropy}   (bound: both losses at least {LEARNED} below it)",
+        ]
     else:
-        lines += [gap, entropy, "", f"{preset.name} is too short to be judged: it shows that everything runs, not that it learns"]
+        lines += [
+            gap,
+            entropy,
+            "",
+            f"{preset.name} is too short to be judged: it shows that everything runs, not that it learns",
+        ]
     return "\n".join(lines)

@@ -22,12 +22,15 @@ VOCABULARY = 256  # one token a byte
 class GPT(nn.Module):
     """Byte and position embeddings, pre-norm causal ``TransformerLayer``s, a final LayerNorm and a head.
 
-    ``preset`` gives the sizes; ``params_dtype`` is float32, bfloat16 or float16; ``device`` None is the default device. Initial weights
-    are normal with deviation 0.02, divided by sqrt(2 layers) where a matrix writes to the residual stream (Radford et al. 2019,
-    section 2.3), and 0.05 for embeddings. Under ``autocast`` the layers' GEMMs run in FP8; embeddings and the head never do.
+    ``preset`` gives the sizes; ``params_dtype`` is float32, bfloat16 or float16; ``device`` None is the
+    default device. Initial weights are normal with deviation 0.02, divided by sqrt(2 layers) where a matrix
+    writes to the residual stream (Radford et al. 2019, section 2.3), and 0.05 for embeddings. Under
+    ``autocast`` the layers' GEMMs run in FP8; embeddings and the head never do.
     """
 
-    def __init__(self, preset: Preset, params_dtype: DType | None = None, device: Device | None = None) -> None:
+    def __init__(
+        self, preset: Preset, params_dtype: DType | None = None, device: Device | None = None
+    ) -> None:
         hidden = preset.hidden
         self.context = preset.context
         embedding = nn.normal_init(std=0.05)
@@ -36,9 +39,21 @@ class GPT(nn.Module):
         self.byte_embedding = nn.Embedding(VOCABULARY, hidden, init_method=embedding, **where)
         self.position_embedding = nn.Embedding(preset.context, hidden, init_method=embedding, **where)
         self.layers = nn.ModuleList(
-            nn.TransformerLayer(hidden, 4 * hidden, preset.heads, hidden_dropout=0.0, attention_dropout=0.0, init_method=matrix,
-                                output_layer_init_method=residual, layer_number=i + 1, self_attn_mask_type="causal",
-                                fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd", **where)
+            nn.TransformerLayer(
+                hidden,
+                4 * hidden,
+                preset.heads,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                init_method=matrix,
+                output_layer_init_method=residual,
+                layer_number=i + 1,
+                self_attn_mask_type="causal",
+                fuse_qkv_params=True,
+                qkv_weight_interleaved=False,
+                attn_input_format="bshd",
+                **where,
+            )
             for i in range(preset.layers)
         )
         self.final_norm = nn.LayerNorm(hidden, **where)
@@ -50,16 +65,29 @@ class GPT(nn.Module):
         """Where the weights are."""
         return self.byte_embedding.weight.device
 
-    def forward(self, ids: Any, is_first_microbatch: bool | None = None, inference_params: nn.InferenceParams | None = None) -> Tensor:
-        """``ids``: int64 (sequences, length) on the model's device, length at most ``context``. Returns logits h (sequences, length, 256).
+    def forward(
+        self,
+        ids: Any,
+        is_first_microbatch: bool | None = None,
+        inference_params: nn.InferenceParams | None = None,
+    ) -> Tensor:
+        """``ids``: int64 (sequences, length) on the model's device, length at most ``context``. Returns
+        logits h (sequences, length, 256).
 
-        ``is_first_microbatch``: None casts the weights in each call; True casts and keeps them, False uses those kept.
-        ``inference_params``: ``ids`` are the new tokens of a step that was announced to it (format "bshd"), padding after them. ShapeError
-        for ids of another rank or length, and for sequences that grow beyond ``context``.
+        ``is_first_microbatch``: None casts the weights in each call; True casts and keeps them, False uses
+        those kept. ``inference_params``: ``ids`` are the new tokens of a step that was announced to it
+        (format "bshd"), padding after them. ShapeError for ids of another rank or length, and for sequences
+        that grow beyond ``context``.
         """
         if len(ids.shape) != 2 or not 0 < ids.shape[1] <= self.context:
-            raise ShapeError(expected("GPT", "ids", f"shape {tuple(ids.shape)}", f"(sequences, length <= {self.context})"))
-        positions = self._position_ids(*ids.shape) if inference_params is None else self._grown(inference_params, *ids.shape)
+            raise ShapeError(
+                expected("GPT", "ids", f"shape {tuple(ids.shape)}", f"(sequences, length <= {self.context})")
+            )
+        positions = (
+            self._position_ids(*ids.shape)
+            if inference_params is None
+            else self._grown(inference_params, *ids.shape)
+        )
         x = self.byte_embedding(ids) + self.position_embedding(positions)
         for layer in self.layers:
             x = layer(x, is_first_microbatch=is_first_microbatch, inference_params=inference_params)
@@ -70,7 +98,9 @@ class GPT(nn.Module):
         """0 .. length - 1 for each sequence, int64 (sequences, length), made once a shape."""
         found = self._positions.get((sequences, length))
         if found is None:
-            host = np.ascontiguousarray(np.broadcast_to(np.arange(length, dtype=np.int64), (sequences, length)))
+            host = np.ascontiguousarray(
+                np.broadcast_to(np.arange(length, dtype=np.int64), (sequences, length))
+            )
             found = self._positions[(sequences, length)] = tensor(host, device=self.device)
         return found
 
@@ -78,7 +108,9 @@ class GPT(nn.Module):
         """Positions of a step's new tokens, int64 (sequences, length); those of padding are any."""
         if step.max_seqlen_kv > self.context or step.batch_size != sequences:
             got = f"{step.batch_size} sequences of up to {step.max_seqlen_kv} tokens"
-            raise ShapeError(expected("GPT", "inference_params", got, f"{sequences} as ids, of up to {self.context}"))
+            raise ShapeError(
+                expected("GPT", "inference_params", got, f"{sequences} as ids, of up to {self.context}")
+            )
         positions = step.get_seqlens_pre_step()[:, None] + np.arange(length)
         return tensor(np.minimum(positions, self.context - 1).astype(np.int64), device=self.device)
 
@@ -88,14 +120,23 @@ def parameter_count(model: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
 
 
-def generate(model: GPT, prompt: bytes, count: int, recipe: Recipe | None = None, temperature: float = 0.8, seed: int = 0,
-             use_cache: bool = True) -> bytes:
-    """``count`` bytes that follow ``prompt``, sampled one by one from softmax(logits / temperature) on the host.
+def generate(
+    model: GPT,
+    prompt: bytes,
+    count: int,
+    recipe: Recipe | None = None,
+    temperature: float = 0.8,
+    seed: int = 0,
+    use_cache: bool = True,
+) -> bytes:
+    """``count`` bytes that follow ``prompt``, sampled one by one from softmax(logits / temperature) on the
+    host.
 
-    ``recipe``: FP8 recipe of the forward passes, None for high precision. Each byte follows from the last ``context`` bytes. While that is
-    the whole text, only its new bytes go through the model, over a cache of keys and values. Then the window moves with every byte and with
-    it every position: each is one whole forward, as all are with ``use_cache`` False. ShapeError for an empty prompt or a temperature that
-    is not positive.
+    ``recipe``: FP8 recipe of the forward passes, None for high precision. Each byte follows from the last
+    ``context`` bytes. While that is the whole text, only its new bytes go through the model, over a cache of
+    keys and values. Then the window moves with every byte and with it every position: each is one whole
+    forward, as all are with ``use_cache`` False. ShapeError for an empty prompt or a temperature that is not
+    positive.
     """
     if not prompt:
         raise ShapeError(expected("generate", "prompt", "no bytes", "at least one byte"))
@@ -116,7 +157,8 @@ def generate(model: GPT, prompt: bytes, count: int, recipe: Recipe | None = None
 
 
 def _cached(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool) -> np.ndarray[Any, Any]:
-    """Logits of the byte after ``text``, (256,): its bytes that are not in the cache yet go through the model."""
+    """Logits of the byte after ``text``, (256,): its bytes that are not in the cache yet go through the
+    model."""
     new = text[cache.sequences.get("text", 0) :]
     cache.pre_step({"text": len(new)})
     ids = np.frombuffer(bytes(new), np.uint8).astype(np.int64)[None]
@@ -124,8 +166,8 @@ def _cached(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool)
 
 
 def _whole(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool) -> np.ndarray[Any, Any]:
-    """The same from one forward of the last ``context`` bytes, without ``cache``. The window always has that length, zeros after its end,
-    which causal attention never sees: so there is one plan for all."""
+    """The same from one forward of the last ``context`` bytes, without ``cache``. The window always has that
+    length, zeros after its end, which causal attention never sees: so there is one plan for all."""
     recent = text[-model.context :]
     window = np.zeros((1, model.context), np.int64)
     window[0, : len(recent)] = np.frombuffer(bytes(recent), np.uint8)

@@ -17,7 +17,8 @@ STYLES = (("#3b6ea8", "-"), ("#d1662c", "--"))  # high precision, FP8
 
 
 def figure(**options: Any) -> Any:
-    """A matplotlib Figure on the Agg canvas; BackendError that says what to install where matplotlib is missing."""
+    """A matplotlib Figure on the Agg canvas; BackendError that says what to install where matplotlib is
+    missing."""
     try:
         made = importlib.import_module("matplotlib.figure").Figure(layout="constrained", **options)
         importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(made)
@@ -35,23 +36,34 @@ def smoothed(losses: Sequence[float], span: int) -> np.ndarray[Any, Any]:
 
 
 def plot_losses(path: Path, curves: Mapping[str, Sequence[float]], unigram: float) -> None:
-    """Both training curves (faint) with their running means, and the unigram entropy as a yardstick, all in nats/byte, as PNG."""
+    """Both training curves (faint) with their running means, and the unigram entropy as a yardstick, all in
+    nats/byte, as PNG."""
     picture = figure(figsize=(8, 4.5))
     axes = picture.add_subplot()
     span = max(1, max(map(len, curves.values())) // 30)
     for (colour, style), (label, losses) in zip(STYLES, curves.items(), strict=True):
         steps = np.arange(1, len(losses) + 1)
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smoothed(losses, span), color=colour, linestyle=style, linewidth=1.6, label=f"{label}, mean of {span} steps")
+        axes.plot(
+            steps,
+            smoothed(losses, span),
+            color=colour,
+            linestyle=style,
+            linewidth=1.6,
+            label=f"{label}, mean of {span} steps",
+        )
     axes.axhline(unigram, color="0.4", linestyle=":", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="training loss, nats/byte", title="A byte-level GPT: high precision and FP8")
+    axes.set(
+        xlabel="step", ylabel="training loss, nats/byte", title="A byte-level GPT: high precision and FP8"
+    )
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     picture.savefig(path, dpi=150)
 
 
 def plot_statistics(path: Path, statistics: Sequence[Statistic]) -> None:
-    """amax (upper row) and scale (lower row) over the steps: a column a kind of tensor, a line a GEMM, coloured by depth, as PNG."""
+    """amax (upper row) and scale (lower row) over the steps: a column a kind of tensor, a line a GEMM,
+    coloured by depth, as PNG."""
     layers = list(dict.fromkeys(row.layer for row in statistics))
     colours = importlib.import_module("matplotlib").colormaps["viridis"]
     picture = figure(figsize=(11, 6))

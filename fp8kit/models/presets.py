@@ -11,11 +11,14 @@ from fp8kit.errors import ArgumentError, expected, meant
 class Preset:
     """A byte-level GPT and how to train it.
 
-    * ``layers``, ``hidden``, ``heads``, ``context``: the model; the feed-forward width is ``4 * hidden``; ``context`` in bytes.
+    * ``layers``, ``hidden``, ``heads``, ``context``: the model; the feed-forward width is ``4 * hidden``;
+      ``context`` in bytes.
     * ``sequences``: sequences of ``context`` bytes in a microbatch; ``accumulate``: microbatches in a step.
-    * ``steps``, ``warmup``: optimiser steps; ``learning_rate`` is the peak of a linear warm-up and a cosine down to a tenth of it.
+    * ``steps``, ``warmup``: optimiser steps; ``learning_rate`` is the peak of a linear warm-up and a cosine
+      down to a tenth of it.
     * ``weight_decay``: on matrices only; ``clip``: largest norm of all gradients.
-    * ``amax_history``: rows of the delayed-scaling history, at least 2 (the newest is what the statistics show).
+    * ``amax_history``: rows of the delayed-scaling history, at least 2 (the newest is what the statistics
+      show).
     * ``statistics_every``: steps between two readings of amax and scale.
     * ``validation_batches``: microbatches of validation text that the final losses are the mean of.
     * ``judged``: whether its own steps teach it enough for the demo's bounds.
@@ -36,7 +39,8 @@ class Preset:
     amax_history: int = 16
     statistics_every: int = 5
     validation_batches: int = 8
-    judged: bool = field(default=True, compare=False)  # the demo's; a training is the same with it and without
+    # the demo's; a training is the same with it and without
+    judged: bool = field(default=True, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -54,7 +58,21 @@ PRESETS = {
     preset.name: preset
     for preset in (
         #       name         layers hidden heads context sequences steps warmup learning rate
-        Preset("tiny", 2, 32, 2, 32, 4, 6, 2, 3e-3, accumulate=2, statistics_every=2, validation_batches=2, judged=False),
+        Preset(
+            "tiny",
+            2,
+            32,
+            2,
+            32,
+            4,
+            6,
+            2,
+            3e-3,
+            accumulate=2,
+            statistics_every=2,
+            validation_batches=2,
+            judged=False,
+        ),
         Preset("demo-cpu", 4, 128, 4, 128, 16, 400, 40, 2e-3, validation_batches=16),
         Preset("demo-gpu", 8, 512, 8, 512, 32, 300, 30, 1e-3, statistics_every=10),
         Preset("gpt2-small", 12, 768, 12, 1024, 16, 500, 50, 6e-4, statistics_every=10),
@@ -65,5 +83,7 @@ PRESETS = {
 def preset(name: str) -> Preset:
     """The preset of that name; ArgumentError that lists them where there is none."""
     if name not in PRESETS:
-        raise ArgumentError(expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"))
+        raise ArgumentError(
+            expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}")
+        )
     return PRESETS[name]

@@ -22,12 +22,19 @@ def duration(seconds: float) -> str:
 class Progress:
     """Shows how far ``total`` steps have come, with units per second and the time left.
 
-    ``label`` starts the line; ``unit`` names what is counted per second. ``stream`` defaults to standard error; ``clock`` gives seconds.
-    The rate is the mean since the first step ended, so that what the first step compiles does not distort the time left.
+    ``label`` starts the line; ``unit`` names what is counted per second. ``stream`` defaults to standard
+    error; ``clock`` gives seconds. The rate is the mean since the first step ended, so that what the first
+    step compiles does not distort the time left.
     """
 
-    def __init__(self, label: str, total: int, unit: str = "steps", stream: TextIO | None = None,
-                 clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        unit: str = "steps",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._label, self._total, self._unit, self._clock = label, total, unit, clock
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty()
@@ -42,7 +49,8 @@ class Progress:
         self._draw(f"{self._bar(step)}{self._label} {step}/{self._total} {what}", False)
 
     def update(self, step: int, units: float = 1, **values: float) -> None:
-        """Say that ``step`` steps (of ``total``) are done, the last one worth ``units``; ``values`` are shown with 3 decimals."""
+        """Say that ``step`` steps (of ``total``) are done, the last one worth ``units``; ``values`` are shown
+        with 3 decimals."""
         now = self._clock()
         self._units += units
         if self._first is None:
@@ -64,7 +72,11 @@ class Progress:
         if step > first_step and now > then:
             line += f"  {(self._units - first_units) / (now - then):,.0f} {self._unit}/s"
             left = (now - then) / (step - first_step) * (self._total - step)
-            line += f"  {duration(left)} left" if step < self._total else f"  {duration(now - self._start)} in all"
+            line += (
+                f"  {duration(left)} left"
+                if step < self._total
+                else f"  {duration(now - self._start)} in all"
+            )
         return f"{self._bar(step)}{line}"
 
     def _bar(self, step: int) -> str:

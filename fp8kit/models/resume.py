@@ -1,9 +1,10 @@
-"""A training's whole state in one file, so that a run which was killed at any moment continues, with the same bits where
-engine, libraries, number of threads and deterministic kernels are the same.
+"""A training's whole state in one file, so that a run which was killed at any moment continues, with the same
+bits where engine, libraries, number of threads and deterministic kernels are the same.
 
-The file holds the model with its FP8 state, the optimiser (masters, moments, step counts, hyperparameters), the random state, and what
-the run has seen so far: its losses, whose number is the position in the data and in the schedule, and its statistics. Batches depend on
-seed and position alone, so that no reader has a state. The header says what is being trained; a file of another training is refused.
+The file holds the model with its FP8 state, the optimiser (masters, moments, step counts, hyperparameters),
+the random state, and what the run has seen so far: its losses, whose number is the position in the data and
+in the schedule, and its statistics. Batches depend on seed and position alone, so that no reader has a state.
+The header says what is being trained; a file of another training is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ KIND = "training 1"  # of the file: its name and the version of its layout
 
 
 class Statistic(NamedTuple):
-    """What delayed scaling knew of one tensor after ``step``: its last ``amax`` and the ``scale`` of the next step.
+    """What delayed scaling knew of one tensor after ``step``: its last ``amax`` and the ``scale`` of the next
+    step.
 
     ``layer`` is the module's path with the GEMM's prefix, ``tensor`` is "input", "weight" or "grad_output".
     """
@@ -46,8 +48,9 @@ class Statistic(NamedTuple):
 
 @dataclass
 class Run:
-    """A finished training. ``losses``: nats/byte of each step; ``validation_loss``: nats/byte; ``seconds`` of all steps that this process
-    took, the first and its compilation included; ``statistics``: readings of the FP8 state, none in high precision."""
+    """A finished training. ``losses``: nats/byte of each step; ``validation_loss``: nats/byte; ``seconds`` of
+    all steps that this process took, the first and its compilation included; ``statistics``: readings of the
+    FP8 state, none in high precision."""
 
     label: str
     model: GPT
@@ -58,13 +61,26 @@ class Run:
     statistics: list[Statistic] = field(default_factory=list)
 
 
-def identity(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int) -> dict[str, str]:
-    """What a training is, as strings by name: model, data, recipe, kind of device, seed. It is what a file is checked for, not all that
-    bits depend on: number of threads, deterministic kernels, engine and versions of libraries are the user's to keep the same."""
+def identity(
+    preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int
+) -> dict[str, str]:
+    """What a training is, as strings by name: model, data, recipe, kind of device, seed. It is what a file is
+    checked for, not all that bits depend on: number of threads, deterministic kernels, engine and versions of
+    libraries are the user's to keep the same."""
     digest = hashlib.sha256(corpus.train.tobytes() + b"|" + corpus.validation.tobytes()).hexdigest()
     compared = {each.name for each in dataclasses.fields(preset) if each.compare}
-    said = {f"preset.{name}": repr(value) for name, value in dataclasses.asdict(preset).items() if name in compared}
-    return said | {"label": label, "recipe": repr(recipe), "device": device.kind, "seed": str(seed), "corpus": digest}
+    said = {
+        f"preset.{name}": repr(value)
+        for name, value in dataclasses.asdict(preset).items()
+        if name in compared
+    }
+    return said | {
+        "label": label,
+        "recipe": repr(recipe),
+        "device": device.kind,
+        "seed": str(seed),
+        "corpus": digest,
+    }
 
 
 # part of an identity -> what its user calls it
@@ -72,17 +88,24 @@ _CALLED = {"preset.name": "preset", "preset.steps": "steps", "label": "precision
 
 
 def differences(kept: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Where the identity of a file is not that of the training, in a user's words. What only follows from another difference is left out: a
-    preset's fields from its name, its warm-up from the number of steps, the recipe from both."""
+    """Where the identity of a file is not that of the training, in a user's words. What only follows from
+    another difference is left out: a preset's fields from its name, its warm-up from the number of steps, the
+    recipe from both."""
     names = [name for name, value in wanted.items() if kept.get(name) != value]
     follows = {"preset.warmup"} if "preset.steps" in names else set()
     if "preset.name" in names:
-        follows |= {name for name in names if name.startswith("preset.") and name != "preset.name"} | {"recipe"}
+        follows |= {name for name in names if name.startswith("preset.") and name != "preset.name"} | {
+            "recipe"
+        }
     if "label" in names:
         follows.add("recipe")
 
     def one(name: str) -> str:
-        there, here = ("another", "this") if name == "corpus" else (kept.get(name, "none").strip("'"), wanted[name].strip("'"))
+        there, here = (
+            ("another", "this")
+            if name == "corpus"
+            else (kept.get(name, "none").strip("'"), wanted[name].strip("'"))
+        )
         return f"{_CALLED.get(name, name)}: {there} in the file, {here} here"
 
     return [one(name) for name in names if name not in follows]
@@ -94,25 +117,33 @@ class Checkpoint:
     def __init__(self, path: Path, run: Run, optimizer: Optimizer, identity: Mapping[str, str]) -> None:
         self.path = path
         self.identity = {"fp8kit": KIND, **identity}
-        self.bundle = serialization.Bundle(model=run.model, optimizer=optimizer, random=nn.RandomState(), seen=_Seen(run))
+        self.bundle = serialization.Bundle(
+            model=run.model, optimizer=optimizer, random=nn.RandomState(), seen=_Seen(run)
+        )
 
     def save(self) -> None:
-        """Write the state as it is now; the file's former contents stay until the new ones are whole on the disk."""
+        """Write the state as it is now; the file's former contents stay until the new ones are whole on the
+        disk."""
         serialization.save(self.path, self.bundle, self.identity)
 
     def load(self) -> None:
-        """Take over the file's state. CheckpointError that names what is wrong, with nothing changed, for a file that is missing, no
-        safetensors file, truncated, of another kind or training, or whose arrays do not fit."""
+        """Take over the file's state. CheckpointError that names what is wrong, with nothing changed, for a
+        file that is missing, no safetensors file, truncated, of another kind or training, or whose arrays do
+        not fit."""
         serialization.sweep(self.path)
         state, said = serialization.read(self.path)
         if said.get("fp8kit") != KIND:
-            got = f"a file of kind {said['fp8kit']!r}" if "fp8kit" in said else "a file that holds no training"
+            got = (
+                f"a file of kind {said['fp8kit']!r}" if "fp8kit" in said else "a file that holds no training"
+            )
             raise CheckpointError(expected("resume", str(self.path), got, f"one of kind {KIND!r}"))
         if unlike := differences(said, self.identity):
             cure = "the same options continue it, another folder starts anew"
             if any(name.startswith("steps:") for name in unlike):
                 cure += "; the learning rate follows the number of steps, so that a training cannot be made longer"
-            raise CheckpointError(f"resume: {self.path} is of another training: {'; '.join(unlike[:8])}; {cure}")
+            raise CheckpointError(
+                f"resume: {self.path} is of another training: {'; '.join(unlike[:8])}; {cure}"
+            )
         try:
             self.bundle.load_state_dict(state)
         except CheckpointError as error:
@@ -135,16 +166,23 @@ class _Seen:
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not
+        fit."""
         host = {name: arrays.as_view(array).numpy() for name, array in state.items()}
         wanted = {"losses": np.float64, "statistics": np.uint8}
-        if {name: (array.dtype, array.ndim) for name, array in host.items()} != {n: (np.dtype(k), 1) for n, k in wanted.items()}:
+        if {name: (array.dtype, array.ndim) for name, array in host.items()} != {
+            n: (np.dtype(k), 1) for n, k in wanted.items()
+        }:
             got = {name: f"{array.dtype} {array.shape}" for name, array in host.items()}
-            raise CheckpointError(expected("load", "losses, statistics", got, "float64 (steps,) and uint8 (bytes,)"))
+            raise CheckpointError(
+                expected("load", "losses, statistics", got, "float64 (steps,) and uint8 (bytes,)")
+            )
         try:
             statistics = [Statistic(*row) for row in json.loads(host["statistics"].tobytes())]
         except (ValueError, TypeError) as error:
-            raise CheckpointError(expected("load", "statistics", "no JSON rows", f"what was saved ({error})")) from None
+            raise CheckpointError(
+                expected("load", "statistics", "no JSON rows", f"what was saved ({error})")
+            ) from None
 
         def take() -> None:
             self.run.losses, self.run.statistics = host["losses"].tolist(), statistics

@@ -1,7 +1,8 @@
 """Text that every machine has: the sources of its own Python standard library, as bytes.
 
-Nothing is downloaded. A file goes to the training or the validation part by the hash of its name, so the split depends neither on the
-order of a directory nor on the file's contents, and no validation text is ever trained on.
+Nothing is downloaded. A file goes to the training or the validation part by the hash of its name, so the
+split depends neither on the order of a directory nor on the file's contents, and no validation text is ever
+trained on.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class Corpus:
         return f"text: the Python standard library, {self.train.size:,} bytes to train on and {self.validation.size:,} to validate"
 
     def unigram_entropy(self) -> float:
-        """Entropy of the validation part's byte frequencies in nats/byte: the loss of a model that knows frequencies only."""
+        """Entropy of the validation part's byte frequencies in nats/byte: the loss of a model that knows
+        frequencies only."""
         return unigram_entropy(self.validation)
 
 
 def standard_library(max_bytes: int = 16 << 20, root: Path | None = None) -> Corpus:
-    """The ``.py`` files of the running Python's standard library, in the order of their names' hashes, up to ``max_bytes`` in all.
+    """The ``.py`` files of the running Python's standard library, in the order of their names' hashes, up to
+    ``max_bytes`` in all.
 
     ``root`` is another folder to read instead. Fp8kitError where less than 1 MiB of source is found.
     """
@@ -54,19 +57,28 @@ def standard_library(max_bytes: int = 16 << 20, root: Path | None = None) -> Cor
             named.append((digest[1:], digest[0] < VALIDATION_SHARE, path))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
-    for _, validation, path in sorted(named):  # by another part of the hash, so that a limit cuts both parts alike
+    # by another part of the hash, so that a limit cuts both parts alike
+    for _, validation, path in sorted(named):
         text = path.read_bytes()
         if total + len(text) > max_bytes:
             continue
         total += len(text)
         parts[validation].append(text)
     if total < LEAST_BYTES or not parts[0] or not parts[1]:
-        raise Fp8kitError(expected("standard_library", str(base), f"{total} bytes of .py files", f"at least {LEAST_BYTES} bytes of source"))
+        raise Fp8kitError(
+            expected(
+                "standard_library",
+                str(base),
+                f"{total} bytes of .py files",
+                f"at least {LEAST_BYTES} bytes of source",
+            )
+        )
     return Corpus(*(np.frombuffer(b"".join(part), np.uint8) for part in parts))
 
 
 def unigram_entropy(text: Bytes) -> float:
-    """-sum p ln p over the byte frequencies p of ``text``, uint8 (n,), in nats/byte (Shannon 1948). ShapeError for an empty text."""
+    """-sum p ln p over the byte frequencies p of ``text``, uint8 (n,), in nats/byte (Shannon 1948).
+    ShapeError for an empty text."""
     if text.size == 0:
         raise ShapeError(expected("unigram_entropy", "text", "no bytes", "at least one byte"))
     counts = np.bincount(text, minlength=256)
@@ -75,10 +87,11 @@ def unigram_entropy(text: Bytes) -> float:
 
 
 def batch(text: Bytes, sequences: int, length: int, seed: int, step: int) -> tuple[Ids, Ids]:
-    """Random windows of ``text`` and their successors: ids and targets, both int64 (sequences, length), C-contiguous.
+    """Random windows of ``text`` and their successors: ids and targets, both int64 (sequences, length),
+    C-contiguous.
 
-    The windows depend on (seed, step) alone, through a Philox generator keyed by them: any step's batch can be made again without
-    making those before it. ShapeError where the text is not longer than ``length``.
+    The windows depend on (seed, step) alone, through a Philox generator keyed by them: any step's batch can
+    be made again without making those before it. ShapeError where the text is not longer than ``length``.
     """
     if text.size <= length:
         raise ShapeError(expected("batch", "text", f"{text.size} bytes", f"more than length={length}"))

@@ -46,16 +46,28 @@ def _precision(recipe: Recipe | None) -> AbstractContextManager[object]:
     return autocast(enabled=recipe is not None, recipe=recipe)
 
 
-def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int = 0,
-          stream: TextIO | None = None, keep: Path | None = None, save_every: int = 0, resume: bool = False) -> Run:
+def train(
+    preset: Preset,
+    corpus: Corpus,
+    recipe: Recipe | None,
+    label: str,
+    device: Device,
+    seed: int = 0,
+    stream: TextIO | None = None,
+    keep: Path | None = None,
+    save_every: int = 0,
+    resume: bool = False,
+) -> Run:
     """Train a fresh GPT of ``preset`` on ``corpus.train``, and measure it on ``corpus.validation``.
 
-    ``recipe`` None is high precision (``high_precision(device)``), else FP8. ``seed``, below 2**32, decides weights and batches, so that
-    runs that differ in the recipe alone start alike and see the same text. ``stream`` is where progress goes, None standard error.
+    ``recipe`` None is high precision (``high_precision(device)``), else FP8. ``seed``, below 2**32, decides
+    weights and batches, so that runs that differ in the recipe alone start alike and see the same text.
+    ``stream`` is where progress goes, None standard error.
 
-    ``keep``: file that the whole state is written to after each ``save_every`` steps, and at the end. ``resume``: continue from that file,
-    with the same bits as if the run had never stopped (``fk.deterministic`` on a GPU, the same thread count on a CPU). Raises Fp8kitError
-    when the loss is no longer finite, CheckpointError for a file that is not of this very training; see ``Checkpoint``.
+    ``keep``: file that the whole state is written to after each ``save_every`` steps, and at the end.
+    ``resume``: continue from that file, with the same bits as if the run had never stopped
+    (``fk.deterministic`` on a GPU, the same thread count on a CPU). Raises Fp8kitError when the loss is no
+    longer finite, CheckpointError for a file that is not of this very training; see ``Checkpoint``.
     """
     if not 0 <= seed < VALIDATION_SEED:
         raise ArgumentError(expected("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})"))
@@ -63,17 +75,28 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
     run = Run(label, GPT(preset, high_precision(device), device), recipe)
     parameters = list(run.model.parameters())
     optimizer = optim.AdamW(
-        [{"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},
-         {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0}],
-        lr=preset.learning_rate, betas=(0.9, 0.95),
+        [
+            {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},
+            {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0},
+        ],
+        lr=preset.learning_rate,
+        betas=(0.9, 0.95),
     )
-    kept = None if keep is None else Checkpoint(keep, run, optimizer, identity(preset, corpus, recipe, label, device, seed))
+    kept = (
+        None
+        if keep is None
+        else Checkpoint(keep, run, optimizer, identity(preset, corpus, recipe, label, device, seed))
+    )
     if resume:
         if kept is None:
             raise Fp8kitError(expected("train", "keep", None, "the file to resume from"))
         kept.load()
         there = f"step {len(run.losses)} of {preset.steps}"
-        end = "is complete: nothing is left to do" if len(run.losses) == preset.steps else f"continues after {there}"
+        end = (
+            "is complete: nothing is left to do"
+            if len(run.losses) == preset.steps
+            else f"continues after {there}"
+        )
         print(f"{label}: {end}", file=sys.stderr if stream is None else stream)
     progress = Progress(label, preset.steps, "tokens", stream)
     share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
@@ -82,8 +105,15 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
     if len(run.losses) < preset.steps:
         progress.begin(len(run.losses), FIRST)
     for step in range(len(run.losses), preset.steps):
-        optimizer.lr = optim.warmup_cosine(step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10)
-        pending.append([_microbatch(run, preset, corpus.train, seed, step, micro, share, device) for micro in range(preset.accumulate)])
+        optimizer.lr = optim.warmup_cosine(
+            step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10
+        )
+        pending.append(
+            [
+                _microbatch(run, preset, corpus.train, seed, step, micro, share, device)
+                for micro in range(preset.accumulate)
+            ]
+        )
         optim.clip_grad_norm_(parameters, preset.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -103,13 +133,19 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
     return run
 
 
-def _microbatch(run: Run, preset: Preset, corpus: Bytes, seed: int, step: int, micro: int, share: Tensor, device: Device) -> Tensor:
+def _microbatch(
+    run: Run, preset: Preset, corpus: Bytes, seed: int, step: int, micro: int, share: Tensor, device: Device
+) -> Tensor:
     """One forward and backward; returns the loss, not yet read."""
-    ids, targets = text.batch(corpus, preset.sequences, preset.context, seed, step * preset.accumulate + micro)
+    ids, targets = text.batch(
+        corpus, preset.sequences, preset.context, seed, step * preset.accumulate + micro
+    )
     # with several microbatches the weights are cast once a step
     first = None if preset.accumulate == 1 else micro == 0
     with _precision(run.recipe):
-        logits = run.model(tensor(ids, device=device), is_first_microbatch=first if run.recipe is not None else None)
+        logits = run.model(
+            tensor(ids, device=device), is_first_microbatch=first if run.recipe is not None else None
+        )
         loss = nn.cross_entropy(logits, tensor(targets, device=device))
     loss.backward(share)
     return loss.detach()
@@ -121,11 +157,14 @@ def _drain(run: Run, pending: Sequence[Sequence[Tensor]]) -> None:
         value = sum(loss.item() for loss in losses) / len(losses)
         run.losses.append(value)
         if not math.isfinite(value):
-            raise Fp8kitError(expected("train", f"loss of step {len(run.losses)} ({run.label})", value, "a finite number"))
+            raise Fp8kitError(
+                expected("train", f"loss of step {len(run.losses)} ({run.label})", value, "a finite number")
+            )
 
 
 def validate(model: GPT, preset: Preset, validation: Bytes, recipe: Recipe | None) -> float:
-    """Mean loss in nats/byte over the preset's validation batches, the same ones in every run, in the precision of ``recipe``."""
+    """Mean loss in nats/byte over the preset's validation batches, the same ones in every run, in the
+    precision of ``recipe``."""
     total = 0.0
     for i in range(preset.validation_batches):
         ids, targets = text.batch(validation, preset.sequences, preset.context, VALIDATION_SEED, i)
@@ -136,21 +175,28 @@ def validate(model: GPT, preset: Preset, validation: Bytes, recipe: Recipe | Non
 
 
 def read_statistics(model: nn.Module, step: int) -> list[Statistic]:
-    """Newest amax and present scale of every quantised tensor under ``model``, read from ``fp8_meta``; waits for the device."""
+    """Newest amax and present scale of every quantised tensor under ``model``, read from ``fp8_meta``; waits
+    for the device."""
     rows = []
     for path, module in model.named_modules():
         meta = getattr(module, "fp8_meta", {})
         if "scaling_fwd" not in meta:
             continue
         gemms: Sequence[str] = module.gemms  # type: ignore[attr-defined]
-        # slots per GEMM: input, weight, output forward, and grad_output, grad_input backward; output and grad_input stay high precision
-        for name, tensors, slots in (("scaling_fwd", ("input", "weight"), 3), ("scaling_bwd", ("grad_output",), 2)):
+        # slots per GEMM: input, weight, output forward, and grad_output, grad_input backward; output and
+        # grad_input stay high precision
+        for name, tensors, slots in (
+            ("scaling_fwd", ("input", "weight"), 3),
+            ("scaling_bwd", ("grad_output",), 2),
+        ):
             views = meta[name].views
             amax, scale = views["amax_history"].numpy()[-1], views["scale"].numpy()
             for i, prefix in enumerate(gemms):
                 layer = f"{path}.{prefix.rstrip('_')}".rstrip(".")
                 for j, kind in enumerate(tensors):
-                    rows.append(Statistic(step, layer, kind, float(amax[slots * i + j]), float(scale[slots * i + j])))
+                    rows.append(
+                        Statistic(step, layer, kind, float(amax[slots * i + j]), float(scale[slots * i + j]))
+                    )
     return rows
 
 
@@ -159,7 +205,10 @@ def write_losses(path: Path, columns: Mapping[str, Sequence[float]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *columns])
-        writer.writerows([step, *(f"{loss:.6f}" for loss in row)] for step, row in enumerate(zip(*columns.values(), strict=True), 1))
+        writer.writerows(
+            [step, *(f"{loss:.6f}" for loss in row)]
+            for step, row in enumerate(zip(*columns.values(), strict=True), 1)
+        )
 
 
 def write_statistics(path: Path, statistics: Sequence[Statistic]) -> None:

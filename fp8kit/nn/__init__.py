@@ -17,9 +17,10 @@ ModuleList, Sequential     modules in a row: kept, or called one after the other
 Module, Parameter          the bases of modules of your own, and what they train
 =========================  ===============================================================================================
 
-Functions: ``cross_entropy`` (the loss), ``apply_rotary_pos_emb``. ``InferenceParams`` keeps keys and values between the steps of a
-generation. Random numbers: ``manual_seed``, ``get_rng_state``, ``set_rng_state``, ``RandomState`` for checkpoints; ``draw_from``
-gives dropout another source, such as torch's generator; ``normal_init`` fills weights.
+Functions: ``cross_entropy`` (the loss), ``apply_rotary_pos_emb``. ``InferenceParams`` keeps keys and values
+between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_state``, ``set_rng_state``,
+``RandomState`` for checkpoints; ``draw_from`` gives dropout another source, such as torch's generator;
+``normal_init`` fills weights.
 """
 
 from fp8kit.nn.attention import MultiheadAttention
@@ -36,8 +37,29 @@ from fp8kit.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from fp8kit.nn.transformer import TransformerLayer
 
 __all__ = [
-    "DotProductAttention", "Dropout", "Embedding", "InferenceParams", "L2Normalization", "LayerNorm", "LayerNormLinear", "LayerNormMLP",
-    "Linear", "Module", "ModuleList", "MultiheadAttention", "Parameter", "RMSNorm", "RandomState", "RotaryPositionEmbedding", "Sequential",
-    "TransformerLayer", "apply_rotary_pos_emb", "cross_entropy", "draw_from", "get_rng_state", "manual_seed", "normal_init",
+    "DotProductAttention",
+    "Dropout",
+    "Embedding",
+    "InferenceParams",
+    "L2Normalization",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "Module",
+    "ModuleList",
+    "MultiheadAttention",
+    "Parameter",
+    "RMSNorm",
+    "RandomState",
+    "RotaryPositionEmbedding",
+    "Sequential",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
+    "cross_entropy",
+    "draw_from",
+    "get_rng_state",
+    "manual_seed",
+    "normal_init",
     "set_rng_state",
 ]

@@ -17,10 +17,17 @@ from fp8kit.ops.embedding import EmbeddingSpec, embedding
 
 
 class Embedding(Module):
-    """y[...] = weight[ids[...]]. Parameter ``weight`` (num_embeddings, embedding_dim), normal(0, 0.023) unless ``init_method`` fills it."""
+    """y[...] = weight[ids[...]]. Parameter ``weight`` (num_embeddings, embedding_dim), normal(0, 0.023)
+    unless ``init_method`` fills it."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: Init | None = None, params_dtype: Any = None,
-                 device: Any = None) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: Init | None = None,
+        params_dtype: Any = None,
+        device: Any = None,
+    ) -> None:
         positive("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         dtype, where = resolve("Embedding", params_dtype, device)
         init = init_of("Embedding", "init_method", init_method)
@@ -28,29 +35,38 @@ class Embedding(Module):
         self._spec = EmbeddingSpec(num_embeddings, embedding_dim, dtype)
 
     def forward(self, ids: Any) -> Tensor:
-        """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range is an ArgumentError on the CPU
-        and gives NaN on a GPU. Returns (*ids.shape, embedding_dim). FormatError for another dtype."""
-        return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight}, owner=self)["y"]
+        """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range is an ArgumentError on
+        the CPU and gives NaN on a GPU. Returns (*ids.shape, embedding_dim). FormatError for another dtype."""
+        return apply(
+            embedding,
+            self._spec,
+            {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight},
+            owner=self,
+        )["y"]
 
 
 class Dropout(Module):
-    """While training, an element is dropped with probability ``p`` and the others are divided by 1 - p; else the identity.
+    """While training, an element is dropped with probability ``p`` and the others are divided by 1 - p; else
+    the identity.
 
-    Drawn with Philox4x32-10 from the device's state (``fk.manual_seed``). FormatError for a ``p`` outside [0, 1).
+    Drawn with Philox4x32-10 from the device's state (``fk.manual_seed``). FormatError for a ``p`` outside [0,
+    1).
     """
 
     def __init__(self, p: float = 0.5) -> None:
         self._p = number("Dropout", "p", p, 1.0, FormatError)
 
     def forward(self, inp: Any) -> Tensor:
-        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype; none of them
-        where nothing is dropped."""
+        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for
+        another dtype; none of them where nothing is dropped."""
         x = as_tensor("Dropout", "inp", inp)
         if not self.training or self._p == 0:
             return x
         if not x.shape:
             raise ShapeError(expected("Dropout", "inp", "no dimension", "at least one"))
-        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x}, owner=self, draw=random.next_rng)["y"]
+        return apply(
+            dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x}, owner=self, draw=random.next_rng
+        )["y"]
 
 
 @lru_cache(maxsize=1024)
@@ -60,17 +76,21 @@ def dropout_spec(features: int, p: float, bias_grad: bool) -> DropoutAddSpec:
 
 
 @lru_cache(maxsize=1024)
-def _loss_spec(classes: int, reduction: str, label_smoothing: float, ignore_index: int) -> loss_op.CrossEntropySpec:
+def _loss_spec(
+    classes: int, reduction: str, label_smoothing: float, ignore_index: int
+) -> loss_op.CrossEntropySpec:
     return loss_op.CrossEntropySpec(classes, reduction, label_smoothing, ignore_index)
 
 
-def cross_entropy(logits: Any, targets: Any, reduction: str = "mean", label_smoothing: float = 0.0, ignore_index: int = -100) -> Tensor:
+def cross_entropy(
+    logits: Any, targets: Any, reduction: str = "mean", label_smoothing: float = 0.0, ignore_index: int = -100
+) -> Tensor:
     """Softmax cross entropy in nats, in float32.
 
-    ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that are not ``ignore_index``, shape
-    (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into every class. A target that is neither in [0, V) nor
-    ``ignore_index`` is an ArgumentError on the CPU; on a GPU, where nobody looks, its loss is NaN. Raises ShapeError or FormatError for
-    what does not fit.
+    ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that
+    are not ``ignore_index``, shape (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into
+    every class. A target that is neither in [0, V) nor ``ignore_index`` is an ArgumentError on the CPU; on a
+    GPU, where nobody looks, its loss is NaN. Raises ShapeError or FormatError for what does not fit.
     """
     x = as_tensor("cross_entropy", "logits", logits)
     if not x.shape:
@@ -79,4 +99,6 @@ def cross_entropy(logits: Any, targets: Any, reduction: str = "mean", label_smoo
         spec = _loss_spec(x.shape[-1], reduction, label_smoothing, ignore_index)
     except (TypeError, ValueError):  # one that has no hash: refused by name
         spec = loss_op.CrossEntropySpec(x.shape[-1], reduction, label_smoothing, ignore_index)
-    return apply(loss_op.cross_entropy, spec, {"logits": x, "targets": as_tensor("cross_entropy", "targets", targets)})["loss"]
+    return apply(
+        loss_op.cross_entropy, spec, {"logits": x, "targets": as_tensor("cross_entropy", "targets", targets)}
+    )["loss"]

@@ -1,7 +1,8 @@
 """``autocast(check_finite=True)``: which layer and which tensor was the first to hold Inf or NaN.
 
-While a module runs, every operation's weights, inputs and outputs are looked at, and in backward the cotangents of its outputs and the
-gradients of its inputs. Names are paths from the outermost module that was called.
+While a module runs, every operation's weights, inputs and outputs are looked at, and in backward the
+cotangents of its outputs and the gradients of its inputs. Names are paths from the outermost module that was
+called.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ if TYPE_CHECKING:
     from fp8kit.nn.module import Module
 
 # a mask's -Inf is no fault, nor is what lies in the free room of a cache
-_MAY_BE_INFINITE = {("attention", "bias"), ("attention", "softmax_offset"), ("cached_attention", "softmax_offset"),
-                    ("cached_attention", "k_cache"), ("cached_attention", "v_cache")}  # fmt: skip
+_MAY_BE_INFINITE = {
+    ("attention", "bias"),
+    ("attention", "softmax_offset"),
+    ("cached_attention", "softmax_offset"),
+    ("cached_attention", "k_cache"),
+    ("cached_attention", "v_cache"),
+}
 
 
 class _Where(NamedTuple):
@@ -47,10 +53,16 @@ class _Finder:
 
     def forward(self, operation: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> _Where:
         """Look at weights first, then at inputs, then at outputs."""
-        named = {name: self.parameters[id(value)] for name, value in inputs.items() if id(value) in self.parameters}
+        named = {
+            name: self.parameters[id(value)] for name, value in inputs.items() if id(value) in self.parameters
+        }
         layer = next((path.rpartition(".")[0] for path in named.values()), "")
         where = _Where(f"{layer or self._running()} ({operation})", named)
-        rest = {name: value for name, value in inputs.items() if name not in named and (operation, name) not in _MAY_BE_INFINITE}
+        rest = {
+            name: value
+            for name, value in inputs.items()
+            if name not in named and (operation, name) not in _MAY_BE_INFINITE
+        }
         _look(where, "weight", {path: inputs[name] for name, path in named.items()})
         _look(where, "input", rest)
         _look(where, "output", outputs)
@@ -63,7 +75,11 @@ class _Finder:
     def backward(self, where: _Where, cotangents: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
         """Look at what came and at what goes on."""
         _look(where, "gradient of output", cotangents)
-        _look(where, "gradient of", {where.parameters.get(name, f"input {name}"): view for name, view in gradients.items()})
+        _look(
+            where,
+            "gradient of",
+            {where.parameters.get(name, f"input {name}"): view for name, view in gradients.items()},
+        )
 
 
 def _look(where: _Where, what: str, values: Mapping[str, Any]) -> None:
@@ -84,7 +100,14 @@ def _look(where: _Where, what: str, values: Mapping[str, Any]) -> None:
         host = view.numpy().astype(np.float32)
         nans, infs = int(np.isnan(host).sum()), int(np.isinf(host).sum())
         if nans or infs:
-            raise NonFiniteError(expected(where.layer, f"{what} {name}", f"{nans} NaN and {infs} Inf of {host.size}", "finite numbers"))
+            raise NonFiniteError(
+                expected(
+                    where.layer,
+                    f"{what} {name}",
+                    f"{nans} NaN and {infs} Inf of {host.size}",
+                    "finite numbers",
+                )
+            )
 
 
 def wanted() -> bool:

@@ -1,8 +1,10 @@
-"""``Fp8Module``: what the layers with weights share. It reads the autocast, holds scales and histories, and caches FP8 weights.
+"""``Fp8Module``: what the layers with weights share. It reads the autocast, holds scales and histories, and
+caches FP8 weights.
 
-A layer is one operation. In high precision the operation runs alone. In FP8 with delayed scaling it also gets views of the layer's
-state: scales to read, row 0 of the histories to accumulate amaxes into. The states are updated when the outermost autocast ends
-(forward) and when the backward pass ends (backward), all layers of a recipe in one kernel call.
+A layer is one operation. In high precision the operation runs alone. In FP8 with delayed scaling it also gets
+views of the layer's state: scales to read, row 0 of the histories to accumulate amaxes into. The states are
+updated when the outermost autocast ends (forward) and when the backward pass ends (backward), all layers of a
+recipe in one kernel call.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ class _WeightCache(NamedTuple):
 
 
 def commit_backward(tickets: list[_Ticket]) -> None:
-    """Update the backward states of a backward pass that has ended, those of one recipe object by one kernel call."""
+    """Update the backward states of a backward pass that has ended, those of one recipe object by one kernel
+    call."""
     groups: dict[int, tuple[Recipe, list[ScalingState]]] = {}
     for recipe, state in tickets:
         groups.setdefault(id(recipe), (recipe, []))[1].append(state)
@@ -93,9 +96,10 @@ def commit_backward(tickets: list[_Ticket]) -> None:
 class Fp8Module(Module):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
-    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed scaling. Forward slots per GEMM:
-    input, weight, output; backward: grad_output, grad_input. A subclass names its GEMMs in ``gemms`` (prefixes of the operation's
-    names), its operation, and gives ``make_product`` and ``make_spec``.
+    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed
+    scaling. Forward slots per GEMM: input, weight, output; backward: grad_output, grad_input. A subclass
+    names its GEMMs in ``gemms`` (prefixes of the operation's names), its operation, and gives
+    ``make_product`` and ``make_spec``.
     """
 
     gemms: tuple[str, ...] = ("",)
@@ -109,7 +113,7 @@ class Fp8Module(Module):
         self._weights: _WeightCache | None = None
         self._form: WeightForm | None = None
 
-    # --- what a subclass gives ----------------------------------------------------------------------------------------
+    # --- what a subclass gives ------------------------------------------------------------------------------
 
     def make_product(self, gemm: int, fp8: Fp8 | None, cached: bool, bias: str) -> ProductSpec:
         """The product of GEMM ``gemm``; ``bias`` "add", "none" or "deferred" for the layer's last GEMM."""
@@ -124,8 +128,9 @@ class Fp8Module(Module):
         raise NotImplementedError
 
     def calibrate(self, inputs: Inputs, outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass into ``amaxes``, float32 [1] a
-        slot. ``inputs``, ``outputs``: the operation's, by name. Raises no errors of its own."""
+        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass
+        into ``amaxes``, float32 [1] a slot. ``inputs``, ``outputs``: the operation's, by name. Raises no
+        errors of its own."""
         raise NotImplementedError
 
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further options of ``make_spec`` while calibrating
@@ -139,12 +144,22 @@ class Fp8Module(Module):
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
         return vars(self) | {"_specs": {}, "_way": None, "_wiring": None, "_weights": None, "_form": None}
 
-    # --- running ------------------------------------------------------------------------------------------------------
+    # --- running --------------------------------------------------------------------------------------------
 
-    def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any) -> dict[str, Tensor]:
-        """The layer's operation on ``inputs`` (weights included), as the autocast says. ``options`` go to ``make_spec``."""
+    def run(
+        self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any
+    ) -> dict[str, Tensor]:
+        """The layer's operation on ``inputs`` (weights included), as the autocast says. ``options`` go to
+        ``make_spec``."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-            raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
+            raise Fp8kitError(
+                expected(
+                    type(self).__name__,
+                    "is_first_microbatch",
+                    repr(is_first_microbatch),
+                    "True, False or None",
+                )
+            )
         state = current()
         if state is None or not (state.enabled or state.calibrating):
             return apply(self.operation, self._spec(None, False, bias, options), inputs, owner=self)
@@ -152,7 +167,12 @@ class Fp8Module(Module):
         way = self._way
         if way is None or way.recipe is not recipe:
             delayed = recipe.delayed()
-            way = self._way = _Way(recipe, fp8_from_recipe(recipe), delayed, _scales_of(self.gemms, self.device) if delayed else _NONE)
+            way = self._way = _Way(
+                recipe,
+                fp8_from_recipe(recipe),
+                delayed,
+                _scales_of(self.gemms, self.device) if delayed else _NONE,
+            )
         fp8 = way.fp8
         kept = recompute.recall(self)
         if kept is not None:
@@ -184,26 +204,42 @@ class Fp8Module(Module):
         if cached is not None:
             inputs, spec = inputs | cached, self._spec(fp8, True, bias, options)
         out = apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
-        if given and written is not None and is_first_microbatch is None:  # only now: a call that is refused records nothing
+        # only now: a call that is refused records nothing
+        if given and written is not None and is_first_microbatch is None:
             written.record()
         return out
 
-    def _run_again(self, kept: Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
-                   options: dict[str, Any]) -> dict[str, Tensor]:
-        """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of gradients only are recorded.
-        ``recipe`` None is high precision."""
+    def _run_again(
+        self, kept: Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str, options: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of
+        gradients only are recorded. ``recipe`` None is high precision."""
         if recipe is None:
-            return apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs, owner=self)
+            return apply(
+                self.operation,
+                self._spec(None, False, bias, options | self.calibration_options),
+                inputs,
+                owner=self,
+            )
         given, late, finish = _NONE, _NONE, None
         if recipe.delayed():
             wiring = self._wire(recipe, True)
             given, late, finish = wiring.given_again, wiring.late, wiring.finish
         spec = self._spec(fp8, kept.weights is not None, bias, options)
-        return apply(self.operation, spec, {**inputs, **(kept.weights or {}), **kept.scales}, given, late, finish, self)
+        return apply(
+            self.operation, spec, {**inputs, **(kept.weights or {}), **kept.scales}, given, late, finish, self
+        )
 
-    def _run_calibrating(self, inputs: Inputs, recipe: Recipe, training: bool, bias: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    def _run_calibrating(
+        self, inputs: Inputs, recipe: Recipe, training: bool, bias: str, options: dict[str, Any]
+    ) -> dict[str, Tensor]:
         """In high precision; the amaxes that FP8 would have seen are recorded."""
-        outputs = apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs, owner=self)
+        outputs = apply(
+            self.operation,
+            self._spec(None, False, bias, options | self.calibration_options),
+            inputs,
+            owner=self,
+        )
         if recipe.delayed():
             wiring = self._wire(recipe, True)
             state = self.fp8_meta["scaling_fwd"]
@@ -217,10 +253,11 @@ class Fp8Module(Module):
         found = self._specs.get(key)
         if found is None:
             products = [self.make_product(i, fp8, cached, bias) for i in range(len(self.gemms))]
-            found = self._specs[key] = (self.make_spec(products, **options), fp8)  # fp8 is held, so that its id stays its own
+            # fp8 is held, so that its id stays its own
+            found = self._specs[key] = (self.make_spec(products, **options), fp8)
         return found[0]
 
-    # --- delayed scaling ----------------------------------------------------------------------------------------------
+    # --- delayed scaling ------------------------------------------------------------------------------------
 
     @property
     def device(self) -> Device:
@@ -228,11 +265,16 @@ class Fp8Module(Module):
         return next(iter(self.weight_inputs().values())).device
 
     def _wire(self, recipe: Recipe, record: bool) -> _Wiring:
-        """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the recipe's length."""
+        """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the
+        recipe's length."""
         wiring = self._wiring
         length = recipe.amax_history_len  # type: ignore[attr-defined]
         known = wiring is not None and (wiring.recipe is recipe or wiring.recipe == recipe)
-        if wiring is not None and known and (not record or self.fp8_meta["scaling_fwd"].history_len == length):
+        if (
+            wiring is not None
+            and known
+            and (not record or self.fp8_meta["scaling_fwd"].history_len == length)
+        ):
             return wiring
         for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
             state = self.fp8_meta.get(name)
@@ -247,15 +289,25 @@ class Fp8Module(Module):
         given |= {f"{name}_amax": backward.amaxes[slot] for name, slot in gradients.items()}
         late = {f"{name}_scale": backward.scales[slot] for name, slot in gradients.items()}
         again = {name: view for name, view in given.items() if name.endswith("g_amax")}
-        self._wiring = _Wiring(recipe, scales, given, again, late, (commit_backward, _Ticket(recipe, backward)))
+        self._wiring = _Wiring(
+            recipe, scales, given, again, late, (commit_backward, _Ticket(recipe, backward))
+        )
         return self._wiring
 
-    # --- the weight cache ---------------------------------------------------------------------------------------------
+    # --- the weight cache -----------------------------------------------------------------------------------
 
-    def _fp8_weights(self, written: Written | None, fp8: Fp8, first: bool | None, bias: str, scales: dict[str, ArrayView],
-                     given: dict[str, ArrayView]) -> Inputs | None:
-        """The FP8 weights, None where the operation casts them: what the optimiser has written, if that holds; with ``first`` those of the
-        first micro-batch (False), or cast now to be kept (True, or where there are none by this recipe)."""
+    def _fp8_weights(
+        self,
+        written: Written | None,
+        fp8: Fp8,
+        first: bool | None,
+        bias: str,
+        scales: dict[str, ArrayView],
+        given: dict[str, ArrayView],
+    ) -> Inputs | None:
+        """The FP8 weights, None where the operation casts them: what the optimiser has written, if that
+        holds; with ``first`` those of the first micro-batch (False), or cast now to be kept (True, or where
+        there are none by this recipe)."""
         if first is None and written is None:
             return None
         cache = self._weights
@@ -270,7 +322,9 @@ class Fp8Module(Module):
                 written.record()
         return dict(written.arrays)
 
-    def _cast_weights(self, fp8: Fp8, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]) -> dict[str, ArrayView]:
+    def _cast_weights(
+        self, fp8: Fp8, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]
+    ) -> dict[str, ArrayView]:
         """The FP8 weights, cast now."""
         made: dict[str, ArrayView] = {}
         weights = self.weight_inputs()
@@ -287,20 +341,29 @@ class Fp8Module(Module):
                 made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
         return made
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, ArrayView]:
-        """``scaling_fwd.scale``, ``.scale_inv``, ``.amax_history`` and the same of ``scaling_bwd``; nothing before the first FP8 step."""
+        """``scaling_fwd.scale``, ``.scale_inv``, ``.amax_history`` and the same of ``scaling_bwd``; nothing
+        before the first FP8 step."""
         settle(list(self.fp8_meta.values()))
-        return {f"{name}.{field}": state.views[field] for name, state in self.fp8_meta.items() for field in FIELDS}
+        return {
+            f"{name}.{field}": state.views[field] for name, state in self.fp8_meta.items() for field in FIELDS
+        }
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
-        """Check a saved FP8 state, float32 arrays by name as in ``ScalingState``; the function that is returned takes it over (an empty
-        one: the layer has none). CheckpointError where names, shapes, dtypes or numbers do not fit (``scaling.check_saved``)."""
-        made = {name: ScalingState.of(parts, self.device) for name, parts in check_saved(state, len(self.gemms)).items()}
+        """Check a saved FP8 state, float32 arrays by name as in ``ScalingState``; the function that is
+        returned takes it over (an empty one: the layer has none). CheckpointError where names, shapes, dtypes
+        or numbers do not fit (``scaling.check_saved``)."""
+        made = {
+            name: ScalingState.of(parts, self.device)
+            for name, parts in check_saved(state, len(self.gemms)).items()
+        }
 
         def take() -> None:
-            if [(n, s.history_len) for n, s in made.items()] == [(n, s.history_len) for n, s in self.fp8_meta.items()]:
+            if [(n, s.history_len) for n, s in made.items()] == [
+                (n, s.history_len) for n, s in self.fp8_meta.items()
+            ]:
                 for name, state in made.items():  # in place: a captured graph goes on with what was loaded
                     self.fp8_meta[name].load(state)
                 return

@@ -1,4 +1,5 @@
-"""Arguments of Transformer Engine's classes that have one supported value so far: accepted with that value, else refused by name."""
+"""Arguments of Transformer Engine's classes that have one supported value so far: accepted with that value,
+else refused by name."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from fp8kit.errors import ArgumentError, expected
 
 # gradients are not accumulated by the operations here
 _FUSED = ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")
-CONSTRUCTOR = {name: table | ({"fuse_wgrad_accumulation": False} if name in _FUSED else {}) for name, table in layers.CONSTRUCTOR.items()}
+CONSTRUCTOR = {
+    name: table | ({"fuse_wgrad_accumulation": False} if name in _FUSED else {})
+    for name, table in layers.CONSTRUCTOR.items()
+}
 FORWARD = layers.FORWARD
 
 
 def later(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not in ``table`` (TypeError), or whose value is not the supported one (Fp8kitError, "yet")."""
+    """Refuse arguments that are not in ``table`` (TypeError), or whose value is not the supported one
+    (Fp8kitError, "yet")."""
     for name in given:
         if name not in table:
             raise TypeError(f"{operation}: unexpected argument {name!r}")
@@ -30,4 +35,6 @@ def not_yet(operation: str, only: Mapping[str, tuple[Any, Any]]) -> None:
     for name, (value, supported) in only.items():
         plain = isinstance(value, bool | int | float | str | np.generic)
         if value is not supported and not (plain and value == supported):
-            raise ArgumentError(expected(operation, name, shown(value), f"{supported!r}: nothing else is supported yet"))
+            raise ArgumentError(
+                expected(operation, name, shown(value), f"{supported!r}: nothing else is supported yet")
+            )

@@ -1,6 +1,7 @@
 """``Module``: a tree of parameters.
 
-Parameters are attributes of type ``Parameter``, buffers of type ``ArrayView``, children of type ``Module``; nothing is registered.
+Parameters are attributes of type ``Parameter``, buffers of type ``ArrayView``, children of type ``Module``;
+nothing is registered.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from fp8kit.nn import finite
 from fp8kit.nn.random import Init
 
 _Self = TypeVar("_Self", bound="Module")
-_OF_X = ("linear", "norm", "norm_linear", "norm_mlp")  # operations whose parameters have the dtype of their input x
+# operations whose parameters have the dtype of their input x
+_OF_X = ("linear", "norm", "norm_linear", "norm_mlp")
 EXTRA = "_extra_state."
 
 
 class Parameter(Tensor):
-    """A Tensor that requires a gradient and belongs to a module: ``view``, ``grad`` and ``data`` as ``Tensor``."""
+    """A Tensor that requires a gradient and belongs to a module: ``view``, ``grad`` and ``data`` as
+    ``Tensor``."""
 
     __slots__ = ()
 
@@ -38,14 +41,16 @@ class Parameter(Tensor):
 
 
 class Module:
-    """Base of layers. A subclass sets attributes in ``__init__`` and defines ``forward``; calling the module calls it."""
+    """Base of layers. A subclass sets attributes in ``__init__`` and defines ``forward``; calling the module
+    calls it."""
 
     training = True
     # an operation's input -> the argument of forward that errors call it
     argument_names: ClassVar[dict[str, str]] = {"x": "inp"}
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Compute the outputs. A module says which shapes and dtypes its inputs have, and which errors others raise."""
+        """Compute the outputs. A module says which shapes and dtypes its inputs have, and which errors others
+        raise."""
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -62,12 +67,14 @@ class Module:
             raise told from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(vars(self).get(name), Parameter) and not (value is None or isinstance(value, Parameter)):
+        if isinstance(vars(self).get(name), Parameter) and not (
+            value is None or isinstance(value, Parameter)
+        ):
             wanted = "a Parameter; load_state_dict copies values into it"
             raise FormatError(expected(type(self).__name__, name, type(value).__name__, wanted))
         object.__setattr__(self, name, value)
 
-    # --- the tree -----------------------------------------------------------------------------------------------------
+    # --- the tree -------------------------------------------------------------------------------------------
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """(name, module) of direct children, in the order of assignment."""
@@ -106,14 +113,15 @@ class Module:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, ArrayView]]:
-        """(path, array) of arrays that belong to the module but are not trained; FP8 state is not among them."""
+        """(path, array) of arrays that belong to the module but are not trained; FP8 state is not among
+        them."""
         return self._named(ArrayView)
 
     def buffers(self) -> Iterator[ArrayView]:
         """The buffers, each once."""
         return (buffer for _, buffer in self.named_buffers())
 
-    # --- modes --------------------------------------------------------------------------------------------------------
+    # --- modes ----------------------------------------------------------------------------------------------
 
     def train(self: _Self, mode: bool = True) -> _Self:
         """Dropout is active (``mode``) or not, in the whole tree. Returns the module."""
@@ -127,7 +135,8 @@ class Module:
         return self.train(False)
 
     def apply(self: _Self, function: Callable[[Module], object]) -> _Self:
-        """Call ``function`` with every module, children first. Returns the module. Fp8kitError for what cannot be called."""
+        """Call ``function`` with every module, children first. Returns the module. Fp8kitError for what
+        cannot be called."""
         arguments.function(type(self).__name__, "function", function)
         for _, module in reversed(list(self.named_modules())):
             function(module)
@@ -140,21 +149,26 @@ class Module:
                 if isinstance(value, Parameter):
                     value.grad = None
 
-    # --- graphs -------------------------------------------------------------------------------------------------------
+    # --- graphs ---------------------------------------------------------------------------------------------
 
     def arrays_used(self) -> Iterator[ArrayView]:
-        """The arrays that this one module's calls read and write, and keep: parameters, buffers, and what a subclass adds."""
+        """The arrays that this one module's calls read and write, and keep: parameters, buffers, and what a
+        subclass adds."""
         for value in vars(self).values():
             if isinstance(value, Parameter | ArrayView):
                 yield value.view if isinstance(value, Parameter) else value
 
     def _held(self) -> tuple[list[str], captured.Read, object]:
-        """Settings and arrays of the whole tree, as ``captured.hold`` takes them: a captured graph would not see them change."""
+        """Settings and arrays of the whole tree, as ``captured.hold`` takes them: a captured graph would not
+        see them change."""
         modules = list(self.named_modules())
         start = type(self).__name__
         settings: list[tuple[str, Module, str]] = []
         for path, module in modules:
-            names = ["training", *(name for name, value in vars(module).items() if name != "training" and _is_setting(value))]
+            names = [
+                "training",
+                *(name for name, value in vars(module).items() if name != "training" and _is_setting(value)),
+            ]
             settings += [(".".join(filter(None, (start, path, name))), module, name) for name in names]
 
         def read() -> list[Any]:
@@ -165,25 +179,29 @@ class Module:
         places = [".".join(filter(None, (start, path, "the address of an array"))) for path, _ in held]
         return [name for name, *_ in settings] + places, read, held
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, ArrayView]:
-        """Further arrays of this one module that a checkpoint holds, under ``_extra_state.``; none by default."""
+        """Further arrays of this one module that a checkpoint holds, under ``_extra_state.``; none by
+        default."""
         return {}
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
-        """Check what ``extra_state`` once gave, arrays by name, and return what takes it over. CheckpointError where names, shapes, dtypes
-        or values do not fit."""
+        """Check what ``extra_state`` once gave, arrays by name, and return what takes it over.
+        CheckpointError where names, shapes, dtypes or values do not fit."""
         if state:
             raise CheckpointError(f"unexpected: {', '.join(state)}")
         return lambda: None
 
     def forget(self) -> None:
-        """Drop what this one module derived from its parameters; called when other values are loaded into them."""
+        """Drop what this one module derived from its parameters; called when other values are loaded into
+        them."""
 
     def state_dict(self) -> dict[str, ArrayView]:
         """Parameters, buffers and FP8 state by path; views of the module's own memory."""
-        state = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
+        state = {name: parameter.view for name, parameter in self.named_parameters()} | dict(
+            self.named_buffers()
+        )
         for path, module in self.named_modules():
             start = f"{path}.{EXTRA}" if path else EXTRA
             state |= {start + name: view for name, view in module.extra_state().items()}
@@ -192,24 +210,30 @@ class Module:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy arrays (NumPy, CuPy, views, tensors) into parameters and buffers, and take over FP8 state.
 
-        Everything is checked before anything changes. ``strict``: every parameter and buffer must be there, and nothing else; a module
-        without FP8 state in ``state`` loses its own, as it was when it was saved. Otherwise what is missing stays as it is. Raises
-        CheckpointError that names what is missing, unexpected, of another shape or dtype, or no FP8 scale or amax.
+        Everything is checked before anything changes. ``strict``: every parameter and buffer must be there,
+        and nothing else; a module without FP8 state in ``state`` loses its own, as it was when it was saved.
+        Otherwise what is missing stays as it is. Raises CheckpointError that names what is missing,
+        unexpected, of another shape or dtype, or no FP8 scale or amax.
         """
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check all of what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
+        """Check all of what ``load_state_dict`` takes, and return what takes it over. CheckpointError as
+        there."""
         serialization.mapping("load_state_dict", state)
         strict = flag("load_state_dict", "strict", strict, CheckpointError)
-        own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
+        own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(
+            self.named_buffers()
+        )
         modules = dict(self.named_modules())
         extra: dict[str, dict[str, ArrayView]] = {}
         plain: dict[str, Any] = {}
         for name, array in state.items():
             path, mark, rest = name.rpartition(EXTRA)
             if mark and path.removesuffix(".") in modules and (not path or path.endswith(".")):
-                extra.setdefault(path.removesuffix("."), {})[rest] = serialization.array("load_state_dict", name, array)
+                extra.setdefault(path.removesuffix("."), {})[rest] = serialization.array(
+                    "load_state_dict", name, array
+                )
             else:
                 plain[name] = array
         found = serialization.check(own, plain, strict)
@@ -219,7 +243,9 @@ class Module:
                 try:
                     takers.append(module.check_extra_state(extra.get(path, {})))
                 except CheckpointError as error:
-                    raise CheckpointError(f"load: {path + '.' if path else ''}{EXTRA.removesuffix('.')}: {error}") from None
+                    raise CheckpointError(
+                        f"load: {path + '.' if path else ''}{EXTRA.removesuffix('.')}: {error}"
+                    ) from None
 
         def take_all() -> None:
             for name, view in found.items():
@@ -270,13 +296,14 @@ class Sequential(ModuleList):
         super().__init__(modules)
 
     def forward(self, x: Any) -> Any:
-        """x through all modules: any shape and dtype that the first takes; what does not fit is an error of the module that it reaches."""
+        """x through all modules: any shape and dtype that the first takes; what does not fit is an error of
+        the module that it reaches."""
         for module in self:
             x = module(x)
         return x
 
 
-# --- what modules share -----------------------------------------------------------------------------------------------
+# --- what modules share -------------------------------------------------------------------------------------
 
 
 def _is_setting(value: Any) -> bool:
@@ -288,25 +315,41 @@ def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else Tensor(arrays.as_view(value, operation, argument))
 
 
-def as_tokens(operation: str, argument: str, value: Any, qkv_format: str, features: int, dtype: DType) -> Tensor:
-    """Hidden states, h (s, b, H), (b, s, H) or (t, H) as ``qkv_format`` says. ShapeError, FormatError that name the argument for others."""
+def as_tokens(
+    operation: str, argument: str, value: Any, qkv_format: str, features: int, dtype: DType
+) -> Tensor:
+    """Hidden states, h (s, b, H), (b, s, H) or (t, H) as ``qkv_format`` says. ShapeError, FormatError that
+    name the argument for others."""
     x = as_tensor(operation, argument, value)
     if len(x.shape) != len(qkv_format) - 1 or x.shape[-1] != features:
-        raise ShapeError(expected(operation, argument, f"shape {x.shape}", f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"))
+        raise ShapeError(
+            expected(
+                operation,
+                argument,
+                f"shape {x.shape}",
+                f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}",
+            )
+        )
     if x.dtype is not dtype:
         raise FormatError(expected(operation, argument, x.dtype.name, f"{dtype.name} as the parameters"))
     return x
 
 
 def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
-    """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own parameters have one dtype; None
-    for any other refusal."""
+    """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own
+    parameters have one dtype; None for any other refusal."""
     operation, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
     own = {name: value.dtype.name for name, value in vars(module).items() if isinstance(value, Parameter)}
     given = rest.removeprefix(f"got {own.get(argument)}, expected ")
-    if operation not in _OF_X or len(set(own.values())) != 1 or given not in [kind.name for kind in formats.HIGH_PRECISION]:
+    if (
+        operation not in _OF_X
+        or len(set(own.values())) != 1
+        or given not in [kind.name for kind in formats.HIGH_PRECISION]
+    ):
         return None
-    return FormatError(expected(operation, module.argument_names["x"], given, f"{own[argument]} as the parameters"))
+    return FormatError(
+        expected(operation, module.argument_names["x"], given, f"{own[argument]} as the parameters")
+    )
 
 
 def positive(operation: str, **sizes: int) -> None:
@@ -320,28 +363,42 @@ def hints(operation: str, **sizes: int | None) -> None:
     positive(operation, **{name: size for name, size in sizes.items() if size is not None})
 
 
-def resolve(operation: str, params_dtype: Any, device: Any, argument: str = "params_dtype") -> tuple[DType, Device]:
-    """Dtype and device of new parameters; None: float32 and the default device. FormatError for other than float32 and 16-bit floats,
-    BackendError for a device that is not here. ``argument``: what the caller calls the dtype."""
-    kind = formats.float32 if params_dtype is None else formats.dtype(params_dtype, operation, argument, formats.HIGH_PRECISION)
+def resolve(
+    operation: str, params_dtype: Any, device: Any, argument: str = "params_dtype"
+) -> tuple[DType, Device]:
+    """Dtype and device of new parameters; None: float32 and the default device. FormatError for other than
+    float32 and 16-bit floats, BackendError for a device that is not here. ``argument``: what the caller calls
+    the dtype."""
+    kind = (
+        formats.float32
+        if params_dtype is None
+        else formats.dtype(params_dtype, operation, argument, formats.HIGH_PRECISION)
+    )
     return kind, dispatch.default_device() if device is None else arrays.usable(device, operation, "device")
 
 
 def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:
-    """A parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant), rounded to ``dtype``."""
+    """A parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant), rounded to
+    ``dtype``."""
     host = arrays.empty(shape, formats.float32, arrays.CPU).numpy()
     if callable(init):
         init(host)
     elif isinstance(init, int | float):
         host.fill(init)
     else:
-        raise ArgumentError(expected("init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"))
+        raise ArgumentError(
+            expected(
+                "init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"
+            )
+        )
     return Parameter(arrays.to(arrays.as_view(host.astype(dtype.numpy)), device))
 
 
-def make_parts(rows: Sequence[int], columns: int, init: Init, dtype: DType, device: Device) -> list[Parameter]:
-    """Parameters of ``rows`` rows each, filled as by ``make_parameter``, one after the other, which lie side by side in memory: what takes
-    them as one matrix need not copy."""
+def make_parts(
+    rows: Sequence[int], columns: int, init: Init, dtype: DType, device: Device
+) -> list[Parameter]:
+    """Parameters of ``rows`` rows each, filled as by ``make_parameter``, one after the other, which lie side
+    by side in memory: what takes them as one matrix need not copy."""
 
     def fill(host: Any) -> None:
         for part in np.split(host, np.cumsum(rows)[:-1]):

@@ -22,18 +22,33 @@ from fp8kit.ops.product import ProductSpec
 class LayerNormLinear(LinearBase):
     """y = norm(x) W^T + b; under ``autocast`` the normalisation writes FP8 itself.
 
-    ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there. ``return_layernorm_output``: also return
-    norm(x). Other arguments, shapes, dtypes and errors as ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,),
-    ``weight`` (N, K), ``bias`` (N,) or their ``parameters_split`` names.
+    ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there.
+    ``return_layernorm_output``: also return norm(x). Other arguments, shapes, dtypes and errors as
+    ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K), ``bias`` (N,)
+    or their ``parameters_split`` names.
     """
 
     operation = norm_linear
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
-    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, *, init_method: Init | None = None, bias: bool = True,
-                 normalization: str = "LayerNorm", return_bias: bool = False, params_dtype: Any = None,
-                 return_layernorm_output: bool = False, parameters_split: Any = None, zero_centered_gamma: bool = False,
-                 device: Any = None, name: str | None = None, **other: Any) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: Any = None,
+        return_layernorm_output: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        name: str | None = None,
+        **other: Any,
+    ) -> None:
         super().__init__()
         later("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], other)
         positive("LayerNormLinear", in_features=in_features)
@@ -43,7 +58,9 @@ class LayerNormLinear(LinearBase):
         self._norm = NormSpec(int(in_features), normalization, number(op, "eps", eps), zero_centered)
         self.return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(self._norm, dtype, where)
-        self._make_parameters(in_features, out_features, bias, return_bias, parameters_split, init_method, dtype, where, name)
+        self._make_parameters(
+            in_features, out_features, bias, return_bias, parameters_split, init_method, dtype, where, name
+        )
 
     def make_spec(self, products: list[ProductSpec], **options: Any) -> NormLinearSpec:
         return NormLinearSpec(self._norm, products[0], **options)
@@ -53,9 +70,15 @@ class LayerNormLinear(LinearBase):
         for weight in self.weight_inputs().values():
             amax_of(weight.view, amaxes[1])
 
-    def forward(self, inp: Any, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
-        """``inp``: h (..., K). Returns y, h (..., N), or a tuple (y, bias where ``return_bias``, norm(x) where
-        ``return_layernorm_output``)."""
+    def forward(
+        self,
+        inp: Any,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """``inp``: h (..., K). Returns y, h (..., N), or a tuple (y, bias where ``return_bias``, norm(x)
+        where ``return_layernorm_output``)."""
         not_yet("LayerNormLinear", {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)})
         x = as_tensor("LayerNormLinear", "inp", inp)
         out = self.branch(x, is_first_microbatch, self.bias_mode, return_norm=self.return_layernorm_output)
@@ -66,8 +89,20 @@ class LayerNormLinear(LinearBase):
             parts.append(out["normed"])
         return tuple(parts) if len(parts) > 1 else parts[0]
 
-    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
-               return_norm: bool = False) -> dict[str, Tensor]:
-        """For ``x`` as in ``forward``: outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for."""
-        inputs: Inputs = {"x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, **self.product_inputs(bias)}
+    def branch(
+        self,
+        x: Tensor,
+        is_first_microbatch: bool | None,
+        bias: str,
+        residual: bool = False,
+        return_norm: bool = False,
+    ) -> dict[str, Tensor]:
+        """For ``x`` as in ``forward``: outputs "y", and "residual" (x, its gradient summed in backward) and
+        "normed" where asked for."""
+        inputs: Inputs = {
+            "x": x,
+            "norm_weight": self.layer_norm_weight,
+            "norm_bias": self.layer_norm_bias,
+            **self.product_inputs(bias),
+        }
         return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)

@@ -1,7 +1,8 @@
-"""Randomness of the native door: one host generator for initial weights, and one ``(seed, offset)`` array a device for dropout.
+"""Randomness of the native door: one host generator for initial weights, and one ``(seed, offset)`` array a
+device for dropout.
 
-The device's state advances on the device (``rng_next_``), so dropout never waits for the host and a captured graph draws anew at
-each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
+The device's state advances on the device (``rng_next_``), so dropout never waits for the host and a captured
+graph draws anew at each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from fp8kit import arrays, captured, formats, serialization
 from fp8kit.arguments import function, integer, number
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, AutogradError, BackendError, CheckpointError, FormatError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import (
+    ArgumentError,
+    AutogradError,
+    BackendError,
+    CheckpointError,
+    FormatError,
+    Fp8kitError,
+    ShapeError,
+    expected,
+)
 from fp8kit.formats import int64
 
 HostArray = np.ndarray[Any, Any]
@@ -58,9 +68,12 @@ def _start(state: _State) -> None:
     global _process
     if _thread.state is None:
         with _LOCK:
-            for device, view in _process.devices.items():  # stay where they are: a captured graph draws from them
+            # stay where they are: a captured graph draws from them
+            for device, view in _process.devices.items():
                 value = state.devices.get(device)
-                arrays.copy(view, arrays.as_view(np.array([state.seed, 0], np.int64)) if value is None else value)
+                arrays.copy(
+                    view, arrays.as_view(np.array([state.seed, 0], np.int64)) if value is None else value
+                )
                 state.devices[device] = view
             _process = state
     else:
@@ -68,7 +81,8 @@ def _start(state: _State) -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Start the host generator and every device's dropout state again from ``seed``, an int in [0, 2**63). ArgumentError otherwise."""
+    """Start the host generator and every device's dropout state again from ``seed``, an int in [0, 2**63).
+    ArgumentError otherwise."""
     _start(_State(integer("manual_seed", "seed", seed, 0, 2**63 - 1)))
 
 
@@ -78,9 +92,10 @@ def host_generator() -> np.random.Generator:
 
 
 def next_rng(device: Device) -> ArrayView:
-    """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by one offset. Threads may draw at
-    once: no two get the same offset. Within ``draw_from`` what its source gives, with the errors named there. AutogradError in a
-    recomputation that draws more, or elsewhere, than its first pass."""
+    """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by
+    one offset. Threads may draw at once: no two get the same offset. Within ``draw_from`` what its source
+    gives, with the errors named there. AutogradError in a recomputation that draws more, or elsewhere, than
+    its first pass."""
     out: ArrayView | None
     if _thread.replayed is not None:
         out = next(_thread.replayed, None)
@@ -110,18 +125,20 @@ def _drawn(device: Device) -> ArrayView:
 def draw_from(source: Source) -> AbstractContextManager[None]:
     """A block in which dropout on this thread draws from ``source`` instead of the state of ``manual_seed``.
 
-    ``source(device)``, with the device's name ("cpu", "cuda:0"), is asked once for each operation that drops, in their order, just before
-    it runs, and gives its ``(seed, offset)``: int64 (2,) on that device, any array that ``fk.tensor`` takes. It is copied. So the native
-    door drops what another one does::
+    ``source(device)``, with the device's name ("cpu", "cuda:0"), is asked once for each operation that drops,
+    in their order, just before it runs, and gives its ``(seed, offset)``: int64 (2,) on that device, any
+    array that ``fk.tensor`` takes. It is copied. So the native door drops what another one does::
 
         torch.manual_seed(0)
         with fk.draw_from(fp8kit_torch.dropout_seed):
             y = layer(x)      # the bits of the same torch layer after torch.manual_seed(0)
 
-    Recomputation (``fk.checkpoint``) repeats the first pass's draws and asks nothing. Blocks nest: the inner one counts.
+    Recomputation (``fk.checkpoint``) repeats the first pass's draws and asks nothing. Blocks nest: the inner
+    one counts.
 
-    Raises Fp8kitError for a source that cannot be called. The operation raises ShapeError, FormatError or BackendError, and runs nothing,
-    where the source gives something else, ArgumentError within ``fk.graph``, which could not ask again at a replay.
+    Raises Fp8kitError for a source that cannot be called. The operation raises ShapeError, FormatError or
+    BackendError, and runs nothing, where the source gives something else, ArgumentError within ``fk.graph``,
+    which could not ask again at a replay.
     """
     return _drawing(function("draw_from", "source", source))
 
@@ -136,23 +153,39 @@ def _drawing(source: Source) -> Iterator[None]:
 
 
 def _given(source: Source, device: Device) -> ArrayView:
-    """What the source gives, in memory of its own: the array may be another draw's by the time backward reads it."""
+    """What the source gives, in memory of its own: the array may be another draw's by the time backward reads
+    it."""
     if captured.capturing():
-        raise ArgumentError(expected("draw_from", "source", "a draw within fk.graph", "eager steps: replays would repeat the numbers"))
+        raise ArgumentError(
+            expected(
+                "draw_from",
+                "source",
+                "a draw within fk.graph",
+                "eager steps: replays would repeat the numbers",
+            )
+        )
     pair = arrays.as_view(source(str(device)), "draw_from", "source")
     if pair.dtype is not int64:
         raise FormatError(expected("draw_from", "source", f"dtype {pair.dtype.name}", "int64 (seed, offset)"))
     if pair.shape != (2,):
         raise ShapeError(expected("draw_from", "source", f"shape {pair.shape}", "(2,): seed, offset"))
     if pair.device != device:
-        raise BackendError(expected("draw_from", "source", f"an array on {pair.device}", f"one on {device}, where the operation runs"))
+        raise BackendError(
+            expected(
+                "draw_from",
+                "source",
+                f"an array on {pair.device}",
+                f"one on {device}, where the operation runs",
+            )
+        )
     out = arrays.empty((2,), int64, device)
     arrays.copy(out, arrays.contiguous(pair))
     return out
 
 
 def get_rng_state() -> dict[str, HostArray]:
-    """The whole state as arrays by name, so that ``fk.save`` can keep it: the host generator's words and int64 [2] for each device."""
+    """The whole state as arrays by name, so that ``fk.save`` can keep it: the host generator's words and
+    int64 [2] for each device."""
     own = _state()
     host = own.host.bit_generator.state
     out = {
@@ -167,8 +200,9 @@ def get_rng_state() -> dict[str, HostArray]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Go back to a state that ``get_rng_state`` gave: integer arrays by name; a device without an entry starts again from the seed.
-    CheckpointError where another entry is missing, or one is unknown or of another shape or dtype; then nothing changes."""
+    """Go back to a state that ``get_rng_state`` gave: integer arrays by name; a device without an entry
+    starts again from the seed. CheckpointError where another entry is missing, or one is unknown or of
+    another shape or dtype; then nothing changes."""
     check_rng_state(state)()
 
 
@@ -178,11 +212,15 @@ def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
     serialization.mapping("set_rng_state", state)
     for name in shapes.keys() - set(state):
         raise CheckpointError(expected("set_rng_state", name, "nothing", "an array from get_rng_state"))
-    values = {name: serialization.array("set_rng_state", name, array).numpy() for name, array in state.items()}
+    values = {
+        name: serialization.array("set_rng_state", name, array).numpy() for name, array in state.items()
+    }
     devices: dict[Device, HostArray] = {}
     for name, value in values.items():
         if name not in shapes and not name.startswith(_DEVICE_PREFIX):
-            raise CheckpointError(expected("set_rng_state", name, "an unknown entry", "entries from get_rng_state"))
+            raise CheckpointError(
+                expected("set_rng_state", name, "an unknown entry", "entries from get_rng_state")
+            )
         if value.shape != shapes.get(name, (2,)) or value.dtype.kind not in "iu":
             wanted = f"integers of shape {shapes.get(name, (2,))}"
             raise CheckpointError(expected("set_rng_state", name, f"{value.dtype} {value.shape}", wanted))
@@ -191,16 +229,28 @@ def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
                 where = arrays.device(name.removeprefix(_DEVICE_PREFIX))
                 arrays.provider(where)
             except Fp8kitError as error:
-                raise CheckpointError(expected("set_rng_state", name, "a device that is not here", f"a usable one ({error})")) from None
+                raise CheckpointError(
+                    expected("set_rng_state", name, "a device that is not here", f"a usable one ({error})")
+                ) from None
             devices[where] = value.astype(np.int64)
     position, has_half, half = (int(v) for v in values["host.rest"])
     if not (int(values["seed"]) >= 0 and 0 <= position <= 4 and has_half in (0, 1) and 0 <= half < 2**32):
-        raise CheckpointError(expected("set_rng_state", "seed, host.rest", values["host.rest"].tolist(), "a state of get_rng_state"))
+        raise CheckpointError(
+            expected(
+                "set_rng_state", "seed, host.rest", values["host.rest"].tolist(), "a state of get_rng_state"
+            )
+        )
     new = _State(int(values["seed"]))
     new.host.bit_generator.state = {
         "bit_generator": "Philox",
-        "state": {"counter": values["host.counter"].astype(np.uint64), "key": values["host.key"].astype(np.uint64)},
-        "buffer": values["host.buffer"].astype(np.uint64), "buffer_pos": position, "has_uint32": has_half, "uinteger": half,
+        "state": {
+            "counter": values["host.counter"].astype(np.uint64),
+            "key": values["host.key"].astype(np.uint64),
+        },
+        "buffer": values["host.buffer"].astype(np.uint64),
+        "buffer_pos": position,
+        "has_uint32": has_half,
+        "uinteger": half,
     }
 
     def take() -> None:
@@ -223,13 +273,14 @@ class RandomState:
         set_rng_state(state)
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``set_rng_state`` takes, with its shapes, dtypes and errors; the function that is returned goes back to it."""
+        """Check what ``set_rng_state`` takes, with its shapes, dtypes and errors; the function that is
+        returned goes back to it."""
         return check_rng_state(state)
 
 
 class snapshot:
-    """The present state, to be drawn from once more: ``with snapshot.again():`` any number of times; the state goes on as if nothing was
-    drawn there. Copies on the devices, waits for none of them."""
+    """The present state, to be drawn from once more: ``with snapshot.again():`` any number of times; the
+    state goes on as if nothing was drawn there. Copies on the devices, waits for none of them."""
 
     def __init__(self) -> None:
         self._kept = _copied(_state())
@@ -246,8 +297,8 @@ class snapshot:
 
 @contextmanager
 def keeping(draws: list[ArrayView]) -> Iterator[None]:
-    """Append what ``next_rng`` gives on this thread for a block; other threads' draws may come between, so that a state alone would not
-    say which they were."""
+    """Append what ``next_rng`` gives on this thread for a block; other threads' draws may come between, so
+    that a state alone would not say which they were."""
     before, _thread.keeping = _thread.keeping, (*_thread.keeping, draws)
     try:
         yield
@@ -277,13 +328,14 @@ def _copied(state: _State) -> _State:
 
 
 def init_of(operation: str, name: str, init: Init | None) -> Init:
-    """An ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError for what cannot be called."""
+    """An ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError for what cannot be
+    called."""
     return normal_init() if init is None else function(operation, name, init)
 
 
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:
-    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer Engine's for weights.
-    Fp8kitError for numbers that are not finite or a negative ``std``."""
+    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer
+    Engine's for weights. Fp8kitError for numbers that are not finite or a negative ``std``."""
     top = formats.float32.max
     mean, std = number("normal_init", "mean", mean, top, least=-top), number("normal_init", "std", std, top)
 

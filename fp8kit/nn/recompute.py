@@ -1,10 +1,11 @@
-"""``checkpoint``: activations that are not kept for backward but computed once more (Chen et al. 2016, "Training Deep Nets with Sublinear
-Memory Cost").
+"""``checkpoint``: activations that are not kept for backward but computed once more (Chen et al. 2016,
+"Training Deep Nets with Sublinear Memory Cost").
 
-The first pass runs unrecorded. In backward the function runs again, recorded this time, with everything as it was: autocast, policy, random
-state, the scales of delayed scaling and cached FP8 weights. Amaxes of forward tensors were recorded by the first pass and are not recorded
-again. What the second pass put on the tape is walked as a part of the same backward pass, in the same order as without recomputation, so
-that all gradients have the same bits.
+The first pass runs unrecorded. In backward the function runs again, recorded this time, with everything as it
+was: autocast, policy, random state, the scales of delayed scaling and cached FP8 weights. Amaxes of forward
+tensors were recorded by the first pass and are not recorded again. What the second pass put on the tape is
+walked as a part of the same backward pass, in the same order as without recomputation, so that all gradients
+have the same bits.
 """
 
 from __future__ import annotations
@@ -67,14 +68,17 @@ class _Call(NamedTuple):
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, of whose activations none is kept: backward calls the function again, with the same bits.
+    """``function(*args, **kwargs)``, of whose activations none is kept: backward calls the function again,
+    with the same bits.
 
-    ``function``: a module or any callable that computes with Tensors and returns one, or a tuple, list or dict of them, nested at will
-    (other values in it are passed through); it must do the same each time. Dropout draws the same numbers again, delayed scaling's scales
-    and cached weights are those of the first pass, and nothing is recorded twice. Checkpoints nest. Without gradients it is a plain call.
+    ``function``: a module or any callable that computes with Tensors and returns one, or a tuple, list or
+    dict of them, nested at will (other values in it are passed through); it must do the same each time.
+    Dropout draws the same numbers again, delayed scaling's scales and cached weights are those of the first
+    pass, and nothing is recorded twice. Checkpoints nest. Without gradients it is a plain call.
 
-    Raises Fp8kitError for a function that cannot be called. In backward: AutogradError that names the value where an argument or a
-    parameter was changed in place since, and where the second pass does not do what the first did.
+    Raises Fp8kitError for a function that cannot be called. In backward: AutogradError that names the value
+    where an argument or a parameter was changed in place since, and where the second pass does not do what
+    the first did.
     """
     arguments.function("checkpoint", "function", function)
     if not is_grad_enabled():
@@ -97,9 +101,20 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         seconds = _tensors(call.again(one))
         shapes = [[(t.shape, t.dtype) for t in tensors] for tensors in (seconds, results)]
         if shapes[0] != shapes[1]:
-            raise AutogradError(expected("checkpoint", "function", f"{shapes[0]} the second time", f"{shapes[1]}, as the first time"))
+            raise AutogradError(
+                expected(
+                    "checkpoint",
+                    "function",
+                    f"{shapes[0]} the second time",
+                    f"{shapes[1]}, as the first time",
+                )
+            )
         edges = [seconds[i].edge() for i in floating]
-        return [(edge, owned(edge, g)) for edge, g in zip(edges, cotangents, strict=True) if edge is not None and g is not None]
+        return [
+            (edge, owned(edge, g))
+            for edge, g in zip(edges, cotangents, strict=True)
+            if edge is not None and g is not None
+        ]
 
     node = Node("checkpoint", len(floating), None, backward)
     for index, i in enumerate(floating):
@@ -124,4 +139,6 @@ def _replaced(value: Any, results: Iterator[Tensor]) -> Any:
         return {name: _replaced(part, results) for name, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_replaced(part, results) for part in value))
-    return type(value)(_replaced(part, results) for part in value) if isinstance(value, tuple | list) else value
+    return (
+        type(value)(_replaced(part, results) for part in value) if isinstance(value, tuple | list) else value
+    )

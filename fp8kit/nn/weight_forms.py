@@ -1,14 +1,17 @@
-"""``WeightForm``: a layer's FP8 weights in both orientations, written by the optimiser that has changed them, for the next forward pass.
+"""``WeightForm``: a layer's FP8 weights in both orientations, written by the optimiser that has changed them,
+for the next forward pass.
 
-A layer notes at each recorded forward pass how it casts its weights. An optimiser that is asked to (``write_fp8_weights``) has the forms of
-all weights that it changes written at once, in a handful of launches for a whole model. What was written holds as long as nothing has
-changed that the codes depend on: the weights, by their counts of changes in place, the way to cast, and with delayed scaling the scale.
-Otherwise the layer casts as it does without a form. The bits are the same either way.
+A layer notes at each recorded forward pass how it casts its weights. An optimiser that is asked to
+(``write_fp8_weights``) has the forms of all weights that it changes written at once, in a handful of launches
+for a whole model. What was written holds as long as nothing has changed that the codes depend on: the
+weights, by their counts of changes in place, the way to cast, and with delayed scaling the scale. Otherwise
+the layer casts as it does without a form. The bits are the same either way.
 
-A weight's amax enters the history when the forward pass does that would have taken it (``ScalingState.pend``), not when it is known.
+A weight's amax enters the history when the forward pass does that would have taken it
+(``ScalingState.pend``), not when it is known.
 
-While a graph is captured no form is read or written: the graph would go on reading what it found, and a cast in a graph costs no launch.
-What a replay changes no count sees, so it ends all forms (``captured.era``).
+While a graph is captured no form is read or written: the graph would go on reading what it found, and a cast
+in a graph costs no launch. What a replay changes no count sees, so it ends all forms (``captured.era``).
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ class _Source(NamedTuple):
 
 
 class Written(NamedTuple):
-    """``arrays``: the FP8 weights by the operation's names; ``amaxes``: with delayed scaling, slot of the forward state -> amax of the
-    weight, float32 [1]; the rest is what they were cast from, and by."""
+    """``arrays``: the FP8 weights by the operation's names; ``amaxes``: with delayed scaling, slot of the
+    forward state -> amax of the weight, float32 [1]; the rest is what they were cast from, and by."""
 
     arrays: dict[str, ArrayView]
     amaxes: dict[int, ArrayView]
@@ -113,16 +116,20 @@ class _Ready(NamedTuple):
         if self.state is not None:
             prefixes = [product.spec.prefix for product in self.plan.products]
             slots = forward_slots(prefixes)
-            inputs = inputs | {f"{prefix}w_scale": self.state.scales[slots[f"{prefix}w"]] for prefix in prefixes}
-        return [WeightJob(product, inputs, {name: self.made[name] for name in names})
-                for product, names in zip(self.plan.products, self.plan.made, strict=True)]
+            inputs = inputs | {
+                f"{prefix}w_scale": self.state.scales[slots[f"{prefix}w"]] for prefix in prefixes
+            }
+        return [
+            WeightJob(product, inputs, {name: self.made[name] for name in names})
+            for product, names in zip(self.plan.products, self.plan.made, strict=True)
+        ]
 
 
 class WeightForm:
     """The FP8 form of one ``layer``'s weights; see the module's text.
 
-    ``wanted``: how a recorded forward pass cast them last, None before any; ``idle``: how often they were written since. ``written``: what
-    lies ready, None where nothing does.
+    ``wanted``: how a recorded forward pass cast them last, None before any; ``idle``: how often they were
+    written since. ``written``: what lies ready, None where nothing does.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -136,17 +143,25 @@ class WeightForm:
         derive(self._weights.values(), self)
 
     def find(self, fp8: Fp8, inputs: Mapping[str, Any], state: ScalingState | None) -> Written | None:
-        """What was written, if it is what casting ``inputs``' weights by ``fp8``, with delayed scaling by ``state``, would give now."""
+        """What was written, if it is what casting ``inputs``' weights by ``fp8``, with delayed scaling by
+        ``state``, would give now."""
         written = self.written
         if written is None or captured.capturing():
             return None
         for name, weight, view, version, changes in written.sources:
-            if inputs.get(name) is not weight or weight.view is not view or weight.version() is not version or version.count != changes:
+            if (
+                inputs.get(name) is not weight
+                or weight.view is not view
+                or weight.version() is not version
+                or version.count != changes
+            ):
                 self.clear()  # whoever changed it writes no form: none is kept
                 return None
         if written.fp8 is not fp8 or written.era is not captured.era():
             return None
-        if written.state is not None and (written.state is not state or written.generation != state.generation):
+        if written.state is not None and (
+            written.state is not state or written.generation != state.generation
+        ):
             return None
         return written
 
@@ -154,7 +169,7 @@ class WeightForm:
         """Nothing is written, and no memory kept."""
         self.written, self._room = None, None
 
-    # --- writing ------------------------------------------------------------------------------------------------------
+    # --- writing --------------------------------------------------------------------------------------------
 
     @classmethod
     def renewing(cls, several: Sequence[WeightForm]) -> Callable[[], None]:
@@ -163,10 +178,16 @@ class WeightForm:
         for form in several:
             ready = form._prepare()
             if ready is not None:
-                key = (next(iter(ready.made.values())).device, id(ready.plan.fp8), type(ready.plan.products[0]))
+                key = (
+                    next(iter(ready.made.values())).device,
+                    id(ready.plan.fp8),
+                    type(ready.plan.products[0]),
+                )
                 groups.setdefault(key, []).append((form, ready))
-        numbers = [arrays.zeros((3, sum(len(ready.plan.products) for _, ready in group)), float32, device)
-                   for (device, *_), group in groups.items()]
+        numbers = [
+            arrays.zeros((3, sum(len(ready.plan.products) for _, ready in group)), float32, device)
+            for (device, *_), group in groups.items()
+        ]
 
         def write() -> None:
             for ((device, _, kind), group), room in zip(groups.items(), numbers, strict=True):
@@ -193,7 +214,8 @@ class WeightForm:
             return None
         device = next(iter(self._weights.values())).device
         room = self._room
-        if room is None or room.size < plan.block.size or room.lease() is not None:  # what a pass has yet to go back through stays
+        # what a pass has yet to go back through stays
+        if room is None or room.size < plan.block.size or room.lease() is not None:
             ptr, owner = arrays.provider(device).alloc(plan.block.size, device)
         else:
             ptr, owner = room.ptr, room.owner
@@ -202,7 +224,8 @@ class WeightForm:
         return _Ready(plan, plan.block.at(ptr, device, lease), state)
 
     def _planned(self) -> tuple[_Plan | None, ScalingState | None]:
-        """How to cast what is wanted, and with delayed scaling the state whose scales to take; no plan where nothing can be written."""
+        """How to cast what is wanted, and with delayed scaling the state whose scales to take; no plan where
+        nothing can be written."""
         layer, fp8 = self._layer(), self.wanted
         if layer is None or fp8 is None or self.idle > _IDLE or captured.capturing():
             return None, None
@@ -217,13 +240,24 @@ class WeightForm:
 
     def _written_by(self, ready: _Ready, amaxes: list[ArrayView]) -> Written:
         """What will have been written, of the weights as they are now."""
-        sources = [_Source(name, weight, weight.view, weight.version(), weight.version().count) for name, weight in self._weights.items()]
+        sources = [
+            _Source(name, weight, weight.view, weight.version(), weight.version().count)
+            for name, weight in self._weights.items()
+        ]
         state, found = ready.state, {}
         if state is not None:
             prefixes = [product.spec.prefix for product in ready.plan.products]
             slots = forward_slots(prefixes)
             found = {slots[f"{prefix}w"]: amax for prefix, amax in zip(prefixes, amaxes, strict=True)}
-        return Written(ready.made, found, ready.plan.fp8, sources, state, 0 if state is None else state.generation, captured.era())
+        return Written(
+            ready.made,
+            found,
+            ready.plan.fp8,
+            sources,
+            state,
+            0 if state is None else state.generation,
+            captured.era(),
+        )
 
 
 def _views(weights: Mapping[str, Tensor]) -> dict[str, ArrayView]:
@@ -232,6 +266,17 @@ def _views(weights: Mapping[str, Tensor]) -> dict[str, ArrayView]:
 
 def _planned(layer: Layer, fp8: Fp8, weights: Mapping[str, Tensor]) -> _Plan:
     dtype = next(iter(weights.values())).dtype
-    products = [product_of(layer.make_product(i, fp8, False, "none"), 0, dtype, False, False, False) for i in range(len(layer.gemms))]
-    metas = [{name: meta for name, meta in product.weight_outputs().items() if not name.endswith("w_amax")} for product in products]
-    return _Plan(fp8, products, [tuple(part) for part in metas], Block({name: meta for part in metas for name, meta in part.items()}))
+    products = [
+        product_of(layer.make_product(i, fp8, False, "none"), 0, dtype, False, False, False)
+        for i in range(len(layer.gemms))
+    ]
+    metas = [
+        {name: meta for name, meta in product.weight_outputs().items() if not name.endswith("w_amax")}
+        for product in products
+    ]
+    return _Plan(
+        fp8,
+        products,
+        [tuple(part) for part in metas],
+        Block({name: meta for part in metas for name, meta in part.items()}),
+    )

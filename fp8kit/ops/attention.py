@@ -1,9 +1,12 @@
-"""Scaled dot-product attention as one operation: o = dropout(softmax(scores)) v per head, over the scores that the mask leaves.
+"""Scaled dot-product attention as one operation: o = dropout(softmax(scores)) v per head, over the scores
+that the mask leaves.
 
-Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2; grouped query heads: Ainslie et al. 2023; the gradients recompute
-the probabilities from the rows' log-sum-exp (Dao et al., FlashAttention, 2022, appendix B).
+Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2; grouped query heads: Ainslie et al.
+2023; the gradients recompute the probabilities from the rows' log-sum-exp (Dao et al., FlashAttention, 2022,
+appendix B).
 
-The kernels know padded batches only. Sequences that lie one after the other ("thd") are unpacked before and packed after them.
+The kernels know padded batches only. Sequences that lie one after the other ("thd") are unpacked before and
+packed after them.
 """
 
 from __future__ import annotations
@@ -37,24 +40,31 @@ __all__ = ["FORMATS", "LAYOUTS", "MASKS", "Attention", "AttentionSpec", "attenti
 
 
 class Attention(Operation):
-    """Inputs by ``spec.layout``: q (s_q, b, h * d), k (s_kv, b, g * d) and v (s_kv, b, g * d_v), or their packed form, h (float32, bfloat16
-    or float16), C-contiguous; the heads of an unpacked part may be a dimension of their own: (s_q, b, h, d). With "bshd" b comes
-    first; with "thd" t tokens stand where s and b stand.
+    """Inputs by ``spec.layout``: q (s_q, b, h * d), k (s_kv, b, g * d) and v (s_kv, b, g * d_v), or their
+    packed form, h (float32, bfloat16 or float16), C-contiguous; the heads of an unpacked part may be a
+    dimension of their own: (s_q, b, h, d). With "bshd" b comes first; with "thd" t tokens stand where s and b
+    stand.
 
-    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, with a padding mask and only there. With "thd"
-      also ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded``: where each sequence starts, if there are gaps between them.
-    * ``mask``: bool or uint8 (1 | b, 1 | h, 1 | s_q, s_kv), with mask "arbitrary". ``bias``: likewise, in the inputs' dtype, with a bias.
-    * ``alibi_slopes``: float32 (h,) or (b, h), with "alibi". ``softmax_offset``: float32 (h,), with softmax type "learnable".
-    * ``rng``: int64 (2,) seed and offset, where dropout > 0. ``dropout_place``: int32 (3,), where ``placed``: which batch and which
-      head of the larger attention the first ones are, and how many heads that has. On CUDA the unfused path takes it.
+    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, with a padding
+      mask and only there. With "thd" also ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded``: where each
+      sequence starts, if there are gaps between them.
+    * ``mask``: bool or uint8 (1 | b, 1 | h, 1 | s_q, s_kv), with mask "arbitrary". ``bias``: likewise, in the
+      inputs' dtype, with a bias.
+    * ``alibi_slopes``: float32 (h,) or (b, h), with "alibi". ``softmax_offset``: float32 (h,), with softmax
+      type "learnable".
+    * ``rng``: int64 (2,) seed and offset, where dropout > 0. ``dropout_place``: int32 (3,), where ``placed``:
+      which batch and which head of the larger attention the first ones are, and how many heads that has. On
+      CUDA the unfused path takes it.
 
-    Batch, lengths and t may be 0: without keys o is 0, and where nothing is attended to or by, gradients are. Heads and features may not.
+    Batch, lengths and t may be 0: without keys o is 0, and where nothing is attended to or by, gradients are.
+    Heads and features may not.
 
-    Output ``o``: (s_q, b, h * d_v), as the projection wants it; rows beyond the true length, and tokens of no sequence, are 0. Saved:
-    ``lse``, float32 (b, h, s_q), the rows' log-sum-exp. Gradients of q, k, v (in their layout), bias and softmax_offset.
+    Output ``o``: (s_q, b, h * d_v), as the projection wants it; rows beyond the true length, and tokens of no
+    sequence, are 0. Saved: ``lse``, float32 (b, h, s_q), the rows' log-sum-exp. Gradients of q, k, v (in
+    their layout), bias and softmax_offset.
 
-    ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes; ``forward`` ArgumentError for running sums on
-    the CPU that are none (``ops.values``).
+    ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes; ``forward``
+    ArgumentError for running sums on the CPU that are none (``ops.values``).
     """
 
     name: ClassVar[str] = "attention"
@@ -71,7 +81,9 @@ class Attention(Operation):
         if not grads:
             return Signature(outputs)
         if not attends(spec, metas):
-            return Signature(outputs, grads={n: Meta(meta.shape, meta.dtype, zero=True) for n, meta in grads.items()})
+            return Signature(
+                outputs, grads={n: Meta(meta.shape, meta.dtype, zero=True) for n, meta in grads.items()}
+            )
         return Signature(
             outputs,
             saved={"lse": Meta(lse_shape(dense), formats.float32)},
@@ -85,7 +97,12 @@ class Attention(Operation):
         if not attends(spec, metas):
             size = math.prod(o)
             workspace_of_sums = Meta((kernels.column_sum_workspace(0, size),), formats.uint8)
-            return Plan(spec, signature, kernels, {"nothing": Meta((0, size), kind), "workspace": workspace_of_sums} if size else {})
+            return Plan(
+                spec,
+                signature,
+                kernels,
+                {"nothing": Meta((0, size), kind), "workspace": workspace_of_sums} if size else {},
+            )
         shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
         dbias = signature.grads["bias"].shape if "bias" in signature.grads else None
 
@@ -96,18 +113,38 @@ class Attention(Operation):
 
         def padded(names: Iterable[str]) -> dict[str, Meta]:
             """Room for the padded form of ``names``, nothing where the format is a padded one."""
-            whole = {**dense.shapes, "o": dense.o, "do": dense.o, **{f"d{name}": shape for name, shape in dense.shapes.items()}}
+            whole = {
+                **dense.shapes,
+                "o": dense.o,
+                "do": dense.o,
+                **{f"d{name}": shape for name, shape in dense.shapes.items()},
+            }
             return {f"dense_{name}": Meta(whole[name], kind) for name in names} if spec.packed else {}
 
         scratch = workspace(False) | padded((*dense.shapes, "o"))
         if not signature.saved:
-            return Plan(spec, signature, kernels, scratch | {"lse": Meta(lse_shape(dense), formats.float32)}, {}, dense)
-        backward = workspace(True) | padded((*dense.shapes, "o", "do", *(f"d{name}" for name in dense.shapes)))
+            return Plan(
+                spec,
+                signature,
+                kernels,
+                scratch | {"lse": Meta(lse_shape(dense), formats.float32)},
+                {},
+                dense,
+            )
+        backward = workspace(True) | padded(
+            (*dense.shapes, "o", "do", *(f"d{name}" for name in dense.shapes))
+        )
         if not spec.packed:
-            backward |= {f"dense_d{name}": Meta(shape, kind) for name, shape in dense.shapes.items() if name not in signature.grads}
+            backward |= {
+                f"dense_d{name}": Meta(shape, kind)
+                for name, shape in dense.shapes.items()
+                if name not in signature.grads
+            }
         return Plan(spec, signature, kernels, scratch, backward, dense)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         spec, dense = plan.spec, plan.extra
         check_lengths(self.name, spec, inputs)
         if dense is None:
@@ -115,31 +152,71 @@ class Attention(Operation):
             if out.size:  # tokens without keys: the sums of no rows are 0
                 plan.kernels.sum_rows(scratch["nothing"], out.reshape(out.size), scratch["workspace"], stream)
             return
-        q, k, v = parts_of(dense, {name: unpacked(plan, inputs, inputs[name], name, scratch, stream) for name in dense.shapes})
+        q, k, v = parts_of(
+            dense,
+            {name: unpacked(plan, inputs, inputs[name], name, scratch, stream) for name in dense.shapes},
+        )
         o = scratch["dense_o"] if spec.packed else outputs["o"]
         lse = saved["lse"] if plan.signature.saved else scratch["lse"]
-        plan.kernels.attention_fwd(q, k, v, heads_apart(o, dense), lse, extras_of(spec, inputs), dense.spec, scratch["workspace"], stream)
+        plan.kernels.attention_fwd(
+            q,
+            k,
+            v,
+            heads_apart(o, dense),
+            lse,
+            extras_of(spec, inputs),
+            dense.spec,
+            scratch["workspace"],
+            stream,
+        )
         if spec.packed:
             plan.kernels.pack_sequences(o, tokens_of(outputs["o"]), *places_of(inputs, "q"), stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
         spec, dense = plan.spec, plan.extra
         if dense is None:
             return
-        q, k, v = parts_of(dense, {name: unpacked(plan, kept, kept[name], name, scratch, stream) for name in dense.shapes})
+        q, k, v = parts_of(
+            dense, {name: unpacked(plan, kept, kept[name], name, scratch, stream) for name in dense.shapes}
+        )
         o = heads_apart(unpacked(plan, kept, kept["o"], "o", scratch, stream), dense)
         do = heads_apart(unpacked(plan, kept, cotangents["o"], "do", scratch, stream), dense)
         whole = {name: scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
         dq, dk, dv = parts_of(dense, whole)
         plan.kernels.attention_bwd(
-            do, q, k, v, o, saved["lse"], dq, dk, dv, grads.get("bias"), grads.get("softmax_offset"), extras_of(spec, kept), dense.spec,
-            spec.deterministic, scratch["workspace"], stream,
-        )  # fmt: skip
+            do,
+            q,
+            k,
+            v,
+            o,
+            saved["lse"],
+            dq,
+            dk,
+            dv,
+            grads.get("bias"),
+            grads.get("softmax_offset"),
+            extras_of(spec, kept),
+            dense.spec,
+            spec.deterministic,
+            scratch["workspace"],
+            stream,
+        )
         if spec.packed:
             for name in dense.shapes:
                 if name in plan.signature.grads:
-                    plan.kernels.pack_sequences(whole[name], tokens_of(grads[name]), *places_of(kept, side_of(name)), stream)
+                    plan.kernels.pack_sequences(
+                        whole[name], tokens_of(grads[name]), *places_of(kept, side_of(name)), stream
+                    )
 
 
 attention = Attention()

@@ -19,13 +19,17 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     kind = meta_of(metas, next(iter(layout))).dtype
     if kind not in HIGH_PRECISION:
         raise FormatError(expected("attention", next(iter(layout)), kind, "float32, bfloat16 or float16"))
-    rows: dict[str, tuple[str, Shape]] = {}  # side of the product -> (input, leading dimensions) first seen there
+    # side of the product -> (input, leading dimensions) first seen there
+    rows: dict[str, tuple[str, Shape]] = {}
     dims = 1 if spec.packed else 2
     for name, parts in layout.items():
         shape, dtype = meta_of(metas, name)[:2]
         if dtype is not kind:
             raise FormatError(expected("attention", name, dtype, f"{kind} as the other inputs"))
-        wanted = [(spec.width(parts),), *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else [])]
+        wanted = [
+            (spec.width(parts),),
+            *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else []),
+        ]
         if len(shape) < dims + 1 or shape[dims:] not in wanted:
             letters = {"s": "sequence", "b": "batch", "t": "tokens"}
             leading = ", ".join(letters[letter] for letter in spec.qkv_format[:dims])
@@ -33,7 +37,9 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
             raise ShapeError(expected("attention", name, f"shape {shape}", forms))
         _, seen = rows.setdefault(side_of(name), (name, shape[:dims]))
         if shape[:dims] != seen:
-            raise ShapeError(expected("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v"))
+            raise ShapeError(
+                expected("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v")
+            )
     if not spec.packed:
         batches = [batch_of(spec.qkv_format, shape) for _, shape in rows.values()]
         if any(batch != batches[0] for batch in batches):
@@ -43,13 +49,20 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     lengths = meta_of(metas, "cu_seqlens_q").shape
     check_starts("attention", "cu_seqlens_q", lengths, max(shape[0] for _, shape in rows.values()))
     if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
-        raise ShapeError(expected("attention", "max_seqlen_kv", spec.max_seqlen_kv, f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv"))
+        raise ShapeError(
+            expected(
+                "attention",
+                "max_seqlen_kv",
+                spec.max_seqlen_kv,
+                f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv",
+            )
+        )
     return kind
 
 
 class _Extra(NamedTuple):
-    """One of the further inputs: whether it may come, whether it must, its dtypes and shapes, how an error says the shapes, why, and what
-    makes it of other inputs."""
+    """One of the further inputs: whether it may come, whether it must, its dtypes and shapes, how an error
+    says the shapes, why, and what makes it of other inputs."""
 
     may: bool
     must: bool
@@ -61,7 +74,8 @@ class _Extra(NamedTuple):
 
 
 def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
-    """What comes beside q, k and v: there where it is needed, and as it should be. The names that are there, but for an unused rng."""
+    """What comes beside q, k and v: there where it is needed, and as it should be. The names that are there,
+    but for an unused rng."""
     batch, heads, rows = lse_shape(dense)
     columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
     over_scores: list[Shape] = [(b, h, r, columns) for b in (1, batch) for h in (1, heads) for r in (1, rows)]
@@ -75,15 +89,38 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
         "cu_seqlens_kv": sums,
         "cu_seqlens_q_padded": sums._replace(may=spec.packed, must=False),
         "cu_seqlens_kv_padded": sums._replace(may=spec.packed, must=False),
-        "mask": _Extra(spec.masked, spec.masked, (formats.bool_, formats.uint8), over_scores, said, f"with mask {spec.mask!r}"),
+        "mask": _Extra(
+            spec.masked,
+            spec.masked,
+            (formats.bool_, formats.uint8),
+            over_scores,
+            said,
+            f"with mask {spec.mask!r}",
+        ),
         "bias": _Extra(spec.biased, spec.biased, (kind,), over_scores, said, f"with bias {spec.bias!r}"),
-        "alibi_slopes": _Extra(spec.bias == "alibi", spec.bias == "alibi", (formats.float32,), [(heads,), (batch, heads)],
-                               f"({heads},) or ({batch}, {heads})", f"with bias {spec.bias!r}"),
-        "softmax_offset": _Extra(spec.softmax_type == "learnable", spec.softmax_type == "learnable", (formats.float32,), [(heads,)],
-                                 f"({heads},)", f"with softmax_type {spec.softmax_type!r}"),
-        "rng": _Extra(True, spec.dropout > 0, (formats.int64,), [(2,)], "(2,)", f"with dropout {spec.dropout}"),
-        "dropout_place": _Extra(spec.placed, spec.placed, (formats.int32,), [(3,)], "(3,)", f"with placed {spec.placed}"),
-    }  # fmt: skip
+        "alibi_slopes": _Extra(
+            spec.bias == "alibi",
+            spec.bias == "alibi",
+            (formats.float32,),
+            [(heads,), (batch, heads)],
+            f"({heads},) or ({batch}, {heads})",
+            f"with bias {spec.bias!r}",
+        ),
+        "softmax_offset": _Extra(
+            spec.softmax_type == "learnable",
+            spec.softmax_type == "learnable",
+            (formats.float32,),
+            [(heads,)],
+            f"({heads},)",
+            f"with softmax_type {spec.softmax_type!r}",
+        ),
+        "rng": _Extra(
+            True, spec.dropout > 0, (formats.int64,), [(2,)], "(2,)", f"with dropout {spec.dropout}"
+        ),
+        "dropout_place": _Extra(
+            spec.placed, spec.placed, (formats.int32,), [(3,)], "(3,)", f"with placed {spec.placed}"
+        ),
+    }
     found = []
     for name, (may, must, dtypes, shapes, said, why, maker) in table.items():
         meta = metas.get(name)

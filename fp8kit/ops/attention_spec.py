@@ -17,7 +17,15 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "qkv_interleaved": {"qkv": "qkv"},
 }
 FORMATS = ("sbhd", "bshd", "thd")
-MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
+MASKS = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "padding",
+    "padding_causal",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
 _ALIASES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -30,24 +38,31 @@ class AttentionSpec:
 
     * ``num_heads``: query heads h. ``num_gqa_groups``: key and value heads g, a divisor of h; 0 means h.
     * ``head_dim``: features d of one head of q and k; ``head_dim_v``: of v and the output, 0 means d.
-    * ``qkv_format``: order of the leading dimensions, "sbhd" (sequence first) or "bshd"; "thd": the sequences lie one after the other
-      along one dimension of t tokens, ``cu_seqlens`` say where, and none is longer than ``max_seqlen_q``, ``max_seqlen_kv``.
-    * ``mask``: "no_mask"; "causal" (row i sees columns 0 ... i), "causal_bottom_right" (the last row sees the last column); "padding" (each
-      batch's true lengths come in ``cu_seqlens``), "padding_causal", "padding_causal_bottom_right"; "arbitrary" (a ``mask`` array comes,
-      not 0 masks out). "padding,causal" and "causal,padding" mean "padding_causal".
-    * ``window_size`` (left, right): how far left and right of its place on the diagonal a row sees, -1 unbounded; a causal mask makes
-      right 0.
-    * ``bottom_right_diagonal``: the diagonal ends at the last row and column, instead of starting at the first. None: False for "causal"
-      and "padding_causal", True otherwise, as Transformer Engine has it; it matters only with a window, a causal mask or ALiBi.
+    * ``qkv_format``: order of the leading dimensions, "sbhd" (sequence first) or "bshd"; "thd": the sequences
+      lie one after the other along one dimension of t tokens, ``cu_seqlens`` say where, and none is longer
+      than ``max_seqlen_q``, ``max_seqlen_kv``.
+    * ``mask``: "no_mask"; "causal" (row i sees columns 0 ... i), "causal_bottom_right" (the last row sees the
+      last column); "padding" (each batch's true lengths come in ``cu_seqlens``), "padding_causal",
+      "padding_causal_bottom_right"; "arbitrary" (a ``mask`` array comes, not 0 masks out). "padding,causal"
+      and "causal,padding" mean "padding_causal".
+    * ``window_size`` (left, right): how far left and right of its place on the diagonal a row sees, -1
+      unbounded; a causal mask makes right 0.
+    * ``bottom_right_diagonal``: the diagonal ends at the last row and column, instead of starting at the
+      first. None: False for "causal" and "padding_causal", True otherwise, as Transformer Engine has it; it
+      matters only with a window, a causal mask or ALiBi.
     * ``softmax_scale``: factor of q k^T; 0 means 1 / sqrt(head_dim).
-    * ``bias``: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi". ``softmax_type``: "vanilla", "off-by-one", "learnable".
-    * ``dropout``: probability of dropping an attention weight, in [0, 1). ``deterministic``: backward gives the same bits every time.
-    * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A packed input holds its parts one
-      after the other in the last dimension: [h * d of q | g * d of k | g * d_v of v]. "qkv_interleaved": one input qkv, head after head,
-      each [d of q | d of k | d_v of v]; only where g = h.
-    * ``placed``: whether the call is a part, some batches and heads, of a larger attention with dropout, and drops what that drops there: a
-      ``dropout_place`` comes.
-    * ``zero_padded``: whether rows beyond the true lengths are known to hold 0, which spares the engines a look at them; as "thd" has it.
+    * ``bias``: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi". ``softmax_type``: "vanilla",
+      "off-by-one", "learnable".
+    * ``dropout``: probability of dropping an attention weight, in [0, 1). ``deterministic``: backward gives
+      the same bits every time.
+    * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A
+      packed input holds its parts one after the other in the last dimension: [h * d of q | g * d of k | g *
+      d_v of v]. "qkv_interleaved": one input qkv, head after head, each [d of q | d of k | d_v of v]; only
+      where g = h.
+    * ``placed``: whether the call is a part, some batches and heads, of a larger attention with dropout, and
+      drops what that drops there: a ``dropout_place`` comes.
+    * ``zero_padded``: whether rows beyond the true lengths are known to hold 0, which spares the engines a
+      look at them; as "thd" has it.
     """
 
     num_heads: int
@@ -144,19 +159,40 @@ def check(spec: AttentionSpec) -> None:
     want("num_heads", spec.num_heads > 0, "at least 1")
     want("head_dim", spec.head_dim > 0, "at least 1")
     want("head_dim_v", spec.head_dim_v > 0, "at least 1")
-    want("num_gqa_groups", spec.num_gqa_groups > 0 and spec.num_heads % spec.num_gqa_groups == 0, f"a divisor of {spec.num_heads} heads")
+    want(
+        "num_gqa_groups",
+        spec.num_gqa_groups > 0 and spec.num_heads % spec.num_gqa_groups == 0,
+        f"a divisor of {spec.num_heads} heads",
+    )
     want("qkv_format", spec.qkv_format in FORMATS, f"one of {', '.join(FORMATS)}")
     want("mask", spec.mask in MASKS, f"one of {', '.join(MASKS)}")
     want("layout", spec.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}")
-    want("layout", not spec.interleaved or spec.num_gqa_groups == spec.num_heads, f"one with {spec.num_gqa_groups} groups of heads")
+    want(
+        "layout",
+        not spec.interleaved or spec.num_gqa_groups == spec.num_heads,
+        f"one with {spec.num_gqa_groups} groups of heads",
+    )
     want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
     want("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
     want("placed", not spec.placed or spec.dropout > 0, "False without dropout")
     want("bias", spec.bias in BIASES, f"one of {', '.join(BIASES)}")
     want("softmax_type", spec.softmax_type in SOFTMAX_TYPES, f"one of {', '.join(SOFTMAX_TYPES)}")
-    want("window_size", len(spec.window_size) == 2 and min(spec.window_size) >= -1, "(left, right), each -1 (unbounded) or more")
-    want("window_size", not spec.causal or spec.window_size[1] < 1, f"right -1 or 0: mask {spec.mask!r} sees nothing right of the diagonal")
-    own = {"causal": False, "padding_causal": False, "causal_bottom_right": True, "padding_causal_bottom_right": True}.get(spec.mask)
+    want(
+        "window_size",
+        len(spec.window_size) == 2 and min(spec.window_size) >= -1,
+        "(left, right), each -1 (unbounded) or more",
+    )
+    want(
+        "window_size",
+        not spec.causal or spec.window_size[1] < 1,
+        f"right -1 or 0: mask {spec.mask!r} sees nothing right of the diagonal",
+    )
+    own = {
+        "causal": False,
+        "padding_causal": False,
+        "causal_bottom_right": True,
+        "padding_causal_bottom_right": True,
+    }.get(spec.mask)
     fits = own is None or spec.bottom_right_diagonal in (None, own)
     want("bottom_right_diagonal", fits, f"None or {own} with mask {spec.mask!r}")
     want("mask", not spec.packed or spec.padded, "one of the padding masks, with qkv_format 'thd'")
@@ -165,9 +201,14 @@ def check(spec: AttentionSpec) -> None:
 
 
 def check_starts(operation: str, name: str, shape: Shape, tokens: int) -> int:
-    """The sequences of running sums of that shape, (batch + 1,); ShapeError for another one, and for tokens of no sequence."""
+    """The sequences of running sums of that shape, (batch + 1,); ShapeError for another one, and for tokens
+    of no sequence."""
     if len(shape) != 1 or shape[0] < (2 if tokens else 1):
-        raise ShapeError(expected(operation, name, f"shape {shape}", "(batch + 1,)" + (", batch at least 1" if tokens else "")))
+        raise ShapeError(
+            expected(
+                operation, name, f"shape {shape}", "(batch + 1,)" + (", batch at least 1" if tokens else "")
+            )
+        )
     return shape[0] - 1
 
 

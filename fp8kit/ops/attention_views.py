@@ -14,7 +14,8 @@ from fp8kit.spec import Meta, Metas, Plan, Views
 
 
 class Part(NamedTuple):
-    """Where q, k or v lies inside an input: a 4-dimensional strided view, ``offset`` elements from its start."""
+    """Where q, k or v lies inside an input: a 4-dimensional strided view, ``offset`` elements from its
+    start."""
 
     input: str
     shape: Shape
@@ -27,8 +28,8 @@ class Part(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """The call as the kernels see it: ``spec`` with a padded format, each input's ``shapes`` there, the ``parts`` q, k, v, o's shape, and o
-    with its ``heads`` apart."""
+    """The call as the kernels see it: ``spec`` with a padded format, each input's ``shapes`` there, the
+    ``parts`` q, k, v, o's shape, and o with its ``heads`` apart."""
 
     spec: AttentionSpec
     shapes: dict[str, Shape]
@@ -37,7 +38,7 @@ class Dense(NamedTuple):
     heads: Part
 
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
+# --- shapes -------------------------------------------------------------------------------------------------
 
 
 def meta_of(metas: Metas, name: str) -> Meta:
@@ -66,25 +67,32 @@ def lse_shape(dense: Dense) -> Shape:
 
 def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
     """The call in a padded format."""
-    inner = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True) if spec.packed else spec  # unpacking writes 0
+    # unpacking writes 0
+    inner = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True) if spec.packed else spec
     shapes, parts = {}, {}
     for name, letters in LAYOUTS[spec.layout].items():
         leading = leading_of(spec, meta_of(metas, name).shape)
         if spec.packed:
-            leading = (meta_of(metas, "cu_seqlens_q").shape[0] - 1, spec.max_seqlen_kv if side_of(name) == "kv" else spec.max_seqlen_q)
+            leading = (
+                meta_of(metas, "cu_seqlens_q").shape[0] - 1,
+                spec.max_seqlen_kv if side_of(name) == "kv" else spec.max_seqlen_q,
+            )
         width, offset = spec.width(letters), 0
         shapes[name] = (*leading, width)
         for part in letters:
             shape = (*leading, spec.heads(part), spec.features(part))
-            head = sum(spec.features(other) for other in letters) if spec.interleaved else spec.features(part)  # from head to head
+            # from head to head
+            head = sum(spec.features(other) for other in letters) if spec.interleaved else spec.features(part)
             parts[part] = Part(name, shape, (leading[1] * width, width, head, 1), offset)
             offset += spec.features(part) if spec.interleaved else spec.width(part)
     leading, heads = parts["q"].shape[:2], (spec.num_heads, spec.head_dim_v)
     whole = (*leading, *heads)
-    return Dense(inner, shapes, parts, (*leading, math.prod(heads)), Part("o", whole, contiguous_strides(whole), 0))
+    return Dense(
+        inner, shapes, parts, (*leading, math.prod(heads)), Part("o", whole, contiguous_strides(whole), 0)
+    )
 
 
-# --- views ------------------------------------------------------------------------------------------------------------
+# --- views --------------------------------------------------------------------------------------------------
 
 
 def parts_of(dense: Dense, views: Views) -> tuple[ArrayView, ArrayView, ArrayView]:
@@ -107,7 +115,9 @@ def heads_apart(o: ArrayView | None, dense: Dense) -> ArrayView:
 def extras_of(spec: AttentionSpec, views: Views) -> AttentionExtras:
     """What the kernels read beside q, k and v; a generator that is at hand but not needed is left out."""
     rng = views["rng"] if spec.dropout else None
-    return AttentionExtras(rng=rng, **{name: views.get(name) for name in AttentionExtras._fields if name != "rng"})
+    return AttentionExtras(
+        rng=rng, **{name: views.get(name) for name in AttentionExtras._fields if name != "rng"}
+    )
 
 
 def side_of(name: str) -> str:
@@ -127,7 +137,9 @@ def tokens_of(view: ArrayView | None) -> ArrayView:
     return view.reshape(view.shape[0], -1)
 
 
-def unpacked(plan: Plan, views: Views, view: ArrayView | None, name: str, scratch: Views, stream: int) -> ArrayView:
+def unpacked(
+    plan: Plan, views: Views, view: ArrayView | None, name: str, scratch: Views, stream: int
+) -> ArrayView:
     """An array in the padded form that the kernels take; itself where it has it."""
     if not plan.spec.packed:
         return there(view)

@@ -1,4 +1,5 @@
-"""``quantize``, ``dequantize``: casts to FP8 codes and back, any format, scales by tensor, rows or blocks; no gradient."""
+"""``quantize``, ``dequantize``: casts to FP8 codes and back, any format, scales by tensor, rows or blocks; no
+gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ FLT_MAX = formats.float32.max
 def no_gradient(operation: str, needs: frozenset[str]) -> None:
     """AutogradError where a gradient is wanted: rounding has none but by convention."""
     if needs:
-        raise AutogradError(f"{operation}: no gradient rule for its input {min(needs)!r}, which is differentiated")
+        raise AutogradError(
+            f"{operation}: no gradient rule for its input {min(needs)!r}, which is differentiated"
+        )
 
 
 def meta_of(operation: str, name: str, metas: Metas) -> Meta:
@@ -38,8 +41,9 @@ def grid(shape: Shape, tile: tuple[int, int]) -> Shape:
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """``format`` of the codes; ``tile`` (rows, columns) that share a scale; ``saturate``; ``power_2``: current scales are rounded down to a
-    power of two; ``for_inf``: a current scale that overflows; ``given``: the scales are an input; ``stochastic``: rng is an input."""
+    """``format`` of the codes; ``tile`` (rows, columns) that share a scale; ``saturate``; ``power_2``:
+    current scales are rounded down to a power of two; ``for_inf``: a current scale that overflows; ``given``:
+    the scales are an input; ``stochastic``: rng is an input."""
 
     format: Format
     tile: tuple[int, int]
@@ -51,8 +55,8 @@ class QuantizeSpec:
 
 
 class Quantize(Operation):
-    """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) where given; rng int64 (2,) where stochastic. Outputs: q uint8
-    like x, scale_inv float32 (tiles,)."""
+    """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) where given; rng int64 (2,) where
+    stochastic. Outputs: q uint8 like x, scale_inv float32 (tiles,)."""
 
     name: ClassVar[str] = "quantize"
 
@@ -75,7 +79,9 @@ class Quantize(Operation):
         tiles = Meta(self._checked(spec, metas)[1], float32)
         return Plan(spec, self.infer(spec, metas, needs), kernels, {} if spec.given else {"scale": tiles})
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         s: QuantizeSpec = plan.spec
         x, q, inverse, k = inputs["x"], outputs["q"], outputs["scale_inv"], plan.kernels
         scale = inputs["scale"] if s.given else scratch["scale"]
@@ -85,7 +91,9 @@ class Quantize(Operation):
             arrays.provider(inverse.device).fill_zero(inverse, stream)
             k.amax(x.rows(), inverse, s.tile, stream)
             k.scale_from_amax(inverse, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, stream)
-        k.quantize(x.rows(), q.rows(), scale, inverse, None, s.format, s.tile, s.saturate, inputs.get("rng"), stream)
+        k.quantize(
+            x.rows(), q.rows(), scale, inverse, None, s.format, s.tile, s.saturate, inputs.get("rng"), stream
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,9 @@ class Dequantize(Operation):
     def plan(self, spec: DequantizeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         return Plan(spec, self.infer(spec, metas, needs), kernels)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         s: DequantizeSpec = plan.spec
         q, x = inputs["q"], outputs["x"]
         assert q is not None and x is not None

@@ -1,4 +1,5 @@
-"""``cross_entropy``: softmax cross entropy of logits in one pass, and its gradient from the kept log-sum-exp."""
+"""``cross_entropy``: softmax cross entropy of logits in one pass, and its gradient from the kept
+log-sum-exp."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 @dataclass(frozen=True)
 class CrossEntropySpec:
-    """``reduction``: "mean" over the targets that are not ``ignore_index``, or "none". ``label_smoothing`` in [0, 1)."""
+    """``reduction``: "mean" over the targets that are not ``ignore_index``, or "none". ``label_smoothing`` in
+    [0, 1)."""
 
     classes: int
     reduction: str = "mean"
@@ -31,42 +33,74 @@ class CrossEntropySpec:
 
 
 class CrossEntropy(Operation):
-    """Loss in nats. Inputs: logits h (..., V); targets int32 or int64 (...,). Output: loss float32, (1,) for "mean", targets' shape for
-    "none". A target that is neither in [0, V) nor ``ignore_index`` is an ArgumentError of ``forward`` on the CPU; on a GPU, where nobody
-    looks, its row's loss is NaN."""
+    """Loss in nats. Inputs: logits h (..., V); targets int32 or int64 (...,). Output: loss float32, (1,) for
+    "mean", targets' shape for "none". A target that is neither in [0, V) nor ``ignore_index`` is an
+    ArgumentError of ``forward`` on the CPU; on a GPU, where nobody looks, its row's loss is NaN."""
 
     name = "cross_entropy"
 
     def infer(self, spec: CrossEntropySpec, metas: Metas, needs: frozenset[str]) -> Signature:
         logits = want_rows(self.name, "logits", metas, spec.classes)
         targets = metas.get("targets")
-        if targets is None or targets.dtype not in (formats.int32, formats.int64) or targets.shape != logits.shape[:-1]:
+        if (
+            targets is None
+            or targets.dtype not in (formats.int32, formats.int64)
+            or targets.shape != logits.shape[:-1]
+        ):
             got = "nothing" if targets is None else f"{targets.dtype.name} {targets.shape}"
-            raise FormatError(expected(self.name, "targets", got, f"int32 or int64 of shape {logits.shape[:-1]}"))
+            raise FormatError(
+                expected(self.name, "targets", got, f"int32 or int64 of shape {logits.shape[:-1]}")
+            )
         rows = row_count(logits)
         mean = spec.reduction == "mean"
         saved = {"lse": Meta((rows,), float32)} | ({"total": Meta((2,), float32)} if mean else {})
         grads = {"logits": Meta(logits.shape, logits.dtype)} if "logits" in needs else {}
-        return Signature({"loss": Meta((1,) if mean else targets.shape, float32)}, saved, ("logits", "targets"), grads)
+        return Signature(
+            {"loss": Meta((1,) if mean else targets.shape, float32)}, saved, ("logits", "targets"), grads
+        )
 
     def plan(self, spec: CrossEntropySpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
         scratch = {"rows": signature.saved["lse"]} if spec.reduction == "mean" else {}
         return Plan(spec, signature, kernels, scratch)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         s: CrossEntropySpec = plan.spec
-        logits, targets, loss, lse, total = inputs["logits"], inputs["targets"], outputs["loss"], saved["lse"], saved.get("total")
+        logits, targets, loss, lse, total = (
+            inputs["logits"],
+            inputs["targets"],
+            outputs["loss"],
+            saved["lse"],
+            saved.get("total"),
+        )
         assert logits is not None and targets is not None and loss is not None and lse is not None
         check_indices(self.name, "targets", targets, s.classes, s.ignore_index)
         rows = scratch["rows"] if total is not None else loss.reshape(loss.size)
         plan.kernels.cross_entropy_fwd(
-            logits.rows(), targets.reshape(targets.size), rows, lse, total, s.label_smoothing, s.ignore_index, stream
+            logits.rows(),
+            targets.reshape(targets.size),
+            rows,
+            lse,
+            total,
+            s.label_smoothing,
+            s.ignore_index,
+            stream,
         )
         if total is not None:
             plan.kernels.copy(total.slice(0, 0, 1), loss, stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         s: CrossEntropySpec = plan.spec
         logits, targets, dloss, dlogits = kept["logits"], kept["targets"], cotangents["loss"], grads["logits"]
         assert logits is not None and targets is not None and dloss is not None and dlogits is not None

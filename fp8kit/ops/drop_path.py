@@ -15,8 +15,8 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 @dataclass(frozen=True)
 class DropPathSpec:
-    """``p``: probability of dropping a sample, in (0, 1). ``format``: where the samples lie: "sbhd" (s, b, N), "bshd" (b, s, N), or "thd"
-    (t, N), where ``starts`` says it."""
+    """``p``: probability of dropping a sample, in (0, 1). ``format``: where the samples lie: "sbhd" (s, b,
+    N), "bshd" (b, s, N), or "thd" (t, N), where ``starts`` says it."""
 
     features: int
     p: float
@@ -26,14 +26,18 @@ class DropPathSpec:
         if not 0.0 < self.p < 1.0:
             raise FormatError(expected("drop_path", "p", self.p, "a probability in (0, 1)"))
         if self.format not in FORMATS:
-            raise ShapeError(expected("drop_path", "format", repr(self.format), f"one of {', '.join(FORMATS)}"))
+            raise ShapeError(
+                expected("drop_path", "format", repr(self.format), f"one of {', '.join(FORMATS)}")
+            )
 
 
 class DropPath(Operation):
-    """y = residual + keep / (1 - p) * x, keep 0 or 1 for each sample: in the mean over the draws y = residual + x.
+    """y = residual + keep / (1 - p) * x, keep 0 or 1 for each sample: in the mean over the draws y = residual
+    + x.
 
-    Inputs: x h, its shape as ``spec.format`` says, of no rows too; residual h like x; rng int64 [2]; starts int32 (b + 1,) with "thd".
-    Output y. The residual's gradient is y's own cotangent. ``forward`` raises ArgumentError for starts on the CPU that are no running sums.
+    Inputs: x h, its shape as ``spec.format`` says, of no rows too; residual h like x; rng int64 [2]; starts
+    int32 (b + 1,) with "thd". Output y. The residual's gradient is y's own cotangent. ``forward`` raises
+    ArgumentError for starts on the CPU that are no running sums.
     """
 
     name = "drop_path"
@@ -42,7 +46,11 @@ class DropPath(Operation):
         """x, and rows from one sample to the next, and samples."""
         x = want_rows(self.name, "x", metas, spec.features)
         if len(x.shape) != len(spec.format) - 1:
-            raise ShapeError(expected(self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features"))
+            raise ShapeError(
+                expected(
+                    self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features"
+                )
+            )
         want(self.name, "residual", metas, x.shape, x.dtype)
         want(self.name, "rng", metas, (2,), int64)
         starts = metas.get("starts")
@@ -59,19 +67,32 @@ class DropPath(Operation):
         like = Meta(x.shape, x.dtype)
         kept = ("rng", "starts") if spec.format == "thd" else ("rng",)
         passes = {"residual": "y"} if "residual" in needs else {}
-        return Signature({"y": like}, kept=kept, grads={"x": like} if "x" in needs else {}, grad_passes=passes)
+        return Signature(
+            {"y": like}, kept=kept, grads={"x": like} if "x" in needs else {}, grad_passes=passes
+        )
 
     def plan(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str], kernels: object) -> Plan:
         _, inner, count = self._check(spec, metas)
         return Plan(spec, self.infer(spec, metas, needs), kernels, extra=(inner, count))
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         x = inputs["x"]
         assert x is not None
         check_sequences(self.name, inputs, "starts", x.shape[0])
         _run(plan, x, inputs["residual"], outputs["y"], inputs, stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         if grads.get("x") is not None:
             _run(plan, cotangents["y"], None, grads["x"], kept, stream)
 
@@ -79,10 +100,19 @@ class DropPath(Operation):
 drop_path = DropPath()
 
 
-def _run(plan: Plan, x: ArrayView | None, residual: ArrayView | None, y: ArrayView | None, views: Views, stream: int) -> None:
+def _run(
+    plan: Plan,
+    x: ArrayView | None,
+    residual: ArrayView | None,
+    y: ArrayView | None,
+    views: Views,
+    stream: int,
+) -> None:
     assert x is not None and y is not None
     if not x.size:
         return
     inner, count = plan.extra
     base = None if residual is None else residual.rows()
-    plan.kernels.drop_path(x.rows(), base, y.rows(), views.get("starts"), inner, count, plan.spec.p, views["rng"], stream)
+    plan.kernels.drop_path(
+        x.rows(), base, y.rows(), views.get("starts"), inner, count, plan.spec.p, views["rng"], stream
+    )

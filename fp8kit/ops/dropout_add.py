@@ -14,8 +14,8 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 @dataclass(frozen=True)
 class DropoutAddSpec:
-    """``p``: probability of dropping an element, in [0, 1). ``bias_grad``: whether the bias gradient is made here (False where the
-    product before makes it, see ProductSpec.bias "deferred")."""
+    """``p``: probability of dropping an element, in [0, 1). ``bias_grad``: whether the bias gradient is made
+    here (False where the product before makes it, see ProductSpec.bias "deferred")."""
 
     features: int
     p: float = 0.0
@@ -28,8 +28,9 @@ class DropoutAddSpec:
 class DropoutAdd(Operation):
     """y = residual + dropout(x + bias).
 
-    Inputs: x h (..., N); bias h (N,) or None; residual h like x or None; rng int64 [2] where p > 0. Output: y. The residual's gradient is
-    y's own cotangent, and x's too where nothing is dropped: they take no pass and no memory.
+    Inputs: x h (..., N); bias h (N,) or None; residual h like x or None; rng int64 [2] where p > 0. Output:
+    y. The residual's gradient is y's own cotangent, and x's too where nothing is dropped: they take no pass
+    and no memory.
     """
 
     name = "dropout_add"
@@ -54,22 +55,47 @@ class DropoutAdd(Operation):
 
     def plan(self, spec: DropoutAddSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         x = want_rows(self.name, "x", metas, spec.features)
-        space = {"workspace": Meta((max(kernels.column_sum_workspace(row_count(x), spec.features), 1),), uint8)}
+        space = {
+            "workspace": Meta((max(kernels.column_sum_workspace(row_count(x), spec.features), 1),), uint8)
+        }
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         x, y, residual = inputs["x"], outputs["y"], inputs.get("residual")
         assert x is not None and y is not None
         plan.kernels.dropout_add(
-            x.rows(), inputs.get("bias"), None if residual is None else residual.rows(), y.rows(), plan.spec.p, inputs.get("rng"), stream
+            x.rows(),
+            inputs.get("bias"),
+            None if residual is None else residual.rows(),
+            y.rows(),
+            plan.spec.p,
+            inputs.get("rng"),
+            stream,
         )
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         dy, dx, dbias = cotangents["y"], grads.get("x"), grads.get("bias")
         assert dy is not None
         if dx is not None or dbias is not None:
             plan.kernels.dropout_bwd(
-                dy.rows(), None if dx is None else dx.rows(), dbias, plan.spec.p, kept.get("rng"), scratch["workspace"], stream
+                dy.rows(),
+                None if dx is None else dx.rows(),
+                dbias,
+                plan.spec.p,
+                kept.get("rng"),
+                scratch["workspace"],
+                stream,
             )
 
 
@@ -79,17 +105,25 @@ class AddSpec:
 
 
 class Add(Operation):
-    """y = a + b. Inputs: a h, any shape; b the same dtype, its shape the end of a's (it repeats over the leading dimensions)."""
+    """y = a + b. Inputs: a h, any shape; b the same dtype, its shape the end of a's (it repeats over the
+    leading dimensions)."""
 
     name = "add"
 
     def _check(self, metas: Metas) -> tuple[Meta, Meta]:
         a, b = metas.get("a"), metas.get("b")
         if a is not None and a.dtype not in HIGH_PRECISION:
-            raise FormatError(expected(self.name, "a", a.dtype.name, ", ".join(d.name for d in HIGH_PRECISION)))
+            raise FormatError(
+                expected(self.name, "a", a.dtype.name, ", ".join(d.name for d in HIGH_PRECISION))
+            )
         if a is None or b is None or a.dtype is not b.dtype:
             raise FormatError(
-                expected(self.name, "b", None if b is None else b.dtype.name, f"the dtype of a ({None if a is None else a.dtype.name})")
+                expected(
+                    self.name,
+                    "b",
+                    None if b is None else b.dtype.name,
+                    f"the dtype of a ({None if a is None else a.dtype.name})",
+                )
             )
         if len(b.shape) > len(a.shape) or a.shape[len(a.shape) - len(b.shape) :] != b.shape:
             raise ShapeError(expected(self.name, "b", f"shape {b.shape}", f"the end of a's shape {a.shape}"))
@@ -110,13 +144,29 @@ class Add(Operation):
         columns = Meta((1, *b.shape), b.dtype)
         size = row_count(Meta((*b.shape, 1), b.dtype))
         rows = row_count(Meta((*a.shape, 1), a.dtype)) // max(size, 1)
-        space = {"workspace": Meta((max(kernels.column_sum_workspace(rows, row_count(Meta((*columns.shape, 1), b.dtype))), 1),), uint8)}
+        space = {
+            "workspace": Meta(
+                (max(kernels.column_sum_workspace(rows, row_count(Meta((*columns.shape, 1), b.dtype))), 1),),
+                uint8,
+            )
+        }
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         plan.kernels.add(inputs["a"], inputs["b"], outputs["y"], stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         dy, db = cotangents["y"], grads.get("b")
         if db is not None:
             assert dy is not None

@@ -17,8 +17,8 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 @dataclass(frozen=True)
 class Fp8GemmSpec:
-    """A product of codes: (rows, columns) of the result, its ``dtype`` by name, formats, the operands' ``tiles`` where they are scaled by
-    blocks (None: by the tensor or by rows), ``fast_accumulate``."""
+    """A product of codes: (rows, columns) of the result, its ``dtype`` by name, formats, the operands'
+    ``tiles`` where they are scaled by blocks (None: by the tensor or by rows), ``fast_accumulate``."""
 
     rows: int
     columns: int
@@ -30,8 +30,9 @@ class Fp8GemmSpec:
 
 
 class Fp8Gemm(Operation):
-    """out = a b^T, scaled. Inputs: a uint8 (Mp, Kp), b uint8 (Np, Kp), padded as ``fp8_gemm`` or ``block_gemm`` takes them, a_scale_inv and
-    b_scale_inv float32 in their layout. Output: out h (rows, columns)."""
+    """out = a b^T, scaled. Inputs: a uint8 (Mp, Kp), b uint8 (Np, Kp), padded as ``fp8_gemm`` or
+    ``block_gemm`` takes them, a_scale_inv and b_scale_inv float32 in their layout. Output: out h (rows,
+    columns)."""
 
     name: ClassVar[str] = "fp8_gemm"
 
@@ -59,10 +60,20 @@ class Fp8Gemm(Operation):
         space = max(kernels.fp8_gemm_workspace(spec.rows, spec.columns), 1)
         return Plan(spec, self.infer(spec, metas, needs), kernels, {"workspace": Meta((space,), uint8)})
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         s: Fp8GemmSpec = plan.spec
         k, space = plan.kernels, scratch["workspace"]
-        operands = inputs["a"], inputs["b"], outputs["out"], s.a_format, s.b_format, inputs["a_scale_inv"], inputs["b_scale_inv"]
+        operands = (
+            inputs["a"],
+            inputs["b"],
+            outputs["out"],
+            s.a_format,
+            s.b_format,
+            inputs["a_scale_inv"],
+            inputs["b_scale_inv"],
+        )
         if s.tiles is None:
             k.fp8_gemm(*operands, None, None, s.fast_accumulate, space, stream)
         else:

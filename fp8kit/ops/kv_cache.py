@@ -1,7 +1,9 @@
-"""Attention of new tokens over all of their sequences, whose earlier keys and values lie in a cache of pages: one step of inference.
+"""Attention of new tokens over all of their sequences, whose earlier keys and values lie in a cache of pages:
+one step of inference.
 
-A mutating operation: it writes the new keys and values into the cache. It has no gradient. The caches are read into padded batches, which
-is what the attention kernels take. Source of the pages: Kwon et al., PagedAttention, 2023.
+A mutating operation: it writes the new keys and values into the cache. It has no gradient. The caches are
+read into padded batches, which is what the attention kernels take. Source of the pages: Kwon et al.,
+PagedAttention, 2023.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _NAME = "cached_attention"
 
 
 class _Call(NamedTuple):
-    """``dense``: the new tokens as the kernels see them; ``k``, ``v``: shapes of the padded batches that the caches are read into."""
+    """``dense``: the new tokens as the kernels see them; ``k``, ``v``: shapes of the padded batches that the
+    caches are read into."""
 
     dense: Dense
     k: Shape
@@ -43,18 +46,22 @@ class _Call(NamedTuple):
 
 
 class CachedAttention(Operation):
-    """Inputs q, k, v of the new tokens, in any layout and format of ``ops.attention.Attention``, equally many tokens of each; and
+    """Inputs q, k, v of the new tokens, in any layout and format of ``ops.attention.Attention``, equally many
+    tokens of each; and
 
-    * ``k_cache``, ``v_cache``: h (pages, page size, g, d) and (..., d_v), changed in place; ``pages``: int32 (b, m), the pages of each
-      sequence in order. See ``backends.protocol.Kernels.cache_append_``.
-    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the sequences' new tokens and of their lengths with them; in
-      sbhd and bshd a sequence's new tokens come first, what follows is padding. With "thd" also ``cu_seqlens_q_padded``, as there.
+    * ``k_cache``, ``v_cache``: h (pages, page size, g, d) and (..., d_v), changed in place; ``pages``: int32
+      (b, m), the pages of each sequence in order. See ``backends.protocol.Kernels.cache_append_``.
+    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the sequences' new tokens and of
+      their lengths with them; in sbhd and bshd a sequence's new tokens come first, what follows is padding.
+      With "thd" also ``cu_seqlens_q_padded``, as there.
     * ``alibi_slopes``, ``softmax_offset``, ``rng``: as there.
 
-    The spec's mask is one of the padding masks, and it has no bias array. ``max_seqlen_kv``: positions that the caches are read up to, none
-    of the sequences may be longer; ``max_seqlen_q``: with "thd", as there. Output ``o``: as there.
+    The spec's mask is one of the padding masks, and it has no bias array. ``max_seqlen_kv``: positions that
+    the caches are read up to, none of the sequences may be longer; ``max_seqlen_q``: with "thd", as there.
+    Output ``o``: as there.
 
-    ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes, AutogradError where a gradient is wanted.
+    ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes, AutogradError
+    where a gradient is wanted.
     """
 
     name: ClassVar[str] = _NAME
@@ -65,28 +72,51 @@ class CachedAttention(Operation):
     def _inferred(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> tuple[Signature, _Call]:
         check(spec)
         if needs:
-            raise AutogradError(expected(_NAME, ", ".join(sorted(needs)), "an array that requires a gradient", "inference under no_grad()"))
+            raise AutogradError(
+                expected(
+                    _NAME,
+                    ", ".join(sorted(needs)),
+                    "an array that requires a gradient",
+                    "inference under no_grad()",
+                )
+            )
         if not spec.padded:
             raise ShapeError(expected(_NAME, "mask", repr(spec.mask), "one of the padding masks"))
         if spec.biased:
-            raise ShapeError(expected(_NAME, "bias", repr(spec.bias), "no_bias or alibi: a bias array does not grow with a sequence"))
+            raise ShapeError(
+                expected(
+                    _NAME,
+                    "bias",
+                    repr(spec.bias),
+                    "no_bias or alibi: a bias array does not grow with a sequence",
+                )
+            )
         if spec.max_seqlen_kv < 1:
             raise ShapeError(expected(_NAME, "max_seqlen_kv", spec.max_seqlen_kv, "at least 1"))
-        new = dataclasses.replace(spec, max_seqlen_kv=spec.max_seqlen_q)  # of the inputs, which hold as many keys as queries
+        # of the inputs, which hold as many keys as queries
+        new = dataclasses.replace(spec, max_seqlen_kv=spec.max_seqlen_q)
         kind = check_inputs(new, metas)
         dims = 1 if spec.packed else 2
         leading = {name: meta_of(metas, name).shape[:dims] for name in LAYOUTS[spec.layout]}
         tokens = next(iter(leading.values()))
-        if any(other != tokens for other in leading.values()):  # a size that torch.compile left open has no hash
-            raise ShapeError(expected(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each"))
+        # a size that torch.compile left open has no hash
+        if any(other != tokens for other in leading.values()):
+            raise ShapeError(
+                expected(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each")
+            )
         dense = dense_of(new, metas)
-        dense = dense._replace(spec=dataclasses.replace(dense.spec, zero_padded=True))  # keys and values come out of the cache so
+        # keys and values come out of the cache so
+        dense = dense._replace(spec=dataclasses.replace(dense.spec, zero_padded=True))
         check_extras(spec, metas, dense, kind)
         if metas.get("cu_seqlens_kv_padded") is not None:
-            raise ShapeError(expected(_NAME, "cu_seqlens_kv_padded", "an array", "None: the cache knows where keys lie"))
+            raise ShapeError(
+                expected(_NAME, "cu_seqlens_kv_padded", "an array", "None: the cache knows where keys lie")
+            )
         batch = lse_shape(dense)[0]
         _check_cache(spec, metas, batch, kind)
-        length = (spec.max_seqlen_kv, batch) if dense.spec.qkv_format == "sbhd" else (batch, spec.max_seqlen_kv)
+        length = (
+            (spec.max_seqlen_kv, batch) if dense.spec.qkv_format == "sbhd" else (batch, spec.max_seqlen_kv)
+        )
         k, v = ((*length, spec.num_gqa_groups, dim) for dim in (spec.head_dim, spec.head_dim_v))
         outputs = {"o": Meta((*tokens, spec.num_heads * spec.head_dim_v), kind)}
         return Signature(outputs), _Call(dense, k, v)
@@ -96,18 +126,30 @@ class CachedAttention(Operation):
         if not attends(spec, metas):
             return Plan(spec, signature, kernels)
         dense, kind = call.dense, signature.outputs["o"].dtype
-        q, strides = dense.parts["q"], (dense.parts["q"].strides, contiguous_strides(call.k), contiguous_strides(call.v))
-        nbytes = kernels.attention_workspace(q.shape, call.k, call.v, None, kind, dense.spec, False, False, strides)
-        scratch = {"workspace": Meta((nbytes,), formats.uint8), "lse": Meta(lse_shape(dense), formats.float32),
-                   "k": Meta(call.k, kind), "v": Meta(call.v, kind)}
+        q, strides = (
+            dense.parts["q"],
+            (dense.parts["q"].strides, contiguous_strides(call.k), contiguous_strides(call.v)),
+        )
+        nbytes = kernels.attention_workspace(
+            q.shape, call.k, call.v, None, kind, dense.spec, False, False, strides
+        )
+        scratch = {
+            "workspace": Meta((nbytes,), formats.uint8),
+            "lse": Meta(lse_shape(dense), formats.float32),
+            "k": Meta(call.k, kind),
+            "v": Meta(call.v, kind),
+        }
         if spec.packed:
             source = dense.parts["q"].input
             scratch |= {f"dense_{source}": Meta(dense.shapes[source], kind), "dense_o": Meta(dense.o, kind)}
         return Plan(spec, signature, kernels, scratch, extra=call)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        """Write the new keys and values into the caches, and attend over all of the sequences' positions. Nothing where none is new.
-        ArgumentError for running sums on the CPU that are none (``ops.values``)."""
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
+        """Write the new keys and values into the caches, and attend over all of the sequences' positions.
+        Nothing where none is new. ArgumentError for running sums on the CPU that are none (``ops.values``).
+        """
         check_lengths(_NAME, plan.spec, inputs, ("q",))
         if plan.extra is None:
             return
@@ -122,8 +164,17 @@ class CachedAttention(Operation):
         part = dense.parts["q"]
         q = part.of(unpacked(plan, inputs, inputs[part.input], part.input, scratch, stream))
         o = scratch["dense_o"] if spec.packed else outputs["o"]
-        kernels.attention_fwd(q, scratch["k"], scratch["v"], heads_apart(o, dense), scratch["lse"], extras_of(spec, inputs), dense.spec,
-                              scratch["workspace"], stream)
+        kernels.attention_fwd(
+            q,
+            scratch["k"],
+            scratch["v"],
+            heads_apart(o, dense),
+            scratch["lse"],
+            extras_of(spec, inputs),
+            dense.spec,
+            scratch["workspace"],
+            stream,
+        )
         if spec.packed:
             kernels.pack_sequences(o, tokens_of(outputs["o"]), *places_of(inputs, "q"), stream)
 
@@ -135,7 +186,11 @@ def _new(spec: AttentionSpec, part: Part, inputs: Views) -> ArrayView:
     """The new tokens' k or v inside its input, heads apart: 4-dimensional, or (t, g, d) with "thd"."""
     view = inputs[part.input]
     assert view is not None
-    return view.with_strides((view.shape[0], *part.shape[2:]), part.strides[1:], part.offset) if spec.packed else part.of(view)
+    return (
+        view.with_strides((view.shape[0], *part.shape[2:]), part.strides[1:], part.offset)
+        if spec.packed
+        else part.of(view)
+    )
 
 
 def _check_cache(spec: AttentionSpec, metas: Metas, batch: int, kind: DType) -> None:
@@ -147,7 +202,9 @@ def _check_cache(spec: AttentionSpec, metas: Metas, batch: int, kind: DType) -> 
             raise FormatError(expected(_NAME, name, meta.dtype, f"{kind} as the inputs"))
         size = size or (meta.shape[1] if len(meta.shape) == 4 else 1)
         if len(meta.shape) != 4 or meta.shape[1:] != (size, spec.num_gqa_groups, dim):
-            raise ShapeError(expected(_NAME, name, f"shape {meta.shape}", f"(pages, {size}, {spec.num_gqa_groups}, {dim})"))
+            raise ShapeError(
+                expected(_NAME, name, f"shape {meta.shape}", f"(pages, {size}, {spec.num_gqa_groups}, {dim})")
+            )
     if table.dtype is not formats.int32:
         raise FormatError(expected(_NAME, "pages", table.dtype, "int32"))
     if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] * size < spec.max_seqlen_kv:

@@ -1,4 +1,5 @@
-"""``linear``: y = x W^T + b (+ a residual), and ``weight_cast``: the FP8 weight alone, to be cached across micro-batches."""
+"""``linear``: y = x W^T + b (+ a residual), and ``weight_cast``: the FP8 weight alone, to be cached across
+micro-batches."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ class LinearSpec:
 
 
 class Linear(Operation):
-    """y = x W^T + b, and + residual where there is one: the product adds it, and its gradient is y's own cotangent.
+    """y = x W^T + b, and + residual where there is one: the product adds it, and its gradient is y's own
+    cotangent.
 
-    Inputs: x h (..., in); weight0.. (out_i, in) or (in, out_i); bias0.. (out_i,); residual h like y or None; x_scale, w_scale
-    float32 [1] (delayed scaling); with a cached weight ``weight_cast``'s outputs; with a cached input likewise, and x's own data are not
-    read. Outputs: y h (..., out); x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*, residual, and g_amax; backward reads g_scale.
+    Inputs: x h (..., in); weight0.. (out_i, in) or (in, out_i); bias0.. (out_i,); residual h like y or None;
+    x_scale, w_scale float32 [1] (delayed scaling); with a cached weight ``weight_cast``'s outputs; with a
+    cached input likewise, and x's own data are not read. Outputs: y h (..., out); x_amax, w_amax float32 [1].
+    Gradients: x, weight*, bias*, residual, and g_amax; backward reads g_scale.
     """
 
     name = "linear"
@@ -45,28 +48,58 @@ class Linear(Operation):
         outputs = {"y": y} | p.outputs()
         kept = p.kept() + (("x",) if spec.product.fp8 is None and p.needs_w else ())
         grads = ({"x": Meta(x.shape, x.dtype)} if p.needs_x else {}) | p.grads()
-        return Signature(outputs, p.saved(), kept, grads, {}, {"residual": "y"} if "residual" in needs else {})
+        return Signature(
+            outputs, p.saved(), kept, grads, {}, {"residual": "y"} if "residual" in needs else {}
+        )
 
     def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         p = self._product(spec, metas, needs)
         space = {"workspace": Meta((max(p.workspace(kernels), 1),), uint8)}
-        return Plan(spec, self.infer(spec, metas, needs), kernels, p.scratch() | space, p.backward_scratch() | space, p)
+        return Plan(
+            spec,
+            self.infer(spec, metas, needs),
+            kernels,
+            p.scratch() | space,
+            p.backward_scratch() | space,
+            p,
+        )
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         p: Product = plan.extra
         x, y = inputs["x"], outputs["y"]
         assert x is not None and y is not None
         x2 = x.rows()
         p.cast_x(plan.kernels, x2, inputs, outputs, saved, scratch, stream)
         residual = inputs.get("residual")
-        p.fprop(plan.kernels, x2, inputs, outputs, saved, scratch, y.rows(), stream, None if residual is None else residual.rows())
+        p.fprop(
+            plan.kernels,
+            x2,
+            inputs,
+            outputs,
+            saved,
+            scratch,
+            y.rows(),
+            stream,
+            None if residual is None else residual.rows(),
+        )
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
         x = inputs["x"]
         assert x is not None
         plan.extra.measure(plan.kernels, x.rows(), inputs, outputs, stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         p: Product = plan.extra
         g = cotangents["y"]
         assert g is not None
@@ -85,9 +118,10 @@ class Linear(Operation):
 class WeightCast(Operation):
     """The FP8 weight of a product, in both orientations: what ``weight_cached`` operations take.
 
-    Inputs: weight0..; w_scale float32 [1] (delayed scaling). Outputs: w_q, w_qt uint8 and their scales (per tensor: w_scale_inv and w_amax,
-    float32 [1]; by blocks: w_q_inv, w_qt_inv), see ``Product.weight_outputs``. Not differentiable: the gradient goes to the weight
-    through the operation that uses it.
+    Inputs: weight0..; w_scale float32 [1] (delayed scaling). Outputs: w_q, w_qt uint8 and their scales (per
+    tensor: w_scale_inv and w_amax, float32 [1]; by blocks: w_q_inv, w_qt_inv), see
+    ``Product.weight_outputs``. Not differentiable: the gradient goes to the weight through the operation that
+    uses it.
     """
 
     name = "weight_cast"
@@ -104,7 +138,9 @@ class WeightCast(Operation):
         p = self._product(spec, metas)
         return Plan(spec, self.infer(spec, metas, needs), kernels, p.cast_scratch(), {}, p)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         plan.extra.cast_weight(plan.kernels, inputs, outputs, outputs, scratch, stream)
 
 

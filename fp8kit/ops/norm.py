@@ -1,4 +1,5 @@
-"""``norm``: LayerNorm, RMSNorm and L2 normalisation alone; ``NormSpec`` and the checks that the fused operations share."""
+"""``norm``: LayerNorm, RMSNorm and L2 normalisation alone; ``NormSpec`` and the checks that the fused
+operations share."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 @dataclass(frozen=True)
 class NormSpec:
-    """``features``: size of the last dimension, over which rows are normalised. ``normalization``: "LayerNorm" or "RMSNorm"."""
+    """``features``: size of the last dimension, over which rows are normalised. ``normalization``:
+    "LayerNorm" or "RMSNorm"."""
 
     features: int
     normalization: str = "LayerNorm"
@@ -49,12 +51,15 @@ class NormSpec:
 
     def grads(self, x: Meta) -> dict[str, Meta]:
         """Gradients of x and the parameters."""
-        return {"x": Meta(x.shape, x.dtype)} | {name: Meta((self.features,), x.dtype) for name in self.inputs()}
+        return {"x": Meta(x.shape, x.dtype)} | {
+            name: Meta((self.features,), x.dtype) for name in self.inputs()
+        }
 
 
 @dataclass(frozen=True)
 class L2NormSpec(NormSpec):
-    """y = x / sqrt(sum of x^2 + epsilon), without parameters: of ``norm`` alone, no fused operation has it."""
+    """y = x / sqrt(sum of x^2 + epsilon), without parameters: of ``norm`` alone, no fused operation has
+    it."""
 
     normalization: str = "L2Normalization"
     epsilon: float = 1e-6
@@ -66,21 +71,26 @@ class L2NormSpec(NormSpec):
 
 
 class Norm(Operation):
-    """y = norm(x). Inputs: x h (..., N), norm_weight, norm_bias h (N,) where the norm has them. Output: y. Gradients of all."""
+    """y = norm(x). Inputs: x h (..., N), norm_weight, norm_bias h (N,) where the norm has them. Output: y.
+    Gradients of all."""
 
     name = "norm"
 
     def infer(self, spec: NormSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = spec.check(self.name, metas)
         kept = ("x", *spec.inputs()[:1])
-        return Signature({"y": Meta(x.shape, x.dtype)}, spec.saved(row_count(x)), kept, spec.grads(x) if needs else {})
+        return Signature(
+            {"y": Meta(x.shape, x.dtype)}, spec.saved(row_count(x)), kept, spec.grads(x) if needs else {}
+        )
 
     def plan(self, spec: NormSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         x = spec.check(self.name, metas)
         space = {"workspace": Meta((max(kernels.norm_bwd_workspace(row_count(x), spec.features), 1),), uint8)}
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         s: NormSpec = plan.spec
         x, y = inputs["x"], outputs["y"]
         assert x is not None and y is not None
@@ -99,7 +109,16 @@ class Norm(Operation):
             stream,
         )
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         s: NormSpec = plan.spec
         dy, x, dx = cotangents["y"], kept["x"], grads["x"]
         assert dy is not None and x is not None and dx is not None

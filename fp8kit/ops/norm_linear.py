@@ -1,7 +1,7 @@
 """``norm_linear``: y = norm(x) W^T + b, with the residual stream going through.
 
-The normalisation writes its result straight in FP8 (delayed scaling), in both orientations; in backward the residual stream's
-gradient is added inside the normalisation's gradient, which saves a pass over it.
+The normalisation writes its result straight in FP8 (delayed scaling), in both orientations; in backward the
+residual stream's gradient is added inside the normalisation's gradient, which saves a pass over it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 @dataclass(frozen=True)
 class NormLinearSpec:
-    """``residual``: x is also returned, as output "residual". ``return_norm``: norm(x) is also returned, as "normed"."""
+    """``residual``: x is also returned, as output "residual". ``return_norm``: norm(x) is also returned, as
+    "normed"."""
 
     norm: NormSpec
     product: ProductSpec
@@ -56,12 +57,21 @@ class NormStage:
         """norm(x) where it is only passing through."""
         return {} if self.keep or self.delayed else {"normed": self.meta()}
 
-    def forward(self, k: Any, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> ArrayView | None:
-        """Normalise, and cast for the product; returns norm(x) in high precision, None where it was written in FP8 only."""
+    def forward(
+        self, k: Any, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> ArrayView | None:
+        """Normalise, and cast for the product; returns norm(x) in high precision, None where it was written
+        in FP8 only."""
         s, p = self.norm, self.product
         x = inputs["x"]
         assert x is not None
-        normed = outputs.get("normed") if self.as_output else saved.get("normed") if self.keep else scratch.get("normed")
+        normed = (
+            outputs.get("normed")
+            if self.as_output
+            else saved.get("normed")
+            if self.keep
+            else scratch.get("normed")
+        )
         if normed is not None:
             normed = normed.rows()
         cast = p.x_cast(inputs, outputs, saved, scratch) if self.delayed else None
@@ -93,9 +103,19 @@ class NormStage:
         if amax is None:  # no operand has one scale for the whole tensor
             return
         k.norm_fwd(
-            x.rows(), inputs["norm_weight"], inputs.get("norm_bias"), scratch["normed"], scratch.get("mean"), scratch["rstd"],
-            amax, None, s.normalization, s.epsilon, s.zero_centered_gamma, stream,
-        )  # fmt: skip
+            x.rows(),
+            inputs["norm_weight"],
+            inputs.get("norm_bias"),
+            scratch["normed"],
+            scratch.get("mean"),
+            scratch["rstd"],
+            amax,
+            None,
+            s.normalization,
+            s.epsilon,
+            s.zero_centered_gamma,
+            stream,
+        )
         self.product.measure_weight(k, inputs, outputs, stream)
 
     def measure_scratch(self) -> dict[str, Meta]:
@@ -103,7 +123,15 @@ class NormStage:
         return {"normed": self.meta()} | self.norm.saved(self.product.m)
 
     def backward(
-        self, k: Any, dnormed: ArrayView, kept: Views, saved: Views, residual: ArrayView | None, grads: Views, scratch: Views, stream: int
+        self,
+        k: Any,
+        dnormed: ArrayView,
+        kept: Views,
+        saved: Views,
+        residual: ArrayView | None,
+        grads: Views,
+        scratch: Views,
+        stream: int,
     ) -> None:
         """Gradients of x and of the norm's parameters, the residual stream's gradient added."""
         x, dx = kept["x"], grads["x"]
@@ -128,8 +156,9 @@ class NormStage:
 class NormLinear(Operation):
     """y = norm(x) W^T + b.
 
-    Inputs: those of ``norm`` and ``linear``. Outputs: y h (..., out); residual (x itself) and normed where asked for; x_amax, w_amax.
-    Gradients: x (the residual stream's included), norm_weight, norm_bias, weight*, bias*, g_amax. Backward reads g_scale.
+    Inputs: those of ``norm`` and ``linear``. Outputs: y h (..., out); residual (x itself) and normed where
+    asked for; x_amax, w_amax. Gradients: x (the residual stream's included), norm_weight, norm_bias, weight*,
+    bias*, g_amax. Backward reads g_scale.
     """
 
     name = "norm_linear"
@@ -150,9 +179,16 @@ class NormLinear(Operation):
         outputs = {"y": Meta((*x.shape[:-1], p.n), x.dtype)} | p.outputs()
         if spec.return_norm:
             outputs["normed"] = Meta(x.shape, x.dtype)
-        kept = ("x", "norm_weight", *p.kept(), *(("normed",) if spec.return_norm and spec.product.fp8 is None else ()))
+        kept = (
+            "x",
+            "norm_weight",
+            *p.kept(),
+            *(("normed",) if spec.return_norm and spec.product.fp8 is None else ()),
+        )
         grads = (spec.norm.grads(x) if p.needs_x else {}) | p.grads()
-        return Signature(outputs, stage.saved() | p.saved(), kept, grads, {"residual": "x"} if spec.residual else {})
+        return Signature(
+            outputs, stage.saved() | p.saved(), kept, grads, {"residual": "x"} if spec.residual else {}
+        )
 
     def plan(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         stage = self._stage(spec, metas, needs)
@@ -161,19 +197,32 @@ class NormLinear(Operation):
         common = {"workspace": Meta((space,), uint8)}
         backward = p.backward_scratch() | ({"dnormed": stage.meta()} if p.needs_x else {}) | common
         forward = p.scratch() | stage.scratch() | common
-        return Plan(spec, self.infer(spec, metas, needs), kernels, forward, backward, stage, stage.measure_scratch())
+        return Plan(
+            spec, self.infer(spec, metas, needs), kernels, forward, backward, stage, stage.measure_scratch()
+        )
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
         plan.extra.measure(plan.kernels, inputs, outputs, scratch, stream)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         stage: NormStage = plan.extra
         y = outputs["y"]
         assert y is not None
         normed = stage.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
         stage.product.fprop(plan.kernels, normed, inputs, outputs, saved, scratch, y.rows(), stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         stage: NormStage = plan.extra
         p, k = stage.product, plan.kernels
         g = cotangents["y"]

@@ -1,11 +1,11 @@
 """``norm_mlp``: y = act(norm(x) W1^T + b1) W2^T + b2, with the residual stream going through, or joining y.
 
-fc1's output is kept without its bias; the activation kernels add it on the way, write their result in FP8 for fc2, and in backward
-give fc1's bias gradient and fc1's FP8 output gradient in the same pass.
+fc1's output is kept without its bias; the activation kernels add it on the way, write their result in FP8 for
+fc2, and in backward give fc1's bias gradient and fc1's FP8 output gradient in the same pass.
 
-With ``recompute`` forward runs as in inference, and keeps beside its inputs only the numbers that its casts were made with (scales, or
-amaxes). Backward begins with norm, fc1 and activation once more, and the cast of fc2's weight, but not fc2's product: the same kernels on
-the same values, so the same bits.
+With ``recompute`` forward runs as in inference, and keeps beside its inputs only the numbers that its casts
+were made with (scales, or amaxes). Backward begins with norm, fc1 and activation once more, and the cast of
+fc2's weight, but not fc2's product: the same kernels on the same values, so the same bits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ from fp8kit.scratch import done, idle, taken
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
-def activation_numbers(operation: str, activation: str, params: Mapping[str, Any] | None) -> tuple[float, ...]:
-    """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of ``backends.activation``.
+def activation_numbers(
+    operation: str, activation: str, params: Mapping[str, Any] | None
+) -> tuple[float, ...]:
+    """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
+    ``backends.activation``.
 
-    FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit that is not positive.
+    FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit
+    that is not positive.
     """
     row = ACTIVATIONS[choice(operation, "activation", activation, ACTIVATIONS, FormatError)]
     if params is not None and not isinstance(params, Mapping):
-        raise FormatError(expected(operation, "activation_params", shown(params), "a mapping of names to numbers"))
+        raise FormatError(
+            expected(operation, "activation_params", shown(params), "a mapping of names to numbers")
+        )
     given = dict(params or {})
     unknown = [name for name in given if name not in row.params]
     if unknown:
@@ -43,7 +49,9 @@ def activation_numbers(operation: str, activation: str, params: Mapping[str, Any
         raise FormatError(expected(operation, "activation_params", ", ".join(map(repr, unknown)), wanted))
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-            raise FormatError(expected(operation, f"activation_params[{name!r}]", repr(value), "a finite number"))
+            raise FormatError(
+                expected(operation, f"activation_params[{name!r}]", repr(value), "a finite number")
+            )
         if name == "limit" and value <= 0:
             raise FormatError(expected(operation, "activation_params['limit']", value, "a positive number"))
     return tuple(float(given.get(name, default)) for name, default in row.params.items())
@@ -51,10 +59,12 @@ def activation_numbers(operation: str, activation: str, params: Mapping[str, Any
 
 @dataclass(frozen=True)
 class NormMLPSpec:
-    """``fc1`` (prefix "fc1_", bias "deferred" or "none": the activation adds it) and ``fc2`` (prefix "fc2_"); see ``NormLinearSpec``.
+    """``fc1`` (prefix "fc1_", bias "deferred" or "none": the activation adds it) and ``fc2`` (prefix "fc2_");
+    see ``NormLinearSpec``.
 
-    ``activation``: a name of ``backends.activation``. ``activation_params``: its numbers, see ``activation_numbers``; () is the defaults.
-    ``recompute``: no activation is kept for backward. ``joins``: x is added to y, within fc2's product (not with ``residual``).
+    ``activation``: a name of ``backends.activation``. ``activation_params``: its numbers, see
+    ``activation_numbers``; () is the defaults. ``recompute``: no activation is kept for backward. ``joins``:
+    x is added to y, within fc2's product (not with ``residual``).
     """
 
     norm: NormSpec
@@ -105,8 +115,9 @@ class _Stages:
 
     @property
     def casts(self) -> bool:
-        """Whether the activation writes fc2's input in FP8: with a scale for the tensor, after a pass that takes its amax where that is
-        not known before. So nothing in high precision is written to be read again."""
+        """Whether the activation writes fc2's input in FP8: with a scale for the tensor, after a pass that
+        takes its amax where that is not known before. So nothing in high precision is written to be read
+        again."""
         return self.fc2.spec.fp8 is not None and not self.fc2.spec.fp8.blocks
 
     @property
@@ -136,15 +147,16 @@ class _Stages:
 
 @dataclass(frozen=True)
 class _Passes:
-    """The stages of forward and of backward. ``numbers``: where backward recomputes, float32 [1] input of its pass -> the input or output
-    of forward that holds it; None where nothing is recomputed."""
+    """The stages of forward and of backward. ``numbers``: where backward recomputes, float32 [1] input of its
+    pass -> the input or output of forward that holds it; None where nothing is recomputed."""
 
     forward: _Stages
     backward: _Stages
     numbers: dict[str, str] | None = None
 
     def again(self) -> dict[str, Meta]:
-        """Buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but for fc2's product."""
+        """Buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but
+        for fc2's product."""
         left_out = {f"fc2_{name}" for name in ("x_q", "x_q_inv", "w_q", "w_q_inv")}
         metas = self.backward.saved() | self.backward.scratch()
         return {name: meta for name, meta in metas.items() if name not in left_out}
@@ -168,16 +180,19 @@ def _known(spec: ProductSpec) -> ProductSpec:
     """The product with amaxes as inputs where it takes them itself."""
     if spec.fp8 is None:
         return spec
-    x, w = (replace(quant, source="amax") if quant.source == "current" else quant for quant in (spec.fp8.x, spec.fp8.w))
+    x, w = (
+        replace(quant, source="amax") if quant.source == "current" else quant
+        for quant in (spec.fp8.x, spec.fp8.w)
+    )
     return replace(spec, fp8=replace(spec.fp8, x=x, w=w))
 
 
 class NormMLP(Operation):
     """y = act(norm(x) W1^T + b1) W2^T + b2, with ``joins`` + x.
 
-    Inputs: x h (..., hidden), norm_weight, norm_bias, fc1_weight0, fc1_bias0, fc2_weight0, fc2_bias0, and per product (prefix "fc1_",
-    "fc2_") x_scale, w_scale or the cached weight. Outputs: y; residual (x itself) and normed where asked for; amaxes. Gradients of all
-    of them; backward reads fc1_g_scale and fc2_g_scale.
+    Inputs: x h (..., hidden), norm_weight, norm_bias, fc1_weight0, fc1_bias0, fc2_weight0, fc2_bias0, and per
+    product (prefix "fc1_", "fc2_") x_scale, w_scale or the cached weight. Outputs: y; residual (x itself) and
+    normed where asked for; amaxes. Gradients of all of them; backward reads fc1_g_scale and fc2_g_scale.
     """
 
     name = "norm_mlp"
@@ -213,22 +228,29 @@ class NormMLP(Operation):
         kept: tuple[str, ...] = ("x", "norm_weight", *fc1.kept(), *fc2.kept())
         if passes.numbers is None:
             saved = st.saved()
-            kept += (*(fc1.biases if st.reach else ()), *(("normed",) if spec.return_norm and spec.fc1.fp8 is None else ()))
+            kept += (
+                *(fc1.biases if st.reach else ()),
+                *(("normed",) if spec.return_norm and spec.fc1.fp8 is None else ()),
+            )
         else:
             saved = {"numbers": Meta((SLOT * len(passes.numbers),), float32)} if passes.numbers else {}
-            kept += (*spec.norm.inputs(), *fc1.biases, *fc1.read_again(), *(fc2.read_again() if st.reach else ()))
+            kept += (
+                *spec.norm.inputs(),
+                *fc1.biases,
+                *fc1.read_again(),
+                *(fc2.read_again() if st.reach else ()),
+            )
         grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads() | fc2.grads()
-        return Signature(outputs, saved, tuple(dict.fromkeys(kept)), grads, {"residual": "x"} if spec.residual else {})
+        return Signature(
+            outputs, saved, tuple(dict.fromkeys(kept)), grads, {"residual": "x"} if spec.residual else {}
+        )
 
     def plan(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         passes = self._passes(spec, metas, needs)
         first, st = passes.forward, passes.backward
         fc1, fc2, x = st.fc1, st.fc2, st.norm.x
         space = max(
-            fc1.workspace(kernels),
-            fc2.workspace(kernels),
-            kernels.norm_bwd_workspace(fc1.m, fc1.k),
-            1,
+            fc1.workspace(kernels), fc2.workspace(kernels), kernels.norm_bwd_workspace(fc1.m, fc1.k), 1
         )
         common = {"workspace": Meta((space,), uint8)}
         forward = first.scratch() | common
@@ -251,7 +273,9 @@ class NormMLP(Operation):
         st.norm.measure(plan.kernels, inputs, outputs, scratch, stream)
         st.fc2.measure_weight(plan.kernels, inputs, outputs, stream)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         passes: _Passes = plan.extra
         k, st, y = plan.kernels, passes.forward, outputs["y"]
         assert y is not None
@@ -265,7 +289,16 @@ class NormMLP(Operation):
             assert numbers is not None
             k.copy(inputs.get(source) or outputs[source], numbers.slice(0, SLOT * i, 1), stream)
 
-    def _fc1(self, plan: Plan, st: _Stages, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def _fc1(
+        self,
+        plan: Plan,
+        st: _Stages,
+        inputs: Views,
+        outputs: Views,
+        saved: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         """h = norm(x) W1^T, kept for backward where it is wanted there."""
         normed = st.norm.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
         h = saved.get("h") or scratch.get("h")
@@ -274,7 +307,14 @@ class NormMLP(Operation):
         done(scratch, "normed")
 
     def _activate(
-        self, plan: Plan, st: _Stages, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+        self,
+        plan: Plan,
+        st: _Stages,
+        inputs: Views,
+        outputs: Views,
+        saved: Views,
+        scratch: Views,
+        stream: int,
     ) -> ArrayView | None:
         """act(h + b1), cast for fc2; None where fc2 multiplies the cast."""
         s: NormMLPSpec = plan.spec
@@ -296,7 +336,8 @@ class NormMLP(Operation):
         return None
 
     def _again(self, plan: Plan, kept: Views, saved: Views, scratch: Views, stream: int) -> Views:
-        """Forward once more, for what backward reads of it; returns that, by the names under which forward would have saved it."""
+        """Forward once more, for what backward reads of it; returns that, by the names under which forward
+        would have saved it."""
         st: _Stages = plan.extra.backward
         inputs = dict(kept)
         for i, name in enumerate(plan.extra.numbers):
@@ -310,7 +351,16 @@ class NormMLP(Operation):
         st.fc2.save_weight(plan.kernels, inputs, made, scratch, stream)
         return made
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         passes: _Passes = plan.extra
         st, spec = passes.backward, plan.spec
         k, fc1, fc2 = plan.kernels, st.fc1, st.fc2
@@ -326,7 +376,8 @@ class NormMLP(Operation):
         if not st.reach:
             return
         fc2.dgrad(k, g2, kept, saved, scratch, given(scratch, "dact"), stream)
-        idle(scratch, "workspace")  # most is held now: the gradient of the activation in high precision and its casts
+        # most is held now: the gradient of the activation in high precision and its casts
+        idle(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
         fused = st.delayed and products
         current = fc1.takes_amax("g") and products
@@ -346,8 +397,11 @@ class NormMLP(Operation):
         done(scratch, "dact", "sums")
         done(saved, "h")
         if products and not fused:
-            fc1.cast_g(k, given(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current)
-        dh = given(scratch, "dh") if fc1.spec.fp8 is None and products else None  # FP8 products have the casts
+            fc1.cast_g(
+                k, given(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current
+            )
+        # FP8 products have the casts
+        dh = given(scratch, "dh") if fc1.spec.fp8 is None and products else None
         done(scratch, "dh")
         if fc1.needs_w:
             normed = kept.get("normed") if st.norm.as_output else saved.get("normed")

@@ -1,8 +1,9 @@
 """The three products of one weight: fprop y = x W^T, dgrad dx = g W, wgrad dW = g^T x.
 
-Every layer with a weight is made of this: ``linear`` is one of them, ``norm_linear`` puts a normalisation before it, ``norm_mlp`` holds
-two. ``Product`` is what they see of it; how the operands are stored and multiplied is said in ``product_plain`` (high precision),
-``product_tensor`` (FP8, a scale a tensor) and ``product_block`` (FP8, a scale a block). ``ops.products`` chooses.
+Every layer with a weight is made of this: ``linear`` is one of them, ``norm_linear`` puts a normalisation
+before it, ``norm_mlp`` holds two. ``Product`` is what they see of it; how the operands are stored and
+multiplied is said in ``product_plain`` (high precision), ``product_tensor`` (FP8, a scale a tensor) and
+``product_block`` (FP8, a scale a block). ``ops.products`` chooses.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from fp8kit.spec import Meta, Metas, Views
 class ProductSpec:
     """Static facts of one weight.
 
-    ``segments``: output features of each weight segment, in order; their concatenation along the output dimension is W. ``layout``:
-    "oi", segments are (out, in) as in PyTorch and Transformer Engine, or "io", (in, out) as in JAX. ``bias``: "none"; "add";
-    or "deferred": the bias is not added here (a later operation does), but its gradient, the column sums of g, is made here.
-    ``fp8``: None for high precision. ``weight_cached``: the FP8 weight is an input (``weight_cast``'s outputs). ``prefix`` of names.
-    ``input_cached``: so is the FP8 input, under the names and in the shapes that the weight would have, x for w: ``linear`` alone takes it.
+    ``segments``: output features of each weight segment, in order; their concatenation along the output
+    dimension is W. ``layout``: "oi", segments are (out, in) as in PyTorch and Transformer Engine, or "io",
+    (in, out) as in JAX. ``bias``: "none"; "add"; or "deferred": the bias is not added here (a later operation
+    does), but its gradient, the column sums of g, is made here. ``fp8``: None for high precision.
+    ``weight_cached``: the FP8 weight is an input (``weight_cast``'s outputs). ``prefix`` of names.
+    ``input_cached``: so is the FP8 input, under the names and in the shapes that the weight would have, x for
+    w: ``linear`` alone takes it.
 
-    ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a dtype, "float32" or the weights'
-    own: that of the buffers which the door hands to ``backward`` under the weights' names, and to which wgrad is added (``overwrite_grad``:
-    put there instead). A float32 buffer gets the product's float32 sums unrounded, with one float32 addition; where wgrad of several
-    segments is made at once (``Product.whole_wgrad``), or the buffer is of 16 bits, the product is rounded to the buffer's dtype before.
+    ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a
+    dtype, "float32" or the weights' own: that of the buffers which the door hands to ``backward`` under the
+    weights' names, and to which wgrad is added (``overwrite_grad``: put there instead). A float32 buffer gets
+    the product's float32 sums unrounded, with one float32 addition; where wgrad of several segments is made
+    at once (``Product.whole_wgrad``), or the buffer is of 16 bits, the product is rounded to the buffer's
+    dtype before.
     """
 
     in_features: int
@@ -54,7 +59,8 @@ class ProductSpec:
 
 
 class WeightJob(NamedTuple):
-    """A weight to be cast: its ``product`` (for no rows), ``inputs`` and ``made`` by name as ``weight_cast``'s inputs and outputs."""
+    """A weight to be cast: its ``product`` (for no rows), ``inputs`` and ``made`` by name as
+    ``weight_cast``'s inputs and outputs."""
 
     product: Any
     inputs: Views
@@ -64,11 +70,14 @@ class WeightJob(NamedTuple):
 class Product:
     """The products of one weight for one number of rows; made by a plan, holds no data.
 
-    ``needs_x``, ``needs_w``, ``needs_b``: whether the gradient of the input, of the weight, of the bias is wanted. In FP8 an operand is
-    cast once to each orientation that a product wants, the contraction last (the tensor cores' "TN" form); what backward needs is kept so.
+    ``needs_x``, ``needs_w``, ``needs_b``: whether the gradient of the input, of the weight, of the bias is
+    wanted. In FP8 an operand is cast once to each orientation that a product wants, the contraction last (the
+    tensor cores' "TN" form); what backward needs is kept so.
     """
 
-    def __init__(self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool) -> None:
+    def __init__(
+        self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.m, self.k, self.n = rows, spec.in_features, spec.out_features
@@ -80,23 +89,28 @@ class Product:
         self.biases = [f"{p}bias{i}" for i in range(count)] if spec.bias != "none" else []
         self.grad_dtype = dtype if spec.main_grad is None else formats.dtype(spec.main_grad)
         self.adds = spec.main_grad is not None and not spec.overwrite_grad  # wgrad is added to what is there
-        self.whole_wgrad = False  # whether wgrad makes the gradients of all segments at once, to be copied apart
+        # whether wgrad makes the gradients of all segments at once, to be copied apart
+        self.whole_wgrad = False
 
-    # --- what there is ------------------------------------------------------------------------------------------------
+    # --- what there is --------------------------------------------------------------------------------------
 
     @property
     def delayed(self) -> bool:
-        """Whether operands are cast with scales known beforehand, so that a fused kernel can write them (``x_cast``, ``g_cast``)."""
+        """Whether operands are cast with scales known beforehand, so that a fused kernel can write them
+        (``x_cast``, ``g_cast``)."""
         return False
 
     def takes_amax(self, operand: str) -> bool:
-        """Whether the amax of operand "x" or "g" is taken before its cast, so that a fused kernel can do it."""
+        """Whether the amax of operand "x" or "g" is taken before its cast, so that a fused kernel can do
+        it."""
         return False
 
     def check(self, operation: str, metas: Metas) -> None:
         """ShapeError or FormatError where weights, biases, FP8 inputs or ``main_grad`` do not fit."""
         if self.grad_dtype not in (self.dtype, formats.float32):
-            raise FormatError(expected(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32"))
+            raise FormatError(
+                expected(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32")
+            )
         for name, n in zip(self.weights, self.spec.segments, strict=True):
             want(operation, name, metas, self._weight_shape(n), self.dtype)
         for name, n in zip(self.biases, self.spec.segments, strict=self.spec.bias != "none"):
@@ -107,7 +121,8 @@ class Product:
         return {}
 
     def weight_outputs(self) -> dict[str, Meta]:
-        """What ``weight_cast`` makes: the FP8 weight in both orientations, its scales, and its amax where there is one."""
+        """What ``weight_cast`` makes: the FP8 weight in both orientations, its scales, and its amax where
+        there is one."""
         raise NotImplementedError
 
     def saved(self) -> dict[str, Meta]:
@@ -131,7 +146,9 @@ class Product:
                 for name, n in zip(self.weights, self.spec.segments, strict=True)
             }
         if self.needs_b:
-            out |= {name: Meta((n,), self.dtype) for name, n in zip(self.biases, self.spec.segments, strict=True)}
+            out |= {
+                name: Meta((n,), self.dtype) for name, n in zip(self.biases, self.spec.segments, strict=True)
+            }
         return out
 
     def scratch(self) -> dict[str, Meta]:
@@ -159,25 +176,39 @@ class Product:
         """Bytes of workspace for any of the three products and the casts around them."""
         raise NotImplementedError
 
-    # --- forward ------------------------------------------------------------------------------------------------------
+    # --- forward --------------------------------------------------------------------------------------------
 
     def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
-        """Where a fused kernel writes this product's input, FP8 with one scale a tensor, once that or the amax is there."""
+        """Where a fused kernel writes this product's input, FP8 with one scale a tensor, once that or the
+        amax is there."""
         raise NotImplementedError
 
     def cast_x(
-        self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int, amax_known: bool = False
+        self,
+        k: Any,
+        x: ArrayView,
+        inputs: Views,
+        outputs: Views,
+        saved: Views,
+        scratch: Views,
+        stream: int,
+        amax_known: bool = False,
     ) -> None:
-        """Cast the input, h (M, K); nothing in high precision. ``amax_known``: ``{prefix}x_amax`` already holds it (a fused kernel)."""
+        """Cast the input, h (M, K); nothing in high precision. ``amax_known``: ``{prefix}x_amax`` already
+        holds it (a fused kernel)."""
 
-    def cast_weight(self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int) -> None:
-        """Cast all weight segments into one buffer. ``made``: ``weight_outputs`` by name; its transpose may be left out."""
+    def cast_weight(
+        self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int
+    ) -> None:
+        """Cast all weight segments into one buffer. ``made``: ``weight_outputs`` by name; its transpose may
+        be left out."""
         raise NotImplementedError
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
-        """``cast_weight`` of many products of this class and of one ``Fp8``, in as few launches as it has steps. ``numbers``: float32
-        (3, len(jobs)), zeros; where there is one scale a tensor, row 0 becomes the weights' amaxes."""
+        """``cast_weight`` of many products of this class and of one ``Fp8``, in as few launches as it has
+        steps. ``numbers``: float32 (3, len(jobs)), zeros; where there is one scale a tensor, row 0 becomes
+        the weights' amaxes."""
         raise NotImplementedError
 
     def casts_together(self, inputs: Views) -> bool:
@@ -185,50 +216,87 @@ class Product:
         return True
 
     def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
-        """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs, where there are such."""
+        """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs, where there
+        are such."""
 
     def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
-        """Max-accumulate the weight's amax into its output, where there is one and the weight is not cached."""
+        """Max-accumulate the weight's amax into its output, where there is one and the weight is not
+        cached."""
 
     def fprop(
-        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int,
+        self,
+        k: Any,
+        x: ArrayView | None,
+        inputs: Views,
+        outputs: Views,
+        saved: Views,
+        scratch: Views,
+        y: ArrayView,
+        stream: int,
         addend: ArrayView | None = None,
-    ) -> None:  # fmt: skip
-        """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x``
-        or a fused kernel, and may be None."""
+    ) -> None:
+        """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8
+        it has been cast by ``cast_x`` or a fused kernel, and may be None."""
         raise NotImplementedError
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high precision."""
+        """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high
+        precision."""
 
-    # --- backward -----------------------------------------------------------------------------------------------------
+    # --- backward -------------------------------------------------------------------------------------------
 
     def g_cast(self, kept: Views, grads: Views, scratch: Views) -> Cast:
         """Where a fused kernel writes this product's output gradient (``delayed``)."""
         raise NotImplementedError
 
     def cast_g(
-        self, k: Any, g: ArrayView, kept: Views, grads: Views, scratch: Views, stream: int, with_bias: bool = True, amax_known: bool = False
+        self,
+        k: Any,
+        g: ArrayView,
+        kept: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+        with_bias: bool = True,
+        amax_known: bool = False,
     ) -> None:
-        """Cast the output gradient, h (M, N), and take the bias gradient (column sums) on the way. In high precision: the sums alone."""
+        """Cast the output gradient, h (M, N), and take the bias gradient (column sums) on the way. In high
+        precision: the sums alone."""
         dbias = self._bias_sums(grads, scratch) if with_bias else None
         if dbias is not None:
             k.sum_rows(g, dbias, scratch["workspace"], stream)
             if len(self.biases) > 1:
                 self._part_bias_sums(k, grads, dbias, stream)
 
-    def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+    def dgrad(
+        self,
+        k: Any,
+        g: ArrayView | None,
+        kept: Views,
+        saved: Views,
+        scratch: Views,
+        dx: ArrayView,
+        stream: int,
+    ) -> None:
         """dx = g W. ``g`` is read in high precision only, and may be None in FP8."""
         raise NotImplementedError
 
     def wgrad(
-        self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
+        self,
+        k: Any,
+        g: ArrayView | None,
+        x: ArrayView | None,
+        saved: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
     ) -> None:
-        """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are read in high precision only, and
-        may be None in FP8. ``saved`` holds the cast of x, which is ``done`` with, unless it was an input (``input_cached``)."""
+        """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are
+        read in high precision only, and may be None in FP8. ``saved`` holds the cast of x, which is ``done``
+        with, unless it was an input (``input_cached``)."""
         raise NotImplementedError
 
-    # --- helpers ------------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------
 
     def _weight_shape(self, n: int) -> tuple[int, int]:
         """Shape of a weight of n output features."""
@@ -244,7 +312,11 @@ class Product:
         """Where the bias gradient of all segments goes, None where none is wanted."""
         if not self.needs_b:
             return None
-        return given(grads, self.biases[0]) if len(self.biases) == 1 else given(scratch, f"{self.spec.prefix}dbias")
+        return (
+            given(grads, self.biases[0])
+            if len(self.biases) == 1
+            else given(scratch, f"{self.spec.prefix}dbias")
+        )
 
     def _part_bias_sums(self, k: Any, grads: Views, dbias: ArrayView, stream: int) -> None:
         """Copy the segments' bias gradients from where they were made together."""
@@ -266,15 +338,20 @@ class Product:
 
     def _joined_weight(self, k: Any, views: Views, scratch: Views, stream: int) -> ArrayView:
         """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_room``."""
-        return self._joined(k, self.weights, views, scratch.get(f"{self.spec.prefix}weight"), 0 if self.oi else 1, stream)
+        return self._joined(
+            k, self.weights, views, scratch.get(f"{self.spec.prefix}weight"), 0 if self.oi else 1, stream
+        )
 
     def _weight_room(self) -> dict[str, Meta]:
         """Room to join the weight's segments in."""
         several = len(self.spec.segments) > 1
         return {f"{self.spec.prefix}weight": Meta(self._weight_shape(self.n), self.dtype)} if several else {}
 
-    def _joined(self, k: Any, names: Sequence[str], views: Views, buffer: ArrayView | None, dim: int, stream: int) -> ArrayView:
-        """The segments as one array: as they are when they lie side by side in memory, else copied into ``buffer``."""
+    def _joined(
+        self, k: Any, names: Sequence[str], views: Views, buffer: ArrayView | None, dim: int, stream: int
+    ) -> ArrayView:
+        """The segments as one array: as they are when they lie side by side in memory, else copied into
+        ``buffer``."""
         if len(names) == 1:
             return given(views, names[0])
         parts = [given(views, name) for name in names]
@@ -297,7 +374,13 @@ def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
         if part.ptr != ptr or part.owner is not first.owner or dim:
             return None
         ptr += part.nbytes
-    return ArrayView(first.ptr, (sum(part.shape[0] for part in parts), *first.shape[1:]), first.dtype, first.device, first.owner)
+    return ArrayView(
+        first.ptr,
+        (sum(part.shape[0] for part in parts), *first.shape[1:]),
+        first.dtype,
+        first.device,
+        first.owner,
+    )
 
 
 def given(views: Views, name: str) -> ArrayView:
@@ -309,12 +392,20 @@ def given(views: Views, name: str) -> ArrayView:
 
 
 def want(operation: str, name: str, metas: Metas, shape: tuple[int | None, ...], dtype: DType) -> Meta:
-    """The meta of an input that must have this shape (None: any extent) and dtype; ShapeError or FormatError otherwise."""
+    """The meta of an input that must have this shape (None: any extent) and dtype; ShapeError or FormatError
+    otherwise."""
     meta = metas.get(name)
-    wanted = "(" + ", ".join("any" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
+    wanted = (
+        "("
+        + ", ".join("any" if n is None else str(n) for n in shape)
+        + ("," if len(shape) == 1 else "")
+        + ")"
+    )
     if meta is None:
         raise ShapeError(expected(operation, name, "nothing", f"shape {wanted}, {dtype.name}"))
-    if len(meta.shape) != len(shape) or any(w is not None and w != n for n, w in zip(meta.shape, shape, strict=True)):
+    if len(meta.shape) != len(shape) or any(
+        w is not None and w != n for n, w in zip(meta.shape, shape, strict=True)
+    ):
         raise ShapeError(expected(operation, name, f"shape {meta.shape}", f"shape {wanted}"))
     if meta.dtype is not dtype:
         raise FormatError(expected(operation, name, meta.dtype.name, dtype.name))
@@ -325,9 +416,18 @@ def want_rows(operation: str, name: str, metas: Metas, columns: int) -> Meta:
     """The meta of a high-precision input with this last dimension; ShapeError or FormatError otherwise."""
     meta = metas.get(name)
     if meta is None or len(meta.shape) < 1 or meta.shape[-1] != columns:
-        raise ShapeError(expected(operation, name, "nothing" if meta is None else f"shape {meta.shape}", f"a last dimension of {columns}"))
+        raise ShapeError(
+            expected(
+                operation,
+                name,
+                "nothing" if meta is None else f"shape {meta.shape}",
+                f"a last dimension of {columns}",
+            )
+        )
     if meta.dtype not in formats.HIGH_PRECISION:
-        raise FormatError(expected(operation, name, meta.dtype.name, ", ".join(d.name for d in formats.HIGH_PRECISION)))
+        raise FormatError(
+            expected(operation, name, meta.dtype.name, ", ".join(d.name for d in formats.HIGH_PRECISION))
+        )
     return meta
 
 

@@ -25,21 +25,45 @@ class PlainProduct(Product):
         return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
 
     def fprop(
-        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int,
+        self,
+        k: Any,
+        x: ArrayView | None,
+        inputs: Views,
+        outputs: Views,
+        saved: Views,
+        scratch: Views,
+        y: ArrayView,
+        stream: int,
         addend: ArrayView | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert x is not None
         bias = self._bias(k, inputs, scratch, stream)
         weight = self._joined_weight(k, inputs, scratch, stream)
         k.gemm(x, weight, y, "nt" if self.oi else "nn", bias, addend, scratch["workspace"], stream)
 
-    def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+    def dgrad(
+        self,
+        k: Any,
+        g: ArrayView | None,
+        kept: Views,
+        saved: Views,
+        scratch: Views,
+        dx: ArrayView,
+        stream: int,
+    ) -> None:
         assert g is not None
         weight = self._joined_weight(k, kept, scratch, stream)
         k.gemm(g, weight, dx, "nn" if self.oi else "nt", None, None, scratch["workspace"], stream)
 
     def wgrad(
-        self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
+        self,
+        k: Any,
+        g: ArrayView | None,
+        x: ArrayView | None,
+        saved: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
     ) -> None:
         assert g is not None and x is not None
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):

@@ -9,8 +9,11 @@ from fp8kit.ops.product_plain import PlainProduct
 from fp8kit.ops.product_tensor import TensorProduct
 
 
-def product_of(spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool) -> Product:
-    """The products of one weight for ``rows`` rows of ``dtype``: by its scaling, or in high precision. See ``Product``."""
+def product_of(
+    spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
+) -> Product:
+    """The products of one weight for ``rows`` rows of ``dtype``: by its scaling, or in high precision. See
+    ``Product``."""
     kind: type[Product] = PlainProduct
     if spec.fp8 is not None:
         kind = BlockProduct if spec.fp8.blocks else TensorProduct

@@ -26,10 +26,11 @@ def pad(n: int) -> int:
 class Quant:
     """Scaling of one operand.
 
-    ``source`` says where the scale comes from. A scale for the whole tensor: "scale", it is an input and the amax is an output (delayed
-    scaling); "current", the amax is taken now; "amax", the amax is an input, reduced over devices by the door. A scale for each block,
-    from the block: "block", with ``tile`` (1, 128) or (128, 128), see ``block_quantize``. ``power_2`` and ``epsilon`` belong to the
-    rule of current scaling (``scale_from_amax``). FormatError for a source that is none of these or does not fit the tile.
+    ``source`` says where the scale comes from. A scale for the whole tensor: "scale", it is an input and the
+    amax is an output (delayed scaling); "current", the amax is taken now; "amax", the amax is an input,
+    reduced over devices by the door. A scale for each block, from the block: "block", with ``tile`` (1, 128)
+    or (128, 128), see ``block_quantize``. ``power_2`` and ``epsilon`` belong to the rule of current scaling
+    (``scale_from_amax``). FormatError for a source that is none of these or does not fit the tile.
     """
 
     format: Format
@@ -40,22 +41,31 @@ class Quant:
 
     def __post_init__(self) -> None:
         if self.source not in ("scale", "current", "amax", "block"):
-            raise FormatError(expected("Quant", "source", repr(self.source), '"scale", "current", "amax" or "block"'))
+            raise FormatError(
+                expected("Quant", "source", repr(self.source), '"scale", "current", "amax" or "block"')
+            )
         tiles = ((1, BLOCK), (BLOCK, BLOCK)) if self.source == "block" else (None,)
         if self.tile not in tiles:
-            raise FormatError(expected("Quant", "tile", self.tile, f"{' or '.join(map(str, tiles))} for source {self.source!r}"))
+            raise FormatError(
+                expected(
+                    "Quant", "tile", self.tile, f"{' or '.join(map(str, tiles))} for source {self.source!r}"
+                )
+            )
 
     @property
     def rule(self) -> Rule | None:
-        """What makes the tensor's scale of its amax; None where the scale is given, or each block has its own."""
+        """What makes the tensor's scale of its amax; None where the scale is given, or each block has its
+        own."""
         return Rule(self.power_2, self.epsilon) if self.source in ("current", "amax") else None
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """The three operands of a layer's products and the accumulation of each product (True: fast, False: split accumulator).
+    """The three operands of a layer's products and the accumulation of each product (True: fast, False: split
+    accumulator).
 
-    FormatError where some operands are scaled by blocks and some not, or two by squares, which no product takes.
+    FormatError where some operands are scaled by blocks and some not, or two by squares, which no product
+    takes.
     """
 
     x: Quant
@@ -68,9 +78,15 @@ class Fp8:
     def __post_init__(self) -> None:
         tiles = [quant.tile for quant in (self.x, self.w, self.g)]
         if (None in tiles and set(tiles) != {None}) or tiles.count((BLOCK, BLOCK)) > 1:
-            raise FormatError(expected("Fp8", "tiles of x, w, g", tiles, "none, or blocks for all and (128, 128) for at most one"))
+            raise FormatError(
+                expected(
+                    "Fp8", "tiles of x, w, g", tiles, "none, or blocks for all and (128, 128) for at most one"
+                )
+            )
         if self.blocks and (self.fprop_fast or self.dgrad_fast or self.wgrad_fast):
-            raise FormatError(expected("Fp8", "accumulation", "fast", "the split accumulator for operands scaled by blocks"))
+            raise FormatError(
+                expected("Fp8", "accumulation", "fast", "the split accumulator for operands scaled by blocks")
+            )
 
     @property
     def blocks(self) -> bool:
@@ -80,7 +96,8 @@ class Fp8:
 
 @lru_cache(maxsize=256)
 def fp8_from_recipe(recipe: Recipe) -> Fp8:
-    """What a recipe means for a layer's products; RecipeError for a recipe that no operation knows. Equal recipes give one object."""
+    """What a recipe means for a layer's products; RecipeError for a recipe that no operation knows. Equal
+    recipes give one object."""
     forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
     if recipe.delayed():
         return Fp8(Quant(forward), Quant(forward), Quant(backward))
@@ -101,7 +118,9 @@ def fp8_from_recipe(recipe: Recipe) -> Fp8:
     if recipe.float8_block_scaling():
 
         def block(fmt: Format, params: Any, dim: int) -> Quant:
-            return Quant(fmt, "block", params.power_2_scale, params.amax_epsilon, (1 if dim == 1 else BLOCK, BLOCK))
+            return Quant(
+                fmt, "block", params.power_2_scale, params.amax_epsilon, (1 if dim == 1 else BLOCK, BLOCK)
+            )
 
         return Fp8(
             block(forward, given.fp8_quant_fwd_inp, given.x_block_scaling_dim),
@@ -109,7 +128,14 @@ def fp8_from_recipe(recipe: Recipe) -> Fp8:
             block(backward, given.fp8_quant_bwd_grad, given.grad_block_scaling_dim),
             fprop_fast=False,
         )
-    raise RecipeError(expected("autocast", "recipe", type(recipe).__name__, "DelayedScaling, Float8CurrentScaling or Float8BlockScaling"))
+    raise RecipeError(
+        expected(
+            "autocast",
+            "recipe",
+            type(recipe).__name__,
+            "DelayedScaling, Float8CurrentScaling or Float8BlockScaling",
+        )
+    )
 
 
 def quantize_operand(
@@ -128,9 +154,12 @@ def quantize_operand(
 ) -> None:
     """Cast ``x``, h (M, N), to both orientations by the operand's rule, with one scale for the tensor.
 
-    ``scale``: float32 [1], the given scale; None where there is a rule. ``amax``: float32 [1], zeroed or a running maximum: the amax
-    output, or for "amax" the given one. ``amax_known``: a fused kernel has put the amax there already.
+    ``scale``: float32 [1], the given scale; None where there is a rule. ``amax``: float32 [1], zeroed or a
+    running maximum: the amax output, or for "amax" the given one. ``amax_known``: a fused kernel has put the
+    amax there already.
     """
     if quant.source == "current" and not amax_known:
         k.amax(x, amax, x.shape, stream)
-    k.quantize_transpose(x, Cast(quant.format, q, q_t, scale, scale_inv, amax, quant.rule), dbias, workspace, stream)
+    k.quantize_transpose(
+        x, Cast(quant.format, q, q_t, scale, scale_inv, amax, quant.rule), dbias, workspace, stream
+    )

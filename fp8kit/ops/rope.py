@@ -1,4 +1,5 @@
-"""Rotary position embedding as an operation (Su et al., RoFormer, 2021), on one tensor or on the parts of a packed one."""
+"""Rotary position embedding as an operation (Su et al., RoFormer, 2021), on one tensor or on the parts of a
+packed one."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ _SEQUENCES = ("cu_seqlens", "cu_seqlens_padded")  # the sequences' lengths, and 
 class RopeSpec:
     """Static arguments of ``Rope``.
 
-    * ``segments``: (heads, features of a head, name of the angles' input) of each part that lies in the last dimension, in order; "" for
-      a part that is copied. The names are "freqs" and "k_freqs".
-    * ``qkv_format``: "sbhd", "bshd" or "thd". ``interleaved``: pairs are neighbours, instead of the two halves.
-    * ``alternating``: the segments, of equally many heads, alternate from head to head, instead of lying one after the other.
+    * ``segments``: (heads, features of a head, name of the angles' input) of each part that lies in the last
+      dimension, in order; "" for a part that is copied. The names are "freqs" and "k_freqs".
+    * ``qkv_format``: "sbhd", "bshd" or "thd". ``interleaved``: pairs are neighbours, instead of the two
+      halves.
+    * ``alternating``: the segments, of equally many heads, alternate from head to head, instead of lying one
+      after the other.
     """
 
     segments: tuple[tuple[int, int, str], ...]
@@ -44,47 +47,74 @@ class RopeSpec:
 
 
 class Rope(Operation):
-    """y = x with the heads of its segments turned. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a single segment also as a
-    dimension of their own; ``freqs`` (and ``k_freqs``): float32 (positions, r), angles in radians, r even and at most the head's features;
-    ``start_positions`` int32 (b,) or None: added to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), running sums of the
-    sequences' lengths, with "thd" and only there; there also ``cu_seqlens_padded``, int32 (b + 1,): where each sequence starts, if there
-    are gaps between them. s, b and t may be 0. Output y like x; turned heads of tokens of no sequence are 0. Gradient of x, 0 likewise.
+    """y = x with the heads of its segments turned. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a
+    single segment also as a dimension of their own; ``freqs`` (and ``k_freqs``): float32 (positions, r),
+    angles in radians, r even and at most the head's features; ``start_positions`` int32 (b,) or None: added
+    to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), running sums of the sequences' lengths, with
+    "thd" and only there; there also ``cu_seqlens_padded``, int32 (b + 1,): where each sequence starts, if
+    there are gaps between them. s, b and t may be 0. Output y like x; turned heads of tokens of no sequence
+    are 0. Gradient of x, 0 likewise.
 
-    ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError for dtypes; ``forward``
-    ArgumentError for running sums on the CPU that are none (``ops.values``). Where start_positions, or with "thd" on a GPU a sequence's
-    length, lead beyond the angles, the result is NaN.
+    ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError
+    for dtypes; ``forward`` ArgumentError for running sums on the CPU that are none (``ops.values``). Where
+    start_positions, or with "thd" on a GPU a sequence's length, lead beyond the angles, the result is NaN.
     """
 
     name: ClassVar[str] = "rope"
 
     def infer(self, spec: RopeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         if spec.qkv_format not in FORMATS:
-            raise ShapeError(expected("rope", "qkv_format", repr(spec.qkv_format), f"one of {', '.join(FORMATS)}"))
+            raise ShapeError(
+                expected("rope", "qkv_format", repr(spec.qkv_format), f"one of {', '.join(FORMATS)}")
+            )
         if spec.alternating and len({heads for heads, *_ in spec.segments}) != 1:
-            raise ShapeError(expected("rope", "segments", spec.segments, "equally many heads in each, where they alternate"))
+            raise ShapeError(
+                expected(
+                    "rope", "segments", spec.segments, "equally many heads in each, where they alternate"
+                )
+            )
         x = _want("x", metas, HIGH_PRECISION)
         packed = spec.qkv_format == "thd"
         dims = 1 if packed else 2
         wanted = [(spec.width,), *([spec.segments[0][:2]] if len(spec.segments) == 1 else [])]
         if len(x.shape) < dims + 1 or x.shape[dims:] not in wanted or 0 in x.shape[dims:]:
-            forms = " or ".join(f"({'tokens' if packed else 'sequence, batch'}, {', '.join(map(str, last))})" for last in wanted)
+            forms = " or ".join(
+                f"({'tokens' if packed else 'sequence, batch'}, {', '.join(map(str, last))})"
+                for last in wanted
+            )
             raise ShapeError(expected("rope", "x", f"shape {x.shape}", f"{forms}, heads and features not 0"))
         for name in spec.angles:
             shape = _want(name, metas, (formats.float32,)).shape
             most = min(dim for _, dim, used in spec.segments if used == name)
             if len(shape) != 2 or shape[1] % 2 or not 0 < shape[1] <= most:
-                raise ShapeError(expected("rope", name, f"shape {shape}", f"(positions, an even number up to {most})"))
+                raise ShapeError(
+                    expected("rope", name, f"shape {shape}", f"(positions, an even number up to {most})")
+                )
             if not packed and shape[0] < x.shape[spec.qkv_format.index("s")]:
-                raise ShapeError(expected("rope", name, f"shape {shape}", f"at least {x.shape[spec.qkv_format.index('s')]} positions"))
+                raise ShapeError(
+                    expected(
+                        "rope",
+                        name,
+                        f"shape {shape}",
+                        f"at least {x.shape[spec.qkv_format.index('s')]} positions",
+                    )
+                )
         batch = None if packed else x.shape[spec.qkv_format.index("b")]
         if packed:
-            batch = check_starts("rope", "cu_seqlens", _want("cu_seqlens", metas, (formats.int32,)).shape, x.shape[0])
+            batch = check_starts(
+                "rope", "cu_seqlens", _want("cu_seqlens", metas, (formats.int32,)).shape, x.shape[0]
+            )
         for name in _SEQUENCES:
             if metas.get(name) is None:
                 continue
             if not packed:
-                raise ShapeError(expected("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}"))
-            shape, sums = _want(name, metas, (formats.int32,)).shape, _want("cu_seqlens", metas, (formats.int32,)).shape
+                raise ShapeError(
+                    expected("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}")
+                )
+            shape, sums = (
+                _want(name, metas, (formats.int32,)).shape,
+                _want("cu_seqlens", metas, (formats.int32,)).shape,
+            )
             if shape != sums:
                 raise ShapeError(expected("rope", name, f"shape {shape}", f"{sums}, as cu_seqlens"))
         if metas.get("start_positions") is not None:
@@ -92,19 +122,35 @@ class Rope(Operation):
             if shape != (batch,):
                 raise ShapeError(expected("rope", "start_positions", f"shape {shape}", f"({batch},)"))
         like = Meta(x.shape, x.dtype)
-        kept = (*spec.angles, *(name for name in ("start_positions", *_SEQUENCES) if metas.get(name) is not None))
-        return Signature({"y": like}, kept=kept, grads={"x": like}) if "x" in needs else Signature({"y": like})
+        kept = (
+            *spec.angles,
+            *(name for name in ("start_positions", *_SEQUENCES) if metas.get(name) is not None),
+        )
+        return (
+            Signature({"y": like}, kept=kept, grads={"x": like}) if "x" in needs else Signature({"y": like})
+        )
 
     def plan(self, spec: RopeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         return Plan(spec, self.infer(spec, metas, needs), kernels)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         x = inputs["x"]
         assert x is not None
         check_tokens(self.name, plan.spec, inputs, x.shape[0])
         _turn(plan, plan.kernels.rope_fwd, x, outputs["y"], inputs, stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         _turn(plan, plan.kernels.rope_bwd, cotangents["y"], grads["x"], kept, stream)
 
 
@@ -112,13 +158,20 @@ rope = Rope()
 
 
 def check_tokens(operation: str, spec: RopeSpec, inputs: Views, tokens: int) -> None:
-    """ArgumentError for running sums on the CPU that do not fit so many tokens, or whose sequences are longer than the angles reach."""
+    """ArgumentError for running sums on the CPU that do not fit so many tokens, or whose sequences are longer
+    than the angles reach."""
     freqs = [inputs[name] for name in spec.angles]
-    positions = None if inputs.get("start_positions") is not None else min((f.shape[0] for f in freqs if f is not None), default=None)
+    positions = (
+        None
+        if inputs.get("start_positions") is not None
+        else min((f.shape[0] for f in freqs if f is not None), default=None)
+    )
     check_sequences(operation, inputs, "cu_seqlens", tokens, positions)
 
 
-def _turn(plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, views: Views, stream: int) -> None:
+def _turn(
+    plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, views: Views, stream: int
+) -> None:
     assert x is not None and y is not None
     if not x.size:
         return
@@ -127,7 +180,17 @@ def _turn(plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, vie
     starts = views.get("cu_seqlens_padded") or lengths
     for name, source, target in _segments(spec, x, y):
         if name:
-            kernel(source, views[name], target, views.get("start_positions"), lengths, starts, spec.qkv_format, spec.interleaved, stream)
+            kernel(
+                source,
+                views[name],
+                target,
+                views.get("start_positions"),
+                lengths,
+                starts,
+                spec.qkv_format,
+                spec.interleaved,
+                stream,
+            )
         else:
             plan.kernels.copy(source, target, stream)
 

@@ -14,9 +14,10 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 @dataclass(frozen=True)
 class SplitHeadsSpec:
-    """``parts``: (output's name, its heads) in the order in which they lie; heads have ``head_dim`` features. ``groups``: how often that
-    order repeats, each time with ``heads / groups`` heads of each part: 1 has the parts one after the other; with as many groups as keys,
-    each group has its queries, its key and its value."""
+    """``parts``: (output's name, its heads) in the order in which they lie; heads have ``head_dim`` features.
+    ``groups``: how often that order repeats, each time with ``heads / groups`` heads of each part: 1 has the
+    parts one after the other; with as many groups as keys, each group has its queries, its key and its value.
+    """
 
     parts: tuple[tuple[str, int], ...]
     head_dim: int
@@ -24,7 +25,8 @@ class SplitHeadsSpec:
 
 
 class SplitHeads(Operation):
-    """Input: x h (..., N), N the features of all parts. Outputs: each part h (..., heads, head_dim). Gradient of x.
+    """Input: x h (..., N), N the features of all parts. Outputs: each part h (..., heads, head_dim). Gradient
+    of x.
 
     ``infer`` raises ShapeError where the features, or the groups and the heads, do not fit.
     """
@@ -34,7 +36,9 @@ class SplitHeads(Operation):
     def infer(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         for part, heads in spec.parts:
             if heads % spec.groups:
-                raise ShapeError(expected(self.name, part, f"{heads} heads", f"a multiple of {spec.groups} groups"))
+                raise ShapeError(
+                    expected(self.name, part, f"{heads} heads", f"a multiple of {spec.groups} groups")
+                )
         x = want_rows(self.name, "x", metas, sum(heads for _, heads in spec.parts) * spec.head_dim)
         outputs = {part: Meta((*x.shape[:-1], heads, spec.head_dim), x.dtype) for part, heads in spec.parts}
         # zeroed: the place of a part that nothing was made of
@@ -43,11 +47,22 @@ class SplitHeads(Operation):
     def plan(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         return Plan(spec, self.infer(spec, metas, needs), kernels)
 
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
         for packed, apart in _pairs(plan.spec, inputs["x"], outputs):
             plan.kernels.copy(packed, apart, stream)
 
-    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
         for packed, apart in _pairs(plan.spec, grads["x"], cotangents):
             plan.kernels.copy(apart, packed, stream)
 

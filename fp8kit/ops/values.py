@@ -1,8 +1,9 @@
 """Values that only a look at the data can refuse: running sums of lengths, and indices.
 
-A look at a device's memory waits for the device, so that nobody looks there: what a kernel does with wrong values is said by its contract
-(``backends.protocol``), and it never leaves its arrays. On the CPU a look costs next to nothing, and wrong values are ArgumentErrors:
-operations look when they run, before any kernel; doors before they allocate by what the values say.
+A look at a device's memory waits for the device, so that nobody looks there: what a kernel does with wrong
+values is said by its contract (``backends.protocol``), and it never leaves its arrays. On the CPU a look
+costs next to nothing, and wrong values are ArgumentErrors: operations look when they run, before any kernel;
+doors before they allocate by what the values say.
 """
 
 from __future__ import annotations
@@ -21,29 +22,51 @@ from fp8kit.spec import Views
 _SHOWN = 12  # entries of an array in an error
 
 
-def check_sums(operation: str, name: str, sums: np.ndarray[Any, Any], total: int | None, longest: int | None = None) -> None:
-    """Refuse running sums (b + 1,) that do not start at 0, fall, pass ``total`` rows, or hold a sequence longer than ``longest``."""
+def check_sums(
+    operation: str, name: str, sums: np.ndarray[Any, Any], total: int | None, longest: int | None = None
+) -> None:
+    """Refuse running sums (b + 1,) that do not start at 0, fall, pass ``total`` rows, or hold a sequence
+    longer than ``longest``."""
     values = sums.astype(np.int64)
     lengths = np.diff(values)
     if values.size and (values[0] != 0 or (lengths < 0).any()):
-        raise ArgumentError(expected(operation, name, _shown(values), "running sums: 0 first, then none less than the one before"))
+        raise ArgumentError(
+            expected(
+                operation, name, _shown(values), "running sums: 0 first, then none less than the one before"
+            )
+        )
     if total is not None and values.size and values[-1] > total:
-        raise ArgumentError(expected(operation, name, _shown(values), f"running sums up to {total}, the rows that there are"))
+        raise ArgumentError(
+            expected(operation, name, _shown(values), f"running sums up to {total}, the rows that there are")
+        )
     if longest is not None and (lengths > longest).any():
-        raise ArgumentError(expected(operation, name, _shown(values), f"sequences of at most {longest}, not of {lengths.max()}"))
+        raise ArgumentError(
+            expected(
+                operation, name, _shown(values), f"sequences of at most {longest}, not of {lengths.max()}"
+            )
+        )
 
 
-def check_starts_fit(operation: str, name: str, starts: np.ndarray[Any, Any], sums: np.ndarray[Any, Any], total: int) -> None:
-    """Refuse starts of sequences (b + 1,), the last where they end, that leave [0, ``total``] or leave no room for one of ``sums``."""
+def check_starts_fit(
+    operation: str, name: str, starts: np.ndarray[Any, Any], sums: np.ndarray[Any, Any], total: int
+) -> None:
+    """Refuse starts of sequences (b + 1,), the last where they end, that leave [0, ``total``] or leave no
+    room for one of ``sums``."""
     values = starts.astype(np.int64)
-    if values.size and (values[0] < 0 or values[-1] > total or (np.diff(values) < np.diff(sums.astype(np.int64))).any()):
-        wanted = f"places in [0, {total}] with room for each sequence of {_shown(sums)} before the next starts"
+    if values.size and (
+        values[0] < 0 or values[-1] > total or (np.diff(values) < np.diff(sums.astype(np.int64))).any()
+    ):
+        wanted = (
+            f"places in [0, {total}] with room for each sequence of {_shown(sums)} before the next starts"
+        )
         raise ArgumentError(expected(operation, name, _shown(values), wanted))
 
 
-def check_sequences(operation: str, views: Views, name: str, total: int | None, longest: int | None = None) -> None:
-    """``check_sums`` of the view ``name``, and ``check_starts_fit`` of its ``_padded`` twin, where they are there and on the CPU. Such of
-    another shape or dtype are left to ``infer``."""
+def check_sequences(
+    operation: str, views: Views, name: str, total: int | None, longest: int | None = None
+) -> None:
+    """``check_sums`` of the view ``name``, and ``check_starts_fit`` of its ``_padded`` twin, where they are
+    there and on the CPU. Such of another shape or dtype are left to ``infer``."""
     sums, starts = _host(views.get(name)), _host(views.get(f"{name}_padded"))
     if sums is not None:
         check_sums(operation, name, sums, total if starts is None else None, longest)
@@ -51,18 +74,25 @@ def check_sequences(operation: str, views: Views, name: str, total: int | None, 
         check_starts_fit(operation, f"{name}_padded", starts, sums, total)
 
 
-def check_lengths(operation: str, spec: AttentionSpec, views: Views, sides: Iterable[str] = ("q", "kv")) -> None:
-    """``check_sequences`` of an attention's ``cu_seqlens_q`` and ``cu_seqlens_kv``, or one of them, by its inputs q, k and v."""
+def check_lengths(
+    operation: str, spec: AttentionSpec, views: Views, sides: Iterable[str] = ("q", "kv")
+) -> None:
+    """``check_sequences`` of an attention's ``cu_seqlens_q`` and ``cu_seqlens_kv``, or one of them, by its
+    inputs q, k and v."""
     if spec.padded:
         for side in sides:
             view = next(views[name] for name, parts in LAYOUTS[spec.layout].items() if side[0] in parts)
             assert view is not None
             longest = spec.max_seqlen_q if side == "q" else spec.max_seqlen_kv
-            total, most = (view.shape[0], longest) if spec.packed else (None, length_of(spec.qkv_format, view.shape))
+            total, most = (
+                (view.shape[0], longest) if spec.packed else (None, length_of(spec.qkv_format, view.shape))
+            )
             check_sequences(operation, views, f"cu_seqlens_{side}", total, most)
 
 
-def check_indices(operation: str, name: str, view: ArrayView | None, count: int, ignored: int | None = None) -> None:
+def check_indices(
+    operation: str, name: str, view: ArrayView | None, count: int, ignored: int | None = None
+) -> None:
     """Refuse indices on the CPU that are not in [0, ``count``), but for ``ignored``."""
     if view is None or view.device.kind != "cpu":
         return
@@ -71,7 +101,11 @@ def check_indices(operation: str, name: str, view: ArrayView | None, count: int,
     if ignored is not None:
         wrong &= values != ignored
     if wrong.any():
-        wanted = f"classes in [0, {count}), or {ignored} to ignore a row" if ignored is not None else f"indices in [0, {count})"
+        wanted = (
+            f"classes in [0, {count}), or {ignored} to ignore a row"
+            if ignored is not None
+            else f"indices in [0, {count})"
+        )
         raise ArgumentError(expected(operation, name, f"{int(values[wrong][0])} among them", wanted))
 
 

@@ -20,25 +20,39 @@ class AdamW(Optimizer):
         m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2
         w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 
-    ``params``, ``lr``, ``write_fp8_weights``, masters and errors: see ``Optimizer``. m and v (``exp_avg``, ``exp_avg_sq``) are float32 and
-    start at 0; t counts the parameter's own steps.
+    ``params``, ``lr``, ``write_fp8_weights``, masters and errors: see ``Optimizer``. m and v (``exp_avg``,
+    ``exp_avg_sq``) are float32 and start at 0; t counts the parameter's own steps.
     """
 
     columns = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.01, write_fp8_weights: bool = False,
+        self,
+        params: Iterable[Tensor] | Iterable[Mapping[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        write_fp8_weights: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, write_fp8_weights)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, write_fp8_weights
+        )
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
         try:
             beta1, beta2 = group["betas"]
         except (TypeError, ValueError):
-            raise ArgumentError(expected("AdamW", "hyperparameters: betas", group["betas"], "two numbers")) from None
-        return (rate("AdamW", group["lr"]), number("AdamW", "betas", beta1, 1), number("AdamW", "betas", beta2, 1),
-                number("AdamW", "eps", group["eps"]), number("AdamW", "weight_decay", group["weight_decay"]))
+            raise ArgumentError(
+                expected("AdamW", "hyperparameters: betas", group["betas"], "two numbers")
+            ) from None
+        return (
+            rate("AdamW", group["lr"]),
+            number("AdamW", "betas", beta1, 1),
+            number("AdamW", "betas", beta2, 1),
+            number("AdamW", "eps", group["eps"]),
+            number("AdamW", "weight_decay", group["weight_decay"]),
+        )
 
     def nest(self, values: Sequence[float]) -> Group:
         return {"betas": (values[1], values[2]), "eps": values[3], "weight_decay": values[4]}
@@ -47,5 +61,13 @@ class AdamW(Optimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
-        kernels.adamw_(*batch.columns("exp_avg", "exp_avg_sq"), batch.lr, *batch.hyper, batch.weight_decays, batch.step,
-                       batch.inv_scale, batch.found_inf, stream)
+        kernels.adamw_(
+            *batch.columns("exp_avg", "exp_avg_sq"),
+            batch.lr,
+            *batch.hyper,
+            batch.weight_decays,
+            batch.step,
+            batch.inv_scale,
+            batch.found_inf,
+            stream,
+        )

@@ -1,7 +1,9 @@
-"""``Optimizer``: parameter groups, float32 masters, steps counted on the device, and their state; what AdamW and SGD share.
+"""``Optimizer``: parameter groups, float32 masters, steps counted on the device, and their state; what AdamW
+and SGD share.
 
-A step is counted on the device, because whether it was skipped (``found_inf``) is known there only, and because a captured graph must
-see a new count at each replay. Parameters that always took part in the same steps share a counter.
+A step is counted on the device, because whether it was skipped (``found_inf``) is known there only, and
+because a captured graph must see a new count at each replay. Parameters that always took part in the same
+steps share a counter.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from fp8kit.formats import float32, int64
 
 Group = dict[str, Any]
 Hyper = tuple[Any, ...]
-Taking = tuple[Tensor, ArrayView, float | ArrayView, Hyper]  # a parameter, its gradient, lr, and the other hyperparameters
+# a parameter, its gradient, lr, and the other hyperparameters
+Taking = tuple[Tensor, ArrayView, float | ArrayView, Hyper]
 
 
 class _Counter:
@@ -36,7 +39,8 @@ class _Counter:
 
 
 class _State:
-    """What the optimiser keeps of one parameter: its counter, float32 arrays, and the float32 master of a 16-bit parameter."""
+    """What the optimiser keeps of one parameter: its counter, float32 arrays, and the float32 master of a
+    16-bit parameter."""
 
     __slots__ = ("arrays", "counter", "master")
 
@@ -77,7 +81,8 @@ class Entry(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Parameters of one device that share count and hyperparameters: what one kernel call takes. ``lr``: a number or float32 [1]."""
+    """Parameters of one device that share count and hyperparameters: what one kernel call takes. ``lr``: a
+    number or float32 [1]."""
 
     entries: list[Entry]
     lr: float | ArrayView
@@ -87,9 +92,12 @@ class Batch(NamedTuple):
     found_inf: ArrayView | None
 
     def columns(self, *slots: str) -> tuple[list[Any], ...]:
-        """Lists of parameters, gradients, the arrays ``slots``, and masters, in the order of the kernels' arguments."""
+        """Lists of parameters, gradients, the arrays ``slots``, and masters, in the order of the kernels'
+        arguments."""
         params, grads, states, _ = zip(*self.entries, strict=True)
-        kept = [[state.slot(name, param) for param, state in zip(params, states, strict=True)] for name in slots]
+        kept = [
+            [state.slot(name, param) for param, state in zip(params, states, strict=True)] for name in slots
+        ]
         return (list(params), list(grads), *kept, [state.master for state in states])
 
     @property
@@ -99,46 +107,75 @@ class Batch(NamedTuple):
 
 
 class Optimizer:
-    """Base of optimisers. A subclass has ``columns``, the names of the flat hyperparameters in ``state_dict``'s "hyper" (the first is
-    ``lr``, the last ``weight_decay``), and ``flat``, ``nest``, ``slots`` and ``update``.
+    """Base of optimisers. A subclass has ``columns``, the names of the flat hyperparameters in
+    ``state_dict``'s "hyper" (the first is ``lr``, the last ``weight_decay``), and ``flat``, ``nest``,
+    ``slots`` and ``update``.
 
-    ``params``: tensors, or dicts ``{"params": [...], "lr": ...}`` whose other entries override the defaults. A 16-bit parameter has a
-    float32 master, made from its value at the first step, on which the update is made. A parameter without a gradient is left alone.
-    Load weights before the first step, or load the optimiser's state too: the masters, once made, are the truth.
+    ``params``: tensors, or dicts ``{"params": [...], "lr": ...}`` whose other entries override the defaults.
+    A 16-bit parameter has a float32 master, made from its value at the first step, on which the update is
+    made. A parameter without a gradient is left alone. Load weights before the first step, or load the
+    optimiser's state too: the masters, once made, are the truth.
 
-    ``param_groups`` is a list of dicts that may be changed between steps. ``lr`` is a number, or a float32 array of one element on the
-    parameters' device, which is read there at each step and can be changed without a new captured graph.
+    ``param_groups`` is a list of dicts that may be changed between steps. ``lr`` is a number, or a float32
+    array of one element on the parameters' device, which is read there at each step and can be changed
+    without a new captured graph.
 
-    ``write_fp8_weights``: after its update, a step also casts the weights of the layers that have run under ``autocast``, as the next
-    forward pass would: all in a few launches, and once for all micro-batches where scaling is not delayed. That pass then casts no weight;
-    the bits are the same. Where a weight, its scale or the recipe has changed since, it casts as ever. It is off unless asked for, for two
-    reasons: what is written into a weight through ``data``, ``numpy()`` or DLPack, or into the arrays of a ``state_dict()``, no count sees,
-    so that between a step and a forward pass weights must be changed by ``copy_`` and its like; and the codes, two bytes for each element,
-    lie in memory from step to step. Without FP8 it costs nothing. Not written are: what a captured graph (``fp8kit.graph``) uses; in block
-    scaling, weights in parts that do not lie side by side (those of a layer that was copied).
+    ``write_fp8_weights``: after its update, a step also casts the weights of the layers that have run under
+    ``autocast``, as the next forward pass would: all in a few launches, and once for all micro-batches where
+    scaling is not delayed. That pass then casts no weight; the bits are the same. Where a weight, its scale
+    or the recipe has changed since, it casts as ever. It is off unless asked for, for two reasons: what is
+    written into a weight through ``data``, ``numpy()`` or DLPack, or into the arrays of a ``state_dict()``,
+    no count sees, so that between a step and a forward pass weights must be changed by ``copy_`` and its
+    like; and the codes, two bytes for each element, lie in memory from step to step. Without FP8 it costs
+    nothing. Not written are: what a captured graph (``fp8kit.graph``) uses; in block scaling, weights in
+    parts that do not lie side by side (those of a layer that was copied).
 
-    Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside their range, ShapeError for a
-    ``grad`` that was set to an array of another shape, dtype or device.
+    Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside
+    their range, ShapeError for a ``grad`` that was set to an array of another shape, dtype or device.
     """
 
     columns: ClassVar[tuple[str, ...]]
 
-    def __init__(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], defaults: Group, write_fp8_weights: bool = False) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[Mapping[str, Any]],
+        defaults: Group,
+        write_fp8_weights: bool = False,
+    ) -> None:
         name = type(self).__name__
         self.write_fp8_weights = flag(name, "write_fp8_weights", write_fp8_weights)
         given = listed(name, "params", params, "tensors, such as model.parameters(), or dicts of them")
-        groups: list[Mapping[str, Any]] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        groups: list[Mapping[str, Any]] = (
+            given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        )
         self.param_groups: list[Group] = []
         seen: set[int] = set()
         for group in groups:
             if not isinstance(group, Mapping):
-                raise ArgumentError(expected(name, "param_groups", shown(group), 'a dict with "params" in each place, or tensors alone'))
+                raise ArgumentError(
+                    expected(
+                        name,
+                        "param_groups",
+                        shown(group),
+                        'a dict with "params" in each place, or tensors alone',
+                    )
+                )
             if "params" not in group:
-                raise ArgumentError(expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'))
+                raise ArgumentError(
+                    expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each')
+                )
             unknown = set(group) - {"params", *defaults}
             if unknown:
-                raise ArgumentError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
-            whole: Group = {**defaults, **group, "params": listed(name, "params", group["params"], "a list of tensors")}
+                raise ArgumentError(
+                    expected(
+                        name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"
+                    )
+                )
+            whole: Group = {
+                **defaults,
+                **group,
+                "params": listed(name, "params", group["params"], "a list of tensors"),
+            }
             for param in whole["params"]:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
@@ -146,17 +183,20 @@ class Optimizer:
                 seen.add(id(param))
                 if not param.view.contiguous or not param.view.writable:
                     what = f"strides {param.view.strides} or memory that is read-only"
-                    raise ArgumentError(expected(name, "params", what, "C-contiguous memory that may be written"))
+                    raise ArgumentError(
+                        expected(name, "params", what, "C-contiguous memory that may be written")
+                    )
             self.flat(whole)
             self.param_groups.append(whole)
         if not seen:
             raise ArgumentError(expected(name, "params", "nothing", "at least one tensor"))
         self._states: dict[Tensor, _State] = {}
 
-    # --- what a subclass gives ----------------------------------------------------------------------------------------
+    # --- what a subclass gives ------------------------------------------------------------------------------
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
-        """A group's hyperparameters in the order of ``columns``; Fp8kitError for those outside their range."""
+        """A group's hyperparameters in the order of ``columns``; Fp8kitError for those outside their
+        range."""
         raise NotImplementedError
 
     def nest(self, values: Sequence[float]) -> Group:
@@ -168,14 +208,16 @@ class Optimizer:
         raise NotImplementedError
 
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
-        """One step of a batch: float32 states and masters, parameters and gradients of their own dtypes. Raises no errors of its own."""
+        """One step of a batch: float32 states and masters, parameters and gradients of their own dtypes.
+        Raises no errors of its own."""
         raise NotImplementedError
 
-    # --- steps --------------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first group; setting it sets every group's. Reading one that is an array waits for the device."""
+        """Learning rate of the first group; setting it sets every group's. Reading one that is an array waits
+        for the device."""
         return _host(self.param_groups[0]["lr"])
 
     @lr.setter
@@ -194,19 +236,24 @@ class Optimizer:
     def step(self, inv_scale: Any = None, found_inf: Any = None) -> None:
         """One update of every parameter that has a gradient, in stream order, without waiting for the device.
 
-        ``inv_scale``: float32 array of one element that gradients are multiplied by on the way. ``found_inf``: the same; where it is not 0,
-        nothing changes and the step does not count. ``GradScaler.step`` gives both.
+        ``inv_scale``: float32 array of one element that gradients are multiplied by on the way.
+        ``found_inf``: the same; where it is not 0, nothing changes and the step does not count.
+        ``GradScaler.step`` gives both.
         """
         self.make_step(self.taking(), inv_scale, found_inf)
 
     def taking(self) -> list[Taking]:
-        """What a step would take now, a row for each parameter that has a gradient. Fp8kitError for gradients and hyperparameters that a
-        step refuses."""
+        """What a step would take now, a row for each parameter that has a gradient. Fp8kitError for gradients
+        and hyperparameters that a step refuses."""
         found: list[Taking] = []
         for group in self.param_groups:
             hyper = self.flat(group)
             lr = hyper[0] if isinstance(hyper[0], float) else self._one("lr", hyper[0])
-            found += [(param, self.gradient(param), lr, hyper[1:]) for param in group["params"] if param.grad is not None]
+            found += [
+                (param, self.gradient(param), lr, hyper[1:])
+                for param in group["params"]
+                if param.grad is not None
+            ]
         return found
 
     def make_step(self, taking: Sequence[Taking], inv_scale: Any = None, found_inf: Any = None) -> None:
@@ -223,7 +270,8 @@ class Optimizer:
                 batches[key] = Batch([], lr, hyper[:-1], state.counter.view, by, bad)
             batches[key].entries.append(Entry(param.view, grad, state, hyper[-1]))
         for batch in batches.values():
-            batch.columns(*self.slots((0.0, *batch.hyper, 0.0)))  # what may fail for want of memory, before the step counts
+            # what may fail for want of memory, before the step counts
+            batch.columns(*self.slots((0.0, *batch.hyper, 0.0)))
         write_derived = renewing([param for param, *_ in taking]) if self.write_fp8_weights else None
         counted: list[_Counter] = []
         updated: set[int] = set()
@@ -245,13 +293,21 @@ class Optimizer:
             write_derived()
 
     def _held(self) -> tuple[list[str], captured.Read, object]:
-        """What a captured graph would not see change, as ``captured.hold`` takes it. An ``lr`` that is an array is read where it lies."""
+        """What a captured graph would not see change, as ``captured.hold`` takes it. An ``lr`` that is an
+        array is read where it lies."""
 
         def read() -> list[Any]:
             values = [value for group in self.param_groups for value in self.flat(group)]
-            return [v if isinstance(v, float) or not hasattr(v, "shape") else arrays.as_view(v).ptr for v in values] + [id(self._states)]
+            return [
+                v if isinstance(v, float) or not hasattr(v, "shape") else arrays.as_view(v).ptr
+                for v in values
+            ] + [id(self._states)]
 
-        names = [f"{type(self).__name__}.param_groups[{i}]: {name}" for i in range(len(self.param_groups)) for name in self.columns]
+        names = [
+            f"{type(self).__name__}.param_groups[{i}]: {name}"
+            for i in range(len(self.param_groups))
+            for name in self.columns
+        ]
         names.append(f"{type(self).__name__}: state, which was loaded")
         return names, read, (self._states, [group["lr"] for group in self.param_groups])
 
@@ -263,8 +319,8 @@ class Optimizer:
                 arrays.copy(count, arrays.as_view(count.numpy() - 1))
 
     def _counters(self, params: Sequence[Tensor]) -> list[_Counter]:
-        """Make the states that are missing; the counters of ``params``, each once and with no other holders. Parameters that leave behind
-        others which they shared a counter with get a copy of it."""
+        """Make the states that are missing; the counters of ``params``, each once and with no other holders.
+        Parameters that leave behind others which they shared a counter with get a copy of it."""
         fresh: dict[arrays.Device, _Counter] = {}
         taking: dict[int, list[_State]] = {}
         found: list[_Counter] = []
@@ -285,7 +341,8 @@ class Optimizer:
         return found
 
     def gradient(self, param: Tensor) -> ArrayView:
-        """The gradient of a parameter, of its shape and dtype, C-contiguous. ShapeError, FormatError where another array has been set."""
+        """The gradient of a parameter, of its shape and dtype, C-contiguous. ShapeError, FormatError where
+        another array has been set."""
         grad = arrays.contiguous(arrays.as_view(param.grad, type(self).__name__, "grad"))
         if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
             got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (grad, param))
@@ -294,18 +351,22 @@ class Optimizer:
 
     def _one(self, argument: str, value: Any) -> ArrayView:
         """A float32 array of one element on the parameters' device."""
-        view, devices = arrays.as_view(value, type(self).__name__, argument), {param.device for param in self._params()}
+        view, devices = (
+            arrays.as_view(value, type(self).__name__, argument),
+            {param.device for param in self._params()},
+        )
         if view.size != 1 or view.dtype is not float32 or devices != {view.device}:
             got = f"{view.dtype.name} {view.shape} on {view.device}"
             wanted = f"one float32 element on {', '.join(map(str, devices))}"
             raise ShapeError(expected(type(self).__name__, argument, got, wanted))
         return view.reshape(1)
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, ArrayView]:
-        """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups, len(columns)), and for each
-        parameter i that has taken a step its float32 arrays, ``exp_avg.i`` and so on, and ``master.i``. Waits for the device."""
+        """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups,
+        len(columns)), and for each parameter i that has taken a step its float32 arrays, ``exp_avg.i`` and so
+        on, and ``master.i``. Waits for the device."""
         counts: dict[int, int] = {}
         out: dict[str, ArrayView] = {}
         steps = []
@@ -317,23 +378,34 @@ class Optimizer:
             if state is not None and steps[-1]:
                 out |= {f"{name}.{i}": view for name, view in state.named().items()}
         hyper = [[_host(value) for value in self.flat(group)] for group in self.param_groups]
-        return {"steps": arrays.as_view(np.array(steps, np.int64)), "hyper": arrays.as_view(np.array(hyper, np.float64))} | out
+        return {
+            "steps": arrays.as_view(np.array(steps, np.int64)),
+            "hyper": arrays.as_view(np.array(hyper, np.float64)),
+        } | out
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave; everything is checked before anything changes. CheckpointError for missing or (``strict``)
-        unexpected names, and for other shapes or dtypes."""
+        """Take over what ``state_dict`` gave; everything is checked before anything changes. CheckpointError
+        for missing or (``strict``) unexpected names, and for other shapes or dtypes."""
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as ``load_state_dict``."""
+        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as
+        ``load_state_dict``."""
         params, width = self._params(), len(self.columns)
         operation = f"{type(self).__name__}.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)
-        views = {name: serialization.array(operation, name, array) for name, array in serialization.mapping(operation, state).items()}
+        views = {
+            name: serialization.array(operation, name, array)
+            for name, array in serialization.mapping(operation, state).items()
+        }
         wanted = {"steps": ((len(params),), "int64"), "hyper": ((len(self.param_groups), width), "float64")}
         fits = {n: n in views and (views[n].shape, views[n].dtype.name) == w for n, w in wanted.items()}
         steps = views["steps"].numpy() if fits["steps"] else np.zeros(len(params), np.int64)
-        rows = views["hyper"].numpy().tolist() if fits["hyper"] else [list(self.flat(group)) for group in self.param_groups]
+        rows = (
+            views["hyper"].numpy().tolist()
+            if fits["hyper"]
+            else [list(self.flat(group)) for group in self.param_groups]
+        )
         owners = [row for row, group in zip(rows, self.param_groups, strict=True) for _ in group["params"]]
         for i, (param, row) in enumerate(zip(params, owners, strict=True)):
             if steps[i]:
@@ -341,7 +413,9 @@ class Optimizer:
         faults = []  # the causes first: with other steps other arrays are expected
         for name, (shape, kind) in wanted.items():
             if name in views and (views[name].shape, views[name].dtype.name) != (shape, kind):
-                faults.append(f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind} {shape}")
+                faults.append(
+                    f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind} {shape}"
+                )
         faults += [f"missing: {name}" for name in wanted if name not in views]
         faults += [f"unexpected: {name}" for name in views if name not in wanted and strict]
         if (steps < 0).any():
@@ -360,7 +434,9 @@ class Optimizer:
         """Names of what is kept of a parameter under the hyperparameters of its group."""
         return (*self.slots(row), *(("master",) if param.dtype is not float32 else ()))
 
-    def _take(self, views: Mapping[str, ArrayView], steps: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+    def _take(
+        self, views: Mapping[str, ArrayView], steps: Sequence[int], rows: Sequence[Sequence[float]]
+    ) -> None:
         for group, row in zip(self.param_groups, rows, strict=True):
             if isinstance(group["lr"], int | float):
                 group["lr"] = row[0]
@@ -374,21 +450,32 @@ class Optimizer:
             if steps[i]:
                 key = (param.device, steps[i])
                 if key not in counters:
-                    counters[key] = _Counter(arrays.to(arrays.as_view(np.full(1, steps[i], np.int64)), param.device))
+                    counters[key] = _Counter(
+                        arrays.to(arrays.as_view(np.full(1, steps[i], np.int64)), param.device)
+                    )
                 state = self._states[param] = _State(param.view, counters[key])
                 for name in self._kept(param, row):
-                    target = state.master if name == "master" and state.master is not None else state.slot(name, param.view)
+                    target = (
+                        state.master
+                        if name == "master" and state.master is not None
+                        else state.slot(name, param.view)
+                    )
                     arrays.copy(target, arrays.contiguous(views[f"{name}.{i}"]))
 
 
 def rate(operation: str, value: Any) -> Any:
-    """A learning rate: a float, or an array of one float32 element as it is. Fp8kitError for another number."""
+    """A learning rate: a float, or an array of one float32 element as it is. Fp8kitError for another
+    number."""
     plain = isinstance(value, int | float | np.floating) or not hasattr(value, "shape")
     return number(operation, "lr", value) if plain else value
 
 
 def _host(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float(arrays.as_view(value).numpy().reshape(-1)[0])
+    return (
+        float(value)
+        if isinstance(value, int | float)
+        else float(arrays.as_view(value).numpy().reshape(-1)[0])
+    )
 
 
 def _copied(view: ArrayView) -> ArrayView:

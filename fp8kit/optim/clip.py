@@ -16,12 +16,13 @@ from fp8kit.optim.scaler import GradScaler
 
 
 def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScaler | None = None) -> Any:
-    """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, norm the 2-norm of all of them together (Pascanu et al. 2013).
+    """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, norm the 2-norm of all of them together
+    (Pascanu et al. 2013).
 
-    ``scaler``: the gradients carry its factor; the norm is that without it, and they keep it.
-    Returns the norm before clipping as a float32 0-dimensional array of the device's library, without waiting for the device.
-    Fp8kitError where no parameter has a gradient, where they lie on several devices, are strided or read-only, or
-    ``max_norm`` is not finite and positive.
+    ``scaler``: the gradients carry its factor; the norm is that without it, and they keep it. Returns the
+    norm before clipping as a float32 0-dimensional array of the device's library, without waiting for the
+    device. Fp8kitError where no parameter has a gradient, where they lie on several devices, are strided or
+    read-only, or ``max_norm`` is not finite and positive.
     """
     operation = "clip_grad_norm_"
     limit = number(operation, "max_norm", max_norm)
@@ -35,13 +36,27 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
             raise ArgumentError(expected(operation, "params", type(param).__name__, "Tensors"))
     grads = [arrays.as_view(param.grad, operation, "params") for param in given if param.grad is not None]
     if not grads:
-        raise ArgumentError(expected(operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"))
+        raise ArgumentError(
+            expected(
+                operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"
+            )
+        )
     for grad in grads:
         if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
-            what = f"a gradient of strides {grad.strides}" if not grad.contiguous else "a gradient in read-only memory"
-            raise ArgumentError(expected(operation, "params", what, "C-contiguous gradients that may be written"))
+            what = (
+                f"a gradient of strides {grad.strides}"
+                if not grad.contiguous
+                else "a gradient in read-only memory"
+            )
+            raise ArgumentError(
+                expected(operation, "params", what, "C-contiguous gradients that may be written")
+            )
         if grad.dtype not in HIGH_PRECISION:
-            raise ArgumentError(expected(operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"))
+            raise ArgumentError(
+                expected(
+                    operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"
+                )
+            )
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
         where = ", ".join(sorted(map(str, devices)))
@@ -49,7 +64,9 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     (device,) = devices
     kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     norm = arrays.empty((1,), float32, device)
-    workspace = arrays.empty((max(kernels.l2norm_workspace([grad.size for grad in grads]), 1),), uint8, device)
+    workspace = arrays.empty(
+        (max(kernels.l2norm_workspace([grad.size for grad in grads]), 1),), uint8, device
+    )
     kernels.l2norm(grads, norm, workspace, stream)
     if scaler is not None and scaler.inv_scale is not None:
         kernels.scale_([norm], scaler.inv_scale, None, stream)
@@ -58,13 +75,16 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
 
 
 def warmup_cosine(step: int, lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0) -> float:
-    """Learning rate of ``step`` (0, 1, ...): linear from lr / warmup_steps up to ``lr``, then half a cosine down to ``min_lr`` at
-    ``total_steps``, and ``min_lr`` beyond (Loshchilov & Hutter 2017, one cycle). Fp8kitError unless 0 <= warmup_steps <= total_steps."""
+    """Learning rate of ``step`` (0, 1, ...): linear from lr / warmup_steps up to ``lr``, then half a cosine
+    down to ``min_lr`` at ``total_steps``, and ``min_lr`` beyond (Loshchilov & Hutter 2017, one cycle).
+    Fp8kitError unless 0 <= warmup_steps <= total_steps."""
     for name, value in (("step", step), ("warmup_steps", warmup_steps), ("total_steps", total_steps)):
         integer("warmup_cosine", name, value, 0)
     lr, min_lr = number("warmup_cosine", "lr", lr), number("warmup_cosine", "min_lr", min_lr)
     if not 0 <= warmup_steps <= total_steps:
-        raise ArgumentError(expected("warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]"))
+        raise ArgumentError(
+            expected("warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]")
+        )
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if step >= total_steps:

@@ -1,7 +1,7 @@
 """Dynamic loss scaling: float16 gradients are kept above float16's smallest numbers by a factor on the loss.
 
-Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2. Whether a step overflowed is known on the device only; the
-optimiser's kernel reads it there, so that nothing waits for the host.
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2. Whether a step overflowed is known
+on the device only; the optimiser's kernel reads it there, so that nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -28,29 +28,40 @@ _LIMITS = {"scale": (_LEAST, _MOST), "good_steps": (0, 2**63 - 1)}
 
 
 class GradScaler:
-    """Scales the loss, and with it all gradients, and takes the factor out again inside the optimiser's step ::
+    """Scales the loss, and with it all gradients, and takes the factor out again inside the optimiser's step
+    ::
 
         scaler.scale(loss).backward()
         clip_grad_norm_(parameters, 1.0, scaler)        # optional
         scaler.step(optimizer)                          # skipped where a gradient is Inf or NaN
         scaler.update()                                 # the factor for the next step
 
-    * ``init_scale``: first factor. A step with Inf or NaN multiplies it by ``backoff_factor``; ``growth_interval`` good steps in a row
-      multiply it by ``growth_factor``.
+    * ``init_scale``: first factor. A step with Inf or NaN multiplies it by ``backoff_factor``;
+      ``growth_interval`` good steps in a row multiply it by ``growth_factor``.
     * ``enabled``: False makes ``scale`` the identity, and ``step`` the optimiser's own.
 
-    The state is made on the first loss's device and lives there. Raises Fp8kitError for factors outside their range.
+    The state is made on the first loss's device and lives there. Raises Fp8kitError for factors outside their
+    range.
     """
 
-    def __init__(self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000,
-                 enabled: bool = True) -> None:
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
         op = "GradScaler"
         number(op, "init_scale", init_scale, math.nextafter(_MOST, math.inf), least=_LEAST)
         self.growth_factor = number(op, "growth_factor", growth_factor, above=1.0)
         self.backoff_factor = number(op, "backoff_factor", backoff_factor, 1.0, above=0.0)
         self.growth_interval = integer(op, "growth_interval", growth_interval, 1, 2**62)
         self.enabled = flag(op, "enabled", enabled)
-        self._host: dict[str, Any] = {"scale": np.full(1, init_scale, np.float32), "good_steps": np.zeros(1, np.int64)}
+        self._host: dict[str, Any] = {
+            "scale": np.full(1, init_scale, np.float32),
+            "good_steps": np.zeros(1, np.int64),
+        }
         self._views: dict[str, ArrayView] = {}
         self._found: dict[Optimizer, ArrayView] = {}  # of the optimisers looked at since the last update
         self._unscaled: set[Optimizer] = set()
@@ -58,10 +69,17 @@ class GradScaler:
     def _state(self, device: Device) -> dict[str, ArrayView]:
         """``scale``, ``inv_scale``, ``good_steps`` and ``found_inf`` on the device."""
         if not self._views:
-            host = self._host | {"inv_scale": np.float32(1) / self._host["scale"], "found_inf": np.zeros(1, np.float32)}
-            self._views = {name: arrays.to(arrays.as_view(array.copy()), device) for name, array in host.items()}
+            host = self._host | {
+                "inv_scale": np.float32(1) / self._host["scale"],
+                "found_inf": np.zeros(1, np.float32),
+            }
+            self._views = {
+                name: arrays.to(arrays.as_view(array.copy()), device) for name, array in host.items()
+            }
         if self._views["scale"].device != device:
-            raise BackendError(expected("GradScaler", "device", device, f"{self._views['scale'].device}, where its state is"))
+            raise BackendError(
+                expected("GradScaler", "device", device, f"{self._views['scale'].device}, where its state is")
+            )
         return self._views
 
     @property
@@ -71,16 +89,23 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """The present factor; waits for the device."""
-        return float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0]) if self.enabled else 1.0
+        return (
+            float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0])
+            if self.enabled
+            else 1.0
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step.
+        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow,
+        which skips the step.
 
         FormatError for anything else, BackendError for a loss on another device than the first one's.
         """
         if not isinstance(loss, Tensor) or loss.dtype not in HIGH_PRECISION:
             got = loss.dtype.name if isinstance(loss, Tensor) else shown(loss)
-            raise FormatError(expected("GradScaler.scale", "loss", got, "a Tensor of float32, bfloat16 or float16"))
+            raise FormatError(
+                expected("GradScaler.scale", "loss", got, "a Tensor of float32, bfloat16 or float16")
+            )
         captured.hold(self, self._held)
         if not self.enabled:
             return loss
@@ -101,10 +126,15 @@ class GradScaler:
         def read() -> list[Any]:
             return [getattr(self, name) for name in names] + [view.ptr for view in self._views.values()]
 
-        return [f"GradScaler.{name}" for name in names] + ["GradScaler: state, which was loaded"] * len(views), read, views
+        return (
+            [f"GradScaler.{name}" for name in names] + ["GradScaler: state, which was loaded"] * len(views),
+            read,
+            views,
+        )
 
     def _look(self, optimizer: Optimizer, taking: Sequence[Taking], unscale: bool) -> ArrayView | None:
-        """found_inf of the gradients that the optimiser is ``taking``, None where there is none. ``unscale``: the factor is taken out."""
+        """found_inf of the gradients that the optimiser is ``taking``, None where there is none. ``unscale``:
+        the factor is taken out."""
         grads = [grad for _, grad, *_ in taking]
         if not grads:
             return None
@@ -118,9 +148,11 @@ class GradScaler:
         return found
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Take the factor out of the optimiser's gradients now, so that they can be looked at; once before its step.
+        """Take the factor out of the optimiser's gradients now, so that they can be looked at; once before
+        its step.
 
-        FormatError for 16-bit gradients, which would lose what the factor saved: ``clip_grad_norm_`` takes the scaler instead.
+        FormatError for 16-bit gradients, which would lose what the factor saved: ``clip_grad_norm_`` takes
+        the scaler instead.
         """
         _optimizer("unscale_", optimizer)
         if not self.enabled:
@@ -136,14 +168,20 @@ class GradScaler:
             grad = arrays.as_view(param.grad)
             if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
                 what = f"strides {grad.strides}" if not grad.contiguous else "read-only memory"
-                raise FormatError(expected("GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"))
+                raise FormatError(
+                    expected(
+                        "GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"
+                    )
+                )
         self._look(optimizer, optimizer.taking(), True)
         self._unscaled.add(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """``optimizer.step()`` on the gradients without the factor; where one of them is Inf or NaN nothing changes and no step counts."""
+        """``optimizer.step()`` on the gradients without the factor; where one of them is Inf or NaN nothing
+        changes and no step counts."""
         _optimizer("step", optimizer)
-        taking = optimizer.taking()  # what the step refuses it refuses here, before anything is noted of it; it may be a user's own
+        # what the step refuses it refuses here, before anything is noted of it; it may be a user's own
+        taking = optimizer.taking()
         found = None
         if self.enabled:
             found = self._found.get(optimizer)  # once an update
@@ -152,13 +190,21 @@ class GradScaler:
         optimizer.step(by, found)
 
     def update(self) -> None:
-        """The factor for the next step, from what the steps since the last update found. Without a step nothing changes."""
+        """The factor for the next step, from what the steps since the last update found. Without a step
+        nothing changes."""
         if self._found:
             state = self._views
             device = state["scale"].device
             dispatch.kernels(device).loss_scale_(
-                state["scale"], state["inv_scale"], state["good_steps"], state["found_inf"], self.growth_factor, self.backoff_factor,
-                self.growth_interval, arrays.current_stream(device))
+                state["scale"],
+                state["inv_scale"],
+                state["good_steps"],
+                state["found_inf"],
+                self.growth_factor,
+                self.backoff_factor,
+                self.growth_interval,
+                arrays.current_stream(device),
+            )
         self._found.clear()
         self._unscaled.clear()
 
@@ -167,20 +213,26 @@ class GradScaler:
         return {name: self._views.get(name, arrays.as_view(self._host[name])) for name in _DTYPES}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave. CheckpointError for missing or (``strict``) unexpected names, other shapes or dtypes, and
-        numbers that are not finite, a ``scale`` below the least of ``init_scale``, or a negative ``good_steps``."""
+        """Take over what ``state_dict`` gave. CheckpointError for missing or (``strict``) unexpected names,
+        other shapes or dtypes, and numbers that are not finite, a ``scale`` below the least of
+        ``init_scale``, or a negative ``good_steps``."""
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as ``load_state_dict``."""
+        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as
+        ``load_state_dict``."""
         operation = "GradScaler.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)
         entries = serialization.mapping(operation, state).items()
         host = {name: serialization.array(operation, name, value).numpy().copy() for name, value in entries}
-        faults = [f"missing: {n}" for n in _DTYPES if n not in host] + [f"unexpected: {n}" for n in host if n not in _DTYPES and strict]
+        faults = [f"missing: {n}" for n in _DTYPES if n not in host] + [
+            f"unexpected: {n}" for n in host if n not in _DTYPES and strict
+        ]
         for name, kind in _DTYPES.items():
             if name in host and (host[name].shape, host[name].dtype) != ((1,), kind):
-                faults.append(f"{name}: got {host[name].dtype} {host[name].shape}, expected {np.dtype(kind)} (1,)")
+                faults.append(
+                    f"{name}: got {host[name].dtype} {host[name].shape}, expected {np.dtype(kind)} (1,)"
+                )
             elif name in host and not _LIMITS[name][0] <= host[name][0].item() <= _LIMITS[name][1]:
                 faults.append(f"{name}: got {host[name][0]}, expected a finite number >= {_LIMITS[name][0]}")
         if faults:
@@ -199,4 +251,6 @@ class GradScaler:
 
 def _optimizer(operation: str, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(expected(f"GradScaler.{operation}", "optimizer", shown(optimizer), "an Optimizer, such as AdamW"))
+        raise ArgumentError(
+            expected(f"GradScaler.{operation}", "optimizer", shown(optimizer), "an Optimizer, such as AdamW")
+        )

@@ -1,6 +1,7 @@
 """SGD with momentum on lists of tensors: one kernel call for all parameters that share their hyperparameters.
 
-Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"; PyTorch's form of it.
+Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"; PyTorch's
+form of it.
 """
 
 from __future__ import annotations
@@ -23,29 +24,57 @@ class SGD(Optimizer):
         b = g at the parameter's first step, then momentum b + (1 - dampening) g
         w = w - lr (g + momentum b with nesterov, else b)
 
-    ``params``, ``lr``, ``write_fp8_weights``, masters and errors: see ``Optimizer``. b (``momentum_buffer``) is float32; without momentum
-    there is none, and b = g. ``nesterov`` needs a momentum and no dampening.
+    ``params``, ``lr``, ``write_fp8_weights``, masters and errors: see ``Optimizer``. b (``momentum_buffer``)
+    is float32; without momentum there is none, and b = g. ``nesterov`` needs a momentum and no dampening.
     """
 
     columns = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
-        weight_decay: float = 0.0, nesterov: bool = False, write_fp8_weights: bool = False,
+        self,
+        params: Iterable[Tensor] | Iterable[Mapping[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        write_fp8_weights: bool = False,
     ) -> None:
-        own = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        own = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
         super().__init__(params, own, write_fp8_weights)
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
         momentum, nesterov = number("SGD", "momentum", group["momentum"]), group["nesterov"]
         dampening = number("SGD", "dampening", group["dampening"])
-        if not isinstance(nesterov, int | float | np.bool_) or nesterov not in (0, 1) or (nesterov and (momentum == 0 or dampening != 0)):
-            raise ArgumentError(expected("SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening"))
-        return (rate("SGD", group["lr"]), momentum, dampening, bool(nesterov), number("SGD", "weight_decay", group["weight_decay"]))
+        if (
+            not isinstance(nesterov, int | float | np.bool_)
+            or nesterov not in (0, 1)
+            or (nesterov and (momentum == 0 or dampening != 0))
+        ):
+            raise ArgumentError(
+                expected("SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening")
+            )
+        return (
+            rate("SGD", group["lr"]),
+            momentum,
+            dampening,
+            bool(nesterov),
+            number("SGD", "weight_decay", group["weight_decay"]),
+        )
 
     def nest(self, values: Sequence[float]) -> Group:
-        return {"momentum": values[1], "dampening": values[2], "nesterov": values[3] == 1 if values[3] in (0, 1) else values[3],
-                "weight_decay": values[4]}
+        return {
+            "momentum": values[1],
+            "dampening": values[2],
+            "nesterov": values[3] == 1 if values[3] in (0, 1) else values[3],
+            "weight_decay": values[4],
+        }
 
     def slots(self, values: Sequence[float]) -> tuple[str, ...]:
         return ("momentum_buffer",) if values[1] else ()
@@ -53,5 +82,16 @@ class SGD(Optimizer):
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
         slots = self.slots((0.0, *batch.hyper))
         params, grads, *buffers, masters = batch.columns(*slots)
-        kernels.sgd_(params, grads, buffers[0] if buffers else [None] * len(params), masters, batch.lr, *batch.hyper,
-                     batch.weight_decays, batch.step, batch.inv_scale, batch.found_inf, stream)
+        kernels.sgd_(
+            params,
+            grads,
+            buffers[0] if buffers else [None] * len(params),
+            masters,
+            batch.lr,
+            *batch.hyper,
+            batch.weight_decays,
+            batch.step,
+            batch.inv_scale,
+            batch.found_inf,
+            stream,
+        )

@@ -1,8 +1,9 @@
 """Implementations of kernels from outside: what a plugin is made of, how it is found, how it is chosen.
 
-A plugin is a module with ``register(registry)``, named by an entry point of the group ``fp8kit.plugins`` or by FP8KIT_PLUGIN_MODULES. It
-registers an ``OpImpl`` for each kernel of the contract (``fp8kit.backends.protocol``) that it implements; policies choose among all. Names
-and defaults are those of TransformerEngine-FL's plugin system where it has them. docs/plugins.md is the manual.
+A plugin is a module with ``register(registry)``, named by an entry point of the group ``fp8kit.plugins`` or
+by FP8KIT_PLUGIN_MODULES. It registers an ``OpImpl`` for each kernel of the contract
+(``fp8kit.backends.protocol``) that it implements; policies choose among all. Names and defaults are those of
+TransformerEngine-FL's plugin system where it has them. docs/plugins.md is the manual.
 """
 
 from fp8kit.backends.discovery import PLUGIN_GROUP, PLUGIN_MODULES_ENV, Discovered, discover_plugin

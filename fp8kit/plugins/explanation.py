@@ -1,7 +1,7 @@
 """Who implements a kernel, who is chosen now, and why the others are not: as values and as text.
 
-Both kinds of device are explained wherever this runs: where there is no GPU, the CUDA engine's implementations are listed all the same,
-and what depends on a device's compute capability is left out.
+Both kinds of device are explained wherever this runs: where there is no GPU, the CUDA engine's
+implementations are listed all the same, and what depends on a device's compute capability is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """The implementations of ``op_name`` for ``device`` under ``policy``. ``usable``: whether such a device is there."""
+    """The implementations of ``op_name`` for ``device`` under ``policy``. ``usable``: whether such a device
+    is there."""
 
     op_name: str
     device: Device
@@ -53,21 +54,33 @@ class Explanation:
 
     def text(self) -> str:
         """The whole, for reading."""
-        title = f"{self.op_name} on {self.device.kind}" + ("" if self.usable else f" (no usable {self.device.kind} device here)")
-        nothing = "  no bytes: no implementation measures a workspace" if self.op_name in SERVES else "  no implementation may be used"
-        return "\n".join([title, *(f"  {line}" for line in self.lines()), *([] if self.chosen else [nothing])])
+        title = f"{self.op_name} on {self.device.kind}" + (
+            "" if self.usable else f" (no usable {self.device.kind} device here)"
+        )
+        nothing = (
+            "  no bytes: no implementation measures a workspace"
+            if self.op_name in SERVES
+            else "  no implementation may be used"
+        )
+        return "\n".join(
+            [title, *(f"  {line}" for line in self.lines()), *([] if self.chosen else [nothing])]
+        )
 
 
-def explain(op_name: str, device: Device | str = arrays.CPU, policy: SelectionPolicy | None = None) -> Explanation:
-    """Why which implementation of a kernel is chosen on a device under a policy (None: the one in force). BackendError for a name that is
-    no kernel or no device."""
+def explain(
+    op_name: str, device: Device | str = arrays.CPU, policy: SelectionPolicy | None = None
+) -> Explanation:
+    """Why which implementation of a kernel is chosen on a device under a policy (None: the one in force).
+    BackendError for a name that is no kernel or no device."""
     where = arrays.device(device)
     policy = get_policy() if policy is None else policy
     there = where.index < _count(where)
     arch = partial(manager._arch, where) if there else lambda: None
     order, refused = dispatch.get_default_manager().ranked(op_name, where, policy, arch)
     rows = [Row(impl, place, _place(op_name, order, place, policy)) for place, impl in enumerate(order)]
-    return Explanation(op_name, where, policy, there, (*rows, *(Row(impl, None, why) for impl, why in refused)))
+    return Explanation(
+        op_name, where, policy, there, (*rows, *(Row(impl, None, why) for impl, why in refused))
+    )
 
 
 def _count(where: Device) -> int:
@@ -83,8 +96,14 @@ def _place(op_name: str, order: list[OpImpl], place: int, policy: SelectionPolic
         return "its size counts, the largest is taken" if len(order) > 1 else "its size is taken"
     takes = "" if impl.supported_dtypes is None else f", takes {', '.join(sorted(impl.supported_dtypes))}"
     if place == 0:
-        return ("fk.override is in force" if (op_name, impl) in policy.overrides else "is asked first") + takes
-    return "is not asked: the policy is strict" if policy.strict else f"is asked where {order[place - 1].impl_id} cannot take a call{takes}"
+        return (
+            "fk.override is in force" if (op_name, impl) in policy.overrides else "is asked first"
+        ) + takes
+    return (
+        "is not asked: the policy is strict"
+        if policy.strict
+        else f"is asked where {order[place - 1].impl_id} cannot take a call{takes}"
+    )
 
 
 def get_discovered_plugin() -> tuple[Discovered, ...]:
@@ -93,8 +112,8 @@ def get_discovered_plugin() -> tuple[Discovered, ...]:
 
 
 def listing(kinds: Sequence[str] = ("cpu", "cuda")) -> str:
-    """Everything at once: plugins with their tracebacks, the policy, and for each kind of device every kernel with its implementations.
-    BackendError for a kind that is none."""
+    """Everything at once: plugins with their tracebacks, the policy, and for each kind of device every kernel
+    with its implementations. BackendError for a kind that is none."""
     for kind in kinds:
         arrays.device(kind)
     return "\n".join(line for kind in ("", *kinds) for line in (_device(kind) if kind else _head()))
@@ -106,21 +125,32 @@ def _head() -> Iterator[str]:
     if not found:
         yield "  none is installed, and FP8KIT_PLUGIN_MODULES names none"
     for plugin in found:
-        outcome = f"{plugin.implementations} implementation{'s' * (plugin.implementations != 1)}" if plugin.ok else "FAILED, left out"
+        outcome = (
+            f"{plugin.implementations} implementation{'s' * (plugin.implementations != 1)}"
+            if plugin.ok
+            else "FAILED, left out"
+        )
         yield f"  {plugin.name:38}{plugin.source:28}{outcome}"
         yield from (f"    {line}" for line in plugin.error.splitlines())
     yield "engines"
-    yield from (f"  {name:38}{kinds}{'' if name in IN_TREE else '  (plugin)'}" for name, kinds in dispatch.engines().items())
+    yield from (
+        f"  {name:38}{kinds}{'' if name in IN_TREE else '  (plugin)'}"
+        for name, kinds in dispatch.engines().items()
+    )
     yield "policy"
     said = [(item.name, getattr(get_policy(), item.name)) for item in fields(SelectionPolicy) if item.init]
-    yield from (f"  {name:38}{_shown(value)}" for name, value in said if value or name == "strict" or name == "prefer")
+    yield from (
+        f"  {name:38}{_shown(value)}" for name, value in said if value or name == "strict" or name == "prefer"
+    )
 
 
 def _shown(value: object) -> str:
     if isinstance(value, frozenset):
         return ", ".join(sorted(value))
     if isinstance(value, tuple):
-        return "; ".join(f"{name}={'|'.join(what) if isinstance(what, tuple) else what.impl_id}" for name, what in value)
+        return "; ".join(
+            f"{name}={'|'.join(what) if isinstance(what, tuple) else what.impl_id}" for name, what in value
+        )
     return str(value)
 
 
@@ -129,7 +159,8 @@ def _device(kind: str) -> Iterator[str]:
     yield kind if _count(where) else f"{kind}: no usable device here; this is what one would use"
     for name in KERNELS:
         about = explain(name, where)
-        mine = [row for row in about.rows if kind in row.impl.devices]  # the others stand under their own kind
+        # the others stand under their own kind
+        mine = [row for row in about.rows if kind in row.impl.devices]
         for first, line in zip([name, *[""] * len(mine)], about.lines(mine), strict=False):
             yield f"  {first:30}{line}"
         if about.chosen is None:
@@ -137,7 +168,8 @@ def _device(kind: str) -> Iterator[str]:
 
 
 def want_implementations(name: str) -> list[OpImpl]:
-    """The implementations that ``name`` means: an engine, or one by its id. ArgumentError where there is none."""
+    """The implementations that ``name`` means: an engine, or one by its id. ArgumentError where there is
+    none."""
     dispatch.get_default_manager().ensure_initialized()
     every = dispatch.registry.snapshot().impls_by_op.values()
     found = [impl for impls in every for impl in impls if name in (impl.engine, impl.impl_id)]

@@ -1,16 +1,18 @@
-"""What the kernel sources hold: functions, their parameters, and every set of defines that the engine compiles them with.
+"""What the kernel sources hold: functions, their parameters, and every set of defines that the engine
+compiles them with.
 
 A source says so itself, in comments at its head::
 
     // functions: amax_tensor, amax_tiles
     // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 
-Each ``variants`` line is the product of its lists; several lines are a union. A source without one has the single empty set of defines.
-Kernels are ``extern "C" __global__`` functions (their names stay as written) with parameters of four kinds only, so that the host can
-pack arguments without knowing more: pointers, ``i64`` (or ``u64``), ``f64``, and at most one structure by value, the last parameter.
+Each ``variants`` line is the product of its lists; several lines are a union. A source without one has the
+single empty set of defines. Kernels are ``extern "C" __global__`` functions (their names stay as written)
+with parameters of four kinds only, so that the host can pack arguments without knowing more: pointers,
+``i64`` (or ``u64``), ``f64``, and at most one structure by value, the last parameter.
 
-``USES`` says which functions each operation of the kernel contract launches. A text from elsewhere that takes the place of one of these
-sources (``foreign``) is read by the same rules; ``stands_for`` finds out which.
+``USES`` says which functions each operation of the kernel contract launches. A text from elsewhere that takes
+the place of one of these sources (``foreign``) is read by the same rules; ``stands_for`` finds out which.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 Defines = tuple[tuple[str, str], ...]
 
-_KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(([^)]*)\)', re.S)
+_KERNEL = re.compile(
+    r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(([^)]*)\)', re.S
+)
 _EARLY = re.compile(r"\s*\{\s*start_early\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
@@ -32,11 +36,12 @@ _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
 @dataclass(frozen=True)
 class Source:
-    """One .cu file: its ``name``, its ``functions``, every set of defines in ``variants``, and per function a string of parameter
-    codes in ``parameters``: "q" a pointer or 64-bit integer, "d" a double, "s" a structure by value. ``pointers``: per function and
-    parameter the type that it points to ("T", "u8", "float"), "" where it is no pointer. ``early``: the functions that may be launched
-    before the kernel in front of them has ended, since ``start_early();`` (common.cuh), their first statement, waits for it, and none of
-    their pointers is ``__restrict__``."""
+    """One .cu file: its ``name``, its ``functions``, every set of defines in ``variants``, and per function a
+    string of parameter codes in ``parameters``: "q" a pointer or 64-bit integer, "d" a double, "s" a
+    structure by value. ``pointers``: per function and parameter the type that it points to ("T", "u8",
+    "float"), "" where it is no pointer. ``early``: the functions that may be launched before the kernel in
+    front of them has ended, since ``start_early();`` (common.cuh), their first statement, waits for it, and
+    none of their pointers is ``__restrict__``."""
 
     name: str
     functions: tuple[str, ...]
@@ -48,8 +53,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is compiled at once: the ``name`` that messages give it, its ``content``, and ``headers``: (name, text) of every header that it
-    includes, directly or not, in a fixed order."""
+    """What is compiled at once: the ``name`` that messages give it, its ``content``, and ``headers``: (name,
+    text) of every header that it includes, directly or not, in a fixed order."""
 
     name: str
     content: str
@@ -80,15 +85,21 @@ def unit(name: str) -> Unit:
 
 
 def foreign(content: str, name: str = "text.cu", folder: Path | None = None) -> Unit:
-    """A text from elsewhere: its headers are looked for in ``folder`` and then here. ValueError for one that is in neither."""
+    """A text from elsewhere: its headers are looked for in ``folder`` and then here. ValueError for one that
+    is in neither."""
     found: dict[str, str] = {}
     queue = [content]
     while queue:
         for header in _INCLUDE.findall(queue.pop(0)):
             if header not in found:
-                path = next((at / header for at in (folder, FOLDER) if at is not None and (at / header).is_file()), None)
+                path = next(
+                    (at / header for at in (folder, FOLDER) if at is not None and (at / header).is_file()),
+                    None,
+                )
                 if path is None:
-                    raise ValueError(f"{name}: header {header!r} is neither in {folder or 'a folder of its own'} nor among fp8kit's")
+                    raise ValueError(
+                        f"{name}: header {header!r} is neither in {folder or 'a folder of its own'} nor among fp8kit's"
+                    )
                 found[header] = path.read_text(encoding="utf-8")
                 queue.append(found[header])
     return Unit(name, content, tuple(found.items()))
@@ -102,28 +113,37 @@ def functions_of(unit: Unit) -> set[str]:
 def stands_for(unit: Unit, like: Source) -> Source:
     """A foreign text read as another version of ``like``: its functions, with ``like``'s variants.
 
-    ValueError where it has no kernel at all, a function that ``like`` does not have, or one with other parameters.
+    ValueError where it has no kernel at all, a function that ``like`` does not have, or one with other
+    parameters.
     """
     read = _kernels(unit.name, unit.content)
     if not read:
         raise ValueError(f'{unit.name}: has no function that is extern "C" __global__ void')
     for function, (codes, *_) in read.items():
         if function not in like.parameters:
-            raise ValueError(f"{unit.name}: function {function!r} is not in {like.name}, which has {', '.join(like.functions)}")
+            raise ValueError(
+                f"{unit.name}: function {function!r} is not in {like.name}, which has {', '.join(like.functions)}"
+            )
         if codes != like.parameters[function]:
-            raise ValueError(f"{unit.name}: {function}: parameters {codes!r}, in {like.name} they are {like.parameters[function]!r} "
-                             "(q: a pointer or 64-bit integer, d: a double, s: a structure)")
+            raise ValueError(
+                f"{unit.name}: {function}: parameters {codes!r}, in {like.name} they are {like.parameters[function]!r} "
+                "(q: a pointer or 64-bit integer, d: a double, s: a structure)"
+            )
     return _source(unit.name, tuple(read), like.variants, read)
 
 
 def replaced_by(unit: Unit) -> Source:
-    """The source that a foreign text is another version of, by its functions' names; of several, the one of its own name. ValueError where
-    there is none, or where that leaves several."""
+    """The source that a foreign text is another version of, by its functions' names; of several, the one of
+    its own name. ValueError where there is none, or where that leaves several."""
     named = functions_of(unit)
     like = [entry for entry in sources() if named and named <= set(entry.functions)]
     like = [entry for entry in like if entry.name == unit.name] or like
     if len(like) != 1:
-        what = f"could stand for {' or '.join(entry.name for entry in like)}" if like else "are not the functions of any source"
+        what = (
+            f"could stand for {' or '.join(entry.name for entry in like)}"
+            if like
+            else "are not the functions of any source"
+        )
         raise ValueError(f"{unit.name}: its functions ({', '.join(sorted(named)) or 'none'}) {what}")
     return like[0]
 
@@ -136,7 +156,9 @@ def source(name: str) -> Source:
     variants = tuple(v for line in _comments(content, "variants") for v in _product(name, line)) or ((),)
     kernels = _kernels(name, content)
     if set(functions) != set(kernels) or len(set(variants)) != len(variants):
-        raise ValueError(f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; variants must not repeat")
+        raise ValueError(
+            f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; variants must not repeat"
+        )
     return _source(name, functions, variants, kernels)
 
 
@@ -169,8 +191,12 @@ def _product(name: str, line: str) -> list[Defines]:
 
 
 def _kernels(name: str, content: str) -> dict[str, tuple[str, tuple[str, ...], bool]]:
-    """function -> (parameter codes, types pointed to, whether it waits for the kernel in front) of every kernel that a text defines."""
-    return {match[1]: (*_parameters(name, match[1], match[2]), _starts_early(content, match)) for match in _KERNEL.finditer(content)}
+    """function -> (parameter codes, types pointed to, whether it waits for the kernel in front) of every
+    kernel that a text defines."""
+    return {
+        match[1]: (*_parameters(name, match[1], match[2]), _starts_early(content, match))
+        for match in _KERNEL.finditer(content)
+    }
 
 
 def _starts_early(content: str, match: re.Match[str]) -> bool:
@@ -178,17 +204,27 @@ def _starts_early(content: str, match: re.Match[str]) -> bool:
     return _EARLY.match(content, match.end()) is not None and "__restrict__" not in match[2]
 
 
-def _source(name: str, functions: tuple[str, ...], variants: tuple[Defines, ...],
-            kernels: dict[str, tuple[str, tuple[str, ...], bool]]) -> Source:
+def _source(
+    name: str,
+    functions: tuple[str, ...],
+    variants: tuple[Defines, ...],
+    kernels: dict[str, tuple[str, tuple[str, ...], bool]],
+) -> Source:
     codes, pointers = {f: part[0] for f, part in kernels.items()}, {f: part[1] for f, part in kernels.items()}
-    return Source(name, functions, variants, codes, pointers, frozenset(f for f, part in kernels.items() if part[2]))
+    return Source(
+        name, functions, variants, codes, pointers, frozenset(f for f, part in kernels.items() if part[2])
+    )
 
 
 def _parameters(name: str, function: str, declared: str) -> tuple[str, tuple[str, ...]]:
     codes, pointed = "", []
     parts = _split(re.sub(r"//[^\n]*", "", declared), ",")
     for position, parameter in enumerate(parts):
-        words = [w for w in parameter.replace("*", " * ").split() if w not in ("const", "__restrict__", "__grid_constant__")]
+        words = [
+            w
+            for w in parameter.replace("*", " * ").split()
+            if w not in ("const", "__restrict__", "__grid_constant__")
+        ]
         pointed.append(words[0] if "*" in words else "")
         if "*" in words:
             codes += "q"
@@ -197,7 +233,9 @@ def _parameters(name: str, function: str, declared: str) -> tuple[str, tuple[str
         elif position == len(parts) - 1:
             codes += "s"
         else:
-            raise ValueError(f"{name}: {function}: {parameter!r} is neither a pointer, i64, u64 nor f64 (a structure must come last)")
+            raise ValueError(
+                f"{name}: {function}: {parameter!r} is neither a pointer, i64, u64 nor f64 (a structure must come last)"
+            )
     return codes, tuple(pointed)
 
 
@@ -207,7 +245,8 @@ def _use(line: str) -> dict[str, tuple[str, ...]]:
     return {name.strip(): tuple(_split(functions, ",")) for name, _, functions in parts}
 
 
-# operation of the kernel contract -> source -> functions of it that the engine may launch for a call; operations without a line launch none
+# operation of the kernel contract -> source -> functions of it that the engine may launch for a call;
+# operations without a line launch none
 USES: dict[str, dict[str, tuple[str, ...]]] = {
     operation: _use(line)
     for operation, line in {
@@ -232,10 +271,10 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "dropout_bwd": "dropout.cu: column_sums, sum_partials",
         "drop_path": "drop_path.cu: drop_path",
         "attention_fwd": "attention.cu: attention_softmax; attention_padding.cu: attention_clean, attention_zero_padding, "
-                         "attention_lse_padding, attention_lengths",
+        "attention_lse_padding, attention_lengths",
         "attention_bwd": "attention.cu: attention_softmax_bwd, attention_dbias, attention_doffset_partial, attention_doffset, "
-                         "attention_store; attention_padding.cu: attention_clean, attention_zero_padding, attention_lse_padding, "
-                         "attention_lengths",
+        "attention_store; attention_padding.cu: attention_clean, attention_zero_padding, attention_lse_padding, "
+        "attention_lengths",
         "unpack_sequences": "sequences.cu: unpack_sequences",
         "pack_sequences": "sequences.cu: pack_sequences",
         "cache_append_": "kv_cache.cu: cache_append",

@@ -5,5 +5,14 @@ from fp8kit.testing.compare import assert_close, assert_same_bits, epsilon, rela
 from fp8kit.testing.gradients import check_grads
 from fp8kit.testing.implementation import ContractReport, check_implementation
 
-__all__ = ["ContractReport", "assert_close", "assert_same_bits", "attention_oracle", "check_grads", "check_implementation", "epsilon",
-           "relative_error", "sum_slack"]  # fmt: skip
+__all__ = [
+    "ContractReport",
+    "assert_close",
+    "assert_same_bits",
+    "attention_oracle",
+    "check_grads",
+    "check_implementation",
+    "epsilon",
+    "relative_error",
+    "sum_slack",
+]

@@ -1,10 +1,12 @@
 """Attention in float64: what both engines and the operation are compared with.
 
-``attention_oracle`` gives values and the sizes of their terms; ``Oracle`` knows every rule, and the error that float32 may make.
+``attention_oracle`` gives values and the sizes of their terms; ``Oracle`` knows every rule, and the error
+that float32 may make.
 
-Tolerances, with u = 2^-24: a score's error is that of a sum of d products; a probability's relative error is twice the largest score error
-(score and log-sum-exp) plus (s_kv + 16) u. Tensor-core attention rounds P and dS to the operands' 16-bit dtype before the next product: off
-the CPU, half an epsilon of each term is allowed for that, and as much for what P's rounding did.
+Tolerances, with u = 2^-24: a score's error is that of a sum of d products; a probability's relative error is
+twice the largest score error (score and log-sum-exp) plus (s_kv + 16) u. Tensor-core attention rounds P and
+dS to the operands' 16-bit dtype before the next product: off the CPU, half an epsilon of each term is allowed
+for that, and as much for what P's rounding did.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batches, query and key length, query and key heads, depth of q and k and (0: the same) of v; true lengths of each batch where the
-    rules say padded; leading sizes of bias and mask."""
+    """Batches, query and key length, query and key heads, depth of q and k and (0: the same) of v; true
+    lengths of each batch where the rules say padded; leading sizes of bias and mask."""
 
     b: int = 2
     s_q: int = 17
@@ -62,7 +64,8 @@ class Sizes:
 
 
 def visible(sizes: Sizes, rules: Rules, mask: Array | None = None) -> Array:
-    """Which scores are seen, bool (b, 1 | h, s_q, s_kv), from the rule's words: one comparison a condition."""
+    """Which scores are seen, bool (b, 1 | h, s_q, s_kv), from the rule's words: one comparison a
+    condition."""
     z = sizes
     i, j = np.arange(z.s_q)[:, None], np.arange(z.s_kv)
     n = np.array(z.lengths_q or (z.s_q,) * z.b)[:, None, None, None]
@@ -78,20 +81,36 @@ def distance(sizes: Sizes, rules: Rules) -> Array:
     z = sizes
     n = np.array(z.lengths_q or (z.s_q,) * z.b)[:, None, None, None]
     m = np.array(z.lengths_kv or (z.s_kv,) * z.b)[:, None, None, None]
-    return np.asarray(np.abs(np.arange(z.s_q)[:, None] + (m - n if rules.bottom_right else 0 * n) - np.arange(z.s_kv)))
+    return np.asarray(
+        np.abs(np.arange(z.s_q)[:, None] + (m - n if rules.bottom_right else 0 * n) - np.arange(z.s_kv))
+    )
 
 
 class Oracle:
-    """Results in float64 and the error bounds of a case. All arrays (b, h, s, d); ``keep``: dropout's factors over the scores.
+    """Results in float64 and the error bounds of a case. All arrays (b, h, s, d); ``keep``: dropout's factors
+    over the scores.
 
-    ``o``, ``lse``, ``grads`` (dq, dk, dv, dbias, doffset) and ``slacks`` beside them. Backward is the gradient for ``o_given`` and
-    ``lse_given``, the rounded results that a kernel is handed; ``forward_slack`` is for one that takes its own forward's. ``exact``: the
-    engine keeps P and dS in float32.
+    ``o``, ``lse``, ``grads`` (dq, dk, dv, dbias, doffset) and ``slacks`` beside them. Backward is the
+    gradient for ``o_given`` and ``lse_given``, the rounded results that a kernel is handed; ``forward_slack``
+    is for one that takes its own forward's. ``exact``: the engine keeps P and dS in float32.
     """
 
-    def __init__(self, dtype: DType, sizes: Sizes, rules: Rules, exact: bool, q: Array, k: Array, v: Array, do: Array,
-                 mask: Array | None = None, bias: Array | None = None, slopes: Array | None = None, offset: Array | None = None,
-                 keep: Array | None = None) -> None:
+    def __init__(
+        self,
+        dtype: DType,
+        sizes: Sizes,
+        rules: Rules,
+        exact: bool,
+        q: Array,
+        k: Array,
+        v: Array,
+        do: Array,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        slopes: Array | None = None,
+        offset: Array | None = None,
+        keep: Array | None = None,
+    ) -> None:
         z, scale = sizes, rules.softmax_scale
         group = z.h // z.h_kv
         q, k, v, do = (np.asarray(x).astype(np.float64) for x in (q, k, v, do))
@@ -102,7 +121,9 @@ class Oracle:
         if bias is not None:
             added = bias.astype(np.float64) * (scale if rules.bias == "pre_scale_bias" else 1)
         if slopes is not None:
-            added = -np.broadcast_to(slopes.astype(np.float64), (z.b, z.h))[..., None, None] * distance(z, rules)
+            added = -np.broadcast_to(slopes.astype(np.float64), (z.b, z.h))[..., None, None] * distance(
+                z, rules
+            )
         scores = np.where(seen, scale * q @ k.swapaxes(-1, -2) + added, -np.inf)
         sink = np.full((z.h, 1, 1), -np.inf if rules.softmax_type == "vanilla" else 0.0)
         if offset is not None:
@@ -117,7 +138,11 @@ class Oracle:
         factors = np.ones(1) if keep is None else keep
         self.o = (p * factors) @ v
 
-        largest = scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)).max(initial=0) + np.abs(added).max() + np.abs(finite).max()
+        largest = (
+            scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)).max(initial=0)
+            + np.abs(added).max()
+            + np.abs(finite).max()
+        )
         self.score_error = (z.d + 6) * ROUNDOFF * largest
         relative = 2 * self.score_error + (z.s_kv + z.d + 16) * ROUNDOFF
         if not exact and dtype is not float32:
@@ -125,7 +150,10 @@ class Oracle:
         self.o_slack = relative * (p * factors) @ np.abs(v)
         self.lse_slack = self.score_error + (z.s_kv + 16) * ROUNDOFF + 2 * ROUNDOFF * np.abs(finite[..., 0])
 
-        self.o_given, self.lse_given = self.o.astype(np.float32).astype(dtype.numpy), self.lse.astype(np.float32)
+        self.o_given, self.lse_given = (
+            self.o.astype(np.float32).astype(dtype.numpy),
+            self.lse.astype(np.float32),
+        )
         given = self.o_given.astype(np.float64)
         delta = (do * given).sum(-1, keepdims=True)
         delta_size = np.abs(do * given).sum(-1, keepdims=True)
@@ -140,8 +168,11 @@ class Oracle:
         self.sizes: dict[str, Array] = {}
         self.rounding = 0.0 if dtype is float32 else epsilon(dtype)
         self.grads = {"dq": scale * ds @ k, "dk": over_group(scale * turned @ q), "dv": over_group(kept @ do)}
-        self.slacks = {"dq": relative * scale * size @ np.abs(k), "dk": over_group(relative * scale * turned_size @ np.abs(q)),
-                       "dv": over_group(relative * kept @ np.abs(do))}
+        self.slacks = {
+            "dq": relative * scale * size @ np.abs(k),
+            "dk": over_group(relative * scale * turned_size @ np.abs(q)),
+            "dv": over_group(relative * kept @ np.abs(do)),
+        }
         if bias is not None:
             axes = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
             factor = scale if rules.bias == "pre_scale_bias" else 1.0
@@ -160,20 +191,28 @@ class Oracle:
             self.slacks["doffset"] = precise * self.sizes["doffset"]
 
     def forward_slack(self, name: str) -> Array:
-        """The slack of a gradient whose backward took the o and the log-sum-exp that its own forward made: doubled for their errors, and an
-        epsilon of the terms for an o that was rounded the other way, where the slack does not hold one yet."""
+        """The slack of a gradient whose backward took the o and the log-sum-exp that its own forward made:
+        doubled for their errors, and an epsilon of the terms for an o that was rounded the other way, where
+        the slack does not hold one yet."""
         return np.asarray(2 * self.slacks[name] + self.rounding * self.sizes.get(name, 0.0))
 
 
 def attention_oracle(
-    spec: AttentionSpec, q: Any, k: Any, v: Any, do: Any, keep: Any = 1.0, cu_seqlens: tuple[Any, Any] | None = None
+    spec: AttentionSpec,
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    keep: Any = 1.0,
+    cu_seqlens: tuple[Any, Any] | None = None,
 ) -> dict[str, tuple[Any, Any]]:
-    """name -> (value, sum of the absolute values of its terms), both float64, of "o", "dq", "dk" and "dv" in the spec's format, and of
-    "lse", (b, h, s_q) with the largest absolute sum of a score's terms.
+    """name -> (value, sum of the absolute values of its terms), both float64, of "o", "dq", "dk" and "dv" in
+    the spec's format, and of "lse", (b, h, s_q) with the largest absolute sum of a score's terms.
 
-    ``q``, ``k``, ``v``, ``do``: arrays (s, b, heads, d), or (b, s, heads, d) with "bshd". ``keep``: dropout's factors (b, h, s_q, s_kv).
-    ``cu_seqlens``: of queries and keys, (b + 1,) each, with a padding mask. Source: Vaswani et al. 2017, 3.2; the gradients are the
-    derivatives of its formula (Dao et al. 2022, appendix B). NumPy's ValueError for shapes that do not fit each other.
+    ``q``, ``k``, ``v``, ``do``: arrays (s, b, heads, d), or (b, s, heads, d) with "bshd". ``keep``: dropout's
+    factors (b, h, s_q, s_kv). ``cu_seqlens``: of queries and keys, (b + 1,) each, with a padding mask.
+    Source: Vaswani et al. 2017, 3.2; the gradients are the derivatives of its formula (Dao et al. 2022,
+    appendix B). NumPy's ValueError for shapes that do not fit each other.
     """
     order = (1, 2, 0, 3) if spec.qkv_format == "sbhd" else (0, 2, 1, 3)
     back = tuple(int(i) for i in np.argsort(order))
@@ -187,7 +226,13 @@ def attention_oracle(
     if cu_seqlens is not None:
         lengths_q, lengths_kv = (np.diff(np.asarray(c))[:, None, None, None] for c in cu_seqlens)
     place, (left, right) = i + (lengths_kv - lengths_q) * spec.bottom_right, spec.window
-    seen = seen & (i < lengths_q) & (j < lengths_kv) & ((left < 0) | (j >= place - left)) & ((right < 0) | (j <= place + right))
+    seen = (
+        seen
+        & (i < lengths_q)
+        & (j < lengths_kv)
+        & ((left < 0) | (j >= place - left))
+        & ((right < 0) | (j <= place + right))
+    )
     scores = np.where(seen, spec.softmax_scale * q @ k.swapaxes(2, 3), -np.inf)
     with np.errstate(divide="ignore"):
         top = np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0)
@@ -197,9 +242,13 @@ def attention_oracle(
 
     def results(q: Any, k: Any, v: Any, do: Any, sign: int) -> dict[str, Any]:
         o = dropped @ v
-        ds = spec.softmax_scale * p * (keep * (do @ v.swapaxes(2, 3)) + sign * (do * o).sum(-1, keepdims=True))
+        ds = (
+            spec.softmax_scale * p * (keep * (do @ v.swapaxes(2, 3)) + sign * (do * o).sum(-1, keepdims=True))
+        )
         found = {"o": o, "dq": ds @ k, "dk": ds.swapaxes(2, 3) @ q, "dv": dropped.swapaxes(2, 3) @ do}
-        grouped = {n: found[n].reshape(b, -1, repeat, columns, found[n].shape[3]).sum(2) for n in ("dk", "dv")}
+        grouped = {
+            n: found[n].reshape(b, -1, repeat, columns, found[n].shape[3]).sum(2) for n in ("dk", "dv")
+        }
         return {n: x.transpose(back) for n, x in (found | grouped).items()}
 
     values, sizes = results(q, k, v, do, -1), results(abs(q), abs(k), abs(v), abs(do), 1)

@@ -1,7 +1,8 @@
 """Comparing results with an oracle, and saying where they differ first.
 
-The tolerance is always a formula: one rounding to the stored dtype (``epsilon(dtype) * |reference|``, plus the smallest subnormal)
-and ``slack``, the error that the arithmetic may have made, which the caller derives from the number of terms and their magnitude.
+The tolerance is always a formula: one rounding to the stored dtype (``epsilon(dtype) * |reference|``, plus
+the smallest subnormal) and ``slack``, the error that the arithmetic may have made, which the caller derives
+from the number of terms and their magnitude.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ def epsilon(dtype: object) -> float:
 
 
 def sum_slack(magnitude: Any, terms: int) -> Any:
-    """Bound on the float32 error of a sum of ``terms`` products whose absolute values add up to ``magnitude``.
+    """Bound on the float32 error of a sum of ``terms`` products whose absolute values add up to
+    ``magnitude``.
 
-    ``magnitude``: a number, or an array of any shape, which the bound then has too; there is no error to raise. The bound is
-    ``terms * u * magnitude`` with u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, eq. 3.5), with four further
-    operations for what is done before and after.
+    ``magnitude``: a number, or an array of any shape, which the bound then has too; there is no error to
+    raise. The bound is ``terms * u * magnitude`` with u = 2**-24 (Higham, Accuracy and Stability of Numerical
+    Algorithms, 2002, eq. 3.5), with four further operations for what is done before and after.
     """
     return (terms + 4) * 2.0**-24 * magnitude
 
@@ -42,10 +44,11 @@ def _first(bad: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 
 def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack: Any = 0.0) -> None:
-    """AssertionError with the first coordinate where ``|got - reference| > epsilon(dtype) * |reference| + smallest(dtype) + slack``.
+    """AssertionError with the first coordinate where ``|got - reference| > epsilon(dtype) * |reference| +
+    smallest(dtype) + slack``.
 
-    ``got``: array on the host; ``reference``: float64 array of the same shape (AssertionError for another); ``slack``: number or array that
-    broadcasts to it. NaN and Inf must agree exactly.
+    ``got``: array on the host; ``reference``: float64 array of the same shape (AssertionError for another);
+    ``slack``: number or array that broadcasts to it. NaN and Inf must agree exactly.
     """
     kind = formats.dtype(dtype)
     g = np.asarray(got).astype(np.float64)
@@ -55,7 +58,9 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
     finite = np.isfinite(r)
     with np.errstate(invalid="ignore"):
         limit = _EPSILON[kind.name] * np.abs(np.where(finite, r, 0)) + _TINY[kind.name] + slack
-        same = np.where(finite, np.abs(g - np.where(finite, r, 0)) <= limit, (g == r) | (np.isnan(g) & np.isnan(r)))
+        same = np.where(
+            finite, np.abs(g - np.where(finite, r, 0)) <= limit, (g == r) | (np.isnan(g) & np.isnan(r))
+        )
     if not same.all():
         at = _first(~same)
         allowed = np.broadcast_to(limit, r.shape)[at]
@@ -65,8 +70,8 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
 
 
 def assert_same_bits(what: str, got: Any, expected: Any) -> None:
-    """AssertionError with the first coordinate where ``got`` and ``expected``, arrays on the host, differ in any bit (NaN payloads count);
-    also for another shape or dtype."""
+    """AssertionError with the first coordinate where ``got`` and ``expected``, arrays on the host, differ in
+    any bit (NaN payloads count); also for another shape or dtype."""
     g, e = np.ascontiguousarray(got), np.ascontiguousarray(expected)
     if g.shape != e.shape or g.dtype != e.dtype:
         raise AssertionError(f"{what}: {g.dtype} {g.shape}, expected {e.dtype} {e.shape}")
@@ -81,7 +86,7 @@ def assert_same_bits(what: str, got: Any, expected: Any) -> None:
 
 
 def relative_error(got: Any, reference: Any) -> float:
-    """``||got - reference|| / ||reference||`` in float64 (NaN where either has one). Arrays of one shape on the host; NumPy's ValueError
-    for shapes that do not broadcast."""
+    """``||got - reference|| / ||reference||`` in float64 (NaN where either has one). Arrays of one shape on
+    the host; NumPy's ValueError for shapes that do not broadcast."""
     r = np.asarray(reference, np.float64)
     return float(np.linalg.norm(np.asarray(got, np.float64) - r) / np.linalg.norm(r))

@@ -18,7 +18,8 @@ from fp8kit.testing.contract import Case, cases
 
 
 class Outcome(NamedTuple):
-    """What came of one case: ``verdict`` is "kept", "left" (CannotTake: the next implementation's) or "broken", ``detail`` says why."""
+    """What came of one case: ``verdict`` is "kept", "left" (CannotTake: the next implementation's) or
+    "broken", ``detail`` says why."""
 
     case: str
     verdict: str
@@ -27,7 +28,8 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class ContractReport:
-    """What came of the contract's cases for ``impl`` on ``device``; ``missing`` says why none ran, where none did."""
+    """What came of the contract's cases for ``impl`` on ``device``; ``missing`` says why none ran, where none
+    did."""
 
     impl: OpImpl
     device: Device
@@ -47,23 +49,41 @@ class ContractReport:
         where = f"{self.impl.impl_id} ({self.impl.op_name}) on {self.device}"
         if self.missing:
             return f"{where}: NOT TESTED: {self.missing}"
-        title = "keeps the contract" if self.ok else "takes no case" if not self.count("broken") else "BREAKS THE CONTRACT"
+        title = (
+            "keeps the contract"
+            if self.ok
+            else "takes no case"
+            if not self.count("broken")
+            else "BREAKS THE CONTRACT"
+        )
         numbers = f"{self.count('kept')} cases kept, {self.count('left')} left to others, {self.count('broken')} broken"
-        reasons = dict.fromkeys(f"left: {outcome.detail}" for outcome in self.outcomes if outcome.verdict == "left")
-        broken = [f"broken: {outcome.case}: {outcome.detail}" for outcome in self.outcomes if outcome.verdict == "broken"]
+        reasons = dict.fromkeys(
+            f"left: {outcome.detail}" for outcome in self.outcomes if outcome.verdict == "left"
+        )
+        broken = [
+            f"broken: {outcome.case}: {outcome.detail}"
+            for outcome in self.outcomes
+            if outcome.verdict == "broken"
+        ]
         return "\n  ".join([f"{where}: {title}: {numbers}", *reasons, *broken])
 
 
 def check_implementation(
-    impl: OpImpl, device: Device | str | None = None, workspace: OpImpl | None = None, show: Callable[[str], Any] | None = print
+    impl: OpImpl,
+    device: Device | str | None = None,
+    workspace: OpImpl | None = None,
+    show: Callable[[str], Any] | None = print,
 ) -> ContractReport:
-    """Run the contract's own tests of a kernel against any implementation of it, registered or not; print and return the report.
+    """Run the contract's own tests of a kernel against any implementation of it, registered or not; print and
+    return the report.
 
-    ``device``: None is the first of ``impl.devices`` that is usable here. ``workspace``: the implementation that measures the kernel's
-    workspace; None is the one that its engine has registered, and where it has none the kernel is given no bytes. For an ``impl`` that is a
-    workspace function, the cases of its engine's own kernels run. Everything else that a case calls is chosen by the policy in force.
-    ``show``: takes the report's text; None for silence. Arrays of the cases: shapes, dtypes and values as ``fp8kit.testing.contract`` has
-    them. BackendError for what is no OpImpl; a case that fails raises nothing.
+    ``device``: None is the first of ``impl.devices`` that is usable here. ``workspace``: the implementation
+    that measures the kernel's workspace; None is the one that its engine has registered, and where it has
+    none the kernel is given no bytes. For an ``impl`` that is a workspace function, the cases of its engine's
+    own kernels run. Everything else that a case calls is chosen by the policy in force. ``show``: takes the
+    report's text; None for silence. Arrays of the cases: shapes, dtypes and values as
+    ``fp8kit.testing.contract`` has them. BackendError for what is no OpImpl; a case that fails raises
+    nothing.
     """
     if not isinstance(impl, OpImpl):
         raise BackendError(expected("check_implementation", "impl", repr(impl), "an OpImpl"))
@@ -94,20 +114,30 @@ def _report(impl: OpImpl, device: Device, workspace: OpImpl | None) -> ContractR
     if impl.op_name in SERVES:
         workspace, tested = impl, {name: found for name, found in own.items() if found is not None}
         if not tested:
-            return ContractReport(impl, device, (), f"its engine has registered none of {', '.join(SERVES[impl.op_name])}")
+            return ContractReport(
+                impl, device, (), f"its engine has registered none of {', '.join(SERVES[impl.op_name])}"
+            )
     else:
         tested = {impl.op_name: impl}
     kernels = SimpleNamespace(**vars(dispatch.kernels(device)))
     for name, one in tested.items():
         setattr(kernels, name, checked(one))
         for measure in (measure for measure, served in SERVES.items() if name in served):
-            found = workspace if workspace is not None and workspace.op_name == measure else _of_engine(measure, impl.engine)
+            found = (
+                workspace
+                if workspace is not None and workspace.op_name == measure
+                else _of_engine(measure, impl.engine)
+            )
             setattr(kernels, measure, found.fn if found is not None else _no_bytes)
-    return ContractReport(impl, device, tuple(_outcome(case, kernels, device) for case in cases() if case.kernel in tested))
+    return ContractReport(
+        impl, device, tuple(_outcome(case, kernels, device) for case in cases() if case.kernel in tested)
+    )
 
 
 def _of_engine(op_name: str, engine: str) -> OpImpl | None:
-    return next((impl for impl in dispatch.registry.get_implementations(op_name) if impl.engine == engine), None)
+    return next(
+        (impl for impl in dispatch.registry.get_implementations(op_name) if impl.engine == engine), None
+    )
 
 
 def _no_bytes(*args: Any, **named: Any) -> int:

@@ -1,7 +1,8 @@
 """``ops.linear`` with delayed scaling through three front doors, each in the few lines that a door needs.
 
-Each door owns its parameters and its FP8 state, allocates what the operation fills, and hangs the operation's own ``backward`` on its
-autograd. ``Problem`` fixes what is computed; a door's ``steps`` returns what every step gave.
+Each door owns its parameters and its FP8 state, allocates what the operation fills, and hangs the operation's
+own ``backward`` on its autograd. ``Problem`` fixes what is computed; a door's ``steps`` returns what every
+step gave.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, Quant
 from fp8kit.spec import Meta
 
-SPEC = LinearSpec(ProductSpec(24, (40,), fp8=Fp8(Quant(formats.E4M3), Quant(formats.E4M3), Quant(formats.E5M2))))
+SPEC = LinearSpec(
+    ProductSpec(24, (40,), fp8=Fp8(Quant(formats.E4M3), Quant(formats.E4M3), Quant(formats.E5M2)))
+)
 NEEDS = frozenset({"x", "weight0", "bias0"})
 HISTORY = 3
 ROWS = 20
 METAS = {
-    "x": Meta((ROWS, 24), float32), "weight0": Meta((40, 24), float32), "bias0": Meta((40,), float32),
-    "x_scale": Meta((1,), float32), "w_scale": Meta((1,), float32),
-}  # fmt: skip
+    "x": Meta((ROWS, 24), float32),
+    "weight0": Meta((40, 24), float32),
+    "bias0": Meta((40,), float32),
+    "x_scale": Meta((1,), float32),
+    "w_scale": Meta((1,), float32),
+}
 SIGNATURE = linear.infer(SPEC, METAS, NEEDS)
 INPUTS = tuple(METAS)
 OUTPUTS = (*SIGNATURE.outputs, *SIGNATURE.saved)  # what forward fills, in the order the doors pass it on
@@ -42,13 +48,16 @@ class Problem:
     weight: np.ndarray[Any, Any] = field(default_factory=lambda: _normal(1, 40, 24))
     bias: np.ndarray[Any, Any] = field(default_factory=lambda: _normal(2, 40))
     batches: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(
-        default_factory=lambda: [(_normal(3 + i, ROWS, 24) * 2.0**i, _normal(13 + i, ROWS, 40) * 0.01) for i in range(4)]
+        default_factory=lambda: [
+            (_normal(3 + i, ROWS, 24) * 2.0**i, _normal(13 + i, ROWS, 40) * 0.01) for i in range(4)
+        ]
     )
 
 
 @dataclass
 class State:
-    """FP8 state of the three quantised tensors: float32 scale [1], scale_inv [1], amax_history [HISTORY, 1] each."""
+    """FP8 state of the three quantised tensors: float32 scale [1], scale_inv [1], amax_history [HISTORY, 1]
+    each."""
 
     scale: dict[str, Any]
     history: dict[str, Any]
@@ -59,7 +68,9 @@ def _normal(seed: int, *shape: int) -> np.ndarray[Any, Any]:
 
 
 def fresh_state() -> State:
-    return State({n: np.ones(1, np.float32) for n in FP8_MAX}, {n: np.zeros((HISTORY, 1), np.float32) for n in FP8_MAX})
+    return State(
+        {n: np.ones(1, np.float32) for n in FP8_MAX}, {n: np.zeros((HISTORY, 1), np.float32) for n in FP8_MAX}
+    )
 
 
 def plan() -> Any:
@@ -76,7 +87,9 @@ def run_forward(inputs: dict[str, ArrayView], out: dict[str, ArrayView]) -> None
     linear.forward(p, inputs, out, out, scratch(p.scratch), 0)
 
 
-def run_backward(saved: dict[str, ArrayView], g: ArrayView, g_scale: ArrayView, grads: dict[str, ArrayView]) -> None:
+def run_backward(
+    saved: dict[str, ArrayView], g: ArrayView, g_scale: ArrayView, grads: dict[str, ArrayView]
+) -> None:
     """``linear.backward`` on buffers that a door allocated."""
     arrays.zero_(grads["g_amax"])
     p = plan()
@@ -102,7 +115,10 @@ def native_steps(problem: Problem) -> list[dict[str, np.ndarray[Any, Any]]]:
     history = {n: arrays.as_view(v) for n, v in state.history.items()}
     results = []
     for x, g in problem.batches:
-        values = {n: tensor(v, requires_grad=True) for n, v in (("x", x), ("weight0", problem.weight), ("bias0", problem.bias))}
+        values = {
+            n: tensor(v, requires_grad=True)
+            for n, v in (("x", x), ("weight0", problem.weight), ("bias0", problem.bias))
+        }
         given = {f"{n}_amax": h.slice(0, 0, 1).reshape(1) for n, h in history.items()}
         inputs = values | {"x_scale": scale["x"], "w_scale": scale["w"]}
         y = apply(linear, SPEC, inputs, given, late={"g_scale": scale["g"]})["y"]
@@ -112,6 +128,8 @@ def native_steps(problem: Problem) -> list[dict[str, np.ndarray[Any, Any]]]:
         update(scale["g"], history["g"], FP8_MAX["g"])
         got = {"y": y.numpy()} | {f"d{n}": v.grad.numpy() for n, v in values.items() if v.grad is not None}
         results.append(
-            got | {f"{n}_scale": v.copy() for n, v in state.scale.items()} | {f"{n}_history": v.copy() for n, v in state.history.items()}
+            got
+            | {f"{n}_scale": v.copy() for n, v in state.scale.items()}
+            | {f"{n}_history": v.copy() for n, v in state.history.items()}
         )
     return results

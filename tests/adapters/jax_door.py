@@ -1,6 +1,7 @@
 """The JAX door of ``doors.py``: FFI calls inside jit, their gradient by custom_vjp, the FP8 state explicit.
 
-The forward state goes in and comes out as values. The backward state's new value comes back as the "gradient" of its old one.
+The forward state goes in and comes out as values. The backward state's new value comes back as the "gradient"
+of its old one.
 """
 
 from __future__ import annotations
@@ -15,19 +16,45 @@ from fp8kit.arrays import ArrayView
 from fp8kit.formats import float32
 from fp8kit.spec import Meta
 
-from .doors import FP8_MAX, GRADS, HISTORY, INPUTS, OUTPUTS, SIGNATURE, Problem, run_backward, run_forward, update
+from .doors import (
+    FP8_MAX,
+    GRADS,
+    HISTORY,
+    INPUTS,
+    OUTPUTS,
+    SIGNATURE,
+    Problem,
+    run_backward,
+    run_forward,
+    update,
+)
 
 
 def _forward(*views: ArrayView) -> None:
-    run_forward(dict(zip(INPUTS, views[: len(INPUTS)], strict=True)), dict(zip(OUTPUTS, views[len(INPUTS) :], strict=True)))
+    run_forward(
+        dict(zip(INPUTS, views[: len(INPUTS)], strict=True)),
+        dict(zip(OUTPUTS, views[len(INPUTS) :], strict=True)),
+    )
 
 
 def _backward(g: ArrayView, g_scale: ArrayView, *views: ArrayView) -> None:
     count = len(SIGNATURE.saved)
-    run_backward(dict(zip(SIGNATURE.saved, views[:count], strict=True)), g, g_scale, dict(zip(GRADS, views[count:], strict=True)))
+    run_backward(
+        dict(zip(SIGNATURE.saved, views[:count], strict=True)),
+        g,
+        g_scale,
+        dict(zip(GRADS, views[count:], strict=True)),
+    )
 
 
-def _update(scale: ArrayView, history: ArrayView, amax: ArrayView, new_scale: ArrayView, new_history: ArrayView, fp8_max: float) -> None:
+def _update(
+    scale: ArrayView,
+    history: ArrayView,
+    amax: ArrayView,
+    new_scale: ArrayView,
+    new_history: ArrayView,
+    fp8_max: float,
+) -> None:
     new_scale.numpy()[...], new_history.numpy()[...] = scale.numpy(), history.numpy()
     new_history.numpy()[0] = amax.numpy()
     update(new_scale, new_history, fp8_max)
@@ -60,10 +87,22 @@ def _layer_forward(x: Any, weight: Any, bias: Any, forward_state: Any, backward_
 
 def _layer_backward(kept: Any, cotangents: Any) -> Any:
     saved, (g_scale, g_history), forward_state = kept
-    out = call("fp8kit_proof.linear_backward", [shape_struct(m) for m in SIGNATURE.grads.values()], cotangents[0], g_scale, *saved)
+    out = call(
+        "fp8kit_proof.linear_backward",
+        [shape_struct(m) for m in SIGNATURE.grads.values()],
+        cotangents[0],
+        g_scale,
+        *saved,
+    )
     grads = dict(zip(GRADS, out, strict=True))
     new = _update_scale(g_scale, g_history, grads["g_amax"], FP8_MAX["g"])
-    return grads["x"], grads["weight0"], grads["bias0"], jax.tree.map(jax.numpy.zeros_like, forward_state), new
+    return (
+        grads["x"],
+        grads["weight0"],
+        grads["bias0"],
+        jax.tree.map(jax.numpy.zeros_like, forward_state),
+        new,
+    )
 
 
 layer.defvjp(_layer_forward, _layer_backward)
@@ -85,9 +124,13 @@ def steps(problem: Problem) -> list[dict[str, np.ndarray[Any, Any]]]:
     forward_state, backward_state = {n: fresh() for n in "xw"}, fresh()
     results = []
     for x, g in problem.batches:
-        y, dx, dw, db, forward_state, backward_state = _step(x, problem.weight, problem.bias, forward_state, backward_state, g)
+        y, dx, dw, db, forward_state, backward_state = _step(
+            x, problem.weight, problem.bias, forward_state, backward_state, g
+        )
         state = forward_state | {"g": backward_state}
         got = {"y": y, "dx": dx, "dweight0": dw, "dbias0": db}
-        got |= {f"{n}_scale": s for n, (s, _) in state.items()} | {f"{n}_history": h for n, (_, h) in state.items()}
+        got |= {f"{n}_scale": s for n, (s, _) in state.items()} | {
+            f"{n}_history": h for n, (_, h) in state.items()
+        }
         results.append({n: np.asarray(v).copy() for n, v in got.items()})
     return results

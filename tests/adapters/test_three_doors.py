@@ -1,4 +1,5 @@
-"""The proof that the contract serves three doors: the same operation, delayed scaling included, gives the same bits through each."""
+"""The proof that the contract serves three doors: the same operation, delayed scaling included, gives the
+same bits through each."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def same(got: Steps, want: Steps) -> None:
 
 
 def test_the_problem_exercises_delayed_scaling(native: Steps) -> None:
-    """Scales move every step, in both directions, so that a stale or a lost state would show in the results."""
+    """Scales move every step, in both directions, so that a stale or a lost state would show in the
+    results."""
     for name in ("x_scale", "w_scale", "g_scale"):
         assert native[0][name][0] != 1.0
     assert len({float(s["x_scale"][0]) for s in native}) == len(native)

@@ -1,4 +1,5 @@
-"""The torch door of ``doors.py``: a functional torch.library op with its autograd, and a mutating one for the FP8 state."""
+"""The torch door of ``doors.py``: a functional torch.library op with its autograd, and a mutating one for the
+FP8 state."""
 
 from __future__ import annotations
 
@@ -9,11 +10,30 @@ import torch
 from fp8kit_torch import as_view, empty_like_metas
 from torch import Tensor
 
-from .doors import FP8_MAX, GRADS, HISTORY, INPUTS, OUTPUTS, SIGNATURE, Problem, run_backward, run_forward, update
+from .doors import (
+    FP8_MAX,
+    GRADS,
+    HISTORY,
+    INPUTS,
+    OUTPUTS,
+    SIGNATURE,
+    Problem,
+    run_backward,
+    run_forward,
+    update,
+)
 
 
 @torch.library.custom_op("fp8kit_proof::linear", mutates_args=())
-def op(x: Tensor, weight: Tensor, bias: Tensor, x_scale: Tensor, w_scale: Tensor, g_scale: Tensor, g_history: Tensor) -> list[Tensor]:
+def op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    g_scale: Tensor,
+    g_history: Tensor,
+) -> list[Tensor]:
     out = empty_like_metas(SIGNATURE.outputs | SIGNATURE.saved, x)
     run_forward(
         {n: as_view(t) for n, t in zip(INPUTS, (x, weight, bias, x_scale, w_scale), strict=True)},
@@ -23,7 +43,15 @@ def op(x: Tensor, weight: Tensor, bias: Tensor, x_scale: Tensor, w_scale: Tensor
 
 
 @op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, x_scale: Tensor, w_scale: Tensor, g_scale: Tensor, g_history: Tensor) -> list[Tensor]:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    g_scale: Tensor,
+    g_history: Tensor,
+) -> list[Tensor]:
     return empty_like_metas(SIGNATURE.outputs | SIGNATURE.saved, x)
 
 
@@ -57,7 +85,8 @@ def _(scale: Tensor, history: Tensor, amax: Tensor, fp8_max: float) -> None:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[len(SIGNATURE.outputs) :])
-    ctx.g_scale, ctx.g_history = inputs[5], inputs[6]  # not saved: backward reads, then changes, what they are by then
+    # not saved: backward reads, then changes, what they are by then
+    ctx.g_scale, ctx.g_history = inputs[5], inputs[6]
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -81,7 +110,9 @@ class Linear(torch.nn.Module):
             self.register_buffer(f"{n}_history", torch.zeros(HISTORY, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        y, x_amax, w_amax, *_ = op(x, self.weight, self.bias, self.x_scale, self.w_scale, self.g_scale, self.g_history)
+        y, x_amax, w_amax, *_ = op(
+            x, self.weight, self.bias, self.x_scale, self.w_scale, self.g_scale, self.g_history
+        )
         update_op(self.x_scale, self.x_history, x_amax, FP8_MAX["x"])
         update_op(self.w_scale, self.w_history, w_amax, FP8_MAX["w"])
         return y
@@ -98,5 +129,8 @@ def steps(problem: Problem, compiled: bool) -> list[dict[str, np.ndarray[Any, An
         y = call(tx)
         y.backward(torch.from_numpy(g.copy()))
         got = {"y": y, "dx": tx.grad, "dweight0": layer.weight.grad, "dbias0": layer.bias.grad}
-        results.append({n: t.detach().numpy().copy() for n, t in got.items()} | {n: t.numpy().copy() for n, t in layer.named_buffers()})
+        results.append(
+            {n: t.detach().numpy().copy() for n, t in got.items()}
+            | {n: t.numpy().copy() for n, t in layer.named_buffers()}
+        )
     return results

@@ -1,4 +1,5 @@
-"""The autocast state machine alone: nesting, exceptions, threads, when and with what forward states are handed back."""
+"""The autocast state machine alone: nesting, exceptions, threads, when and with what forward states are
+handed back."""
 
 from __future__ import annotations
 
@@ -178,7 +179,14 @@ def test_touching_needs_an_active_autocast(make_state):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"enabled": 1}, {"calibrating": "no"}, {"recipe": "delayed"}, {"recipe": DelayedScaling}, {"amax_reduction_group": 0}]
+    "kwargs",
+    [
+        {"enabled": 1},
+        {"calibrating": "no"},
+        {"recipe": "delayed"},
+        {"recipe": DelayedScaling},
+        {"amax_reduction_group": 0},
+    ],
 )
 def test_wrong_arguments(kwargs):
     with pytest.raises(RecipeError, match=next(iter(kwargs))):

@@ -60,7 +60,10 @@ def test_a_saved_value_that_changed_is_an_error_that_names_the_operation() -> No
     y = layer(x)
     with no_grad():
         x.add_(ONE)
-    with pytest.raises(AutogradError, match=r"linear: inp: got a value changed in place .* \(version 1\), expected it .* \(version 0\)"):
+    with pytest.raises(
+        AutogradError,
+        match=r"linear: inp: got a value changed in place .* \(version 1\), expected it .* \(version 0\)",
+    ):
         y.backward(g)
     y = layer(x)
     with no_grad():
@@ -85,7 +88,10 @@ def test_a_saved_value_that_changed_is_an_error_that_names_the_operation() -> No
 
 def test_an_output_that_backward_reads() -> None:
     attention = nn.DotProductAttention(2, 4)
-    q, k, v = (tensor(np.random.default_rng(i).standard_normal((3, 1, 2, 4)).astype(np.float32), requires_grad=True) for i in range(3))
+    q, k, v = (
+        tensor(np.random.default_rng(i).standard_normal((3, 1, 2, 4)).astype(np.float32), requires_grad=True)
+        for i in range(3)
+    )
     o = attention(q, k, v)
     with no_grad():
         o.zero_()
@@ -95,7 +101,13 @@ def test_an_output_that_backward_reads() -> None:
 
 def test_changes_in_place_are_not_recorded_and_say_so() -> None:
     x, still = leaf(), tensor(X.copy())
-    for change in (lambda: x.copy_(ONE), lambda: x.zero_(), lambda: (x + x).add_(ONE), lambda: still.copy_(x), lambda: still.add_(x)):
+    for change in (
+        lambda: x.copy_(ONE),
+        lambda: x.zero_(),
+        lambda: (x + x).add_(ONE),
+        lambda: still.copy_(x),
+        lambda: still.add_(x),
+    ):
         with pytest.raises(AutogradError, match="no_grad"):
             change()
     np.testing.assert_array_equal(still.numpy(), X)

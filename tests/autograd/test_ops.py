@@ -1,4 +1,5 @@
-"""Every operation through the native door: gradients against differences in high precision, FP8 against an exact simulation."""
+"""Every operation through the native door: gradients against differences in high precision, FP8 against an
+exact simulation."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ RNG = np.random.default_rng(7)
 DELAYED = Fp8(Quant(formats.E4M3), Quant(formats.E4M3), Quant(formats.E5M2))
 CURRENT = Fp8(Quant(formats.E4M3, "current"), Quant(formats.E4M3, "current"), Quant(formats.E5M2, "current"))
 LINE, SQUARE = (1, 128), (128, 128)
-BLOCKS = Fp8(*(Quant(formats.E4M3, "block", True, tile=tile) for tile in (LINE, SQUARE, LINE)), fprop_fast=False)
+BLOCKS = Fp8(
+    *(Quant(formats.E4M3, "block", True, tile=tile) for tile in (LINE, SQUARE, LINE)), fprop_fast=False
+)
 GIVEN = Fp8(Quant(formats.E4M3, "amax"), Quant(formats.E4M3, "amax"), Quant(formats.E5M2, "amax"))
 
 
@@ -54,11 +57,16 @@ def named(prefix: str, values: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("segments", [(12,), (5, 7), (16, 32)])
 def test_linear_gradients(segments: tuple[int, ...], layout: str) -> None:
     spec = LinearSpec(ProductSpec(9, segments, layout))
-    weights, biases = cut(normal(sum(segments), 9), segments, layout), cut(normal(sum(segments)), segments, layout)
+    weights, biases = (
+        cut(normal(sum(segments), 9), segments, layout),
+        cut(normal(sum(segments)), segments, layout),
+    )
     count = len(segments)
 
     def function(x: Tensor, *rest: Tensor) -> Tensor:
-        return apply(linear, spec, {"x": x, **named("weight", list(rest[:count])), **named("bias", list(rest[count:]))})["y"]
+        return apply(
+            linear, spec, {"x": x, **named("weight", list(rest[:count])), **named("bias", list(rest[count:]))}
+        )["y"]
 
     x = normal(2, 3, 9)
     check_grads(function, [x, *weights, *biases])
@@ -70,7 +78,8 @@ def test_linear_gradients(segments: tuple[int, ...], layout: str) -> None:
 
 
 def simulate(value: np.ndarray[Any, Any], fmt: formats.Format, scale: float | None) -> np.ndarray[Any, Any]:
-    """What FP8 keeps of a tensor: exact decode(encode(x * scale)) / scale; scale None is the current-scaling rule."""
+    """What FP8 keeps of a tensor: exact decode(encode(x * scale)) / scale; scale None is the current-scaling
+    rule."""
     if scale is None:
         scale = float(np.float32(fmt.max) / np.abs(value).max().astype(np.float32))
     codes = codec.encode(value.astype(np.float32) * np.float32(scale), fmt)
@@ -80,7 +89,9 @@ def simulate(value: np.ndarray[Any, Any], fmt: formats.Format, scale: float | No
 @pytest.mark.parametrize("layout", ["oi", "io"])
 @pytest.mark.parametrize("segments", [(40,), (16, 24), (17, 23)])
 @pytest.mark.parametrize("fp8", [DELAYED, CURRENT, GIVEN], ids=["delayed", "current", "given"])
-def test_linear_fp8_is_the_product_of_exactly_quantised_operands(fp8: Fp8, segments: tuple[int, ...], layout: str) -> None:
+def test_linear_fp8_is_the_product_of_exactly_quantised_operands(
+    fp8: Fp8, segments: tuple[int, ...], layout: str
+) -> None:
     m, k, n = 10, 24, sum(segments)
     x, w, b, g = normal(2, 5, k), normal(n, k), normal(n), normal(2, 5, n)
     spec = LinearSpec(ProductSpec(k, segments, layout, fp8=fp8))
@@ -88,7 +99,9 @@ def test_linear_fp8_is_the_product_of_exactly_quantised_operands(fp8: Fp8, segme
     delayed = fp8 is DELAYED
     scales = {"x": 64.0, "w": 96.0, "g": 1000.0}
     inputs: dict[str, Any] = {"x": tensor(x, True)}
-    inputs |= named("weight", [tensor(v, True) for v in weights]) | named("bias", [tensor(v, True) for v in biases])
+    inputs |= named("weight", [tensor(v, True) for v in weights]) | named(
+        "bias", [tensor(v, True) for v in biases]
+    )
     late = {}
     if delayed:
         inputs |= {"x_scale": one(scales["x"]), "w_scale": one(scales["w"])}
@@ -101,12 +114,30 @@ def test_linear_fp8_is_the_product_of_exactly_quantised_operands(fp8: Fp8, segme
     y.backward(g)
     if fp8 is not GIVEN:
         assert [a.numpy()[0] for a in amax.values()] == [np.abs(v).max() for v in (x, w, g)]
-    xq, wq = (simulate(v, formats.E4M3, scales[s] if delayed else None) for v, s in ((x.reshape(m, k), "x"), (w, "w")))
+    xq, wq = (
+        simulate(v, formats.E4M3, scales[s] if delayed else None)
+        for v, s in ((x.reshape(m, k), "x"), (w, "w"))
+    )
     gq = simulate(g.reshape(m, n), formats.E5M2, scales["g"] if delayed else None)
-    assert_close("y", y.numpy().reshape(m, n), xq @ wq.T + b, formats.float32, sum_slack(np.abs(xq) @ np.abs(wq.T) + np.abs(b), k))
-    assert_close("dx", inputs["x"].grad.numpy().reshape(m, k), gq @ wq, formats.float32, sum_slack(np.abs(gq) @ np.abs(wq), n))
+    assert_close(
+        "y",
+        y.numpy().reshape(m, n),
+        xq @ wq.T + b,
+        formats.float32,
+        sum_slack(np.abs(xq) @ np.abs(wq.T) + np.abs(b), k),
+    )
+    assert_close(
+        "dx",
+        inputs["x"].grad.numpy().reshape(m, k),
+        gq @ wq,
+        formats.float32,
+        sum_slack(np.abs(gq) @ np.abs(wq), n),
+    )
     dw = np.concatenate(
-        [inputs[f"weight{i}"].grad.numpy().T if layout == "io" else inputs[f"weight{i}"].grad.numpy() for i in range(len(weights))]
+        [
+            inputs[f"weight{i}"].grad.numpy().T if layout == "io" else inputs[f"weight{i}"].grad.numpy()
+            for i in range(len(weights))
+        ]
     )
     assert_close("dw", dw, gq.T @ xq, formats.float32, sum_slack(np.abs(gq.T) @ np.abs(xq), m))
     db = np.concatenate([inputs[f"bias{i}"].grad.numpy() for i in range(len(biases))])
@@ -117,8 +148,12 @@ def test_linear_fp8_is_the_product_of_exactly_quantised_operands(fp8: Fp8, segme
 def blocks(value: np.ndarray[Any, Any], quant: Quant) -> np.ndarray[Any, Any]:
     """What FP8 keeps of an operand whose contraction is its last axis, exactly."""
     assert quant.tile is not None
-    codes, _, inverse = operand(value, quant.tile, quant.format, quant.power_2, quant.epsilon, formats.float32.max)
-    return (codec.decode(codes, quant.format) * inverse.astype(np.float64))[: value.shape[0], : value.shape[1]]
+    codes, _, inverse = operand(
+        value, quant.tile, quant.format, quant.power_2, quant.epsilon, formats.float32.max
+    )
+    return (codec.decode(codes, quant.format) * inverse.astype(np.float64))[
+        : value.shape[0], : value.shape[1]
+    ]
 
 
 @pytest.mark.parametrize("layout", ["oi", "io"])
@@ -126,7 +161,10 @@ def blocks(value: np.ndarray[Any, Any], quant: Quant) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("tiles", [(LINE, SQUARE, LINE), (SQUARE, LINE, LINE), (LINE, LINE, LINE)], ids=str)
 def test_linear_with_scales_of_blocks(tiles: tuple[Any, ...], segments: tuple[int, ...], layout: str) -> None:
     m, k, n = 140, 270, sum(segments)
-    x, w, b, g = (v * np.float32(s) for v, s in ((normal(2, 70, k), 1), (normal(n, k), 0.1), (normal(n), 1), (normal(2, 70, n), 1e-3)))
+    x, w, b, g = (
+        v * np.float32(s)
+        for v, s in ((normal(2, 70, k), 1), (normal(n, k), 0.1), (normal(n), 1), (normal(2, 70, n), 1e-3))
+    )
     kinds = zip((formats.E4M3, formats.E4M3, formats.E5M2), (True, False, True), tiles, strict=True)
     fp8 = Fp8(*(Quant(fmt, "block", power_2, 1e-6, tile) for fmt, power_2, tile in kinds), fprop_fast=False)
     inputs: dict[str, Any] = {"x": tensor(x, True)}
@@ -137,9 +175,21 @@ def test_linear_with_scales_of_blocks(tiles: tuple[Any, ...], segments: tuple[in
     out["y"].backward(g)
     x, g = x.reshape(m, k), g.reshape(m, n)
     xq, wq, gq = blocks(x, fp8.x), blocks(w, fp8.w), blocks(g, fp8.g)
-    assert_close("y", out["y"].numpy().reshape(m, n), xq @ wq.T + b, formats.float32, sum_slack(np.abs(xq) @ np.abs(wq.T) + np.abs(b), k))
+    assert_close(
+        "y",
+        out["y"].numpy().reshape(m, n),
+        xq @ wq.T + b,
+        formats.float32,
+        sum_slack(np.abs(xq) @ np.abs(wq.T) + np.abs(b), k),
+    )
     wq = blocks(w.T, fp8.w).T
-    assert_close("dx", inputs["x"].grad.numpy().reshape(m, k), gq @ wq, formats.float32, sum_slack(np.abs(gq) @ np.abs(wq), n))
+    assert_close(
+        "dx",
+        inputs["x"].grad.numpy().reshape(m, k),
+        gq @ wq,
+        formats.float32,
+        sum_slack(np.abs(gq) @ np.abs(wq), n),
+    )
     gq, xq = blocks(g.T, fp8.g), blocks(x.T, fp8.x)
     grads = [inputs[f"weight{i}"].grad.numpy() for i in range(len(segments))]
     dw = np.concatenate([part.T if layout == "io" else part for part in grads])
@@ -148,14 +198,17 @@ def test_linear_with_scales_of_blocks(tiles: tuple[Any, ...], segments: tuple[in
     assert_close("db", db, g.astype(np.float64).sum(0), formats.float32, sum_slack(np.abs(g).sum(0), m))
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda: Quant(formats.E4M3, "block"),
-    lambda: Quant(formats.E4M3, "current", tile=LINE),
-    lambda: Quant(formats.E4M3, "blocks"),
-    lambda: Fp8(BLOCKS.x, BLOCKS.w, Quant(formats.E5M2), fprop_fast=False),
-    lambda: Fp8(BLOCKS.w, BLOCKS.w, BLOCKS.g, fprop_fast=False),
-    lambda: Fp8(BLOCKS.x, BLOCKS.w, BLOCKS.g),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Quant(formats.E4M3, "block"),
+        lambda: Quant(formats.E4M3, "current", tile=LINE),
+        lambda: Quant(formats.E4M3, "blocks"),
+        lambda: Fp8(BLOCKS.x, BLOCKS.w, Quant(formats.E5M2), fprop_fast=False),
+        lambda: Fp8(BLOCKS.w, BLOCKS.w, BLOCKS.g, fprop_fast=False),
+        lambda: Fp8(BLOCKS.x, BLOCKS.w, BLOCKS.g),
+    ],
+)
 def test_scalings_that_no_product_takes(wrong: Any) -> None:
     with pytest.raises(FormatError):
         wrong()
@@ -178,14 +231,20 @@ def test_cached_weight_by_blocks_gives_the_same_bits(layout: str, segments: tupl
         results.append([y.numpy(), inputs["x"].grad.numpy(), inputs["weight0"].grad.numpy()])
     for name, a, b in zip(("y", "dx", "dw"), *results, strict=True):
         assert_same_bits(name, b, a)
-    wrong = {"x": tensor(x), **named("weight", [tensor(v) for v in w]), **{n: p.view for n, p in made.items() if n != "w_qt_inv"}}
+    wrong = {
+        "x": tensor(x),
+        **named("weight", [tensor(v) for v in w]),
+        **{n: p.view for n, p in made.items() if n != "w_qt_inv"},
+    }
     with pytest.raises(ShapeError, match="w_qt_inv"):
         apply(linear, cached, wrong)
 
 
 def test_cached_weight_gives_the_same_bits() -> None:
     x, w, g = normal(20, 24), normal(40, 24), normal(20, 40)
-    cached, plain = (LinearSpec(ProductSpec(24, (40,), bias="none", fp8=DELAYED, weight_cached=c)) for c in (True, False))
+    cached, plain = (
+        LinearSpec(ProductSpec(24, (40,), bias="none", fp8=DELAYED, weight_cached=c)) for c in (True, False)
+    )
     scales = {"x_scale": one(64.0), "w_scale": one(96.0)}
     results = []
     for spec in (plain, cached):
@@ -194,7 +253,9 @@ def test_cached_weight_gives_the_same_bits() -> None:
             del inputs["w_scale"]
             inputs |= {
                 n: t.view
-                for n, t in apply(weight_cast, plain, {"weight0": tensor(w), "w_scale": scales["w_scale"]}).items()
+                for n, t in apply(
+                    weight_cast, plain, {"weight0": tensor(w), "w_scale": scales["w_scale"]}
+                ).items()
                 if n != "w_amax"
             }
         y = apply(linear, spec, inputs, late={"g_scale": one(500.0)})["y"]
@@ -220,11 +281,29 @@ def test_norm_gradients(normalization: str, zero_centered: bool) -> None:
 def test_norm_linear_gradients_with_residual(return_norm: bool) -> None:
     spec = NormLinearSpec(NormSpec(12), ProductSpec(12, (4, 6)), residual=True, return_norm=return_norm)
 
-    def function(x: Tensor, nw: Tensor, nb: Tensor, w0: Tensor, w1: Tensor, b0: Tensor, b1: Tensor) -> list[Tensor]:
-        out = apply(norm_linear, spec, {"x": x, "norm_weight": nw, "norm_bias": nb, "weight0": w0, "weight1": w1, "bias0": b0, "bias1": b1})
+    def function(
+        x: Tensor, nw: Tensor, nb: Tensor, w0: Tensor, w1: Tensor, b0: Tensor, b1: Tensor
+    ) -> list[Tensor]:
+        out = apply(
+            norm_linear,
+            spec,
+            {
+                "x": x,
+                "norm_weight": nw,
+                "norm_bias": nb,
+                "weight0": w0,
+                "weight1": w1,
+                "bias0": b0,
+                "bias1": b1,
+            },
+        )
         return list(out.values())
 
-    check_grads(function, [normal(5, 12), normal(12), normal(12), normal(4, 12), normal(6, 12), normal(4), normal(6)], step=2.0**-8)
+    check_grads(
+        function,
+        [normal(5, 12), normal(12), normal(12), normal(4, 12), normal(6, 12), normal(4), normal(6)],
+        step=2.0**-8,
+    )
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -235,7 +314,18 @@ def test_norm_mlp_gradients_with_residual(activation: str, joins: bool) -> None:
     spec = NormMLPSpec(NormSpec(12, "RMSNorm"), fc1, fc2, activation, residual=not joins, joins=joins)
 
     def function(x: Tensor, nw: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> list[Tensor]:
-        out = apply(norm_mlp, spec, {"x": x, "norm_weight": nw, "fc1_weight0": w1, "fc1_bias0": b1, "fc2_weight0": w2, "fc2_bias0": b2})
+        out = apply(
+            norm_mlp,
+            spec,
+            {
+                "x": x,
+                "norm_weight": nw,
+                "fc1_weight0": w1,
+                "fc1_bias0": b1,
+                "fc2_weight0": w2,
+                "fc2_bias0": b2,
+            },
+        )
         return list(out.values())
 
     inputs = [normal(6, 12), normal(12), normal(width, 12) / 4, normal(width), normal(12, 10) / 4, normal(12)]
@@ -246,11 +336,35 @@ def test_norm_mlp_gradients_with_residual(activation: str, joins: bool) -> None:
 def test_fused_mlp_equals_its_parts_bit_for_bit(fp8: Fp8) -> None:
     """norm_mlp in FP8 is norm, linear, activation, linear: the same codes, so the same bits."""
     x, g = normal(20, 24), normal(20, 24)
-    nw, nb, w1, b1, w2, b2 = normal(24), normal(24), normal(40, 24) / 5, normal(40), normal(24, 40) / 6, normal(24)
-    scale = {f"fc{i}_{n}_scale": one(v) for i in (1, 2) for n, v in (("x", 50.0), ("w", 300.0))} if fp8 is DELAYED else {}
+    nw, nb, w1, b1, w2, b2 = (
+        normal(24),
+        normal(24),
+        normal(40, 24) / 5,
+        normal(40),
+        normal(24, 40) / 6,
+        normal(24),
+    )
+    scale = (
+        {f"fc{i}_{n}_scale": one(v) for i in (1, 2) for n, v in (("x", 50.0), ("w", 300.0))}
+        if fp8 is DELAYED
+        else {}
+    )
     late = {f"fc{i}_g_scale": one(2000.0) for i in (1, 2)} if fp8 is DELAYED else {}
-    spec = NormMLPSpec(NormSpec(24), ProductSpec(24, (40,), fp8=fp8, prefix="fc1_"), ProductSpec(40, (24,), fp8=fp8, prefix="fc2_"), "relu")
-    values = {"x": x, "norm_weight": nw, "norm_bias": nb, "fc1_weight0": w1, "fc1_bias0": b1, "fc2_weight0": w2, "fc2_bias0": b2}
+    spec = NormMLPSpec(
+        NormSpec(24),
+        ProductSpec(24, (40,), fp8=fp8, prefix="fc1_"),
+        ProductSpec(40, (24,), fp8=fp8, prefix="fc2_"),
+        "relu",
+    )
+    values = {
+        "x": x,
+        "norm_weight": nw,
+        "norm_bias": nb,
+        "fc1_weight0": w1,
+        "fc1_bias0": b1,
+        "fc2_weight0": w2,
+        "fc2_bias0": b2,
+    }
     fused = {name: tensor(v, True) for name, v in values.items()}
     y = apply(norm_mlp, spec, fused | scale, late=late)["y"]
     y.backward(g)
@@ -310,19 +424,36 @@ def products(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Any]]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"])
-def test_a_residual_joins_within_the_product_with_one_rounding(fp8: Fp8 | None, dtype: str, recompute: bool,
-                                                               products: dict[Any, list[Any]]) -> None:
-    """The sum is float32's, which the CPU engine adds in the order product, bias, residual; the gradients those of an addition apart."""
+@pytest.mark.parametrize(
+    "fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"]
+)
+def test_a_residual_joins_within_the_product_with_one_rounding(
+    fp8: Fp8 | None, dtype: str, recompute: bool, products: dict[Any, list[Any]]
+) -> None:
+    """The sum is float32's, which the CPU engine adds in the order product, bias, residual; the gradients
+    those of an addition apart."""
     kind = formats.dtype(dtype).numpy
-    shapes = {"norm_weight": (24,), "fc1_weight0": (40, 24), "fc1_bias0": (40,), "fc2_weight0": (24, 40), "fc2_bias0": (24,)}
+    shapes = {
+        "norm_weight": (24,),
+        "fc1_weight0": (40, 24),
+        "fc1_bias0": (40,),
+        "fc2_weight0": (24, 40),
+        "fc2_bias0": (24,),
+    }
     values = {"x": normal(20, 24)} | {name: normal(*shape) / 4 for name, shape in shapes.items()}
-    scale = {f"fc{i}_{n}_scale": one(v) for i in (1, 2) for n, v in (("x", 50.0), ("w", 300.0))} if fp8 is DELAYED else {}
+    scale = (
+        {f"fc{i}_{n}_scale": one(v) for i in (1, 2) for n, v in (("x", 50.0), ("w", 300.0))}
+        if fp8 is DELAYED
+        else {}
+    )
     late = {f"fc{i}_g_scale": one(2000.0) for i in (1, 2)} if fp8 is DELAYED else {}
     g = normal(20, 24).astype(kind)
 
     def mlp(**options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        products = ProductSpec(24, (40,), fp8=fp8, prefix="fc1_"), ProductSpec(40, (24,), fp8=fp8, prefix="fc2_")
+        products = (
+            ProductSpec(24, (40,), fp8=fp8, prefix="fc1_"),
+            ProductSpec(40, (24,), fp8=fp8, prefix="fc2_"),
+        )
         spec = NormMLPSpec(NormSpec(24, "RMSNorm"), *products, "gelu", recompute=recompute, **options)
         inputs = {name: tensor(value.astype(kind), True) for name, value in values.items()}
         return apply(norm_mlp, spec, inputs | scale, late=late), inputs
@@ -336,19 +467,29 @@ def test_a_residual_joins_within_the_product_with_one_rounding(fp8: Fp8 | None, 
     apply(dropout_add, DropoutAddSpec(24), {"x": plain["y"], "residual": plain["residual"]})["y"].backward(g)
     for name in values:
         assert_same_bits(name, joined[name].grad.numpy(), apart[name].grad.numpy())
-    assert_same_bits("y", out["y"].numpy(), (exact + values["x"].astype(kind).astype(np.float32)).astype(kind))
+    assert_same_bits(
+        "y", out["y"].numpy(), (exact + values["x"].astype(kind).astype(np.float32)).astype(kind)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["oi", "io"])
-@pytest.mark.parametrize("fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"])
-def test_linear_adds_a_residual(fp8: Fp8 | None, layout: str, dtype: str, products: dict[Any, list[Any]]) -> None:
+@pytest.mark.parametrize(
+    "fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"]
+)
+def test_linear_adds_a_residual(
+    fp8: Fp8 | None, layout: str, dtype: str, products: dict[Any, list[Any]]
+) -> None:
     """Before its product is rounded; the residual's gradient is the output's own."""
     kind = formats.dtype(dtype).numpy
     segments = (17, 23)
     spec = LinearSpec(ProductSpec(24, segments, layout=layout, fp8=fp8))
     x, residual, g = normal(20, 24), normal(20, 40).astype(kind), normal(20, 40).astype(kind)
-    values = {"x": x} | named("weight", cut(normal(40, 24), segments, layout)) | named("bias", [normal(n) for n in segments])
+    values = (
+        {"x": x}
+        | named("weight", cut(normal(40, 24), segments, layout))
+        | named("bias", [normal(n) for n in segments])
+    )
     scale = {"x_scale": one(50.0), "w_scale": one(300.0)} if fp8 is DELAYED else {}
     late = {"g_scale": one(2000.0)} if fp8 is DELAYED else {}
 
@@ -365,15 +506,28 @@ def test_linear_adds_a_residual(fp8: Fp8 | None, layout: str, dtype: str, produc
     assert_same_bits("residual", joined["residual"].grad.numpy(), g)
     for name in values:
         assert_same_bits(name, joined[name].grad.numpy(), apart[name].grad.numpy())
-    with pytest.raises(ShapeError, match=r"linear: residual: got shape \(20, 24\), expected shape \(20, 40\)"):
+    with pytest.raises(
+        ShapeError, match=r"linear: residual: got shape \(20, 24\), expected shape \(20, 40\)"
+    ):
         run(residual=x)
 
 
 def test_a_residual_joins_only_an_output_of_its_size() -> None:
     with pytest.raises(FormatError, match=r"norm_mlp: joins: got True, expected False with residual"):
-        NormMLPSpec(NormSpec(24), ProductSpec(24, (40,), prefix="fc1_"), ProductSpec(40, (24,), prefix="fc2_"), joins=True, residual=True)
+        NormMLPSpec(
+            NormSpec(24),
+            ProductSpec(24, (40,), prefix="fc1_"),
+            ProductSpec(40, (24,), prefix="fc2_"),
+            joins=True,
+            residual=True,
+        )
     with pytest.raises(ShapeError, match=r"norm_mlp: fc2: got 16 output features, expected 24"):
-        NormMLPSpec(NormSpec(24), ProductSpec(24, (40,), prefix="fc1_"), ProductSpec(40, (16,), prefix="fc2_"), joins=True)
+        NormMLPSpec(
+            NormSpec(24),
+            ProductSpec(24, (40,), prefix="fc1_"),
+            ProductSpec(40, (16,), prefix="fc2_"),
+            joins=True,
+        )
 
 
 def test_dropout_add_keeps_and_scales_alike_in_both_directions() -> None:
@@ -385,7 +539,13 @@ def test_dropout_add_keeps_and_scales_alike_in_both_directions() -> None:
     kept = np.abs(y.numpy() - residual) > 0
     # binomial: 2000 draws, six standard deviations
     assert abs(kept.mean() - (1 - p)) < 6 * np.sqrt(p * (1 - p) / kept.size)
-    assert_close("y", y.numpy(), residual.astype(np.float64) + kept * x * np.float64(np.float32(1 / (1 - p))), formats.float32, 2.0**-22)
+    assert_close(
+        "y",
+        y.numpy(),
+        residual.astype(np.float64) + kept * x * np.float64(np.float32(1 / (1 - p))),
+        formats.float32,
+        2.0**-22,
+    )
     g = normal(40, 50)
     y.backward(g)
     assert_close("dx", tx.grad.numpy(), g * kept * np.float64(np.float32(1 / (1 - p))), formats.float32)
@@ -414,7 +574,9 @@ def test_embedding_and_cross_entropy() -> None:
     for reduction in ("mean", "none"):
         loss = CrossEntropySpec(6, reduction, label_smoothing=0.1)
         check_grads(
-            lambda z, loss=loss: apply(cross_entropy, loss, {"logits": z, "targets": targets})["loss"], [normal(4, 6)], step=2.0**-7
+            lambda z, loss=loss: apply(cross_entropy, loss, {"logits": z, "targets": targets})["loss"],
+            [normal(4, 6)],
+            step=2.0**-7,
         )
 
 
@@ -430,7 +592,11 @@ def test_missing_rules_are_named_when_the_graph_is_built() -> None:
 
     with pytest.raises(AutogradError, match="NoBackward: has no backward"):
         NoBackward.apply(tensor(normal(3), True))
-    assert_same_bits("no gradient wanted", NoBackward.apply(tensor(np.ones(3, np.float32))).numpy(), np.full(3, 2, np.float32))
+    assert_same_bits(
+        "no gradient wanted",
+        NoBackward.apply(tensor(np.ones(3, np.float32))).numpy(),
+        np.full(3, 2, np.float32),
+    )
 
 
 def test_wrong_input_is_refused_with_names() -> None:
@@ -441,7 +607,11 @@ def test_wrong_input_is_refused_with_names() -> None:
     with pytest.raises(ShapeError, match=r"linear: weight0: got shape \(9, 4\), expected shape \(4, 9\)"):
         apply(linear, spec, {"x": tensor(normal(3, 9)), "weight0": tensor(normal(9, 4)), "bias0": b})
     with pytest.raises(FormatError, match=r"linear: bias0: got bfloat16, expected float32"):
-        apply(linear, spec, {"x": tensor(normal(3, 9)), "weight0": w, "bias0": tensor(normal(4), dtype="bfloat16")})
+        apply(
+            linear,
+            spec,
+            {"x": tensor(normal(3, 9)), "weight0": w, "bias0": tensor(normal(4), dtype="bfloat16")},
+        )
     with pytest.raises(ShapeError, match=r"linear: bias0: got nothing"):
         apply(linear, spec, {"x": tensor(normal(3, 9)), "weight0": w})
 
@@ -451,7 +621,12 @@ def test_zero_rows() -> None:
         spec = LinearSpec(ProductSpec(24, (40,), fp8=fp8))
         x, w, b = tensor(normal(0, 24), True), tensor(normal(40, 24), True), tensor(normal(40), True)
         extra = {"x_scale": one(1.0), "w_scale": one(1.0)} if fp8 is DELAYED else {}
-        y = apply(linear, spec, {"x": x, "weight0": w, "bias0": b, **extra}, late={"g_scale": one(1.0)} if fp8 is DELAYED else {})["y"]
+        y = apply(
+            linear,
+            spec,
+            {"x": x, "weight0": w, "bias0": b, **extra},
+            late={"g_scale": one(1.0)} if fp8 is DELAYED else {},
+        )["y"]
         y.backward(normal(0, 40))
         assert y.shape == (0, 40)
         assert_same_bits("dw", w.grad.numpy(), np.zeros((40, 24), np.float32))
@@ -459,9 +634,16 @@ def test_zero_rows() -> None:
 
 
 def test_measure_gives_the_amax_that_a_later_forward_takes() -> None:
-    """Measure, then a forward with the amax from outside, equals current scaling bit for bit: what doors that reduce over devices do."""
+    """Measure, then a forward with the amax from outside, equals current scaling bit for bit: what doors that
+    reduce over devices do."""
     x, nw, nb, w, b = normal(20, 24), normal(24), normal(24), normal(40, 24), normal(40)
-    inputs = {"x": tensor(x), "norm_weight": tensor(nw), "norm_bias": tensor(nb), "weight0": tensor(w), "bias0": tensor(b)}
+    inputs = {
+        "x": tensor(x),
+        "norm_weight": tensor(nw),
+        "norm_bias": tensor(nb),
+        "weight0": tensor(w),
+        "bias0": tensor(b),
+    }
     specs = {f: NormLinearSpec(NormSpec(24), ProductSpec(24, (40,), fp8=f)) for f in (CURRENT, GIVEN)}
     want = apply(norm_linear, specs[CURRENT], inputs)["y"].numpy()
     amax = {"x_amax": one(0.0), "w_amax": one(0.0)}

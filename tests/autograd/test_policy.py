@@ -1,4 +1,5 @@
-"""Choosing implementations: what a policy allows, for whom and how long, and what is said when nothing is left."""
+"""Choosing implementations: what a policy allows, for whom and how long, and what is said when nothing is
+left."""
 
 from __future__ import annotations
 
@@ -70,9 +71,14 @@ def test_another_engines_arrays_are_refused_by_name() -> None:
 
 
 def test_an_engine_without_a_device_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is asked for, and under a policy that names it: where it would place a new array, and where one of another device comes."""
+    """Where it is asked for, and under a policy that names it: where it would place a new array, and where
+    one of another device comes."""
     monkeypatch.setattr(arrays.provider(arrays.device("cuda")), "count", lambda: 0, raising=False)
-    monkeypatch.setattr(support, "report", lambda: [Row("driver", "runs", "CUDA 13.0"), Row("CuPy", "missing", "is not installed")])
+    monkeypatch.setattr(
+        support,
+        "report",
+        lambda: [Row("driver", "runs", "CUDA 13.0"), Row("CuPy", "missing", "is not installed")],
+    )
     said = r"no cuda device is usable here \(CuPy: is not installed\); `fp8kit info` lists what is missing$"
     refused = f"^use_backend: name: got 'cuda', expected an engine whose device is here: {said}"
     with pytest.raises(BackendError, match=refused):
@@ -97,7 +103,9 @@ def test_order_and_refusals() -> None:
     assert SelectionPolicy(prefer="default").order("add", [b, a, c]) == [c, b, a]
     tokens = SelectionPolicy(per_op=(("add", ("impl:a.add", "vendor:b")),))
     assert tokens.order("add", [a, b, c]) == [a, b]
-    assert "denied" in str(SelectionPolicy(deny_vendors=frozenset("a"), allow_vendors=frozenset("a")).refuses(a))
+    assert "denied" in str(
+        SelectionPolicy(deny_vendors=frozenset("a"), allow_vendors=frozenset("a")).refuses(a)
+    )
     assert "not among" in str(SelectionPolicy(allow_vendors=frozenset("b")).refuses(a))
     assert plain.refuses(a) is None
     with pytest.raises(BackendError, match="vendor"):
@@ -116,6 +124,8 @@ def test_only_cannot_take_moves_on_to_the_next(caplog: pytest.LogCaptureFixture)
     impls = [impl("a"), impl("b")]
     call = chain(impls, [cannot, lambda *args: "second"])
     assert [call(), call()] == ["second", "second"]
-    assert [r.getMessage() for r in caplog.records] == ["add: a.add cannot take the call (too long); b.add is asked"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "add: a.add cannot take the call (too long); b.add is asked"
+    ]
     with pytest.raises(ValueError, match="a fault"):
         chain(impls, [fails, lambda *args: "second"])()

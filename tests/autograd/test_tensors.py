@@ -1,4 +1,5 @@
-"""Tensors and user-defined functions: whose memory a gradient is, what leaves the tape, and what is refused."""
+"""Tensors and user-defined functions: whose memory a gradient is, what leaves the tape, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -92,7 +93,10 @@ def test_a_missing_or_wrong_backward_is_named() -> None:
     x = tensor(X.copy(), requires_grad=True)
     with pytest.raises(AutogradError, match="Silent: has no backward, but input 1"):
         Silent.apply(3, x)
-    with pytest.raises(ShapeError, match=r"Wrong.backward: gradient 0: got float32 \(3, 2\) on cpu, expected float32 \(2, 3\)"):
+    with pytest.raises(
+        ShapeError,
+        match=r"Wrong.backward: gradient 0: got float32 \(3, 2\) on cpu, expected float32 \(2, 3\)",
+    ):
         Wrong.apply(x).backward(X)
     assert x.grad is None
 
@@ -107,15 +111,26 @@ def test_a_chain_of_many_nodes_is_walked_and_freed() -> None:
     np.testing.assert_array_equal(x.grad.numpy(), [0])
 
 
-@pytest.mark.parametrize(("symbol", "compute"), {
-    "-": lambda t, x: t - x, "*": lambda t, x: t * x, "/": lambda t, x: t / x, "**": lambda t, x: t**x, "@": lambda t, x: t @ x,
-}.items(), ids=["minus", "times", "over", "power", "product"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("symbol", "compute"),
+    {
+        "-": lambda t, x: t - x,
+        "*": lambda t, x: t * x,
+        "/": lambda t, x: t / x,
+        "**": lambda t, x: t**x,
+        "@": lambda t, x: t @ x,
+    }.items(),
+    ids=["minus", "times", "over", "power", "product"],
+)
 def test_operators_that_the_tape_does_not_have_say_what_to_use(symbol: str, compute: Any) -> None:
     """With numbers, arrays and tensors, on either side: nothing leaves the tape unseen."""
     t, array = tensor(np.ones((2, 2), np.float32), requires_grad=True), np.full((2, 2), 3, np.float32)
     for other in (2, array, t):
         for pair in ((t, other), (other, t)):
-            with pytest.raises(TypeError, match=rf"^Tensor has no operator {re.escape(symbol)}; .*fk\.nn .*fk\.Function .*\.numpy\(\)"):
+            with pytest.raises(
+                TypeError,
+                match=rf"^Tensor has no operator {re.escape(symbol)}; .*fk\.nn .*fk\.Function .*\.numpy\(\)",
+            ):
                 compute(*pair)
     quantized = fk.quantize(array, fk.E4M3)
     with pytest.raises(FormatError, match=r"matmul: self: got fp8kit\.Tensor"):
@@ -126,7 +141,9 @@ def test_operators_that_the_tape_does_not_have_say_what_to_use(symbol: str, comp
 def test_attributes_that_a_tensor_does_not_have_say_what_to_use() -> None:
     t = tensor(np.ones(2, np.float32))
     for name in ("mean", "T", "sum"):
-        with pytest.raises(AttributeError, match=rf"^Tensor has no attribute '{name}'; the tape has what fk\.nn computes"):
+        with pytest.raises(
+            AttributeError, match=rf"^Tensor has no attribute '{name}'; the tape has what fk\.nn computes"
+        ):
             getattr(t, name)
     with pytest.raises(AttributeError, match=r"^Tensor has no attribute '_nothing'$"):
         _ = t._nothing
@@ -141,4 +158,6 @@ def test_a_gpu_converts_what_goes_there():
     for dtype in ("float32", "bfloat16", "float16"):
         for values in (host, single):
             got = fk.tensor(values, dtype=dtype, device="cuda").numpy().astype(np.float32)
-            np.testing.assert_array_equal(got, fk.tensor(values, dtype=dtype).numpy().astype(np.float32), dtype)
+            np.testing.assert_array_equal(
+                got, fk.tensor(values, dtype=dtype).numpy().astype(np.float32), dtype
+            )

@@ -1,4 +1,5 @@
-"""The table of bytes, and that a kernel that computes something else, or leaves something out, is found out."""
+"""The table of bytes, and that a kernel that computes something else, or leaves something out, is found
+out."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_bytes_by_hand():
     assert found["AdamW with masters"] == hf * (2 + 2 + 3 * 8)
     assert found["amax"] == mh * 2 + 4
     # the passes of a layer: 4.16e9 bytes, one device copy of which takes about 1 ms at 4.3e12 bytes a second
-    assert sum(c.nbytes * (c.uses + c.within) for c in kernels.kernel_cases()) == pytest.approx(4.16e9, rel=0.01)
+    assert sum(c.nbytes * (c.uses + c.within) for c in kernels.kernel_cases()) == pytest.approx(
+        4.16e9, rel=0.01
+    )
 
 
 def test_the_table_is_what_a_layer_runs(monkeypatch):
@@ -51,11 +54,20 @@ def test_the_table_is_what_a_layer_runs(monkeypatch):
 
         return call
 
-    spied = SimpleNamespace(policy=own.policy, **{name: counted(name) if name in named else getattr(own, name) for name in KERNELS})
+    spied = SimpleNamespace(
+        policy=own.policy,
+        **{name: counted(name) if name in named else getattr(own, name) for name in KERNELS},
+    )
     monkeypatch.setattr(rules.dispatch, "kernels", lambda device: spied)
     size = Layer(64, 128, 2, 32, 3)
-    layer = fk.nn.TransformerLayer(*size[:3], hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, params_dtype="bfloat16",
-                                   device="cpu")
+    layer = fk.nn.TransformerLayer(
+        *size[:3],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        params_dtype="bfloat16",
+        device="cpu",
+    )
     x = fk.tensor(np.ones((32, 3, 64), np.float32), requires_grad=True, dtype="bfloat16", device="cpu")
     with fk.autocast(recipe=fk.recipe.DelayedScaling()):
         y = layer(x)
@@ -94,10 +106,26 @@ def spoilt(name, spoil):
 
 
 SPOILT = {
-    "a wrong value": ("bias, residual", lambda given: given[3].numpy().__setitem__((0, 0), 900), "of the error bound"),
-    "a sum": ("column sums", lambda given: given[1].numpy().__imul__(np.float32(1.1).astype(given[1].numpy().dtype)), "of the error bound"),
-    "an element left out": ("bias, residual", lambda given: given[3].numpy().__setitem__((-1, -1), np.nan), "elements were not written"),
-    "a code left out": ("norm, cast both ways", lambda given: given[7].q_t.numpy().__setitem__((-1, -1), 0xFF), "were not written"),
+    "a wrong value": (
+        "bias, residual",
+        lambda given: given[3].numpy().__setitem__((0, 0), 900),
+        "of the error bound",
+    ),
+    "a sum": (
+        "column sums",
+        lambda given: given[1].numpy().__imul__(np.float32(1.1).astype(given[1].numpy().dtype)),
+        "of the error bound",
+    ),
+    "an element left out": (
+        "bias, residual",
+        lambda given: given[3].numpy().__setitem__((-1, -1), np.nan),
+        "elements were not written",
+    ),
+    "a code left out": (
+        "norm, cast both ways",
+        lambda given: given[7].q_t.numpy().__setitem__((-1, -1), 0xFF),
+        "were not written",
+    ),
 }
 
 
@@ -119,13 +147,18 @@ def test_a_kernel_that_fails_is_reported():
     def broken(*given):
         raise RuntimeError("no such thing")
 
-    row = kernels.measure(CASES["amax"], QUICK, SimpleNamespace(**{**vars(dispatch.kernels(CPU)), "amax": broken}))
+    row = kernels.measure(
+        CASES["amax"], QUICK, SimpleNamespace(**{**vars(dispatch.kernels(CPU)), "amax": broken})
+    )
     assert row["status"] == "failed: RuntimeError: no such thing"
 
 
 def test_the_layers_sum_counts_each_kernel_as_often_as_it_runs():
-    rows = [{"uses": 2, "gpu_ms": 3.0, "copy_ms": 2.0, "mib": 1.0}, {"uses": 1, "gpu_ms": 4.0, "copy_ms": 4.0, "mib": 5.0},
-            {"uses": 0, "gpu_ms": 99.0, "copy_ms": 1.0, "mib": 1.0}]  # fmt: skip
+    rows = [
+        {"uses": 2, "gpu_ms": 3.0, "copy_ms": 2.0, "mib": 1.0},
+        {"uses": 1, "gpu_ms": 4.0, "copy_ms": 4.0, "mib": 5.0},
+        {"uses": 0, "gpu_ms": 99.0, "copy_ms": 1.0, "mib": 1.0},
+    ]
     whole = kernels.in_layer(rows)
     assert (whole["gpu_ms"], whole["copy_ms"], whole["mib"]) == (10, 8, 7)
     assert whole["of_copy"] == 0.8

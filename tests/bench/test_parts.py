@@ -1,4 +1,5 @@
-"""Products, attention, the skeleton, the ledger, the break-even grid, the start and the pictures, in small."""
+"""Products, attention, the skeleton, the ledger, the break-even grid, the start and the pictures, in
+small."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("settled")
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
+# --- products -----------------------------------------------------------------------------------------------
 
 
 def test_twelve_products():
@@ -60,14 +61,18 @@ def test_peers_that_fail_are_reported():
         raise RuntimeError("refused")
 
     rows = gemms.measure(gemms.products(SMALL.large)[0], QUICK, lambda given: {"theirs": failing})
-    assert [(row["case"], row["status"]) for row in rows] == [(gemms.OURS, "ok"), ("theirs", "failed: RuntimeError: refused")]
+    assert [(row["case"], row["status"]) for row in rows] == [
+        (gemms.OURS, "ok"),
+        ("theirs", "failed: RuntimeError: refused"),
+    ]
 
 
-# --- the skeleton and attention ---------------------------------------------------------------------------------------
+# --- the skeleton and attention -----------------------------------------------------------------------------
 
 
 def test_the_skeleton_does_everything_once(monkeypatch):
-    """With products and copies that only tell their names: twelve, a copy for each pass, attention both ways."""
+    """With products and copies that only tell their names: twelve, a copy for each pass, attention both
+    ways."""
     done = []
     monkeypatch.setattr(skeleton, "operands", lambda product, device, kernels: product)
     monkeypatch.setattr(skeleton, "fastest", lambda product, fast: lambda: done.append(product.name))
@@ -81,7 +86,9 @@ def test_the_skeleton_does_everything_once(monkeypatch):
     passes = [(case.nbytes, case.uses + case.within) for case in skeleton.kernel_cases(SMALL.large)]
     products = [product.name for product in gemms.products(SMALL.large)]
     assert names == [*products[:4], "forward", "backward", *products[4:]]
-    assert sum(item for item in done if not isinstance(item, str)) == sum(size * uses for size, uses in passes)
+    assert sum(item for item in done if not isinstance(item, str)) == sum(
+        size * uses for size, uses in passes
+    )
     assert len(done) == 14 + sum(uses for _, uses in passes)
 
 
@@ -90,23 +97,29 @@ def test_attention_is_checked(monkeypatch):
     assert len(rows) == 2 * len(SMALL.layers)
     assert {row["status"] for row in rows} == {"ok"}
     monkeypatch.setattr(skeleton.AttentionRun, "backward", lambda self: None)
-    assert {row["status"] for row in skeleton.attention_part(QUICK) if "backward" in row["case"]} == {"WRONG: error nan"}
+    assert {row["status"] for row in skeleton.attention_part(QUICK) if "backward" in row["case"]} == {
+        "WRONG: error nan"
+    }
 
 
 def test_attention_peers_that_fail_are_reported():
     def failing():
         raise RuntimeError("declined")
 
-    found = {row["case"]: row["status"] for row in skeleton.attention_part(QUICK, lambda run: {"theirs": (failing, failing)})}
+    found = {
+        row["case"]: row["status"]
+        for row in skeleton.attention_part(QUICK, lambda run: {"theirs": (failing, failing)})
+    }
     assert found["theirs, forward"] == found["theirs, backward"] == "failed: RuntimeError: declined"
     assert found["fp8kit native, forward"] == "ok"
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def test_the_ledger_by_hand():
-    """Of an FP8 layer with delayed scaling, M tokens: codes of four inputs and weights, x, qkv, o, the second norm's x, h."""
+    """Of an FP8 layer with delayed scaling, M tokens: codes of four inputs and weights, x, qkv, o, the second
+    norm's x, h."""
     size = Layer(32, 64, 2, 16, 2)
     rows = memory.ledger(size, CPU)
     m, h, f = 32, 32, 64
@@ -146,11 +159,13 @@ def test_the_peak_on_a_gpu():
     device = Device("cuda")
     peak = memory.Peak(device)
     kept = arrays.empty((2 << 20,), formats.uint8, device)
-    assert peak.bytes(lambda: arrays.empty((5 << 20,), formats.uint8, device)) / 2**20 == pytest.approx(7, abs=1)
+    assert peak.bytes(lambda: arrays.empty((5 << 20,), formats.uint8, device)) / 2**20 == pytest.approx(
+        7, abs=1
+    )
     assert kept.size == 2 << 20
 
 
-# --- break-even -------------------------------------------------------------------------------------------------------
+# --- break-even ---------------------------------------------------------------------------------------------
 
 
 def cells(ratios, case="ours"):
@@ -158,15 +173,22 @@ def cells(ratios, case="ours"):
 
 
 def test_from_where_on_it_pays():
-    rows = cells({(1, 16): 0.9, (1, 32): 1.1, (1, 64): 0.8, (1, 128): 0.7, (2, 16): 0.5, (2, 32): 0.4, (3, 16): 2.0})
+    rows = cells(
+        {(1, 16): 0.9, (1, 32): 1.1, (1, 64): 0.8, (1, 128): 0.7, (2, 16): 0.5, (2, 32): 0.4, (3, 16): 2.0}
+    )
     assert breakeven.curve(rows, "ours") == {1: 64, 2: 16, 3: None}
     assert plots.pays(rows, "ours") == "64 at 1, 16 at 2"
     assert plots.pays(cells({(3, 16): 2.0}), "ours") == "nowhere"
 
 
 def test_graphs_are_compared_with_graphs():
-    rows = [{"case": "plain", "gpu_ms": 4.0}, {"case": "FP8", "gpu_ms": 8.0}, {"case": "absent"}, {"case": "plain, graph", "gpu_ms": 2.0},
-            {"case": "FP8, graph", "gpu_ms": 1.0}]  # fmt: skip
+    rows = [
+        {"case": "plain", "gpu_ms": 4.0},
+        {"case": "FP8", "gpu_ms": 8.0},
+        {"case": "absent"},
+        {"case": "plain, graph", "gpu_ms": 2.0},
+        {"case": "FP8, graph", "gpu_ms": 1.0},
+    ]
     breakeven.compare(rows)
     assert [row.get("ratio") for row in rows] == [1, 2, None, 1, 0.5]
 
@@ -179,7 +201,9 @@ def test_the_grid_runs_and_is_checked():
         return running
 
     setting = Setting(CPU, SMALL, 1, 1, 0)
-    rows = breakeven.breakeven_part(setting, lambda problem, modules: {"plain": lambda p: native(p, None), "wrong": wrong})
+    rows = breakeven.breakeven_part(
+        setting, lambda problem, modules: {"plain": lambda p: native(p, None), "wrong": wrong}
+    )
     assert len(rows) == 2 * len(SMALL.hidden) * len(SMALL.tokens)
     assert all(row["status"] == "ok" and row["ratio"] == 1 for row in rows if row["case"] == "plain")
     assert all(row["status"].startswith("WRONG") for row in rows if row["case"] == "wrong")
@@ -196,20 +220,25 @@ def test_modules_are_kept_over_token_counts():
 def test_the_grid_stops_in_time():
     rows = breakeven.breakeven_part(Setting(CPU, SMALL).within(-1))
     assert {row["status"] for row in rows} == {"left out: no time"}
-    assert [(row["hidden"], row["tokens"]) for row in rows] == [(h, t) for h in SMALL.hidden for t in SMALL.tokens]
+    assert [(row["hidden"], row["tokens"]) for row in rows] == [
+        (h, t) for h in SMALL.hidden for t in SMALL.tokens
+    ]
 
 
 def test_a_long_round_is_not_repeated():
-    """Half of a cell's seconds is for timing: 0.5 here, of rounds that take at least 2 calls of 0.2 seconds: one."""
+    """Half of a cell's seconds is for timing: 0.5 here, of rounds that take at least 2 calls of 0.2 seconds:
+    one."""
     calls = []
     import time
 
-    times = breakeven._timed({"slow": lambda: (calls.append(1), time.sleep(0.2))}, Setting(CPU, SMALL, 6, 1, 1), 1.0)
+    times = breakeven._timed(
+        {"slow": lambda: (calls.append(1), time.sleep(0.2))}, Setting(CPU, SMALL, 6, 1, 1), 1.0
+    )
     assert len(calls) == 3 + 2
     assert times["slow"][0] >= 0.2
 
 
-# --- training steps ---------------------------------------------------------------------------------------------------
+# --- training steps -----------------------------------------------------------------------------------------
 
 
 def test_steps_with_and_without(monkeypatch):
@@ -220,7 +249,7 @@ def test_steps_with_and_without(monkeypatch):
     assert {row["status"] for row in steps.steps_part(QUICK.within(-1))} == {"left out: no time"}
 
 
-# --- the start, casts, pictures ---------------------------------------------------------------------------------------
+# --- the start, casts, pictures -----------------------------------------------------------------------------
 
 
 def test_a_fresh_process_takes_its_first_step(tmp_path):
@@ -255,7 +284,18 @@ def test_starts_share_one_cache_and_the_last_has_its_own(monkeypatch):
     assert {row["check"] for row in rows} == {"finite gradients"}
 
 
-LIMITED = ("casts", "layer", "steps", "modules", "attention", "kernels", "gemm", "start", "memory", "breakeven")
+LIMITED = (
+    "casts",
+    "layer",
+    "steps",
+    "modules",
+    "attention",
+    "kernels",
+    "gemm",
+    "start",
+    "memory",
+    "breakeven",
+)
 
 
 @pytest.mark.parametrize("name", LIMITED)
@@ -274,8 +314,16 @@ def test_casts_are_ml_dtypes():
 
 def test_pictures(tmp_path):
     kernel = {"case": "k", "tbps": 3.0, "ceiling_tbps": 4.0, "gpu_ms": 1.0, "workload": "w", "status": "ok"}
-    gemm = [{"case": case, "product": "p", "tflops": rate, "gpu_ms": 1.0} for case, rate in ((gemms.OURS, 1.0), (gemms.BEST, 2.0))]
-    grid = [{"case": case, "hidden": h, "tokens": t, "ratio": 0.5 + t / 64} for case in ("bf16", "FP8") for h in (1, 2) for t in (16, 32)]
+    gemm = [
+        {"case": case, "product": "p", "tflops": rate, "gpu_ms": 1.0}
+        for case, rate in ((gemms.OURS, 1.0), (gemms.BEST, 2.0))
+    ]
+    grid = [
+        {"case": case, "hidden": h, "tokens": t, "ratio": 0.5 + t / 64}
+        for case in ("bf16", "FP8")
+        for h in (1, 2)
+        for t in (16, 32)
+    ]
     parts = {"kernels": [kernel], "gemm": gemm, "breakeven": grid}
     report = Report({"machine": "m"}, {name: {"rows": rows, "status": "ok"} for name, rows in parts.items()})
     made = plots.draw(report, tmp_path)

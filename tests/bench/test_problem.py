@@ -9,7 +9,18 @@ import fp8kit as fk
 from fp8kit import formats, nn
 from fp8kit.arrays import CPU
 from fp8kit.bench import layers, problem
-from fp8kit.bench.problem import RECIPES, Problem, Running, bounds, captured, errors, native, parameter_shapes, reference, verdict
+from fp8kit.bench.problem import (
+    RECIPES,
+    Problem,
+    Running,
+    bounds,
+    captured,
+    errors,
+    native,
+    parameter_shapes,
+    reference,
+    verdict,
+)
 from fp8kit.bench.report import Setting, Unavailable
 from fp8kit.bench.sizes import SMALL
 
@@ -84,7 +95,13 @@ def test_a_wrong_a_failing_and_an_absent_contender_are_reported():
     def absent(given):
         raise Unavailable("not installed")
 
-    contenders = {"right": lambda p: native(p, None), "wrong": wrong, "stale": stale, "failing": failing, "absent": absent}
+    contenders = {
+        "right": lambda p: native(p, None),
+        "wrong": wrong,
+        "stale": stale,
+        "failing": failing,
+        "absent": absent,
+    }
     rows = {row["case"]: row for row in layers.measure("w", made, contenders, QUICK)}
     assert rows["right"]["status"] == "ok"
     assert rows["wrong"]["status"].startswith("WRONG: errors 1.")
@@ -98,7 +115,13 @@ def test_a_wrong_a_failing_and_an_absent_contender_are_reported():
 
 def test_further_calls_take_their_turns():
     calls = []
-    rows = layers.measure("w", small("Linear"), {"a": lambda p: native(p, None)}, QUICK, extra={"skeleton": lambda: calls.append(1)})
+    rows = layers.measure(
+        "w",
+        small("Linear"),
+        {"a": lambda p: native(p, None)},
+        QUICK,
+        extra={"skeleton": lambda: calls.append(1)},
+    )
     assert [row["case"] for row in rows] == ["a", "skeleton"]
     assert len(calls) == 2  # a warm-up and a call
 
@@ -136,7 +159,9 @@ def test_a_captured_step_gives_the_eager_result(monkeypatch):
 def test_references_are_float32():
     y, dx = reference(small("Linear"))
     assert y.dtype == dx.dtype == np.float32
-    x, weight, bias = (np.asarray(a, np.float64) for a in (small("Linear").x, *small("Linear").weights.values()))
+    x, weight, bias = (
+        np.asarray(a, np.float64) for a in (small("Linear").x, *small("Linear").weights.values())
+    )
     exact = (x.reshape(32, 32) @ weight.T + bias).astype(np.float32)
     np.testing.assert_allclose(y, exact, rtol=0, atol=32 * np.finfo(np.float32).eps * np.abs(exact).max())
     assert formats.bfloat16.numpy == small("Linear").x.dtype

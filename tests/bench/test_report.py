@@ -22,15 +22,32 @@ def failing(setting):
     raise RuntimeError("it broke\nhere")
 
 
-PARTS = [Part("first", "", lambda setting: [GOOD]), Part("broken", "", failing), Part("last", "", lambda setting: [WRONG])]
+PARTS = [
+    Part("first", "", lambda setting: [GOOD]),
+    Part("broken", "", failing),
+    Part("last", "", lambda setting: [WRONG]),
+]
 
 
 def test_a_part_that_fails_costs_the_others_nothing(tmp_path):
     path, said = tmp_path / "a.json", []
-    made = run(PARTS, Setting(CPU, SMALL), lambda r: r.write(path), said.append, {"more": 1}, lambda: {"clocks.sm": "1 MHz"})
+    made = run(
+        PARTS,
+        Setting(CPU, SMALL),
+        lambda r: r.write(path),
+        said.append,
+        {"more": 1},
+        lambda: {"clocks.sm": "1 MHz"},
+    )
     assert {name: part["status"] for name, part in made.parts.items()} == {
-        "first": "ok", "broken": "failed: RuntimeError: it broke here", "last": "ok"}  # fmt: skip
-    assert made.failures() == ["broken: failed: RuntimeError: it broke here", "last: w: bad: WRONG: error 1.000"]
+        "first": "ok",
+        "broken": "failed: RuntimeError: it broke here",
+        "last": "ok",
+    }
+    assert made.failures() == [
+        "broken: failed: RuntimeError: it broke here",
+        "last: w: bad: WRONG: error 1.000",
+    ]
     assert made.failures(lambda row: row["case"] == "good") == ["broken: failed: RuntimeError: it broke here"]
     assert len(said) == 4
     assert said[0] == report.head(made.about)
@@ -67,7 +84,13 @@ def test_settings_know_what_is_left():
 def test_why_a_case_did_not_run():
     assert report.reason(Unavailable("not installed")) == "not installed"
     assert report.reason(ValueError("a\n b")) == "failed: ValueError: a b"
-    assert [bad(s) for s in ("ok", "not installed", "left out: x", "failed: x", "WRONG: x")] == [False, False, False, True, True]
+    assert [bad(s) for s in ("ok", "not installed", "left out: x", "failed: x", "WRONG: x")] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_tables_line_up():
@@ -92,7 +115,13 @@ PRINTED = {
 
 @pytest.mark.parametrize("figures", PRINTED)
 def test_small_figures_are_in_small_units(figures):
-    lines = table("w", [{"workload": "w", "case": "c", "status": "ok", **dict(figures)}, {"workload": "w", "case": "d", "status": "ok"}])
+    lines = table(
+        "w",
+        [
+            {"workload": "w", "case": "c", "status": "ok", **dict(figures)},
+            {"workload": "w", "case": "d", "status": "ok"},
+        ],
+    )
     assert (lines[0][1:], lines[1][1:]) == PRINTED[figures]
     assert lines[2] == "d"
 
@@ -104,9 +133,18 @@ def test_the_head_says_device_sizes_and_versions():
     assert all(f"{name} {versions()[name]}" in lines[0] for name in ("numpy", "ml_dtypes", "numba"))
     assert lines[1].startswith("small sizes: whether it runs, not how fast it can be; 2 rounds of 3 calls")
     assert lines[2] == "layer 64: hidden 64, ffn 128, heads 2, 32 x 2 tokens"
-    assert lines[-2:] == ["layer 16: hidden 16, ffn 32, heads 1, 16 x 2 tokens", "modules, kernels, gemm and memory are of layer 64"]
-    assert report.head(report.about_of(Setting(CPU, FULL))).splitlines()[1].startswith("full sizes; 6 rounds of 5 calls")
-    assert all(int(name.split()[1]) == size.hidden for sizes in (FULL, SMALL) for name, size in sizes.layers.items())
+    assert lines[-2:] == [
+        "layer 16: hidden 16, ffn 32, heads 1, 16 x 2 tokens",
+        "modules, kernels, gemm and memory are of layer 64",
+    ]
+    assert (
+        report.head(report.about_of(Setting(CPU, FULL)))
+        .splitlines()[1]
+        .startswith("full sizes; 6 rounds of 5 calls")
+    )
+    assert all(
+        int(name.split()[1]) == size.hidden for sizes in (FULL, SMALL) for name, size in sizes.layers.items()
+    )
 
 
 def test_no_time_of_a_cpu_is_called_a_gpus():
@@ -119,7 +157,10 @@ def test_parts_that_did_not_run_have_no_rows():
     assert Report().rows("nothing") == []
 
 
-@pytest.mark.parametrize(("hidden", "tokens", "wanted"), [(256, 256, (256, 1024, 4, 256, 1)), (8192, 16384, (8192, 32768, 64, 2048, 8))])
+@pytest.mark.parametrize(
+    ("hidden", "tokens", "wanted"),
+    [(256, 256, (256, 1024, 4, 256, 1)), (8192, 16384, (8192, 32768, 64, 2048, 8))],
+)
 def test_layers_of_the_grid(hidden, tokens, wanted):
     assert layer_of(hidden, tokens) == wanted
     assert layer_of(hidden, tokens).tokens == tokens

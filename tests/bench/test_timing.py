@@ -46,7 +46,8 @@ def test_each_contender_may_have_its_own_clock():
 
 
 def test_the_hosts_clock_counts_what_its_own_calls_take(monkeypatch):
-    """On a device where a step is queued at once and takes a second: what the warm-ups have queued is over when the clock starts."""
+    """On a device where a step is queued at once and takes a second: what the warm-ups have queued is over
+    when the clock starts."""
     now, queued = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
@@ -59,14 +60,18 @@ def test_the_hosts_clock_counts_what_its_own_calls_take(monkeypatch):
         now[0] += result
         queued.clear()
 
-    assert interleaved({"step": step}, WallClock(CPU, wait), rounds=2, calls=3, warmups=5) == {"step": [1.0, 1.0]}
+    assert interleaved({"step": step}, WallClock(CPU, wait), rounds=2, calls=3, warmups=5) == {
+        "step": [1.0, 1.0]
+    }
 
 
 def test_the_hosts_clock_asks_for_no_more_calls_on_the_cpu(monkeypatch):
     """A step is done when it returns."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    assert interleaved({"step": lambda: now.__setitem__(0, now[0] + 1)}, WallClock(), rounds=1, calls=3, warmups=2) == {"step": [1.0]}
+    assert interleaved(
+        {"step": lambda: now.__setitem__(0, now[0] + 1)}, WallClock(), rounds=1, calls=3, warmups=2
+    ) == {"step": [1.0]}
     assert now == [5.0]
 
 
@@ -88,7 +93,8 @@ def test_the_cpu_has_the_hosts_clock():
 
 
 class Runtime:
-    """CUDA's events, as far as a clock needs them: an event is the time of its record, in milliseconds; all are destroyed."""
+    """CUDA's events, as far as a clock needs them: an event is the time of its record, in milliseconds; all
+    are destroyed."""
 
     def __init__(self):
         self.now, self.alive, self.times = 0.0, set(), {}
@@ -147,10 +153,16 @@ def test_events_stand_around_each_call(runtime):
     assert not runtime.alive
 
 
-@pytest.mark.parametrize(("printed", "wanted"), [
-    ("1455 MHz, 3201 MHz, 1980 MHz, 700.00 W, 42, 0x4\n", {"clocks.sm": "1455 MHz", "power.draw": "700.00 W"}),
-    ("No devices were found\n", {"nvidia-smi": "No devices were found"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("printed", "wanted"),
+    [
+        (
+            "1455 MHz, 3201 MHz, 1980 MHz, 700.00 W, 42, 0x4\n",
+            {"clocks.sm": "1455 MHz", "power.draw": "700.00 W"},
+        ),
+        ("No devices were found\n", {"nvidia-smi": "No devices were found"}),
+    ],
+)
 def test_the_state_under_load(runtime, monkeypatch, printed, wanted):
     """nvidia-smi is asked while work is queued: a second of a call that takes 250 ms."""
     calls, asked = [], []
@@ -171,7 +183,8 @@ def test_the_state_under_load(runtime, monkeypatch, printed, wanted):
 
 @pytest.mark.gpu
 def test_events_see_what_the_device_does():
-    """A copy of 1 GiB takes longer than one of 16 MiB, and less than a second; the state under load names a clock."""
+    """A copy of 1 GiB takes longer than one of 16 MiB, and less than a second; the state under load names a
+    clock."""
     from fp8kit.bench.kernels import copier, copy_ceiling
 
     device = Device("cuda")

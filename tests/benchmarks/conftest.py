@@ -1,4 +1,5 @@
-"""torch on one thread: its workers wait for each other by spinning, which costs more here than these sizes do."""
+"""torch on one thread: its workers wait for each other by spinning, which costs more here than these sizes
+do."""
 
 from __future__ import annotations
 

@@ -28,17 +28,36 @@ def row(case, workload="layer 4096", status="ok", **figures):
 def recorded():
     """A run as a good one would be: every target is reached, some only as they must."""
     layer = []
-    for workload, base in (("layer 4096", 18.0), ("layer 2048", 2.7), ("layer 1024", 1.5), ("layer 768", 1.3)):
-        layer += [row(targets.EAGER, workload, gpu_ms=base, peak_gib=2.0), row(targets.CUDNN, workload, gpu_ms=base)]
+    for workload, base in (
+        ("layer 4096", 18.0),
+        ("layer 2048", 2.7),
+        ("layer 1024", 1.5),
+        ("layer 768", 1.3),
+    ):
+        layer += [
+            row(targets.EAGER, workload, gpu_ms=base, peak_gib=2.0),
+            row(targets.CUDNN, workload, gpu_ms=base),
+        ]
         layer += [row(door, workload, gpu_ms=0.54 * base, peak_gib=1.9) for door in targets.DOORS]
-    layer += [row(targets.COMPILED, gpu_ms=17.0), row("fp8kit native bf16", gpu_ms=16.0), row("skeleton", gpu_ms=9.9),
-              row("fp8kit native FP8 current", gpu_ms=10.0), row("fp8kit_torch FP8 current", gpu_ms=11.0),
-              row(targets.GRAPH, "layer 1024", gpu_ms=1.0), row(f"{targets.NATIVE}, graph", "layer 1024", gpu_ms=0.9)]  # fmt: skip
-    found = {"layer": layer, "host": [row(targets.NATIVE, host_us=150.0), row(targets.TORCH, host_us=301.0)],
-             "kernels": [row("all passes", of_copy=0.9)],
-             "start": [row("empty cache", seconds=7.0), row("warm cache", seconds=2.0)]}  # fmt: skip
+    layer += [
+        row(targets.COMPILED, gpu_ms=17.0),
+        row("fp8kit native bf16", gpu_ms=16.0),
+        row("skeleton", gpu_ms=9.9),
+        row("fp8kit native FP8 current", gpu_ms=10.0),
+        row("fp8kit_torch FP8 current", gpu_ms=11.0),
+        row(targets.GRAPH, "layer 1024", gpu_ms=1.0),
+        row(f"{targets.NATIVE}, graph", "layer 1024", gpu_ms=0.9),
+    ]
+    found = {
+        "layer": layer,
+        "host": [row(targets.NATIVE, host_us=150.0), row(targets.TORCH, host_us=301.0)],
+        "kernels": [row("all passes", of_copy=0.9)],
+        "start": [row("empty cache", seconds=7.0), row("warm cache", seconds=2.0)],
+    }
     about = {"machine": "a GPU", "versions": {"fp8kit": "0", "torch": "2"}, "settings": {"sizes": "full"}}
-    return Report(about, {name: {"status": "ok", "seconds": 1.0, "rows": rows} for name, rows in found.items()})
+    return Report(
+        about, {name: {"status": "ok", "seconds": 1.0, "rows": rows} for name, rows in found.items()}
+    )
 
 
 def test_verdicts_by_hand():
@@ -46,15 +65,22 @@ def test_verdicts_by_hand():
     assert len(found) == 15
     first = found["native FP8 delayed layer / torch eager bf16"]
     assert (first["verdict"], first["value"]) == ("goal", pytest.approx(0.54))
-    assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(9.72 / 9.9)
-    assert found["FP8 current scaling, both doors / torch eager bf16"]["value"] == pytest.approx(11 / 18)  # the slower door
-    verdicts = {what.partition(",")[0] if "Linear" in what else what: r["verdict"] for what, r in found.items()}
+    assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(
+        9.72 / 9.9
+    )
+    # the slower door
+    assert found["FP8 current scaling, both doors / torch eager bf16"]["value"] == pytest.approx(11 / 18)
+    verdicts = {
+        what.partition(",")[0] if "Linear" in what else what: r["verdict"] for what, r in found.items()
+    }
     assert [v for v in verdicts.values() if v == "not measured"] == []
     assert found["host time, native Linear FP8, 64 tokens, 256 to 256"]["verdict"] == "must"
     assert found["host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256"]["verdict"] == "MISS"
     assert found["memory-bound kernels: copy time of their bytes / their time"]["verdict"] == "must"
     assert found["first step, empty kernel cache"]["verdict"] == "goal"
-    assert found["peak memory of the hidden 4096 FP8 layer, both doors / torch eager bf16"]["verdict"] == "must"
+    assert (
+        found["peak memory of the hidden 4096 FP8 layer, both doors / torch eager bf16"]["verdict"] == "must"
+    )
     assert found["hidden 1024 layer, native FP8 graph / torch bf16 graph"]["verdict"] == "must"
     text = targets.text(list(found.values()), ["layer", "host"])
     assert "MISS" in text
@@ -65,7 +91,11 @@ def test_verdicts_by_hand():
 
 def test_targets_at_their_edges():
     run = recorded()
-    for key, value, verdict in (("of_copy", 0.85, "must"), ("of_copy", 0.8499, "MISS"), ("of_copy", 0.92, "goal")):
+    for key, value, verdict in (
+        ("of_copy", 0.85, "must"),
+        ("of_copy", 0.8499, "MISS"),
+        ("of_copy", 0.92, "goal"),
+    ):
         run.rows("kernels")[0][key] = value
         assert targets.evaluate(run)[12]["verdict"] == verdict
     for value, verdict in ((20.0, "must"), (20.01, "MISS"), (8.0, "goal")):
@@ -110,13 +140,18 @@ def test_a_part_that_fails_is_reported_and_hides_nothing(tmp_path, monkeypatch, 
     own = {part.name: part for part in parts.PARTS}
     monkeypatch.setattr(parts, "PARTS", (replace(own["kernels"], run=failing), own["error"]))
     assert command.main([*QUICK, "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "python -m benchmarks: FAILED: kernels: failed: RuntimeError: it broke\n"
+    assert (
+        capsys.readouterr().err == "python -m benchmarks: FAILED: kernels: failed: RuntimeError: it broke\n"
+    )
     assert reports.read(tmp_path / command.FILE).parts["error"]["status"] == "ok"
 
 
 def test_other_libraries_failures_are_not_this_runs(tmp_path, monkeypatch):
-    rows = [row("torch.compile bf16", status="failed: it"), row("Transformer Engine bf16", status="WRONG: by much"),
-            row("plain JAX bfloat16", status="failed: it")]  # fmt: skip
+    rows = [
+        row("torch.compile bf16", status="failed: it"),
+        row("Transformer Engine bf16", status="WRONG: by much"),
+        row("plain JAX bfloat16", status="failed: it"),
+    ]
     monkeypatch.setattr(parts, "PARTS", (Part("layer", "", lambda setting: rows),))
     assert command.main([*QUICK, "--out", str(tmp_path)]) == 0
     rows.append(row("fp8kit native bf16", status="WRONG: by much"))
@@ -135,8 +170,10 @@ def test_parts_apart_are_taken_together(tmp_path, monkeypatch):
             raise command.subprocess.TimeoutExpired(order, 1)
         if name == "error":
             (tmp_path / "parts" / "error").mkdir(parents=True)
-            Report({"device": "cpu", "clocks": [{"a": "b"}]}, {"error": {"status": "ok", "seconds": 1.0, "rows": []}}).write(
-                tmp_path / "parts" / "error" / command.FILE)  # fmt: skip
+            Report(
+                {"device": "cpu", "clocks": [{"a": "b"}]},
+                {"error": {"status": "ok", "seconds": 1.0, "rows": []}},
+            ).write(tmp_path / "parts" / "error" / command.FILE)
             assert out == str(tmp_path / "parts" / "error")
         return Done()
 
@@ -161,27 +198,37 @@ def test_usage(capsys, tmp_path, monkeypatch):
     out = ["--out", str(tmp_path)]
     (tmp_path / "file").write_text("")
     for wrong, status, said in (
-        (["tea"], 2, "argument PART: no such part: tea; --list names them"), (["kernel", *out], 2, "; did you mean kernels;"),
+        (["tea"], 2, "argument PART: no such part: tea; --list names them"),
+        (["kernel", *out], 2, "; did you mean kernels;"),
         (["gemm", "--minutes", "0", *out], 2, "argument --minutes: got 0, expected a finite number and > 0"),
-        (["gemm", "--rounds", "none"], 2, "argument --rounds: none is not a positive number"), (["--update"], 2, "argument --update: not"),
-        (["gemm"], 2, "required: --out"), (["gemm", "--device", "gpu", *out], 2, "--device: got 'gpu', expected a name like"),
+        (["gemm", "--rounds", "none"], 2, "argument --rounds: none is not a positive number"),
+        (["--update"], 2, "argument --update: not"),
+        (["gemm"], 2, "required: --out"),
+        (["gemm", "--device", "gpu", *out], 2, "--device: got 'gpu', expected a name like"),
         (["gemm", "--out", str(tmp_path / "file" / "x")], 2, "--out: got"),
         (["gemm", "--device", "cpu:7", *out], 2, "got 'cpu:7', expected"),
-        (["--table", "tea"], 2, "argument PART: not allowed with argument --table"), (["--table", *out], 2, "argument --out: not allowed"),
-    ):  # fmt: skip
+        (["--table", "tea"], 2, "argument PART: not allowed with argument --table"),
+        (["--table", *out], 2, "argument --out: not allowed"),
+    ):
         assert ended(wrong) == status
         printed = capsys.readouterr().err
         assert printed.startswith("python -m benchmarks: ")
         assert said in printed
         assert printed.count("\n") == 1
     assert command.main(["gemm", *QUICK, "--minutes", "1e-9", "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "python -m benchmarks: FAILED: nothing was measured: there was no time\n"
-    for name in ("benchmarks.parts", "benchmarks.torch_cases", "benchmarks.error", "benchmarks.train"):  # as without torch
+    assert (
+        capsys.readouterr().err == "python -m benchmarks: FAILED: nothing was measured: there was no time\n"
+    )
+    # as without torch
+    for name in ("benchmarks.parts", "benchmarks.torch_cases", "benchmarks.error", "benchmarks.train"):
         monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.delattr(benchmarks, name.rpartition(".")[2], raising=False)
     monkeypatch.setitem(sys.modules, "fp8kit_torch", None)
     assert command.main(["--list"]) == 1
-    assert capsys.readouterr().err == "python -m benchmarks: import of fp8kit_torch halted; None in sys.modules\n"
+    assert (
+        capsys.readouterr().err
+        == "python -m benchmarks: import of fp8kit_torch halted; None in sys.modules\n"
+    )
     monkeypatch.undo()
     assert command.main(["--list"]) == 0
     said = capsys.readouterr().out
@@ -205,7 +252,7 @@ def test_training_writes_its_curves(tmp_path, capsys):
     assert json.loads((tmp_path / "result.json").read_text())["preset"]["name"] == "tiny"
 
 
-# --- README's table ---------------------------------------------------------------------------------------------------
+# --- README's table -----------------------------------------------------------------------------------------
 
 
 def test_the_table_shows_the_run():
@@ -235,7 +282,10 @@ def test_readmes_table_is_the_committed_files():
 def test_sizes_of_the_targets():
     """The layers that the targets are of, by name."""
     assert {name: layer[:3] for name, layer in FULL.layers.items()} == {
-        "layer 4096": (4096, 16384, 32), "layer 2048": (2048, 8192, 16), "layer 1024": (1024, 4096, 16),
-        "layer 768": (768, 3072, 12)}  # fmt: skip
+        "layer 4096": (4096, 16384, 32),
+        "layer 2048": (2048, 8192, 16),
+        "layer 1024": (1024, 4096, 16),
+        "layer 768": (768, 3072, 12),
+    }
     assert len(FULL.layers) == len(SMALL.layers)
     assert FULL.linear == (64, 256, 256)

@@ -1,4 +1,5 @@
-"""The contenders that PyTorch users would otherwise take: the same numbers as ours; other libraries by modules that stand in for them."""
+"""The contenders that PyTorch users would otherwise take: the same numbers as ours; other libraries by
+modules that stand in for them."""
 
 from __future__ import annotations
 
@@ -44,14 +45,18 @@ def results(running):
 
 
 def same(one, other):
-    return all(np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(one, other, strict=True))
+    return all(
+        np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @devices
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 @pytest.mark.parametrize("kind", list(torch_plain.PLAIN))
 def test_doors_agree_bit_for_bit(device, kind, layout):
-    """The native library and the torch door get the same weights and data, so a comparison of their times is one of doors alone."""
+    """The native library and the torch door get the same weights and data, so a comparison of their times is
+    one of doors alone."""
     problem = small(kind, device, layout)
     with fk.deterministic():
         assert same(results(native(problem, None)), results(torch_cases.fp8kit_torch(problem, None)))
@@ -71,7 +76,9 @@ def test_references_agree(kind):
 def test_plain_modules_are_right(device):
     problem = small("TransformerLayer", device)
     exact = torch_cases.reference(problem)
-    makes = [torch_cases.eager, torch_cases.compiled] + ([torch_cases.cudnn_attention] if device == "cuda" else [])
+    makes = [torch_cases.eager, torch_cases.compiled] + (
+        [torch_cases.cudnn_attention] if device == "cuda" else []
+    )
     for make in makes:
         running = make(problem)
         running.step()
@@ -81,9 +88,14 @@ def test_plain_modules_are_right(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [lambda p: torch_cases.eager(p, captured=True),
-                                  lambda p: torch_cases.fp8kit_torch(p, RECIPES["FP8 delayed"], graph="step"),
-                                  lambda p: torch_cases.fp8kit_torch(p, RECIPES["FP8 delayed"], graph="callables")])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch_cases.eager(p, captured=True),
+        lambda p: torch_cases.fp8kit_torch(p, RECIPES["FP8 delayed"], graph="step"),
+        lambda p: torch_cases.fp8kit_torch(p, RECIPES["FP8 delayed"], graph="callables"),
+    ],
+)
 def test_graphs_are_right(make):
     problem = Problem("TransformerLayer", (64, 128, 2), 32, 2, Device("cuda"), 5)
     running = make(problem)
@@ -102,7 +114,12 @@ def test_transformer_engine_is_used_where_it_is_installed(monkeypatch, own):
     with pytest.raises(Unavailable, match="not installed"):
         made(problem)
     monkeypatch.setattr(torch_cases, "version_of", lambda peer: "0")
-    for name, module in (("", SimpleNamespace()), (".pytorch", ft), (".common", SimpleNamespace()), (".common.recipe", recipe)):
+    for name, module in (
+        ("", SimpleNamespace()),
+        (".pytorch", ft),
+        (".common", SimpleNamespace()),
+        (".common.recipe", recipe),
+    ):
         monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
     with fk.deterministic():
         assert same(results(made(problem)), results(torch_cases.fp8kit_torch(problem, RECIPES[own])))
@@ -112,7 +129,9 @@ def test_torchao_is_used_where_it_is_installed(monkeypatch):
     """A stand-in that converts nothing: the case gives what plain torch gives under the same compiler."""
     asked = []
     config = SimpleNamespace(from_recipe_name=lambda name: asked.append(name) or name)
-    stand_in = SimpleNamespace(Float8LinearConfig=config, convert_to_float8_training=lambda module, config: module)
+    stand_in = SimpleNamespace(
+        Float8LinearConfig=config, convert_to_float8_training=lambda module, config: module
+    )
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=stand_in))
     monkeypatch.setitem(sys.modules, "torchao.float8", stand_in)
     monkeypatch.setattr(torch_cases, "version_of", lambda peer: "0")
@@ -129,7 +148,9 @@ def test_who_takes_part():
     assert next(iter(torch_cases.contenders(layer, "layer 1024"))) == torch_cases.EAGER
     assert "fp8kit_torch FP8 block" not in torch_cases.contenders(small("Linear"), "host")
     on_gpu = Problem("TransformerLayer", (32, 64, 2), 16, 2, Device("cuda"))
-    assert {torch_cases.CUDNN, torch_cases.GRAPH, "fp8kit native FP8 delayed, graph"} <= set(torch_cases.contenders(on_gpu, "layer 1024"))
+    assert {torch_cases.CUDNN, torch_cases.GRAPH, "fp8kit native FP8 delayed, graph"} <= set(
+        torch_cases.contenders(on_gpu, "layer 1024")
+    )
     assert set(torch_cases.contenders(layer, "layer 64")) == large  # in small as in full
     assert torch_cases.GRAPH in torch_cases.contenders(on_gpu, "layer 16")
     assert len(torch_cases.breakeven(on_gpu, Modules())) == 6
@@ -146,7 +167,9 @@ def test_a_workload_in_small(monkeypatch):
 
 
 def test_the_break_even_grid_in_small():
-    rows = breakeven.breakeven_part(replace(QUICK, sizes=replace(SMALL, hidden=(32,), tokens=(16,))), torch_cases.breakeven)
+    rows = breakeven.breakeven_part(
+        replace(QUICK, sizes=replace(SMALL, hidden=(32,), tokens=(16,))), torch_cases.breakeven
+    )
     assert {row["status"] for row in rows} == {"ok"}
     assert {row["case"] for row in rows} == {torch_cases.EAGER, "fp8kit native FP8", "fp8kit_torch FP8"}
     assert all(row["error_y"] < 0.2 for row in rows if "FP8" in row["case"])
@@ -169,7 +192,11 @@ def test_torchs_attention_takes_the_same_values(device):
     forward()
     backward()
     qkv = torch.from_dlpack(run.inputs["qkv"]).view(32, 2, 2, 3, 32).permute(3, 1, 2, 0, 4)
-    theirs = torch.nn.functional.scaled_dot_product_attention(*qkv.double(), is_causal=True).permute(2, 0, 1, 3).reshape(32, 2, 64)
+    theirs = (
+        torch.nn.functional.scaled_dot_product_attention(*qkv.double(), is_causal=True)
+        .permute(2, 0, 1, 3)
+        .reshape(32, 2, 64)
+    )
     got = torch.from_dlpack(run.outputs["o"]).double()
     assert float((got - theirs).norm() / theirs.norm()) < 2**-7
 
@@ -184,7 +211,9 @@ def test_peak_memory_counts_both_allocators():
     kept = torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
 
     def step():
-        return torch.empty(3 << 20, dtype=torch.uint8, device="cuda"), arrays.empty((5 << 20,), formats.uint8, arrays.device("cuda"))
+        return torch.empty(3 << 20, dtype=torch.uint8, device="cuda"), arrays.empty(
+            (5 << 20,), formats.uint8, arrays.device("cuda")
+        )
 
     # an allocator may give up to 1 MiB more than it was asked for rather than split a block
     assert memory.bytes(step) / 2**20 == pytest.approx(10, abs=1)

@@ -1,5 +1,5 @@
-"""Activations with blocks that walk several whole tiles each: sizes that the contract's cases do not reach. An amax alone, for which most
-values are not worked out, is that of the values."""
+"""Activations with blocks that walk several whole tiles each: sizes that the contract's cases do not reach.
+An amax alone, for which most values are not worked out, is that of the values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ CASES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_blocks_of_several_tiles_write_the_codes_of_the_plain_result(case: Callable[[Kernels, Device], None]) -> None:
+def test_blocks_of_several_tiles_write_the_codes_of_the_plain_result(
+    case: Callable[[Kernels, Device], None],
+) -> None:
     assert _tiles(*SHAPE) == 2
     device = Device("cuda", 0)
     case(dispatch.kernels(device), device)
@@ -60,10 +62,13 @@ def _special(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | No
 @pytest.mark.parametrize("activation", ["gelu", "qgelu", "silu"])
 @pytest.mark.parametrize("dtype", [bfloat16, float16], ids=["bf16", "f16"])
 def test_an_amax_alone_is_that_of_the_values(dtype: DType, activation: str, special: str) -> None:
-    """That the margin is wide enough for the value's own error is proved beside the kernel, not here: rounding hides it."""
+    """That the margin is wide enough for the value's own error is proved beside the kernel, not here:
+    rounding hides it."""
     device = Device("cuda", 0)
     kernels = dispatch.kernels(device)
-    x, bias = (None if array is None else put(array.astype(dtype.numpy), device) for array in _special(special))
+    x, bias = (
+        None if array is None else put(array.astype(dtype.numpy), device) for array in _special(special)
+    )
     assert x is not None
     assert tiles_of(activation, (x,), *SHAPE, None, None, False) == "none"
     y, amaxes = poisoned(SHAPE, dtype, device), [put(np.zeros(1, np.float32), device) for _ in range(2)]

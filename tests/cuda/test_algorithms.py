@@ -1,4 +1,5 @@
-"""The fastest algorithm is found once, by timing, kept on disk, and never looked for in deterministic mode or while a graph is captured."""
+"""The fastest algorithm is found once, by timing, kept on disk, and never looked for in deterministic mode or
+while a graph is captured."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> _Driver:
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "runtime", lambda: fake)
     monkeypatch.setattr(launch, "current_device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(algorithms, "provider", types.SimpleNamespace(alloc=lambda size, device: (4096, object())))
+    monkeypatch.setattr(
+        algorithms, "provider", types.SimpleNamespace(alloc=lambda size, device: (4096, object()))
+    )
     monkeypatch.setattr(algorithms, "bindings", lambda: types.SimpleNamespace(get_version=lambda: 130100))
     algorithms._where.cache_clear()
     return fake
@@ -125,7 +128,9 @@ def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     assert (again.index, calls) == (1, [])  # another process would not time either
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"algorithm": "03"}', '{"algorithm": "no"}', '{"algorithm": 1}', "[1]"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"algorithm": "03"}', '{"algorithm": "no"}', '{"algorithm": 1}', "[1]"]
+)
 def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: Any, text: str) -> None:
     plan = _Plan()
     path = algorithms._file(plan)  # type: ignore[arg-type]
@@ -149,7 +154,10 @@ def test_what_is_captured_is_not_timed(driver: _Driver) -> None:
 
 
 def test_small_products_and_single_candidates_are_not_timed(driver: _Driver) -> None:
-    for plan in (_Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)), _Plan(times=(1.0,))):
+    for plan in (
+        _Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)),
+        _Plan(times=(1.0,)),
+    ):
         algorithms.settle(plan, product(plan, driver, to := []), 7)
         assert (plan.settled, plan.index, to) == (True, 0, [])
 
@@ -177,19 +185,33 @@ def test_what_is_refused_when_it_runs_is_not_taken(driver: _Driver) -> None:
     algorithms.settle(plan, product(plan, driver, []), 7)
     assert plan.index == 2
     assert driver.alive == 0
-    hopeless = _Plan(MatmulKey(1024, 512, 1024, "nt", bfloat16, bfloat16, float32, 1024, 1024, 512, timed=True))
+    hopeless = _Plan(
+        MatmulKey(1024, 512, 1024, "nt", bfloat16, bfloat16, float32, 1024, 1024, 512, timed=True)
+    )
     hopeless.refuses = {0, 1, 2}
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
         algorithms.settle(hopeless, product(hopeless, driver, []), 7)
     assert driver.alive == 0
 
 
-@pytest.mark.parametrize(("rows", "scaling", "wide"), [
-    (8192, ("tensor", "tensor"), True), (512, ("tensor", "tensor"), False), (8192, ("row", "row"), False), (8192, None, False),
-])  # fmt: skip
-def test_relatives_are_candidates_of_large_fp8_products(driver: _Driver, rows: int, scaling: Any, wide: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "scaling", "wide"),
+    [
+        (8192, ("tensor", "tensor"), True),
+        (512, ("tensor", "tensor"), False),
+        (8192, ("row", "row"), False),
+        (8192, None, False),
+    ],
+)
+def test_relatives_are_candidates_of_large_fp8_products(
+    driver: _Driver, rows: int, scaling: Any, wide: bool
+) -> None:
     operand = float8_e4m3fn if scaling else bfloat16
-    plan = _Plan(MatmulKey(rows, 4096, 4096, "nt", operand, operand, bfloat16, 4096, 4096, 4096, scaling=scaling, timed=True))
+    plan = _Plan(
+        MatmulKey(
+            rows, 4096, 4096, "nt", operand, operand, bfloat16, 4096, 4096, 4096, scaling=scaling, timed=True
+        )
+    )
     algorithms.settle(plan, product(plan, driver, []), 7)
     assert plan.wide is wide
 
@@ -226,7 +248,9 @@ def test_a_timed_product_is_the_product(monkeypatch: pytest.MonkeyPatch, tmp_pat
         kernels.gemm(*views, fresh, "nt", None, None, room, arrays.current_stream(GPU))
         assert_close("into a fresh output", get(fresh), want - start, float32, slack)
     answers = [json.loads(path.read_text()) for path in (tmp_path / "products").iterdir()]
-    assert len({kept["product"] for kept in answers}) == len(answers) == 2, "onto an output and into a fresh one: two problems"
+    assert len({kept["product"] for kept in answers}) == len(answers) == 2, (
+        "onto an output and into a fresh one: two problems"
+    )
     for kept in answers:
         assert len(bytes.fromhex(kept["algorithm"])) == 64
         assert kept["seconds"]

@@ -23,7 +23,8 @@ from fp8kit.testing.contract import get, poisoned, put, workspace
 
 CUDA = Device("cuda", 0)
 BATCH, ROWS, COLUMNS = 3, 40, 72
-CU_Q, CU_KV = np.array([0, 40, 57, 97], np.int32), np.array([0, 50, 122, 122], np.int32)  # the last batch sees nothing
+# the last batch sees nothing
+CU_Q, CU_KV = np.array([0, 40, 57, 97], np.int32), np.array([0, 50, 122, 122], np.int32)
 RNG = np.array([1234, 7], np.int64)
 BASE = AttentionSpec(num_heads=4, head_dim=64, num_gqa_groups=2, layout="separate", mask="no_mask")
 CASES = {
@@ -48,16 +49,26 @@ PATHS = {"cudnn": cudnn_sdpa, "unfused": unfused}
 
 def oracle(spec: AttentionSpec, x: dict[str, Any], keep: Any) -> dict[str, tuple[Any, Any]]:
     """``attention_oracle`` of this file's data."""
-    return attention_oracle(spec, x["q"], x["k"], x["v"], x["do"], keep, (CU_Q, CU_KV) if spec.padded else None)
+    return attention_oracle(
+        spec, x["q"], x["k"], x["v"], x["do"], keep, (CU_Q, CU_KV) if spec.padded else None
+    )
 
 
-def check(spec: AttentionSpec, dtype: str, found: dict[str, Any], truth: dict[str, tuple[Any, Any]], what: str = "") -> None:
-    """Slack relative to the absolute terms: the scores' float32 error enters exp four times, sums lose u a term; in 16 bits P, dS and o are
-    rounded on the way, each by half an epsilon."""
+def check(
+    spec: AttentionSpec, dtype: str, found: dict[str, Any], truth: dict[str, tuple[Any, Any]], what: str = ""
+) -> None:
+    """Slack relative to the absolute terms: the scores' float32 error enters exp four times, sums lose u a
+    term; in 16 bits P, dS and o are rounded on the way, each by half an epsilon."""
     unit, score_size = 2.0**-24, truth["lse"][1]
     relative = 4 * (spec.head_dim + 4) * unit * score_size + (ROWS + COLUMNS + 16) * unit
     relative += 0 if dtype == "float32" else 1.5 * epsilon(dtype)
-    assert_close(f"{what} lse", found["lse"], truth["lse"][0], "float32", (spec.head_dim + COLUMNS) * unit * (1 + score_size))
+    assert_close(
+        f"{what} lse",
+        found["lse"],
+        truth["lse"][0],
+        "float32",
+        (spec.head_dim + COLUMNS) * unit * (1 + score_size),
+    )
     for name in ("o", "dq", "dk", "dv"):
         value, size = truth[name]
         assert_close(f"{what} {name}", found[name], value, dtype, relative * size)
@@ -66,13 +77,17 @@ def check(spec: AttentionSpec, dtype: str, found: dict[str, Any], truth: dict[st
 def data(spec: AttentionSpec, dtype: str, columns: int = COLUMNS) -> dict[str, Any]:
     random, kind = np.random.default_rng(3), formats.dtype(dtype).numpy
     lead = (lambda n: (n, BATCH)) if spec.qkv_format == "sbhd" else (lambda n: (BATCH, n))
-    query, other = (*lead(ROWS), spec.num_heads, spec.head_dim), (*lead(columns), spec.num_gqa_groups, spec.head_dim)
+    query, other = (
+        (*lead(ROWS), spec.num_heads, spec.head_dim),
+        (*lead(columns), spec.num_gqa_groups, spec.head_dim),
+    )
     shapes = {"q": query, "k": other, "v": other, "do": query}
     return {name: random.standard_normal(shape).astype(kind) for name, shape in shapes.items()}
 
 
 def gapped(view: ArrayView, gap: int) -> ArrayView:
-    """A poisoned view of the same shape whose tokens lie ``gap`` elements further apart: part of a wider, packed array."""
+    """A poisoned view of the same shape whose tokens lie ``gap`` elements further apart: part of a wider,
+    packed array."""
     first, second, heads, dim = view.shape
     width = heads * dim + gap
     whole = poisoned((first * second * width,), view.dtype, view.device)
@@ -94,7 +109,9 @@ def beside(spec: AttentionSpec) -> AttentionExtras:
     return AttentionExtras(*lengths, put(RNG, CUDA) if spec.dropout else None)
 
 
-def run(path: ModuleType, spec: AttentionSpec, x: dict[str, Any], deterministic: bool = True, gap: int = 0) -> dict[str, Any]:
+def run(
+    path: ModuleType, spec: AttentionSpec, x: dict[str, Any], deterministic: bool = True, gap: int = 0
+) -> dict[str, Any]:
     """Forward and backward of one path; every buffer poisoned beforehand."""
     q, k, v, do = (spread(x[name], gap) if gap else put(x[name], CUDA) for name in ("q", "k", "v", "do"))
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
@@ -103,18 +120,36 @@ def run(path: ModuleType, spec: AttentionSpec, x: dict[str, Any], deterministic:
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
     dq, dk, dv = (gapped(view, gap) if gap else poisoned(view.shape, view.dtype, CUDA) for view in (q, k, v))
     if path is cudnn_sdpa:
-        cudnn_sdpa.forward(about, q, k, v, o, lse, extras, workspace(cudnn_sdpa.workspace(about, False, False, 0), CUDA), 0)
+        cudnn_sdpa.forward(
+            about, q, k, v, o, lse, extras, workspace(cudnn_sdpa.workspace(about, False, False, 0), CUDA), 0
+        )
         scratch = workspace(cudnn_sdpa.workspace(about, True, deterministic, 0), CUDA)
         cudnn_sdpa.backward(about, do, q, k, v, o, lse, dq, dk, dv, extras, deterministic, scratch, 0)
     else:
         unfused.forward(about, q, k, v, o, lse, extras, workspace(unfused.workspace(about, False), CUDA), 0)
-        unfused.backward(about, do, q, k, v, o, lse, dq, dk, dv, None, None, extras, workspace(unfused.workspace(about, True), CUDA), 0)
+        unfused.backward(
+            about,
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            dq,
+            dk,
+            dv,
+            None,
+            None,
+            extras,
+            workspace(unfused.workspace(about, True), CUDA),
+            0,
+        )
     return {name: get(view) for name, view in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv))}
 
 
 def factors(path: ModuleType, spec: AttentionSpec, dtype: str) -> Any:
-    """Dropout's factors (b, h, s_q, s_kv) of a path, seen through equal weights and values that are the rows of an identity, a part of the
-    columns at a time. Dropping does not depend on what the numbers are."""
+    """Dropout's factors (b, h, s_q, s_kv) of a path, seen through equal weights and values that are the rows
+    of an identity, a part of the columns at a time. Dropping does not depend on what the numbers are."""
     if not spec.dropout:
         return np.ones(1)
     plain, columns, keep = dataclasses.replace(spec, softmax_scale=1.0), np.arange(COLUMNS), []
@@ -133,13 +168,21 @@ def factors(path: ModuleType, spec: AttentionSpec, dtype: str) -> Any:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("path", "dtype", "gap"),
-    [("cudnn", "bfloat16", 0), ("cudnn", "bfloat16", 32), ("cudnn", "float16", 32), ("unfused", "bfloat16", 32), ("unfused", "float32", 6)],
+    [
+        ("cudnn", "bfloat16", 0),
+        ("cudnn", "bfloat16", 32),
+        ("cudnn", "float16", 32),
+        ("unfused", "bfloat16", 32),
+        ("unfused", "float32", 6),
+    ],
 )
 def test_values_and_gradients(path: str, dtype: str, gap: int, name: str) -> None:
     spec, x = CASES[name], data(CASES[name], dtype)
     if path == "cudnn":
         about = problem(x["q"].shape, x["k"].shape, x["v"].shape, formats.dtype(dtype), spec)
-        assert [cudnn_sdpa.why_not(about, *mode, 0) for mode in ((False, False), (True, False), (True, True))] == [None] * 3
+        assert [
+            cudnn_sdpa.why_not(about, *mode, 0) for mode in ((False, False), (True, False), (True, True))
+        ] == [None] * 3
     keep = factors(PATHS[path], spec, dtype)
     for deterministic in (True, False):
         found = run(PATHS[path], spec, x, deterministic, gap)
@@ -176,7 +219,9 @@ def test_dropout_drops_the_right_share(path: str) -> None:
     keep = factors(PATHS[path], spec, "bfloat16")
     dropped, count = float((keep == 0).mean()), keep.size
     assert abs(dropped - spec.dropout) < 5 * np.sqrt(spec.dropout * (1 - spec.dropout) / count)
-    assert abs(np.corrcoef((keep[0, 0] == 0).ravel(), (keep[0, 1] == 0).ravel())[0, 1]) < 5 / np.sqrt(ROWS * COLUMNS)
+    assert abs(np.corrcoef((keep[0, 0] == 0).ravel(), (keep[0, 1] == 0).ravel())[0, 1]) < 5 / np.sqrt(
+        ROWS * COLUMNS
+    )
 
 
 @pytest.mark.gpu
@@ -198,7 +243,11 @@ def test_contract_kernels_take_the_path_that_explain_names(dtype: str, path: str
     rows = dict(attention.explain(q.shape, k.shape, q.dtype, spec))
     assert rows["unfused"] == "runs"
     for row in ("cuDNN forward", "cuDNN backward", "cuDNN deterministic backward"):
-        assert rows[row] == "runs" if path == "cudnn" else rows[row].startswith("dtype float32: cuDNN takes bfloat16 and float16")
+        assert (
+            rows[row] == "runs"
+            if path == "cudnn"
+            else rows[row].startswith("dtype float32: cuDNN takes bfloat16 and float16")
+        )
     extras = beside(spec)._replace(rng=put(RNG, CUDA))
     o, dq, dk, dv = (poisoned(view.shape, view.dtype, CUDA) for view in (q, q, k, v))
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
@@ -225,9 +274,12 @@ def test_a_workspace_that_is_too_small_is_refused(path: str) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "columns", "groups", "dtype"), [(40, 72, 2, "float32"), (9000, 8200, 8, "bfloat16"), (5, 200_000, 3, "float16")]
+    ("rows", "columns", "groups", "dtype"),
+    [(40, 72, 2, "float32"), (9000, 8200, 8, "bfloat16"), (5, 200_000, 3, "float16")],
 )
-def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, groups: int, dtype: str, backward: bool) -> None:
+def test_tiles_cover_every_row_once_in_bounded_memory(
+    rows: int, columns: int, groups: int, dtype: str, backward: bool
+) -> None:
     about = Problem(2, 24, groups, rows, columns, 64, 64, dtype, "sbhd", 0.125, right=0)
     cut, seen = unfused.layout(about, backward), np.zeros((2, 24, rows), int)
     opened: dict[tuple[int, int], int] = {}
@@ -235,7 +287,9 @@ def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, g
         assert tile.rows <= cut.rows
         assert tile.groups <= cut.groups
         repeat = 24 // groups
-        seen[tile.batch, tile.head : tile.head + tile.groups * repeat : repeat, tile.row : tile.row + tile.rows] += 1
+        seen[
+            tile.batch, tile.head : tile.head + tile.groups * repeat : repeat, tile.row : tile.row + tile.rows
+        ] += 1
         key = (tile.batch, tile.group)
         assert tile.first == (key not in opened)
         opened[key] = opened.get(key, 0) + tile.rows
@@ -255,7 +309,11 @@ def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, g
         ({"bias": "alibi"}, False, "bias 'alibi': only the unfused path has it"),
         ({"softmax_type": "learnable"}, True, "softmax_type 'learnable': only the unfused path has it"),
         ({"masked": True}, False, "mask 'arbitrary': only the unfused path reads a mask array"),
-        ({"dropout": 0.1, "placed": True}, True, "placed: cuDNN's dropout knows no part of a larger attention"),
+        (
+            {"dropout": 0.1, "placed": True},
+            True,
+            "placed: cuDNN's dropout knows no part of a larger attention",
+        ),
         ({"rows": 80, "bottom_right": True}, False, "a row that sees no column: cuDNN gives NaN for it"),
         ({"rows": 80, "left": 7}, True, "a row that sees no column: cuDNN gives NaN for it"),
         ({"rows": 80, "left": 8}, True, None),
@@ -263,8 +321,11 @@ def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, g
         ({"rows": 1, "columns": 1}, False, None),
         ({}, True, None),
         ({"strides": ((512, 64, 1024, 1), (512, 64, 1024, 1), (512, 64, 1024, 1))}, True, None),
-        ({"strides": ((512, 64, 1024, 1), (512, 64, 1028, 1), (512, 64, 1024, 1))}, False,
-         "strides (512, 64, 1028, 1) of k: cuDNN takes multiples of 16 bytes"),
+        (
+            {"strides": ((512, 64, 1024, 1), (512, 64, 1028, 1), (512, 64, 1024, 1))},
+            False,
+            "strides (512, 64, 1028, 1) of k: cuDNN takes multiples of 16 bytes",
+        ),
     ],
 )
 def test_rules_known_before_asking_cudnn(change: dict[str, Any], backward: bool, reason: str | None) -> None:
@@ -274,14 +335,41 @@ def test_rules_known_before_asking_cudnn(change: dict[str, Any], backward: bool,
 
 def test_the_rules_structure_has_the_sources_layout() -> None:
     """Addresses and numbers where raw_kernels/attention.cuh reads them, in 8 bytes each."""
-    about = Problem(2, 6, 3, 40, 72, 64, 64, "bfloat16", "sbhd", 0.125, 0.5, True, True, 7, 0, True, "pre_scale_bias", "learnable",
-                    placed=True)
+    about = Problem(
+        2,
+        6,
+        3,
+        40,
+        72,
+        64,
+        64,
+        "bfloat16",
+        "sbhd",
+        0.125,
+        0.5,
+        True,
+        True,
+        7,
+        0,
+        True,
+        "pre_scale_bias",
+        "learnable",
+        placed=True,
+    )
 
     def view(ptr: int, *shape: int) -> ArrayView:
         return ArrayView(ptr, shape, formats.float32, CUDA)
 
-    extras = AttentionExtras(view(1, 3), view(2, 3), view(3, 2), view(4, 2, 1, 40, 72), view(5, 1, 6, 1, 72), view(6, 2, 6), view(7, 6),
-                             view(8, 3))
+    extras = AttentionExtras(
+        view(1, 3),
+        view(2, 3),
+        view(3, 2),
+        view(4, 2, 1, 40, 72),
+        view(5, 1, 6, 1, 72),
+        view(6, 2, 6),
+        view(7, 6),
+        view(8, 3),
+    )
     words = np.frombuffer(attention_rules.pack(about, extras), np.int64)
     doubles = words.view(np.float64)
     assert words[:10].tolist() == [1, 2, 4, 40 * 72, 0, 72, 5, 0, 72, 0]
@@ -308,34 +396,68 @@ def test_the_rules_structure_has_the_sources_layout() -> None:
         (dataclasses.replace(BASE, bias="alibi"), (-1, -1, True)),
     ],
 )
-def test_a_problem_says_where_the_diagonal_lies_only_where_it_matters(spec: AttentionSpec, wanted: tuple[int, int, bool]) -> None:
+def test_a_problem_says_where_the_diagonal_lies_only_where_it_matters(
+    spec: AttentionSpec, wanted: tuple[int, int, bool]
+) -> None:
     shape, other = (ROWS, BATCH, 4, 64), (COLUMNS, BATCH, 2, 64)
     about = problem(shape, other, other, formats.bfloat16, spec)
     assert (about.left, about.right, about.bottom_right) == wanted
     square = problem(shape, shape, shape, formats.bfloat16, spec)
     assert not square.bottom_right
-    assert problem(shape, shape, shape, formats.bfloat16, dataclasses.replace(spec, mask="padding_causal_bottom_right")).bottom_right
+    assert problem(
+        shape, shape, shape, formats.bfloat16, dataclasses.replace(spec, mask="padding_causal_bottom_right")
+    ).bottom_right
 
 
 def test_cudnn_is_asked_for_the_strides_that_come() -> None:
-    """Interleaved heads: from head to head 3 * 64, from token to token 8 * 3 * 64; o, and what is copied, are C-contiguous."""
+    """Interleaved heads: from head to head 3 * 64, from token to token 8 * 3 * 64; o, and what is copied, are
+    C-contiguous."""
     spec = AttentionSpec(num_heads=8, head_dim=64, layout="qkv_interleaved", mask="padding_causal")
     shape, steps = (ROWS, BATCH, 8, 64), (BATCH * 1536, 1536, 192, 1)
     about = problem(shape, shape, shape, formats.bfloat16, spec, (steps,) * 3)
     mixed, plain = (1536, 192, BATCH * 1536, 1), (512, 64, BATCH * 512, 1)
     assert cudnn_sdpa._asked_key(about._replace(zero_padded=True), True, True, 0).strides == (
-        mixed, mixed, mixed, plain, plain, mixed, mixed, mixed
-    )  # fmt: skip
-    assert cudnn_sdpa._asked_key(about, True, True, 0).strides == (plain, plain, plain, plain, plain, mixed, mixed, mixed)
+        mixed,
+        mixed,
+        mixed,
+        plain,
+        plain,
+        mixed,
+        mixed,
+        mixed,
+    )
+    assert cudnn_sdpa._asked_key(about, True, True, 0).strides == (
+        plain,
+        plain,
+        plain,
+        plain,
+        plain,
+        mixed,
+        mixed,
+        mixed,
+    )
     assert cudnn_sdpa._asked_key(about, False, True, 0).strides == (mixed, plain, plain, plain)
 
 
 def test_room_for_copies_is_asked_for_only_where_padding_may_hold_anything() -> None:
     about = Problem(2, 8, 2, 40, 72, 64, 32, "bfloat16", "sbhd", 0.125, padded=True)
-    lengths, stats, q, k, v, d_o = 256, 4 * 2 * 8 * 40, 2 * 2 * 8 * 40 * 64, 2 * 2 * 2 * 72 * 64, 2 * 2 * 2 * 72 * 32, 2 * 2 * 8 * 40 * 32
-    assert cudnn_sdpa._room(about, False) == {"lengths": 0, "k": lengths, "v": lengths + k, "end": lengths + k + v}
+    lengths, stats, q, k, v, d_o = (
+        256,
+        4 * 2 * 8 * 40,
+        2 * 2 * 8 * 40 * 64,
+        2 * 2 * 2 * 72 * 64,
+        2 * 2 * 2 * 72 * 32,
+        2 * 2 * 8 * 40 * 32,
+    )
+    assert cudnn_sdpa._room(about, False) == {
+        "lengths": 0,
+        "k": lengths,
+        "v": lengths + k,
+        "end": lengths + k + v,
+    }
     assert cudnn_sdpa._room(about, True)["end"] == lengths + stats + q + k + v + d_o
     assert cudnn_sdpa._room(about._replace(zero_padded=True), True)["end"] == lengths + stats
     assert cudnn_sdpa._room(about._replace(padded=False), True) == {"end": 0}
     whole, spared = unfused.workspace(about, True), unfused.workspace(about._replace(zero_padded=True), True)
-    assert whole - spared == q // 8 + k // 2 + d_o // 8  # one batch, and one query head of each of the two key heads at a time
+    # one batch, and one query head of each of the two key heads at a time
+    assert whole - spared == q // 8 + k // 2 + d_o // 8

@@ -1,4 +1,5 @@
-"""Relatives of the heuristic's algorithms: which are asked for, by a library that stands for cuBLASLt; what they compute, on a GPU."""
+"""Relatives of the heuristic's algorithms: which are asked for, by a library that stands for cuBLASLt; what
+they compute, on a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def algorithm(tile: int, cluster: int, option: int) -> bytes:
 
 
 class Library:
-    """cuBLASLt with algorithms of three numbers. It accepts what stands in ``good``: algorithm -> workspace."""
+    """cuBLASLt with algorithms of three numbers. It accepts what stands in ``good``: algorithm ->
+    workspace."""
 
     MatmulTile, ClusterShape = Tile, Cluster
     PLACES = types.MappingProxyType({1: 0, 8: 4, 5: 8})  # tile, cluster, option: where they stand
@@ -64,7 +66,9 @@ class Library:
     def matmul_preference_destroy(self, preference: int) -> None:
         assert preference == 7
 
-    def matmul_preference_set_attribute(self, preference: int, attribute: int, address: int, size: int) -> None:
+    def matmul_preference_set_attribute(
+        self, preference: int, attribute: int, address: int, size: int
+    ) -> None:
         self.preferences.append((attribute, int.from_bytes(ctypes.string_at(address, size), "little")))
 
     def matmul_algo_get_heuristic(self, *numbers: int) -> None:
@@ -73,7 +77,9 @@ class Library:
             ctypes.memmove(numbers[8] + 96 * i, found, 64)
         ctypes.c_int.from_address(numbers[9]).value = len(self.results)
 
-    def matmul_algo_config_get_attribute(self, at: int, attribute: int, to: int, size: int, written: int) -> None:
+    def matmul_algo_config_get_attribute(
+        self, at: int, attribute: int, to: int, size: int, written: int
+    ) -> None:
         if ctypes.string_at(at, 64) in self.strange:
             raise self.cuBLASLtError("INVALID_VALUE (7)")
         ctypes.memmove(to, at + self.PLACES[attribute], size)
@@ -83,9 +89,13 @@ class Library:
             raise self.cuBLASLtError("INVALID_VALUE (7)")
         ctypes.memmove(at + self.PLACES[attribute], value, size)
 
-    def matmul_algo_cap_get_attribute(self, at: int, attribute: int, to: int, size: int, written: int) -> None:
+    def matmul_algo_cap_get_attribute(
+        self, at: int, attribute: int, to: int, size: int, written: int
+    ) -> None:
         algorithm = ctypes.string_at(at, 64)
-        ctypes.c_int32.from_address(to).value = {7: self.most, 18: self.alignments.get(algorithm, 16)}.get(attribute, 1)
+        ctypes.c_int32.from_address(to).value = {7: self.most, 18: self.alignments.get(algorithm, 16)}.get(
+            attribute, 1
+        )
 
     def matmul_algo_check(self, *numbers: int) -> None:
         assert numbers[:6] == (1, 2, 3, 4, 5, 5)
@@ -119,7 +129,9 @@ def test_relatives_have_other_options_or_are_turned() -> None:
 
 def test_what_does_not_do_the_product_is_none() -> None:
     proposed, good = [algorithm(20, 3, 1)], algorithm(30, 5, 2)
-    library = Library(proposed, {good: 1000, algorithm(20, 3, 0): 1001, algorithm(20, 3, 2): 0, algorithm(20, 3, 3): 0})
+    library = Library(
+        proposed, {good: 1000, algorithm(20, 3, 0): 1001, algorithm(20, 3, 2): 0, algorithm(20, 3, 3): 0}
+    )
     library.alignments[algorithm(20, 3, 2)] = 32  # the product's arrays lie at multiples of 16
     library.states[algorithm(20, 3, 3)] = 15
     assert search(library).relatives(proposed) == [good]
@@ -134,9 +146,18 @@ def test_what_has_no_tile_has_no_relatives() -> None:
 
 
 def test_each_is_asked_for_once() -> None:
-    """Two proposals that are each other turned have the same relatives; a tile that is no rectangle with a turned one has itself."""
-    proposed = [algorithm(20, 3, 1), algorithm(30, 5, 0), algorithm(5, 2, 0), algorithm(0, 2, 0), algorithm(77, 9, 0)]
-    library = Library(proposed, dict.fromkeys([algorithm(20, 3, 0), algorithm(30, 5, 1), algorithm(77, 9, 3)], 0))
+    """Two proposals that are each other turned have the same relatives; a tile that is no rectangle with a
+    turned one has itself."""
+    proposed = [
+        algorithm(20, 3, 1),
+        algorithm(30, 5, 0),
+        algorithm(5, 2, 0),
+        algorithm(0, 2, 0),
+        algorithm(77, 9, 0),
+    ]
+    library = Library(
+        proposed, dict.fromkeys([algorithm(20, 3, 0), algorithm(30, 5, 1), algorithm(77, 9, 3)], 0)
+    )
     assert search(library).relatives(proposed) == list(library.good)
     assert len(library.asked) == len(set(library.asked))
     assert {one[:8] for one in library.asked} == {one[:8] for one in proposed}
@@ -147,22 +168,43 @@ def test_each_is_asked_for_once() -> None:
 @pytest.mark.parametrize("a_format", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("out_dtype", [float32, bfloat16], ids=["f32", "bf16"])
 def test_every_candidate_gives_the_fp8_product(fast: bool, a_format: Format, out_dtype: DType) -> None:
-    """A long sum of values above 0: where it may not be done fast, one that is loses more than its bound, half a percent. Rounding the
-    results to bfloat16 hides that in each, not in their mean. Fast ones have values of both signs."""
+    """A long sum of values above 0: where it may not be done fast, one that is loses more than its bound,
+    half a percent. Rounding the results to bfloat16 hides that in each, not in their mean. Fast ones have
+    values of both signs."""
     m, n, k = 256, 384, 8192
     generator = np.random.default_rng(5)
     drawn = [generator.standard_normal(shape) * 8 for shape in ((m, k), (n, k))]
-    codes = [codec.encode(values if fast else np.abs(values), fmt) for values, fmt in zip(drawn, (a_format, E4M3), strict=True)]
-    wide_a, wide_b = (codec.decode(c, fmt).astype(np.float64) for c, fmt in zip(codes, (a_format, E4M3), strict=True))
+    codes = [
+        codec.encode(values if fast else np.abs(values), fmt)
+        for values, fmt in zip(drawn, (a_format, E4M3), strict=True)
+    ]
+    wide_a, wide_b = (
+        codec.decode(c, fmt).astype(np.float64) for c, fmt in zip(codes, (a_format, E4M3), strict=True)
+    )
     exact, magnitude = wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T
     biased = out_dtype is bfloat16
     shift = np.full(n, 2.0**10 if biased else 0.0, np.float32).astype(bfloat16.numpy)
-    slack = fp8_slack(magnitude, k, fast, GPU) + joining_slack(exact, out_dtype, [shift.astype(np.float64)] if biased else [], GPU)
+    slack = fp8_slack(magnitude, k, fast, GPU) + joining_slack(
+        exact, out_dtype, [shift.astype(np.float64)] if biased else [], GPU
+    )
     want = exact + shift.astype(np.float64)
     da, db, ds, one = (put(array, GPU) for array in (*codes, shift, np.ones(1, np.float32)))
     scratch = workspace(cublaslt.WORKSPACE, GPU)
-    key = MatmulKey(m, n, k, "nt", _TYPES[a_format.name], float8_e4m3fn, out_dtype, k, k, n, bias=biased, scaling=("tensor", "tensor"),
-                    fast_accumulate=fast)
+    key = MatmulKey(
+        m,
+        n,
+        k,
+        "nt",
+        _TYPES[a_format.name],
+        float8_e4m3fn,
+        out_dtype,
+        k,
+        k,
+        n,
+        bias=biased,
+        scaling=("tensor", "tensor"),
+        fast_accumulate=fast,
+    )
     plan = cublaslt.Plan(key, 0)
     proposed = plan.algorithms
     plan.widen()
@@ -170,11 +212,23 @@ def test_every_candidate_gives_the_fp8_product(fast: bool, a_format: Format, out
     for choice in range(plan.algorithms):
         plan.choose(choice)
         out = poisoned((m, n), out_dtype, GPU)
-        plan.run(da.ptr, db.ptr, out.ptr, one.ptr, one.ptr, ds.ptr if biased else 0, scratch.ptr, key.workspace, arrays.current_stream(GPU))
+        plan.run(
+            da.ptr,
+            db.ptr,
+            out.ptr,
+            one.ptr,
+            one.ptr,
+            ds.ptr if biased else 0,
+            scratch.ptr,
+            key.workspace,
+            arrays.current_stream(GPU),
+        )
         got = get(out).astype(np.float64)
         assert_close(f"algorithm {choice}", got, want, out_dtype, slack)
         if not fast:
-            assert abs(np.mean((got - want) / exact)) < np.mean(fp8_slack(magnitude, k, False, GPU) / exact), choice
+            assert abs(np.mean((got - want) / exact)) < np.mean(
+                fp8_slack(magnitude, k, False, GPU) / exact
+            ), choice
     count, chosen = plan.algorithms, plan.chosen
     plan.widen()
     assert plan.algorithms == count

@@ -1,4 +1,5 @@
-"""Optimisers in a captured graph: the step count and the learning rate are read on the device at each replay."""
+"""Optimisers in a captured graph: the step count and the learning rate are read on the device at each
+replay."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ RATES = (0.5, 0.5, 0.125, 0.0, 0.25)
 
 def build(kind, dtype, device, lr):
     rng = np.random.default_rng(3)
-    params = [tensor(rng.standard_normal(n).astype(np.float32), requires_grad=True, dtype=dtype, device=device) for n in (7, 1000)]
+    params = [
+        tensor(rng.standard_normal(n).astype(np.float32), requires_grad=True, dtype=dtype, device=device)
+        for n in (7, 1000)
+    ]
     for p in params:
         p.grad = tensor(rng.standard_normal(p.shape).astype(np.float32), dtype=dtype, device=device).view
     return params, kind(params, lr=lr, **({"momentum": 0.5} if kind is SGD else {"weight_decay": 0.1}))
@@ -48,4 +52,10 @@ def test_a_replay_counts_and_takes_the_present_rate(kind, dtype):
     for p, value in zip(wanted, got, strict=True):
         want = p.numpy().astype(np.float64)
         # both engines round a dozen times a step, on values that moved by at most sum(lr) * 10
-        assert_close("parameter", value.astype(p.dtype.numpy), want, dtype, len(RATES) * 24 * 2.0**-24 * (np.abs(want) + 10 * sum(RATES)))
+        assert_close(
+            "parameter",
+            value.astype(p.dtype.numpy),
+            want,
+            dtype,
+            len(RATES) * 24 * 2.0**-24 * (np.abs(want) + 10 * sum(RATES)),
+        )

@@ -35,7 +35,9 @@ def test_registering_imports_no_cuda_library() -> None:
         "import fp8kit.backends.cuda.device, fp8kit.backends.cuda.support; "
         "print([m for m in ('cupy', 'cuda', 'nvmath', 'cudnn', 'torch', 'jax') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -43,11 +45,17 @@ def test_the_report_names_every_component_and_never_raises(monkeypatch: pytest.M
     def broken() -> str:
         raise OSError("libsomething.so: no such file")
 
-    monkeypatch.setattr(support, "_QUESTIONS", (*support._QUESTIONS, ("something", broken, "pip install something")))
+    monkeypatch.setattr(
+        support, "_QUESTIONS", (*support._QUESTIONS, ("something", broken, "pip install something"))
+    )
     rows = {row.component: row for row in support.report()}
     assert {"driver", "CuPy", "NVRTC", "cuBLASLt", "cuDNN frontend"} <= set(rows)
     assert {row.status for row in rows.values()} <= {"runs", "missing"}
-    assert rows["something"] == ("something", "missing", "libsomething.so: no such file; pip install something")
+    assert rows["something"] == (
+        "something",
+        "missing",
+        "libsomething.so: no such file; pip install something",
+    )
 
 
 def test_a_variant_that_no_source_lists_is_refused() -> None:
@@ -56,12 +64,17 @@ def test_a_variant_that_no_source_lists_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("count", "captured", "waits"), [(1, False, 0), (2, False, 1), (2, True, 0)])
-def test_first_work_on_one_of_several_devices_waits(monkeypatch: pytest.MonkeyPatch, count: int, captured: bool, waits: int) -> None:
+def test_first_work_on_one_of_several_devices_waits(
+    monkeypatch: pytest.MonkeyPatch, count: int, captured: bool, waits: int
+) -> None:
     waited: list[int] = []
     current = [0]
     fake = types.SimpleNamespace(
-        getDevice=lambda: current[0], setDevice=lambda index: current.__setitem__(0, index), streamIsCapturing=lambda stream: captured,
-        deviceSynchronize=lambda: waited.append(current[0]), CUDARuntimeError=RuntimeError,
+        getDevice=lambda: current[0],
+        setDevice=lambda index: current.__setitem__(0, index),
+        streamIsCapturing=lambda stream: captured,
+        deviceSynchronize=lambda: waited.append(current[0]),
+        CUDARuntimeError=RuntimeError,
     )
     monkeypatch.setattr(launch, "runtime", lambda: fake)
     provider = CudaProvider()

@@ -1,4 +1,5 @@
-"""Kernels that are launched before the one in front of them has ended see all that it writes: here it writes late, having let them."""
+"""Kernels that are launched before the one in front of them has ended see all that it writes: here it writes
+late, having let them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ extern "C" __global__ void late(unsigned* to, const unsigned* from, long long n)
 
 
 class Room:
-    """The arrays of a call beside x, made by the first call and used again by each other: nothing is then put on the stream for them."""
+    """The arrays of a call beside x, made by the first call and used again by each other: nothing is then put
+    on the stream for them."""
 
     def __init__(self) -> None:
         self.kept: list[ArrayView] = []
@@ -77,21 +79,65 @@ CALLS: dict[str, Call] = {
     "amax": lambda k, x, r: k.amax(x, r.blank(1), x.shape, 0),
     "amax_many": lambda k, x, r: k.amax_many([x, x], [r.blank(1), r.blank(1)], 0),
     "quantize_transpose": lambda k, x, r: k.quantize_transpose(
-        x, r.cast(), r.blank(COLUMNS, dtype=bfloat16), r.space(k.quantize_transpose_workspace(ROWS, COLUMNS)), 0),
+        x,
+        r.cast(),
+        r.blank(COLUMNS, dtype=bfloat16),
+        r.space(k.quantize_transpose_workspace(ROWS, COLUMNS)),
+        0,
+    ),
     "quantize_transpose_many": lambda k, x, r: k.quantize_transpose_many([x], [r.cast()], 0),
     "act_fwd": lambda k, x, r: k.act_fwd(x, None, None, None, r.cast(), "gelu", (), 0),
     "act_bwd": lambda k, x, r: k.act_bwd(
-        x, x, None, None, r.blank(COLUMNS, dtype=bfloat16), None, r.cast(), "gelu", (), r.space(k.act_bwd_workspace(ROWS, COLUMNS)), 0),
+        x,
+        x,
+        None,
+        None,
+        r.blank(COLUMNS, dtype=bfloat16),
+        None,
+        r.cast(),
+        "gelu",
+        (),
+        r.space(k.act_bwd_workspace(ROWS, COLUMNS)),
+        0,
+    ),
     "norm_fwd": lambda k, x, r: k.norm_fwd(
-        x, r.ones(COLUMNS), r.ones(COLUMNS), None, r.blank(ROWS), r.blank(ROWS), None, r.cast(), "LayerNorm", 1e-5, False, 0),
+        x,
+        r.ones(COLUMNS),
+        r.ones(COLUMNS),
+        None,
+        r.blank(ROWS),
+        r.blank(ROWS),
+        None,
+        r.cast(),
+        "LayerNorm",
+        1e-5,
+        False,
+        0,
+    ),
     "norm_bwd": lambda k, x, r: k.norm_bwd(
-        x, x, r.ones(COLUMNS), r.ones(ROWS, dtype=float32), r.ones(ROWS, dtype=float32), x, r.blank(ROWS, COLUMNS, dtype=bfloat16),
-        r.blank(COLUMNS, dtype=bfloat16), r.blank(COLUMNS, dtype=bfloat16), "LayerNorm", False,
-        r.space(k.norm_bwd_workspace(ROWS, COLUMNS)), 0),
-    "dropout_add": lambda k, x, r: k.dropout_add(x, None, x, r.blank(ROWS, COLUMNS, dtype=bfloat16), 0.0, None, 0),
-    "sum_rows": lambda k, x, r: k.sum_rows(x, r.blank(COLUMNS, dtype=bfloat16), r.space(k.column_sum_workspace(ROWS, COLUMNS)), 0),
+        x,
+        x,
+        r.ones(COLUMNS),
+        r.ones(ROWS, dtype=float32),
+        r.ones(ROWS, dtype=float32),
+        x,
+        r.blank(ROWS, COLUMNS, dtype=bfloat16),
+        r.blank(COLUMNS, dtype=bfloat16),
+        r.blank(COLUMNS, dtype=bfloat16),
+        "LayerNorm",
+        False,
+        r.space(k.norm_bwd_workspace(ROWS, COLUMNS)),
+        0,
+    ),
+    "dropout_add": lambda k, x, r: k.dropout_add(
+        x, None, x, r.blank(ROWS, COLUMNS, dtype=bfloat16), 0.0, None, 0
+    ),
+    "sum_rows": lambda k, x, r: k.sum_rows(
+        x, r.blank(COLUMNS, dtype=bfloat16), r.space(k.column_sum_workspace(ROWS, COLUMNS)), 0
+    ),
     "scale_from_amax": lambda k, x, r: k.scale_from_amax(
-        ArrayView(x.ptr, (16,), float32, GPU, x), r.blank(16), r.blank(16), 448.0, False, 0.0, 3e38, 0),
+        ArrayView(x.ptr, (16,), float32, GPU, x), r.blank(16), r.blank(16), 448.0, False, 0.0, 3e38, 0
+    ),
 }
 
 
@@ -108,7 +154,9 @@ def test_what_is_written_late_is_seen(name: str, again: bool) -> None:
     import cupy
 
     kernels, late = dispatch.kernels(GPU), cupy.RawKernel(LATE, "late")
-    values = np.random.default_rng(7).standard_normal((ROWS, COLUMNS)).astype(np.float32).astype(bfloat16.numpy)
+    values = (
+        np.random.default_rng(7).standard_normal((ROWS, COLUMNS)).astype(np.float32).astype(bfloat16.numpy)
+    )
     source, x = (arrays.to(arrays.as_view(values), GPU) for _ in range(2))
     room, most, found = Room(), arrays.zeros((1,), float32, GPU), []
     CALLS[name](kernels, x, room)

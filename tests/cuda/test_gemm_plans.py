@@ -1,4 +1,5 @@
-"""cuBLASLt plans: the row-major to column-major mapping by NumPy, and values beyond the contract's cases on the GPU."""
+"""cuBLASLt plans: the row-major to column-major mapping by NumPy, and values beyond the contract's cases on
+the GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ LAYOUTS = ("nt", "nn", "tn")
 def column_major(memory: Any, operand: Operand) -> Any:
     """The matrix that cuBLASLt sees in ``memory``."""
     items = memory.dtype.itemsize
-    seen = np.lib.stride_tricks.as_strided(memory, (operand.rows, operand.columns), (items, operand.ld * items))
+    seen = np.lib.stride_tricks.as_strided(
+        memory, (operand.rows, operand.columns), (items, operand.ld * items)
+    )
     return seen.T if operand.transposed else seen
 
 
@@ -56,7 +59,9 @@ def test_the_transposed_problem_is_the_same_product(layout: Any, pad: int) -> No
 
 
 def test_fp8_products_are_what_hopper_takes() -> None:
-    key = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, scaling=("tensor", "tensor"))
+    key = MatmulKey(
+        32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, scaling=("tensor", "tensor")
+    )
     first, second, _ = operands(key)
     assert (first.transposed, second.transposed) == (True, False)  # FP8 is "TN" only
 
@@ -101,7 +106,10 @@ class _Library:
         ctypes.c_int.from_address(numbers[9]).value = 3
 
     def matmul(self, *numbers: int) -> None:
-        scalars = (ctypes.c_float.from_address(numbers[2]).value, ctypes.c_float.from_address(numbers[7]).value)
+        scalars = (
+            ctypes.c_float.from_address(numbers[2]).value,
+            ctypes.c_float.from_address(numbers[7]).value,
+        )
         self._allow("matmul")
         algorithm = ctypes.string_at(numbers[12], 64)[0]
         self.products.append((*numbers[3:7], *numbers[8:12], algorithm, *numbers[13:], *scalars))  # type: ignore[arg-type]
@@ -118,11 +126,36 @@ def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
 
 
 def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
-    key = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, bias=True, accumulate=True,
-                    scaling=("row", "row"), fast_accumulate=True)
+    key = MatmulKey(
+        32,
+        48,
+        64,
+        "nt",
+        float8_e4m3fn,
+        float8_e4m3fn,
+        bfloat16,
+        64,
+        64,
+        48,
+        bias=True,
+        accumulate=True,
+        scaling=("row", "row"),
+        fast_accumulate=True,
+    )
     plan = cublaslt.Plan(key, 0)
-    # TRANSA, TRANSB, EPILOGUE (bias), BIAS_DATA_TYPE (bfloat16), FAST_ACCUM, A and B SCALE_MODE (OUTER_VEC_32F), and some scale pointers
-    assert library.attributes == [(3, 1), (4, 0), (7, 4), (26, 14), (25, 1), (31, 3), (32, 3), (17, 256), (18, 256)]
+    # TRANSA, TRANSB, EPILOGUE (bias), BIAS_DATA_TYPE (bfloat16), FAST_ACCUM, A and B SCALE_MODE
+    # (OUTER_VEC_32F), and some scale pointers
+    assert library.attributes == [
+        (3, 1),
+        (4, 0),
+        (7, 4),
+        (26, 14),
+        (25, 1),
+        (31, 3),
+        (32, 3),
+        (17, 256),
+        (18, 256),
+    ]
     library.attributes.clear()
     plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
     assert library.attributes == [(17, 22), (18, 11), (8, 33)]  # cuBLASLt's A is our b
@@ -134,7 +167,9 @@ def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
     *_, added, c_form, d, d_form = library.products[2][:8]
     assert (added, d) == (6000, 3000)
     assert c_form == d_form
-    b, first, a, second, out, result, also_out, also_result, algorithm, scratch, size, stream, alpha, beta = library.products[1]
+    b, first, a, second, out, result, also_out, also_result, algorithm, scratch, size, stream, alpha, beta = (
+        library.products[1]
+    )
     assert (a, b, out, also_out, scratch, size, stream) == (1000, 2000, 3000, 3000, 4000, 555, 9)
     assert len({first, second, result}) == 3
     assert result == also_result
@@ -142,7 +177,19 @@ def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
 
 
 def test_block_scaling_modes_swap_with_the_operands(library: _Library) -> None:
-    key = MatmulKey(32, 48, 128, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 128, 128, 48, scaling=("block_1x128", "block_128x128"))
+    key = MatmulKey(
+        32,
+        48,
+        128,
+        "nt",
+        float8_e4m3fn,
+        float8_e4m3fn,
+        bfloat16,
+        128,
+        128,
+        48,
+        scaling=("block_1x128", "block_128x128"),
+    )
     cublaslt.Plan(key, 0)
     # FAST_ACCUM off; A (our b) is BLK128x128_32F, B (our a) VEC128_32F
     assert library.attributes[2:5] == [(25, 0), (31, 5), (32, 4)]
@@ -192,7 +239,11 @@ def test_no_handle_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def create() -> int:
         raise _Library.cuBLASLtError("NOT_INITIALIZED (1)")
 
-    monkeypatch.setattr(cublaslt, "bindings", lambda: types.SimpleNamespace(create=create, cuBLASLtError=_Library.cuBLASLtError))
+    monkeypatch.setattr(
+        cublaslt,
+        "bindings",
+        lambda: types.SimpleNamespace(create=create, cuBLASLtError=_Library.cuBLASLtError),
+    )
     monkeypatch.setattr(cublaslt.launch, "current_device", lambda index: contextlib.nullcontext())
     with pytest.raises(BackendError, match=r"no handle on cuda:0.*NOT_INITIALIZED"):
         cublaslt._handle.__wrapped__(0)
@@ -218,7 +269,9 @@ def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pyte
     assert [(key.a_stride, key.b_stride) for key in keys] == [(64, 64), (80, 64), (64, 96)]
 
 
-def run(key: MatmulKey, a: ArrayView, b: ArrayView, out: ArrayView, scratch: ArrayView, choice: int = 0) -> None:
+def run(
+    key: MatmulKey, a: ArrayView, b: ArrayView, out: ArrayView, scratch: ArrayView, choice: int = 0
+) -> None:
     plan = cublaslt.Plan(key, 0)
     plan.choose(choice % plan.algorithms)
     plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch.ptr, key.workspace, arrays.current_stream(GPU))
@@ -234,8 +287,23 @@ def test_batches_with_steps_and_alpha(layout: Any) -> None:
     left = a.astype(np.float64).swapaxes(1, 2) if layout == "tn" else a.astype(np.float64)
     right = b.astype(np.float64).swapaxes(1, 2) if layout == "nt" else b.astype(np.float64)
     out = poisoned((batch, m, n), float32, GPU)
-    key = MatmulKey(m, n, k, layout, bfloat16, bfloat16, float32, a.shape[2], b.shape[2], n, batch=batch, a_step=m * k, b_step=n * k,
-                    out_step=m * n, alpha=0.5)
+    key = MatmulKey(
+        m,
+        n,
+        k,
+        layout,
+        bfloat16,
+        bfloat16,
+        float32,
+        a.shape[2],
+        b.shape[2],
+        n,
+        batch=batch,
+        a_step=m * k,
+        b_step=n * k,
+        out_step=m * n,
+        alpha=0.5,
+    )
     da, db, scratch = put(a, GPU), put(b, GPU), workspace(cublaslt.WORKSPACE, GPU)
     run(key, da, db, out, scratch)
     assert_close("out", get(out), 0.5 * left @ right, "float32", sum_slack(np.abs(left) @ np.abs(right), k))
@@ -265,21 +333,40 @@ def test_float32_is_not_rounded_to_tf32(layout: Any) -> None:
     left = (a.T if layout == "tn" else a).astype(np.float64)
     right = (b.T if layout == "nt" else b).astype(np.float64)
     out = poisoned((m, n), float32, GPU)
-    gemm.gemm(put(a, GPU), put(b, GPU), out, layout, None, None, workspace(gemm.gemm_workspace(), GPU), arrays.current_stream(GPU))
+    gemm.gemm(
+        put(a, GPU),
+        put(b, GPU),
+        out,
+        layout,
+        None,
+        None,
+        workspace(gemm.gemm_workspace(), GPU),
+        arrays.current_stream(GPU),
+    )
     assert_close("out", get(out), left @ right, "float32", sum_slack(np.abs(left) @ np.abs(right), k))
 
 
 @pytest.mark.parametrize("offset", [0, 2, 8])
 def test_arrays_at_odd_addresses_go_another_way(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
-    """cuBLASLt never sees them: an addend is copied to the output first, a bias added by a kernel of its own."""
+    """cuBLASLt never sees them: an addend is copied to the output first, a bias added by a kernel of its
+    own."""
     done: list[tuple[Any, ...]] = []
-    plan = types.SimpleNamespace(settled=True, run=lambda *given: done.append(("product", given[5], given[9])))
+    plan = types.SimpleNamespace(
+        settled=True, run=lambda *given: done.append(("product", given[5], given[9]))
+    )
     monkeypatch.setattr(gemm, "_scaled_plan", lambda *given: plan)
     monkeypatch.setattr(gemm.elementwise, "copy", lambda x, y, stream: done.append(("copy", x.ptr, y.ptr)))
-    monkeypatch.setattr(gemm, "_finish", lambda product, stride, bias, out, addend, stream: done.append(("finish", bias.ptr, addend.ptr)))
+    monkeypatch.setattr(
+        gemm,
+        "_finish",
+        lambda product, stride, bias, out, addend, stream: done.append(("finish", bias.ptr, addend.ptr)),
+    )
     a, b = ArrayView(4096, (32, 64), formats.uint8, GPU), ArrayView(8192, (48, 64), formats.uint8, GPU)
     one, out = ArrayView(256, (1,), float32, GPU), ArrayView(65536, (32, 48), bfloat16, GPU)
-    bias, addend = ArrayView(1024 + offset, (48,), bfloat16, GPU), ArrayView(131072 + offset, (32, 48), bfloat16, GPU)
+    bias, addend = (
+        ArrayView(1024 + offset, (48,), bfloat16, GPU),
+        ArrayView(131072 + offset, (32, 48), bfloat16, GPU),
+    )
     room = ArrayView(1 << 20, (gemm.fp8_gemm_workspace(32, 48),), formats.uint8, GPU)
     gemm.fp8_gemm(a, b, out, E4M3, E4M3, one, one, bias, addend, True, room, 0)
     if offset:
@@ -304,11 +391,25 @@ def test_fp8_with_bias_padding_and_addend_rounds_once(out_type: str, m: int, n: 
     scales = np.float32([0.5]), np.float32([4.0])
     da, db = codec.decode(qa, E5M2)[:m] * 0.5, codec.decode(qb, E4M3)[:n] * 4.0
     exact = da @ db.T + bias.astype(np.float64) + (before.astype(np.float64) if add else 0)
-    magnitude = np.abs(da) @ np.abs(db).T + np.abs(bias.astype(np.float64)) + np.abs(before.astype(np.float64))
+    magnitude = (
+        np.abs(da) @ np.abs(db).T + np.abs(bias.astype(np.float64)) + np.abs(before.astype(np.float64))
+    )
     out = put(before, GPU)
     addend = {"": None, "accumulate": out, "add": put(before, GPU)}[add]
-    gemm.fp8_gemm(put(qa, GPU), put(qb, GPU), out, E5M2, E4M3, put(scales[0], GPU), put(scales[1], GPU), put(bias, GPU), addend, False,
-                  workspace(gemm.fp8_gemm_workspace(m, n), GPU), arrays.current_stream(GPU))
+    gemm.fp8_gemm(
+        put(qa, GPU),
+        put(qb, GPU),
+        out,
+        E5M2,
+        E4M3,
+        put(scales[0], GPU),
+        put(scales[1], GPU),
+        put(bias, GPU),
+        addend,
+        False,
+        workspace(gemm.fp8_gemm_workspace(m, n), GPU),
+        arrays.current_stream(GPU),
+    )
     # Hopper's tensor cores add products of FP8 numbers in 14 bits: their own bound, beside float32's
     assert_close("out", get(out), exact, out_type, 2.0**-12 * magnitude)
 

@@ -1,4 +1,5 @@
-"""``fk.graph``: a replayed training step has the bits of an eager one, and what cannot be captured says so."""
+"""``fk.graph``: a replayed training step has the bits of an eager one, and what cannot be captured says
+so."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from fp8kit.testing import assert_same_bits
 
 STEPS, WARMUP = 7, 2
 RECIPES = {
-    "high": None, "delayed": fk.recipe.DelayedScaling(amax_history_len=3), "current": fk.recipe.Float8CurrentScaling(),
+    "high": None,
+    "delayed": fk.recipe.DelayedScaling(amax_history_len=3),
+    "current": fk.recipe.Float8CurrentScaling(),
     "most recent": fk.recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"),
-}  # fmt: skip
+}
 
 
 class Step:
@@ -56,8 +59,17 @@ class Step:
 
 def batches(device: str) -> list[tuple[Any, Any]]:
     rng = np.random.default_rng(5)
-    return [tuple(fk.tensor(rng.standard_normal((40, 32 if i == 0 else 48)).astype(np.float32), dtype="bfloat16", device=device)
-                  for i in range(2)) for _ in range(STEPS)]  # fmt: skip
+    return [
+        tuple(
+            fk.tensor(
+                rng.standard_normal((40, 32 if i == 0 else 48)).astype(np.float32),
+                dtype="bfloat16",
+                device=device,
+            )
+            for i in range(2)
+        )
+        for _ in range(STEPS)
+    ]
 
 
 def run(device: str, recipe: Any, graphed: bool) -> tuple[list[Any], dict[str, Any], int]:
@@ -110,7 +122,14 @@ def test_a_transformer_layer_with_dropout() -> None:
         call = fk.graph(step) if graphed else step
         rng = np.random.default_rng(2)
         with fk.deterministic(True):
-            out = [call(fk.tensor(rng.standard_normal((32, 2, 64)).astype(np.float32), dtype="bfloat16", device="cuda")) for _ in range(5)]
+            out = [
+                call(
+                    fk.tensor(
+                        rng.standard_normal((32, 2, 64)).astype(np.float32), dtype="bfloat16", device="cuda"
+                    )
+                )
+                for _ in range(5)
+            ]
         results.append([y.numpy() for y in out] + [view.numpy() for view in layer.state_dict().values()])
     for got, want in zip(results[1], results[0], strict=True):
         assert_same_bits("transformer", got, want)
@@ -146,7 +165,8 @@ def test_what_the_host_waits_for_cannot_be_captured(what: str) -> None:
     def step(x: Any) -> Any:
         if what == "host array":
             x = fk.tensor(np.ones((16, 32), np.float32), device="cuda")
-        with fk.autocast(recipe=RECIPES["current"], check_finite=what == "finite"):  # no scales that a step leaves behind
+        # no scales that a step leaves behind
+        with fk.autocast(recipe=RECIPES["current"], check_finite=what == "finite"):
             y = layer(x)
         if what == "item":
             (y.view.slice(0, 0, 1).slice(1, 0, 1)).numpy().item()
@@ -159,16 +179,19 @@ def test_what_the_host_waits_for_cannot_be_captured(what: str) -> None:
     call = fk.graph(step, warmup=1)
     want = call(x).numpy()
     for _ in range(2):
-        with pytest.raises(BackendError, match=r"graph: function: got a (copy between host and device|wait for the device)"):
+        with pytest.raises(
+            BackendError, match=r"graph: function: got a (copy between host and device|wait for the device)"
+        ):
             call(x)
     assert_same_bits("eager again", step(x).numpy(), want)
 
 
-# --- what needs no GPU: the CPU in the part of a device that captures -------------------------------------------------
+# --- what needs no GPU: the CPU in the part of a device that captures ---------------------------------------
 
 
 class Recording:
-    """Work that is done at each launch, as a graph's is, and not at the capture, which returns buffers of the right kind."""
+    """Work that is done at each launch, as a graph's is, and not at the capture, which returns buffers of the
+    right kind."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -235,11 +258,26 @@ def _longer_history(held: Held) -> None:
 
 
 CHANGES = {
-    "lr": (lambda h: setattr(h.opt, "lr", 2e-2), r"AdamW.param_groups\[0\]: lr: got 0.02, expected 0.01, as at the capture"),
-    "weight decay": (lambda h: h.opt.param_groups[0].update(weight_decay=0.5), "weight_decay: got 0.5, expected 0.01"),
-    "optimiser loaded": (lambda h: h.opt.load_state_dict(h.opt.state_dict()), "AdamW: state, which was loaded"),
-    "scaler": (lambda h: setattr(h.scaler, "growth_interval", 7), "GradScaler.growth_interval: got 7, expected 2000"),
-    "scaler loaded": (lambda h: h.scaler.load_state_dict(h.scaler.state_dict()), "GradScaler: state, which was loaded"),
+    "lr": (
+        lambda h: setattr(h.opt, "lr", 2e-2),
+        r"AdamW.param_groups\[0\]: lr: got 0.02, expected 0.01, as at the capture",
+    ),
+    "weight decay": (
+        lambda h: h.opt.param_groups[0].update(weight_decay=0.5),
+        "weight_decay: got 0.5, expected 0.01",
+    ),
+    "optimiser loaded": (
+        lambda h: h.opt.load_state_dict(h.opt.state_dict()),
+        "AdamW: state, which was loaded",
+    ),
+    "scaler": (
+        lambda h: setattr(h.scaler, "growth_interval", 7),
+        "GradScaler.growth_interval: got 7, expected 2000",
+    ),
+    "scaler loaded": (
+        lambda h: h.scaler.load_state_dict(h.scaler.state_dict()),
+        "GradScaler: state, which was loaded",
+    ),
     "eval": (lambda h: h.layer.eval(), "training: got False, expected True"),
     "dropout": (lambda h: setattr(h.layer[1], "_p", 0.25), r"Sequential.1._p: got 0.25, expected 0.5"),
     "parameter": (_new_memory, "Sequential.0.the address of an array"),
@@ -277,7 +315,12 @@ def test_what_is_loaded_or_reseeded_in_place_is_seen(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("capturing")
 def test_arguments_stay_as_they_were() -> None:
-    call = fk.graph(lambda x, flag=True, many=(): (fk.tensor(np.zeros((40, 48)), dtype="bfloat16"), {"bias": np.zeros(48, np.float32)}))
+    call = fk.graph(
+        lambda x, flag=True, many=(): (
+            fk.tensor(np.zeros((40, 48)), dtype="bfloat16"),
+            {"bias": np.zeros(48, np.float32)},
+        )
+    )
     x = fk.tensor(np.ones((4, 4), np.float32))
     call(x, flag=True, many=[x.view, {"a": x.numpy()}])
     call(x, flag=True, many=[x.view, {"a": x.numpy()}])
@@ -288,7 +331,10 @@ def test_arguments_stay_as_they_were() -> None:
         ((x,), {"flag": True, "many": [x.view, {"b": x.numpy()}]}),
         ((x.view,), {"flag": True, "many": [x.view, {"a": x.numpy()}]}),
         ((x,), {"flag": True}),
-        ((fk.tensor(np.ones((4, 4), np.float32), requires_grad=True),), {"flag": True, "many": [x.view, {"a": x.numpy()}]}),
+        (
+            (fk.tensor(np.ones((4, 4), np.float32), requires_grad=True),),
+            {"flag": True, "many": [x.view, {"a": x.numpy()}]},
+        ),
     ):
         with pytest.raises(Fp8kitError, match=r"graph: arguments: got .* as at the first call"):
             call(*args, **options)

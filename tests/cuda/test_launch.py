@@ -21,7 +21,8 @@ _HANDLE = 1 << 44
 
 
 class Driver:
-    """Stands for ``cuLaunchKernelEx``: copies the configuration and the parameters as the driver would, by their sizes."""
+    """Stands for ``cuLaunchKernelEx``: copies the configuration and the parameters as the driver would, by
+    their sizes."""
 
     def __init__(self, sizes: list[int], status: int = 0) -> None:
         self.sizes, self.status = sizes, status
@@ -33,8 +34,12 @@ class Driver:
     def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
         assert function == _HANDLE
         assert extra is None
-        x, y, z, i, j, k, shared, stream, attributes, count = struct.unpack("=7I4xQQI4x", ctypes.string_at(config, 56))
-        self.attributes = [struct.unpack("=I4xI60x", ctypes.string_at(attributes + 72 * i, 72)) for i in range(count)]
+        x, y, z, i, j, k, shared, stream, attributes, count = struct.unpack(
+            "=7I4xQQI4x", ctypes.string_at(config, 56)
+        )
+        self.attributes = [
+            struct.unpack("=I4xI60x", ctypes.string_at(attributes + 72 * i, 72)) for i in range(count)
+        ]
         assert (attributes != 0) == bool(count)
         self.addresses = list((ctypes.c_uint64 * len(self.sizes)).from_address(parameters))
         values = [ctypes.string_at(at, size) for at, size in zip(self.addresses, self.sizes, strict=True)]
@@ -42,11 +47,15 @@ class Driver:
         return self.status
 
 
-def fake(parameters: str, monkeypatch: pytest.MonkeyPatch, structure: int = 0, status: int = 0) -> tuple[launch.Kernel, Driver]:
+def fake(
+    parameters: str, monkeypatch: pytest.MonkeyPatch, structure: int = 0, status: int = 0
+) -> tuple[launch.Kernel, Driver]:
     stand_in = Driver([structure if code == "s" else 8 for code in parameters], status)
     monkeypatch.setattr(launch, "launcher", lambda: (stand_in.entry, None))
     monkeypatch.setattr(launch, "here", launch.Here())
-    monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None))
+    monkeypatch.setattr(
+        launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
+    )
     raw = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=_HANDLE), max_dynamic_shared_size_bytes=0)
     return launch.Kernel("fake", 0, raw, parameters, Resources(32, 0, 0, 0, 0)), stand_in
 
@@ -62,7 +71,9 @@ def test_the_configuration_and_every_kind_of_number_arrive(monkeypatch: pytest.M
     assert b"".join(second[4:]) == struct.pack("=qqdqdq", 0, 2**62, float(np.float32(0.1)), 0, -0.0, 1)
 
 
-@pytest.mark.parametrize("parameters", sorted({codes for source in manifest.sources() for codes in source.parameters.values()}))
+@pytest.mark.parametrize(
+    "parameters", sorted({codes for source in manifest.sources() for codes in source.parameters.values()})
+)
 def test_every_parameter_list_of_the_sources(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytes(np.random.default_rng(5).integers(0, 256, 496, np.uint8))
     kernel, driver = fake(parameters, monkeypatch, len(content))
@@ -76,7 +87,9 @@ def test_every_parameter_list_of_the_sources(parameters: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("size", [8, 23, 48, 4096, 32000])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_a_structure_by_value_of_any_size_lies_at_16_bytes(before: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_structure_by_value_of_any_size_lies_at_16_bytes(
+    before: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, driver = fake("q" * before + "s", monkeypatch, size)
     for fill in (b"a", b"b"):
         launch.launch(kernel, 1, 32, (*range(before), fill * size), 0)
@@ -95,9 +108,12 @@ def test_a_kernel_that_waits_for_the_former_is_launched_early(monkeypatch: pytes
     assert driver.attributes == []
 
 
-@pytest.mark.parametrize(("capability", "driver", "early"), [((9, 0), 13000, True), ((8, 9), 13000, False), ((9, 0), 12020, False)])
-def test_early_launches_need_the_device_and_the_driver(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], driver: int,
-                                                       early: bool) -> None:
+@pytest.mark.parametrize(
+    ("capability", "driver", "early"), [((9, 0), 13000, True), ((8, 9), 13000, False), ((9, 0), 12020, False)]
+)
+def test_early_launches_need_the_device_and_the_driver(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], driver: int, early: bool
+) -> None:
     monkeypatch.setattr(launch, "capability", lambda device: capability)
     monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(driverGetVersion=lambda: driver))
     assert launch._launches_early.__wrapped__(0) is early
@@ -110,8 +126,13 @@ def test_a_grid_of_no_blocks_launches_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert driver.launches == []
 
 
-@pytest.mark.parametrize("args", [(1, 2), (1, 2, 0.5, 4, 5), (1, 0.5, 0.5, 4), ("x", 2, 0.5, 4), (1, 2, None, 4), (1, 2, b"12345678", 4)])
-def test_arguments_that_do_not_fit_are_refused(args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "args",
+    [(1, 2), (1, 2, 0.5, 4, 5), (1, 0.5, 0.5, 4), ("x", 2, 0.5, 4), (1, 2, None, 4), (1, 2, b"12345678", 4)],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, driver = fake("qqdq", monkeypatch)
     with pytest.raises(BackendError, match=r"launch of fake: args: got \(.*\), expected parameters 'qqdq'"):
         launch.launch(kernel, 1, 32, args, 0)
@@ -119,7 +140,9 @@ def test_arguments_that_do_not_fit_are_refused(args: tuple[object, ...], monkeyp
 
 
 @pytest.mark.parametrize("args", [(), (1,), (1, 2), (b"1", 2), (1, b"1" * 33000)])
-def test_structures_that_do_not_fit_are_refused(args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structures_that_do_not_fit_are_refused(
+    args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BackendError, match="launch of fake: args"):
         launch.launch(fake("qs", monkeypatch, 8)[0], 1, 32, args, 0)
 
@@ -139,9 +162,14 @@ def test_what_the_driver_refuses_is_said_by_its_name(monkeypatch: pytest.MonkeyP
 
         return ask
 
-    names = types.SimpleNamespace(cuGetErrorName=says(b"CUDA_ERROR_INVALID_VALUE"), cuGetErrorString=says(b"invalid argument"))
+    names = types.SimpleNamespace(
+        cuGetErrorName=says(b"CUDA_ERROR_INVALID_VALUE"), cuGetErrorString=says(b"invalid argument")
+    )
     monkeypatch.setattr(launch, "driver", lambda: names)
-    with pytest.raises(BackendError, match=r"launch of fake: CUDA_ERROR_INVALID_VALUE: invalid argument \(grid \(3, 1, 1\), block"):
+    with pytest.raises(
+        BackendError,
+        match=r"launch of fake: CUDA_ERROR_INVALID_VALUE: invalid argument \(grid \(3, 1, 1\), block",
+    ):
         launch.launch(kernel, 3, 32, (1,), 0)
 
 
@@ -159,7 +187,9 @@ def test_much_shared_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -
 def test_another_device_is_made_current_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, driver = fake("q", monkeypatch)
     now = [1]
-    calls = types.SimpleNamespace(getDevice=lambda: now[0], setDevice=lambda device: now.__setitem__(0, device))
+    calls = types.SimpleNamespace(
+        getDevice=lambda: now[0], setDevice=lambda device: now.__setitem__(0, device)
+    )
     monkeypatch.setattr(launch, "runtime", lambda: calls)
     seen: list[int] = []
     entry = _EX(lambda *pointers: seen.append(now[0]) or 0)

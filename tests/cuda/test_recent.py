@@ -61,7 +61,9 @@ def test_threads_that_ask_at_once_get_the_same_value() -> None:
 
     recent = Recent(100, make, lambda key, value: None)
     found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: found.extend(recent(key) for key in range(5))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.extend(recent(key) for key in range(5))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -130,7 +132,9 @@ def test_a_plan_is_held_where_waiting_is_not_allowed(runtime: _Runtime) -> None:
     assert [plan] == cudnn_sdpa._HELD
 
 
-def test_graphs_of_our_own_hold_no_more_plans_than_so_many(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_our_own_hold_no_more_plans_than_so_many(
+    runtime: _Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, launched = _plan()
     monkeypatch.setattr(cudnn_sdpa, "_plan", lambda key: plan)
     monkeypatch.setattr(cudnn_sdpa, "_FREE", {0: [types.SimpleNamespace(stream=0)]})
@@ -142,10 +146,13 @@ def test_graphs_of_our_own_hold_no_more_plans_than_so_many(runtime: _Runtime, mo
 
 
 def test_threads_share_handles_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that comes when another one's call is over makes none: that would wait for the device. Devices share none."""
+    """A thread that comes when another one's call is over makes none: that would wait for the device. Devices
+    share none."""
     made = iter(range(100))
     monkeypatch.setattr(cudnn_sdpa, "_FREE", defaultdict(list))
-    monkeypatch.setattr(cudnn_sdpa, "_library", lambda: types.SimpleNamespace(create_handle=lambda: next(made)))
+    monkeypatch.setattr(
+        cudnn_sdpa, "_library", lambda: types.SimpleNamespace(create_handle=lambda: next(made))
+    )
     found: list[int] = []
 
     def call(device: int) -> None:
@@ -202,7 +209,9 @@ def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytes
 
     class _Plan:
         def __init__(self, key: MatmulKey, device: int) -> None:
-            self._lt = types.SimpleNamespace(matmul_desc_destroy=destroyed.append, matrix_layout_destroy=destroyed.append)
+            self._lt = types.SimpleNamespace(
+                matmul_desc_destroy=destroyed.append, matrix_layout_destroy=destroyed.append
+            )
             self._description, self._layouts = key.m, (10, 11, 12)
 
     monkeypatch.setattr(cublaslt, "Plan", _Plan)

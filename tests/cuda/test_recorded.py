@@ -1,4 +1,5 @@
-"""Recordings of calls: what is done again is what was done, byte by byte, and what cannot be done again is not recorded."""
+"""Recordings of calls: what is done again is what was done, byte by byte, and what cannot be done again is
+not recorded."""
 
 from __future__ import annotations
 
@@ -26,11 +27,26 @@ from fp8kit.replays import Replays, replays
 from .test_gemm_plans import _Library, library  # noqa: F401  a fixture
 from .test_launch import fake
 
-KEY = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, bias=True, scaling=("tensor", "tensor"))
+KEY = MatmulKey(
+    32,
+    48,
+    64,
+    "nt",
+    float8_e4m3fn,
+    float8_e4m3fn,
+    bfloat16,
+    64,
+    64,
+    48,
+    bias=True,
+    scaling=("tensor", "tensor"),
+)
 
 
 @pytest.mark.parametrize(("parameters", "structure"), [("qqd", 0), ("qs", 24), ("qqs", 200), ("s", 4000)])
-def test_a_launch_again_is_the_same_launch(parameters: str, structure: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_again_is_the_same_launch(
+    parameters: str, structure: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, driver = fake(parameters, monkeypatch, structure)
     numbers = [2.5 if code == "d" else 1 << (40 + i) for i, code in enumerate(parameters) if code != "s"]
     given = (*numbers, bytes(range(250)) * 16)[: len(parameters)]
@@ -99,7 +115,9 @@ def two_launches(kernel: launch.Kernel, stream: int) -> recorded.Recording:
 def launched_graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Graphs that ``fake``'s runtime launches from here on, and their streams."""
     graphs: list[tuple[int, int]] = []
-    calls = types.SimpleNamespace(**vars(launch.runtime()), graphLaunch=lambda graph, stream: graphs.append((graph, stream)))
+    calls = types.SimpleNamespace(
+        **vars(launch.runtime()), graphLaunch=lambda graph, stream: graphs.append((graph, stream))
+    )
     monkeypatch.setattr(launch, "runtime", lambda: calls)
     return graphs
 
@@ -114,7 +132,9 @@ def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: py
     assert (aside.begun, aside.ended, len(driver.launches), graphs) == (1, 1, 8, [])
     captured = driver.launches[-2:]
     assert [entry[3] for entry in captured] == [_Stream.ptr] * 2
-    assert [entry[:3] + entry[4:] for entry in captured] == [entry[:3] + entry[4:] for entry in driver.launches[:2]]
+    assert [entry[:3] + entry[4:] for entry in captured] == [
+        entry[:3] + entry[4:] for entry in driver.launches[:2]
+    ]
     made()
     assert (len(driver.launches), graphs) == (8, [(501, 99)])
     assert len(recorded._graphed) == before + 1
@@ -123,7 +143,9 @@ def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: py
     assert len(recorded._graphed) == before
 
 
-def test_what_is_captured_already_is_not_made_a_graph_of_its_own(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_captured_already_is_not_made_a_graph_of_its_own(
+    aside: _Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, driver = fake("q", monkeypatch)
     monkeypatch.setattr(launch, "capturing", lambda handle: handle == 99)
     made = two_launches(kernel, 99)
@@ -145,12 +167,16 @@ def test_work_beside_kernels_is_part_of_the_graph(aside: _Stream, monkeypatch: p
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_one_step_becomes_a_graph_where_it_is_slower_than_that(slow: bool, aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step_becomes_a_graph_where_it_is_slower_than_that(
+    slow: bool, aside: _Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake("q", monkeypatch)
     graphs = launched_graphs(monkeypatch)
     done: list[tuple[str, int]] = []
     with recorded.recording() as made:
-        work, captured = (lambda stream, name=name: done.append((name, stream)) for name in ("work", "captured"))
+        work, captured = (
+            lambda stream, name=name: done.append((name, stream)) for name in ("work", "captured")
+        )
         recorded.put(0, 9, "note", work, captured, slow=slow)
     for _ in range(3):
         made()
@@ -158,7 +184,9 @@ def test_one_step_becomes_a_graph_where_it_is_slower_than_that(slow: bool, aside
     assert (aside.begun, graphs) == (slow, [(501, 9)] * slow)
 
 
-def test_what_cannot_be_captured_goes_on_step_by_step(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_goes_on_step_by_step(
+    aside: _Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, driver = fake("q", monkeypatch)
 
     def broken() -> Any:
@@ -248,7 +276,9 @@ def test_a_product_again_has_its_own_addresses(library: _Library, monkeypatch: p
     assert len(destroyed) == 1
 
 
-def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(
+    library: _Library, monkeypatch: pytest.MonkeyPatch
+) -> None:  # noqa: F811
     plan = cublaslt.Plan(KEY, 0)
     monkeypatch.setattr(plan, "description", lambda *addresses: library._allow("description"))
     library.refused = "description"
@@ -288,7 +318,9 @@ def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPat
     known = Replays(recorded.recording)
     for number in range(10 * Replays.PATIENCE):
         known.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
-    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == list(range(10 * Replays.PATIENCE))
+    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == list(
+        range(10 * Replays.PATIENCE)
+    )
     assert Replays.PATIENCE <= len(known.found) <= Replays.PATIENCE + 10
     last = max(key[0] for key in known.found)
     known.run((last,), launch.launch, kernel, 1, 32, (-1,), 0)
@@ -343,8 +375,13 @@ print(len(recorded._graphed) > 0)
 
 @pytest.mark.gpu
 def test_a_process_with_recordings_ends_silently() -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 

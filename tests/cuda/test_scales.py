@@ -31,7 +31,9 @@ def states(count: int) -> tuple[tuple[ArrayView, ...], ...]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch, "kernel", lambda source, function, index, **defines: (function, defines["STATES"]))
+    monkeypatch.setattr(
+        launch, "kernel", lambda source, function, index, **defines: (function, defines["STATES"])
+    )
     monkeypatch.setattr(launch, "launch", lambda *arguments: found.append(arguments))
     return found
 
@@ -53,8 +55,13 @@ def test_every_state_travels_once(count: int, launches: list[tuple[Any, ...]]) -
         rows = list(struct.iter_unpack("=QQQiifi", table))
         seen += rows[: grid[0]]
         assert not any(any(row) for row in rows[grid[0] :])
-    assert seen == [(1000 * (i + 1) + 1, 1000 * (i + 1) + 2, 1000 * (i + 1) + 3, 3, 16, (448.0 + i) / 4, 0) for i in range(count)]
-    assert [one[0][1] for one in launches] == ["8" if n <= 8 else "96" for n in [96] * (count // 96) + ([count % 96] if count % 96 else [])]
+    assert seen == [
+        (1000 * (i + 1) + 1, 1000 * (i + 1) + 2, 1000 * (i + 1) + 3, 3, 16, (448.0 + i) / 4, 0)
+        for i in range(count)
+    ]
+    assert [one[0][1] for one in launches] == [
+        "8" if n <= 8 else "96" for n in [96] * (count // 96) + ([count % 96] if count % 96 else [])
+    ]
 
 
 def test_an_update_keeps_no_state_alive(launches: list[tuple[Any, ...]]) -> None:

@@ -1,4 +1,5 @@
-"""Training on a GPU: the same bits twice in deterministic mode, and the CPU engine's losses within what the precision explains."""
+"""Training on a GPU: the same bits twice in deterministic mode, and the CPU engine's losses within what the
+precision explains."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ RECIPES = [None, "delayed", Float8CurrentScaling()]
 def run(recipe: Recipe | str | None, device: Device = GPU, steps: int = 6) -> Run:
     size = preset("tiny").with_steps(steps)
     corpus = text.standard_library()
-    return train(size, corpus, fp8_recipe(size) if recipe == "delayed" else recipe, "run", device, 0, io.StringIO())
+    return train(
+        size, corpus, fp8_recipe(size) if recipe == "delayed" else recipe, "run", device, 0, io.StringIO()
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["bf16", "delayed", "current"])
@@ -34,14 +37,17 @@ def test_deterministic_mode_gives_the_same_bits_twice(recipe: Recipe | str | Non
     with fk.deterministic():
         first, second = run(recipe), run(recipe)
     assert first.losses == second.losses
-    for (name, a), (_, b) in zip(first.model.named_parameters(), second.model.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        first.model.named_parameters(), second.model.named_parameters(), strict=True
+    ):
         assert_same_bits(name, a.numpy(), b.numpy())
     assert first.statistics == second.statistics
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["bf16", "delayed", "current"])
 def test_losses_are_those_of_the_cpu_engine(recipe: Recipe | str | None) -> None:
-    """The CPU trains in float32, the GPU in bfloat16 (2**-8 a rounding, some ten of them down the residual stream of two layers): 4 %."""
+    """The CPU trains in float32, the GPU in bfloat16 (2**-8 a rounding, some ten of them down the residual
+    stream of two layers): 4 %."""
     np.testing.assert_allclose(run(recipe).losses, run(recipe, arrays.CPU).losses, rtol=0.04)
 
 

@@ -1,4 +1,5 @@
-"""Fused casts of the two engines side by side: values may differ in their last bits, so codes by one step, and rarely."""
+"""Fused casts of the two engines side by side: values may differ in their last bits, so codes by one step,
+and rarely."""
 
 from __future__ import annotations
 
@@ -22,14 +23,22 @@ SHAPE = (96, 320)
 SCALE = 37.7
 
 
-def norm(kernels: Any, device: Device, move: Callable[[Array], ArrayView], cast: Cast, dtype: formats.DType) -> None:
+def norm(
+    kernels: Any, device: Device, move: Callable[[Array], ArrayView], cast: Cast, dtype: formats.DType
+) -> None:
     x, weight, bias = draw(1, SHAPE, dtype, 3.0), draw(2, SHAPE[1:], dtype), draw(3, SHAPE[1:], dtype)
     mean, rstd = (poisoned(SHAPE[:1], float32, device) for _ in range(2))
-    kernels.norm_fwd(move(x), move(weight), move(bias), None, mean, rstd, None, cast, "LayerNorm", 1e-5, False, 0)
+    kernels.norm_fwd(
+        move(x), move(weight), move(bias), None, mean, rstd, None, cast, "LayerNorm", 1e-5, False, 0
+    )
 
 
-def activation(kernels: Any, device: Device, move: Callable[[Array], ArrayView], cast: Cast, dtype: formats.DType) -> None:
-    kernels.act_fwd(move(draw(4, SHAPE, dtype, 3.0)), move(draw(5, SHAPE[1:], dtype)), None, None, cast, "gelu", (), 0)
+def activation(
+    kernels: Any, device: Device, move: Callable[[Array], ArrayView], cast: Cast, dtype: formats.DType
+) -> None:
+    kernels.act_fwd(
+        move(draw(4, SHAPE, dtype, 3.0)), move(draw(5, SHAPE[1:], dtype)), None, None, cast, "gelu", (), 0
+    )
 
 
 def codes(kernel: Callable[..., None], fmt: Format, dtype: formats.DType, device: Device) -> Array:
@@ -51,9 +60,12 @@ def steps(a: Array, b: Array, fmt: Format) -> Array:
 @pytest.mark.parametrize("dtype", formats.HIGH_PRECISION, ids=str)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("kernel", [norm, activation])
-def test_codes_differ_by_one_step_at_most(kernel: Callable[..., None], fmt: Format, dtype: formats.DType) -> None:
+def test_codes_differ_by_one_step_at_most(
+    kernel: Callable[..., None], fmt: Format, dtype: formats.DType
+) -> None:
     one, other = (codes(kernel, fmt, dtype, device) for device in (CPU, Device("cuda", 0)))
-    # terms up to 16 that cancel leave float32's error of a few roundings of 16 2**-24, which is many of the smallest subnormals
+    # terms up to 16 that cancel leave float32's error of a few roundings of 16 2**-24, which is many of the
+    # smallest subnormals
     cancelled = np.abs(codec.decode(one, fmt) - codec.decode(other, fmt)) <= SCALE * 8 * 16 * 2.0**-24
     apart = np.where(cancelled, 0, steps(one, other, fmt))
     assert apart.max() <= 1

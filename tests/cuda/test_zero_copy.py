@@ -65,7 +65,11 @@ def test_torch_on_the_gpu_by_dlpack() -> None:
     if not torch.cuda.is_available():
         pytest.fail("torch is installed here without CUDA")
     x = torch.from_numpy(normal(16, 24)).cuda()
-    for tensor, dtype in ((x, "float32"), (x.bfloat16(), "bfloat16"), (x.to(torch.float8_e4m3fn), "float8_e4m3fn")):
+    for tensor, dtype in (
+        (x, "float32"),
+        (x.bfloat16(), "bfloat16"),
+        (x.to(torch.float8_e4m3fn), "float8_e4m3fn"),
+    ):
         view = arrays.as_view(tensor)
         assert (view.ptr, view.dtype.name, view.device) == (tensor.data_ptr(), dtype, Device("cuda", 0))
         again = torch.from_dlpack(view)

@@ -32,14 +32,23 @@ def _formats() -> st.SearchStrategy[Format]:
         exponent = min(exponent, 8 - signed - mantissa)
         return Format("random", max(exponent, 2), mantissa, special=special, signed=signed, zero=zero)
 
-    return st.builds(build, st.booleans(), st.integers(2, 5), st.integers(0, 4), st.sampled_from(["ieee", "fn", "none"]), st.booleans())
+    return st.builds(
+        build,
+        st.booleans(),
+        st.integers(2, 5),
+        st.integers(0, 4),
+        st.sampled_from(["ieee", "fn", "none"]),
+        st.booleans(),
+    )
 
 
 @by_twin
 def test_decode_every_code(fmt, twin):
     codes = np.arange(1 << fmt.bits, dtype=np.uint8)
     np.testing.assert_array_equal(codec.decode(codes, fmt), codes.view(twin).astype(np.float64))
-    np.testing.assert_array_equal(np.signbit(codec.decode(codes[:-1], fmt)), np.signbit(codes[:-1].view(twin).astype(np.float64)))
+    np.testing.assert_array_equal(
+        np.signbit(codec.decode(codes[:-1], fmt)), np.signbit(codes[:-1].view(twin).astype(np.float64))
+    )
 
 
 @by_twin
@@ -52,13 +61,16 @@ def test_every_finite_code_round_trips(fmt, twin):
 
 @by_twin
 def test_nearest_as_ml_dtypes(fmt, twin):
-    """Every value, midpoint and neighbour of either, and random values; without NaN, whose code differs, and E8M0's ties."""
+    """Every value, midpoint and neighbour of either, and random values; without NaN, whose code differs, and
+    E8M0's ties."""
     grid = np.unique(codec.decode(np.arange(1 << fmt.bits), fmt))
     grid = grid[np.isfinite(grid)]
     at = (np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]) if fmt.zero else grid).astype(np.float32)
     rng = np.random.default_rng(0)
     wild = (rng.standard_normal(5000) * np.exp2(rng.integers(-20, 20, 5000))).astype(np.float32)
-    x = np.concatenate([at, np.nextafter(at, np.float32(np.inf)), np.nextafter(at, np.float32(-np.inf)), wild])
+    x = np.concatenate(
+        [at, np.nextafter(at, np.float32(np.inf)), np.nextafter(at, np.float32(-np.inf)), wild]
+    )
     x = np.abs(x) if not fmt.signed else x
     x = x if fmt.zero else x[x >= 2.0**-126]  # ml_dtypes rounds float32 subnormals up there
     want = x.astype(twin).view(np.uint8)
@@ -69,11 +81,19 @@ def test_nearest_as_ml_dtypes(fmt, twin):
 
 
 @settings(max_examples=150, deadline=None)
-@given(_formats(), st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30), st.floats(-20, 20))
+@given(
+    _formats(),
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30),
+    st.floats(-20, 20),
+)
 def test_nearest_by_search(fmt, values, octaves):
     """No code lies nearer; among two that are equally near the even one is taken."""
     x = np.array(values) * 2.0 ** int(octaves)
-    x = np.abs(np.concatenate([x, np.sinh(x / max(1e-30, np.abs(x).max())) * fmt.max])) if not fmt.signed else x
+    x = (
+        np.abs(np.concatenate([x, np.sinh(x / max(1e-30, np.abs(x).max())) * fmt.max]))
+        if not fmt.signed
+        else x
+    )
     table = codec.table(fmt)[: 1 << fmt.bits]
     codes = np.flatnonzero(np.isfinite(table))
     inside = np.clip(x, -fmt.max, fmt.max)
@@ -87,13 +107,31 @@ def test_nearest_by_search(fmt, values, octaves):
 @pytest.mark.parametrize(
     ("fmt", "value", "saturate", "code"),
     [
-        (E4M3, math.nan, True, 0x7F), (E4M3, -math.nan, True, 0x7F), (E4M3, math.inf, True, 0x7E), (E4M3, -math.inf, True, 0xFE),
-        (E4M3, 1e30, True, 0x7E), (E4M3, 464.0, False, 0x7E), (E4M3, 464.1, False, 0x7F), (E4M3, -math.inf, False, 0x7F),
-        (E5M2, math.inf, False, 0x7C), (E5M2, -1e30, False, 0xFC), (E5M2, 61440.0, False, 0x7C), (E5M2, 61439.0, False, 0x7B),
-        (E5M2, math.nan, False, 0x7F), (E4M3, -0.0, True, 0x80), (E4M3, -1e-30, True, 0x80), (E2M1, math.nan, True, 7),
-        (E2M1, -math.inf, True, 15), (E8M0, 0.0, True, 0), (E8M0, -1.0, True, 255), (E8M0, 1e-45, True, 0), (E8M0, math.inf, True, 254),
-        (E8M0, math.inf, False, 255), (E8M0, 1.0, True, 127),
-        (Format("U4M4", 4, 4, special="none", signed=False), -3.0, True, 0), (Format("U4M4", 4, 4, signed=False), -3.0, True, 255),
+        (E4M3, math.nan, True, 0x7F),
+        (E4M3, -math.nan, True, 0x7F),
+        (E4M3, math.inf, True, 0x7E),
+        (E4M3, -math.inf, True, 0xFE),
+        (E4M3, 1e30, True, 0x7E),
+        (E4M3, 464.0, False, 0x7E),
+        (E4M3, 464.1, False, 0x7F),
+        (E4M3, -math.inf, False, 0x7F),
+        (E5M2, math.inf, False, 0x7C),
+        (E5M2, -1e30, False, 0xFC),
+        (E5M2, 61440.0, False, 0x7C),
+        (E5M2, 61439.0, False, 0x7B),
+        (E5M2, math.nan, False, 0x7F),
+        (E4M3, -0.0, True, 0x80),
+        (E4M3, -1e-30, True, 0x80),
+        (E2M1, math.nan, True, 7),
+        (E2M1, -math.inf, True, 15),
+        (E8M0, 0.0, True, 0),
+        (E8M0, -1.0, True, 255),
+        (E8M0, 1e-45, True, 0),
+        (E8M0, math.inf, True, 254),
+        (E8M0, math.inf, False, 255),
+        (E8M0, 1.0, True, 127),
+        (Format("U4M4", 4, 4, special="none", signed=False), -3.0, True, 0),
+        (Format("U4M4", 4, 4, signed=False), -3.0, True, 255),
     ],
     ids=str,
 )
@@ -117,7 +155,8 @@ def test_stochastic_threshold_is_exact(fmt):
 
 
 def test_stochastic_is_unbiased():
-    """The mean of n roundings lies within 6 standard errors, gap * sqrt(f (1 - f) / n), of the value (odds below 1e-8 each)."""
+    """The mean of n roundings lies within 6 standard errors, gap * sqrt(f (1 - f) / n), of the value (odds
+    below 1e-8 each)."""
     n = 20000
     rng = np.random.default_rng(11)
     for value in (1.01, -3.3, 0.0007, 300.0, 447.9):

@@ -17,8 +17,15 @@ from fp8kit.errors import BackendError, FormatError
 pytestmark = pytest.mark.usefixtures("settled")
 
 TORCH = {
-    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64", torch.int64: "int64",
-    torch.uint8: "uint8", torch.bool: "bool_", torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.bool: "bool_",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
     torch.float8_e8m0fnu: "float8_e8m0fnu",
 }
 
@@ -41,7 +48,11 @@ def test_torch_both_ways(kind, name):
     assert (back.data_ptr(), back.dtype, back.shape) == (source.data_ptr(), kind, source.shape)
 
 
-@pytest.mark.parametrize("kind", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [jnp.float32, jnp.bfloat16, jnp.int32, jnp.float8_e4m3fn, jnp.float8_e5m2],
+    ids=lambda k: k.__name__,
+)
 def test_jax_both_ways(kind):
     source = jnp.arange(12).reshape(3, 4).astype(kind)
     view = as_view(source)
@@ -86,7 +97,12 @@ def test_degenerate_shapes(shape):
 
 @pytest.mark.parametrize(
     ("version", "name"),
-    [(None, "dltensor"), ((0, 8), "dltensor"), ((1, 0), "dltensor_versioned"), ((2, 0), "dltensor_versioned")],
+    [
+        (None, "dltensor"),
+        ((0, 8), "dltensor"),
+        ((1, 0), "dltensor_versioned"),
+        ((2, 0), "dltensor_versioned"),
+    ],
 )
 def test_capsule_kind(version, name):
     view, alive = _owned()
@@ -97,7 +113,9 @@ def test_capsule_kind(version, name):
     assert alive() is None
 
 
-@pytest.mark.parametrize("consume", [torch.from_dlpack, jax.dlpack.from_dlpack, np.from_dlpack], ids=["torch", "jax", "numpy"])
+@pytest.mark.parametrize(
+    "consume", [torch.from_dlpack, jax.dlpack.from_dlpack, np.from_dlpack], ids=["torch", "jax", "numpy"]
+)
 def test_consumer_keeps_memory_alive(consume):
     view, alive = _owned(shape=(64, 64))
     address = view.ptr
@@ -167,10 +185,22 @@ def test_cuda_addresses_are_not_touched():
     class Fake:
         @property
         def __cuda_array_interface__(self):
-            return {"shape": (4, 8), "typestr": "<f4", "data": (0x7000, False), "version": 3, "strides": (64, 8)}
+            return {
+                "shape": (4, 8),
+                "typestr": "<f4",
+                "data": (0x7000, False),
+                "version": 3,
+                "strides": (64, 8),
+            }
 
     view = as_view(Fake())
-    assert (view.ptr, view.shape, view.strides, view.dtype, str(view.device)) == (0x7000, (4, 8), (16, 2), formats.float32, "cuda:0")
+    assert (view.ptr, view.shape, view.strides, view.dtype, str(view.device)) == (
+        0x7000,
+        (4, 8),
+        (16, 2),
+        formats.float32,
+        "cuda:0",
+    )
     capsule = ArrayView(0x7000, (4, 8), formats.float8_e4m3fn, arrays.Device("cuda", 3)).__dlpack__(stream=-1)
     tensor = dlpack._managed(capsule)[0].dl_tensor
     assert (tensor.data, tensor.device.device_type, tensor.device.device_id) == (0x7000, 2, 3)

@@ -1,4 +1,5 @@
-"""Float8Tensor: values against the codec, memory by address, products against float64, and what is refused."""
+"""Float8Tensor: values against the codec, memory by address, products against float64, and what is
+refused."""
 
 import copy
 import pickle
@@ -19,7 +20,13 @@ from fp8kit.float8 import Float8Tensor, quantize
 from fp8kit.formats import E2M1, E4M3, E5M2, Format
 from fp8kit.testing.compare import assert_close, sum_slack
 
-TILES = {"tensor": (0, 0), "row": (1, 0), "block_1x128": (1, 128), "block_128x128": (128, 128), "mx_1x32": (1, 32)}
+TILES = {
+    "tensor": (0, 0),
+    "row": (1, 0),
+    "block_1x128": (1, 128),
+    "block_128x128": (128, 128),
+    "mx_1x32": (1, 32),
+}
 
 
 def _x(*shape, dtype=np.float32, seed=0):
@@ -43,7 +50,9 @@ def test_current_scaling(scaling, fmt, dtype):
     assert (q.data.dtype, q.shape, q.scale_inv.dtype) == (np.uint8, x.shape, np.float32)
     tile = tuple(t or n for t, n in zip(TILES[scaling], x.shape, strict=True))
     x32 = x.astype(np.float32)
-    amax = np.maximum.reduceat(np.maximum.reduceat(np.abs(x32), range(0, 130, tile[0]), axis=0), range(0, 260, tile[1]), axis=1)
+    amax = np.maximum.reduceat(
+        np.maximum.reduceat(np.abs(x32), range(0, 130, tile[0]), axis=0), range(0, 260, tile[1]), axis=1
+    )
     scale = np.float32(fmt.max) / amax
     if scaling not in ("tensor", "row"):
         scale = np.exp2(np.floor(np.log2(scale))).astype(np.float32)
@@ -51,12 +60,17 @@ def test_current_scaling(scaling, fmt, dtype):
     np.testing.assert_array_equal(q.data, codec.encode(x32 * _spread(scale, x.shape, scaling), fmt))
     want = codec.decode(q.data, fmt).astype(np.float32) * _spread(q.scale_inv, x.shape, scaling)
     np.testing.assert_array_equal(q.dequantize(), want)
-    # one rounding: half a step of the format relative, half a subnormal absolute, and float32's own three roundings
-    step = np.maximum(fmt.epsilon / 2 * np.abs(x32), fmt.smallest_subnormal / 2 * _spread(q.scale_inv, x.shape, scaling))
+    # one rounding: half a step of the format relative, half a subnormal absolute, and float32's own three
+    # roundings
+    step = np.maximum(
+        fmt.epsilon / 2 * np.abs(x32), fmt.smallest_subnormal / 2 * _spread(q.scale_inv, x.shape, scaling)
+    )
     assert (np.abs(q.dequantize() - x32) <= step + 2.0**-22 * np.abs(x32)).all()
 
 
-@pytest.mark.parametrize("scale", [2.5, np.float32(2.5), np.array([2.5], np.float32), np.array(2.5, np.float32)], ids=repr)
+@pytest.mark.parametrize(
+    "scale", [2.5, np.float32(2.5), np.array([2.5], np.float32), np.array(2.5, np.float32)], ids=repr
+)
 def test_given_scale(scale):
     x = _x(5, 7)
     q = quantize(x, E4M3, scale=scale)
@@ -73,12 +87,17 @@ def test_given_row_scales(shape):
 
 def test_stochastic_repeats_and_differs():
     x = _x(40, 50)
-    first, again, other = (quantize(x, scale=1.0, rounding="stochastic", rng=rng).data for rng in ((1, 2), np.array([1, 2]), (1, 3)))
+    first, again, other = (
+        quantize(x, scale=1.0, rounding="stochastic", rng=rng).data
+        for rng in ((1, 2), np.array([1, 2]), (1, 3))
+    )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     down, up = np.sort(np.stack([np.abs(codec.decode(d, E4M3)) for d in (first, other)]), axis=0)
     assert (down <= up).all()
-    assert (np.abs(codec.decode(first, E4M3) - x) <= np.maximum(E4M3.epsilon * np.abs(x), E4M3.smallest_subnormal)).all()
+    assert (
+        np.abs(codec.decode(first, E4M3) - x) <= np.maximum(E4M3.epsilon * np.abs(x), E4M3.smallest_subnormal)
+    ).all()
 
 
 def test_saturate_and_user_format():
@@ -86,7 +105,9 @@ def test_saturate_and_user_format():
     assert quantize(x, E5M2, scale=1.0, saturate=False).data.tolist() == [[0x7C, 0xFC, 0x7F, 0x3C]]
     assert quantize(x, E5M2, scale=1.0).data.tolist() == [[0x7B, 0xFB, 0x7F, 0x3C]]
     mine = Format("E3M2", 3, 2, special="none")
-    np.testing.assert_array_equal(quantize(_x(3, 9), mine, scale=2.0).data, codec.encode(_x(3, 9) * np.float32(2), mine))
+    np.testing.assert_array_equal(
+        quantize(_x(3, 9), mine, scale=2.0).data, codec.encode(_x(3, 9) * np.float32(2), mine)
+    )
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
@@ -119,7 +140,9 @@ def test_zero_copy():
 def test_product(scaling, pair, shape):
     m, k, n = shape
     a, b = quantize(_x(m, k), pair[0], scaling=scaling), quantize(_x(n, k, seed=1), pair[1], scaling=scaling)
-    wide_a, wide_b = (codec.decode(t.data, t.format) * np.asarray(t.scale_inv, np.float64).reshape(-1, 1) for t in (a, b))
+    wide_a, wide_b = (
+        codec.decode(t.data, t.format) * np.asarray(t.scale_inv, np.float64).reshape(-1, 1) for t in (a, b)
+    )
     exact, size = wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T
     product = a @ b.T
     assert product.dtype == np.float32
@@ -133,30 +156,41 @@ BLOCKS = ("block_1x128", "block_128x128", "mx_1x32")
 @pytest.mark.parametrize("flips", [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("pair", [(s, t) for s in BLOCKS for t in (*BLOCKS, "tensor")], ids="@".join)
 def test_product_of_blocks(pair, flips, monkeypatch):
-    """Every pair in every orientation; where blocks run along K the block-scaled product is what computes it."""
+    """Every pair in every orientation; where blocks run along K the block-scaled product is what computes
+    it."""
     m, k, n = 150, 300, 70
     made, wide = [], []
     for seed, (scaling, flip, shape) in enumerate(zip(pair, flips, ((m, k), (k, n)), strict=True)):
         shape = shape[::-1] if flip else shape
-        x = _x(*shape, seed=seed) * np.exp2(np.random.default_rng(seed).integers(-6, 6, (shape[0], 1))).astype(np.float32)
+        x = _x(*shape, seed=seed) * np.exp2(
+            np.random.default_rng(seed).integers(-6, 6, (shape[0], 1))
+        ).astype(np.float32)
         q = quantize(x, scaling=scaling)
         values = codec.decode(q.data, E4M3) * _spread(q.scale_inv, shape, scaling)
         made.append(q.T if flip else q)
         wide.append(values.T if flip else values)
     taken = []
     kernels = dispatch.kernels(arrays.CPU)
-    spy = SimpleNamespace(**vars(kernels) | {"block_gemm": lambda *a: (taken.append(1), kernels.block_gemm(*a))})
+    spy = SimpleNamespace(
+        **vars(kernels) | {"block_gemm": lambda *a: (taken.append(1), kernels.block_gemm(*a))}
+    )
     monkeypatch.setattr(dispatch, "kernels", lambda device: spy)
     exact, size = wide[0] @ wide[1], np.abs(wide[0]) @ np.abs(wide[1])
     assert_close("a @ b", made[0] @ made[1], exact, "float32", sum_slack(size, k))
     assert_close("bfloat16", made[0].matmul(made[1], formats.bfloat16), exact, "bfloat16", sum_slack(size, k))
     square = "block_128x128"
-    fits = all(s == square or (s == "block_1x128" and flip is wanted) for s, flip, wanted in zip(pair, flips, (False, True), strict=True))
+    fits = all(
+        s == square or (s == "block_1x128" and flip is wanted)
+        for s, flip, wanted in zip(pair, flips, (False, True), strict=True)
+    )
     assert bool(taken) == (fits and pair != (square, square))
 
 
 def test_product_of_blocks_on_a_device_without_it(monkeypatch):
-    a, b = quantize(_x(2, 5, 200), scaling="block_1x128"), quantize(_x(30, 200, seed=1), scaling="block_128x128")
+    a, b = (
+        quantize(_x(2, 5, 200), scaling="block_1x128"),
+        quantize(_x(30, 200, seed=1), scaling="block_128x128"),
+    )
     blocks = a @ b.T
 
     def refuse(*_):
@@ -173,7 +207,13 @@ def test_product_orientations_and_batches():
     exact = a.dequantize().astype(np.float64) @ b.dequantize().astype(np.float64)
     size = np.abs(a.dequantize()) @ np.abs(b.dequantize())
     assert_close("batch @ b", a @ b, exact, "float32", sum_slack(size, 20))
-    assert_close("b.T @ ...", b.T @ a.reshape(6, 20).T, exact.reshape(6, 9).T, "float32", sum_slack(size.reshape(6, 9).T, 20))
+    assert_close(
+        "b.T @ ...",
+        b.T @ a.reshape(6, 20).T,
+        exact.reshape(6, 9).T,
+        "float32",
+        sum_slack(size.reshape(6, 9).T, 20),
+    )
     np.testing.assert_array_equal(b.T.dequantize(), b.dequantize().T)
     assert (b.T.shape, b.T.T.shape) == ((9, 20), (20, 9))
     assert (quantize(_x(0, 8)) @ quantize(_x(3, 8)).T).shape == (0, 3)
@@ -213,33 +253,86 @@ def test_slices_keep_their_scales():
         (FormatError, "E2M1", lambda: quantize(_x(4, 4), E2M1) @ quantize(_x(4, 4)).T),
         (ShapeError, "matmul", lambda: quantize(_x(4, 4)) @ quantize(_x(4, 5)).T),
         (FormatError, "row", lambda: quantize(_x(4, 4), scaling="row") @ quantize(_x(4, 4)).T),
-        (FormatError, "contraction", lambda: quantize(_x(4, 4), scaling="row") @ quantize(_x(4, 4), scaling="row")),
+        (
+            FormatError,
+            "contraction",
+            lambda: quantize(_x(4, 4), scaling="row") @ quantize(_x(4, 4), scaling="row"),
+        ),
         (FormatError, "int8", lambda: quantize(_x(4, 4)).dequantize("int8")),
         (ShapeError, "2 dimensions", lambda: quantize(_x(4)).T),
         (ShapeError, "last dimension", lambda: quantize(_x(4, 4), scaling="row").reshape(2, 8)),
         (ShapeError, "index", lambda: quantize(_x(4, 4), scaling="block_1x128")[1:]),
         (ShapeError, "scale_inv", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(2, np.float32))),
         (FormatError, "scale_inv", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(1))),
-        (ShapeError, "strides", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(4, np.float32)[::2], scaling="row")),
-        (FormatError, "float8_e5m2", lambda: Float8Tensor(torch.zeros(2, 2).to(torch.float8_e5m2), torch.ones(1), E4M3)),
+        (
+            ShapeError,
+            "strides",
+            lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(4, np.float32)[::2], scaling="row"),
+        ),
+        (
+            FormatError,
+            "float8_e5m2",
+            lambda: Float8Tensor(torch.zeros(2, 2).to(torch.float8_e5m2), torch.ones(1), E4M3),
+        ),
         (FormatError, "matmul: other: .*quantize the other one first", lambda: quantize(_x(4, 4)) @ _x(4, 4)),
         (FormatError, "matmul: self: .*quantize the other one first", lambda: _x(4, 4) @ quantize(_x(4, 4))),
         (TypeError, "unsupported operand", lambda: quantize(_x(4, 4)) @ 3),
-        (FormatError, r"__array__: self: .*dequantize\(\) for its values", lambda: np.asarray(quantize(_x(4, 4)))),
-        (FormatError, "data for its codes", lambda: np.testing.assert_array_equal(quantize(_x(4, 4)), _x(4, 4))),
+        (
+            FormatError,
+            r"__array__: self: .*dequantize\(\) for its values",
+            lambda: np.asarray(quantize(_x(4, 4))),
+        ),
+        (
+            FormatError,
+            "data for its codes",
+            lambda: np.testing.assert_array_equal(quantize(_x(4, 4)), _x(4, 4)),
+        ),
         (FormatError, "quantize: x: got None", lambda: quantize(None)),
         (FormatError, "quantize: x: got str 'abc'", lambda: quantize("abc")),
-        (FormatError, "quantize: x: got complex64, expected one of float32, bfloat16, float16, float64",
-         lambda: quantize(_x(2, 2).astype(np.complex64))),
+        (
+            FormatError,
+            "quantize: x: got complex64, expected one of float32, bfloat16, float16, float64",
+            lambda: quantize(_x(2, 2).astype(np.complex64)),
+        ),
         (FormatError, "quantize: rng: got int -1", lambda: quantize(_x(2, 2), rounding="stochastic", rng=-1)),
-        (FormatError, r"quantize: rng: got -1, expected an int in \[0", lambda: quantize(_x(2, 2), rounding="stochastic", rng=(-1, 0))),
-        (FormatError, "no negative", lambda: quantize(_x(2, 2), rounding="stochastic", rng=np.array([0, -3]))),
-        *((FormatError, "quantize: scale: got", lambda scale=scale: quantize(_x(2, 2), scale=scale)) for scale in (
-            1e-45, 2.9e-39, True, np.True_, [True], "1", ["1"], np.array([0], np.float32), np.array([-1], np.float32),
-            np.array([np.nan], np.float32), [np.inf], 1e39)),
+        (
+            FormatError,
+            r"quantize: rng: got -1, expected an int in \[0",
+            lambda: quantize(_x(2, 2), rounding="stochastic", rng=(-1, 0)),
+        ),
+        (
+            FormatError,
+            "no negative",
+            lambda: quantize(_x(2, 2), rounding="stochastic", rng=np.array([0, -3])),
+        ),
+        *(
+            (FormatError, "quantize: scale: got", lambda scale=scale: quantize(_x(2, 2), scale=scale))
+            for scale in (
+                1e-45,
+                2.9e-39,
+                True,
+                np.True_,
+                [True],
+                "1",
+                ["1"],
+                np.array([0], np.float32),
+                np.array([-1], np.float32),
+                np.array([np.nan], np.float32),
+                [np.inf],
+                1e39,
+            )
+        ),
         (FormatError, "Float8Tensor: data: got None", lambda: Float8Tensor(None, np.ones(1, np.float32))),
-        (FormatError, "Float8Tensor: scale_inv: got None", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), None)),
-        (FormatError, "Float8Tensor: scaling: got 'x'", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(1, "f4"), E4M3, "x")),
+        (
+            FormatError,
+            "Float8Tensor: scale_inv: got None",
+            lambda: Float8Tensor(np.zeros((2, 2), np.uint8), None),
+        ),
+        (
+            FormatError,
+            "Float8Tensor: scaling: got 'x'",
+            lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(1, "f4"), E4M3, "x"),
+        ),
         (FormatError, "dequantize: dtype: got 'x'", lambda: quantize(_x(2, 2)).dequantize("x")),
         (FormatError, "matmul: dtype: got 'x'", lambda: quantize(_x(2, 2)).matmul(quantize(_x(2, 2)).T, "x")),
     ],

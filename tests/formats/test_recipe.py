@@ -12,7 +12,15 @@ import pytest
 import fp8kit as fk
 from fp8kit import codec, formats
 from fp8kit.errors import RecipeError
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    QParams,
+    Recipe,
+)
 
 
 def test_format_limits():
@@ -26,27 +34,55 @@ def test_format_limits():
 
 def test_delayed_fields_in_order_with_defaults():
     assert [(f.name, f.default) for f in dataclasses.fields(DelayedScaling)] == [
-        ("margin", 0), ("fp8_format", Format.HYBRID), ("amax_history_len", 1024), ("amax_compute_algo", "max"),
-        ("scaling_factor_compute_algo", None), ("reduce_amax", True), ("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None),
+        ("margin", 0),
+        ("fp8_format", Format.HYBRID),
+        ("amax_history_len", 1024),
+        ("amax_compute_algo", "max"),
+        ("scaling_factor_compute_algo", None),
+        ("reduce_amax", True),
+        ("fp8_dpa", False),
+        ("fp8_mha", False),
+        ("backward_override", None),
     ]
     recipe = DelayedScaling()
-    assert [p.use_split_accumulator for p in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)] == [False, True, True]
+    assert [
+        p.use_split_accumulator for p in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    ] == [False, True, True]
 
 
 def test_current_fields_in_order_with_defaults():
     names = [f.name for f in dataclasses.fields(Float8CurrentScaling)]
     assert names == [
-        "use_power_2_scales", "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "fp8_gemm_fprop",
-        "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
+        "use_power_2_scales",
+        "fp8_format",
+        "fp8_quant_fwd_inp",
+        "fp8_quant_fwd_weight",
+        "fp8_quant_bwd_grad",
+        "fp8_gemm_fprop",
+        "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
     ]
     recipe = Float8CurrentScaling()
-    assert recipe.fp8_quant_fwd_inp == recipe.fp8_quant_fwd_weight == recipe.fp8_quant_bwd_grad == QParams(False, 0.0, False, False, False)
-    assert [p.use_split_accumulator for p in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)] == [False, True, True]
+    assert (
+        recipe.fp8_quant_fwd_inp
+        == recipe.fp8_quant_fwd_weight
+        == recipe.fp8_quant_bwd_grad
+        == QParams(False, 0.0, False, False, False)
+    )
+    assert [
+        p.use_split_accumulator for p in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    ] == [False, True, True]
 
 
 def test_every_accepted_field_has_its_effect():
     power2 = Float8CurrentScaling(use_power_2_scales=True)
-    assert all(q.power_2_scale for q in (power2.fp8_quant_fwd_inp, power2.fp8_quant_fwd_weight, power2.fp8_quant_bwd_grad))
+    assert all(
+        q.power_2_scale
+        for q in (power2.fp8_quant_fwd_inp, power2.fp8_quant_fwd_weight, power2.fp8_quant_bwd_grad)
+    )
     mixed = Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=1e-3), fp8_gemm_fprop=MMParams(True))
     assert mixed.fp8_quant_fwd_inp.amax_epsilon == 1e-3
     assert mixed.fp8_gemm_fprop.use_split_accumulator
@@ -56,7 +92,10 @@ def test_every_accepted_field_has_its_effect():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DelayedScaling(amax_hist_len=3), ["amax_hist_len", "did you mean amax_history_len", "margin"]),
+        (
+            lambda: DelayedScaling(amax_hist_len=3),
+            ["amax_hist_len", "did you mean amax_history_len", "margin"],
+        ),
         (lambda: Float8CurrentScaling(power_2_scale=True), ["power_2_scale", "use_power_2_scales"]),
         (lambda: QParams(power_2=True), ["QParams", "power_2_scale"]),
         (lambda: MMParams(split=True), ["MMParams", "use_split_accumulator"]),
@@ -87,15 +126,29 @@ def test_every_accepted_field_has_its_effect():
         (lambda: QParams(power_2_scale=1), ["power_2_scale"]),
         (lambda: Float8CurrentScaling(fp8_quant_fwd_inp=True), ["fp8_quant_fwd_inp", "QParams"]),
         (lambda: Float8CurrentScaling(fp8_gemm_dgrad=True), ["fp8_gemm_dgrad", "MMParams"]),
-        (lambda: Float8CurrentScaling(use_power_2_scales=True, fp8_quant_bwd_grad=QParams()), ["fp8_quant_bwd_grad", "use_power_2_scales"]),
+        (
+            lambda: Float8CurrentScaling(use_power_2_scales=True, fp8_quant_bwd_grad=QParams()),
+            ["fp8_quant_bwd_grad", "use_power_2_scales"],
+        ),
         (lambda: Float8BlockScaling(use_f32_scale=True), ["use_f32_scale", "did you mean use_f32_scales"]),
         (lambda: Float8BlockScaling(use_f32_scales=1), ["use_f32_scales"]),
-        (lambda: Float8BlockScaling(fp8_quant_fwd_inp=QParams()), ["fp8_quant_fwd_inp", "power_2_scale=True", "use_f32_scales"]),
+        (
+            lambda: Float8BlockScaling(fp8_quant_fwd_inp=QParams()),
+            ["fp8_quant_fwd_inp", "power_2_scale=True", "use_f32_scales"],
+        ),
         (lambda: Float8BlockScaling(x_block_scaling_dim=3), ["x_block_scaling_dim", "1 or 2"]),
         (lambda: Float8BlockScaling(w_block_scaling_dim=True), ["w_block_scaling_dim", "True"]),
         (lambda: Float8BlockScaling(x_block_scaling_dim=2), ["x_block_scaling_dim", "w_block_scaling_dim=2"]),
-        (lambda: Float8BlockScaling(w_block_scaling_dim=1, x_block_scaling_dim=2, grad_block_scaling_dim=2), ["grad_block_scaling_dim"]),
-        (lambda: Float8BlockScaling(fp8_gemm_fprop=MMParams(False)), ["fp8_gemm_fprop", "use_split_accumulator=True"]),
+        (
+            lambda: Float8BlockScaling(
+                w_block_scaling_dim=1, x_block_scaling_dim=2, grad_block_scaling_dim=2
+            ),
+            ["grad_block_scaling_dim"],
+        ),
+        (
+            lambda: Float8BlockScaling(fp8_gemm_fprop=MMParams(False)),
+            ["fp8_gemm_fprop", "use_split_accumulator=True"],
+        ),
         (lambda: Float8BlockScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
         (lambda: Float8BlockScaling(fp8_dpa=True), ["fp8_dpa", "yet"]),
     ],
@@ -107,13 +160,21 @@ def test_refusals_name_the_field(make, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(("module", "name", "said"), [
-    (fk.recipe, "MXFP8BlockScaling", "'MXFP8BlockScaling': its products, .* the recipes are DelayedScaling, Float8CurrentScaling, Float8B"),
-    (fk.recipe, "NVFP4BlockScaling", "4-bit operands, need a Blackwell GPU"), (fk.recipe, "CustomRecipe", "DelayedScaling takes functions"),
-    (fk.recipe, "DelayedScalin", r"; did you mean DelayedScaling\?$"),
-    (fk, "quantise", r"'fp8kit' has .* 'quantise'; did you mean quantize\?$"),
-    (fk, "zzz", "no attribute 'zzz'$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (
+            fk.recipe,
+            "MXFP8BlockScaling",
+            "'MXFP8BlockScaling': its products, .* the recipes are DelayedScaling, Float8CurrentScaling, Float8B",
+        ),
+        (fk.recipe, "NVFP4BlockScaling", "4-bit operands, need a Blackwell GPU"),
+        (fk.recipe, "CustomRecipe", "DelayedScaling takes functions"),
+        (fk.recipe, "DelayedScalin", r"; did you mean DelayedScaling\?$"),
+        (fk, "quantise", r"'fp8kit' has .* 'quantise'; did you mean quantize\?$"),
+        (fk, "zzz", "no attribute 'zzz'$"),
+    ],
+)
 def test_names_that_are_not_there(module, name, said):
     assert not hasattr(module, name)
     with pytest.raises(AttributeError, match=said):
@@ -124,13 +185,33 @@ def test_block_scaling_defaults_and_what_follows_from_them():
     recipe = Float8BlockScaling()
     names = [field.name for field in dataclasses.fields(recipe)]
     assert names == [
-        "use_f32_scales", "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "x_block_scaling_dim",
-        "w_block_scaling_dim", "grad_block_scaling_dim", "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha",
+        "use_f32_scales",
+        "fp8_format",
+        "fp8_quant_fwd_inp",
+        "fp8_quant_fwd_weight",
+        "fp8_quant_bwd_grad",
+        "x_block_scaling_dim",
+        "w_block_scaling_dim",
+        "grad_block_scaling_dim",
+        "fp8_gemm_fprop",
+        "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad",
+        "fp8_dpa",
+        "fp8_mha",
         "backward_override",
-    ]  # fmt: skip
+    ]
     assert (recipe.use_f32_scales, recipe.fp8_format) == (False, Format.E4M3)
-    assert (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) == (1, 2, 1)
-    assert recipe.fp8_quant_fwd_inp == recipe.fp8_quant_fwd_weight == recipe.fp8_quant_bwd_grad == QParams(power_2_scale=True)
+    assert (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) == (
+        1,
+        2,
+        1,
+    )
+    assert (
+        recipe.fp8_quant_fwd_inp
+        == recipe.fp8_quant_fwd_weight
+        == recipe.fp8_quant_bwd_grad
+        == QParams(power_2_scale=True)
+    )
     assert recipe.fp8_gemm_fprop == recipe.fp8_gemm_dgrad == recipe.fp8_gemm_wgrad == MMParams(True)
     assert Float8BlockScaling(use_f32_scales=True).fp8_quant_bwd_grad == QParams()
     assert Float8BlockScaling.float8_block_scaling()
@@ -187,15 +268,24 @@ def test_callables_and_short_names():
     assert DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: scale).host_update
     assert mine.short_name() == "delayed(HYBRID, h1024, callable)"
     assert DelayedScaling(margin=2, amax_history_len=4).short_name() == "delayed(HYBRID, h4, max, m2)"
-    assert Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3).short_name() == "current(E4M3, pow2)"
+    assert (
+        Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3).short_name()
+        == "current(E4M3, pow2)"
+    )
     assert Float8CurrentScaling().forward_format is formats.E4M3
     assert Float8CurrentScaling().backward_format is formats.E5M2
 
 
 def test_the_two_formats_are_told_apart():
-    """A recipe's format is a pair of number formats; where one is given for the other the message says which is wanted."""
+    """A recipe's format is a pair of number formats; where one is given for the other the message says which
+    is wanted."""
     assert (fk.recipe.Format.HYBRID.forward, fk.recipe.Format.HYBRID.backward) == (fk.E4M3, fk.E5M2)
-    with pytest.raises(RecipeError, match=r"fp8_format: got Format\(name='E4M3', .*expected one of fp8kit\.recipe\.Format, such as"):
+    with pytest.raises(
+        RecipeError,
+        match=r"fp8_format: got Format\(name='E4M3', .*expected one of fp8kit\.recipe\.Format, such as",
+    ):
         DelayedScaling(fp8_format=fk.E4M3)
-    with pytest.raises(fk.FormatError, match=r"format: got <Format\.E4M3: .*expected a number format: fp8kit\.E4M3 or"):
+    with pytest.raises(
+        fk.FormatError, match=r"format: got <Format\.E4M3: .*expected a number format: fp8kit\.E4M3 or"
+    ):
         fk.quantize(np.ones(3, np.float32), Format.E4M3)

@@ -10,12 +10,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = 600
-PACKAGES = {"fp8kit": ROOT / "fp8kit", "fp8kit_torch": ROOT / "adapters/fp8kit_torch", "fp8kit_jax": ROOT / "adapters/fp8kit_jax"}
+PACKAGES = {
+    "fp8kit": ROOT / "fp8kit",
+    "fp8kit_torch": ROOT / "adapters/fp8kit_torch",
+    "fp8kit_jax": ROOT / "adapters/fp8kit_jax",
+}
 TEXTS = (".py", ".cu", ".cuh", ".md", ".toml")
 
 
 class Import(NamedTuple):
-    """One imported module (dotted), where, and whether at module level (outside of functions and ``if TYPE_CHECKING``)."""
+    """One imported module (dotted), where, and whether at module level (outside of functions and ``if
+    TYPE_CHECKING``)."""
 
     module: str
     line: int
@@ -55,7 +60,11 @@ def imports(name: str) -> Iterator[Import]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield Import(whole if whole in modules() else str(node.module), node.lineno, eager)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and isinstance(node.args[0], ast.Constant):
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("import_module")
+            and isinstance(node.args[0], ast.Constant)
+        ):
             yield Import(str(node.args[0].value), node.lineno, eager)
         for child in ast.iter_child_nodes(node):
             yield from visit(child, eager)
@@ -67,7 +76,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def public(name: str) -> Iterator[tuple[str, Definition, ast.ClassDef | None]]:
-    """(qualified name, definition, class it stands in) of a module's public functions, classes and methods."""
+    """(qualified name, definition, class it stands in) of a module's public functions, classes and
+    methods."""
     for node in tree(modules()[name]).body:
         if isinstance(node, Definition) and not node.name.startswith("_"):
             yield f"{name}.{node.name}", node, None
@@ -87,15 +97,30 @@ def texts() -> Iterator[Path]:
 def long_files() -> list[str]:
     """A line for each file over the limit."""
     counts = {path: path.read_text().count("\n") for path in texts() if path.suffix != ".md"}
-    return [f"over {LONG} lines: {path.relative_to(ROOT)} ({count})" for path, count in counts.items() if count > LONG]
+    return [
+        f"over {LONG} lines: {path.relative_to(ROOT)} ({count})"
+        for path, count in counts.items()
+        if count > LONG
+    ]
 
 
 def stems() -> list[str]:
-    """A line for each CUDA source whose idea goes by another name elsewhere: no operation and no engine has a file of its stem, or of what
-    comes before the first underscore (norm_fwd.cu is a part of "norm")."""
-    rooms = {"ops": "fp8kit/ops", "reference": "fp8kit/backends/reference", "cuda": "fp8kit/backends/cuda", "raw": "fp8kit/raw_kernels"}
-    found = {room: {path.stem for path in (ROOT / folder).glob("*") if path.suffix in (".py", ".cu")} for room, folder in rooms.items()}
+    """A line for each CUDA source whose idea goes by another name elsewhere: no operation and no engine has a
+    file of its stem, or of what comes before the first underscore (norm_fwd.cu is a part of "norm")."""
+    rooms = {
+        "ops": "fp8kit/ops",
+        "reference": "fp8kit/backends/reference",
+        "cuda": "fp8kit/backends/cuda",
+        "raw": "fp8kit/raw_kernels",
+    }
+    found = {
+        room: {path.stem for path in (ROOT / folder).glob("*") if path.suffix in (".py", ".cu")}
+        for room, folder in rooms.items()
+    }
     kernels = found["raw"] - {"__init__", "manifest"}
     elsewhere = found["ops"] | found["reference"] | found["cuda"]
     lonely = sorted(stem for stem in kernels if not {stem, stem.partition("_")[0]} & elsewhere)
-    return [f"a remark: no operation and no engine has a file of the name of fp8kit/raw_kernels/{stem}.cu" for stem in lonely]
+    return [
+        f"a remark: no operation and no engine has a file of the name of fp8kit/raw_kernels/{stem}.cu"
+        for stem in lonely
+    ]

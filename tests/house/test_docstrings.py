@@ -17,9 +17,25 @@ MODULES = ("fp8kit", "fp8kit.nn", "fp8kit.optim", "fp8kit.recipe", "fp8kit.testi
 ARRAY = re.compile(r"\b(Tensor|ArrayView|HostArray|ndarray|Any)\b")  # annotations of what may be an array
 # parameters with such an annotation that are none
 NOT_ARRAYS = {
-    "args", "kwargs", "options", "other", "device", "dtype", "params_dtype", "function", "hook", "modules", "parameters_split", "kernels",
-    "group", "activation_params", "finish", "memo", "spec", "operation",
-}  # fmt: skip
+    "args",
+    "kwargs",
+    "options",
+    "other",
+    "device",
+    "dtype",
+    "params_dtype",
+    "function",
+    "hook",
+    "modules",
+    "parameters_split",
+    "kernels",
+    "group",
+    "activation_params",
+    "finish",
+    "memo",
+    "spec",
+    "operation",
+}
 SHAPES = re.compile(r"\bshapes?\b|\bdtypes?\b|\barrays? of\b|float32|int64|\(\.\.\.|\bh \(")
 ERRORS = re.compile(r"[Ee]rrors?\b")
 REFERENCE = re.compile(r"\bas ``(\w+)``")  # to another public name, which then speaks for this one too
@@ -35,7 +51,11 @@ class Public(NamedTuple):
 
 def _exported(module: str) -> Iterator[tuple[str, Any]]:
     room = importlib.import_module(module)
-    names = getattr(room, "__all__", [n for n, v in vars(room).items() if n[0] != "_" and getattr(v, "__module__", "") == module])
+    names = getattr(
+        room,
+        "__all__",
+        [n for n, v in vars(room).items() if n[0] != "_" and getattr(v, "__module__", "") == module],
+    )
     for name in names:
         value = getattr(room, name)
         if not isinstance(value, types.ModuleType | str):
@@ -54,7 +74,9 @@ def _public() -> Iterator[Public]:
                 if not base.__module__.startswith("fp8kit"):
                     continue
                 for attribute, member in vars(base).items():
-                    inner = getattr(member, "__func__", member.fget if isinstance(member, property) else member)
+                    inner = getattr(
+                        member, "__func__", member.fget if isinstance(member, property) else member
+                    )
                     if attribute[0] != "_" and inspect.isfunction(inner) and inner not in seen:
                         seen.add(inner)
                         yield Public(f"{name}.{attribute}", inner, value)
@@ -67,12 +89,22 @@ BY_NAME = {public.name.rpartition(".")[2]: public.value for public in PUBLIC if 
 
 
 def documented(public: Public) -> str:
-    """Its docstring, or that of what it overrides, with its class's and those of public names that they refer to."""
+    """Its docstring, or that of what it overrides, with its class's and those of public names that they refer
+    to."""
     text = inspect.getdoc(public.value)
     if public.owner is not None:
         text = text or inspect.getdoc(getattr(public.owner, public.value.__name__))
         text = text and f"{text}\n{inspect.getdoc(public.owner)}"
-    return "\n".join([text, *(inspect.getdoc(BY_NAME[name]) or "" for name in REFERENCE.findall(text) if name in BY_NAME)]) if text else ""
+    return (
+        "\n".join(
+            [
+                text,
+                *(inspect.getdoc(BY_NAME[name]) or "" for name in REFERENCE.findall(text) if name in BY_NAME),
+            ]
+        )
+        if text
+        else ""
+    )
 
 
 def takes_arrays(public: Public) -> list[str]:
@@ -80,7 +112,11 @@ def takes_arrays(public: Public) -> list[str]:
     if inspect.isclass(public.value) and issubclass(public.value, BaseException):
         return []
     parameters = inspect.signature(public.value).parameters.values()
-    return [p.name for p in parameters if p.name not in NOT_ARRAYS and ARRAY.search(str(p.annotation).replace("dict[str, Any]", ""))]
+    return [
+        p.name
+        for p in parameters
+        if p.name not in NOT_ARRAYS and ARRAY.search(str(p.annotation).replace("dict[str, Any]", ""))
+    ]
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.name)

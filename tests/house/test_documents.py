@@ -18,8 +18,11 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 by_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
-# in backticks: a file or folder of the tree, perhaps with a test in it; `::test` alone belongs to the file named before
-NAMED = re.compile(r"`((?:fp8kit|tests|examples|benchmarks|adapters|docs)/[\w./*-]*?\.\w+|\.[a-z]+/\w+)?(?:::(\w+))?`")
+# in backticks: a file or folder of the tree, perhaps with a test in it; `::test` alone belongs to the file
+# named before
+NAMED = re.compile(
+    r"`((?:fp8kit|tests|examples|benchmarks|adapters|docs)/[\w./*-]*?\.\w+|\.[a-z]+/\w+)?(?:::(\w+))?`"
+)
 ROOMS = "fp8kit/testing/contract"
 
 
@@ -43,8 +46,20 @@ def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
     path = tmp_path / document.with_suffix(".py").name
     path.write_text(script(document))
     paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", "FP8KIT_DEVICE": device}
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "error",
+        "FP8KIT_DEVICE": device,
+    }
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -59,7 +74,11 @@ def references(document: Path) -> Iterator[tuple[str, str]]:
 
 @by_document
 def test_what_is_named_exists(document: Path) -> None:
-    wrong = [f"link {target}" for target in LINK.findall(document.read_text()) if not (document.parent / target).exists()]
+    wrong = [
+        f"link {target}"
+        for target in LINK.findall(document.read_text())
+        if not (document.parent / target).exists()
+    ]
     for path, test in references(document):
         files = list(ROOT.glob(path))
         if not files:
@@ -71,7 +90,9 @@ def test_what_is_named_exists(document: Path) -> None:
 
 def test_every_example_is_linked() -> None:
     text = (ROOT / "README.md").read_text()
-    missing = [path.name for path in sorted((ROOT / "examples").glob("*.py")) if f"examples/{path.name}" not in text]
+    missing = [
+        path.name for path in sorted((ROOT / "examples").glob("*.py")) if f"examples/{path.name}" not in text
+    ]
     assert not missing, missing
 
 

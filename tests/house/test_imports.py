@@ -31,7 +31,14 @@ ROOMS = {
     "ops": ("fp8kit.spec", "fp8kit.ops"),
     "steps": ("fp8kit.kv_steps",),
     "autograd": ("fp8kit.autograd",),
-    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format", "fp8kit.graphs", "fp8kit.captured"),
+    "layers": (
+        "fp8kit.nn",
+        "fp8kit.optim",
+        "fp8kit.serialization",
+        "fp8kit.checkpoint_format",
+        "fp8kit.graphs",
+        "fp8kit.captured",
+    ),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing",),
     "lab": ("fp8kit.lab",),
@@ -98,8 +105,12 @@ LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib"}
 
 
 def room_of(module: str) -> str:
-    best = [(len(prefix), room) for room, prefixes in ROOMS.items() for prefix in prefixes
-            if module == prefix or module.startswith(prefix + ".")]
+    best = [
+        (len(prefix), room)
+        for room, prefixes in ROOMS.items()
+        for prefix in prefixes
+        if module == prefix or module.startswith(prefix + ".")
+    ]
     return max(best)[1]
 
 
@@ -115,7 +126,8 @@ def test_directions(name):
     wrong = [
         f"line {found.line}: {found.module} ({room_of(found.module)})"
         for found in source.imports(name)
-        if found.module.partition(".")[0] in source.PACKAGES and room_of(found.module) not in ALLOWED[room] | {room}
+        if found.module.partition(".")[0] in source.PACKAGES
+        and room_of(found.module) not in ALLOWED[room] | {room}
     ]
     assert not wrong, f"{name} ({room}) may import {sorted(ALLOWED[room])}, but imports {wrong}"
 
@@ -127,7 +139,9 @@ def test_third_party(name):
         if top in source.PACKAGES or top in sys.stdlib_module_names or top in ANYWHERE:
             continue
         assert within(name, THIRD_PARTY.get(top, ())), f"{name}:{found.line} imports {top}"
-        assert top not in LAZY or not found.eager, f"{name}:{found.line} imports {top} at module level: only inside functions"
+        assert top not in LAZY or not found.eager, (
+            f"{name}:{found.line} imports {top} at module level: only inside functions"
+        )
 
 
 # Runs in an interpreter where those packages do not exist.
@@ -145,8 +159,21 @@ sys.meta_path.insert(0, Blocker())
 {body}
 assert not set(sys.modules) & {blocked!r}
 """
-ABSENT = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "torch", "jax", "jaxlib", "jax_tvm_ffi", "tvm_ffi", "flax", "matplotlib",
-          "safetensors"}
+ABSENT = {
+    "cupy",
+    "cupyx",
+    "cuda",
+    "nvmath",
+    "cudnn",
+    "torch",
+    "jax",
+    "jaxlib",
+    "jax_tvm_ffi",
+    "tvm_ffi",
+    "flax",
+    "matplotlib",
+    "safetensors",
+}
 QUANTISE = """
 import numpy as np
 import fp8kit as fk
@@ -166,10 +193,14 @@ BARE = "import fp8kit\nassert not {'numba', 'fp8kit.backends'} & set(sys.modules
 INFO = "import fp8kit.cli\nassert fp8kit.cli.main(['info']) == 0"
 
 
-@pytest.mark.parametrize("body", [BARE, QUANTISE, NAMES, INFO], ids=["import", "quantise", "public-names", "info"])
+@pytest.mark.parametrize(
+    "body", [BARE, QUANTISE, NAMES, INFO], ids=["import", "quantise", "public-names", "info"]
+)
 def test_works_without_gpu_and_frameworks(body):
     code = BLOCKED.format(blocked=ABSENT, body=body)
-    done = subprocess.run([sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -178,15 +209,21 @@ TORCH = "ImportError fp8kit_torch needs torch, not installed here; install it, i
 JAX = "ImportError fp8kit_jax needs {}, not installed here; install it, in a checkout of fp8kit, with: pip install '.[jax]'"
 FLAX = "ImportError fp8kit_jax.{} needs flax, not installed here; install it, in a checkout of fp8kit, with: pip install '.[flax]'"
 WANTED = {
-    ("torch", "import fp8kit_torch"): TORCH, ("torch", "import fp8kit_torch.linear"): TORCH, ("torch", "import benchmarks.parts"): TORCH,
+    ("torch", "import fp8kit_torch"): TORCH,
+    ("torch", "import fp8kit_torch.linear"): TORCH,
+    ("torch", "import benchmarks.parts"): TORCH,
     ("torch", "runpy.run_path('examples/16_torch_linear.py')"): TORCH,
-    ("jax", "import fp8kit_jax"): JAX.format("jax"), ("jax_tvm_ffi", "import fp8kit_jax"): JAX.format("jax_tvm_ffi"),
+    ("jax", "import fp8kit_jax"): JAX.format("jax"),
+    ("jax_tvm_ffi", "import fp8kit_jax"): JAX.format("jax_tvm_ffi"),
     ("jax", "runpy.run_path('examples/18_jax_training.py')"): JAX.format("jax"),
-    ("flax", "import fp8kit_jax.flax"): FLAX.format("flax"), ("flax", "import fp8kit_jax; fp8kit_jax.nnx"): FLAX.format("nnx"),
-    ("cupy", "from fp8kit.backends.cuda.device import cupy; cupy()"):
-        "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); install it, in a checkout of fp8kit, "
-        "with: pip install '.[cuda13]'",
-}  # fmt: skip
+    ("flax", "import fp8kit_jax.flax"): FLAX.format("flax"),
+    ("flax", "import fp8kit_jax; fp8kit_jax.nnx"): FLAX.format("nnx"),
+    (
+        "cupy",
+        "from fp8kit.backends.cuda.device import cupy; cupy()",
+    ): "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); install it, in a checkout of fp8kit, "
+    "with: pip install '.[cuda13]'",
+}
 REFUSED = """
 import runpy, sys
 sys.modules[{absent!r}] = None
@@ -200,13 +237,15 @@ except Exception as error:
 @pytest.mark.parametrize(("absent", "body"), WANTED)
 def test_who_needs_what_is_not_installed_names_the_extra(absent, body):
     code = REFUSED.format(absent=absent, body=body)
-    done = subprocess.run([sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip() == WANTED[absent, body], done.stderr
 
 
 def test_what_reaches_a_device_is_recorded_or_says_so():
-    """A call of the runtime that puts work on a stream, in an engine whose calls are done again from recordings (``recorded.put``): only
-    where the function says that it cannot be."""
+    """A call of the runtime that puts work on a stream, in an engine whose calls are done again from
+    recordings (``recorded.put``): only where the function says that it cannot be."""
     import ast
     from pathlib import Path
 

@@ -21,17 +21,23 @@ UNWANTED = re.compile(rf"(?<![\w.])/(?:{PATHS})/|\b(?:{NOTES})\b|\bissue #\d+")
 
 @functools.cache  # not at import: every worker imports this file
 def documented_methods() -> set[str]:
-    """Names of methods that some class documents: a protocol or a base class speaks for those that implement or override it."""
+    """Names of methods that some class documents: a protocol or a base class speaks for those that implement
+    or override it."""
     everything = (found for name in source.modules() for found in source.public(name))
     return {node.name for _, node, owner in everything if owner is not None and ast.get_docstring(node)}
 
 
 def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) -> bool:
-    """Whether something else speaks for this name: the kernel contract, a base class, what it overloads, or (ctypes) the C declaration."""
+    """Whether something else speaks for this name: the kernel contract, a base class, what it overloads, or
+    (ctypes) the C declaration."""
     if isinstance(node, ast.ClassDef):
         return any(ast.unparse(base).endswith("Structure") for base in node.bases)
     marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
-    return "overload" in marks or "setter" in marks or node.name in (KERNELS if owner is None else documented_methods())
+    return (
+        "overload" in marks
+        or "setter" in marks
+        or node.name in (KERNELS if owner is None else documented_methods())
+    )
 
 
 @pytest.mark.parametrize("name", source.modules())
@@ -54,5 +60,9 @@ def test_modules_say_what_they_are(name):
 
 @pytest.mark.parametrize("path", list(source.texts()), ids=lambda path: str(path.relative_to(source.ROOT)))
 def test_no_unwanted_words(path):
-    found = [f"{number}: {line.strip()}" for number, line in enumerate(path.read_text().splitlines(), 1) if UNWANTED.search(line)]
+    found = [
+        f"{number}: {line.strip()}"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if UNWANTED.search(line)
+    ]
     assert not found, "\n".join(found)

@@ -86,12 +86,27 @@ def test_list_has_every_kernel_with_its_resources(capsys: pytest.CaptureFixture[
     status, out = run("list", "--arch", "sm_90a")
     assert status == 0
     head, *rows = out.splitlines()
-    assert head.split() == ["kernel", "operations", "variants", "shown", "for", "sm_90a", "registers", "shared", "spills"]
+    assert head.split() == [
+        "kernel",
+        "operations",
+        "variants",
+        "shown",
+        "for",
+        "sm_90a",
+        "registers",
+        "shared",
+        "spills",
+    ]
     assert len(rows) == sum(len(entry.functions) for entry in manifest.sources())
     line = next(row for row in rows if row.startswith("quantize.cu:quantize_transpose "))
-    assert re.search(r" quantize_transpose +FORMAT=e4m3,e5m2; T=f32,bf16,f16 +FORMAT=e4m3,T=bf16 +\d+ +\d+ +0$", line)
+    assert re.search(
+        r" quantize_transpose +FORMAT=e4m3,e5m2; T=f32,bf16,f16 +FORMAT=e4m3,T=bf16 +\d+ +\d+ +0$", line
+    )
     assert all(row.endswith(" 0") for row in rows)  # nothing spills
-    assert re.fullmatch(r"fp8kit kernels: \d+ sources for sm_90a, compiled where they are not in the cache yet\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"fp8kit kernels: \d+ sources for sm_90a, compiled where they are not in the cache yet\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_without_nvrtc_the_columns_are_blank_and_the_reason_is_said(
@@ -118,7 +133,10 @@ def test_show_prints_source_ptx_and_machine_code(
     monkeypatch.setattr(sources.shutil, "which", lambda program: None)
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
     assert run("show", "rope.cu", "--sass")[0] == 1
-    assert "needs nvdisasm or cuobjdump, neither is installed: pip install nvidia-cuda-nvdisasm" in capsys.readouterr().err
+    assert (
+        "needs nvdisasm or cuobjdump, neither is installed: pip install nvidia-cuda-nvdisasm"
+        in capsys.readouterr().err
+    )
     tool = own_folders / "nvidia/cu13/bin/cuobjdump"
     tool.parent.mkdir(parents=True)
     tool.write_text('#!/bin/sh\n[ "$1" = -sass ] && [ -s "$2" ] && echo "Function : rope"\n')
@@ -129,29 +147,62 @@ def test_show_prints_source_ptx_and_machine_code(
 
 
 SAID = {
-    ("show", "quantise_transpose"): r"got 'quantise_transpose', expected .*; did you mean quantize_transpose ",
+    (
+        "show",
+        "quantise_transpose",
+    ): r"got 'quantise_transpose', expected .*; did you mean quantize_transpose ",
     ("show", "gemm_workspace"): "this one launches none",
-    ("show", "rope", "--ptx", "--variant", "T=f8"): "variant: got 'T=f8', expected defines of rope.cu, such as T=f32",
+    (
+        "show",
+        "rope",
+        "--ptx",
+        "--variant",
+        "T=f8",
+    ): "variant: got 'T=f8', expected defines of rope.cu, such as T=f32",
     ("show", "rope", "--ptx", "--variant", "f8"): "variant: got 'f8'",
     ("check", "add", "--device", "moon"): "got 'moon'",
     ("check", "add", "--only", "no such case", "--device", "cpu"): "with cases 'no such case'",
-    ("bench", "add", "--shape", "4", "100", "--device", "cpu"): r"shape: got \(4, 100\), expected .* multiple of 128",
+    (
+        "bench",
+        "add",
+        "--shape",
+        "4",
+        "100",
+        "--device",
+        "cpu",
+    ): r"shape: got \(4, 100\), expected .* multiple of 128",
     ("diff", "drop_path", "rope"): "b: got 'rope', expected a version of drop_path.cu, as drop_path is",
     ("watch", "nothing.cu"): "got 'nothing.cu', expected a .cu file that is there",
-    ("compile", "rope", "--arch", "sm_1"): "--arch: got 'sm_1', expected one of sm_89, sm_90a, .*, what NVRTC here compiles for",
+    (
+        "compile",
+        "rope",
+        "--arch",
+        "sm_1",
+    ): "--arch: got 'sm_1', expected one of sm_89, sm_90a, .*, what NVRTC here compiles for",
 }
 
 
 @pytest.mark.parametrize("arguments", SAID)
-def test_refusals_are_one_word_from_the_cause(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_word_from_the_cause(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments)[0] == 2
     assert re.search(SAID[arguments], capsys.readouterr().err)
 
 
 def test_names_are_found() -> None:
     assert sources.find("quantize").operations == ("quantize",)  # an operation before a source of that stem
-    assert [part.entry.name for part in sources.find("quantize").parts] == ["quantize.cu", "quantize_any.cu", "amax.cu"]
-    assert sources.find("quantize.cu").operations == ("quantize", "dequantize", "quantize_transpose", "quantize_transpose_many")
+    assert [part.entry.name for part in sources.find("quantize").parts] == [
+        "quantize.cu",
+        "quantize_any.cu",
+        "amax.cu",
+    ]
+    assert sources.find("quantize.cu").operations == (
+        "quantize",
+        "dequantize",
+        "quantize_transpose",
+        "quantize_transpose_many",
+    )
     one = sources.find("quantize.cu:quantize_fp8")  # as the list has it
     assert [(part.entry.name, part.functions) for part in one.parts] == [("quantize.cu", ("quantize_fp8",))]
     assert sources.find("column_sums").operations == ("dropout_bwd", "sum_rows")
@@ -168,16 +219,27 @@ def test_every_operation_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         products = operation.endswith("gemm") or operation.startswith("attention")
         assert ("GFLOP/s" in str(found), "of the speed of a copy" in str(found)) == (products, not products)
     assert timing.measure("fp8_gemm", arrays.CPU, (33, 128), formats.bfloat16).flops == 2 * 33 * 128 * 128
-    assert timing.measure("attention_fwd", arrays.CPU, (32, 128), formats.bfloat16).flops == 2 * 2 * 32 * 32 * 128 / 2
+    assert (
+        timing.measure("attention_fwd", arrays.CPU, (32, 128), formats.bfloat16).flops
+        == 2 * 2 * 32 * 32 * 128 / 2
+    )
     # x read, codes written twice, scale read; scale_inv and amax written, the amax read before
-    assert timing.measure("quantize_transpose", arrays.CPU, (32, 128), formats.bfloat16).nbytes == 32 * 128 * 4 + 4 * 4
+    assert (
+        timing.measure("quantize_transpose", arrays.CPU, (32, 128), formats.bfloat16).nbytes
+        == 32 * 128 * 4 + 4 * 4
+    )
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    (((0, 128),), r"shape: got \(0, 128\), expected \(rows, columns\)"), (((128,),), r"shape: got \(128,\)"),
-    (((4.0, 128),), r"shape: got \(4\.0, 128\)"), ((None, "int32"), "dtype: got .*int32, expected one of float32, bfloat16, float16"),
-    ((None, "tea"), "measure: dtype: got 'tea'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (((0, 128),), r"shape: got \(0, 128\), expected \(rows, columns\)"),
+        (((128,),), r"shape: got \(128,\)"),
+        (((4.0, 128),), r"shape: got \(4\.0, 128\)"),
+        ((None, "int32"), "dtype: got .*int32, expected one of float32, bfloat16, float16"),
+        ((None, "tea"), "measure: dtype: got 'tea'"),
+    ],
+)
 def test_what_cannot_be_timed_is_refused(wrong: tuple[Any, ...], said: str) -> None:
     with pytest.raises(Fp8kitError, match=said):
         timing.measure("add", "cpu", *wrong)
@@ -188,10 +250,14 @@ def test_names_of_devices_and_dtypes_will_do() -> None:
     assert not lab.check("add", "cpu", "float32-15-1").failures
 
 
-def test_a_file_that_stands_for_nothing_is_refused(own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text, said in (("a.cu", "int x;", "its functions (none) are not the functions of any source"),
-                             ("c.cu", "\udcff", "c.cu is no text: 'utf-8' codec can't decode byte 0xff"),
-                             ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "rope: parameters 'q', in rope.cu they are")):
+def test_a_file_that_stands_for_nothing_is_refused(
+    own_folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text, said in (
+        ("a.cu", "int x;", "its functions (none) are not the functions of any source"),
+        ("c.cu", "\udcff", "c.cu is no text: 'utf-8' codec can't decode byte 0xff"),
+        ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "rope: parameters 'q', in rope.cu they are"),
+    ):
         (own_folders / name).write_text(text, errors="surrogateescape")
         assert run("compile", name)[0] == 1
         assert said in capsys.readouterr().err
@@ -216,14 +282,21 @@ def test_diff_shows_source_and_resources(gpu: bool, own_folders: Path) -> None:
     assert "the sources are the same" in run("diff", "rope_fwd", "rope.cu")[1]
 
 
-def test_watch_looks_again_at_every_change(own_folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_looks_again_at_every_change(
+    own_folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arrays.provider(arrays.device("cuda")), "count", lambda: 0, raising=False)
     path, header = own_folders / "mine.cu", own_folders / "mine.cuh"
     good = manifest.text("drop_path.cu") + '#include "mine.cuh"\n'
     path.write_text(good)
     header.write_text("")
-    edits = [lambda: None, lambda: path.write_text(good.replace("rng", "no_such_name")), lambda: path.unlink(),
-             lambda: path.write_text(good), lambda: header.write_text("// changed\n")]
+    edits = [
+        lambda: None,
+        lambda: path.write_text(good.replace("rng", "no_such_name")),
+        lambda: path.unlink(),
+        lambda: path.write_text(good),
+        lambda: header.write_text("// changed\n"),
+    ]
 
     def sleep(seconds: float) -> None:
         assert seconds == kernels.POLL

@@ -1,4 +1,5 @@
-"""Kernels of one's own on a GPU: they run in the place of the engine's, forward and backward, and a wrong one is found."""
+"""Kernels of one's own on a GPU: they run in the place of the engine's, forward and backward, and a wrong one
+is found."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ SOURCE = manifest.text("quantize.cu")
 # the layers' cast, four times as large: codes two binades up, and still within the format
 FOURFOLD = SOURCE.replace("? v[c] * scale : 0.0f", "? v[c] * scale * 4.0f : 0.0f")
 LESS = SOURCE.replace("block_amax(job.amax, peak.amax(),", "block_amax(job.amax, 0.5f * peak.amax(),")
-ADD = '''#include "common.cuh"
+ADD = """#include "common.cuh"
 extern "C" __global__ void add(const T* a, const T* b, T* out, i64 n, i64 period) {
   for (i64 i = first(); i < n; i += step()) out[i] = from_float<T>(FACTOR * (to_float(a[i]) + to_float(b[i % period])));
 }
-'''
+"""
 X = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
 
 
@@ -41,7 +42,9 @@ def added() -> np.ndarray[Any, Any]:
 def layer_and_input() -> tuple[Any, Any]:
     fk.manual_seed(0)
     layer = fk.nn.Linear(64, 48, params_dtype="float32", device=GPU)
-    return layer, fk.tensor(np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32), device=GPU, requires_grad=True)
+    return layer, fk.tensor(
+        np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32), device=GPU, requires_grad=True
+    )
 
 
 def step(layer: Any, x: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -81,7 +84,9 @@ def test_a_changed_kernel_changes_a_layer_forward_and_backward() -> None:
     assert not np.array_equal(other[1], dx)
 
 
-@pytest.mark.parametrize(("source", "output"), [(FOURFOLD, r"cast\.q"), (LESS, r"cast\.amax")], ids=["codes", "amax"])
+@pytest.mark.parametrize(
+    ("source", "output"), [(FOURFOLD, r"cast\.q"), (LESS, r"cast\.amax")], ids=["codes", "amax"]
+)
 def test_verify_stops_a_wrong_kernel(source: str, output: str) -> None:
     layer, x = layer_and_input()
     with fk.override("quantize_transpose", SOURCE, verify=True) as used:
@@ -89,12 +94,17 @@ def test_verify_stops_a_wrong_kernel(source: str, output: str) -> None:
     assert used.calls == 3
     said = rf"override: quantize_transpose: output {output}: \d+ of \d+ differ, first at \("
     recipe = fk.recipe.DelayedScaling()
-    with fk.override("quantize_transpose", source, verify=True), fk.autocast(recipe=recipe), pytest.raises(fk.BackendError, match=said):
+    with (
+        fk.override("quantize_transpose", source, verify=True),
+        fk.autocast(recipe=recipe),
+        pytest.raises(fk.BackendError, match=said),
+    ):
         layer(x)
 
 
 def test_verify_lets_the_engine_through_a_training() -> None:
-    """The fused kernels of a transformer, forward, backward and the optimiser's, against the reference call by call."""
+    """The fused kernels of a transformer, forward, backward and the optimiser's, against the reference call
+    by call."""
     size, corpus = preset("tiny").with_steps(2), text.standard_library()
 
     def run() -> list[float]:
@@ -105,7 +115,16 @@ def test_verify_lets_the_engine_through_a_training() -> None:
 
     with fk.deterministic():
         plain = run()
-        for operation in ("norm_fwd", "norm_bwd", "act_fwd", "act_bwd", "quantize_transpose", "adamw_", "cross_entropy_bwd", "fp8_gemm"):
+        for operation in (
+            "norm_fwd",
+            "norm_bwd",
+            "act_fwd",
+            "act_bwd",
+            "quantize_transpose",
+            "adamw_",
+            "cross_entropy_bwd",
+            "fp8_gemm",
+        ):
             with fk.override(operation, through, verify=True):
                 losses = run()
             assert losses == plain, operation
@@ -117,7 +136,9 @@ def test_python_functions_get_cupy_hostson_the_calls_stream() -> None:
     seen: list[tuple[Any, ...]] = []
 
     def add(a: Any, b: Any, out: Any, stream: int) -> None:
-        seen.append((type(native(a)).__module__.partition(".")[0], cupy.cuda.get_current_stream().ptr == stream))
+        seen.append(
+            (type(native(a)).__module__.partition(".")[0], cupy.cuda.get_current_stream().ptr == stream)
+        )
         native(out)[...] = 5 * native(a)
 
     with fk.override("add", add):
@@ -130,13 +151,16 @@ def test_python_functions_get_cupy_hostson_the_calls_stream() -> None:
 def test_a_cupy_kernel_takes_the_place_of_one_function() -> None:
     import cupy
 
-    code = r'''extern "C" __global__ void mine(const float* a, const float* b, float* out, long long n, long long period) {
+    code = r"""extern "C" __global__ void mine(const float* a, const float* b, float* out, long long n, long long period) {
       for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) out[i] = a[i] - 4.0f * b[i % period];
-    }'''
+    }"""
     with fk.override("add", cupy.RawKernel(code, "mine")) as used:
         np.testing.assert_array_equal(added(), X - 4 * X)  # 4 x is exact: fused or not, one rounding
     assert used.calls == 1
-    with fk.override("add", cupy.RawKernel(code, "mine"), verify=True), pytest.raises(fk.BackendError, match=r"output out: .* first at"):
+    with (
+        fk.override("add", cupy.RawKernel(code, "mine"), verify=True),
+        pytest.raises(fk.BackendError, match=r"output out: .* first at"),
+    ):
         added()
 
 
@@ -201,8 +225,8 @@ def test_what_moves_memory_is_timed_against_a_copy(operation: str) -> None:
     found = measure(operation, GPU)
     assert found.implementation == f"cuda.{operation}"
     assert found.share == pytest.approx(found.ceiling / found.seconds)
-    # Bounds that also hold where other processes use the GPU: no copy is faster than the memory of any GPU of today (8 TB/s, B200's data
-    # sheet), and a kernel moves less than half again as much, from the last cache.
+    # Bounds that also hold where other processes use the GPU: no copy is faster than the memory of any GPU of
+    # today (8 TB/s, B200's data sheet), and a kernel moves less than half again as much, from the last cache.
     assert 0 < found.nbytes / found.ceiling < 8e12
     assert 0 < found.nbytes / found.seconds < 12e12
     assert check(operation, GPU).failures == []

@@ -1,4 +1,5 @@
-"""``fk.override`` with kernels, as far as it goes without a GPU: which source a text stands for, what is compiled, what is launched."""
+"""``fk.override`` with kernels, as far as it goes without a GPU: which source a text stands for, what is
+compiled, what is launched."""
 
 from __future__ import annotations
 
@@ -31,18 +32,40 @@ def test_a_text_is_read_by_the_manifests_rules() -> None:
     assert unit.headers[0][0] == "common.cuh"
     assert manifest.replaced_by(unit).name == "drop_path.cu"
     entry = manifest.stands_for(unit, manifest.source("drop_path.cu"))
-    assert (entry.name, entry.functions, entry.variants) == ("mine.cu", ("drop_path",), manifest.source("drop_path.cu").variants)
+    assert (entry.name, entry.functions, entry.variants) == (
+        "mine.cu",
+        ("drop_path",),
+        manifest.source("drop_path.cu").variants,
+    )
 
 
 HEAD = '#include "common.cuh"\nextern "C" __global__ void '
 REFUSED = {
-    ("drop_path", "int x;"): r"override\.cu with functions none, expected extern .* functions drop_path \(as drop_path\.cu\)",
-    ("drop_path", HEAD + "droppath(T* x) {}"): r"functions droppath, expected .*drop_path \(as drop_path\.cu\)",
-    ("dropout_bwd", HEAD + "column_sums(T* x) {}"): r"override\.cu without sum_partials, expected every function that dropout_bwd ta",
-    ("norm_bwd", HEAD + "norm_bwd(T* x) {}\n" + HEAD + "sum_partials(T* x) {}"): r"expected .* norm_bwd .*; or norm_bwd_any .*; or sum_pa",
+    (
+        "drop_path",
+        "int x;",
+    ): r"override\.cu with functions none, expected extern .* functions drop_path \(as drop_path\.cu\)",
+    (
+        "drop_path",
+        HEAD + "droppath(T* x) {}",
+    ): r"functions droppath, expected .*drop_path \(as drop_path\.cu\)",
+    (
+        "dropout_bwd",
+        HEAD + "column_sums(T* x) {}",
+    ): r"override\.cu without sum_partials, expected every function that dropout_bwd ta",
+    (
+        "norm_bwd",
+        HEAD + "norm_bwd(T* x) {}\n" + HEAD + "sum_partials(T* x) {}",
+    ): r"expected .* norm_bwd .*; or norm_bwd_any .*; or sum_pa",
     ("rope_fwd", HEAD + "rope(T* x, i64 n) {}"): r"rope: parameters 'qq', in rope\.cu they are '",
-    ("add", HEAD + "add(T* a, T* b, T* out, i64 n, i64 m) {}\n" + HEAD + "plus(T* x) {}"): r"function 'plus' is not in elementwise\.cu",
-    ("add", '#include "nowhere.cuh"\n' + HEAD + "add() {}"): r"header 'nowhere\.cuh' is neither in a folder of its own nor among fp8kit's",
+    (
+        "add",
+        HEAD + "add(T* a, T* b, T* out, i64 n, i64 m) {}\n" + HEAD + "plus(T* x) {}",
+    ): r"function 'plus' is not in elementwise\.cu",
+    (
+        "add",
+        '#include "nowhere.cuh"\n' + HEAD + "add() {}",
+    ): r"header 'nowhere\.cuh' is neither in a folder of its own nor among fp8kit's",
     ("add", HEAD + "add(float n, i64 m) {}"): r"'float n' is neither a pointer, i64, u64 nor f64",
     ("gemm_workspace", HEAD + "add() {}"): r"gemm_workspace launches none",
     ("add", "mine.cu"): r"'mine\.cu' is a file's name, expected its text, or a Path",
@@ -50,7 +73,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("operation", "text"), REFUSED, ids=[f"{op}-{i}" for i, (op, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("operation", "text"), REFUSED, ids=[f"{op}-{i}" for i, (op, _) in enumerate(REFUSED)]
+)
 def test_what_does_not_fit_is_refused_by_name_before_anything_runs(operation: str, text: Any) -> None:
     with pytest.raises(fk.BackendError, match="(?s)^override: .*" + REFUSED[operation, text]):
         fk.override(operation, text)
@@ -91,7 +116,9 @@ def test_a_text_is_compiled_and_its_edits_are_never_stale(cache: Path) -> None:
     assert len(set(keys)) == 4
     assert ".entry drop_path" in compile_ptx("mine.cu", defines, arch, first)
     with pytest.raises(fk.BackendError, match=r"(?s)mine\.cu .*sm_90a failed.*no_such_name"):
-        compile_cubin("mine.cu", defines, arch, manifest.foreign(DROP_PATH.replace("rng", "no_such_name"), "mine.cu"))
+        compile_cubin(
+            "mine.cu", defines, arch, manifest.foreign(DROP_PATH.replace("rng", "no_such_name"), "mine.cu")
+        )
 
 
 class Raw:
@@ -104,7 +131,8 @@ class Raw:
 
 
 class Driver:
-    """A driver without a device. ``texts``: what was loaded, by text, "" for the engine's own; ``launches``: what reached the launch."""
+    """A driver without a device. ``texts``: what was loaded, by text, "" for the engine's own; ``launches``:
+    what reached the launch."""
 
     def __init__(self) -> None:
         self.texts: dict[str, Raw] = {}
@@ -115,7 +143,9 @@ class Driver:
         raw = self.texts.setdefault("" if unit is None else unit.content, Raw())
         return launch.Kernel(function, device, raw, entry.parameters[function], Resources(1, 0, 0, 0, 0))
 
-    def launch(self, kernel: launch.Kernel, grid: Any, block: Any, args: Any, stream: int, shared: int = 0) -> None:
+    def launch(
+        self, kernel: launch.Kernel, grid: Any, block: Any, args: Any, stream: int, shared: int = 0
+    ) -> None:
         assert len(args) == len(kernel.parameters)
         self.launches.append((kernel.raw, grid, block, tuple(args), stream, shared))
 
@@ -125,7 +155,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
     monkeypatch.setattr(launch, "load", found.load)
     monkeypatch.setattr(launch, "launch", found.launch)
-    monkeypatch.setattr(launch, "runtime", lambda: SimpleNamespace(getDevice=lambda: 0, deviceGetAttribute=lambda *a: 132))
+    monkeypatch.setattr(
+        launch, "runtime", lambda: SimpleNamespace(getDevice=lambda: 0, deviceGetAttribute=lambda *a: 132)
+    )
     launch.engines_kernel.cache_clear()
     yield found
     launch.engines_kernel.cache_clear()
@@ -210,18 +242,23 @@ def test_a_cupy_kernel_is_launched_in_the_place_of_one_function(driver: Driver) 
         overriding("copy")(ArrayView(1 << 20, (4, 6), float32, GPU, None, (1, 4)), there(4, 6), 3)
     assert driver.launches[1][0] is kernel
     assert driver.launches[1][3][2] == 24
-    for operation, function, said in (("copy", None, "got None, expected one of convert, move1"),
-                                      ("add", "plus", "got 'plus', expected one of add"), ("add", 3, "got 3, expected one of add")):
+    for operation, function, said in (
+        ("copy", None, "got None, expected one of convert, move1"),
+        ("add", "plus", "got 'plus', expected one of add"),
+        ("add", 3, "got 3, expected one of add"),
+    ):
         with pytest.raises(fk.BackendError, match=said):
             fk.override(operation, kernel, function=function)  # type: ignore[arg-type]
 
 
 def test_a_numba_kernel_gets_arrays_for_pointers(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = CUDADispatcher()
-    monkeypatch.setitem(sys.modules, "numba.cuda", SimpleNamespace(external_stream=lambda ptr: ("stream", ptr)))
+    monkeypatch.setitem(
+        sys.modules, "numba.cuda", SimpleNamespace(external_stream=lambda ptr: ("stream", ptr))
+    )
     with fk.override("sum_rows", kernel, function="column_sums"):
         overriding("sum_rows")(there(64, 32, dtype=bfloat16), there(32, dtype=bfloat16), there(1 << 16), 9)
-    ((grid, block, stream, shared), args), = kernel.launches
+    (((grid, block, stream, shared), args),) = kernel.launches
     assert (block, stream, shared) == ((32, 8), ("stream", 9), 0)
     assert len(grid) == 1
     assert len(args) == len(manifest.source("dropout.cu").parameters["column_sums"])

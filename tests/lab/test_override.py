@@ -78,7 +78,8 @@ def test_it_decorates_and_is_entered_again() -> None:
 
 
 def test_it_travels_from_forward_to_backward_with_the_plan() -> None:
-    """The backward of a layer whose forward ran within the block calls it, also on another thread and when the block has ended."""
+    """The backward of a layer whose forward ran within the block calls it, also on another thread and when
+    the block has ended."""
     fk.manual_seed(0)
     layer = fk.nn.Linear(16, 16, bias=False, params_dtype="float32", device="cpu")
     x = fk.tensor(np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32), requires_grad=True)
@@ -94,7 +95,9 @@ def test_it_travels_from_forward_to_backward_with_the_plan() -> None:
     thread.start()
     thread.join()
     assert sorted(calls) == ["nn", "nt", "tn"]
-    np.testing.assert_allclose(x.grad.numpy(), np.ones((16, 16)) @ layer.weight.numpy(), rtol=2.0**-18, atol=2.0**-18)
+    np.testing.assert_allclose(
+        x.grad.numpy(), np.ones((16, 16)) @ layer.weight.numpy(), rtol=2.0**-18, atol=2.0**-18
+    )
 
 
 def test_the_torch_doors_plans_keep_it_too() -> None:
@@ -107,7 +110,10 @@ def test_the_torch_doors_plans_keep_it_too() -> None:
     def cast(original: Any, *args: Any) -> None:
         original(*args)
 
-    with fk.override("quantize_transpose", cast, verify=True) as used, te.autocast(enabled=True, recipe=fk.recipe.DelayedScaling()):
+    with (
+        fk.override("quantize_transpose", cast, verify=True) as used,
+        te.autocast(enabled=True, recipe=fk.recipe.DelayedScaling()),
+    ):
         y = layer(x)
     assert used.calls == 2
     y.sum().backward()  # the block has ended
@@ -126,7 +132,10 @@ def test_a_training_step_under_fp8_uses_it_forward_and_backward(caplog: pytest.L
         formats.append(cast.format.name)
         original(x, cast, dbias, workspace, stream)
 
-    with fk.override("quantize_transpose", cast, verify=True) as used, fk.autocast(recipe=fk.recipe.DelayedScaling()):
+    with (
+        fk.override("quantize_transpose", cast, verify=True) as used,
+        fk.autocast(recipe=fk.recipe.DelayedScaling()),
+    ):
         y = layer(x)
         y.backward(y.detach())
     assert formats == ["E4M3", "E4M3", "E5M2"]
@@ -141,10 +150,16 @@ def test_a_wrong_result_is_an_error_with_its_place() -> None:
 
     layer = fk.nn.Linear(16, 16, params_dtype="float32", device="cpu")
     x = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
-    said = (r"^override: quantize_transpose: output cast\.q: 1 of 256 differ, first at \(1, 3\): "
-            r"got .*0x[0-9a-f]+.*, expected .*0x[0-9a-f]+")
+    said = (
+        r"^override: quantize_transpose: output cast\.q: 1 of 256 differ, first at \(1, 3\): "
+        r"got .*0x[0-9a-f]+.*, expected .*0x[0-9a-f]+"
+    )
     recipe = fk.recipe.DelayedScaling()
-    with fk.override("quantize_transpose", wrong, verify=True), fk.autocast(recipe=recipe), pytest.raises(fk.BackendError, match=said):
+    with (
+        fk.override("quantize_transpose", wrong, verify=True),
+        fk.autocast(recipe=recipe),
+        pytest.raises(fk.BackendError, match=said),
+    ):
         layer(fk.tensor(x))
     with fk.override("quantize_transpose", wrong), fk.autocast(recipe=fk.recipe.DelayedScaling()):
         layer(fk.tensor(x))  # unless asked, nobody looks
@@ -152,8 +167,15 @@ def test_a_wrong_result_is_an_error_with_its_place() -> None:
 
 def test_what_is_returned_and_not_written_is_an_error() -> None:
     """The arrays that were to be written hold whatever was there."""
-    with fk.override("add", lambda a, b, out, stream: native(a) + native(b)), pytest.raises(fk.BackendError, match=(
-            r"^override: implementation: got <lambda>, which returns ndarray, expected results written into the arrays that add is given")):
+    with (
+        fk.override("add", lambda a, b, out, stream: native(a) + native(b)),
+        pytest.raises(
+            fk.BackendError,
+            match=(
+                r"^override: implementation: got <lambda>, which returns ndarray, expected results written into the arrays that add is given"
+            ),
+        ),
+    ):
         added()
 
 
@@ -169,10 +191,14 @@ def test_verify_finds_an_input_that_was_changed() -> None:
 
 
 def test_a_block_that_nothing_called_it_in_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fp8kit"), fk.override("clip_", lambda xs, norm, max_norm, stream: None):
+    with (
+        caplog.at_level(logging.WARNING, "fp8kit"),
+        fk.override("clip_", lambda xs, norm, max_norm, stream: None),
+    ):
         added()
     assert [r.getMessage() for r in caplog.records] == [
-        "override of clip_: nothing within the block called it (it serves cpu and cuda arrays)"]
+        "override of clip_: nothing within the block called it (it serves cpu and cuda arrays)"
+    ]
 
 
 def test_an_operation_that_answers_with_a_number() -> None:
@@ -185,7 +211,10 @@ def test_an_operation_that_answers_with_a_number() -> None:
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "operation: got 'quantise', expected a kernel of": (("quantise", doubled), {}),
     "implementation: got int, expected a CUDA source": (("add", 3), {}),
-    r"got doubled\(a, b, out, stream\), expected the contract's parameters of amax, \(x, amax, tile, stream\)": (("amax", doubled), {}),
+    r"got doubled\(a, b, out, stream\), expected the contract's parameters of amax, \(x, amax, tile, stream\)": (
+        ("amax", doubled),
+        {},
+    ),
     "verify: got 1, expected True or False": (("add", doubled), {"verify": 1}),
     "function: got 'add', expected None, but for": (("add", doubled), {"function": "add"}),
     r"gemm_workspace takes no arrays": (("gemm_workspace", lambda original: 0), {}),

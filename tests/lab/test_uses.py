@@ -1,4 +1,5 @@
-"""Which raw kernels an operation launches stands in a table, and the table is what the engine's host code does."""
+"""Which raw kernels an operation launches stands in a table, and the table is what the engine's host code
+does."""
 
 from __future__ import annotations
 
@@ -49,22 +50,28 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     monkeypatch.setattr(launch, "kernel", look_up)
     monkeypatch.setattr(launch, "launch", lambda *arguments: None)
     monkeypatch.setattr(launch, "runtime", _Runtime)
-    monkeypatch.setattr(cublaslt, "plan", lambda key, device: SimpleNamespace(run=lambda *arguments: None, settled=True))
+    monkeypatch.setattr(
+        cublaslt, "plan", lambda key, device: SimpleNamespace(run=lambda *arguments: None, settled=True)
+    )
     for name in ("_plain_plan", "_scaled_plan"):
-        monkeypatch.setattr(gemm, name, lambda *arguments: SimpleNamespace(run=lambda *arguments: None, settled=True))
+        monkeypatch.setattr(
+            gemm, name, lambda *arguments: SimpleNamespace(run=lambda *arguments: None, settled=True)
+        )
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     return found
 
 
 class _Here:
-    """One of the engine's kernels on views of host memory that say that they lie on a GPU; the CPU's for every other."""
+    """One of the engine's kernels on views of host memory that say that they lie on a GPU; the CPU's for
+    every other."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
 
     def __getattr__(self, name: str) -> Any:
         if name != self.operation:
-            own = name.endswith("_workspace") and not name.startswith("attention")  # that one asks for a device
+            # that one asks for a device
+            own = name.endswith("_workspace") and not name.startswith("attention")
             return implementation(name) if own else getattr(dispatch.kernels(CPU), name)
 
         def there(view: ArrayView) -> ArrayView:
@@ -86,13 +93,22 @@ def test_an_operation_launches_what_the_table_says(operation: str, launched: set
     for case in found[:: max(1, len(found) // 60)]:
         with contextlib.suppress(AssertionError):  # nothing was computed
             case.run(_Here(operation), CPU)  # type: ignore[arg-type]
-    known = {(source, function) for source, functions in manifest.USES[operation].items() for function in functions}
-    only_with_cudnn = {("attention_padding.cu", name) for name in manifest.source("attention_padding.cu").functions}
+    known = {
+        (source, function) for source, functions in manifest.USES[operation].items() for function in functions
+    }
+    only_with_cudnn = {
+        ("attention_padding.cu", name) for name in manifest.source("attention_padding.cu").functions
+    }
     assert launched <= known
     assert known - only_with_cudnn <= launched
 
 
 def test_every_raw_kernel_is_in_the_table() -> None:
-    named = {(source, function) for uses in manifest.USES.values() for source, functions in uses.items() for function in functions}
+    named = {
+        (source, function)
+        for uses in manifest.USES.values()
+        for source, functions in uses.items()
+        for function in functions
+    }
     assert named == {(entry.name, function) for entry in manifest.sources() for function in entry.functions}
     assert set(manifest.USES) == {name for name in KERNELS if "stream" in signature(name).parameters}

@@ -1,4 +1,5 @@
-"""``verify=True`` lets every right implementation through and stops every wrong one, for every operation and output of the contract."""
+"""``verify=True`` lets every right implementation through and stops every wrong one, for every operation and
+output of the contract."""
 
 from __future__ import annotations
 
@@ -40,19 +41,24 @@ def _cases(operation: str) -> list[Case]:
 
 @pytest.mark.parametrize("operation", WRITING)
 def test_the_reference_is_right(operation: str) -> None:
-    """Poisoned outputs, copies and bounds let the engine itself through, and the call still does what the contract's case wants."""
+    """Poisoned outputs, copies and bounds let the engine itself through, and the call still does what the
+    contract's case wants."""
     kernels = _With(operation, verified(operation, reference(operation)))
     for case in _cases(operation):
         case.run(kernels, CPU)  # type: ignore[arg-type]
 
 
 def _spoil(view: ArrayView) -> bool:
-    """Change one element, the last, by more than any rounding explains; False where there is none to change so."""
+    """Change one element, the last, by more than any rounding explains; False where there is none to change
+    so."""
     if not view.size:
         return False
     values = arrays.contiguous(view).numpy().copy().reshape(-1)
     if view.dtype.floating:
-        last, large = float(values[-1]), float(np.abs(np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)).max())
+        last, large = (
+            float(values[-1]),
+            float(np.abs(np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0)).max()),
+        )
         values[-1] = 0 if np.isnan(last) or large > 1e4 else 1 + 2 * large
     else:
         values[-1] ^= 0x20  # four binades of an FP8 code
@@ -78,7 +84,11 @@ def test_one_wrong_element_is_found_in_every_output(operation: str) -> None:
         seen: list[str] = []
 
         def look(*args: Any, seen: list[str] = seen, **named: Any) -> None:
-            seen += [output.name for output in outputs(operation, dict(contract.bind(*args, **named).arguments)) if output.view.size]
+            seen += [
+                output.name
+                for output in outputs(operation, dict(contract.bind(*args, **named).arguments))
+                if output.view.size
+            ]
             reference(operation)(*args, **named)
 
         case.run(_With(operation, look), CPU)  # type: ignore[arg-type]
@@ -105,7 +115,10 @@ def test_in_place_and_accumulated_outputs_start_from_what_was_there() -> None:
     def forgets(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
         amax.numpy()[...] = 2.0
 
-    with pytest.raises(BackendError, match=r"amax: output amax: 1 of 1 differ, first at \(0,\): got .*2\.0.*, expected .*7\.0"):
+    with pytest.raises(
+        BackendError,
+        match=r"amax: output amax: 1 of 1 differ, first at \(0,\): got .*2\.0.*, expected .*7\.0",
+    ):
         verified("amax", forgets)(x, amax, (1, 2), 0)
     amax.numpy()[...] = 9.0  # a running maximum above the tensor's own
     verified("amax", reference("amax"))(x, amax, (1, 2), 0)
@@ -114,7 +127,9 @@ def test_in_place_and_accumulated_outputs_start_from_what_was_there() -> None:
     count = arrays.as_view(np.array([4], np.int64))
     verified("count_", reference("count_"))(count, None, 0)
     assert count.numpy()[0] == 5
-    with pytest.raises(BackendError, match=r"count_: output counter: 1 of 1 differ, first at \(0,\): got .*7.*, expected .*6"):
+    with pytest.raises(
+        BackendError, match=r"count_: output counter: 1 of 1 differ, first at \(0,\): got .*7.*, expected .*6"
+    ):
         verified("count_", lambda counter, found_inf, stream: counter.numpy().__iadd__(2))(count, None, 0)
 
 
@@ -124,5 +139,6 @@ def test_an_output_that_is_an_input_is_not_poisoned() -> None:
     verified("dropout_add", reference("dropout_add"))(x, None, None, x, 0.0, None, 0)
     np.testing.assert_array_equal(x.numpy(), before)
     whole = arrays.as_view(np.arange(12, dtype=np.float32).reshape(3, 4))
-    verified("copy", reference("copy"))(whole.slice(1, 0, 2), whole.slice(1, 2, 2), 0)  # overlapping memory, no common element
+    # overlapping memory, no common element
+    verified("copy", reference("copy"))(whole.slice(1, 0, 2), whole.slice(1, 2, 2), 0)
     np.testing.assert_array_equal(whole.numpy()[:, 2:], whole.numpy()[:, :2])

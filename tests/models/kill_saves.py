@@ -1,6 +1,8 @@
-"""Run by ``test_resume``: children that save again and again are killed at random moments; what is on the disk afterwards is whole.
+"""Run by ``test_resume``: children that save again and again are killed at random moments; what is on the
+disk afterwards is whole.
 
-Arguments: folder, kills, seed. A child writes the number of each save that returned into a pipe, so that it is known what must not be lost.
+Arguments: folder, kills, seed. A child writes the number of each save that returned into a pipe, so that it
+is known what must not be lost.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def main(folder: Path, kills: int, seed: int) -> None:
         if returned >= 0:
             state, metadata = serialization.read(path)
             done = int(metadata["number"])
-            assert done in (returned, returned + 1), f"kill {kill}: {done} on the disk, {returned} had returned"
+            assert done in (returned, returned + 1), (
+                f"kill {kill}: {done} on the disk, {returned} had returned"
+            )
             assert {name: array.shape for name, array in state.items()} == SHAPES, kill
             assert all((array == done).all() for array in state.values()), f"kill {kill}: a mixture"
         if moments.random() < 0.5:

@@ -33,7 +33,8 @@ def printed(request, monkeypatch, capsys):
         return capsys.readouterr().out
 
     yield run
-    tracemalloc.stop()  # an example leaves it on, as a script may; it would make Python several times slower for all later tests
+    # an example leaves it on, as a script may; it would make Python several times slower for all later tests
+    tracemalloc.stop()
 
 
 def numbers(pattern, text):
@@ -49,10 +50,14 @@ def test_examples_are_numbered_documented_and_short():
         assert path.read_text().count("\n") <= LINES, path.name
 
 
-@pytest.mark.parametrize(("stem", "words", "said"), [
-    ("train_gpt", ["many"], "argument steps: many is not a positive number"), ("train_gpt", ["1", "2"], "unrecognized arguments: 2"),
-    ("kernel_lab", ["0"], "argument steps: 0 is not a positive number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stem", "words", "said"),
+    [
+        ("train_gpt", ["many"], "argument steps: many is not a positive number"),
+        ("train_gpt", ["1", "2"], "unrecognized arguments: 2"),
+        ("kernel_lab", ["0"], "argument steps: 0 is not a positive number"),
+    ],
+)
 def test_bad_arguments_are_one_line(stem, words, said, monkeypatch, capsys):
     (path,) = (path for path in EXAMPLES if path.stem[3:] == stem)
     monkeypatch.setattr(sys, "argv", [str(path), *words])
@@ -62,15 +67,19 @@ def test_bad_arguments_are_one_line(stem, words, said, monkeypatch, capsys):
     assert capsys.readouterr().err == f"{path.name}: error: {said}; {path.name} --help says more\n"
 
 
-@pytest.mark.parametrize(("number", "extra", "absent"), [(17, "test", "transformers"), (18, "test", "optax"), (19, "test", "optax"),
-                                                         (21, "flax", "flax")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "extra", "absent"),
+    [(17, "test", "transformers"), (18, "test", "optax"), (19, "test", "optax"), (21, "flax", "flax")],
+)
 def test_a_package_that_is_missing_is_one_line(number, extra, absent, monkeypatch):
     path = EXAMPLES[number - 1]
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(path), run_name="__main__")
-    assert stopped.value.code == (f"{path.name} needs {absent}, not installed here; "
-                                  f"install it, in a checkout of fp8kit, with: pip install '.[{extra}]'")
+    assert stopped.value.code == (
+        f"{path.name} needs {absent}, not installed here; "
+        f"install it, in a checkout of fp8kit, with: pip install '.[{extra}]'"
+    )
 
 
 def test_quantize(printed):
@@ -89,7 +98,8 @@ def test_formats(printed):
         assert float(error) < float(epsilon) / 2
     assert numbers(r"nearest: mean ([\d.]+)", text) == [1.0]
     means = numbers(r"stochastic, .* mean ([\d.]+)", text)
-    fraction = 0.03 / 0.125  # five standard deviations of the mean of 128 x 128 draws; four digits were printed
+    # five standard deviations of the mean of 128 x 128 draws; four digits were printed
+    fraction = 0.03 / 0.125
     deviation = 0.125 * np.sqrt(fraction * (1 - fraction)) / 128
     assert np.abs(np.array(means) - 1.03).max() < 5 * deviation + 5e-5
     assert "the same bits" in text
@@ -118,7 +128,7 @@ def test_linear_autograd(printed):
 def test_recipes(printed):
     text = printed("recipes")
     for name, factor, beside in (("delayed", 2, 1.0), ("current", 2, 1.0), ("block", 1, 0.0)):
-        (y, dx, dw), = re.findall(rf"{name} +step 1: y ([\d.]+), dx ([\d.]+), dW ([\d.]+)", text)
+        ((y, dx, dw),) = re.findall(rf"{name} +step 1: y ([\d.]+), dx ([\d.]+), dW ([\d.]+)", text)
         assert float(y) < HALF_STEP
         assert max(float(dx), float(dw)) < factor * HALF_STEP
         (lost,) = numbers(rf"{name} +y of the rows beside the outlier: ([\d.]+)", text)
@@ -126,7 +136,10 @@ def test_recipes(printed):
 
 
 def test_custom_recipe(printed):
-    usual, own = ([float(scale) for scale in line.rpartition("input ")[2].split(",")] for line in printed("custom_recipe").splitlines())
+    usual, own = (
+        [float(scale) for scale in line.rpartition("input ")[2].split(",")]
+        for line in printed("custom_recipe").splitlines()
+    )
     assert usual[2:] == [2.24] * 4  # 448 / 200, as long as the outlier is in the history
     assert own[3] > own[2]
     assert all(np.frexp(scale)[0] == 0.5 for scale in own)
@@ -144,8 +157,13 @@ def test_own_function(printed):
 def test_attention(printed):
     text = printed("attention")
     assert re.findall(r"[#.]{12}", text) == [
-        "############", ".....#######", ".....####...", "....###.....", "............", "#######.....",
-    ]  # fmt: skip
+        "############",
+        ".....#######",
+        ".....####...",
+        "....###.....",
+        "............",
+        "#######.....",
+    ]
     # values near 1, a few dozen float32 roundings; angles of 111 radians are rounded by 2**-18
     assert max(numbers(r"largest difference ([\d.e-]+)", text)) < 2.0**-14
 
@@ -169,7 +187,10 @@ def test_check_finite(printed):
 def test_loss_scaling(printed):
     text = printed("loss_scaling")
     assert "without scaling: largest gradient 0\n" in text
-    factors, seen, moved = (numbers(pattern, text) for pattern in (r"2\^(\d+)", r"\d, largest gradient ([\d.e+inf]+)", r"by ([\d.e+-]+)"))
+    factors, seen, moved = (
+        numbers(pattern, text)
+        for pattern in (r"2\^(\d+)", r"\d, largest gradient ([\d.e+inf]+)", r"by ([\d.e+-]+)")
+    )
     assert factors == [44, 36, 36, 37, 37, 38]  # down by 2**8 after an overflow, doubled after two good steps
     assert seen[0] == np.inf
     assert max(seen[1:]) <= fk.float16.max
@@ -180,7 +201,10 @@ def test_loss_scaling(printed):
 def test_resume(printed):
     text = printed("resume")
     assert ": 0 arrays differ []" in text
-    assert len(re.findall(r"^among them model/|^among them optimizer/|^among them random/", text, re.MULTILINE)) == 4
+    assert (
+        len(re.findall(r"^among them model/|^among them optimizer/|^among them random/", text, re.MULTILINE))
+        == 4
+    )
 
 
 @pytest.mark.timeout(200)
@@ -190,11 +214,14 @@ def test_kernel_lab(printed, tmp_path, monkeypatch):
     assert (tmp_path / "difference.png").read_bytes()[:4] == b"\x89PNG"
     nearest, stochastic = numbers(r"mean ([\d.]+);", text)
     assert nearest == 1.0
-    # five standard deviations of the mean of 256 x 256 roundings to 1 or 1.125, each used in 256 products; bfloat16's rounding on a GPU
+    # five standard deviations of the mean of 256 x 256 roundings to 1 or 1.125, each used in 256 products;
+    # bfloat16's rounding on a GPU
     fraction = 0.03 / 0.125
     assert abs(stochastic - 1.03) < 5 * 0.125 * np.sqrt(fraction * (1 - fraction)) / 256 + 2.0**-8
     assert "quantize_transpose: of 96 cases 0 have other codes" in text
-    assert numbers(r"override\.quantize_transpose: of 96 cases (\d+) have other codes than nearest", text)[0] > 0
+    assert (
+        numbers(r"override\.quantize_transpose: of 96 cases (\d+) have other codes than nearest", text)[0] > 0
+    )
     assert "WRONG" not in text
     assert len(numbers(r"us, ([\d.]+) GB/s", text)) == 2
     calls = numbers(r"(\d+) calls of mine", text)
@@ -205,7 +232,9 @@ def test_kernel_lab(printed, tmp_path, monkeypatch):
     monkeypatch.setattr(lab, "measure", lambda *given: "")
     broken = Report("quantize_transpose", "mine", fk.Device("cpu"), 60, [("case", "amax: got 1")])
     monkeypatch.setattr(lab, "check", lambda *given: broken)
-    with pytest.raises(SystemExit, match=r"^wrong: \[\('case', 'amax: got 1'\), \('case', 'amax: got 1'\)\]$"):
+    with pytest.raises(
+        SystemExit, match=r"^wrong: \[\('case', 'amax: got 1'\), \('case', 'amax: got 1'\)\]$"
+    ):
         printed("kernel_lab", "1", str(tmp_path))
 
 

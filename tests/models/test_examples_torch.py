@@ -12,7 +12,9 @@ __all__ = ["printed"]  # a fixture
 
 
 def test_quick_start(printed):
-    found = re.findall(r"^(\d) .* ([\d.]+) ms, difference ([\d.]+)$", printed("torch_quick_start"), re.MULTILINE)
+    found = re.findall(
+        r"^(\d) .* ([\d.]+) ms, difference ([\d.]+)$", printed("torch_quick_start"), re.MULTILINE
+    )
     assert [int(step) for step, *_ in found] == [1, 2, 3, 4, 5]
     assert all(float(time) > 0 for _, time, _ in found)
     differences = [float(difference) for *_, difference in found]
@@ -22,7 +24,10 @@ def test_quick_start(printed):
 
 def test_linear(printed):
     text = printed("torch_linear")
-    errors, (weight,) = numbers(r"step \d: .* error ([\d.]+)", text), numbers(r"weight gradient: error ([\d.]+)", text)
+    errors, (weight,) = (
+        numbers(r"step \d: .* error ([\d.]+)", text),
+        numbers(r"weight gradient: error ([\d.]+)", text),
+    )
     assert len(errors) == 3
     assert max(errors[1:]) < HALF_STEP
     assert weight < 2 * HALF_STEP  # of the gradient and of the input

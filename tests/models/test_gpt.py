@@ -86,7 +86,10 @@ def test_gradient_of_the_loss():
     nn.cross_entropy(model(ids), targets).backward()
     rng = np.random.default_rng(5)
     directions = [rng.standard_normal(p.shape).astype(np.float32) * 0.01 for p in parameters]
-    slope = sum(float((p.grad.numpy().astype(np.float64) * d).sum()) for p, d in zip(parameters, directions, strict=True))
+    slope = sum(
+        float((p.grad.numpy().astype(np.float64) * d).sum())
+        for p, d in zip(parameters, directions, strict=True)
+    )
     step = 0.05
 
     def loss_at(factor):
@@ -98,7 +101,9 @@ def test_gradient_of_the_loss():
     up = loss_at(step)
     down = loss_at(-2 * step)
     # rounding of both float32 losses over the interval, and the third derivative's share
-    assert (up - down) / (2 * step) == pytest.approx(slope, abs=4 * 2.0**-23 * math.log(256) / (2 * step) + 0.02 * abs(slope))
+    assert (up - down) / (2 * step) == pytest.approx(
+        slope, abs=4 * 2.0**-23 * math.log(256) / (2 * step) + 0.02 * abs(slope)
+    )
 
 
 def test_wrong_ids_are_refused():
@@ -117,7 +122,8 @@ def test_generate_follows_the_model():
     window[0, :4] = list(b"def ")
     with no_grad():
         likeliest = int(model(tensor(window)).numpy()[0, 3].argmax())
-    assert generate(model, b"def ", 1, temperature=1e-4)[0] == likeliest  # so cold that only the likeliest byte is left
+    # so cold that only the likeliest byte is left
+    assert generate(model, b"def ", 1, temperature=1e-4)[0] == likeliest
     for wrong in ({"prompt": b"", "count": 1}, {"prompt": b"a", "count": 1, "temperature": 0.0}):
         with pytest.raises(ShapeError):
             generate(model, **wrong)
@@ -128,12 +134,16 @@ def test_generate_says_the_same_with_and_without_the_cache(corpus, recipe):
     """Greedy, beyond the context of 32 bytes, where the window begins to move."""
     model = train.train(TINY.with_steps(6), corpus, recipe, "run", CPU, seed=1).model
     for prompt, count in ((b"def ", 40), (b"x" * 32, 3), (b"import numpy as np  # and much more text\n", 3)):
-        texts = [generate(model, prompt, count, recipe, temperature=1e-6, use_cache=cached) for cached in (True, False)]
+        texts = [
+            generate(model, prompt, count, recipe, temperature=1e-6, use_cache=cached)
+            for cached in (True, False)
+        ]
         assert texts[0] == texts[1]
 
 
 def test_logits_of_sequences_that_grow():
-    """Two sequences of different lengths, in steps, against the whole ones; beyond the context they are refused."""
+    """Two sequences of different lengths, in steps, against the whole ones; beyond the context they are
+    refused."""
     model, ids = make(), ids_of(6)
     cache, done = nn.InferenceParams(2, 40, device=CPU), [0, 0]
     with no_grad():
@@ -149,7 +159,9 @@ def test_logits_of_sequences_that_grow():
                 assert np.abs(logits[b, :n] - want).max() <= 64 * TINY.hidden * 2.0**-24 * np.abs(want).max()
                 done[b] += n
         cache.pre_step({0: 1, 1: 9})
-        with pytest.raises(ShapeError, match="2 sequences of up to 33 tokens, expected 2 as ids, of up to 32"):
+        with pytest.raises(
+            ShapeError, match="2 sequences of up to 33 tokens, expected 2 as ids, of up to 32"
+        ):
             model(tensor(np.zeros((2, 9), np.int64)), inference_params=cache)
 
 
@@ -185,7 +197,9 @@ def test_accumulation_is_the_mean_over_microbatches(corpus):
 
 def test_statistics_are_what_the_recipe_says(corpus):
     size = TINY.with_steps(4)
-    run = train.train(size, corpus, DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"), "FP8", CPU)
+    run = train.train(
+        size, corpus, DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"), "FP8", CPU
+    )
     layers = {row.layer for row in run.statistics}
     assert len(layers) == 4 * TINY.layers
     assert "layers.0.layernorm_mlp.fc1" in layers
@@ -197,7 +211,11 @@ def test_statistics_are_what_the_recipe_says(corpus):
 
 
 def test_divergence_is_an_error(corpus, monkeypatch):
-    monkeypatch.setattr(train.nn, "cross_entropy", lambda logits, targets: nn_cross_entropy(logits, targets) + tensor(np.float32([np.nan])))
+    monkeypatch.setattr(
+        train.nn,
+        "cross_entropy",
+        lambda logits, targets: nn_cross_entropy(logits, targets) + tensor(np.float32([np.nan])),
+    )
     with pytest.raises(Fp8kitError, match="loss of step 1"):
         train.train(TINY, corpus, None, "float32", CPU)
 
@@ -222,7 +240,14 @@ def test_demo_writes_its_results(tmp_path, capsys, monkeypatch, corpus):
     assert not verdict.failures  # four steps of a tiny model learn too little to be judged
     assert abs(verdict.gap) < demo.GAP
     printed = capsys.readouterr().out
-    for word in ("float32", "FP8", "unigram entropy", "gap", "tiny is too short to be judged", f"{verdict.fp8:.4f}"):
+    for word in (
+        "float32",
+        "FP8",
+        "unigram entropy",
+        "gap",
+        "tiny is too short to be judged",
+        f"{verdict.fp8:.4f}",
+    ):
         assert word in printed
     with (tmp_path / "loss.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -29,7 +29,13 @@ def run(stream, steps, seconds=1.0, units=100.0):
 
 
 def test_duration():
-    assert [duration(s) for s in (0.4, 59.6, 61, 3600, 3725)] == ["0:00", "1:00", "1:01", "1:00:00", "1:02:05"]
+    assert [duration(s) for s in (0.4, 59.6, 61, 3600, 3725)] == [
+        "0:00",
+        "1:00",
+        "1:01",
+        "1:00:00",
+        "1:02:05",
+    ]
 
 
 def test_a_file_gets_sparse_lines():
@@ -57,8 +63,10 @@ def test_a_terminal_is_not_redrawn_too_often():
 
 def test_what_the_first_step_is_at_is_said_and_gives_way():
     bar = "\r[####....................] "
-    for stream, wanted in ((io.StringIO(), "FP8 9/50 compiles or loads\nFP8 10/50 loss 1.000\n"),
-                           (Terminal(), f"{bar}FP8 9/50 compiles or loads{bar}FP8 10/50 loss 1.000")):
+    for stream, wanted in (
+        (io.StringIO(), "FP8 9/50 compiles or loads\nFP8 10/50 loss 1.000\n"),
+        (Terminal(), f"{bar}FP8 9/50 compiles or loads{bar}FP8 10/50 loss 1.000"),
+    ):
         progress = Progress("FP8", 50, "tokens", stream, Clock())
         progress.begin(9, "compiles or loads")
         progress.update(10, loss=1.0)

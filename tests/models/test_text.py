@@ -55,7 +55,9 @@ def test_unigram_entropy():
     assert text.unigram_entropy(np.arange(256, dtype=np.uint8)) == pytest.approx(math.log(256), rel=1e-14)
     assert text.unigram_entropy(np.zeros(5, np.uint8)) == 0.0
     three = np.array([1, 1, 1, 2], np.uint8)
-    assert text.unigram_entropy(three) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), rel=1e-14)
+    assert text.unigram_entropy(three) == pytest.approx(
+        -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), rel=1e-14
+    )
     with pytest.raises(ShapeError):
         text.unigram_entropy(np.zeros(0, np.uint8))
 

@@ -1,5 +1,6 @@
-"""What a call of ``MultiheadAttention`` or ``TransformerLayer`` may not be given, as NumPy arrays and plain values, for every door that has
-these modules. A value that is a function is asked with the door's ``InferenceParams``."""
+"""What a call of ``MultiheadAttention`` or ``TransformerLayer`` may not be given, as NumPy arrays and plain
+values, for every door that has these modules. A value that is a function is asked with the door's
+``InferenceParams``."""
 
 from __future__ import annotations
 
@@ -11,10 +12,16 @@ THD = {"cu_seqlens_q": np.array([0, 4, 9], np.int32), "cu_seqlens_kv": np.array(
 TOKENS = 11
 
 
-# Cases whose fault lies in the values of running sums: these are read where they lie in the host's memory. A GPU's are not waited for:
-# there wrong ones give numbers without meaning, and stay within bounds.
-IN_VALUES = ("sums that fall", "sums of more tokens", "a sequence that is too long", "starts without room",
-             "starts that are no running sums", "sequences longer than the angles")
+# Cases whose fault lies in the values of running sums: these are read where they lie in the host's memory. A
+# GPU's are not waited for: there wrong ones give numbers without meaning, and stay within bounds.
+IN_VALUES = (
+    "sums that fall",
+    "sums of more tokens",
+    "a sequence that is too long",
+    "starts without room",
+    "starts that are no running sums",
+    "sequences longer than the angles",
+)
 
 
 def refused(table, device):
@@ -31,7 +38,8 @@ def sums(*values, dtype=np.int32):
 
 
 def cache(form="sbhd", batch=B, new=S, announced=True, **options):
-    """A function that makes a cache for the layers of a door, where a step of ``batch`` sequences may have been announced."""
+    """A function that makes a cache for the layers of a door, where a step of ``batch`` sequences may have
+    been announced."""
 
     def make(params, device):
         found = params(B + 1, 4 * S, qkv_format=form, device=device, **options)
@@ -58,13 +66,28 @@ BIASED = {"core_attention_bias_type": "post_scale_bias"}
 SELF = {
     "a mask that nothing asks for": {"attention_mask": LAST},
     "no mask where one is asked for": {"attn_mask_type": "arbitrary"},
-    "a mask of a wrong shape": {"attn_mask_type": "arbitrary", "attention_mask": zeros(B, 1, S, S + 1, dtype=bool)},
+    "a mask of a wrong shape": {
+        "attn_mask_type": "arbitrary",
+        "attention_mask": zeros(B, 1, S, S + 1, dtype=bool),
+    },
     "a mask of floats": {"attn_mask_type": "arbitrary", "attention_mask": zeros(B, 1, S, S)},
     "a mask that is no array": {"attn_mask_type": "arbitrary", "attention_mask": "mask"},
-    "a pair of masks": {"attn_mask_type": "arbitrary", "attention_mask": (zeros(B, 1, S, S, dtype=bool),) * 2},
-    "a padding mask of a wrong length": {"attn_mask_type": "padding", "attention_mask": zeros(B, 1, 1, S + 1, dtype=bool)},
-    "a padding mask of a wrong batch": {"attn_mask_type": "padding", "attention_mask": zeros(B + 1, 1, 1, S, dtype=bool)},
-    "a padding mask of two dimensions": {"attn_mask_type": "padding", "attention_mask": zeros(B, S, dtype=bool)},
+    "a pair of masks": {
+        "attn_mask_type": "arbitrary",
+        "attention_mask": (zeros(B, 1, S, S, dtype=bool),) * 2,
+    },
+    "a padding mask of a wrong length": {
+        "attn_mask_type": "padding",
+        "attention_mask": zeros(B, 1, 1, S + 1, dtype=bool),
+    },
+    "a padding mask of a wrong batch": {
+        "attn_mask_type": "padding",
+        "attention_mask": zeros(B + 1, 1, 1, S, dtype=bool),
+    },
+    "a padding mask of two dimensions": {
+        "attn_mask_type": "padding",
+        "attention_mask": zeros(B, S, dtype=bool),
+    },
     "padding that comes first": {"attn_mask_type": "padding", "attention_mask": ~LAST},
     "three padding masks": {"attn_mask_type": "padding", "attention_mask": (LAST,) * 3},
     "padding without lengths": {"attn_mask_type": "padding"},
@@ -83,7 +106,10 @@ SELF = {
     "an unknown kind of bias": {"core_attention_bias_type": "bias"},
     "slopes that nothing asks for": {"alibi_slopes": zeros(HEADS)},
     "slopes of a wrong shape": {"core_attention_bias_type": "alibi", "alibi_slopes": zeros(HEADS + 1)},
-    "slopes of another dtype": {"core_attention_bias_type": "alibi", "alibi_slopes": zeros(HEADS, dtype=np.float16)},
+    "slopes of another dtype": {
+        "core_attention_bias_type": "alibi",
+        "alibi_slopes": zeros(HEADS, dtype=np.float16),
+    },
     "sums of a wrong shape": PADDED | {"cu_seqlens_q": sums(0, 3, 8, 9)},
     "sums of another dtype": PADDED | {"cu_seqlens_q": sums(0, 3, 8, dtype=np.int64)},
     "sums that fall": PADDED | {"cu_seqlens_q": sums(0, 3, 2)},
@@ -114,15 +140,22 @@ SELF = {
     "a cache of other heads": {"inference_params": cache(num_heads_kv=HEADS + 1)},
     "a cache that would want a gradient": {"inference_params": cache()},
     "a cache with a hole": {"inference_params": holed},
-    "a cache and a bias": BIASED | {"inference_params": cache(), "core_attention_bias": zeros(1, HEADS, S, S)},
-    "a cache and an arbitrary mask": {"inference_params": cache(), "attn_mask_type": "arbitrary",
-                                      "attention_mask": zeros(B, 1, S, S, dtype=bool)},
+    "a cache and a bias": BIASED
+    | {"inference_params": cache(), "core_attention_bias": zeros(1, HEADS, S, S)},
+    "a cache and an arbitrary mask": {
+        "inference_params": cache(),
+        "attn_mask_type": "arbitrary",
+        "attention_mask": zeros(B, 1, S, S, dtype=bool),
+    },
     "a cache and lengths": {"inference_params": cache()} | THD,
-    "a cache that goes beyond the angles": {"inference_params": cache(), "rotary_pos_emb": zeros(S - 1, 1, 1, D)},
+    "a cache that goes beyond the angles": {
+        "inference_params": cache(),
+        "rotary_pos_emb": zeros(S - 1, 1, 1, D),
+    },
     "inputs of another rank": {"hidden_states": zeros(S, H)},
     "inputs of other features": {"hidden_states": zeros(S, B, H + 1)},
     "inputs of another dtype": {"hidden_states": zeros(S, B, H, dtype=np.float16)},
-}  # fmt: skip
+}
 
 # of an attention across, or of a decoder
 ACROSS = {
@@ -132,17 +165,20 @@ ACROSS = {
     "a source of another batch": {"encoder_output": zeros(OTHER, B + 1, H)},
     "a source of another dtype": {"encoder_output": zeros(OTHER, B, H, dtype=np.float16)},
     "a bias of a wrong shape": BIASED | {"core_attention_bias": zeros(1, HEADS, S, OTHER + 1)},
-}  # fmt: skip
+}
 
 # of the attention across alone, by its own names
 ACROSS_OWN = {
-    "a mask of a wrong shape": {"attn_mask_type": "arbitrary", "attention_mask": zeros(1, 1, S, S, dtype=bool)},
+    "a mask of a wrong shape": {
+        "attn_mask_type": "arbitrary",
+        "attention_mask": zeros(1, 1, S, S, dtype=bool),
+    },
     "one padding mask for two lengths": {"attn_mask_type": "padding", "attention_mask": LAST},
     "a kind of mask": {"attn_mask_type": "none"},
     "a window": {"window_size": (-2, 0)},
     "a corner": {"bottom_right_diagonal": "yes"},
     "a mask that nothing asks for": {"attention_mask": LAST},
-}  # fmt: skip
+}
 
 # of self attention, "thd", with a padding mask; beside THD
 PACKED = {
@@ -154,4 +190,4 @@ PACKED = {
     "unlike longest sequences": {"max_seqlen_q": 8, "max_seqlen_kv": 16},
     "no padding mask": {"attn_mask_type": "causal"},
     "sequences longer than the angles": {"rotary_pos_emb": zeros(4, 1, 1, D)},
-}  # fmt: skip
+}

@@ -1,6 +1,8 @@
-"""MultiheadAttention, LayerNormMLP and TransformerLayer of every form in float64 with running error bounds, "sbhd", rotary halves.
+"""MultiheadAttention, LayerNormMLP and TransformerLayer of every form in float64 with running error bounds,
+"sbhd", rotary halves.
 
-Parts compute their output where they are made, and give gradients by ``backward``; parameters' go into ``grads`` by name.
+Parts compute their output where they are made, and give gradients by ``backward``; parameters' go into
+``grads`` by name.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ TRIG = 8 * 2.0**-24  # cos and sin of a float32 angle: relative to a radian or s
 def turn(x, angle, sign, dtype):
     """Heads (s, b, h, d) turned by angles (s, d / 2): the two halves of each are the pairs."""
     half = x.v.shape[-1] // 2
-    cos, sin = (R(f(angle)[:, None, None], TRIG * (1 + np.abs(angle[:, None, None]))) for f in (np.cos, np.sin))
+    cos, sin = (
+        R(f(angle)[:, None, None], TRIG * (1 + np.abs(angle[:, None, None]))) for f in (np.cos, np.sin)
+    )
     low, high = x[..., :half], x[..., half:]
     return join([low * cos - high * sin * sign, high * cos + low * sin * sign], -1).rounded(dtype)
 
@@ -39,7 +43,10 @@ class Normed:
     def backward(self, g):
         """dx, not rounded."""
         dx, dw, db = norm_grad(g.reshape(-1, g.v.shape[-1]), self.hat, self.rstd, self.weight, self.kind)
-        self.grads |= {f"{self.prefix}weight": dw.rounded(self.dtype), f"{self.prefix}bias": db.rounded(self.dtype)}
+        self.grads |= {
+            f"{self.prefix}weight": dw.rounded(self.dtype),
+            f"{self.prefix}bias": db.rounded(self.dtype),
+        }
         return dx.reshape(*self.rows)
 
 
@@ -66,27 +73,58 @@ class Branch:
         whole = {"": slice(None)} if f"{child}weight" in self.p else parts
         for part, rows in whole.items():
             name = f"{child}{part}_" if part else child
-            self.grads |= {f"{name}weight": dw[rows].rounded(self.dtype), f"{name}bias": db[rows].rounded(self.dtype)}
+            self.grads |= {
+                f"{name}weight": dw[rows].rounded(self.dtype),
+                f"{name}bias": db[rows].rounded(self.dtype),
+            }
 
     def weights(self, child, parts):
         """(weight, bias or None) of a projection."""
         names = [child] if f"{child}weight" in self.p else [f"{child}{part}_" for part in parts]
-        found = [[self.p[f"{name}{kind}"] for name in names if f"{name}{kind}" in self.p] for kind in ("weight", "bias")]
+        found = [
+            [self.p[f"{name}{kind}"] for name in names if f"{name}{kind}" in self.p]
+            for kind in ("weight", "bias")
+        ]
         return np.concatenate(found[0]), np.concatenate(found[1]) if found[1] else None
 
 
 class Block(Branch):
-    """MultiheadAttention of x R (s b, H) and, across, of ``source`` R (s' b, H). ``angles``: of queries and keys, (s, d / 2), or None."""
+    """MultiheadAttention of x R (s b, H) and, across, of ``source`` R (s' b, H). ``angles``: of queries and
+    keys, (s, d / 2), or None."""
 
-    def __init__(self, module, p, prefix, mode, dtype, x, source=None, batch=2, kind="LayerNorm", angles=None, causal=True, qk="",
-                 eps=1e-6):
+    def __init__(
+        self,
+        module,
+        p,
+        prefix,
+        mode,
+        dtype,
+        x,
+        source=None,
+        batch=2,
+        kind="LayerNorm",
+        angles=None,
+        causal=True,
+        qk="",
+        eps=1e-6,
+    ):
         core, first = module.core_attention, f"{prefix}{module._first}."
         self.enter(x, p, f"{first}layer_norm_", kind, dtype)
         self.h, self.g, self.d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        self.batch, self.angles, self.before, self.first, self.prefix = batch, angles, module.qk_norm_before_rope, first, prefix
+        self.batch, self.angles, self.before, self.first, self.prefix = (
+            batch,
+            angles,
+            module.qk_norm_before_rope,
+            first,
+            prefix,
+        )
         interleaved = module._interleaved
         sizes = {"query": self.h, "key": self.g, "value": self.g}
-        self.children = {first: tuple(sizes)} if source is None else {first: ("query",), f"{prefix}key_value.": ("key", "value")}
+        self.children = (
+            {first: tuple(sizes)}
+            if source is None
+            else {first: ("query",), f"{prefix}key_value.": ("key", "value")}
+        )
         self.products, self.rows, self.own, found = {}, {}, {}, {}
         for child, parts in self.children.items():
             weight, bias = self.weights(child, parts)
@@ -95,7 +133,9 @@ class Block(Branch):
             edges = np.cumsum([0, *(sizes[part] // groups * self.d for part in parts)])
             rows = {part: at[:, a:b].ravel() for part, a, b in zip(parts, edges[:-1], edges[1:], strict=True)}
             name = child.removeprefix(prefix).rstrip(".")
-            product = Product(self.normed if child == first else source, weight, quantiser(mode, getattr(module, name)))
+            product = Product(
+                self.normed if child == first else source, weight, quantiser(mode, getattr(module, name))
+            )
             out = product.forward(bias).rounded(dtype)
             self.products[child], self.rows[child] = product, rows
             own = np.cumsum([0, *(sizes[part] * self.d for part in parts)])
@@ -111,18 +151,24 @@ class Block(Branch):
         seen = np.tril(seen) if causal else seen
         noise = 0.0 if dtype == "float32" else 2.0 ** -(8 if dtype == "bfloat16" else 10)
         share = self.h // self.g
-        self.heads = {(b, i): Head(q[:, b, i], k[:, b, i // share], v[:, b, i // share], seen, self.d**-0.5, noise)
-                      for b in range(batch) for i in range(self.h)}
+        self.heads = {
+            (b, i): Head(q[:, b, i], k[:, b, i // share], v[:, b, i // share], seen, self.d**-0.5, noise)
+            for b in range(batch)
+            for i in range(self.h)
+        }
         o = self.gather({at: head.o for at, head in self.heads.items()}, self.shapes["query"]).rounded(dtype)
         self.proj = Product(o.reshape(len(x.v), -1), p[f"{prefix}proj.weight"], quantiser(mode, module.proj))
         self.y, self.bias = self.proj.forward(), p.get(f"{prefix}proj.bias")
 
     def place(self, part, side, x, qk, eps):
         """Normalised and turned, in the wanted order."""
+
         def normed(x):
             if not qk:
                 return x
-            self.qk[part] = Normed(x, self.p, f"{self.prefix}{'qk'[side]}_norm.", qk, eps, self.dtype, self.grads)
+            self.qk[part] = Normed(
+                x, self.p, f"{self.prefix}{'qk'[side]}_norm.", qk, eps, self.dtype, self.grads
+            )
             return self.qk[part].y
 
         x = normed(x) if self.before else x
@@ -149,11 +195,16 @@ class Block(Branch):
     def backward(self, g, stream=None, post=False):
         """(dx, d source or None) for the cotangent of y, not counting the bias; grads filled."""
         do, dwp, dbp = self.proj.backward(g)
-        self.grads |= {f"{self.prefix}proj.weight": dwp.rounded(self.dtype), f"{self.prefix}proj.bias": dbp.rounded(self.dtype)}
+        self.grads |= {
+            f"{self.prefix}proj.weight": dwp.rounded(self.dtype),
+            f"{self.prefix}proj.bias": dbp.rounded(self.dtype),
+        }
         do = do.rounded(self.dtype).reshape(*self.shapes["query"])
         heads = {at: head.backward(do[:, at[0], at[1]]) for at, head in self.heads.items()}
-        parts = {part: self.gather({at: g[i] for at, g in heads.items()}, shape).rounded(self.dtype)
-                 for i, (part, shape) in enumerate(self.shapes.items())}
+        parts = {
+            part: self.gather({at: g[i] for at, g in heads.items()}, shape).rounded(self.dtype)
+            for i, (part, shape) in enumerate(self.shapes.items())
+        }
         for side, part in enumerate(("query", "key")):
             parts[part] = self.unplace(part, side, parts[part])
         inputs = []
@@ -208,7 +259,9 @@ def layer_step(module, p, mode, dtype, kind, x, g, source=None, factors=(None, N
     attention = Block(module.self_attention, p, "self_attention.", mode, dtype, x, batch=batch, kind=kind)
     if parallel:
         mlp = Mlp(module.layernorm_mlp, p, "layernorm_mlp.", mode, dtype, x, kind)
-        both = [(part.y if part.bias is None else part.y + part.bias).rounded(dtype) for part in (attention, mlp)]
+        both = [
+            (part.y if part.bias is None else part.y + part.bias).rounded(dtype) for part in (attention, mlp)
+        ]
         total = (both[0] + both[1]).rounded(dtype)
         y = ((total if factors[0] is None else total * factors[0]) + x).rounded(dtype)
         inner = down(g, factors[0])
@@ -219,7 +272,9 @@ def layer_step(module, p, mode, dtype, kind, x, g, source=None, factors=(None, N
     a = joined(attention, attention.normed if first_post else x, dtype, factors[0])
     inter, after = None, a
     if module.inter_attention is not None:
-        inter = Block(module.inter_attention, p, "inter_attention.", mode, dtype, a, source, batch, kind, causal=False)
+        inter = Block(
+            module.inter_attention, p, "inter_attention.", mode, dtype, a, source, batch, kind, causal=False
+        )
         after = joined(inter, inter.normed if post else a, dtype)
     mlp = Mlp(module.layernorm_mlp, p, "layernorm_mlp.", mode, dtype, after, kind)
     y = joined(mlp, mlp.normed if post else after, dtype, factors[1])

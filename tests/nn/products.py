@@ -9,11 +9,13 @@ from tests.nn.running_error import R, current_scale, quantised, quantised_blocks
 
 
 class Quantiser:
-    """How the operands of one GEMM become FP8: ``scales`` None for current scaling, else {"x": .., "w": .., "g": ..} of delayed scaling.
+    """How the operands of one GEMM become FP8: ``scales`` None for current scaling, else {"x": .., "w": ..,
+    "g": ..} of delayed scaling.
 
-    ``blocks``: block scaling instead, {"x": (tile, power_2), ..}; a tile lies in the orientation in which the operand is multiplied.
-    ``narrow``: FP8 tensor cores add up in 14 bits (Hopper). Each instruction of 32 products cuts twice, aligning the products with the
-    largest of them and their sum with the accumulator, and may lose 2**-13 of the terms' magnitudes each time.
+    ``blocks``: block scaling instead, {"x": (tile, power_2), ..}; a tile lies in the orientation in which the
+    operand is multiplied. ``narrow``: FP8 tensor cores add up in 14 bits (Hopper). Each instruction of 32
+    products cuts twice, aligning the products with the largest of them and their sum with the accumulator,
+    and may lose 2**-13 of the terms' magnitudes each time.
     """
 
     def __init__(self, scales=None, g_format=formats.E5M2, narrow=False, blocks=None):
@@ -58,7 +60,11 @@ class Product:
 def scales_of(module, gemm=0):
     """The scales that a delayed-scaling module will quantise with next."""
     forward, backward = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
-    return {"x": host(forward.scale)[3 * gemm], "w": host(forward.scale)[3 * gemm + 1], "g": host(backward.scale)[2 * gemm]}
+    return {
+        "x": host(forward.scale)[3 * gemm],
+        "w": host(forward.scale)[3 * gemm + 1],
+        "g": host(backward.scale)[2 * gemm],
+    }
 
 
 def host(array):

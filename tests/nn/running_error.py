@@ -1,9 +1,10 @@
 """Float64 arithmetic that carries a bound on the error of the float32 computation it stands for.
 
-``R(v, e)`` says: the computed value lies within ``e`` of ``v``. Each operation adds the first-order propagation of its operands' bounds and
-its own float32 roundings (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.3, running error analysis). A monotone
-function, such as rounding to a narrow format, is bounded by its values at both ends, so that a value that rounds the other way is allowed
-where, and only where, it can.
+``R(v, e)`` says: the computed value lies within ``e`` of ``v``. Each operation adds the first-order
+propagation of its operands' bounds and its own float32 roundings (Higham, Accuracy and Stability of Numerical
+Algorithms, 2002, section 3.3, running error analysis). A monotone function, such as rounding to a narrow
+format, is bounded by its values at both ends, so that a value that rounds the other way is allowed where, and
+only where, it can.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class R:
 
     def __mul__(self, other):
         other = lift(other)
-        return self._with(self.v * other.v, np.abs(self.v) * other.e + self.e * np.abs(other.v) + self.e * other.e)
+        return self._with(
+            self.v * other.v, np.abs(self.v) * other.e + self.e * np.abs(other.v) + self.e * other.e
+        )
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -68,7 +71,9 @@ class R:
 
     def sum(self, axis, keepdims=False):
         terms = self.v.shape[axis]
-        bound = self.e.sum(axis, keepdims=keepdims) + (terms + 4) * U * np.abs(self.v).sum(axis, keepdims=keepdims)
+        bound = self.e.sum(axis, keepdims=keepdims) + (terms + 4) * U * np.abs(self.v).sum(
+            axis, keepdims=keepdims
+        )
         return R(self.v.sum(axis, keepdims=keepdims), bound)
 
     def mean(self, axis=-1):
@@ -80,17 +85,25 @@ class R:
         return R(middle, np.maximum(np.abs(f(self.v + self.e) - middle), np.abs(middle - f(self.v - self.e))))
 
     def smooth(self, f, slope, roundings=16):
-        """f of the value, |f'| <= slope, computed with that many float32 roundings relative to |value| + |f|."""
+        """f of the value, |f'| <= slope, computed with that many float32 roundings relative to |value| +
+        |f|."""
         out = f(self.v)
         return R(out, slope * self.e + roundings * U * (np.abs(out) + np.abs(self.v)))
 
     def rounded(self, dtype):
-        """Stored in ``dtype``: exact where the bound leaves no doubt. A bound may reach beyond float16's range where no value does."""
-        wide = self.e + epsilon(dtype) * (np.abs(self.v) + self.e) + (2.0**-25 if dtype == "float16" else 2.0**-149)
+        """Stored in ``dtype``: exact where the bound leaves no doubt. A bound may reach beyond float16's
+        range where no value does."""
+        wide = (
+            self.e
+            + epsilon(dtype) * (np.abs(self.v) + self.e)
+            + (2.0**-25 if dtype == "float16" else 2.0**-149)
+        )
         if dtype == "float32":
             return R(self.v, wide)
         with np.errstate(over="ignore"):
-            stored = self.monotone(lambda v: v.astype(np.float32).astype(formats.dtype(dtype).numpy).astype(np.float64))
+            stored = self.monotone(
+                lambda v: v.astype(np.float32).astype(formats.dtype(dtype).numpy).astype(np.float64)
+            )
         stored = R(stored.v, np.where(np.isfinite(stored.e), stored.e, wide))
         stored.limit = NARROW_LIMIT
         return stored
@@ -106,7 +119,8 @@ def lift(value):
 
 
 def quantised(x, scale, fmt):
-    """What FP8 keeps of x: decode(encode(x * scale)) / scale. ``scale``: exact float32 number, or an ``R`` of one element."""
+    """What FP8 keeps of x: decode(encode(x * scale)) / scale. ``scale``: exact float32 number, or an ``R`` of
+    one element."""
     scale = lift(scale)
     inverse = R(1 / scale.v, 1.1 * scale.e / scale.v**2 + U / scale.v)
     return (x * scale).monotone(lambda v: codec.decode(codec.encode(v, fmt), fmt)) * inverse
@@ -120,11 +134,13 @@ def current_scale(x, fmt):
 
 
 def quantised_blocks(x, tile, fmt, power_2):
-    """What FP8 keeps of a matrix whose tiles each have current scaling's scale, rounded down to a power of two with ``power_2``.
+    """What FP8 keeps of a matrix whose tiles each have current scaling's scale, rounded down to a power of
+    two with ``power_2``.
 
-    Where the doubt about an amax reaches over a power of two, several scales are possible. What is normal at the least of them rounds alike
-    at all; what is subnormal there moves by two of its steps at most (one of rounding, one of a doubtful value), which the bound takes in.
-    The value is that of the likeliest scale, the one of the values as they are: a wide bound must not make the reference coarse.
+    Where the doubt about an amax reaches over a power of two, several scales are possible. What is normal at
+    the least of them rounds alike at all; what is subnormal there moves by two of its steps at most (one of
+    rounding, one of a doubtful value), which the bound takes in. The value is that of the likeliest scale,
+    the one of the values as they are: a wide bound must not make the reference coarse.
     """
     v, e = np.empty(x.v.shape), np.empty(x.v.shape)
     for i in range(0, x.v.shape[0], tile[0]):
@@ -141,7 +157,11 @@ def quantised_blocks(x, tile, fmt, power_2):
                 if least <= 0 or low != 2.0 ** np.floor(np.log2(fmt.max / least)):
                     subnormal = (size - part.e) * low < fmt.smallest_normal
                     e_low = kept.e + subnormal * 2 * fmt.smallest_subnormal / low
-                    likely = quantised(part, 2.0 ** np.floor(np.log2(fmt.max / size.max())), fmt).v if size.max() else kept.v
+                    likely = (
+                        quantised(part, 2.0 ** np.floor(np.log2(fmt.max / size.max())), fmt).v
+                        if size.max()
+                        else kept.v
+                    )
                     kept = R(likely, e_low + np.abs(likely - kept.v))
             v[at], e[at] = kept.v, kept.e
     return R(v, e)
@@ -192,14 +212,25 @@ def _sigmoid_slope(v):
 
 
 # value, derivative, bound of |derivative|, bound of |second derivative|
-_SMOOTH = {"gelu": (_gelu, _gelu_slope, 1.13, 0.8), "silu": (lambda v: v * _sigmoid(v), _silu_slope, 1.1, 0.5),
-           "sigmoid": (_sigmoid, _sigmoid_slope, 0.25, 0.1)}
-_FIRST = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
-          "clamped_swiglu": "clamped"}  # what a gated activation does to its first half
+_SMOOTH = {
+    "gelu": (_gelu, _gelu_slope, 1.13, 0.8),
+    "silu": (lambda v: v * _sigmoid(v), _silu_slope, 1.1, 0.5),
+    "sigmoid": (_sigmoid, _sigmoid_slope, 0.25, 0.1),
+}
+_FIRST = {
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+    "clamped_swiglu": "clamped",
+}  # what a gated activation does to its first half
 
 
 def _where(x, holds, edge):
-    """1 where x is on the side that ``holds``, 0 elsewhere; in doubt where it may lie on both sides of ``edge``."""
+    """1 where x is on the side that ``holds``, 0 elsewhere; in doubt where it may lie on both sides of
+    ``edge``."""
     return R(holds(x.v).astype(float), np.where(np.abs(np.abs(x.v) - edge) <= x.e, 1.0, 0.0))
 
 
@@ -213,7 +244,8 @@ def _curve(x, kind, params):
     if kind in _SMOOTH:
         value, slope, first, second = _SMOOTH[kind]
         return x.smooth(value, first), x.smooth(slope, second)
-    limit, alpha = params[:2] if kind == "clamped" else (np.inf, 1.702)  # x sigmoid(alpha x) is silu(alpha x) / alpha
+    # x sigmoid(alpha x) is silu(alpha x) / alpha
+    limit, alpha = params[:2] if kind == "clamped" else (np.inf, 1.702)
     held = x.monotone(lambda v: np.minimum(v, limit))
     value = held.smooth(lambda v: v * _sigmoid(alpha * v), 1.1)
     slope = held.smooth(lambda v: _silu_slope(alpha * v), 0.5 * alpha)
@@ -243,10 +275,11 @@ def activation(x, kind, params=()):
 def assert_within(what, got, r):
     """Fail with the first coordinate where the computed value leaves its bound.
 
-    Where the worst case of a deep chain is large and says little, the 2-norm of the error must also stay below 2**-4 of the values' own:
-    below what rounding to E5M2 costs (step 2**-2 relative, step / sqrt(12) in the mean), so that a missing or doubled cast would show.
-    Where results are stored in 16 bits, their rounding moves what is cast to FP8 further on, and each code may be rounded anew: there the
-    limit is the distance of two independent roundings to E5M2, sqrt(2) times the cost of one.
+    Where the worst case of a deep chain is large and says little, the 2-norm of the error must also stay
+    below 2**-4 of the values' own: below what rounding to E5M2 costs (step 2**-2 relative, step / sqrt(12) in
+    the mean), so that a missing or doubled cast would show. Where results are stored in 16 bits, their
+    rounding moves what is cast to FP8 further on, and each code may be rounded anew: there the limit is the
+    distance of two independent roundings to E5M2, sqrt(2) times the cost of one.
     """
     g = np.asarray(got).astype(np.float64)
     assert g.shape == r.v.shape, f"{what}: shape {g.shape}, expected {r.v.shape}"

@@ -1,5 +1,5 @@
-"""DotProductAttention with every mask, bias and softmax type, and MultiheadAttention as cross attention and with rotary embeddings,
-against float64."""
+"""DotProductAttention with every mask, bias and softmax type, and MultiheadAttention as cross attention and
+with rotary embeddings, against float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.nn.test_transformer import Head
 B, ROWS, COLUMNS, HEADS, GROUPS, D = 2, 7, 11, 4, 2, 8
 LENGTHS_Q, LENGTHS_KV = (7, 3), (5, 11)
 U = 2.0**-24
-SLOPES = np.array([0.25, 0.0625, 0.015625, 0.00390625], np.float32)  # Press et al. 2022, section 3: 2^-2, 2^-4, ... for 4 heads
+# Press et al. 2022, section 3: 2^-2, 2^-4, ... for 4 heads
+SLOPES = np.array([0.25, 0.0625, 0.015625, 0.00390625], np.float32)
 
 
 def cu(lengths):
@@ -30,18 +31,40 @@ def cu(lengths):
 # name -> constructor's options, call's options, the rules that they mean
 CASES = {
     "bottom_right": ({"attn_mask_type": "causal_bottom_right"}, {}, Rules(window=(-1, 0), bottom_right=True)),
-    "window": ({"attn_mask_type": "no_mask", "window_size": (3, 1)}, {}, Rules(window=(3, 1), bottom_right=True)),
-    "window_top_left": ({"attn_mask_type": "no_mask", "window_size": (3, 1), "bottom_right_diagonal": False}, {}, Rules(window=(3, 1))),
+    "window": (
+        {"attn_mask_type": "no_mask", "window_size": (3, 1)},
+        {},
+        Rules(window=(3, 1), bottom_right=True),
+    ),
+    "window_top_left": (
+        {"attn_mask_type": "no_mask", "window_size": (3, 1), "bottom_right_diagonal": False},
+        {},
+        Rules(window=(3, 1)),
+    ),
     "window_in_the_call": ({}, {"window_size": (2, 0)}, Rules(window=(2, 0))),
     "arbitrary": ({"attn_mask_type": "arbitrary"}, {}, Rules(masked=True)),
     "alias": ({"attn_mask_type": "padding,causal"}, {}, Rules(window=(-1, 0), padded=True)),
-    "padding_bottom_right": ({"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "off-by-one"}, {},
-                             Rules(window=(-1, 0), bottom_right=True, padded=True, softmax_type="off-by-one")),
+    "padding_bottom_right": (
+        {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "off-by-one"},
+        {},
+        Rules(window=(-1, 0), bottom_right=True, padded=True, softmax_type="off-by-one"),
+    ),
     "padding_by_masks": ({"attn_mask_type": "padding"}, {}, Rules(padded=True)),
-    "pre_scale_bias": ({"attn_mask_type": "no_mask"}, {"core_attention_bias_type": "pre_scale_bias"}, Rules(bias="pre_scale_bias")),
-    "post_scale_bias": ({}, {"core_attention_bias_type": "post_scale_bias"}, Rules(window=(-1, 0), bias="post_scale_bias")),
-    "alibi": ({"attn_mask_type": "causal_bottom_right"}, {"core_attention_bias_type": "alibi"},
-              Rules(window=(-1, 0), bottom_right=True, bias="alibi")),
+    "pre_scale_bias": (
+        {"attn_mask_type": "no_mask"},
+        {"core_attention_bias_type": "pre_scale_bias"},
+        Rules(bias="pre_scale_bias"),
+    ),
+    "post_scale_bias": (
+        {},
+        {"core_attention_bias_type": "post_scale_bias"},
+        Rules(window=(-1, 0), bias="post_scale_bias"),
+    ),
+    "alibi": (
+        {"attn_mask_type": "causal_bottom_right"},
+        {"core_attention_bias_type": "alibi"},
+        Rules(window=(-1, 0), bottom_right=True, bias="alibi"),
+    ),
     "learnable": ({"softmax_type": "learnable"}, {}, Rules(window=(-1, 0), softmax_type="learnable")),
     "depth_of_v": ({"kv_channels": (D, 12)}, {}, Rules(window=(-1, 0))),
 }
@@ -54,16 +77,43 @@ def test_dot_product_attention(device, name, dtype):
     call, options = dict(call), {"kv_channels": D, **options}
     channels = options.pop("kv_channels")
     module = nn.DotProductAttention(HEADS, channels, GROUPS, softmax_scale=0.4, device=device, **options)
-    rules = Rules("sbhd", rules.window, rules.bottom_right, 0.4, 0.0, rules.bias, rules.softmax_type, rules.padded, rules.masked)
+    rules = Rules(
+        "sbhd",
+        rules.window,
+        rules.bottom_right,
+        0.4,
+        0.0,
+        rules.bias,
+        rules.softmax_type,
+        rules.padded,
+        rules.masked,
+    )
     depth = channels[1] if isinstance(channels, tuple) else D
     lengths = (LENGTHS_Q, LENGTHS_KV) if rules.padded else ((), ())
     sizes = Sizes(B, ROWS, COLUMNS, HEADS, GROUPS, D, *lengths, depth)
     q, do = draw(1, (B, HEADS, ROWS, D), dtype), draw(4, (B, HEADS, ROWS, depth), dtype)
     k, v = draw(2, (B, GROUPS, COLUMNS, D), dtype), draw(3, (B, GROUPS, COLUMNS, depth), dtype)
     mask = np.random.default_rng(5).random((B, 1, ROWS, COLUMNS)) < 0.4 if rules.masked else None
-    bias = draw(6, (1, HEADS, ROWS, COLUMNS), dtype) if rules.bias.endswith("bias") and rules.bias != "no_bias" else None
+    bias = (
+        draw(6, (1, HEADS, ROWS, COLUMNS), dtype)
+        if rules.bias.endswith("bias") and rules.bias != "no_bias"
+        else None
+    )
     offset = draw(7, (HEADS,), "float32") if rules.softmax_type == "learnable" else None
-    oracle = Oracle(formats.dtype(dtype), sizes, rules, False, q, k, v, do, mask, bias, SLOPES if rules.bias == "alibi" else None, offset)
+    oracle = Oracle(
+        formats.dtype(dtype),
+        sizes,
+        rules,
+        False,
+        q,
+        k,
+        v,
+        do,
+        mask,
+        bias,
+        SLOPES if rules.bias == "alibi" else None,
+        offset,
+    )
 
     def place(x):
         return np.ascontiguousarray(x.transpose(2, 0, 1, 3))
@@ -72,8 +122,10 @@ def test_dot_product_attention(device, name, dtype):
     if mask is not None:
         call["attention_mask"] = mask
     if name == "padding_by_masks":
-        call["attention_mask"] = tuple(np.arange(n) >= np.array(m)[:, None, None, None]
-                                       for n, m in ((ROWS, LENGTHS_Q), (COLUMNS, LENGTHS_KV)))
+        call["attention_mask"] = tuple(
+            np.arange(n) >= np.array(m)[:, None, None, None]
+            for n, m in ((ROWS, LENGTHS_Q), (COLUMNS, LENGTHS_KV))
+        )
     elif rules.padded:
         call |= {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_KV)}
     if bias is not None:
@@ -88,7 +140,13 @@ def test_dot_product_attention(device, name, dtype):
     if bias is not None:
         assert_close("dbias", f64(given.grad), oracle.grads["dbias"], dtype, oracle.forward_slack("dbias"))
     if offset is not None:
-        assert_close("doffset", f64(module.softmax_offset.grad), oracle.grads["doffset"], "float32", oracle.forward_slack("doffset"))
+        assert_close(
+            "doffset",
+            f64(module.softmax_offset.grad),
+            oracle.grads["doffset"],
+            "float32",
+            oracle.forward_slack("doffset"),
+        )
 
 
 @pytest.mark.parametrize("gaps", [False, True])
@@ -107,7 +165,11 @@ def test_sequences_one_after_the_other_are_a_padded_batch(device, most, gaps):
         return out
 
     lengths = {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_Q)}
-    more = {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts, "pad_between_seqs": True} if gaps else {}
+    more = (
+        {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts, "pad_between_seqs": True}
+        if gaps
+        else {}
+    )
     do = draw(9, (B, longest, HEADS, D), "float32")
     one = [tensor(pack(x), requires_grad=True, device=device) for x in raw]
     other = [tensor(x, requires_grad=True, device=device) for x in raw]
@@ -122,13 +184,18 @@ def test_sequences_one_after_the_other_are_a_padded_batch(device, most, gaps):
 
 
 class Cross:
-    """MultiheadAttention across: ``x`` R (s b, H), ``source`` R (s' b, H), float64; ``angles``: of queries and keys, or None."""
+    """MultiheadAttention across: ``x`` R (s b, H), ``source`` R (s' b, H), float64; ``angles``: of queries
+    and keys, or None."""
 
     def __init__(self, module, x, source, p, hidden, angles=None):
         first = "layernorm_query" if module.input_layernorm else "query_layer"
-        q_name = f"{first}.query_" if module.input_layernorm else f"{first}."  # Transformer Engine keeps query_layer whole
+        # Transformer Engine keeps query_layer whole
+        q_name = f"{first}.query_" if module.input_layernorm else f"{first}."
         self.q = Product(x, p[f"{q_name}weight"], None)
-        weights = {kind: np.concatenate([p[f"key_value.{n}_{kind}"] for n in ("key", "value")]) for kind in ("weight", "bias")}
+        weights = {
+            kind: np.concatenate([p[f"key_value.{n}_{kind}"] for n in ("key", "value")])
+            for kind in ("weight", "bias")
+        }
         self.kv = Product(source, weights["weight"], None)
         q = self.q.forward(p[f"{q_name}bias"]).rounded("float32").reshape(ROWS, B, HEADS, D)
         kv = self.kv.forward(weights["bias"]).rounded("float32").reshape(COLUMNS, B, 2 * HEADS, D)
@@ -137,7 +204,11 @@ class Cross:
         if angles is not None:
             q, k = self.turn(q, angles[0], 1), self.turn(k, angles[1], 1)
         seen = np.ones((ROWS, COLUMNS), bool)
-        self.heads = {(b, h): Head(q[:, b, h], k[:, b, h], v[:, b, h], seen, D**-0.5, 0.0) for b in range(B) for h in range(HEADS)}
+        self.heads = {
+            (b, h): Head(q[:, b, h], k[:, b, h], v[:, b, h], seen, D**-0.5, 0.0)
+            for b in range(B)
+            for h in range(HEADS)
+        }
         o = self.join([head.o for head in self.heads.values()], ROWS).rounded("float32")
         self.proj = Product(o.reshape(ROWS * B, hidden), p["proj.weight"], None)
         self.out = self.proj.forward(p["proj.bias"])
@@ -153,17 +224,24 @@ class Cross:
     def turn(x, angle, sign):
         """Halves turned; cos and sin of a float32 angle are off by 8 u of a radian or so."""
         half = x.v.shape[-1] // 2
-        cos, sin = (R(f(angle)[:, None, None], 8 * U * (1 + np.abs(angle[:, None, None]))) for f in (np.cos, np.sin))
+        cos, sin = (
+            R(f(angle)[:, None, None], 8 * U * (1 + np.abs(angle[:, None, None]))) for f in (np.cos, np.sin)
+        )
         low, high = x[..., :half], x[..., half:]
         parts = low * cos - high * sin * sign, high * cos + low * sin * sign
-        return R(np.concatenate([part.v for part in parts], -1), np.concatenate([part.e for part in parts], -1)).rounded("float32")
+        return R(
+            np.concatenate([part.v for part in parts], -1), np.concatenate([part.e for part in parts], -1)
+        ).rounded("float32")
 
     def backward(self, g):
         """dx, d source, and the key_value weights' gradient."""
         do, _, _ = self.proj.backward(g)
         do = do.rounded("float32").reshape(ROWS, B, HEADS, D)
         grads = [head.backward(do[:, b, h]) for (b, h), head in self.heads.items()]
-        dq, dk, dv = (self.join([g[i] for g in grads], n).rounded("float32") for i, n in enumerate((ROWS, COLUMNS, COLUMNS)))
+        dq, dk, dv = (
+            self.join([g[i] for g in grads], n).rounded("float32")
+            for i, n in enumerate((ROWS, COLUMNS, COLUMNS))
+        )
         if self.angles is not None:
             dq, dk = self.turn(dq, self.angles[0], -1), self.turn(dk, self.angles[1], -1)
         dkv = R(np.concatenate([dk.v, dv.v], 2), np.concatenate([dk.e, dv.e], 2)).reshape(COLUMNS * B, -1)
@@ -174,8 +252,17 @@ class Cross:
 @pytest.mark.parametrize("normed", [False, True])
 def test_cross_attention(device, normed, rotary):
     hidden = HEADS * D
-    module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS, attention_dropout=0.0,
-                  attention_type="cross", attn_mask_type="no_mask", input_layernorm=normed)
+    module = make(
+        nn.MultiheadAttention,
+        device,
+        "float32",
+        hidden_size=hidden,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        attention_type="cross",
+        attn_mask_type="no_mask",
+        input_layernorm=normed,
+    )
     p = {name: f64(parameter) for name, parameter in module.named_parameters()}
     first = "layernorm_query" if normed else "query_layer"
     names = [*(f"{first}.layer_norm_{kind}" for kind in ("weight", "bias") if normed)]
@@ -202,7 +289,9 @@ def test_cross_attention(device, normed, rotary):
     assert_within("y", f64(y).reshape(-1, hidden), want.out.rounded("float32"))
     dx, dsource, dw = want.backward(R(g.astype(np.float64).reshape(-1, hidden)))
     if normed:
-        dx = norm_grad(dx.rounded("float32"), hat, rstd, p["layernorm_query.layer_norm_weight"], "LayerNorm")[0]
+        dx = norm_grad(dx.rounded("float32"), hat, rstd, p["layernorm_query.layer_norm_weight"], "LayerNorm")[
+            0
+        ]
     assert_within("dx", f64(a.grad).reshape(-1, hidden), dx.rounded("float32"))
     assert_within("dsource", f64(b.grad).reshape(-1, hidden), dsource.rounded("float32"))
     got = np.concatenate([f64(getattr(module.key_value, f"{n}_weight").grad) for n in ("key", "value")])
@@ -216,19 +305,39 @@ def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, inter
     """The layer with its packed projection equals the projection's parts turned one by one."""
     hidden = HEADS * D
     mask = "padding_causal" if form == "thd" else "causal"
-    module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS,
-                  num_gqa_groups=HEADS if fused else GROUPS, fuse_qkv_params=fused, attention_dropout=0.0, qkv_format=form,
-                  attn_mask_type=mask, rotary_pos_interleaved=interleaved)
+    module = make(
+        nn.MultiheadAttention,
+        device,
+        "float32",
+        hidden_size=hidden,
+        num_attention_heads=HEADS,
+        num_gqa_groups=HEADS if fused else GROUPS,
+        fuse_qkv_params=fused,
+        attention_dropout=0.0,
+        qkv_format=form,
+        attn_mask_type=mask,
+        rotary_pos_interleaved=interleaved,
+    )
     freqs = nn.RotaryPositionEmbedding(D, 0.5, interleaved=interleaved, device=device)(16)
     shape = {"sbhd": (ROWS, B), "bshd": (B, ROWS), "thd": (10,)}[form]
     lengths = {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_Q)} if form == "thd" else {}
     x = tensor(draw(1, (*shape, hidden), "float32"), device=device)
     y = module(x, rotary_pos_emb=freqs, **lengths)
     qkv = module.qkv(x).numpy().reshape(*shape, -1, D)
-    pieces = [qkv[..., i::3, :] for i in range(3)] if fused else np.split(qkv, [HEADS, HEADS + GROUPS], axis=-2)
+    pieces = (
+        [qkv[..., i::3, :] for i in range(3)] if fused else np.split(qkv, [HEADS, HEADS + GROUPS], axis=-2)
+    )
     parts = [np.ascontiguousarray(part) for part in pieces]
-    turned = [nn.apply_rotary_pos_emb(tensor(part, device=device), freqs, form, interleaved=interleaved,
-                                      cu_seqlens=lengths.get("cu_seqlens_q")) for part in parts[:2]]
+    turned = [
+        nn.apply_rotary_pos_emb(
+            tensor(part, device=device),
+            freqs,
+            form,
+            interleaved=interleaved,
+            cu_seqlens=lengths.get("cu_seqlens_q"),
+        )
+        for part in parts[:2]
+    ]
     want = module.proj(module.core_attention(*turned, tensor(parts[2], device=device), **lengths))
     if device == "cpu":
         assert_same_bits("y", y.numpy(), want.numpy())
@@ -238,32 +347,67 @@ def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, inter
 
 @pytest.mark.parametrize("qk_norm", [None, "RMSNorm"])
 def test_rotary_leaves_tokens_of_no_sequence_alone(device, qk_norm):
-    """Gaps, and rows after the last sequence, farther on than there are angles: the sequences' values and gradients are those without."""
+    """Gaps, and rows after the last sequence, farther on than there are angles: the sequences' values and
+    gradients are those without."""
     hidden, runs = HEADS * D, []
     freqs = nn.RotaryPositionEmbedding(D, device=device)(max(LENGTHS_Q))
-    x, dy = draw(1, (sum(LENGTHS_Q), hidden), "float32"), draw(2, (sum(LENGTHS_Q), hidden), "float32", 2.0**-6)
+    x, dy = (
+        draw(1, (sum(LENGTHS_Q), hidden), "float32"),
+        draw(2, (sum(LENGTHS_Q), hidden), "float32", 2.0**-6),
+    )
     lengths = {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_Q)}
-    for starts in (None, cu(np.add(LENGTHS_Q, 9)), cu(LENGTHS_Q)):  # no gaps; gaps; padding after the last sequence alone
+    # no gaps; gaps; padding after the last sequence alone
+    for starts in (None, cu(np.add(LENGTHS_Q, 9)), cu(LENGTHS_Q)):
         gaps = starts is not None and starts[1] > LENGTHS_Q[0]
-        at = np.concatenate([b + np.arange(n) for b, n in zip(cu(LENGTHS_Q) if starts is None else starts, LENGTHS_Q, strict=False)])
+        at = np.concatenate(
+            [
+                b + np.arange(n)
+                for b, n in zip(cu(LENGTHS_Q) if starts is None else starts, LENGTHS_Q, strict=False)
+            ]
+        )
         wide = draw(3, (sum(LENGTHS_Q) + (0 if starts is None else 20), hidden), "float32")
         g = np.zeros_like(wide)
         wide[at], g[at] = x, dy
-        module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS, num_gqa_groups=GROUPS,
-                      attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal", qk_norm_type=qk_norm)
-        more = {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts, "pad_between_seqs": True} if gaps else {}
+        module = make(
+            nn.MultiheadAttention,
+            device,
+            "float32",
+            hidden_size=hidden,
+            num_attention_heads=HEADS,
+            num_gqa_groups=GROUPS,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            qk_norm_type=qk_norm,
+        )
+        more = (
+            {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts, "pad_between_seqs": True}
+            if gaps
+            else {}
+        )
         leaf = tensor(wide, requires_grad=True, device=device)
         y = module(leaf, rotary_pos_emb=freqs, **lengths, **more)
         y.backward(g)
-        runs.append({"y": f64(y)[at], "dx": f64(leaf.grad)[at]} | {name: f64(p.grad) for name, p in module.named_parameters()})
+        runs.append(
+            {"y": f64(y)[at], "dx": f64(leaf.grad)[at]}
+            | {name: f64(p.grad) for name, p in module.named_parameters()}
+        )
     for run in runs[1:]:
         for name, want in runs[0].items():  # more rows, zeros, in the sums of the weights' gradients
             assert_close(name, run[name], want, "float32", 64 * hidden * U * np.abs(want).max())
 
 
 def test_a_layer_hands_the_attentions_options_down(device):
-    layer = make(nn.TransformerLayer, device, "float32", hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, window_size=(2, 0),
-                 softmax_type="off-by-one").eval()
+    layer = make(
+        nn.TransformerLayer,
+        device,
+        "float32",
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        window_size=(2, 0),
+        softmax_type="off-by-one",
+    ).eval()
     x = draw(1, (9, 2, 32), "float32")
     other = x.copy()
     other[0] = 9  # beyond the window of rows 3 and later
@@ -282,25 +426,66 @@ X = np.ones((4, 2, 4, 8), np.float32)
     [
         (lambda: nn.DotProductAttention(4, 8)(X, X), ["layers", "query_layer and key_layer"]),
         (lambda: nn.DotProductAttention(4, 8)(X, X, X, attention_mask=X > 0), ["attention_mask", "causal"]),
-        (lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="bias"), ["core_attention_bias_type"]),
-        (lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="post_scale_bias"), ["bias", "None"]),
+        (
+            lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="bias"),
+            ["core_attention_bias_type"],
+        ),
+        (
+            lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="post_scale_bias"),
+            ["bias", "None"],
+        ),
         (lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias=X), ["bias", "no_bias"]),
-        (lambda: nn.DotProductAttention(4, 8)(X, X, X, bottom_right_diagonal=True), ["bottom_right_diagonal", "causal"]),
+        (
+            lambda: nn.DotProductAttention(4, 8)(X, X, X, bottom_right_diagonal=True),
+            ["bottom_right_diagonal", "causal"],
+        ),
         (lambda: nn.DotProductAttention(4, 8)(X, X, X, window_size=(1, 1)), ["window_size", "(1, 1)"]),
         (lambda: nn.DotProductAttention(4, 8)(X, X, X, pad_between_seqs=True), ["pad_between_seqs", "True"]),
-        (lambda: nn.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding")(X, X, X), ["cu_seqlens_q", "thd"]),
-        (lambda: nn.DotProductAttention(4, 8, qkv_format="thd")(X[0], X[0], X[0], cu_seqlens_q=cu((1, 1)), cu_seqlens_kv=cu((1, 1))),
-         ["mask", "padding"]),
-        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.ones((2, 4), bool)), ["attention_mask"]),
-        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.zeros((2, 1, 1, 99), bool)),
-         ["attention_mask", "(2, 1, 1, 99)", "queries"]),
-        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(
-            X, X[:-1], X[:-1], attention_mask=np.zeros((X.shape[1], 1, 1, len(X)), bool)), ["attention_mask", "keys, a pair"]),
-        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.eye(2, 4, dtype=bool)[:, None, None]),
-         ["attention_mask", "before a true position"]),
+        (
+            lambda: nn.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding")(X, X, X),
+            ["cu_seqlens_q", "thd"],
+        ),
+        (
+            lambda: nn.DotProductAttention(4, 8, qkv_format="thd")(
+                X[0], X[0], X[0], cu_seqlens_q=cu((1, 1)), cu_seqlens_kv=cu((1, 1))
+            ),
+            ["mask", "padding"],
+        ),
+        (
+            lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(
+                X, X, X, attention_mask=np.ones((2, 4), bool)
+            ),
+            ["attention_mask"],
+        ),
+        (
+            lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(
+                X, X, X, attention_mask=np.zeros((2, 1, 1, 99), bool)
+            ),
+            ["attention_mask", "(2, 1, 1, 99)", "queries"],
+        ),
+        (
+            lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(
+                X, X[:-1], X[:-1], attention_mask=np.zeros((X.shape[1], 1, 1, len(X)), bool)
+            ),
+            ["attention_mask", "keys, a pair"],
+        ),
+        (
+            lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(
+                X, X, X, attention_mask=np.eye(2, 4, dtype=bool)[:, None, None]
+            ),
+            ["attention_mask", "before a true position"],
+        ),
         (lambda: nn.DotProductAttention(4, (8, 0)), ["kv_channels", "0"]),
-        (lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="cross")(np.ones((2, 1, 32), np.float32)), ["encoder_output"]),
-        (lambda: nn.MultiheadAttention(32, 4, device="cpu", qk_norm_type="BatchNorm"), ["qk_norm_type", "L2Normalization"]),
+        (
+            lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="cross")(
+                np.ones((2, 1, 32), np.float32)
+            ),
+            ["encoder_output"],
+        ),
+        (
+            lambda: nn.MultiheadAttention(32, 4, device="cpu", qk_norm_type="BatchNorm"),
+            ["qk_norm_type", "L2Normalization"],
+        ),
     ],
 )
 def test_refusals_name_the_argument(call, words):
@@ -311,19 +496,37 @@ def test_refusals_name_the_argument(call, words):
 
 
 def test_a_checkpointed_call_gives_the_same_bits(device):
-    """Dropout, biases and lengths included; what backward needs is computed once more, with what the arguments were."""
+    """Dropout, biases and lengths included; what backward needs is computed once more, with what the
+    arguments were."""
     found = []
     for again in (False, True):
         nn.manual_seed(5)
-        module = nn.DotProductAttention(HEADS, D, GROUPS, attention_dropout=0.3, attn_mask_type="padding_causal", softmax_type="learnable",
-                                        device=device)
-        q, k, v = (tensor(draw(i, (7, 2, n, D), "float32"), requires_grad=True, device=device)
-                   for i, n in enumerate((HEADS, GROUPS, GROUPS)))
+        module = nn.DotProductAttention(
+            HEADS,
+            D,
+            GROUPS,
+            attention_dropout=0.3,
+            attn_mask_type="padding_causal",
+            softmax_type="learnable",
+            device=device,
+        )
+        q, k, v = (
+            tensor(draw(i, (7, 2, n, D), "float32"), requires_grad=True, device=device)
+            for i, n in enumerate((HEADS, GROUPS, GROUPS))
+        )
         bias = tensor(draw(4, (1, HEADS, 7, 7), "float32"), requires_grad=True, device=device)
         sums = np.array([0, 7, 12], np.int32)
         with fk.deterministic(True):
-            o = module(q, k, v, cu_seqlens_q=sums, cu_seqlens_kv=sums, core_attention_bias_type="pre_scale_bias", core_attention_bias=bias,
-                       checkpoint_core_attention=again)
+            o = module(
+                q,
+                k,
+                v,
+                cu_seqlens_q=sums,
+                cu_seqlens_kv=sums,
+                core_attention_bias_type="pre_scale_bias",
+                core_attention_bias=bias,
+                checkpoint_core_attention=again,
+            )
             o.backward(draw(5, o.shape, "float32"))
         found.append([host(x) for x in (o, q.grad, k.grad, v.grad, bias.grad, module.softmax_offset.grad)])
     for got, want in zip(*found, strict=True):
@@ -331,12 +534,17 @@ def test_a_checkpointed_call_gives_the_same_bits(device):
 
 
 def test_an_offset_of_minus_infinity_and_a_row_that_sees_nothing(device):
-    """Such a row has no probabilities and gives the offset no gradient; the other heads' gradients are as they were."""
+    """Such a row has no probabilities and gives the offset no gradient; the other heads' gradients are as
+    they were."""
     found = []
     for offset in (-np.inf, 0.5):
-        module = nn.DotProductAttention(HEADS, D, attn_mask_type="arbitrary", softmax_type="learnable", device=device)
+        module = nn.DotProductAttention(
+            HEADS, D, attn_mask_type="arbitrary", softmax_type="learnable", device=device
+        )
         module.load_state_dict({"softmax_offset": np.array([offset] + [0.25] * (HEADS - 1), np.float32)})
-        parts = [tensor(draw(i, (5, 2, HEADS, D), "float32"), requires_grad=True, device=device) for i in range(3)]
+        parts = [
+            tensor(draw(i, (5, 2, HEADS, D), "float32"), requires_grad=True, device=device) for i in range(3)
+        ]
         mask = np.zeros((1, 1, 5, 5), bool)
         mask[..., 2, :] = True
         o = module(*parts, attention_mask=mask)
@@ -349,8 +557,13 @@ def test_an_offset_of_minus_infinity_and_a_row_that_sees_nothing(device):
     np.testing.assert_array_equal(found[0][1:], found[1][1:])
 
 
-@pytest.mark.parametrize(("options", "argument"), [({"attn_mask_type": "arbitrary"}, "attention_mask"),
-                                                   ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias")])
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"attn_mask_type": "arbitrary"}, "attention_mask"),
+        ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias"),
+    ],
+)
 def test_what_is_missing_has_the_users_name(options, argument):
     x = np.zeros((5, 2, 4, 8), np.float32)
     with pytest.raises(fk.ShapeError, match=f"attention: {argument}: got None, expected"):

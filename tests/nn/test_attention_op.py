@@ -18,7 +18,8 @@ from fp8kit.testing.compare import assert_close, assert_same_bits, epsilon
 from fp8kit.testing.contract import get, poisoned, put
 
 BATCH, ROWS, COLUMNS = 3, 13, 17
-CU_Q, CU_KV = np.array([0, 13, 18, 18], np.int32), np.array([0, 9, 26, 30], np.int32)  # the last batch has no query at all
+# the last batch has no query at all
+CU_Q, CU_KV = np.array([0, 13, 18, 18], np.int32), np.array([0, 9, 26, 30], np.int32)
 RNG = np.array([1234, 7], np.int64)
 PLAIN = AttentionSpec(num_heads=4, head_dim=8, num_gqa_groups=2, layout="separate", mask="no_mask")
 
@@ -53,17 +54,27 @@ def keep_factors(spec: AttentionSpec, shape: tuple[int, ...]) -> np.ndarray[Any,
     k0, k1 = np.uint64(RNG[0]), np.uint64(0)
     for _ in range(10):
         first, second = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        c = [(second >> np.uint64(32)) ^ c[1] ^ k0, second & mask, (first >> np.uint64(32)) ^ c[3] ^ k1, first & mask]
+        c = [
+            (second >> np.uint64(32)) ^ c[1] ^ k0,
+            second & mask,
+            (first >> np.uint64(32)) ^ c[3] ^ k1,
+            first & mask,
+        ]
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & mask, (k1 + np.uint64(0xBB67AE85)) & mask
     words = np.stack(c, axis=1).reshape(-1)[:count].reshape(shape)
     return np.where(words >= int(spec.dropout * 2**32), float(np.float32(1 / (1 - spec.dropout))), 0.0)
 
 
 def relative_slack(dtype: str, terms: int, score_size: float) -> float:
-    """How far a sum of products of weights may be off, relative to its absolute terms: the scores' float32 error enters exp four times
-    (weights and their normaliser, forward and backward), sums lose u a term; 16-bit o enters backward rounded."""
+    """How far a sum of products of weights may be off, relative to its absolute terms: the scores' float32
+    error enters exp four times (weights and their normaliser, forward and backward), sums lose u a term;
+    16-bit o enters backward rounded."""
     unit = 2.0**-24
-    return 4 * (terms + 4) * unit * score_size + (terms + 16) * unit + (epsilon(dtype) if dtype != "float32" else 0.0)
+    return (
+        4 * (terms + 4) * unit * score_size
+        + (terms + 16) * unit
+        + (epsilon(dtype) if dtype != "float32" else 0.0)
+    )
 
 
 def data(spec: AttentionSpec, dtype: str, columns: int = COLUMNS) -> tuple[dict[str, Any], Any]:
@@ -72,7 +83,10 @@ def data(spec: AttentionSpec, dtype: str, columns: int = COLUMNS) -> tuple[dict[
     kind = formats.dtype(dtype).numpy
     first = {"sbhd": lambda n: (n, BATCH), "bshd": lambda n: (BATCH, n)}[spec.qkv_format]
     q = random.standard_normal((*first(ROWS), spec.num_heads, spec.head_dim)).astype(kind)
-    k, v = (random.standard_normal((*first(columns), spec.num_gqa_groups, spec.head_dim)).astype(kind) for _ in "kv")
+    k, v = (
+        random.standard_normal((*first(columns), spec.num_gqa_groups, spec.head_dim)).astype(kind)
+        for _ in "kv"
+    )
     return {"q": q, "k": k, "v": v}, random.standard_normal(q.shape).astype(kind)
 
 
@@ -81,7 +95,10 @@ def packed(spec: AttentionSpec, parts: dict[str, Any]) -> dict[str, Any]:
     if spec.interleaved:
         return {"qkv": np.stack([parts[part] for part in "qkv"], axis=3).reshape(*parts["q"].shape[:2], -1)}
     flat = {name: part.reshape(*part.shape[:2], -1) for name, part in parts.items()}
-    return {name: np.concatenate([flat[part] for part in names], axis=2) for name, names in LAYOUTS[spec.layout].items()}
+    return {
+        name: np.concatenate([flat[part] for part in names], axis=2)
+        for name, names in LAYOUTS[spec.layout].items()
+    }
 
 
 def unpacked(spec: AttentionSpec, found: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +121,9 @@ def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[s
     if spec.dropout:
         inputs = inputs | {"rng": RNG}
     views = {name: put(x, arrays.CPU) for name, x in inputs.items()}
-    plan = attention.plan(spec, {n: Meta(x.shape, x.dtype) for n, x in views.items()}, needs, dispatch.kernels(arrays.CPU))
+    plan = attention.plan(
+        spec, {n: Meta(x.shape, x.dtype) for n, x in views.items()}, needs, dispatch.kernels(arrays.CPU)
+    )
 
     def buffers(metas: dict[str, Meta]) -> dict[str, Any]:
         return {name: poisoned(meta.shape, meta.dtype, arrays.CPU) for name, meta in metas.items()}
@@ -126,11 +145,19 @@ def test_values_and_gradients(name: str) -> None:
     spec, dtype = CASES[name], name if name in formats.DTYPES else "float32"
     parts, do = data(spec, dtype, ROWS if spec.layout.startswith("qkv") else COLUMNS)
     keep = keep_factors(spec, (BATCH, spec.num_heads, ROWS, parts["k"].shape[spec.qkv_format.index("s")]))
-    truth = attention_oracle(spec, parts["q"], parts["k"], parts["v"], do, keep, (CU_Q, CU_KV) if spec.padded else None)
+    truth = attention_oracle(
+        spec, parts["q"], parts["k"], parts["v"], do, keep, (CU_Q, CU_KV) if spec.padded else None
+    )
     found = run(spec, packed(spec, parts), do, frozenset(LAYOUTS[spec.layout]))
     score_size = truth["lse"][1]
     slack = relative_slack(dtype, ROWS + COLUMNS, score_size)
-    assert_close("lse", found["lse"], truth["lse"][0], "float32", slack=(spec.head_dim + COLUMNS) * 2.0**-24 * (1 + score_size))
+    assert_close(
+        "lse",
+        found["lse"],
+        truth["lse"][0],
+        "float32",
+        slack=(spec.head_dim + COLUMNS) * 2.0**-24 * (1 + score_size),
+    )
     value, size = truth["o"]
     assert_close("o", found["o"].reshape(value.shape), value, dtype, slack * size)
     for part, got in unpacked(spec, found).items():
@@ -170,27 +197,60 @@ WRONG = {
     "heads": ({"num_heads": 0}, {}, ShapeError, "num_heads"),
     "groups": ({"num_gqa_groups": 3}, {}, ShapeError, "num_gqa_groups: got 3, expected a divisor of 4"),
     "head_dim": ({"head_dim": -1}, {}, ShapeError, "head_dim"),
-    "format": ({"qkv_format": "bhsd"}, {}, ShapeError, "qkv_format: got 'bhsd', expected one of sbhd, bshd, thd"),
+    "format": (
+        {"qkv_format": "bhsd"},
+        {},
+        ShapeError,
+        "qkv_format: got 'bhsd', expected one of sbhd, bshd, thd",
+    ),
     "mask": ({"mask": "casual"}, {}, ShapeError, "mask: got 'casual'"),
     "layout": ({"layout": "kvq"}, {}, ShapeError, "layout"),
-    "interleaved_groups": ({"layout": "qkv_interleaved"}, {}, ShapeError, "layout: got 'qkv_interleaved', expected one with"),
+    "interleaved_groups": (
+        {"layout": "qkv_interleaved"},
+        {},
+        ShapeError,
+        "layout: got 'qkv_interleaved', expected one with",
+    ),
     "scale": ({"softmax_scale": float("nan")}, {}, ShapeError, "softmax_scale"),
     "dropout": ({"dropout": 1.0}, {}, ShapeError, "dropout: got 1.0"),
     "absent": ({}, {"v": None}, ShapeError, "v: got None"),
-    "width": ({}, {"q": meta(13, 3, 31)}, ShapeError, r"q: got shape \(13, 3, 31\), expected \(sequence, batch, 32\) or"),
+    "width": (
+        {},
+        {"q": meta(13, 3, 31)},
+        ShapeError,
+        r"q: got shape \(13, 3, 31\), expected \(sequence, batch, 32\) or",
+    ),
     "flat": ({}, {"q": meta(13, 96)}, ShapeError, "q: got shape"),
     "no_features": ({}, {"q": meta(13, 3, 0)}, ShapeError, r"q: got shape \(13, 3, 0\)"),
-    "no_sequence": ({"mask": "padding", "qkv_format": "thd", "max_seqlen_q": 3, "max_seqlen_kv": 3},
-                    {"q": meta(13, 32), "k": meta(17, 16), "v": meta(17, 16), "cu_seqlens_q": meta(1, dtype="int32")}, ShapeError,
-                    "cu_seqlens_q: got"),
+    "no_sequence": (
+        {"mask": "padding", "qkv_format": "thd", "max_seqlen_q": 3, "max_seqlen_kv": 3},
+        {"q": meta(13, 32), "k": meta(17, 16), "v": meta(17, 16), "cu_seqlens_q": meta(1, dtype="int32")},
+        ShapeError,
+        "cu_seqlens_q: got",
+    ),
     "lengths": ({}, {"v": meta(16, 3, 16)}, ShapeError, "v: got shape"),
     "batches": ({}, {"q": meta(13, 2, 32)}, ShapeError, "one batch size"),
     "dtype": ({}, {"q": meta(13, 3, 32, dtype="float64")}, FormatError, "q: got float64"),
     "mixed": ({}, {"k": meta(17, 3, 16, dtype="bfloat16")}, FormatError, "k: got bfloat16"),
-    "no_lengths": ({"mask": "padding"}, {}, ShapeError, "cu_seqlens_q: got None, .*a layer makes it of a padding mask"),
+    "no_lengths": (
+        {"mask": "padding"},
+        {},
+        ShapeError,
+        "cu_seqlens_q: got None, .*a layer makes it of a padding mask",
+    ),
     "lengths_unheard": ({}, {"cu_seqlens_q": meta(4, dtype="int32")}, ShapeError, "cu_seqlens_q"),
-    "lengths_int64": ({"mask": "padding"}, PADDED | {"cu_seqlens_kv": meta(4, dtype="int64")}, FormatError, "cu_seqlens_kv"),
-    "lengths_short": ({"mask": "padding"}, PADDED | {"cu_seqlens_kv": meta(3, dtype="int32")}, ShapeError, "cu_seqlens_kv"),
+    "lengths_int64": (
+        {"mask": "padding"},
+        PADDED | {"cu_seqlens_kv": meta(4, dtype="int64")},
+        FormatError,
+        "cu_seqlens_kv",
+    ),
+    "lengths_short": (
+        {"mask": "padding"},
+        PADDED | {"cu_seqlens_kv": meta(3, dtype="int32")},
+        ShapeError,
+        "cu_seqlens_kv",
+    ),
     "no_rng": ({"dropout": 0.1}, {}, ShapeError, "rng: got None"),
     "rng": ({"dropout": 0.1}, {"rng": meta(2, dtype="int32")}, FormatError, "rng"),
 }

@@ -1,4 +1,5 @@
-"""Whatever lies in padding, or between packed sequences, attention gives the bits that it gives with zeros there."""
+"""Whatever lies in padding, or between packed sequences, attention gives the bits that it gives with zeros
+there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.nn.test_layers import draw
 
 HEADS, GROUPS, D = 4, 2, 8
 ROWS, COLUMNS = (7, 3, 5), (5, 11, 2)
-STARTS = {"q": (1, 9, 16, 24), "kv": (0, 8, 19, 25)}  # where packed sequences start, gaps behind some; and the tokens there are
+# where packed sequences start, gaps behind some; and the tokens there are
+STARTS = {"q": (1, 9, 16, 24), "kv": (0, 8, 19, 25)}
 
 
 def _cu(lengths):
@@ -40,9 +42,15 @@ def test_padding_reaches_nothing(device, dtype, form, mask, value):
     true = {"q": _true(form, ROWS, STARTS["q"], 7), "kv": _true(form, COLUMNS, STARTS["kv"], 11)}
     lengths = {"cu_seqlens_q": _cu(ROWS), "cu_seqlens_kv": _cu(COLUMNS)}
     if form == "thd":
-        lengths |= {f"cu_seqlens_{side}_padded": np.array(starts, np.int32) for side, starts in STARTS.items()}
+        lengths |= {
+            f"cu_seqlens_{side}_padded": np.array(starts, np.int32) for side, starts in STARTS.items()
+        }
         lengths |= {"max_seqlen_q": 7, "max_seqlen_kv": 11}
-    shapes = {"q": (*true["q"].shape, HEADS, D), "k": (*true["kv"].shape, GROUPS, D), "v": (*true["kv"].shape, GROUPS, D)}
+    shapes = {
+        "q": (*true["q"].shape, HEADS, D),
+        "k": (*true["kv"].shape, GROUPS, D),
+        "v": (*true["kv"].shape, GROUPS, D),
+    }
     results = []
     for filled in (0.0, value):
         arrays = {name: draw(seed, shape, dtype) for seed, (name, shape) in enumerate(shapes.items())}
@@ -56,5 +64,7 @@ def test_padding_reaches_nothing(device, dtype, form, mask, value):
         results.append({"o": host(o)} | {f"d{name}": host(x.grad) for name, x in inputs.items()})
     for name, clean in results[0].items():
         assert_same_bits(name, results[1][name], clean)
-        assert not clean[~true["q" if name in ("o", "dq") else "kv"]].astype(np.float32).any(), f"{name}: padding is not 0"
+        assert not clean[~true["q" if name in ("o", "dq") else "kv"]].astype(np.float32).any(), (
+            f"{name}: padding is not 0"
+        )
         assert np.isfinite(clean.astype(np.float32)).all()

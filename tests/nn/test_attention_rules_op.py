@@ -1,4 +1,5 @@
-"""The attention operation on the reference engine: masks, windows, biases, softmax types and packed sequences, against float64."""
+"""The attention operation on the reference engine: masks, windows, biases, softmax types and packed
+sequences, against float64."""
 
 from __future__ import annotations
 
@@ -62,12 +63,24 @@ class Case:
     def __init__(self, spec: AttentionSpec, dtype: str = "float32", gaps: bool = False) -> None:
         self.spec, kind = spec, formats.dtype(dtype)
         self.random, self.kind = np.random.default_rng(8), kind
-        self.starts = {"q": sums(LENGTHS_Q, GAPS_Q if gaps else (0, 0, 0)), "kv": sums(LENGTHS_KV, GAPS_KV if gaps else (0, 0, 0))}
+        self.starts = {
+            "q": sums(LENGTHS_Q, GAPS_Q if gaps else (0, 0, 0)),
+            "kv": sums(LENGTHS_KV, GAPS_KV if gaps else (0, 0, 0)),
+        }
         lengths = (LENGTHS_Q, LENGTHS_KV) if spec.padded else ((), ())
         over = (1, 4, 13)
         self.sizes = Sizes(3, 13, 17, 4, 2, 8, *lengths, spec.head_dim_v, over)
-        self.rules = Rules("bshd", spec.window, spec.bottom_right, spec.softmax_scale, spec.dropout, spec.bias, spec.softmax_type,
-                           spec.padded, spec.masked)
+        self.rules = Rules(
+            "bshd",
+            spec.window,
+            spec.bottom_right,
+            spec.softmax_scale,
+            spec.dropout,
+            spec.bias,
+            spec.softmax_type,
+            spec.padded,
+            spec.masked,
+        )
         z = self.sizes
         self.q, self.k = self.draw(3, 4, 13, 8), self.draw(3, 2, 17, 8)
         self.v, self.do = self.draw(3, 2, 17, z.depth_v), self.draw(3, 4, 13, z.depth_v)
@@ -97,7 +110,9 @@ class Case:
     def place(self, x: Any, side: str) -> Any:
         """(b, h, s, d) values in the spec's format; 99 in tokens of no sequence."""
         if self.spec.qkv_format != "thd":
-            return np.ascontiguousarray(x.transpose((2, 0, 1, 3) if self.spec.qkv_format == "sbhd" else (0, 2, 1, 3)))
+            return np.ascontiguousarray(
+                x.transpose((2, 0, 1, 3) if self.spec.qkv_format == "sbhd" else (0, 2, 1, 3))
+            )
         lengths, starts = {"q": LENGTHS_Q, "kv": LENGTHS_KV}[side], self.starts[side]
         out = np.full((starts[-1], x.shape[1], x.shape[3]), 99, x.dtype)
         for b, n in enumerate(lengths):
@@ -107,15 +122,26 @@ class Case:
     def inputs(self) -> dict[str, Any]:
         parts = {"q": self.place(self.q, "q"), "k": self.place(self.k, "kv"), "v": self.place(self.v, "kv")}
         flat = {name: part.reshape(*part.shape[:-2], -1) for name, part in parts.items()}
-        return {name: np.concatenate([flat[p] for p in names], -1) for name, names in LAYOUTS[self.spec.layout].items()} | self.extra
+        return {
+            name: np.concatenate([flat[p] for p in names], -1)
+            for name, names in LAYOUTS[self.spec.layout].items()
+        } | self.extra
 
     def wanted(self) -> dict[str, tuple[Any, Any]]:
         """name -> (gradient or o, slack) as the operation gives them; 0 in tokens of no sequence."""
         named = {"o": (self.oracle.o, self.oracle.o_slack, "q")}
-        named |= {part: (self.oracle.grads[f"d{part}"], self.oracle.forward_slack(f"d{part}"), side)
-                  for part, side in (("q", "q"), ("k", "kv"), ("v", "kv"))}
-        placed = {name: [self.place(x, side) for x in (value, slack)] for name, (value, slack, side) in named.items()}
-        flat = {name: [np.where(x == 99, 0, x).reshape(*x.shape[:-2], -1) for x in pair] for name, pair in placed.items()}
+        named |= {
+            part: (self.oracle.grads[f"d{part}"], self.oracle.forward_slack(f"d{part}"), side)
+            for part, side in (("q", "q"), ("k", "kv"), ("v", "kv"))
+        }
+        placed = {
+            name: [self.place(x, side) for x in (value, slack)]
+            for name, (value, slack, side) in named.items()
+        }
+        flat = {
+            name: [np.where(x == 99, 0, x).reshape(*x.shape[:-2], -1) for x in pair]
+            for name, pair in placed.items()
+        }
         found = {"o": tuple(flat["o"])}
         for name, names in LAYOUTS[self.spec.layout].items():
             found[name] = tuple(np.concatenate([flat[p][i] for p in names], -1) for i in range(2))
@@ -128,7 +154,9 @@ class Case:
 def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[str]) -> dict[str, Any]:
     """Forward and backward as a door does it, with every buffer poisoned beforehand."""
     views = {name: put(x, arrays.CPU) for name, x in inputs.items()}
-    plan = attention.plan(spec, {n: Meta(x.shape, x.dtype) for n, x in views.items()}, needs, dispatch.kernels(arrays.CPU))
+    plan = attention.plan(
+        spec, {n: Meta(x.shape, x.dtype) for n, x in views.items()}, needs, dispatch.kernels(arrays.CPU)
+    )
 
     def buffers(metas: dict[str, Meta]) -> dict[str, Any]:
         return {name: poisoned(meta.shape, meta.dtype, arrays.CPU) for name, meta in metas.items()}
@@ -165,7 +193,9 @@ def test_only_what_is_wanted(name: str) -> None:
     spec = CASES[name]
     case = Case(spec)
     do = case.place(case.do, "q")
-    whole = run(spec, case.inputs(), do, frozenset({"q", "k", "v", "bias", "softmax_offset"} & case.inputs().keys()))
+    whole = run(
+        spec, case.inputs(), do, frozenset({"q", "k", "v", "bias", "softmax_offset"} & case.inputs().keys())
+    )
     for needs in ({"k"}, {"softmax_offset"}, {"bias"}, set()):
         if needs <= whole.keys():
             some = run(spec, case.inputs(), do, frozenset(needs))
@@ -201,7 +231,8 @@ def test_one_qkv_input_of_packed_sequences() -> None:
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
 def test_a_part_drops_what_the_whole_drops(form: str) -> None:
-    """Batches 1 and 2 and query heads 2 and 3, over key head 1: a slice of the whole's results and gradients, bit for bit."""
+    """Batches 1 and 2 and query heads 2 and 3, over key head 1: a slice of the whole's results and gradients,
+    bit for bit."""
     spec = change(qkv_format=form, mask="causal_bottom_right", dropout=0.4)
     case, batches = Case(spec), 1 if form == "sbhd" else 0
     inputs, do = case.inputs(), case.place(case.do, "q")
@@ -214,7 +245,12 @@ def test_a_part_drops_what_the_whole_drops(form: str) -> None:
     whole = run(spec, inputs, do, frozenset("qkv"))
     place = {"rng": RNG, "dropout_place": np.array([1, 2, 4], np.int32)}
     small = dataclasses.replace(spec, num_heads=2, num_gqa_groups=1, placed=True)
-    found = run(small, {name: part(inputs[name], count[name]) for name in "qkv"} | place, part(do, 4), frozenset("qkv"))
+    found = run(
+        small,
+        {name: part(inputs[name], count[name]) for name in "qkv"} | place,
+        part(do, 4),
+        frozenset("qkv"),
+    )
     for name, heads in count.items():
         want = part(whole[name], heads)
         assert_same_bits(name, found[name].reshape(want.shape), want)
@@ -229,35 +265,128 @@ DROPPED = GOOD | {"rng": meta(2, dtype="int64")}
 CU = {"cu_seqlens_q": meta(4, dtype="int32"), "cu_seqlens_kv": meta(4, dtype="int32")}
 TOKENS = {"q": meta(18, 32), "k": meta(30, 16), "v": meta(30, 2, 8)}
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "window": ({"window_size": (-2, 0)}, GOOD, ShapeError, r"window_size: got \(-2, 0\), expected \(left, right\)"),
-    "window_of_causal": ({"mask": "causal", "window_size": (2, 1)}, GOOD, ShapeError, r"window_size: got \(2, 1\), expected right -1 or 0"),
-    "diagonal": ({"mask": "causal", "bottom_right_diagonal": True}, GOOD, ShapeError, "bottom_right_diagonal: got True, expected None"),
-    "other_diagonal": ({"mask": "causal_bottom_right", "bottom_right_diagonal": False}, GOOD, ShapeError, "bottom_right_diagonal: got"),
+    "window": (
+        {"window_size": (-2, 0)},
+        GOOD,
+        ShapeError,
+        r"window_size: got \(-2, 0\), expected \(left, right\)",
+    ),
+    "window_of_causal": (
+        {"mask": "causal", "window_size": (2, 1)},
+        GOOD,
+        ShapeError,
+        r"window_size: got \(2, 1\), expected right -1 or 0",
+    ),
+    "diagonal": (
+        {"mask": "causal", "bottom_right_diagonal": True},
+        GOOD,
+        ShapeError,
+        "bottom_right_diagonal: got True, expected None",
+    ),
+    "other_diagonal": (
+        {"mask": "causal_bottom_right", "bottom_right_diagonal": False},
+        GOOD,
+        ShapeError,
+        "bottom_right_diagonal: got",
+    ),
     "bias": ({"bias": "prescale"}, GOOD, ShapeError, "bias: got 'prescale'"),
-    "softmax": ({"softmax_type": "off_by_one"}, GOOD, ShapeError, "softmax_type: got 'off_by_one', expected one of vanilla, off-by-one"),
-    "no_mask_array": ({"mask": "arbitrary"}, GOOD, ShapeError, "mask: got None, expected bool_ .* with mask 'arbitrary'"),
-    "mask_unheard": ({}, GOOD | {"mask": meta(1, 1, 13, 17, dtype="uint8")}, ShapeError, "mask: got shape .* None with mask 'no_mask'"),
-    "mask_shape": ({"mask": "arbitrary"}, GOOD | {"mask": meta(2, 1, 13, 17, dtype="uint8")}, ShapeError,
-                   r"mask: got shape \(2, 1, 13, 17\), expected \(3 or 1, 4 or 1, 13 or 1, 17\)"),
-    "mask_dtype": ({"mask": "arbitrary"}, GOOD | {"mask": meta(1, 1, 13, 17)}, FormatError, "mask: got float32"),
-    "bias_dtype": ({"bias": "post_scale_bias"}, GOOD | {"bias": meta(1, 1, 13, 17, dtype="float16")}, FormatError, "bias: got"),
-    "bias_shape": ({"bias": "post_scale_bias"}, GOOD | {"bias": meta(13, 17)}, ShapeError, r"bias: got shape \(13, 17\)"),
+    "softmax": (
+        {"softmax_type": "off_by_one"},
+        GOOD,
+        ShapeError,
+        "softmax_type: got 'off_by_one', expected one of vanilla, off-by-one",
+    ),
+    "no_mask_array": (
+        {"mask": "arbitrary"},
+        GOOD,
+        ShapeError,
+        "mask: got None, expected bool_ .* with mask 'arbitrary'",
+    ),
+    "mask_unheard": (
+        {},
+        GOOD | {"mask": meta(1, 1, 13, 17, dtype="uint8")},
+        ShapeError,
+        "mask: got shape .* None with mask 'no_mask'",
+    ),
+    "mask_shape": (
+        {"mask": "arbitrary"},
+        GOOD | {"mask": meta(2, 1, 13, 17, dtype="uint8")},
+        ShapeError,
+        r"mask: got shape \(2, 1, 13, 17\), expected \(3 or 1, 4 or 1, 13 or 1, 17\)",
+    ),
+    "mask_dtype": (
+        {"mask": "arbitrary"},
+        GOOD | {"mask": meta(1, 1, 13, 17)},
+        FormatError,
+        "mask: got float32",
+    ),
+    "bias_dtype": (
+        {"bias": "post_scale_bias"},
+        GOOD | {"bias": meta(1, 1, 13, 17, dtype="float16")},
+        FormatError,
+        "bias: got",
+    ),
+    "bias_shape": (
+        {"bias": "post_scale_bias"},
+        GOOD | {"bias": meta(13, 17)},
+        ShapeError,
+        r"bias: got shape \(13, 17\)",
+    ),
     "no_slopes": ({"bias": "alibi"}, GOOD, ShapeError, "alibi_slopes: got None"),
-    "slopes": ({"bias": "alibi"}, GOOD | {"alibi_slopes": meta(3)}, ShapeError, r"alibi_slopes: got shape \(3,\), expected \(4,\) or"),
+    "slopes": (
+        {"bias": "alibi"},
+        GOOD | {"alibi_slopes": meta(3)},
+        ShapeError,
+        r"alibi_slopes: got shape \(3,\), expected \(4,\) or",
+    ),
     "no_offset": ({"softmax_type": "learnable"}, GOOD, ShapeError, "softmax_offset: got None"),
     "offset_unheard": ({}, GOOD | {"softmax_offset": meta(4)}, ShapeError, "softmax_offset"),
     "placed": ({"placed": True}, GOOD, ShapeError, "placed: got True, expected False without dropout"),
-    "no_place": ({"placed": True, "dropout": 0.1}, DROPPED, ShapeError, r"dropout_place: got None, expected int32 \(3,\) with placed True"),
-    "place_unheard": ({"dropout": 0.1}, DROPPED | {"dropout_place": meta(3, dtype="int32")}, ShapeError, "dropout_place: got shape"),
-    "place_dtype": ({"placed": True, "dropout": 0.1}, DROPPED | {"dropout_place": meta(3, dtype="int64")}, FormatError,
-                    "dropout_place: got int64"),
-    "depth_of_v": ({"head_dim_v": 4}, GOOD, ShapeError, r"v: got shape \(17, 3, 2, 8\), expected \(sequence, batch, 8\)"),
+    "no_place": (
+        {"placed": True, "dropout": 0.1},
+        DROPPED,
+        ShapeError,
+        r"dropout_place: got None, expected int32 \(3,\) with placed True",
+    ),
+    "place_unheard": (
+        {"dropout": 0.1},
+        DROPPED | {"dropout_place": meta(3, dtype="int32")},
+        ShapeError,
+        "dropout_place: got shape",
+    ),
+    "place_dtype": (
+        {"placed": True, "dropout": 0.1},
+        DROPPED | {"dropout_place": meta(3, dtype="int64")},
+        FormatError,
+        "dropout_place: got int64",
+    ),
+    "depth_of_v": (
+        {"head_dim_v": 4},
+        GOOD,
+        ShapeError,
+        r"v: got shape \(17, 3, 2, 8\), expected \(sequence, batch, 8\)",
+    ),
     "thd_mask": (THD, TOKENS | CU, ShapeError, "mask: got 'no_mask', expected one of the padding masks"),
     "thd_no_lengths": (THD | {"mask": "padding"}, TOKENS, ShapeError, "cu_seqlens_q: got None"),
-    "thd_no_maximum": (THD | {"mask": "padding", "max_seqlen_kv": 0}, TOKENS | CU, ShapeError, "max_seqlen_kv: got 0"),
-    "thd_shape": (THD | {"mask": "padding"}, TOKENS | CU | {"k": meta(30, 3, 16)}, ShapeError, r"k: got .*\(tokens, 16\) or"),
+    "thd_no_maximum": (
+        THD | {"mask": "padding", "max_seqlen_kv": 0},
+        TOKENS | CU,
+        ShapeError,
+        "max_seqlen_kv: got 0",
+    ),
+    "thd_shape": (
+        THD | {"mask": "padding"},
+        TOKENS | CU | {"k": meta(30, 3, 16)},
+        ShapeError,
+        r"k: got .*\(tokens, 16\) or",
+    ),
     "thd_apart": (THD | {"mask": "padding"}, TOKENS | CU | {"v": meta(31, 16)}, ShapeError, "v: got"),
-    "padded_starts": ({"mask": "padding"}, GOOD | CU | {"cu_seqlens_q_padded": meta(4, dtype="int32")}, ShapeError, "cu_seqlens_q_padded"),
+    "padded_starts": (
+        {"mask": "padding"},
+        GOOD | CU | {"cu_seqlens_q_padded": meta(4, dtype="int32")},
+        ShapeError,
+        "cu_seqlens_q_padded",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""``activation``, ``quantize``, ``dequantize`` and ``fp8_gemm`` as operations by themselves, on both engines."""
+"""``activation``, ``quantize``, ``dequantize`` and ``fp8_gemm`` as operations by themselves, on both
+engines."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_activation_and_its_gradient(device):
     u, v = np.split(draw(0, 6, 32).astype(np.float64), 2, 1)
     s = 1 / (1 + np.exp(-u))
     np.testing.assert_allclose(y.numpy(), u * s * v, rtol=0, atol=2.0**-18)
-    np.testing.assert_allclose(x.grad.numpy(), np.hstack([v * s * (1 + u * (1 - s)), u * s]), rtol=0, atol=2.0**-18)
+    np.testing.assert_allclose(
+        x.grad.numpy(), np.hstack([v * s * (1 + u * (1 - s)), u * s]), rtol=0, atol=2.0**-18
+    )
 
 
 @pytest.mark.parametrize(("scaling", "tile"), [("tensor", (12, 48)), ("row", (1, 48)), ("mx_1x32", (1, 32))])
@@ -43,15 +46,26 @@ def test_casts_are_those_of_arrays(device, scaling, tile):
 
 def test_the_product_of_codes(device):
     a, b = (fk.quantize(draw(seed, 32, 64), fk.E4M3) for seed in (2, 3))
-    codes = {"a": a.data, "b": b.data, "a_scale_inv": a.scale_inv.reshape(1), "b_scale_inv": b.scale_inv.reshape(1)}
+    codes = {
+        "a": a.data,
+        "b": b.data,
+        "a_scale_inv": a.scale_inv.reshape(1),
+        "b_scale_inv": b.scale_inv.reshape(1),
+    }
     spec = Fp8GemmSpec(32, 32, "float32", fk.E4M3, fk.E4M3)
-    out = apply(fp8_gemm, spec, {name: tensor(value, device=device) for name, value in codes.items()})["out"].numpy()
+    out = apply(fp8_gemm, spec, {name: tensor(value, device=device) for name, value in codes.items()})[
+        "out"
+    ].numpy()
     want = a.dequantize().astype(np.float64) @ b.dequantize().astype(np.float64).T
-    np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-12 * np.abs(want).max())  # the tensor cores sum in 14 bits
+    # the tensor cores sum in 14 bits
+    np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-12 * np.abs(want).max())
 
 
 def test_refusals():
-    x, codes = tensor(draw(0, 6, 32), requires_grad=True, device="cpu"), tensor(np.zeros((16, 32), np.uint8), device="cpu")
+    x, codes = (
+        tensor(draw(0, 6, 32), requires_grad=True, device="cpu"),
+        tensor(np.zeros((16, 32), np.uint8), device="cpu"),
+    )
     one = tensor(np.ones(1, np.float32), device="cpu")
     with pytest.raises(FormatError, match=r"activation: activation: got 'gellu'"):
         ActivationSpec("gellu", 32)

@@ -1,4 +1,5 @@
-"""The safetensors format as fp8kit reads it: in memory for one copy, and never believing a file about its sizes."""
+"""The safetensors format as fp8kit reads it: in memory for one copy, and never believing a file about its
+sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ MIB = 1 << 20
 def test_a_file_costs_its_own_size_in_memory(tmp_path):
     """The bytes that are allocated while it is read and written."""
     path = tmp_path / "x"
-    given = {name: np.random.default_rng(seed).standard_normal(MIB // 4).astype(np.float32) for seed, name in enumerate("abcdefgh")}
+    given = {
+        name: np.random.default_rng(seed).standard_normal(MIB // 4).astype(np.float32)
+        for seed, name in enumerate("abcdefgh")
+    }
     peaks = []
     tracemalloc.start()
     try:
@@ -39,8 +43,12 @@ def test_a_file_costs_its_own_size_in_memory(tmp_path):
 
 
 def test_files_of_the_format_s_own_library_are_read(tmp_path):
-    given = {"a": np.arange(7, dtype=np.float16), "b/c": np.zeros((0, 3), np.int64), "d": np.array(2.5, np.float64),
-             "e": np.array([[True, False]])}
+    given = {
+        "a": np.arange(7, dtype=np.float16),
+        "b/c": np.zeros((0, 3), np.int64),
+        "d": np.array(2.5, np.float64),
+        "e": np.array([[True, False]]),
+    }
     save_file(given, tmp_path / "theirs", {"step": "3"})
     state, metadata = serialization.read(tmp_path / "theirs")
     assert metadata == {"step": "3"}
@@ -60,19 +68,35 @@ def entry(dtype="F32", shape=(2,), places=(0, 8), **more):
 # header (an object, or text), bytes after it, what the error says
 HOSTILE = {
     "a hole": ({"a": entry(places=(4, 12))}, 12, "'a' starts at byte 4 after the header, expected 0"),
-    "an overlap": ({"a": entry(), "b": entry(places=(4, 12))}, 12, "'b' starts at byte 4 after the header, expected 8"),
-    "the same bytes twice": ({"a": entry(), "b": entry()}, 8, "'b' starts at byte 0 after the header, expected 8"),
+    "an overlap": (
+        {"a": entry(), "b": entry(places=(4, 12))},
+        12,
+        "'b' starts at byte 4 after the header, expected 8",
+    ),
+    "the same bytes twice": (
+        {"a": entry(), "b": entry()},
+        8,
+        "'b' starts at byte 0 after the header, expected 8",
+    ),
     "too short": ({"a": entry()}, 7, "the header and its arrays have"),
     "too long": ({"a": entry()}, 9, "the header and its arrays have"),
     "another size": ({"a": entry(shape=(3,))}, 8, "'a', float32 (3,), lies at bytes [0, 8]"),
     "a terabyte": ({"a": entry(shape=(1 << 38,), places=(0, 1 << 40))}, 8, "the header and its arrays have"),
-    "beyond 64 bits": ({"a": entry(shape=(1 << 64,), places=(0, 1 << 66))}, 8, "'a' has shape [18446744073709551616]"),
+    "beyond 64 bits": (
+        {"a": entry(shape=(1 << 64,), places=(0, 1 << 66))},
+        8,
+        "'a' has shape [18446744073709551616]",
+    ),
     "negative": ({"a": entry(shape=(-2,), places=(0, -8))}, 8, "'a' has shape [-2] at bytes [0, -8]"),
     "backwards": ({"a": entry(shape=(0,), places=(8, 0))}, 8, "lies at bytes [8, 0]"),
     "fractions": ({"a": entry(shape=(2.0,))}, 8, "'a' has shape [2.0]"),
     "a flag": ({"a": entry(shape=(True, 2))}, 8, "'a' has shape [True, 2]"),
     "many dimensions": ({"a": entry(shape=(1,) * 200, places=(0, 4))}, 4, "'a' has shape (1, 1,"),
-    "nothing, but long": ({"a": entry(shape=(0, 1 << 62, 4), places=(0, 0))}, 0, "'a' has shape (0, 4611686018427387904, 4)"),
+    "nothing, but long": (
+        {"a": entry(shape=(0, 1 << 62, 4), places=(0, 0))},
+        0,
+        "'a' has shape (0, 4611686018427387904, 4)",
+    ),
     "three places": ({"a": entry(places=(0, 8, 8))}, 8, "lies at bytes [0, 8, 8]"),
     "more words": ({"a": entry(extra=1)}, 8, "'a' is not described by dtype, shape and data_offsets"),
     "no words": ({"a": [1]}, 8, "'a' is not described by"),
@@ -91,7 +115,11 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_refused_by_name(tmp_path, name):
     header, rest, said = HOSTILE[name]
-    text = header if isinstance(header, bytes) else (header if isinstance(header, str) else json.dumps(header)).encode()
+    text = (
+        header
+        if isinstance(header, bytes)
+        else (header if isinstance(header, str) else json.dumps(header)).encode()
+    )
     path, target = tmp_path / "bad", {"a": np.ones(2, np.float32)}
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(rest))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:

@@ -18,7 +18,8 @@ PAIRS = ((3 << 32) | 7, 5)
 
 
 class Source:
-    """Numbers one after the other, each array a call's own or, with ``one``, always the same one; ``asked``: of which devices."""
+    """Numbers one after the other, each array a call's own or, with ``one``, always the same one; ``asked``:
+    of which devices."""
 
     def __init__(self, device, one=False):
         self.device, self.asked = arrays.device(device), []
@@ -39,7 +40,9 @@ def draw(seed, shape):
 
 def layer(device):
     nn.manual_seed(1)
-    return nn.TransformerLayer(H, 2 * H, 2, hidden_dropout=0.3, attention_dropout=0.2, drop_path_rate=0.4, device=device)
+    return nn.TransformerLayer(
+        H, 2 * H, 2, hidden_dropout=0.3, attention_dropout=0.2, drop_path_rate=0.4, device=device
+    )
 
 
 def step(module, device, call=lambda module, x: module(x)):
@@ -52,7 +55,8 @@ def step(module, device, call=lambda module, x: module(x)):
 
 
 def test_the_process_draws_on_as_if_nothing_was_drawn(device):
-    """A source that gives what ``manual_seed`` gives changes no bit; the process's own state stays where it is."""
+    """A source that gives what ``manual_seed`` gives changes no bit; the process's own state stays where it
+    is."""
     module = layer(device)
     nn.manual_seed(7)
     wanted = step(module, device)
@@ -61,7 +65,8 @@ def test_the_process_draws_on_as_if_nothing_was_drawn(device):
     source = Source(device)
     with fk.draw_from(source):
         assert step(module, device) == wanted
-    assert source.asked == [str(arrays.device(device))] * 5  # attention, and for each branch its dropout and its paths
+    # attention, and for each branch its dropout and its paths
+    assert source.asked == [str(arrays.device(device))] * 5
     for name, value in nn.get_rng_state().items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
     assert step(module, device) == wanted
@@ -108,7 +113,9 @@ def test_recomputation_after_the_block(device):
         with fk.draw_from(Source(device)):
             y = fk.checkpoint(module, x)
         y.backward(draw(2, (8, 2, H)))
-    assert [array.numpy().tobytes() for array in (y, x.grad, *(p.grad for p in module.parameters()))] == wanted
+    assert [
+        array.numpy().tobytes() for array in (y, x.grad, *(p.grad for p in module.parameters()))
+    ] == wanted
 
 
 def test_a_block_is_a_threads_own_and_the_inner_one_counts(device):
@@ -133,10 +140,12 @@ def test_a_block_is_a_threads_own_and_the_inner_one_counts(device):
 def test_arrays_of_all_kinds(device, kind):
     where = arrays.device(device)
     made = {
-        "numpy": lambda: np.array(PAIRS), "torch": lambda: torch.tensor(PAIRS, device=device),
-        "cut": lambda: torch.tensor([PAIRS[0], 0, PAIRS[1], 0], device=device)[::2], "turned": lambda: np.array(PAIRS[::-1])[::-1],
+        "numpy": lambda: np.array(PAIRS),
+        "torch": lambda: torch.tensor(PAIRS, device=device),
+        "cut": lambda: torch.tensor([PAIRS[0], 0, PAIRS[1], 0], device=device)[::2],
+        "turned": lambda: np.array(PAIRS[::-1])[::-1],
         "Tensor": lambda: tensor(np.array(PAIRS), device=device),
-    }[kind]()  # fmt: skip
+    }[kind]()
     if arrays.as_view(made).device != where:
         made = arrays.to(arrays.as_view(made), where)
     with fk.draw_from(lambda device: made):
@@ -147,10 +156,26 @@ REFUSED = {
     "no function": (3, Fp8kitError, r"^draw_from: source: got "),
     "None": (lambda device: None, FormatError, "^draw_from: source: got None, expected an array"),
     "a list": (lambda device: [1, 2], FormatError, "^draw_from: source: got list, expected an array"),
-    "int32": (lambda device: np.array([1, 2], np.int32), FormatError, "^draw_from: source: got dtype int32, expected int64"),
-    "float": (lambda device: torch.tensor([1.0, 2.0]), FormatError, "^draw_from: source: got dtype float32, expected int64"),
-    "three": (lambda device: np.array([1, 2, 3]), ShapeError, r"^draw_from: source: got shape \(3,\), expected \(2,\)"),
-    "a matrix": (lambda device: np.array([[1, 2]]), ShapeError, r"^draw_from: source: got shape \(1, 2\), expected \(2,\)"),
+    "int32": (
+        lambda device: np.array([1, 2], np.int32),
+        FormatError,
+        "^draw_from: source: got dtype int32, expected int64",
+    ),
+    "float": (
+        lambda device: torch.tensor([1.0, 2.0]),
+        FormatError,
+        "^draw_from: source: got dtype float32, expected int64",
+    ),
+    "three": (
+        lambda device: np.array([1, 2, 3]),
+        ShapeError,
+        r"^draw_from: source: got shape \(3,\), expected \(2,\)",
+    ),
+    "a matrix": (
+        lambda device: np.array([[1, 2]]),
+        ShapeError,
+        r"^draw_from: source: got shape \(1, 2\), expected \(2,\)",
+    ),
 }
 
 
@@ -159,7 +184,10 @@ def test_what_is_no_pair_is_refused_before_the_operation_runs(device, case, monk
     source, kind, said = REFUSED[case]
     x = tensor(draw(1, (8, H)), requires_grad=True, device=device)
     heads = [tensor(draw(i, (8, 2, 2, H // 2)), requires_grad=True, device=device) for i in range(3)]
-    modules = [(nn.Dropout(0.5), (x,)), (nn.DotProductAttention(2, H // 2, attention_dropout=0.5, device=device), heads)]
+    modules = [
+        (nn.Dropout(0.5), (x,)),
+        (nn.DotProductAttention(2, H // 2, attention_dropout=0.5, device=device), heads),
+    ]
     for module, given in modules:
         module(*given)  # plans are made, so that what runs below is what a step runs
     before, ran = nn.get_rng_state(), []
@@ -185,7 +213,10 @@ def test_a_pair_elsewhere_is_refused():
 @pytest.mark.gpu
 def test_a_pair_on_a_gpu_for_the_cpu_is_refused():
     said = r"^draw_from: source: got an array on cuda:0, expected one on cpu"
-    with pytest.raises(BackendError, match=said), fk.draw_from(lambda device: torch.tensor(PAIRS, device="cuda")):
+    with (
+        pytest.raises(BackendError, match=said),
+        fk.draw_from(lambda device: torch.tensor(PAIRS, device="cuda")),
+    ):
         nn.Dropout(0.5)(draw(1, (8, H)))
 
 
@@ -214,6 +245,9 @@ def test_more_draws_than_the_first_pass(device):
         return x + x
 
     x = tensor(np.ones(3, np.float32), requires_grad=True, device=device)
-    with fk.draw_from(source), pytest.raises(AutogradError, match="as many draws on the same devices as in the first pass"):
+    with (
+        fk.draw_from(source),
+        pytest.raises(AutogradError, match="as many draws on the same devices as in the first pass"),
+    ):
         fk.checkpoint(function, x).backward(np.ones(3, np.float32))
     assert len(source.asked) == 1

@@ -60,17 +60,42 @@ def bad(shape, value, seed=0):
 
 # what is done to the net, arguments of the step, and what is said
 CASES = {
-    "weight": (lambda net: spoil(net.layers[1].layernorm_mlp.fc1_weight, np.nan), {},
-               "layers.1.layernorm_mlp (norm_mlp): weight layers.1.layernorm_mlp.fc1_weight: got 1 NaN and 0 Inf of 2048, expected finite"),
-    "weight of the head": (lambda net: spoil(net.head.weight, np.inf), {}, "head (linear): weight head.weight: got 0 NaN and 1 Inf of 96"),
-    "norm's weight": (lambda net: spoil(net.layers[0].self_attention.layernorm_qkv.layer_norm_weight, -np.inf), {},
-                      "(norm_linear): weight layers.0.self_attention.layernorm_qkv.layer_norm_weight"),
-    "input": (lambda net: None, {"x": bad((8, 2, H), np.inf)}, "layers.0.self_attention.layernorm_qkv (norm_linear): input x: got 0 NaN"),
+    "weight": (
+        lambda net: spoil(net.layers[1].layernorm_mlp.fc1_weight, np.nan),
+        {},
+        "layers.1.layernorm_mlp (norm_mlp): weight layers.1.layernorm_mlp.fc1_weight: got 1 NaN and 0 Inf of 2048, expected finite",
+    ),
+    "weight of the head": (
+        lambda net: spoil(net.head.weight, np.inf),
+        {},
+        "head (linear): weight head.weight: got 0 NaN and 1 Inf of 96",
+    ),
+    "norm's weight": (
+        lambda net: spoil(net.layers[0].self_attention.layernorm_qkv.layer_norm_weight, -np.inf),
+        {},
+        "(norm_linear): weight layers.0.self_attention.layernorm_qkv.layer_norm_weight",
+    ),
+    "input": (
+        lambda net: None,
+        {"x": bad((8, 2, H), np.inf)},
+        "layers.0.self_attention.layernorm_qkv (norm_linear): input x: got 0 NaN",
+    ),
     "activation": (lambda net: spoil(net.head.weight, 3e38, slice(None)), {}, "head (linear): output y: got"),
-    "gradient from outside": (lambda net: None, {"g": bad((8, 2, 3), np.nan)}, "head (linear): gradient of output y: got 1 NaN"),
-    "gradient": (lambda net: spoil(net.head.weight, 1e20, slice(None)), {"g": np.full((8, 2, 3), 1e20, np.float32)},
-                 "head (linear): gradient of input x: got 0 NaN"),
-    "gradient of a weight": (lambda net: None, {"g": np.full((8, 2, 3), 3e38, np.float32)}, "head (linear): gradient of"),
+    "gradient from outside": (
+        lambda net: None,
+        {"g": bad((8, 2, 3), np.nan)},
+        "head (linear): gradient of output y: got 1 NaN",
+    ),
+    "gradient": (
+        lambda net: spoil(net.head.weight, 1e20, slice(None)),
+        {"g": np.full((8, 2, 3), 1e20, np.float32)},
+        "head (linear): gradient of input x: got 0 NaN",
+    ),
+    "gradient of a weight": (
+        lambda net: None,
+        {"g": np.full((8, 2, 3), 3e38, np.float32)},
+        "head (linear): gradient of",
+    ),
 }
 
 
@@ -103,7 +128,10 @@ def test_inside_a_layer_and_in_a_recomputed_backward(device):
     for recomputed in (False, True):
         net = Net(device, recomputed)
         net.head.forward = lambda x, forward=net.head.forward: (x.register_hook(infinite), forward(x))[1]
-        with np.errstate(invalid="ignore"), pytest.raises(NonFiniteError, match=r"layers\.1 \(dropout_add\): gradient of output y"):
+        with (
+            np.errstate(invalid="ignore"),
+            pytest.raises(NonFiniteError, match=r"layers\.1 \(dropout_add\): gradient of output y"),
+        ):
             step(net, device)
         net = Net(device, recomputed)
         spoil(net.layers[1].layernorm_mlp.fc2_weight, 3e38, slice(None))
@@ -129,7 +157,7 @@ def test_healthy_steps_have_the_same_bits_and_the_flag_is_inherited(device):
         autocast(check_finite=1)
 
 
-# --- scales -----------------------------------------------------------------------------------------------------------
+# --- scales -------------------------------------------------------------------------------------------------
 
 
 def train_step(layer, recipe, x, g, device):
@@ -144,16 +172,21 @@ def train_step(layer, recipe, x, g, device):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, "all NaN"])
 @pytest.mark.parametrize(("algo", "history"), [("max", 3), ("most_recent", 3), ("max", 1)])
 def test_delayed_scales_recover(device, value, algo, history):
-    """Gradients and inputs with Inf keep the scale until it has left the history ("max": ``history`` updates), with NaN at once."""
+    """Gradients and inputs with Inf keep the scale until it has left the history ("max": ``history``
+    updates), with NaN at once."""
     recipe = DelayedScaling(amax_history_len=history, amax_compute_algo=algo)
     layer = nn.Linear(H, H, bias=False, device=device)
     good = [draw(i, (16, H), "float32") * np.float32(i + 1) for i in range(8)]
     for i in range(2):
         train_step(layer, recipe, good[i], good[i], device)
-    before = {name: np.array(layer.fp8_meta[name].views["scale"].numpy()[0]) for name in ("scaling_fwd", "scaling_bwd")}
+    before = {
+        name: np.array(layer.fp8_meta[name].views["scale"].numpy()[0])
+        for name in ("scaling_fwd", "scaling_bwd")
+    }
     poison = np.full((16, H), np.nan, np.float32) if value == "all NaN" else bad((16, H), value, 77)
     train_step(layer, recipe, poison, poison, device)
-    keeps = 0 if np.isnan(poison).any() else history if algo == "max" else 1  # updates that keep the scale, the bad step's included
+    # updates that keep the scale, the bad step's included
+    keeps = 0 if np.isnan(poison).any() else history if algo == "max" else 1
     amaxes = [np.abs(x).max() for x in good[:2]]
     if np.isnan(poison).any() and value != "all NaN":
         amaxes.append(np.nanmax(np.abs(poison)))
@@ -179,7 +212,8 @@ def test_delayed_scales_recover(device, value, algo, history):
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_bad_step_leaves_nothing_in_later_results(device, recipe, value):
-    """Current scaling forgets at once. Delayed scaling gives, once the history has passed, what it gives without the bad step."""
+    """Current scaling forgets at once. Delayed scaling gives, once the history has passed, what it gives
+    without the bad step."""
     results = []
     for poisoned in (False, True):
         nn.manual_seed(2)
@@ -188,7 +222,9 @@ def test_a_bad_step_leaves_nothing_in_later_results(device, recipe, value):
             array = bad((16, H), value, 3)
             train_step(layer, RECIPES[recipe], array, array, device)
         for i in range(1 if recipe == "current" else 4):
-            out = train_step(layer, RECIPES[recipe], draw(i, (16, H), "float32"), draw(9 + i, (16, H), "float32"), device)
+            out = train_step(
+                layer, RECIPES[recipe], draw(i, (16, H), "float32"), draw(9 + i, (16, H), "float32"), device
+            )
         assert all(np.isfinite(array).all() for array in out)
         results.append([array.tobytes() for array in out])
     assert results[0] == results[1]
@@ -197,8 +233,15 @@ def test_a_bad_step_leaves_nothing_in_later_results(device, recipe, value):
 def test_views_that_are_not_contiguous_are_looked_at(device):
     host = np.asfortranarray(draw(0, (16, H), "float32"))
     host[3, 4] = np.nan
-    x = fk.tensor(arrays.as_view(host)) if device == "cpu" else tensor(np.ascontiguousarray(host), device=device)
-    with autocast(enabled=False, check_finite=True), pytest.raises(NonFiniteError, match=r"Linear \(linear\): input x|\(linear\): input x"):
+    x = (
+        fk.tensor(arrays.as_view(host))
+        if device == "cpu"
+        else tensor(np.ascontiguousarray(host), device=device)
+    )
+    with (
+        autocast(enabled=False, check_finite=True),
+        pytest.raises(NonFiniteError, match=r"Linear \(linear\): input x|\(linear\): input x"),
+    ):
         nn.Linear(H, H, device=device)(x)
 
 

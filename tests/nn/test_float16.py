@@ -9,9 +9,16 @@ from tests.nn import test_attention_layers, test_rope, test_transformer
 FLOAT16 = "float16"
 
 
-@pytest.mark.parametrize(("mode", "kind", "form"), [("high", "LayerNorm", "pre"), ("high", "RMSNorm", "post_residual"),
-                                                     ("delayed", "LayerNorm", "pre"), ("current", "RMSNorm", "pre"),
-                                                     ("block", "LayerNorm", "pre")])
+@pytest.mark.parametrize(
+    ("mode", "kind", "form"),
+    [
+        ("high", "LayerNorm", "pre"),
+        ("high", "RMSNorm", "post_residual"),
+        ("delayed", "LayerNorm", "pre"),
+        ("current", "RMSNorm", "pre"),
+        ("block", "LayerNorm", "pre"),
+    ],
+)
 def test_transformer_layer(device, mode, kind, form):
     test_transformer.test_transformer_layer(device, mode, FLOAT16, kind, form)
 

@@ -1,4 +1,5 @@
-"""Delayed scaling's state over steps: against Transformer Engine's rule in NumPy, and when it is and is not updated."""
+"""Delayed scaling's state over steps: against Transformer Engine's rule in NumPy, and when it is and is not
+updated."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def rule(history, scale, fp8_max, recipe):
         amax = column[0] if recipe.amax_compute_algo == "most_recent" else max(finite, default=np.float32(0))
         if np.isfinite(amax) and amax > 0:
             with np.errstate(over="ignore"):
-                scale[i] = np.clip(np.float32(fp8_max * 2.0**-recipe.margin) / np.float32(amax), LEAST, FLT_MAX)
+                scale[i] = np.clip(
+                    np.float32(fp8_max * 2.0**-recipe.margin) / np.float32(amax), LEAST, FLT_MAX
+                )
         new = np.roll(column, -1)
         new[0] = 0
         if len(column) > 1:
@@ -43,14 +46,13 @@ def rule(history, scale, fp8_max, recipe):
 def state_with(history, scale, device):
     from fp8kit import arrays
 
-    views = [arrays.as_view(np.array(a, np.float32)) for a in (scale, 1 / np.array(scale, np.float32), history)]
+    views = [
+        arrays.as_view(np.array(a, np.float32)) for a in (scale, 1 / np.array(scale, np.float32), history)
+    ]
     return ScalingState.of(views, arrays.device(device))
 
 
-CALLABLES = {
-    "max": lambda history: np.fmax.reduce(history, 0),
-    "most_recent": lambda history: history[0],
-}
+CALLABLES = {"max": lambda history: np.fmax.reduce(history, 0), "most_recent": lambda history: history[0]}
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -59,7 +61,11 @@ CALLABLES = {
 def test_update_numeric_scenarios(device, length, algo, on_host):
     """Zero, Inf, NaN, tiny and normal amaxes, the slots of one state; the callable path gives the same."""
     recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algo, margin=2)
-    used = DelayedScaling(amax_history_len=length, amax_compute_algo=CALLABLES[algo], margin=2) if on_host else recipe
+    used = (
+        DelayedScaling(amax_history_len=length, amax_compute_algo=CALLABLES[algo], margin=2)
+        if on_host
+        else recipe
+    )
     history = np.zeros((length, 7), np.float32)
     history[0] = [0, np.inf, np.nan, 1e-45, 3.0, 0.5, 448]
     history[-1, 5] = 0.5 if length == 1 else np.inf
@@ -71,7 +77,9 @@ def test_update_numeric_scenarios(device, length, algo, on_host):
     update(used, [state], 448.0)
     want_history, want_scale = rule(history, scale, 448.0, recipe)
     np.testing.assert_array_equal(host(state.scale), want_scale)
-    np.testing.assert_array_equal(host(state.scale_inv), np.where(want_scale == scale, 1 / scale, np.float32(1) / want_scale))
+    np.testing.assert_array_equal(
+        host(state.scale_inv), np.where(want_scale == scale, 1 / scale, np.float32(1) / want_scale)
+    )
     np.testing.assert_array_equal(host(state.amax_history), want_history)
     assert want_scale[3] == FLT_MAX
     assert list(want_scale[:3]) == [3, 5, 7]
@@ -110,14 +118,20 @@ def test_callables_get_and_give_what_they_should(device):
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, -1e-39])
 def test_a_callable_cannot_spoil_a_scale(bad, device):
-    recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, bad))
+    recipe = DelayedScaling(
+        amax_history_len=2,
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, bad),
+    )
     history, scale = np.float32([[4, 2], [1, 0]]), np.float32([1, 2])
     state = state_with(history, scale, device)
-    with pytest.raises(RecipeError, match=r"scaling_factor_compute_algo: got .* for the amax 4.0, expected a positive scale"):
+    with pytest.raises(
+        RecipeError, match=r"scaling_factor_compute_algo: got .* for the amax 4.0, expected a positive scale"
+    ):
         update(recipe, [state], 448.0)
     np.testing.assert_array_equal(host(state.scale), scale)
     np.testing.assert_array_equal(host(state.amax_history), history)
-    update(recipe, [state_with([[0, 0], [1, 0]], scale, device)], 448.0)  # nothing was used: nobody asks what the scale would be
+    # nothing was used: nobody asks what the scale would be
+    update(recipe, [state_with([[0, 0], [1, 0]], scale, device)], 448.0)
 
 
 def test_the_least_scale_of_a_callable_has_an_inverse(device):
@@ -132,14 +146,26 @@ def test_the_least_scale_of_a_callable_has_an_inverse(device):
 @pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
 @pytest.mark.parametrize("margin", range(-20, 21))
 def test_every_amax_gives_a_scale_and_an_inverse(margin, fp8_max, device):
-    """Of all finite amaxes, by their bits: every power of two and its neighbours. scale * amax is fp8_max * 2^-margin but for one rounding,
-    and where it is not, the scale is the least or the greatest one, and then even the largest amax stays within the format."""
+    """Of all finite amaxes, by their bits: every power of two and its neighbours. scale * amax is fp8_max *
+    2^-margin but for one rounding, and where it is not, the scale is the least or the greatest one, and then
+    even the largest amax stays within the format."""
     powers = np.float32(2.0) ** np.arange(-149, 128, dtype=np.float32)
-    amax = np.unique(np.concatenate([powers, np.nextafter(powers, np.float32(np.inf)), np.nextafter(powers[1:], np.float32(0)),
-                                     powers[:-1] * np.float32(1.5), [FLT_MAX]]))
+    amax = np.unique(
+        np.concatenate(
+            [
+                powers,
+                np.nextafter(powers, np.float32(np.inf)),
+                np.nextafter(powers[1:], np.float32(0)),
+                powers[:-1] * np.float32(1.5),
+                [FLT_MAX],
+            ]
+        )
+    )
     state = state_with(amax[None], np.full_like(amax, 3), device)
     scale, scale_inv, history = state.views.values()
-    dispatch.kernels(scale.device).update_delayed_([scale], [scale_inv], [history], [fp8_max], margin, False, 0)
+    dispatch.kernels(scale.device).update_delayed_(
+        [scale], [scale_inv], [history], [fp8_max], margin, False, 0
+    )
     got, inverse = f64(scale), f64(scale_inv)
     assert (got > 0).all()
     assert np.isfinite(got).all()
@@ -156,6 +182,7 @@ def test_every_amax_gives_a_scale_and_an_inverse(margin, fp8_max, device):
 
 def test_a_callables_scales_where_amax_says_nothing(device):
     """A plain quotient survives Inf, NaN and the smallest amax: the built-in rule's scales."""
+
     def quotient(amax, scale, fp8_max, recipe):
         with np.errstate(divide="ignore", over="ignore"):
             return np.float32(fp8_max) / amax
@@ -165,7 +192,13 @@ def test_a_callables_scales_where_amax_says_nothing(device):
     results = []
     for algo in (quotient, None):
         state = state_with(history, np.float32([3, 5, 7, 9]), device)
-        update(DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", scaling_factor_compute_algo=algo), [state], 448.0)
+        update(
+            DelayedScaling(
+                amax_history_len=2, amax_compute_algo="most_recent", scaling_factor_compute_algo=algo
+            ),
+            [state],
+            448.0,
+        )
         results.append([host(array) for array in (state.scale, state.scale_inv, state.amax_history)])
     np.testing.assert_array_equal(results[0][0], np.float32([3, 5, FLT_MAX, 64]))
     for mine, built_in in zip(*results, strict=True):
@@ -179,7 +212,7 @@ def test_linear_over_steps_records_and_scales(device):
     forward, backward = (np.zeros((3, n), np.float32) for n in (3, 2))
     scales, g_scales = np.ones(3, np.float32), np.ones(2, np.float32)
     for i in range(5):
-        x, g = draw(i, (4, K), "bfloat16", 4.0 ** -i), draw(50 + i, (4, N), "bfloat16", 0.1)
+        x, g = draw(i, (4, K), "bfloat16", 4.0**-i), draw(50 + i, (4, N), "bfloat16", 0.1)
         on = tensor(x, requires_grad=True, device=device)
         with autocast(recipe=recipe):
             y = module(on)
@@ -229,10 +262,14 @@ def test_inference_and_failed_steps_leave_no_trace(device):
 
 
 def test_calibration_records_what_fp8_would_see(device):
-    """High-precision outputs, and after calibrating the scales that an FP8 step on the same data would have given."""
+    """High-precision outputs, and after calibrating the scales that an FP8 step on the same data would have
+    given."""
     recipe = DelayedScaling(amax_history_len=2)
-    kinds = [(nn.Linear, {"in_features": K, "out_features": N}), (nn.LayerNormLinear, {"in_features": K, "out_features": N}),
-             (nn.LayerNormMLP, {"hidden_size": K, "ffn_hidden_size": N, "activation": "swiglu"})]
+    kinds = [
+        (nn.Linear, {"in_features": K, "out_features": N}),
+        (nn.LayerNormLinear, {"in_features": K, "out_features": N}),
+        (nn.LayerNormMLP, {"hidden_size": K, "ffn_hidden_size": N, "activation": "swiglu"}),
+    ]
     x = draw(1, (4, K), "float32")
     for kind, sizes in kinds:
         module = make(kind, device, "float32", **sizes)
@@ -244,7 +281,8 @@ def test_calibration_records_what_fp8_would_see(device):
         with autocast(recipe=recipe):
             other(tensor(x, device=device))
         got, want = host(module.fp8_meta["scaling_fwd"].scale), host(other.fp8_meta["scaling_fwd"].scale)
-        # fc2's input comes from an FP8 product in the one and an exact product in the other: an E4M3 step apart at most
+        # fc2's input comes from an FP8 product in the one and an exact product in the other: an E4M3 step
+        # apart at most
         np.testing.assert_allclose(got, want, rtol=2.0**-3 if kind is nn.LayerNormMLP else 2.0**-20)
         assert (got != 1).sum() == 2 * len(module.gemms)
 
@@ -252,7 +290,11 @@ def test_calibration_records_what_fp8_would_see(device):
 def test_history_length_may_change(device):
     module = make(nn.Linear, device, "float32", in_features=K, out_features=N)
     for length in (4, 2, 5):
-        before = host(module.fp8_meta["scaling_fwd"].amax_history) if module.fp8_meta else np.zeros((4, 3), np.float32)
+        before = (
+            host(module.fp8_meta["scaling_fwd"].amax_history)
+            if module.fp8_meta
+            else np.zeros((4, 3), np.float32)
+        )
         want = np.zeros((length, 3), np.float32)
         want[: min(length, len(before))] = before[:length]
         recipe = DelayedScaling(amax_history_len=length)
@@ -264,10 +306,15 @@ def test_history_length_may_change(device):
         np.testing.assert_array_equal(host(module.fp8_meta["scaling_fwd"].amax_history), want)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
+)
 def test_weight_is_cast_once_for_all_microbatches(device, recipe):
-    """Cached micro-batches equal uncached ones with the same scales; only the first one sees a changed weight."""
-    cached, plain = (make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=N) for _ in range(2))
+    """Cached micro-batches equal uncached ones with the same scales; only the first one sees a changed
+    weight."""
+    cached, plain = (
+        make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=N) for _ in range(2)
+    )
     for i in range(3):
         x, g = draw(i, (4, K), "float32"), draw(30 + i, (4, K), "float32", 0.1)
         results = []
@@ -314,7 +361,8 @@ def test_nested_recipes_update_each_state_by_its_own(device):
 
 
 def test_a_failed_backward_leaves_no_trace_in_the_histories(device):
-    """What the nodes before the fault recorded in row 0 is dropped, and the next step is as if nothing had happened."""
+    """What the nodes before the fault recorded in row 0 is dropped, and the next step is as if nothing had
+    happened."""
 
     class Faulty(Function):
         broken = True
@@ -343,7 +391,9 @@ def test_a_failed_backward_leaves_no_trace_in_the_histories(device):
     assert layer.weight.grad is None
     Faulty.broken = False
     run(1)
-    np.testing.assert_array_equal(host(layer.fp8_meta["scaling_bwd"].amax_history)[:, 0], [0, 0, 0, np.abs(g).max()])
+    np.testing.assert_array_equal(
+        host(layer.fp8_meta["scaling_bwd"].amax_history)[:, 0], [0, 0, 0, np.abs(g).max()]
+    )
 
 
 def test_a_callable_that_raises_changes_no_state(device):
@@ -359,7 +409,10 @@ def test_a_callable_that_raises_changes_no_state(device):
     layers = [make(nn.Linear, device, "float32", in_features=K, out_features=K) for _ in range(2)]
     x = tensor(draw(1, (16, K), "float32"), device=device)
     both = nn.Sequential(*layers)
-    with pytest.raises(ArithmeticError), autocast(recipe=DelayedScaling(amax_history_len=2, amax_compute_algo=second_fails)):
+    with (
+        pytest.raises(ArithmeticError),
+        autocast(recipe=DelayedScaling(amax_history_len=2, amax_compute_algo=second_fails)),
+    ):
         both(x)
     for layer in layers:
         state = layer.fp8_meta["scaling_fwd"]

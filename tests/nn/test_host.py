@@ -1,4 +1,5 @@
-"""What an eager step costs the host beside kernels: in calls of functions, which a busy machine does not change."""
+"""What an eager step costs the host beside kernels: in calls of functions, which a busy machine does not
+change."""
 
 from __future__ import annotations
 
@@ -15,14 +16,23 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import Kernels
 
 RECIPES = {"high": None, "delayed": fk.recipe.DelayedScaling(), "current": fk.recipe.Float8CurrentScaling()}
-# (module, recipe) -> calls of Python and C functions that forward, backward and the updates of the state may take
-MOST = {("Linear", "high"): 325, ("Linear", "delayed"): 435, ("Linear", "current"): 425, ("LayerNormMLP", "delayed"): 700}
+# (module, recipe) -> calls of Python and C functions that forward, backward and the updates of the state may
+# take
+MOST = {
+    ("Linear", "high"): 325,
+    ("Linear", "delayed"): 435,
+    ("Linear", "current"): 425,
+    ("LayerNormMLP", "delayed"): 700,
+}
 
 
 @pytest.mark.parametrize(("kind", "recipe"), MOST)
 def test_calls_of_a_step(kind, recipe, monkeypatch):
     layer = nn.Linear(64, 64, device="cpu") if kind == "Linear" else nn.LayerNormMLP(64, 64, device="cpu")
-    x, g = tensor(np.ones((32, 64), np.float32), requires_grad=True), tensor(np.ones((32, 64), np.float32)).view
+    x, g = (
+        tensor(np.ones((32, 64), np.float32), requires_grad=True),
+        tensor(np.ones((32, 64), np.float32)).view,
+    )
 
     def step():
         with fk.autocast(enabled=recipe != "high", recipe=RECIPES[recipe]):
@@ -36,10 +46,14 @@ def test_calls_of_a_step(kind, recipe, monkeypatch):
     kernels, calls, launched = dispatch.kernels(arrays.CPU), [], []
     for name in dir(Kernels):
         if not name.startswith("_") and not name.endswith("workspace"):
-            monkeypatch.setattr(kernels, name, lambda *arguments, name=name: launched.append(name), raising=False)
+            monkeypatch.setattr(
+                kernels, name, lambda *arguments, name=name: launched.append(name), raising=False
+            )
     gc.collect()  # what earlier tests left would be finalised within the step, and counted
     before = sys.getprofile()
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    sys.setprofile(
+        lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None
+    )
     try:
         step()
     finally:

@@ -1,4 +1,5 @@
-"""Inference step by step over a cache of keys and values: against float64, and against one forward over whole sequences."""
+"""Inference step by step over a cache of keys and values: against float64, and against one forward over whole
+sequences."""
 
 from __future__ import annotations
 
@@ -20,8 +21,16 @@ HEADS, GROUPS, D = 4, 2, 8
 HIDDEN = HEADS * D
 U = 2.0**-24
 MOST = 24  # tokens of a sequence
-# sequences go on, end, come back under their old name, join and change places; prompts of several tokens in the middle
-STEPS = ({"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 2, "a": 1, "c": 7}, {"c": 1, "b": 1}, {"d": 9, "c": 3, "a": 2}, {"a": 1, "d": 1, "c": 1})
+# sequences go on, end, come back under their old name, join and change places; prompts of several tokens in
+# the middle
+STEPS = (
+    {"a": 5, "b": 3},
+    {"a": 1, "b": 1},
+    {"b": 2, "a": 1, "c": 7},
+    {"c": 1, "b": 1},
+    {"d": 9, "c": 3, "a": 2},
+    {"a": 1, "d": 1, "c": 1},
+)
 PAGED = {"is_paged": True, "total_num_pages": 11, "page_size": 3}
 
 
@@ -30,7 +39,8 @@ def params(form, device, paged=False, **options):
 
 
 def walk(steps=STEPS):
-    """(step, the lives of its sequences: name -> (index of the life, tokens before)), as ``pre_step`` counts them."""
+    """(step, the lives of its sequences: name -> (index of the life, tokens before)), as ``pre_step`` counts
+    them."""
     lives, born = {}, 0
     for counts in steps:
         now = {}
@@ -43,7 +53,8 @@ def walk(steps=STEPS):
 
 
 def place(form, rows, pad=0):
-    """Rows of each sequence (n, ...) as the layer's input; padding of ``pad`` more rows is NaN, which nothing may read."""
+    """Rows of each sequence (n, ...) as the layer's input; padding of ``pad`` more rows is NaN, which nothing
+    may read."""
     if form == "thd":
         return np.concatenate(rows)
     out = np.full((len(rows), max(map(len, rows)) + pad, *rows[0].shape[1:]), np.nan).astype(rows[0].dtype)
@@ -65,7 +76,11 @@ CASES = {
     "causal": ({}, {}, Rules(window=(-1, 0))),
     "no_mask": ({"attn_mask_type": "no_mask"}, {}, Rules()),
     "window": ({"attn_mask_type": "padding_causal", "window_size": (4, 0)}, {}, Rules(window=(4, 0))),
-    "alibi": ({"attn_mask_type": "causal_bottom_right"}, {"core_attention_bias_type": "alibi"}, Rules(window=(-1, 0), bias="alibi")),
+    "alibi": (
+        {"attn_mask_type": "causal_bottom_right"},
+        {"core_attention_bias_type": "alibi"},
+        Rules(window=(-1, 0), bias="alibi"),
+    ),
     "learnable": ({"softmax_type": "learnable"}, {}, Rules(window=(-1, 0), softmax_type="learnable")),
     "depth_of_v": ({"kv_channels": (D, 12)}, {}, Rules(window=(-1, 0))),
 }
@@ -78,7 +93,9 @@ def run_core(form, device, dtype, paged, case="causal", pad=0):
     options = dict(options)
     channels = options.pop("kv_channels", D)
     depth = channels[1] if isinstance(channels, tuple) else D
-    core = nn.DotProductAttention(HEADS, channels, GROUPS, qkv_format=form, softmax_scale=0.4, layer_number=1, device=device, **options)
+    core = nn.DotProductAttention(
+        HEADS, channels, GROUPS, qkv_format=form, softmax_scale=0.4, layer_number=1, device=device, **options
+    )
     if case == "learnable":
         core.load_state_dict({"softmax_offset": draw(7, (HEADS,), "float32")})
     shapes = (MOST, HEADS, D), (MOST, GROUPS, D), (MOST, GROUPS, depth)
@@ -90,8 +107,14 @@ def run_core(form, device, dtype, paged, case="causal", pad=0):
         assert cache.get_seqlens_pre_step().tolist() == list(before.values())
         spans = {name: (lives[life], slice(done, done + counts[name])) for name, (life, done) in now.items()}
         with no_grad():
-            o = core(*[tensor(place(form, [x[i][at] for x, at in spans.values()], pad), device=device) for i in range(3)],
-                     inference_params=cache, **call)
+            o = core(
+                *[
+                    tensor(place(form, [x[i][at] for x, at in spans.values()], pad), device=device)
+                    for i in range(3)
+                ],
+                inference_params=cache,
+                **call,
+            )
         rows = o.numpy().reshape(*o.shape[:-1], HEADS, depth)
         for name, row in zip(counts, taken(form, rows, counts), strict=True):
             x, at = spans[name]
@@ -112,13 +135,28 @@ def test_attention_over_a_cache(device, paged, case, dtype):
         sizes = Sizes(1, len(q), len(k), HEADS, GROUPS, D, d_v=v.shape[-1])
         q, k, v = (x[None].swapaxes(1, 2) for x in (q, k, v))
         do = np.zeros((*q.shape[:3], v.shape[-1]))
-        oracle = Oracle(formats.dtype(dtype), sizes, rules, False, q, k, v, do, None, None, SLOPES if case == "alibi" else None, offset)
-        assert_close(f"step {index}, {name}", got, oracle.o[0].swapaxes(0, 1), dtype, oracle.o_slack[0].swapaxes(0, 1))
+        oracle = Oracle(
+            formats.dtype(dtype),
+            sizes,
+            rules,
+            False,
+            q,
+            k,
+            v,
+            do,
+            None,
+            None,
+            SLOPES if case == "alibi" else None,
+            offset,
+        )
+        assert_close(
+            f"step {index}, {name}", got, oracle.o[0].swapaxes(0, 1), dtype, oracle.o_slack[0].swapaxes(0, 1)
+        )
 
 
 def test_formats_and_pages_give_the_same_bits(device):
-    """The kernels see the same batch in whatever form the tokens come and the cache is kept; on a GPU each form has its own strides, and
-    with them its own products."""
+    """The kernels see the same batch in whatever form the tokens come and the cache is kept; on a GPU each
+    form has its own strides, and with them its own products."""
     want = run_core("bshd", device, "float32", False)
     for form in ("bshd", "sbhd", "thd"):
         slots, pages = (run_core(form, device, "float32", paged) for paged in (False, True))
@@ -136,7 +174,11 @@ def test_the_first_step_of_a_whole_sequence_is_the_plain_forward(device, form):
     layer = layer_of(form, device, mask)
     x = place(form, [draw(i, (MOST, HIDDEN), "float32") for i in range(2)])
     sums = np.array([0, MOST, 2 * MOST], np.int32)
-    lengths = {"cu_seqlens_q": sums, "cu_seqlens_kv": sums, "max_seqlen_q": MOST, "max_seqlen_kv": MOST} if form == "thd" else {}
+    lengths = (
+        {"cu_seqlens_q": sums, "cu_seqlens_kv": sums, "max_seqlen_q": MOST, "max_seqlen_kv": MOST}
+        if form == "thd"
+        else {}
+    )
     cache = params(form, device)
     cache.pre_step({"a": MOST, "b": MOST})
     freqs = nn.RotaryPositionEmbedding(D, device=device)(MOST)
@@ -149,15 +191,28 @@ def test_the_first_step_of_a_whole_sequence_is_the_plain_forward(device, form):
 
 
 def layer_of(form, device, mask="causal", dtype="float32", **options):
-    kind = {"hidden_size": HIDDEN, "ffn_hidden_size": 48, "num_attention_heads": HEADS, "num_gqa_groups": GROUPS, "layer_number": 1,
-            "attn_input_format": form, "self_attn_mask_type": mask, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    kind = {
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": HEADS,
+        "num_gqa_groups": GROUPS,
+        "layer_number": 1,
+        "attn_input_format": form,
+        "self_attn_mask_type": mask,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     return make(nn.TransformerLayer, device, dtype, **(kind | options)).eval()
 
 
-# With delayed scales, a rounding that differs may move a code by a step, 2^-3 of its element: one code in 64 is allowed. Where a step's
-# tokens make the scales, the codes are others: both operands of a product are rounded in both runs, each by at most 2^-4 of an element.
-RECIPES = {"plain": (None, 0.0), "delayed": (DelayedScaling(amax_history_len=4), 2.0**-3 * 64**-0.5),
-           "current": (Float8CurrentScaling(), 4 * 2.0**-4)}  # fmt: skip
+# With delayed scales, a rounding that differs may move a code by a step, 2^-3 of its element: one code in 64
+# is allowed. Where a step's tokens make the scales, the codes are others: both operands of a product are
+# rounded in both runs, each by at most 2^-4 of an element.
+RECIPES = {
+    "plain": (None, 0.0),
+    "delayed": (DelayedScaling(amax_history_len=4), 2.0**-3 * 64**-0.5),
+    "current": (Float8CurrentScaling(), 4 * 2.0**-4),
+}
 
 
 @pytest.mark.parametrize("name_of_recipe", RECIPES)
@@ -174,8 +229,14 @@ def test_a_layer_step_by_step_is_one_forward(device, form, rotary, name_of_recip
     lengths = {"a": 16, "b": 9}
     x = {name: draw(i, (MOST, HIDDEN), "float32") for i, name in enumerate(lengths)}
     sums = np.array([0, *np.cumsum(list(lengths.values()))], np.int32)
-    whole = {"cu_seqlens_q": sums, "cu_seqlens_kv": sums, "max_seqlen_q": MOST, "max_seqlen_kv": MOST} if form == "thd" else {}
-    joined = tensor(place(form, [np.nan_to_num(rows[: lengths[name]]) for name, rows in x.items()]), device=device)
+    whole = (
+        {"cu_seqlens_q": sums, "cu_seqlens_kv": sums, "max_seqlen_q": MOST, "max_seqlen_kv": MOST}
+        if form == "thd"
+        else {}
+    )
+    joined = tensor(
+        place(form, [np.nan_to_num(rows[: lengths[name]]) for name, rows in x.items()]), device=device
+    )
     if form != "thd":
         joined = tensor(np.nan_to_num(joined.numpy()), device=device)
     if recipe is not None:
@@ -192,13 +253,21 @@ def test_a_layer_step_by_step_is_one_forward(device, form, rotary, name_of_recip
         cache.pre_step(counts)
         rows = place(form, [x[name][done[name] : done[name] + n] for name, n in counts.items()])
         with no_grad(), scope():
-            got = layer(tensor(np.nan_to_num(rows), device=device), rotary_pos_emb=freqs, inference_params=cache).numpy()
+            got = layer(
+                tensor(np.nan_to_num(rows), device=device), rotary_pos_emb=freqs, inference_params=cache
+            ).numpy()
         got = got.swapaxes(0, 1) if form == "sbhd" else got
         got = np.split(got, np.cumsum(list(counts.values()))[:-1]) if form == "thd" else got
         for (name, n), part in zip(counts.items(), got, strict=True):
             expected = want[name][done[name] : done[name] + n].astype(np.float64)
             if recipe is None:
-                assert_close(f"{name} from {done[name]}", part[:n], expected, "float32", 64 * HIDDEN * U * np.abs(expected).max())
+                assert_close(
+                    f"{name} from {done[name]}",
+                    part[:n],
+                    expected,
+                    "float32",
+                    64 * HIDDEN * U * np.abs(expected).max(),
+                )
             else:
                 assert relative_error(part[:n], expected) <= bound
             done[name] += n
@@ -210,29 +279,46 @@ def test_a_layer_step_by_step_is_one_forward(device, form, rotary, name_of_recip
 def test_layouts_give_the_same_bits(device, form):
     """Packed layers, with gaps between the sequences of "thd", are the layers apart."""
     counts = {"a": 5, "b": 2}
-    q, k, v = ([draw(10 * b + i, (n, HEADS, D), "bfloat16") for b, n in enumerate(counts.values())] for i in range(3))
+    q, k, v = (
+        [draw(10 * b + i, (n, HEADS, D), "bfloat16") for b, n in enumerate(counts.values())] for i in range(3)
+    )
 
     def input_of(*parts):
         rows = [np.concatenate(part, -1) for part in zip(*parts, strict=True)]
         if form != "thd":
             return {}, place(form, rows, 1)
         gap = np.full((3, *rows[0].shape[1:]), np.nan).astype(rows[0].dtype)
-        return {"cu_seqlens_q_padded": np.array([0, 8, 13], np.int32)}, np.concatenate([rows[0], gap, rows[1], gap])
+        return {"cu_seqlens_q_padded": np.array([0, 8, 13], np.int32)}, np.concatenate(
+            [rows[0], gap, rows[1], gap]
+        )
 
     def flat(parts):
         return [row.reshape(len(row), -1) for row in parts]
 
     found = []
-    for names in (("query_layer", "key_layer", "value_layer"), ("query_layer", "kv_layer"), ("qkv_layer",), ("interleaved",)):
+    for names in (
+        ("query_layer", "key_layer", "value_layer"),
+        ("query_layer", "kv_layer"),
+        ("qkv_layer",),
+        ("interleaved",),
+    ):
         core = nn.DotProductAttention(HEADS, D, qkv_format=form, layer_number=1)
         cache = params(form, device)
         cache.pre_step(counts)
-        pieces = {"query_layer": (flat(q),), "key_layer": (flat(k),), "value_layer": (flat(v),), "kv_layer": (flat(k), flat(v)),
-                  "qkv_layer": (flat(q), flat(k), flat(v)), "interleaved": (q, k, v)}
+        pieces = {
+            "query_layer": (flat(q),),
+            "key_layer": (flat(k),),
+            "value_layer": (flat(v),),
+            "kv_layer": (flat(k), flat(v)),
+            "qkv_layer": (flat(q), flat(k), flat(v)),
+            "interleaved": (q, k, v),
+        }
         layers = {}
         for name in names:
             lengths, x = input_of(*pieces[name])
-            layers[name.replace("interleaved", "qkv_layer")] = tensor(x.reshape(*x.shape[: len(form) - 2], -1), device=device)
+            layers[name.replace("interleaved", "qkv_layer")] = tensor(
+                x.reshape(*x.shape[: len(form) - 2], -1), device=device
+            )
         dim = -2 if names == ("interleaved",) else -3
         o = core(**layers, **lengths, qkv_interleave_dim=dim, inference_params=cache).numpy()
         found.append((o, *[x.numpy() for x in cache.convert_paged_to_nonpaged(1)]))
@@ -254,14 +340,22 @@ def test_a_sequence_sees_nothing_of_others(device, paged):
     for stranger in (np.nan, 0.5):
         cache = params("bshd", device, paged)
         cache.pre_step({"old": MOST})
-        core(*[tensor(np.full((1, MOST, HEADS, D), stranger, np.float32), device=device)] * 3, inference_params=cache)
+        core(
+            *[tensor(np.full((1, MOST, HEADS, D), stranger, np.float32), device=device)] * 3,
+            inference_params=cache,
+        )
         cache.pre_step({"a": 4, "b": 4})
         other = x.copy()
         other[1] = stranger
         found.append(core(*[tensor(other, device=device)] * 3, inference_params=cache).numpy())
         cache.pre_step({"next": 4})
         with autocast(enabled=False, check_finite=True):  # which looks at what is there, not at the free room
-            core(tensor(x[:1], device=device), tensor(x[:1], device=device), tensor(x[:1], device=device), inference_params=cache)
+            core(
+                tensor(x[:1], device=device),
+                tensor(x[:1], device=device),
+                tensor(x[:1], device=device),
+                inference_params=cache,
+            )
     assert np.isfinite(found[0][0]).all()
     assert_same_bits("a", found[0][0], found[1][0])
 
@@ -274,7 +368,10 @@ def test_the_cache_holds_what_was_given(device):
     for counts, at in (({"a": 4, "b": 2}, slice(0, 4)), ({"a": 1, "b": 1}, slice(4, 5))):
         cache.pre_step(counts)
         with no_grad():
-            core(*[tensor(np.ascontiguousarray(x[:, at]), device=device) for x in (q, k, v)], inference_params=cache)
+            core(
+                *[tensor(np.ascontiguousarray(x[:, at]), device=device) for x in (q, k, v)],
+                inference_params=cache,
+            )
     assert cache.cu_seqlens_kv.numpy().tolist() == [0, 5, 8]
     assert cache.cu_seqlens_q.numpy().tolist() == [0, 1, 2]
     assert cache.rope_starts(2).numpy().tolist() == [4, 2]
@@ -295,7 +392,11 @@ def test_pages_go_to_whoever_needs_them():
         names = rng.permutation(5)[: rng.integers(1, 4)].tolist()
         counts = {name: int(rng.integers(1, 9)) for name in names}
         after = {name: lengths.get(name, 0) + n for name, n in counts.items()}
-        before = dict(cache.sequences), {name: list(pages) for name, pages in cache._pages.items()}, sorted(cache._free)
+        before = (
+            dict(cache.sequences),
+            {name: list(pages) for name, pages in cache._pages.items()},
+            sorted(cache._free),
+        )
         if max(after.values()) > MOST or sum(-(-n // 3) for n in after.values()) > 11:
             with pytest.raises(Fp8kitError, match=r"max_sequence_length|total_num_pages"):
                 cache.pre_step(counts)
@@ -305,8 +406,12 @@ def test_pages_go_to_whoever_needs_them():
         assert lengths == after
         owned = [page for pages in cache._pages.values() for page in pages]
         assert sorted(owned + cache._free) == list(range(11))
-        assert {name: len(pages) for name, pages in cache._pages.items()} == {name: -(-n // 3) for name, n in lengths.items()}
-        assert all(cache._pages[name][: len(pages)] == pages for name, pages in before[1].items() if name in counts)
+        assert {name: len(pages) for name, pages in cache._pages.items()} == {
+            name: -(-n // 3) for name, n in lengths.items()
+        }
+        assert all(
+            cache._pages[name][: len(pages)] == pages for name, pages in before[1].items() if name in counts
+        )
 
 
 MAKE = {
@@ -349,12 +454,22 @@ def test_wrong_steps_are_refused(name):
 CALLS = {
     "no_step": ({}, {}, None, "no step, expected pre_step"),
     "no_number": ({"layer_number": None}, {}, {"a": 2}, "layer_number: got None"),
-    "format": ({"qkv_format": "sbhd"}, {}, {"a": 2}, "qkv_format: got 'sbhd', expected 'bshd' as inference_params"),
+    "format": (
+        {"qkv_format": "sbhd"},
+        {},
+        {"a": 2},
+        "qkv_format: got 'sbhd', expected 'bshd' as inference_params",
+    ),
     "batch": ({}, {}, {"a": 2, "b": 1}, "batch 1 and 2 positions, expected batch 2"),
     "rows": ({}, {}, {"a": 3}, "expected batch 1 and at least 3 positions"),
     "arbitrary": ({"attn_mask_type": "arbitrary"}, {}, {"a": 2}, "attn_mask_type: got 'arbitrary'"),
     "cross": ({"attention_type": "cross"}, {}, {"a": 2}, "attention_type"),
-    "lengths": ({"attn_mask_type": "padding"}, {"cu_seqlens_q": np.array([0, 2], np.int32)}, {"a": 2}, "cu_seqlens_q: got an array"),
+    "lengths": (
+        {"attn_mask_type": "padding"},
+        {"cu_seqlens_q": np.array([0, 2], np.int32)},
+        {"a": 2},
+        "cu_seqlens_q: got an array",
+    ),
     "bias": ({}, {"core_attention_bias_type": "post_scale_bias"}, {"a": 2}, "core_attention_bias_type"),
     "heads": ({"num_gqa_groups": 4}, {}, {"a": 2}, "num_heads_kv: got 4, expected 2 as inference_params"),
 }
@@ -363,7 +478,9 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_a_cache_cannot_serve_are_refused(name):
     options, call, counts, said = CALLS[name]
-    core = nn.DotProductAttention(HEADS, D, **({"num_gqa_groups": GROUPS, "qkv_format": "bshd", "layer_number": 1} | options))
+    core = nn.DotProductAttention(
+        HEADS, D, **({"num_gqa_groups": GROUPS, "qkv_format": "bshd", "layer_number": 1} | options)
+    )
     cache = nn.InferenceParams(2, 8, num_heads_kv=GROUPS, head_dim_k=D, dtype="float32", device="cpu")
     if counts is not None:
         cache.pre_step(counts)
@@ -379,7 +496,11 @@ def test_a_cache_of_another_dtype_is_refused_before_anything_runs(device):
     for step, dtype in enumerate(("float32", "float16")):
         layer = layer_of("bshd", device, dtype=dtype)
         cache.pre_step({0: 2})
-        expected = pytest.raises(FormatError, match=r"k_cache: got .*float32, expected .*float16") if step else contextlib.nullcontext()
+        expected = (
+            pytest.raises(FormatError, match=r"k_cache: got .*float32, expected .*float16")
+            if step
+            else contextlib.nullcontext()
+        )
         with no_grad(), autocast(recipe=DelayedScaling()), expected:
             layer(tensor(x, dtype=dtype, device=device), inference_params=cache)
         assert bool(layer.self_attention.layernorm_qkv.fp8_meta) is not bool(step)
@@ -389,7 +510,13 @@ def test_too_few_angles_are_refused():
     layer, cache = layer_of("bshd", "cpu"), params("bshd", "cpu")
     freqs = nn.RotaryPositionEmbedding(D, device="cpu")(4)
     cache.pre_step({"a": 5})
-    with no_grad(), pytest.raises(Fp8kitError, match="rotary_pos_emb: got 4 positions, expected at least the 5 of the longest sequence"):
+    with (
+        no_grad(),
+        pytest.raises(
+            Fp8kitError,
+            match="rotary_pos_emb: got 4 positions, expected at least the 5 of the longest sequence",
+        ),
+    ):
         layer(np.ones((1, 5, HIDDEN), np.float32), rotary_pos_emb=freqs, inference_params=cache)
 
 
@@ -404,13 +531,19 @@ def test_a_step_is_taken_once_and_without_gradients():
         core(x, x.astype(np.float16), x, inference_params=cache)
     assert cache._caches == {}  # a cache would have the refused call's dtype
     want = core(x, x, x).numpy()  # the refused call was no step
-    assert_close("o", core(x, x, x, inference_params=cache).numpy(), want.astype(np.float64), "float32", 64 * D * U)
-    with pytest.raises(Fp8kitError, match="1 twice in a step, expected pre_step before each step, and a number of its own for each layer"):
+    assert_close(
+        "o", core(x, x, x, inference_params=cache).numpy(), want.astype(np.float64), "float32", 64 * D * U
+    )
+    with pytest.raises(
+        Fp8kitError,
+        match="1 twice in a step, expected pre_step before each step, and a number of its own for each layer",
+    ):
         core(x, x, x, inference_params=cache)
 
 
 def test_a_step_that_a_layer_left_out_is_no_hole():
-    """The cache would hold memory that nothing has written. A sequence that ends and comes back begins anew."""
+    """The cache would hold memory that nothing has written. A sequence that ends and comes back begins
+    anew."""
     core, other = (nn.DotProductAttention(HEADS, D, qkv_format="bshd", layer_number=n) for n in (1, 2))
     cache = nn.InferenceParams(2, 8, device="cpu")
     x = draw(1, (1, 2, HEADS, D), "float32")
@@ -422,11 +555,17 @@ def test_a_step_that_a_layer_left_out_is_no_hole():
     want = step(core)
     cache.pre_step({"a": 2})
     step(core)
-    with pytest.raises(ShapeError, match="layer_number: got 2, whose cache holds 0 of sequence 'a', expected the 2 tokens before"):
+    with pytest.raises(
+        ShapeError,
+        match="layer_number: got 2, whose cache holds 0 of sequence 'a', expected the 2 tokens before",
+    ):
         step(other)
     cache.pre_step({"a": 2})
     cache.pre_step({"a": 2})
-    with pytest.raises(ShapeError, match="layer_number: got 1, whose cache holds 4 of sequence 'a', expected the 6 tokens before"):
+    with pytest.raises(
+        ShapeError,
+        match="layer_number: got 1, whose cache holds 4 of sequence 'a', expected the 6 tokens before",
+    ):
         step(core)
     cache.pre_step({"b": 2})
     cache.pre_step({"a": 2})
@@ -441,11 +580,18 @@ def test_a_step_that_cannot_be_sent_changes_nothing(monkeypatch):
     cache = params("bshd", "cpu", paged=True)
     x = draw(1, (1, 4, HEADS, D), "float32")
     cache.pre_step({"a": 4})
-    before = dict(cache.sequences), {name: list(pages) for name, pages in cache._pages.items()}, list(cache._free), cache.cu_seqlens_kv
+    before = (
+        dict(cache.sequences),
+        {name: list(pages) for name, pages in cache._pages.items()},
+        list(cache._free),
+        cache.cu_seqlens_kv,
+    )
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_upload", lambda host: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             cache.pre_step({"b": 7, "a": 3})
     assert before == (cache.sequences, cache._pages, cache._free, cache.cu_seqlens_kv)
     want = core(x, x, x).numpy()
-    assert_close("o", core(x, x, x, inference_params=cache).numpy(), want.astype(np.float64), "float32", 64 * D * U)
+    assert_close(
+        "o", core(x, x, x, inference_params=cache).numpy(), want.astype(np.float64), "float32", 64 * D * U
+    )

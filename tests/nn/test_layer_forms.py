@@ -1,4 +1,5 @@
-"""MultiheadAttention and TransformerLayer in every form that Transformer Engine's have, against float64 with running error bounds."""
+"""MultiheadAttention and TransformerLayer in every form that Transformer Engine's have, against float64 with
+running error bounds."""
 
 from __future__ import annotations
 
@@ -37,14 +38,22 @@ def run(module, mode, x, g, source=None, **options):
     with scope(mode):
         y = module(x, encoder_output=source, **options)
     y.backward(g)
-    grads = {name: f64(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None}
+    grads = {
+        name: f64(parameter.grad)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
     module.zero_grad()
-    rows = [None if t is None else f64(t).reshape(-1, H) for t in (y, x.grad, None if source is None else source.grad)]
+    rows = [
+        None if t is None else f64(t).reshape(-1, H)
+        for t in (y, x.grad, None if source is None else source.grad)
+    ]
     return *rows, grads
 
 
 def prepared(module, mode, dtype, cross, **options):
     """Inputs, after two steps on others so that delayed scales are not at their start."""
+
     def data(seed, scale):
         source = draw(seed + 2, (OTHER, B, H), dtype, scale) if cross else None
         return draw(seed, (S, B, H), dtype, scale), draw(seed + 1, (S, B, H), dtype, G), source
@@ -63,7 +72,8 @@ def check(got, want):
             assert_within(name, a, b)
     for name, a in got[3].items():
         b = want[3][name]
-        if name.endswith(("key_bias", "k_norm.bias")):  # 0 but for rounding, or nearly: a softmax does not see what all keys share
+        # 0 but for rounding, or nearly: a softmax does not see what all keys share
+        if name.endswith(("key_bias", "k_norm.bias")):
             assert (np.abs(a - b.v) <= b.e).all(), name
         else:
             assert_within(name, a, b)
@@ -71,17 +81,42 @@ def check(got, want):
 
 ATTENTIONS = {
     "rms": {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm"},
-    "layer_before": {"num_gqa_groups": 2, "qk_norm_type": "LayerNorm", "qk_norm_before_rope": True, "fuse_qkv_params": True,
-                     "input_layernorm": True},
+    "layer_before": {
+        "num_gqa_groups": 2,
+        "qk_norm_type": "LayerNorm",
+        "qk_norm_before_rope": True,
+        "fuse_qkv_params": True,
+        "input_layernorm": True,
+    },
     "l2": {"qk_norm_type": "L2Normalization", "fuse_qkv_params": True, "qk_norm_eps": 0.25},
     "l2_before": {"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True, "bias": False},
-    "one_group": {"num_gqa_groups": 1, "fuse_qkv_params": True, "input_layernorm": True, "normalization": "RMSNorm"},
-    "wide_heads": {"kv_channels": 12, "num_gqa_groups": 2, "fuse_qkv_params": True, "qkv_weight_interleaved": False,
-                   "qk_norm_type": "RMSNorm"},
-    "cross": {"attention_type": "cross", "num_gqa_groups": 2, "fuse_qkv_params": True, "input_layernorm": True},
+    "one_group": {
+        "num_gqa_groups": 1,
+        "fuse_qkv_params": True,
+        "input_layernorm": True,
+        "normalization": "RMSNorm",
+    },
+    "wide_heads": {
+        "kv_channels": 12,
+        "num_gqa_groups": 2,
+        "fuse_qkv_params": True,
+        "qkv_weight_interleaved": False,
+        "qk_norm_type": "RMSNorm",
+    },
+    "cross": {
+        "attention_type": "cross",
+        "num_gqa_groups": 2,
+        "fuse_qkv_params": True,
+        "input_layernorm": True,
+    },
     "cross_layer": {"attention_type": "cross", "qk_norm_type": "LayerNorm", "bias": False},
-    "cross_rms": {"attention_type": "cross", "num_gqa_groups": 1, "fuse_qkv_params": True, "qk_norm_type": "RMSNorm",
-                  "qk_norm_before_rope": True},
+    "cross_rms": {
+        "attention_type": "cross",
+        "num_gqa_groups": 1,
+        "fuse_qkv_params": True,
+        "qk_norm_type": "RMSNorm",
+        "qk_norm_before_rope": True,
+    },
 }
 MAIN = ("layer_before", "cross")
 CASES = [(name, "high", "float32") for name in ATTENTIONS]
@@ -94,7 +129,14 @@ CASES += [(name, mode, "float32") for name in (*MAIN, "l2") for mode in ("delaye
 def test_attention(device, name, mode, dtype, rotary):
     options = ATTENTIONS[name]
     cross = "attention_type" in options
-    module = make(nn.MultiheadAttention, device, dtype, attn_mask_type="no_mask" if cross else "causal", **BASE, **options)
+    module = make(
+        nn.MultiheadAttention,
+        device,
+        dtype,
+        attn_mask_type="no_mask" if cross else "causal",
+        **BASE,
+        **options,
+    )
     channels, embedding, angles = options.get("kv_channels", H // HEADS), {}, None
     if rotary:
         made = nn.RotaryPositionEmbedding(channels, device=device)
@@ -103,8 +145,21 @@ def test_attention(device, name, mode, dtype, rotary):
         angles = [at[:, None] * speeds for at in places]
         embedding["rotary_pos_emb"] = (made(S, offset=2), made(OTHER)) if cross else made(S, offset=2)
     x, g, source, p = prepared(module, mode, dtype, cross, **embedding)
-    want = Block(module, p, "", mode, dtype, exact(x), exact(source) if cross else None, B, options.get("normalization", "LayerNorm"),
-                 angles, not cross, options.get("qk_norm_type", ""), options.get("qk_norm_eps", 1e-6))
+    want = Block(
+        module,
+        p,
+        "",
+        mode,
+        dtype,
+        exact(x),
+        exact(source) if cross else None,
+        B,
+        options.get("normalization", "LayerNorm"),
+        angles,
+        not cross,
+        options.get("qk_norm_type", ""),
+        options.get("qk_norm_eps", 1e-6),
+    )
     got = run(module, mode, x, g, source, **embedding)
     y = (want.y if want.bias is None else want.y + want.bias).rounded(dtype)
     check(got, (y, *want.backward(exact(g)), want.grads))
@@ -112,20 +167,41 @@ def test_attention(device, name, mode, dtype, rotary):
 
 FORMS = {
     "decoder": {"layer_type": "decoder"},
-    "decoder_post": {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True, "num_gqa_groups": 2,
-                     "fuse_qkv_params": True},
+    "decoder_post": {
+        "layer_type": "decoder",
+        "apply_residual_connection_post_layernorm": True,
+        "num_gqa_groups": 2,
+        "fuse_qkv_params": True,
+    },
     "decoder_output": {"layer_type": "decoder", "output_layernorm": True, "bias": False},
     "post_and_output": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
-    "decoder_post_and_output": {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True, "output_layernorm": True},
+    "decoder_post_and_output": {
+        "layer_type": "decoder",
+        "apply_residual_connection_post_layernorm": True,
+        "output_layernorm": True,
+    },
     "parallel": {"parallel_attention_mlp": True, "num_gqa_groups": 2},
     "parallel_plain": {"parallel_attention_mlp": True, "bias": False, "drop_path_rate": 0.4},
     "path": {"drop_path_rate": 0.4},
     "path_plain": {"drop_path_rate": 0.4, "bias": False, "output_layernorm": True},
-    "path_post": {"drop_path_rate": 0.4, "apply_residual_connection_post_layernorm": True, "layer_type": "decoder", "kv_channels": 12},
+    "path_post": {
+        "drop_path_rate": 0.4,
+        "apply_residual_connection_post_layernorm": True,
+        "layer_type": "decoder",
+        "kv_channels": 12,
+    },
 }
 LAYERS = [(form, "high", "float32", "LayerNorm") for form in FORMS]
-LAYERS += [(form, "high", dtype, "RMSNorm") for form in ("decoder", "parallel", "path") for dtype in ("bfloat16", "float16")]
-LAYERS += [(form, mode, "float32", "LayerNorm") for form in ("decoder_post", "parallel") for mode in ("delayed", "current", "block")]
+LAYERS += [
+    (form, "high", dtype, "RMSNorm")
+    for form in ("decoder", "parallel", "path")
+    for dtype in ("bfloat16", "float16")
+]
+LAYERS += [
+    (form, mode, "float32", "LayerNorm")
+    for form in ("decoder_post", "parallel")
+    for mode in ("delayed", "current", "block")
+]
 
 
 def draws(device, count):
@@ -145,7 +221,9 @@ def test_layer(device, form, mode, dtype, kind):
         while not any(0 in f and f.any() for f in draws(device, 2)):
             nn.random.next_rng(arrays.device(device))
         factors = tuple(np.tile(f, S)[:, None] for f in draws(device, 2))
-    want = layer_step(module, p, mode, dtype, kind, exact(x), exact(g), exact(source) if cross else None, factors)
+    want = layer_step(
+        module, p, mode, dtype, kind, exact(x), exact(g), exact(source) if cross else None, factors
+    )
     check(run(module, mode, x, g, source), want)
     module.eval()
     assert np.isfinite(run(module, mode, x, g, source)[0]).all()
@@ -159,33 +237,56 @@ def layout(x, form):
     return x if form == "bshd" else x.reshape(-1, *x.shape[2:])
 
 
-@pytest.mark.parametrize("options", [{"drop_path_rate": 0.4}, {"qk_norm_type": "RMSNorm", "num_gqa_groups": 2, "fuse_qkv_params": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"drop_path_rate": 0.4}, {"qk_norm_type": "RMSNorm", "num_gqa_groups": 2, "fuse_qkv_params": True}],
+)
 def test_formats_agree(device, options):
     """The same samples are dropped and the same rows computed wherever the batch's dimension lies."""
     x, g = draw(1, (S, B, H), "float32"), draw(2, (S, B, H), "float32", G)
     starts = (np.arange(B + 1) * S).astype(np.int32)
     found = {}
     # in each branch, the first of two operations that draw, one sample of two is dropped
-    seed = next(s for s in range(100) if all(0 < keep_factors(np.array([s, i]), 0.4, (B,)).astype(bool).sum() < B for i in range(2)))
+    seed = next(
+        s
+        for s in range(100)
+        if all(0 < keep_factors(np.array([s, i]), 0.4, (B,)).astype(bool).sum() < B for i in range(2))
+    )
     for form in ("sbhd", "bshd", "thd"):
         nn.manual_seed(seed)
         mask = "padding_causal" if form == "thd" else "causal"
-        module = make(nn.TransformerLayer, device, "float32", attn_input_format=form, self_attn_mask_type=mask, **LAYER, **options)
+        module = make(
+            nn.TransformerLayer,
+            device,
+            "float32",
+            attn_input_format=form,
+            self_attn_mask_type=mask,
+            **LAYER,
+            **options,
+        )
         freqs = nn.RotaryPositionEmbedding(H // HEADS, device=device)(S)
-        more = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": S, "max_seqlen_kv": S} if form == "thd" else {}
+        more = (
+            {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": S, "max_seqlen_kv": S}
+            if form == "thd"
+            else {}
+        )
         a = tensor(layout(x, form), requires_grad=True, device=device)
         y = module(a, rotary_pos_emb=freqs, **more)
         y.backward(layout(g, form))
         found[form] = f64(y), f64(a.grad)
     for form in ("bshd", "thd"):
         for what, got, want in zip(("y", "dx"), found[form], found["sbhd"], strict=True):
-            np.testing.assert_allclose(got, layout(want, form), rtol=0, atol=64 * H * 2.0**-24 * np.abs(want).max(), err_msg=what)
+            np.testing.assert_allclose(
+                got, layout(want, form), rtol=0, atol=64 * H * 2.0**-24 * np.abs(want).max(), err_msg=what
+            )
 
 
 def test_stochastic_depth_keeps_the_mean(device):
     """Over many draws the factors 0 and 1 / (1 - q) have mean 1, within five standard errors."""
     rate, draws_made = 0.25, 64
-    layer = make(nn.TransformerLayer, device, "float32", drop_path_rate=rate, parallel_attention_mlp=True, **LAYER)
+    layer = make(
+        nn.TransformerLayer, device, "float32", drop_path_rate=rate, parallel_attention_mlp=True, **LAYER
+    )
     x = draw(1, (3, 32, H), "float32")
     whole = f64(layer.eval()(tensor(x, device=device))) - x
     factors = []
@@ -202,16 +303,34 @@ def test_stochastic_depth_keeps_the_mean(device):
 def test_a_recomputed_core_has_the_same_bits(device, mode, options, monkeypatch):
     calls = []  # of the core, whether it goes through the operation or is done again
     plan_for = rules.plan_for
-    monkeypatch.setattr(rules, "plan_for", lambda what, *given: (what is attention and calls.append(1), plan_for(what, *given))[1])
+    monkeypatch.setattr(
+        rules,
+        "plan_for",
+        lambda what, *given: (what is attention and calls.append(1), plan_for(what, *given))[1],
+    )
     found = []
     for again in (False, True):
         nn.manual_seed(3)
-        module = make(nn.TransformerLayer, device, "bfloat16", **LAYER | {"attention_dropout": 0.2, "hidden_dropout": 0.2}, **options)
+        module = make(
+            nn.TransformerLayer,
+            device,
+            "bfloat16",
+            **LAYER | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
+            **options,
+        )
         source = draw(3, (OTHER, B, H), "bfloat16") if "layer_type" in options else None
         calls.clear()
         with fk.deterministic(True):
-            found.append(run(module, mode, draw(1, (S, B, H), "bfloat16"), draw(2, (S, B, H), "bfloat16"), source,
-                             checkpoint_core_attention=again))
+            found.append(
+                run(
+                    module,
+                    mode,
+                    draw(1, (S, B, H), "bfloat16"),
+                    draw(2, (S, B, H), "bfloat16"),
+                    source,
+                    checkpoint_core_attention=again,
+                )
+            )
         assert len(calls) == (1 + again) * (1 + (source is not None))
     for a, b in zip(found[0][:3], found[1][:3], strict=True):
         if a is not None:
@@ -222,16 +341,25 @@ def test_a_recomputed_core_has_the_same_bits(device, mode, options, monkeypatch)
 
 @pytest.mark.parametrize("cross", [False, True])
 def test_what_attention_returns(device, cross):
-    options = BASE | {"num_gqa_groups": 2, "fuse_qkv_params": True, "input_layernorm": True, "attn_mask_type": "no_mask",
-                      "attention_type": "cross" if cross else "self"}
+    options = BASE | {
+        "num_gqa_groups": 2,
+        "fuse_qkv_params": True,
+        "input_layernorm": True,
+        "attn_mask_type": "no_mask",
+        "attention_type": "cross" if cross else "self",
+    }
     more = {"return_bias": True, "return_layernorm_output": True}
-    whole, parts = (make(nn.MultiheadAttention, device, "float32", **options, **extra) for extra in ({}, more))
+    whole, parts = (
+        make(nn.MultiheadAttention, device, "float32", **options, **extra) for extra in ({}, more)
+    )
     x, source = (tensor(draw(i, (n, B, H), "float32"), device=device) for i, n in ((1, S), (2, OTHER)))
     given = {"encoder_output": source} if cross else {}
     y, bias, normed = parts(x, **given)
     assert bias is parts.proj.bias
     want = f64(y) + f64(bias)
-    np.testing.assert_allclose(f64(whole(x, **given)), want, rtol=0, atol=16 * H * 2.0**-24 * np.abs(want).max())
+    np.testing.assert_allclose(
+        f64(whole(x, **given)), want, rtol=0, atol=16 * H * 2.0**-24 * np.abs(want).max()
+    )
     first = parts.layernorm_query if cross else parts.layernorm_qkv
     norm = nn.LayerNorm(H, device=device)
     norm.load_state_dict({kind: getattr(first, f"layer_norm_{kind}").numpy() for kind in ("weight", "bias")})
@@ -239,12 +367,22 @@ def test_what_attention_returns(device, cross):
 
 
 def test_a_decoder_hands_its_options_down(device):
-    """Padded sources do not matter beyond their length, windows reach the attention across, and so does a bias of the scores."""
-    layer = make(nn.TransformerLayer, device, "float32", layer_type="decoder", enc_dec_attn_mask_type="padding", **LAYER).eval()
+    """Padded sources do not matter beyond their length, windows reach the attention across, and so does a
+    bias of the scores."""
+    layer = make(
+        nn.TransformerLayer,
+        device,
+        "float32",
+        layer_type="decoder",
+        enc_dec_attn_mask_type="padding",
+        **LAYER,
+    ).eval()
     x, source = draw(1, (S, B, H), "float32"), draw(2, (OTHER, B, H), "float32")
     other = source.copy()
     other[5:, 1] = 99
-    masks = tuple(np.arange(n) >= np.array(m)[:, None, None, None] for n, m in ((S, (S, S)), (OTHER, (OTHER, 5))))
+    masks = tuple(
+        np.arange(n) >= np.array(m)[:, None, None, None] for n, m in ((S, (S, S)), (OTHER, (OTHER, 5)))
+    )
 
     def y(source, **options):
         return f64(layer(tensor(x, device=device), encoder_output=tensor(source, device=device), **options))
@@ -252,21 +390,35 @@ def test_a_decoder_hands_its_options_down(device):
     np.testing.assert_array_equal(y(source, enc_dec_attn_mask=masks), y(other, enc_dec_attn_mask=masks))
     plain = y(source, enc_dec_attn_mask_type="no_mask")
     assert not np.array_equal(plain, y(other, enc_dec_attn_mask_type="no_mask"))
-    near = {"enc_dec_attn_mask_type": "no_mask", "enc_dec_window_size": (1, 1), "enc_dec_bottom_right_diagonal": False}
+    near = {
+        "enc_dec_attn_mask_type": "no_mask",
+        "enc_dec_window_size": (1, 1),
+        "enc_dec_bottom_right_diagonal": False,
+    }
     other = source.copy()
     other[4:] = 9
     a, b = y(source, **near), y(other, **near)
     np.testing.assert_array_equal(a[:3], b[:3])
     assert not np.array_equal(a[3], b[3])
     slopes = np.full(HEADS, 0.5, np.float32)
-    assert not np.array_equal(plain, y(source, enc_dec_attn_mask_type="no_mask", core_attention_bias_type="alibi", alibi_slopes=slopes))
+    assert not np.array_equal(
+        plain,
+        y(source, enc_dec_attn_mask_type="no_mask", core_attention_bias_type="alibi", alibi_slopes=slopes),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2, "fuse_qkv_params": True}])
 def test_positions_start_where_the_inference_says(device, options, monkeypatch):
     module = make(nn.MultiheadAttention, device, "float32", **{**BASE, "layer_number": 1}, **options)
-    cache, seen, forward = nn.InferenceParams(B, S + 3, qkv_format="sbhd", device=device), [], DotProductAttention.forward
-    embedding, x = nn.RotaryPositionEmbedding(H // HEADS, device=device), tensor(draw(1, (S, B, H), "float32"), device=device)
+    cache, seen, forward = (
+        nn.InferenceParams(B, S + 3, qkv_format="sbhd", device=device),
+        [],
+        DotProductAttention.forward,
+    )
+    embedding, x = (
+        nn.RotaryPositionEmbedding(H // HEADS, device=device),
+        tensor(draw(1, (S, B, H), "float32"), device=device),
+    )
 
     def without(self, *given, inference_params=None, settled=None, **named):
         seen.append(inference_params)
@@ -274,7 +426,11 @@ def test_positions_start_where_the_inference_says(device, options, monkeypatch):
 
     with fk.no_grad():
         cache.pre_step(dict.fromkeys(range(B), 3))
-        module(tensor(draw(2, (3, B, H), "float32"), device=device), inference_params=cache, rotary_pos_emb=embedding(S + 3))
+        module(
+            tensor(draw(2, (3, B, H), "float32"), device=device),
+            inference_params=cache,
+            rotary_pos_emb=embedding(S + 3),
+        )
         cache.pre_step(dict.fromkeys(range(B), S))
         monkeypatch.setattr(DotProductAttention, "forward", without)
         y = module(x, inference_params=cache, rotary_pos_emb=embedding(S + 3))
@@ -286,12 +442,24 @@ def test_the_bias_of_the_scores_is_differentiable_through_a_layer(device):
     """In both attentions of a decoder, recomputed or not."""
     found = []
     for again in (False, True):
-        layer = make(nn.TransformerLayer, device, "float32", layer_type="decoder", self_attn_mask_type="no_mask", **LAYER)
+        layer = make(
+            nn.TransformerLayer,
+            device,
+            "float32",
+            layer_type="decoder",
+            self_attn_mask_type="no_mask",
+            **LAYER,
+        )
         bias = tensor(draw(4, (1, HEADS, S, S), "float32"), requires_grad=True, device=device)
         x, source = (tensor(draw(i, (S, B, H), "float32"), device=device) for i in (1, 2))
         with fk.deterministic(True):
-            y = layer(x, encoder_output=source, core_attention_bias_type="post_scale_bias", core_attention_bias=bias,
-                      checkpoint_core_attention=again)
+            y = layer(
+                x,
+                encoder_output=source,
+                core_attention_bias_type="post_scale_bias",
+                core_attention_bias=bias,
+                checkpoint_core_attention=again,
+            )
             y.backward(draw(3, (S, B, H), "float32"))
         found.append(bias.grad.numpy())
     assert_same_bits("dbias", found[1], found[0])
@@ -307,7 +475,9 @@ def test_l2_normalization(device, dtype):
     y = nn.L2Normalization(eps=0.5)(a)
     y.backward(g)
     want = Normed(exact(x), {}, "", "L2Normalization", 0.5, dtype, {})
-    np.testing.assert_allclose(want.y.v[0], x[0, 0] / np.sqrt((f64(tensor(x[0, 0], device="cpu")) ** 2).sum() + 0.5), rtol=2.0**-8)
+    np.testing.assert_allclose(
+        want.y.v[0], x[0, 0] / np.sqrt((f64(tensor(x[0, 0], device="cpu")) ** 2).sum() + 0.5), rtol=2.0**-8
+    )
     assert_within("y", f64(y).reshape(-1, 40), want.y)
     assert_within("dx", f64(a.grad).reshape(-1, 40), want.backward(exact(g)).rounded(dtype))
 
@@ -321,22 +491,33 @@ def test_heads_that_nothing_was_made_of_have_no_gradient(device):
     want = np.zeros((S, B, 2, 4, 3), np.float32)
     want[:, :, :, 2] = g
     np.testing.assert_array_equal(x.grad.numpy().reshape(want.shape), want)
-    np.testing.assert_array_equal(parts["q"].numpy().reshape(S, B, 2, 2, 3), x.numpy().reshape(want.shape)[:, :, :, :2])
+    np.testing.assert_array_equal(
+        parts["q"].numpy().reshape(S, B, 2, 2, 3), x.numpy().reshape(want.shape)[:, :, :, :2]
+    )
 
 
 def test_what_a_layer_hands_to_its_norms_and_its_mlp():
     options = {"layer_type": "decoder", "output_layernorm": True, "qk_norm_type": "RMSNorm", "device": "cpu"}
     layer = nn.TransformerLayer(H, 48, HEADS, zero_centered_gamma=True, **options)
-    values = {name: set(f64(parameter)) for name, parameter in layer.named_parameters() if name.endswith(("norm_weight", "norm.weight"))}
+    values = {
+        name: set(f64(parameter))
+        for name, parameter in layer.named_parameters()
+        if name.endswith(("norm_weight", "norm.weight"))
+    }
     assert values == {name: {1.0} if "_norm.weight" in name else {0.0} for name in values}
     assert len(values) == 7
     for activation in ("gelu", "relu", "silu", "swiglu"):
-        mlp = nn.TransformerLayer(H, 48, HEADS, activation=activation, activation_params=None, device="cpu").layernorm_mlp
+        mlp = nn.TransformerLayer(
+            H, 48, HEADS, activation=activation, activation_params=None, device="cpu"
+        ).layernorm_mlp
         assert mlp.activation == activation
         assert mlp.fc1_weight.shape == (96 if activation == "swiglu" else 48, H)
 
 
-FIRST = {False: ["query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias"], True: ["weight", "bias"]}
+FIRST = {
+    False: ["query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias"],
+    True: ["weight", "bias"],
+}
 NORM = ["layer_norm_weight", "layer_norm_bias"]
 PROJ = ["proj.weight", "proj.bias"]
 
@@ -346,17 +527,34 @@ PROJ = ["proj.weight", "proj.bias"]
 @pytest.mark.parametrize("qk", [None, "L2Normalization", "RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_names_and_shapes_of_the_attentions_parameters(kind, qk, normed, fused):
-    module = nn.MultiheadAttention(H, HEADS, num_gqa_groups=2, attention_type=kind, qk_norm_type=qk, input_layernorm=normed,
-                                   fuse_qkv_params=fused, device="cpu")
+    module = nn.MultiheadAttention(
+        H,
+        HEADS,
+        num_gqa_groups=2,
+        attention_type=kind,
+        qk_norm_type=qk,
+        input_layernorm=normed,
+        fuse_qkv_params=fused,
+        device="cpu",
+    )
     found = {name: parameter.shape for name, parameter in module.named_parameters()}
     d, kv = H // HEADS, H // 2
     norms = {None: [], "L2Normalization": [], "RMSNorm": ["weight"], "LayerNorm": ["weight", "bias"]}[qk]
     want = {f"{side}_norm.{name}": (d,) for side in "qk" for name in norms}
-    first = {("self", True): "layernorm_qkv", ("self", False): "qkv", ("cross", True): "layernorm_query", ("cross", False): "query_layer"}
+    first = {
+        ("self", True): "layernorm_qkv",
+        ("self", False): "qkv",
+        ("cross", True): "layernorm_query",
+        ("cross", False): "query_layer",
+    }
     child = first[kind, normed]
     want |= {f"{child}.{name}": (H,) for name in NORM if normed}
     sizes = {"query": H, "key": kv, "value": kv}
-    projections = {child: ("query", "key", "value")} if kind == "self" else {child: ("query",), "key_value": ("key", "value")}
+    projections = (
+        {child: ("query", "key", "value")}
+        if kind == "self"
+        else {child: ("query",), "key_value": ("key", "value")}
+    )
     for name, parts in projections.items():
         whole = {"": sum(sizes[part] for part in parts)}
         split = {f"{part}_": sizes[part] for part in parts}
@@ -366,22 +564,42 @@ def test_names_and_shapes_of_the_attentions_parameters(kind, qk, normed, fused):
 
 
 def test_names_of_a_decoders_parameters():
-    layer = nn.TransformerLayer(H, 48, HEADS, layer_type="decoder", output_layernorm=True, qk_norm_type="RMSNorm", device="cpu",
-                                name="layer", seq_length=128, micro_batch_size=4)
+    layer = nn.TransformerLayer(
+        H,
+        48,
+        HEADS,
+        layer_type="decoder",
+        output_layernorm=True,
+        qk_norm_type="RMSNorm",
+        device="cpu",
+        name="layer",
+        seq_length=128,
+        micro_batch_size=4,
+    )
     attention = ["q_norm.weight", "k_norm.weight"]
     mlp = [*NORM, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"]
     assert [name for name, _ in layer.named_parameters()] == [
-        *[f"self_attention.{name}" for name in (*attention, *(f"qkv.{name}" for name in FIRST[False]), *PROJ)],
+        *[
+            f"self_attention.{name}"
+            for name in (*attention, *(f"qkv.{name}" for name in FIRST[False]), *PROJ)
+        ],
         *[f"inter_attention.{name}" for name in attention],
         *[f"inter_attention.layernorm_query.{name}" for name in (*NORM, "query_weight", "query_bias")],
-        *[f"inter_attention.key_value.{part}_{kind}" for kind in ("weight", "bias") for part in ("key", "value")],
+        *[
+            f"inter_attention.key_value.{part}_{kind}"
+            for kind in ("weight", "bias")
+            for part in ("key", "value")
+        ],
         *[f"inter_attention.{name}" for name in PROJ],
         *[f"layernorm_mlp.{name}" for name in mlp],
-        "layernorm.weight", "layernorm.bias",
+        "layernorm.weight",
+        "layernorm.bias",
     ]
     assert layer.inter_attention.key_value.name == "layer.inter_attention.key_value"
     plain = nn.TransformerLayer(H, 48, HEADS, layer_type="decoder", bias=False, device="cpu")
-    assert {name.rpartition(".")[2] for name, _ in plain.named_parameters() if name.endswith("bias")} == {"layer_norm_bias"}
+    assert {name.rpartition(".")[2] for name, _ in plain.named_parameters() if name.endswith("bias")} == {
+        "layer_norm_bias"
+    }
 
 
 X = np.ones((S, B, H), np.float32)
@@ -400,18 +618,31 @@ def layer(**options):
         (lambda: layer(drop_path_rate=1.0), ["drop_path_rate", "1.0"]),
         (lambda: layer(qk_norm_type="rms"), ["qk_norm_type", "RMSNorm"]),
         (lambda: layer(seq_length=0), ["seq_length", "0"]),
-        (lambda: nn.LayerNormMLP(H, 48, device="cpu", micro_batch_size=0), ["LayerNormMLP: micro_batch_size", "0"]),
+        (
+            lambda: nn.LayerNormMLP(H, 48, device="cpu", micro_batch_size=0),
+            ["LayerNormMLP: micro_batch_size", "0"],
+        ),
         (lambda: layer(init_method=0), ["init_method", "0", "a function"]),
         (lambda: layer(bias="yes"), ["bias", "'yes'", "True or False"]),
         (lambda: layer(hidden_dropout=float("nan")), ["hidden_dropout", "nan"]),
-        (lambda: layer()(X, rotary_pos_emb=np.zeros((S - 1, 8), np.float32)),
-         ["TransformerLayer: rotary_pos_emb", f"at least {S} positions"]),
-        (lambda: nn.DotProductAttention(HEADS, 7, device="cpu")(X, X, X), ["attention: query_layer", f"{X.shape}"]),
-        (lambda: nn.DotProductAttention(1, H, device="cpu")(X, X, X, core_attention_bias=X), ["attention: core_attention_bias", "no_bias"]),
+        (
+            lambda: layer()(X, rotary_pos_emb=np.zeros((S - 1, 8), np.float32)),
+            ["TransformerLayer: rotary_pos_emb", f"at least {S} positions"],
+        ),
+        (
+            lambda: nn.DotProductAttention(HEADS, 7, device="cpu")(X, X, X),
+            ["attention: query_layer", f"{X.shape}"],
+        ),
+        (
+            lambda: nn.DotProductAttention(1, H, device="cpu")(X, X, X, core_attention_bias=X),
+            ["attention: core_attention_bias", "no_bias"],
+        ),
         (lambda: layer()(X, encoder_output=X), ["encoder_output", "encoder"]),
         (lambda: layer(layer_type="decoder")(X), ["TransformerLayer: encoder_output", "decoder"]),
-        (lambda: nn.MultiheadAttention(H, HEADS, device="cpu", return_layernorm_output=True),
-         ["return_layernorm_output", "input_layernorm"]),
+        (
+            lambda: nn.MultiheadAttention(H, HEADS, device="cpu", return_layernorm_output=True),
+            ["return_layernorm_output", "input_layernorm"],
+        ),
         (lambda: nn.L2Normalization()(np.float32(1)), ["inp"]),
     ],
 )
@@ -423,6 +654,9 @@ def test_refusals_name_the_argument(make_it, words):
 
 
 def test_unknown_options_are_type_errors():
-    for kind in (nn.MultiheadAttention(H, HEADS, device="cpu"), nn.TransformerLayer(H, 48, HEADS, device="cpu")):
+    for kind in (
+        nn.MultiheadAttention(H, HEADS, device="cpu"),
+        nn.TransformerLayer(H, 48, HEADS, device="cpu"),
+    ):
         with pytest.raises(TypeError, match=f"{type(kind).__name__}.*window"):
             kind(X, window=(1, 1))

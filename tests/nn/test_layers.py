@@ -1,6 +1,8 @@
-"""Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm: forward and backward against float64 with running error bounds.
+"""Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm: forward and backward against float64 with
+running error bounds.
 
-In FP8 the oracle quantises the operands with the codec, at the scales that the module has, so every case checks the FP8 arithmetic itself.
+In FP8 the oracle quantises the operands with the codec, at the scales that the module has, so every case
+checks the FP8 arithmetic itself.
 """
 
 from __future__ import annotations
@@ -44,8 +46,14 @@ def quantiser(mode, module, gemm=0):
         return None
     narrow = module.device.kind == "cuda"
     if recipe.float8_block_scaling():
-        dims = {"x": recipe.x_block_scaling_dim, "w": recipe.w_block_scaling_dim, "g": recipe.grad_block_scaling_dim}
-        blocks = {name: ((1 if dim == 1 else 128, 128), not recipe.use_f32_scales) for name, dim in dims.items()}
+        dims = {
+            "x": recipe.x_block_scaling_dim,
+            "w": recipe.w_block_scaling_dim,
+            "g": recipe.grad_block_scaling_dim,
+        }
+        blocks = {
+            name: ((1 if dim == 1 else 128, 128), not recipe.use_f32_scales) for name, dim in dims.items()
+        }
         return Quantiser(None, recipe.backward_format, narrow, blocks)
     return Quantiser(scales_of(module, gemm) if recipe.delayed() else None, recipe.backward_format, narrow)
 
@@ -69,7 +77,11 @@ def make(kind, device, dtype, **options):
 
 def step(module, mode, x, g, **options):
     """One forward and backward; (output, x's gradient, gradients by name), float64 matrices."""
-    x = tensor(x, requires_grad=True, device=module.device if hasattr(module, "device") else next(module.parameters()).device)
+    x = tensor(
+        x,
+        requires_grad=True,
+        device=module.device if hasattr(module, "device") else next(module.parameters()).device,
+    )
     with scope(mode):
         y = module(x, **options)
     y.backward(g)
@@ -90,7 +102,9 @@ def data(dtype, k, n):
     return x, g, R(x.astype(np.float64).reshape(-1, k)), R(g.astype(np.float64).reshape(-1, n))
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [("float32", True), ("float32", False), ("bfloat16", True), ("float16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [("float32", True), ("float32", False), ("bfloat16", True), ("float16", True)]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_linear(device, dtype, mode, bias):
     module = make(nn.Linear, device, dtype, in_features=K, out_features=N, bias=bias)
@@ -116,7 +130,10 @@ BLOCK_RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
-@pytest.mark.parametrize(("dtype", "sizes"), [("float32", (150, 300, 200)), ("bfloat16", (129, 136, 257)), ("float16", (256, 128, 128))])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [("float32", (150, 300, 200)), ("bfloat16", (129, 136, 257)), ("float16", (256, 128, 128))],
+)
 def test_linear_of_many_blocks(device, monkeypatch, recipe, dtype, sizes):
     """Magnitudes that change from block to block, so that a scale in the wrong place shows."""
     m, k, n = sizes
@@ -124,14 +141,20 @@ def test_linear_of_many_blocks(device, monkeypatch, recipe, dtype, sizes):
     module = make(nn.Linear, device, dtype, in_features=k, out_features=n)
     rng = np.random.default_rng(5)
     x, g, w = (
-        (draw(seed, shape, dtype, scale) * np.exp2(rng.integers(-4, 4, shape[:1]))[:, None] * np.exp2(rng.integers(-2, 2, shape[1])))
-        .astype(formats.dtype(dtype).numpy)
+        (
+            draw(seed, shape, dtype, scale)
+            * np.exp2(rng.integers(-4, 4, shape[:1]))[:, None]
+            * np.exp2(rng.integers(-2, 2, shape[1]))
+        ).astype(formats.dtype(dtype).numpy)
         for seed, shape, scale in ((1, (m, k), 1.0), (2, (m, n), G_SCALE), (3, (n, k), 0.1))
     )
     module.load_state_dict({"weight": w, "bias": draw(4, (n,), dtype)})
     y, dx, grads = step(module, recipe, x, g)
     assert module.fp8_meta == {}
-    product, rg = Product(R(x.astype(np.float64)), w.astype(np.float64), quantiser(recipe, module)), R(g.astype(np.float64))
+    product, rg = (
+        Product(R(x.astype(np.float64)), w.astype(np.float64), quantiser(recipe, module)),
+        R(g.astype(np.float64)),
+    )
     want_dx, want_dw, want_db = product.backward(rg)
     assert_within("y", y, product.forward(f64(module.bias)).rounded(dtype))
     assert_within("dx", dx, want_dx.rounded(dtype))
@@ -140,7 +163,8 @@ def test_linear_of_many_blocks(device, monkeypatch, recipe, dtype, sizes):
 
 
 def test_block_scaling_keeps_what_is_promised(device):
-    """Relative errors of a Linear on normal data against high precision: at most Transformer Engine's for this recipe."""
+    """Relative errors of a Linear on normal data against high precision: at most Transformer Engine's for
+    this recipe."""
     size = 512
     module = make(nn.Linear, device, "float32", in_features=size, out_features=size, bias=False)
     x, g = draw(1, (size, size), "float32"), draw(2, (size, size), "float32")
@@ -159,17 +183,23 @@ def test_linear_with_split_parameters_is_the_joined_one(device, mode, split):
     parts = make(nn.Linear, device, "float32", in_features=K, out_features=N, parameters_split=split)
     names = [name.rstrip("_") for name in split]
     sizes = list(split.values()) if isinstance(split, dict) else [N // 2] * 2
-    assert [name for name, _ in parts.named_parameters()] == [f"{n}_{kind}" for kind in ("weight", "bias") for n in names]
+    assert [name for name, _ in parts.named_parameters()] == [
+        f"{n}_{kind}" for kind in ("weight", "bias") for n in names
+    ]
     edges = np.cumsum(sizes)[:-1]
     state = {}
     for kind in ("weight", "bias"):
-        state |= {f"{n}_{kind}": np.ascontiguousarray(a) for n, a in zip(names, np.split(getattr(whole, kind).numpy(), edges), strict=True)}
+        state |= {
+            f"{n}_{kind}": np.ascontiguousarray(a)
+            for n, a in zip(names, np.split(getattr(whole, kind).numpy(), edges), strict=True)
+        }
     parts.load_state_dict(state)
     for seed in range(3):
         x, g = draw(seed, (*SHAPE, K), "float32"), draw(seed + 9, (*SHAPE, N), "float32", G_SCALE)
         y, dx, grads = step(whole, mode, x, g)
         y2, dx2, grads2 = step(parts, mode, x, g)
-        bound = 0 if mode == "high" else 2.0**-18  # another order of float32 sums at most; operands have the same codes
+        # another order of float32 sums at most; operands have the same codes
+        bound = 0 if mode == "high" else 2.0**-18
         np.testing.assert_allclose(y2, y, rtol=0, atol=max(bound, 2.0**-18) * np.abs(y).max())
         np.testing.assert_allclose(dx2, dx, rtol=0, atol=2.0**-18 * np.abs(dx).max())
         for kind in ("weight", "bias"):
@@ -199,14 +229,24 @@ def test_norms(device, dtype, kind, zero_centered):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_linear(device, dtype, mode, kind):
     centred = (kind == "RMSNorm") != (dtype == "float16")
-    module = make(nn.LayerNormLinear, device, dtype, in_features=K, out_features=N, normalization=kind, zero_centered_gamma=centred)
+    module = make(
+        nn.LayerNormLinear,
+        device,
+        dtype,
+        in_features=K,
+        out_features=N,
+        normalization=kind,
+        zero_centered_gamma=centred,
+    )
     p = warmed(module, mode, dtype, K, N)
     x, g, rx, rg = data(dtype, K, N)
     normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p.get("layer_norm_bias"), kind, 1e-5, centred)
     product = Product(normed.rounded(dtype), p["weight"], quantiser(mode, module))
     y, dx, grads = step(module, mode, x, g)
     dnormed, want_dw, want_db = product.backward(rg)
-    want_dx, want_dgamma, want_dbeta = norm_grad(dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], kind, centred)
+    want_dx, want_dgamma, want_dbeta = norm_grad(
+        dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], kind, centred
+    )
     assert_within("y", y, product.forward(p["bias"]).rounded(dtype))
     assert_within("dw", grads["weight"], want_dw.rounded(dtype))
     assert_within("db", grads["bias"], want_db.rounded(dtype))
@@ -217,31 +257,61 @@ def test_layer_norm_linear(device, dtype, mode, kind):
 
 
 MLP_MODES = ("high", "delayed", "current", "block")
-CLAMP = {"limit": 0.5, "alpha": 1.25, "glu_linear_offset": 0.75}  # such that many elements lie beyond the limit
+# such that many elements lie beyond the limit
+CLAMP = {"limit": 0.5, "alpha": 1.25, "glu_linear_offset": 0.75}
 # every activation in every mode, and the first in every dtype too
-MLP_CASES = [(DTYPES[(i + j) % 3], mode, kind) for i, kind in enumerate(ACTIVATIONS) for j, mode in enumerate(MLP_MODES)]
-MLP_CASES += [case for case in ((dtype, mode, "gelu") for dtype in DTYPES for mode in MLP_MODES) if case not in MLP_CASES]
+MLP_CASES = [
+    (DTYPES[(i + j) % 3], mode, kind)
+    for i, kind in enumerate(ACTIVATIONS)
+    for j, mode in enumerate(MLP_MODES)
+]
+MLP_CASES += [
+    case
+    for case in ((dtype, mode, "gelu") for dtype in DTYPES for mode in MLP_MODES)
+    if case not in MLP_CASES
+]
 
 
 @pytest.mark.parametrize(("dtype", "mode", "kind"), MLP_CASES)
 def test_layer_norm_mlp(device, dtype, mode, kind):
     params = CLAMP if kind == "clamped_swiglu" else None
     normalization, centred = ("RMSNorm", True) if dtype == "float16" else ("LayerNorm", dtype == "bfloat16")
-    module = make(nn.LayerNormMLP, device, dtype, hidden_size=K, ffn_hidden_size=F, activation=kind, activation_params=params,
-                  normalization=normalization, zero_centered_gamma=centred)
+    module = make(
+        nn.LayerNormMLP,
+        device,
+        dtype,
+        hidden_size=K,
+        ffn_hidden_size=F,
+        activation=kind,
+        activation_params=params,
+        normalization=normalization,
+        zero_centered_gamma=centred,
+    )
     p = warmed(module, mode, dtype, K, K)
     x, g, rx, rg = data(dtype, K, K)
-    normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p.get("layer_norm_bias"), normalization, 1e-5, centred)
+    normed, xhat, rstd = norm(
+        rx, p["layer_norm_weight"], p.get("layer_norm_bias"), normalization, 1e-5, centred
+    )
     fc1 = Product(normed.rounded(dtype), p["fc1_weight"], quantiser(mode, module, 0))
-    act, act_back = activation(fc1.forward().rounded(dtype) + p["fc1_bias"], kind, tuple((params or {}).values()))
+    act, act_back = activation(
+        fc1.forward().rounded(dtype) + p["fc1_bias"], kind, tuple((params or {}).values())
+    )
     fc2 = Product(act.rounded(dtype), p["fc2_weight"], quantiser(mode, module, 1))
     y, dx, grads = step(module, mode, x, g)
     dact, dw2, db2 = fc2.backward(rg)
     dh = act_back(dact.rounded(dtype)).rounded(dtype)
     dnormed, dw1, db1 = fc1.backward(dh)
-    want_dx, dgamma, dbeta = norm_grad(dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], normalization, centred)
+    want_dx, dgamma, dbeta = norm_grad(
+        dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], normalization, centred
+    )
     assert_within("y", y, fc2.forward(p["fc2_bias"]).rounded(dtype))
-    named = {"fc2_weight": dw2, "fc2_bias": db2, "fc1_weight": dw1, "fc1_bias": db1, "layer_norm_weight": dgamma}
+    named = {
+        "fc2_weight": dw2,
+        "fc2_bias": db2,
+        "fc1_weight": dw1,
+        "fc1_bias": db1,
+        "layer_norm_weight": dgamma,
+    }
     if normalization == "LayerNorm":
         named["layer_norm_bias"] = dbeta
     for name, want in named.items():
@@ -252,7 +322,15 @@ def test_layer_norm_mlp(device, dtype, mode, kind):
 def test_returned_bias_and_norm(device):
     x = draw(1, (4, K), "float32")
     plain = make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=F)
-    more = make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=F, return_bias=True, return_layernorm_output=True)
+    more = make(
+        nn.LayerNormMLP,
+        device,
+        "float32",
+        hidden_size=K,
+        ffn_hidden_size=F,
+        return_bias=True,
+        return_layernorm_output=True,
+    )
     on = tensor(x, device=plain.device)
     y, bias, normed = more(on)
     np.testing.assert_allclose(f64(y) + f64(bias), f64(plain(on)), rtol=0, atol=2.0**-20)

@@ -1,4 +1,5 @@
-"""Memory of a step: large buffers come when they are first asked for and go as soon as they are no longer needed, with the same bits."""
+"""Memory of a step: large buffers come when they are first asked for and go as soon as they are no longer
+needed, with the same bits."""
 
 from __future__ import annotations
 
@@ -26,17 +27,20 @@ from tests import peaks
 pytestmark = pytest.mark.usefixtures("settled")
 
 RECIPES = {
-    "high": None, "delayed": fk.recipe.DelayedScaling(amax_history_len=2), "current": fk.recipe.Float8CurrentScaling(),
+    "high": None,
+    "delayed": fk.recipe.DelayedScaling(amax_history_len=2),
+    "current": fk.recipe.Float8CurrentScaling(),
     "block": fk.recipe.Float8BlockScaling(),
-}  # fmt: skip
+}
 
 
-# --- the peak ---------------------------------------------------------------------------------------------------------
+# --- the peak -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
-    """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step allocates."""
+    """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step
+    allocates."""
 
     def untouched(shape, init, dtype, device):
         return nn.Parameter(arrays.empty(shape, dtype, device))
@@ -45,8 +49,12 @@ def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
     for module in (nn_linear, nn_norm_mlp):
         monkeypatch.setattr(module, "make_parameter", untouched)
     sizes = peaks.HIDDEN, peaks.FFN, peaks.HEADS
-    layer = nn.TransformerLayer(*sizes, params_dtype="bfloat16", device="cpu", hidden_dropout=0.0, attention_dropout=0.0)
-    x, dy = (arrays.empty((peaks.SEQUENCE, peaks.BATCH, peaks.HIDDEN), formats.bfloat16, CPU) for _ in range(2))
+    layer = nn.TransformerLayer(
+        *sizes, params_dtype="bfloat16", device="cpu", hidden_dropout=0.0, attention_dropout=0.0
+    )
+    x, dy = (
+        arrays.empty((peaks.SEQUENCE, peaks.BATCH, peaks.HIDDEN), formats.bfloat16, CPU) for _ in range(2)
+    )
     leaf = tensor(x, requires_grad=True)
 
     def step():
@@ -62,7 +70,7 @@ def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
     assert 0.8 * peaks.EAGER < peaks.STANDING + Peak(CPU).bytes(step) <= peaks.EAGER
 
 
-# --- the bits ---------------------------------------------------------------------------------------------------------
+# --- the bits -----------------------------------------------------------------------------------------------
 
 
 def poisoned(self, name):
@@ -75,15 +83,23 @@ def poisoned(self, name):
 
 def layer_of(kind, device, **options):
     nn.manual_seed(5)
-    sizes = {"Linear": (32, 48), "LayerNormLinear": (32, 48), "LayerNormMLP": (32, 64), "TransformerLayer": (32, 64, 2)}[kind]
+    sizes = {
+        "Linear": (32, 48),
+        "LayerNormLinear": (32, 48),
+        "LayerNormMLP": (32, 64),
+        "TransformerLayer": (32, 64, 2),
+    }[kind]
     return getattr(nn, kind)(*sizes, device=device, **options)
 
 
 def steps(layer, recipe, device):
-    """Bits of the output and of all gradients, of two steps with two walks each through the same graph: four lists."""
+    """Bits of the output and of all gradients, of two steps with two walks each through the same graph: four
+    lists."""
     found = []
     for seed in range(2):
-        x = tensor(np.random.default_rng(seed).standard_normal((16, 2, 32)).astype(np.float32), True, device=device)
+        x = tensor(
+            np.random.default_rng(seed).standard_normal((16, 2, 32)).astype(np.float32), True, device=device
+        )
         with fk.deterministic(), fk.autocast(enabled=recipe != "high", recipe=RECIPES[recipe]):
             y = layer(x)
         y = y[0] if isinstance(y, tuple) else y
@@ -93,15 +109,29 @@ def steps(layer, recipe, device):
             layer.zero_grad()
             with fk.deterministic():
                 y.backward(dy, retain_graph=keep)
-            found.append([y.numpy().tobytes(), x.grad.numpy().tobytes(), *(p.grad.numpy().tobytes() for p in layer.parameters())])
+            found.append(
+                [
+                    y.numpy().tobytes(),
+                    x.grad.numpy().tobytes(),
+                    *(p.grad.numpy().tobytes() for p in layer.parameters()),
+                ]
+            )
     return found
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("Linear", {}), ("LayerNormLinear", {"return_layernorm_output": True}), ("LayerNormLinear", {"parameters_split": {"a": 17, "b": 31}}),
-    ("LayerNormMLP", {}), ("LayerNormMLP", {"checkpoint": True}), ("LayerNormMLP", {"activation": "swiglu", "bias": False}),
-    ("TransformerLayer", {"hidden_dropout": 0.1}),
-], ids=["linear", "norm", "split", "mlp", "recompute", "swiglu", "layer"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Linear", {}),
+        ("LayerNormLinear", {"return_layernorm_output": True}),
+        ("LayerNormLinear", {"parameters_split": {"a": 17, "b": 31}}),
+        ("LayerNormMLP", {}),
+        ("LayerNormMLP", {"checkpoint": True}),
+        ("LayerNormMLP", {"activation": "swiglu", "bias": False}),
+        ("TransformerLayer", {"hidden_dropout": 0.1}),
+    ],
+    ids=["linear", "norm", "split", "mlp", "recompute", "swiglu", "layer"],
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, monkeypatch):
     want = steps(layer_of(kind, device, **options), recipe, device)
@@ -117,16 +147,22 @@ def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, mon
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
-    """Two products share the codes of their input and weight, which nobody gives up however a door keeps them: the bits of products
-    that cast for themselves, in a first walk back and in a second one."""
+    """Two products share the codes of their input and weight, which nobody gives up however a door keeps
+    them: the bits of products that cast for themselves, in a first walk back and in a second one."""
     fp8 = fp8_from_recipe(RECIPES[recipe])
-    square = replace(fp8, x=fp8.w, w=fp8.x) if recipe == "block" else fp8  # a cast of x as if it were the weight
+    # a cast of x as if it were the weight
+    square = replace(fp8, x=fp8.w, w=fp8.x) if recipe == "block" else fp8
     rng = np.random.default_rng(3)
-    x, w = (tensor(rng.standard_normal(shape).astype(np.float32), True, device=device) for shape in ((32, 48), (80, 48)))
+    x, w = (
+        tensor(rng.standard_normal(shape).astype(np.float32), True, device=device)
+        for shape in ((32, 48), (80, 48))
+    )
     g = tensor(rng.standard_normal((32, 80)).astype(np.float32), device=device)
 
     def cast(values, operand):
-        spec = LinearSpec(ProductSpec(48, (values.shape[0],), bias="none", fp8=square if operand == "x" else fp8))
+        spec = LinearSpec(
+            ProductSpec(48, (values.shape[0],), bias="none", fp8=square if operand == "x" else fp8)
+        )
         made = rules.apply(weight_cast, spec, {"weight0": values.detach()})
         return {operand + name[1:]: one for name, one in made.items() if name != "w_amax"}
 
@@ -182,12 +218,15 @@ def test_a_backward_that_failed_half_way_says_so_when_it_is_asked_again(monkeypa
             y.backward(arrays.as_view(g))
 
 
-# --- the buffers ------------------------------------------------------------------------------------------------------
+# --- the buffers --------------------------------------------------------------------------------------------
 
 
 def test_what_is_large_lies_apart_where_there_is_much():
     mib = 1 << 20
-    metas = {name: Meta((n * mib,), formats.uint8, zero) for name, n, zero in (("a", 200, False), ("b", 15, False), ("c", 50, True))}
+    metas = {
+        name: Meta((n * mib,), formats.uint8, zero)
+        for name, n, zero in (("a", 200, False), ("b", 15, False), ("c", 50, True))
+    }
     assert list(large(metas)) == ["a"]
     assert not large({"a": metas["a"], "b": metas["b"]})
     assert scratch.nbytes_of(Meta((3, 5), formats.float32)) == 60

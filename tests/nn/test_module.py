@@ -32,7 +32,9 @@ RECIPE = DelayedScaling(amax_history_len=3)
 class Net(nn.Module):
     def __init__(self, device, dtype="bfloat16"):
         self.embed = nn.Embedding(11, 32, params_dtype=dtype, device=device)
-        self.layers = nn.ModuleList(nn.LayerNormMLP(32, 48, params_dtype=dtype, device=device) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.LayerNormMLP(32, 48, params_dtype=dtype, device=device) for _ in range(2)
+        )
         self.head = nn.Linear(32, 16, params_dtype=dtype, device=device)
         self.counts = arrays.to(arrays.as_view(np.arange(3, dtype=np.int64)), arrays.device(device))
 
@@ -64,12 +66,22 @@ def bits(state):
 
 def test_tree():
     net = Net("cpu")
-    assert [path for path, _ in net.named_modules()] == ["", "embed", "layers", "layers.0", "layers.1", "head"]
+    assert [path for path, _ in net.named_modules()] == [
+        "",
+        "embed",
+        "layers",
+        "layers.0",
+        "layers.1",
+        "head",
+    ]
     assert len(net.layers) == 2
     assert net.layers[1] is list(net.layers)[1]
     assert next(n for n, _ in net.named_parameters()) == "embed.weight"
     assert [n for n, _ in net.named_buffers()] == ["counts"]
-    assert sum(p.view.size for p in net.parameters()) == 11 * 32 + 2 * (64 + 48 * 32 + 48 + 32 * 48 + 32) + 16 * 32 + 16
+    assert (
+        sum(p.view.size for p in net.parameters())
+        == 11 * 32 + 2 * (64 + 48 * 32 + 48 + 32 * 48 + 32) + 16 * 32 + 16
+    )
     net.eval()
     assert not any(module.training for _, module in net.named_modules())
     assert net.train() is net
@@ -115,7 +127,10 @@ def test_a_deep_copy_is_independent(device):
     assert bits(net.state_dict()) == before
     run(net)
     assert bits(twin.state_dict()) == bits(net.state_dict())
-    assert all(a.view.ptr != b.view.ptr and a.grad is not None for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+    assert all(
+        a.view.ptr != b.view.ptr and a.grad is not None
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_state_dict_round_trip_is_exact(device):
@@ -158,14 +173,28 @@ def test_file_is_plain_safetensors(tmp_path):
     train(net, AdamW(net.parameters()), 1)
     serialization.save(tmp_path / "m", net)
     other = load_file(tmp_path / "m")
-    np.testing.assert_array_equal(other["layers.0._extra_state.scaling_fwd.scale"], net.layers[0].fp8_meta["scaling_fwd"].scale)
+    np.testing.assert_array_equal(
+        other["layers.0._extra_state.scaling_fwd.scale"], net.layers[0].fp8_meta["scaling_fwd"].scale
+    )
     raw, _ = serialization.read(tmp_path / "m")
     assert raw["head.weight"].dtype == ml_dtypes.bfloat16
 
 
 def test_dicts_of_every_dtype(tmp_path):
-    kinds = [np.float32, ml_dtypes.bfloat16, np.float16, np.int64, np.uint8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.bool_]
-    state = {np.dtype(k).name: np.arange(6).reshape(2, 3).astype(k) for k in kinds} | {"empty": np.zeros((0, 4)), "scalar": np.array(7.0)}
+    kinds = [
+        np.float32,
+        ml_dtypes.bfloat16,
+        np.float16,
+        np.int64,
+        np.uint8,
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+        np.bool_,
+    ]
+    state = {np.dtype(k).name: np.arange(6).reshape(2, 3).astype(k) for k in kinds} | {
+        "empty": np.zeros((0, 4)),
+        "scalar": np.array(7.0),
+    }
     serialization.save(tmp_path / "d", state, {"a": "b"})
     target = {name: np.zeros_like(array) for name, array in state.items()}
     assert serialization.load(tmp_path / "d", target) == {"a": "b"}
@@ -177,9 +206,14 @@ def test_arrays_that_cannot_be_loaded_into_are_named_and_nothing_changes(tmp_pat
     serialization.save(tmp_path / "d", {"a": np.ones(3), "b": np.ones((2, 3)), "c": np.ones(2)})
     target = {"a": np.zeros(3), "b": np.zeros((3, 2)).T, "c": np.zeros(2)}
     target["c"].flags.writeable = False
-    with pytest.raises(CheckpointError, match=r"a: got Linear.*, expected an array; Bundle saves several modules"):
+    with pytest.raises(
+        CheckpointError, match=r"a: got Linear.*, expected an array; Bundle saves several modules"
+    ):
         fk.save("never", {"a": fk.nn.Linear(16, 16)})
-    with pytest.raises(CheckpointError, match=r"b: loads into an array of strides \(1, 2\).*; c: loads into a read-only array"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"b: loads into an array of strides \(1, 2\).*; c: loads into a read-only array",
+    ):
         serialization.load(tmp_path / "d", target)
     assert not target["a"].any()
 
@@ -201,13 +235,31 @@ def wrong(tmp_path, make):
         (lambda s: s.update(extra=np.zeros(1)), ["unexpected: extra"]),
         (lambda s: s.update({"head.bias": np.zeros(3, ml_dtypes.bfloat16)}), ["head.bias", "(3,)", "(16,)"]),
         (lambda s: s.update({"head.bias": np.zeros(16, np.float32)}), ["head.bias", "float32", "bfloat16"]),
-        (lambda s: s.pop("head._extra_state.scaling_fwd.scale"), ["head._extra_state", "missing: scaling_fwd.scale"]),
-        (lambda s: s.update({"head._extra_state.scaling_fwd.scale": np.zeros(4, np.float32)}), ["scaling_fwd.scale", "(4,)", "(3,)"]),
-        (lambda s: s.update({"head._extra_state.scaling_bwd.amax_history": np.zeros(2, np.float32)}), ["amax_history", "(steps, 2)"]),
-        *((lambda s, name=name, bad=bad: s[f"head._extra_state.{name}"].reshape(-1).__setitem__(2, bad), ["head._extra_state", name, said])
-          for name, bads in (("scaling_fwd.scale", (0, -1, np.nan, np.inf, 2.0**-128)), ("scaling_fwd.scale_inv", (0, -1, np.nan, np.inf)),
-                             ("scaling_bwd.amax_history", (-1, np.nan, -np.inf)))
-          for bad in bads for said in (f"got {np.float32(bad)} at",)),
+        (
+            lambda s: s.pop("head._extra_state.scaling_fwd.scale"),
+            ["head._extra_state", "missing: scaling_fwd.scale"],
+        ),
+        (
+            lambda s: s.update({"head._extra_state.scaling_fwd.scale": np.zeros(4, np.float32)}),
+            ["scaling_fwd.scale", "(4,)", "(3,)"],
+        ),
+        (
+            lambda s: s.update({"head._extra_state.scaling_bwd.amax_history": np.zeros(2, np.float32)}),
+            ["amax_history", "(steps, 2)"],
+        ),
+        *(
+            (
+                lambda s, name=name, bad=bad: s[f"head._extra_state.{name}"].reshape(-1).__setitem__(2, bad),
+                ["head._extra_state", name, said],
+            )
+            for name, bads in (
+                ("scaling_fwd.scale", (0, -1, np.nan, np.inf, 2.0**-128)),
+                ("scaling_fwd.scale_inv", (0, -1, np.nan, np.inf)),
+                ("scaling_bwd.amax_history", (-1, np.nan, -np.inf)),
+            )
+            for bad in bads
+            for said in (f"got {np.float32(bad)} at",)
+        ),
         (lambda s: s.update({"embed._extra_state.x": np.zeros(1)}), ["embed._extra_state", "unexpected: x"]),
         (lambda s: s.update({"nowhere._extra_state.x": np.zeros(1)}), ["unexpected: nowhere._extra_state.x"]),
     ],
@@ -224,8 +276,11 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path, make, words):
 
 
 def test_an_overflow_in_the_history_is_loaded(tmp_path):
-    """A step whose gradients overflowed is part of a run: its amax stays in the history until it has rolled through."""
-    path = wrong(tmp_path, lambda s: s["head._extra_state.scaling_bwd.amax_history"].__setitem__((-1, 0), np.inf))
+    """A step whose gradients overflowed is part of a run: its amax stays in the history until it has rolled
+    through."""
+    path = wrong(
+        tmp_path, lambda s: s["head._extra_state.scaling_bwd.amax_history"].__setitem__((-1, 0), np.inf)
+    )
     net = Net("cpu")
     serialization.load(path, net)
     assert net.head.fp8_meta["scaling_bwd"].amax_history[-1, 0] == np.inf
@@ -245,7 +300,14 @@ def test_missing_truncated_and_foreign_files(tmp_path):
     before = bits(net.state_dict())
     serialization.save(tmp_path / "good", net)
     whole = (tmp_path / "good").read_bytes()
-    files = {"cut": whole[:-1], "header": whole[:20], "short": b"abc", "empty": b"", "foreign": b"PK\x03\x04" * 99, "longer": whole + b"x"}
+    files = {
+        "cut": whole[:-1],
+        "header": whole[:20],
+        "short": b"abc",
+        "empty": b"",
+        "foreign": b"PK\x03\x04" * 99,
+        "longer": whole + b"x",
+    }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match="truncated or foreign"):
@@ -283,7 +345,9 @@ def test_a_killed_save_leaves_the_old_file(tmp_path):
     """)
     path = tmp_path / "m"
     env = os.environ | {"PYTHONPATH": str(Path(serialization.__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, env=env) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, env=env
+    ) as process:
         assert process.stdout.readline() == b"saved\n"
         time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
@@ -299,7 +363,10 @@ def test_unsavable_things_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="mapping"):
         nn.Linear(2, 2, device="cpu").load_state_dict([1])
     for name in (1, b"x", "__metadata__", "\ud800"):
-        with pytest.raises(CheckpointError, match=r"save: name: got .*, expected a string of characters, other than __metadata__"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"save: name: got .*, expected a string of characters, other than __metadata__",
+        ):
             serialization.save(tmp_path / "m", {name: np.zeros(2), "1": np.ones(2)})
     with pytest.raises(CheckpointError, match=r"save: metadata\['n'\]"):
         serialization.save(tmp_path / "m", {"x": np.zeros(2)}, {"n": "\udfff"})

@@ -23,8 +23,19 @@ from tests.nn.test_layers import draw, make, step
 HEADS, GROUPS, D = 4, 2, 8
 H = HEADS * D
 # kernels that are never asked about nothing
-SPIED = ("attention_fwd", "attention_bwd", "attention_workspace", "pack_sequences", "unpack_sequences", "cache_append_", "cache_gather",
-         "rope_fwd", "rope_bwd", "drop_path", "copy")  # fmt: skip
+SPIED = (
+    "attention_fwd",
+    "attention_bwd",
+    "attention_workspace",
+    "pack_sequences",
+    "unpack_sequences",
+    "cache_append_",
+    "cache_gather",
+    "rope_fwd",
+    "rope_bwd",
+    "drop_path",
+    "copy",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +53,9 @@ def spied(monkeypatch):
 
     @functools.cache
     def kernels(device):
-        return SimpleNamespace(**{name: watched(name, kernel) for name, kernel in vars(dispatch.kernels(device)).items()})
+        return SimpleNamespace(
+            **{name: watched(name, kernel) for name, kernel in vars(dispatch.kernels(device)).items()}
+        )
 
     monkeypatch.setattr(rules, "dispatch", SimpleNamespace(kernels=kernels))
 
@@ -62,12 +75,16 @@ def zero(what, leaves):
         np.testing.assert_array_equal(f64(value.grad), 0, err_msg=f"{what}: {name}")
 
 
-SIZES = {"no batch": (3, 5, 0), "no queries": (0, 5, 2), "no keys": (3, 0, 2), "nothing": (0, 0, 0)}  # s_q, s_kv, b
+# s_q, s_kv, b
+SIZES = {"no batch": (3, 5, 0), "no queries": (0, 5, 2), "no keys": (3, 0, 2), "nothing": (0, 0, 0)}
 WAYS = {
     "causal": ({"attn_mask_type": "causal"}, {}),
     "dropout": ({"attn_mask_type": "no_mask", "attention_dropout": 0.3}, {}),
     "padding": ({"attn_mask_type": "padding_causal", "softmax_type": "learnable"}, {}),
-    "bias": ({"attn_mask_type": "no_mask", "softmax_type": "off-by-one"}, {"core_attention_bias_type": "post_scale_bias"}),
+    "bias": (
+        {"attn_mask_type": "no_mask", "softmax_type": "off-by-one"},
+        {"core_attention_bias_type": "post_scale_bias"},
+    ),
     "mask": ({"attn_mask_type": "arbitrary"}, {"core_attention_bias_type": "alibi"}),
 }
 
@@ -78,11 +95,18 @@ WAYS = {
 def test_dot_product_attention(device, size, way, form):
     (s_q, s_kv, b), (options, call) = SIZES[size], WAYS[way]
     module = nn.DotProductAttention(HEADS, D, GROUPS, qkv_format=form, device=device, **options)
-    shapes = {"query_layer": (s_q, b, HEADS, D), "key_layer": (s_kv, b, GROUPS, D), "value_layer": (s_kv, b, GROUPS, D)}
+    shapes = {
+        "query_layer": (s_q, b, HEADS, D),
+        "key_layer": (s_kv, b, GROUPS, D),
+        "value_layer": (s_kv, b, GROUPS, D),
+    }
     leaves = {name: leaf(1, shaped(form, *shape), device) for name, shape in shapes.items()}
     beside = {}
     if way == "padding":
-        beside = {f"cu_seqlens_{side}": np.arange(b + 1, dtype=np.int32) * length for side, length in (("q", s_q), ("kv", s_kv))}
+        beside = {
+            f"cu_seqlens_{side}": np.arange(b + 1, dtype=np.int32) * length
+            for side, length in (("q", s_q), ("kv", s_kv))
+        }
     if way == "bias":
         leaves["core_attention_bias"] = leaf(4, (1, HEADS, s_q, s_kv), device)
     if way == "mask":
@@ -94,25 +118,40 @@ def test_dot_product_attention(device, size, way, form):
     zero(size, leaves | dict(module.named_parameters()))
 
 
-@pytest.mark.parametrize(("t_q", "t_kv", "b", "packed"), [(0, 0, 2, False), (0, 0, 2, True), (0, 0, 0, True), (7, 0, 2, False),
-                                                          (0, 7, 2, False)])
+@pytest.mark.parametrize(
+    ("t_q", "t_kv", "b", "packed"),
+    [(0, 0, 2, False), (0, 0, 2, True), (0, 0, 0, True), (7, 0, 2, False), (0, 7, 2, False)],
+)
 def test_dot_product_attention_of_no_tokens_in_a_row(device, t_q, t_kv, b, packed):
-    module = nn.DotProductAttention(HEADS, D, qkv_format="thd", attn_mask_type="padding_causal", device=device)
-    leaves = {"qkv_layer": leaf(1, (t_q, 3 * H), device)} if packed else {
-        "query_layer": leaf(1, (t_q, HEADS, D), device), "kv_layer": leaf(2, (t_kv, 2 * H), device)}  # fmt: skip
-    sums = {f"cu_seqlens_{side}": np.linspace(0, t, b + 1).astype(np.int32) for side, t in (("q", t_q), ("kv", t_kv))}
+    module = nn.DotProductAttention(
+        HEADS, D, qkv_format="thd", attn_mask_type="padding_causal", device=device
+    )
+    leaves = (
+        {"qkv_layer": leaf(1, (t_q, 3 * H), device)}
+        if packed
+        else {"query_layer": leaf(1, (t_q, HEADS, D), device), "kv_layer": leaf(2, (t_kv, 2 * H), device)}
+    )
+    sums = {
+        f"cu_seqlens_{side}": np.linspace(0, t, b + 1).astype(np.int32)
+        for side, t in (("q", t_q), ("kv", t_kv))
+    }
     o = module(**leaves, **sums)
     assert o.shape == (t_q, H)
     np.testing.assert_array_equal(f64(o), 0)
     o.backward(draw(3, o.shape, "float32"))
     zero("thd", leaves)
     with pytest.raises(fk.ShapeError, match="batch at least 1"):
-        module(leaf(1, (3, HEADS, D), device), kv_layer=leaf(2, (3, 2 * H), device), **dict.fromkeys(sums, np.zeros(1, np.int32)))
+        module(
+            leaf(1, (3, HEADS, D), device),
+            kv_layer=leaf(2, (3, 2 * H), device),
+            **dict.fromkeys(sums, np.zeros(1, np.int32)),
+        )
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
 def test_sequences_of_no_length_among_others(device, mask):
-    """A batch with such sequences is the batch without them, bit for bit, padded and one after the other; their own rows are 0."""
+    """A batch with such sequences is the batch without them, bit for bit, padded and one after the other;
+    their own rows are 0."""
     lengths = np.array([0, 3, 0, 5, 0], np.int32)
     there = lengths > 0
     q, kv, do = (draw(i, (8, width), "float32") for i, width in ((1, H), (2, 2 * H), (3, H)))
@@ -146,21 +185,41 @@ def states(module):
     """(child, direction) -> scales and histories of every FP8 module below."""
     return {
         (name, direction): (host(state.scale).copy(), host(state.amax_history).copy())
-        for name, child in module.named_modules() for direction, state in getattr(child, "fp8_meta", {}).items()
-    }  # fmt: skip
+        for name, child in module.named_modules()
+        for direction, state in getattr(child, "fp8_meta", {}).items()
+    }
 
 
 LAYERS = {
     "MultiheadAttention": (nn.MultiheadAttention, {"attention_dropout": 0.0}),
-    "MultiheadAttention normed": (nn.MultiheadAttention, {"num_gqa_groups": GROUPS, "input_layernorm": True, "fuse_qkv_params": True,
-                                                          "qk_norm_type": "RMSNorm"}),
-    "MultiheadAttention cross": (nn.MultiheadAttention, {"attention_type": "cross", "attn_mask_type": "no_mask", "input_layernorm": True}),
+    "MultiheadAttention normed": (
+        nn.MultiheadAttention,
+        {
+            "num_gqa_groups": GROUPS,
+            "input_layernorm": True,
+            "fuse_qkv_params": True,
+            "qk_norm_type": "RMSNorm",
+        },
+    ),
+    "MultiheadAttention cross": (
+        nn.MultiheadAttention,
+        {"attention_type": "cross", "attn_mask_type": "no_mask", "input_layernorm": True},
+    ),
     "encoder": (nn.TransformerLayer, {"ffn_hidden_size": 48, "drop_path_rate": 0.2}),
     "encoder parallel": (nn.TransformerLayer, {"ffn_hidden_size": 48, "parallel_attention_mlp": True}),
-    "decoder": (nn.TransformerLayer, {"ffn_hidden_size": 48, "layer_type": "decoder", "output_layernorm": True}),
-}  # fmt: skip
-MODES = [("high", "bfloat16"), ("delayed", "float32"), ("current", "float16"), ("e4m3", "float32"), ("block", "bfloat16"),
-         ("block_f32", "float32")]
+    "decoder": (
+        nn.TransformerLayer,
+        {"ffn_hidden_size": 48, "layer_type": "decoder", "output_layernorm": True},
+    ),
+}
+MODES = [
+    ("high", "bfloat16"),
+    ("delayed", "float32"),
+    ("current", "float16"),
+    ("e4m3", "float32"),
+    ("block", "bfloat16"),
+    ("block_f32", "float32"),
+]
 
 
 @pytest.mark.parametrize(("mode", "dtype"), MODES)
@@ -172,8 +231,12 @@ def test_layers(device, name, mode, dtype):
     source = "cross" in name or name == "decoder"
 
     def run(leading):
-        beside_too = {"encoder_output": tensor(draw(3, (*leading, H), dtype), device=device)} if source else {}
-        return step(module, mode, draw(1, (*leading, H), dtype), draw(2, (*leading, H), dtype), **beside, **beside_too)
+        beside_too = (
+            {"encoder_output": tensor(draw(3, (*leading, H), dtype), device=device)} if source else {}
+        )
+        return step(
+            module, mode, draw(1, (*leading, H), dtype), draw(2, (*leading, H), dtype), **beside, **beside_too
+        )
 
     run((4, 3))
     run((4, 3))
@@ -194,21 +257,44 @@ def test_layers(device, name, mode, dtype):
 
 
 def test_a_layer_of_no_tokens_in_a_row(device):
-    module = make(nn.TransformerLayer, device, "float32", hidden_size=H, ffn_hidden_size=48, num_attention_heads=HEADS,
-                  attn_input_format="thd", self_attn_mask_type="padding_causal", drop_path_rate=0.2)
+    module = make(
+        nn.TransformerLayer,
+        device,
+        "float32",
+        hidden_size=H,
+        ffn_hidden_size=48,
+        num_attention_heads=HEADS,
+        attn_input_format="thd",
+        self_attn_mask_type="padding_causal",
+        drop_path_rate=0.2,
+    )
     angles = nn.RotaryPositionEmbedding(D, device=device)(4)
     for sums in ([0], [0, 0, 0]):
         starts = np.array(sums, np.int32)
-        y, dx, grads = step(module, "delayed", draw(1, (0, H), "float32"), draw(2, (0, H), "float32"), cu_seqlens_q=starts,
-                            cu_seqlens_kv=starts, rotary_pos_emb=angles)
+        y, dx, grads = step(
+            module,
+            "delayed",
+            draw(1, (0, H), "float32"),
+            draw(2, (0, H), "float32"),
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            rotary_pos_emb=angles,
+        )
         assert y.shape == dx.shape == (0, H)
         assert not any(grad.any() for grad in grads.values())
 
 
 def test_encoder_output_of_no_length(device):
     """A decoder that attends over nothing adds the projection's bias alone there."""
-    module = make(nn.MultiheadAttention, device, "float32", hidden_size=H, num_attention_heads=HEADS, attention_type="cross",
-                  attn_mask_type="no_mask")
+    module = make(
+        nn.MultiheadAttention,
+        device,
+        "float32",
+        hidden_size=H,
+        num_attention_heads=HEADS,
+        attention_type="cross",
+        attn_mask_type="no_mask",
+    )
     x = leaf(1, (3, 2, H), device)
     source = leaf(2, (0, 2, H), device)
     y = module(x, encoder_output=source)
@@ -246,10 +332,26 @@ def test_operations(device):
 
 @pytest.mark.parametrize(("form", "leading"), [("sbhd", (0, 2)), ("bshd", (2, 0)), ("thd", (0,))])
 def test_a_step_of_no_tokens_leaves_the_cache_alone(device, form, leading):
-    cache = {name: tensor(draw(i, (4, 8, GROUPS, D), "float32"), device=device) for i, name in enumerate(("k_cache", "v_cache"))}
+    cache = {
+        name: tensor(draw(i, (4, 8, GROUPS, D), "float32"), device=device)
+        for i, name in enumerate(("k_cache", "v_cache"))
+    }
     before = {name: host(x).copy() for name, x in cache.items()}
-    spec = AttentionSpec(HEADS, D, GROUPS, form, "padding_causal_bottom_right", layout="separate", max_seqlen_q=1, max_seqlen_kv=8)
-    whole = {"cu_seqlens_q": np.zeros(3, np.int32), "cu_seqlens_kv": np.array([0, 3, 8], np.int32), "pages": np.zeros((2, 1), np.int32)}
+    spec = AttentionSpec(
+        HEADS,
+        D,
+        GROUPS,
+        form,
+        "padding_causal_bottom_right",
+        layout="separate",
+        max_seqlen_q=1,
+        max_seqlen_kv=8,
+    )
+    whole = {
+        "cu_seqlens_q": np.zeros(3, np.int32),
+        "cu_seqlens_kv": np.array([0, 3, 8], np.int32),
+        "pages": np.zeros((2, 1), np.int32),
+    }
     inputs = {"q": tensor(np.zeros((*leading, HEADS, D), np.float32), device=device)}
     inputs |= {name: tensor(np.zeros((*leading, GROUPS, D), np.float32), device=device) for name in "kv"}
     inputs |= {name: tensor(value, device=device) for name, value in whole.items()} | cache

@@ -39,7 +39,10 @@ def give(param, g):
 def test_adamw_against_float64(device, dtype):
     shapes = [(5, 7), (13,), (1,), (64, 33)]
     params = [tensor(draw(i, s, dtype), requires_grad=True, device=device) for i, s in enumerate(shapes)]
-    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}]
+    groups = [
+        {"params": params[:2]},
+        {"params": params[2:], "lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3},
+    ]
     opt = AdamW(groups, lr=1e-2)
     models = [Model(f64(p)) for p in params]
     for step in range(6):
@@ -63,7 +66,13 @@ def test_adamw_against_float64(device, dtype):
         slack = 6 * 2.0**-24 * (np.abs(model.w) + 24 * lr * 10)
         assert_close(f"parameter {i}", f64(param), model.w, dtype, slack)
         moments = opt.state_dict()
-        assert_close("exp_avg", f64(moments[f"exp_avg.{i}"]), model.m, "float32", sum_slack(np.abs(model.m).max() + 10.0 ** (i - 2) * 5, 6))
+        assert_close(
+            "exp_avg",
+            f64(moments[f"exp_avg.{i}"]),
+            model.m,
+            "float32",
+            sum_slack(np.abs(model.m).max() + 10.0 ** (i - 2) * 5, 6),
+        )
         if dtype != "float32":
             assert_close("master", f64(moments[f"master.{i}"]), model.w, "float32", slack)
 
@@ -97,26 +106,39 @@ def test_state_dict_is_checked_before_anything_changes(device):
         give(p, np.ones(p.shape, np.float32).astype(p.dtype.numpy))
     opt.step()
     state = {name: view.numpy().copy() for name, view in opt.state_dict().items()}
-    assert sorted(state) == sorted(["steps", "hyper", *[f"{n}.{i}" for n in ("exp_avg", "exp_avg_sq", "master") for i in (0, 1)]])
+    assert sorted(state) == sorted(
+        ["steps", "hyper", *[f"{n}.{i}" for n in ("exp_avg", "exp_avg_sq", "master") for i in (0, 1)]]
+    )
     other = AdamW(nn.Linear(4, 3, params_dtype="bfloat16", device=device).parameters(), lr=9)
-    for change, word in (({"exp_avg.0": np.zeros(2, np.float32)}, "exp_avg.0"), ({"x": np.zeros(1)}, "unexpected: x"),
-                         ({"steps": np.zeros(5, np.int64)}, "steps")):
+    for change, word in (
+        ({"exp_avg.0": np.zeros(2, np.float32)}, "exp_avg.0"),
+        ({"x": np.zeros(1)}, "unexpected: x"),
+        ({"steps": np.zeros(5, np.int64)}, "steps"),
+    ):
         with pytest.raises(CheckpointError, match=word):
             other.load_state_dict(state | change)
     with pytest.raises(CheckpointError, match=r"missing: master\.1"):
         other.load_state_dict({k: v for k, v in state.items() if k != "master.1"})
     assert other.lr == 9
     other.load_state_dict(state)
-    assert {k: v.numpy().tobytes() for k, v in other.state_dict().items()} == {k: v.tobytes() for k, v in state.items()}
+    assert {k: v.numpy().tobytes() for k, v in other.state_dict().items()} == {
+        k: v.tobytes() for k, v in state.items()
+    }
 
 
 def test_wrong_parameters_and_hyperparameters():
     p = tensor(np.ones(2, np.float32), requires_grad=True)
     for make, word in (
-        (lambda: AdamW([]), "params"), (lambda: AdamW([p, p]), "twice"), (lambda: AdamW([tensor(np.ones(2, np.float32))]), "require grad"),
-        (lambda: AdamW([np.ones(2)]), "ndarray"), (lambda: AdamW([p], lr=-1.0), "lr"), (lambda: AdamW([p], betas=(0.9, 1.0)), "betas"),
-        (lambda: AdamW([p], eps=math.nan), "eps"), (lambda: AdamW([p], weight_decay=-0.1), "weight_decay"),
-        (lambda: AdamW([{"params": [p], "momentum": 1}]), "momentum"), (lambda: AdamW([p], betas=0.9), "hyperparameters"),
+        (lambda: AdamW([]), "params"),
+        (lambda: AdamW([p, p]), "twice"),
+        (lambda: AdamW([tensor(np.ones(2, np.float32))]), "require grad"),
+        (lambda: AdamW([np.ones(2)]), "ndarray"),
+        (lambda: AdamW([p], lr=-1.0), "lr"),
+        (lambda: AdamW([p], betas=(0.9, 1.0)), "betas"),
+        (lambda: AdamW([p], eps=math.nan), "eps"),
+        (lambda: AdamW([p], weight_decay=-0.1), "weight_decay"),
+        (lambda: AdamW([{"params": [p], "momentum": 1}]), "momentum"),
+        (lambda: AdamW([p], betas=0.9), "hyperparameters"),
     ):
         with pytest.raises(Fp8kitError, match=word):
             make()
@@ -137,7 +159,13 @@ def test_clip_grad_norm(device, dtype, scale):
     assert_close("norm", float(norm), want, "float32", sum_slack(want, 2016))
     factor = min(1.0, 1.0 / (want + 1e-6))
     for p, g in zip(params, grads, strict=True):
-        assert_close("grad", f64(p.grad), g.astype(float) * factor, dtype, sum_slack(np.abs(g.astype(float)) * factor, 2016))
+        assert_close(
+            "grad",
+            f64(p.grad),
+            g.astype(float) * factor,
+            dtype,
+            sum_slack(np.abs(g.astype(float)) * factor, 2016),
+        )
     with pytest.raises(Fp8kitError, match="1 tensors, none with a gradient"):
         clip_grad_norm_([idle], 1.0)
     with pytest.raises(Fp8kitError, match="max_norm"):
@@ -185,8 +213,12 @@ def test_gradients_that_the_user_set():
 
 @pytest.mark.parametrize("where", ["adamw_", "columns"])
 def test_a_step_that_failed_does_not_count(monkeypatch, where):
-    """Neither one that had no memory nor one whose kernel could not start; the next step is the one it would have been."""
-    g, params = draw(3, (4, 3), "float32"), [tensor(draw(1, (4, 3), "float32"), requires_grad=True) for _ in range(2)]
+    """Neither one that had no memory nor one whose kernel could not start; the next step is the one it would
+    have been."""
+    g, params = (
+        draw(3, (4, 3), "float32"),
+        [tensor(draw(1, (4, 3), "float32"), requires_grad=True) for _ in range(2)],
+    )
     opts = [AdamW([param], lr=0.1) for param in params]
     for param in params:
         give(param, g)
@@ -195,7 +227,9 @@ def test_a_step_that_failed_does_not_count(monkeypatch, where):
         raise MemoryError(where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((dispatch.kernels(params[0].device), where) if where == "adamw_" else (base.Batch, where)), fail)
+        patch.setattr(
+            *((dispatch.kernels(params[0].device), where) if where == "adamw_" else (base.Batch, where)), fail
+        )
         with pytest.raises(MemoryError, match=where):
             opts[0].step()
     assert opts[0].state_dict()["steps"].numpy().tolist() == [0]

@@ -1,4 +1,5 @@
-"""Recomputation gives the same bits as none: outputs, gradients, FP8 state and random state, nested and under autocast."""
+"""Recomputation gives the same bits as none: outputs, gradients, FP8 state and random state, nested and under
+autocast."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from fp8kit.optim import SGD
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.nn.test_layers import draw
 
-RECIPES = {"high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+RECIPES = {
+    "high": None,
+    "delayed": DelayedScaling(amax_history_len=3),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 H = 32
 
 
@@ -24,7 +30,12 @@ class Net(nn.Module):
     """Two layers with dropout; ``how`` says what is checkpointed."""
 
     def __init__(self, how, device):
-        options = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "params_dtype": "bfloat16", "device": device}
+        options = {
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+            "params_dtype": "bfloat16",
+            "device": device,
+        }
         self.a = nn.TransformerLayer(H, 2 * H, 2, **options)
         self.b = nn.TransformerLayer(H, 2 * H, 2, **options)
         self.how = how
@@ -33,14 +44,24 @@ class Net(nn.Module):
 
     def forward(self, x, first):
         if self.how == "each":
-            return fk.checkpoint(self.b, fk.checkpoint(self.a, x, is_first_microbatch=first), is_first_microbatch=first)
+            return fk.checkpoint(
+                self.b, fk.checkpoint(self.a, x, is_first_microbatch=first), is_first_microbatch=first
+            )
         if self.how == "nested":
-            return fk.checkpoint(lambda v: fk.checkpoint(self.b, self.a(v, is_first_microbatch=first), is_first_microbatch=first), x)
+            return fk.checkpoint(
+                lambda v: fk.checkpoint(
+                    self.b, self.a(v, is_first_microbatch=first), is_first_microbatch=first
+                ),
+                x,
+            )
         return self.b(self.a(x, is_first_microbatch=first), is_first_microbatch=first)
 
 
 def bits(state):
-    return {name: np.asarray(value.numpy() if hasattr(value, "numpy") else value).tobytes() for name, value in state.items()}
+    return {
+        name: np.asarray(value.numpy() if hasattr(value, "numpy") else value).tobytes()
+        for name, value in state.items()
+    }
 
 
 def run(how, recipe, device, micro):
@@ -53,7 +74,8 @@ def run(how, recipe, device, micro):
             x = tensor(draw(10 * step + part, (16, 2, H), "bfloat16"), requires_grad=True, device=device)
             with autocast(enabled=recipe is not None, recipe=recipe):
                 y = net(x, (part == 0) if micro else None)
-                y = net(y, False if micro else None)  # twice in one graph: gradients and amaxes of both uses meet
+                # twice in one graph: gradients and amaxes of both uses meet
+                y = net(y, False if micro else None)
             y.backward(draw(99, (16, 2, H), "bfloat16"))
             seen += [y.numpy().tobytes(), x.grad.numpy().tobytes()]
         seen += [p.grad.numpy().tobytes() for p in net.parameters()]
@@ -83,7 +105,9 @@ def test_calibrating_and_inference(device):
         y.backward(draw(2, (16, 2, H), "bfloat16"))
         with no_grad(), autocast(recipe=recipe):
             z = net.eval()(x, None)
-        states.append((bits(net.state_dict()), x.grad.numpy().tobytes(), y.numpy().tobytes(), z.numpy().tobytes()))
+        states.append(
+            (bits(net.state_dict()), x.grad.numpy().tobytes(), y.numpy().tobytes(), z.numpy().tobytes())
+        )
     assert states[0] == states[1]
 
 
@@ -102,7 +126,9 @@ def test_the_autocast_may_be_inside_and_the_policy_is_restored(device):
             outs = [wrap(inside, x) for _ in range(2)]
         for y in outs:
             y.backward(draw(2, (16, H), "float32"))
-        grads.append((x.grad.numpy().tobytes(), layer.weight.grad.numpy().tobytes(), bits(layer.state_dict())))
+        grads.append(
+            (x.grad.numpy().tobytes(), layer.weight.grad.numpy().tobytes(), bits(layer.state_dict()))
+        )
     assert grads[0] == grads[1]
 
 
@@ -201,7 +227,8 @@ def test_backward_of_the_function_failing_restores_what_was(device):
 
 
 def test_other_threads_may_draw_between(device):
-    """Between the passes' start and their draws others draw: the second pass has the first one's numbers all the same."""
+    """Between the passes' start and their draws others draw: the second pass has the first one's numbers all
+    the same."""
 
     def others():
         thread = threading.Thread(target=lambda: nn.random.next_rng(arrays.device(device)))
@@ -219,7 +246,11 @@ def test_other_threads_may_draw_between(device):
 
         y = fk.checkpoint(function, x) if again else function(x)
         y.backward(draw(2, (8, 2, H), "float32"))
-        return [y.numpy().tobytes(), x.grad.numpy().tobytes(), *(p.grad.numpy().tobytes() for p in layer.parameters())]
+        return [
+            y.numpy().tobytes(),
+            x.grad.numpy().tobytes(),
+            *(p.grad.numpy().tobytes() for p in layer.parameters()),
+        ]
 
     with fk.deterministic():
         assert gradient(True) == gradient(False)
@@ -235,5 +266,8 @@ def test_a_second_pass_that_draws_more_is_refused(device):
         return v + v
 
     x = tensor(np.ones(3, np.float32), requires_grad=True, device=device)
-    with pytest.raises(AutogradError, match=r"another draw on .*, expected as many draws on the same devices as in the first pass"):
+    with pytest.raises(
+        AutogradError,
+        match=r"another draw on .*, expected as many draws on the same devices as in the first pass",
+    ):
         fk.checkpoint(function, x).backward(np.ones(3, np.float32))

@@ -1,5 +1,5 @@
-"""A call that is refused is refused before anything runs: FP8 state, random state, parameters and caches keep their bits, and the next good
-call gives the bits that it would have given without the bad one."""
+"""A call that is refused is refused before anything runs: FP8 state, random state, parameters and caches keep
+their bits, and the next good call gives the bits that it would have given without the bad one."""
 
 from __future__ import annotations
 
@@ -43,12 +43,16 @@ def bits(value):
 
 def state_of(module):
     """All that a call might change of a module, and the random state."""
-    found = {name: bits(parameter.view) for name, parameter in module.named_parameters()} | {"random": repr(nn.get_rng_state())}
+    found = {name: bits(parameter.view) for name, parameter in module.named_parameters()} | {
+        "random": repr(nn.get_rng_state())
+    }
     for path, child in module.named_modules():
         for name, view in child.extra_state().items():
             found[f"{path}.{name}"] = bits(view)
         if isinstance(child, Fp8Module):
-            found[f"{path}.cache"] = None if child._weights is None else {n: bits(v) for n, v in child._weights.arrays.items()}
+            found[f"{path}.cache"] = (
+                None if child._weights is None else {n: bits(v) for n, v in child._weights.arrays.items()}
+            )
     return found
 
 
@@ -63,7 +67,9 @@ def step(module, good, device):
     """A training step of micro-batches; outputs, gradients and state as bytes."""
     with fk.deterministic(True):
         with fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)):
-            y = module(**{name: placed(value, device) for name, value in good.items()}, is_first_microbatch=True)
+            y = module(
+                **{name: placed(value, device) for name, value in good.items()}, is_first_microbatch=True
+            )
         y.backward(tensor(np.ones(y.shape, np.float32), device=device))
     grads = [bits(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
     for parameter in module.parameters():
@@ -76,8 +82,15 @@ def made(make, device):
     return make(device)
 
 
-DOOR = Door(Fp8Module, placed, lambda: fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)), state_of, cache_of,
-            step, late="is_first_microbatch that is no flag")  # fmt: skip
+DOOR = Door(
+    Fp8Module,
+    placed,
+    lambda: fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)),
+    state_of,
+    cache_of,
+    step,
+    late="is_first_microbatch that is no flag",
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,7 +108,10 @@ def test_a_layer_that_refuses_its_input_keeps_its_state(device, kind, first):
     before = state_of(module)
     for bad in (np.zeros((S, H + 1), np.float32), np.zeros((S, H), np.float16), np.zeros((), np.float32)):
         for _ in range(2):
-            with pytest.raises(Fp8kitError), fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)):
+            with (
+                pytest.raises(Fp8kitError),
+                fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)),
+            ):
                 module(placed(bad, device), is_first_microbatch=first)
             assert state_of(module) == before
         assert step(module, good, device) == step(other, good, device)
@@ -115,11 +131,24 @@ def test_an_unknown_option_is_none(device):
 @pytest.mark.parametrize("kind", [fk.optim.AdamW, fk.optim.SGD])
 def test_a_step_that_refuses_a_gradient_is_none(device, kind):
     """With a scaler too, whose factor and count stay; afterwards steps go on as if nothing had been."""
-    params = [[tensor(np.linspace(-1, 1, n, dtype=np.float32), requires_grad=True, device=device) for n in (3, 4, 5)] for _ in range(2)]
-    optimizers, scalers = [kind(own, lr=0.1) for own in params], [fk.optim.GradScaler(init_scale=4.0, growth_interval=2) for _ in range(2)]
+    params = [
+        [
+            tensor(np.linspace(-1, 1, n, dtype=np.float32), requires_grad=True, device=device)
+            for n in (3, 4, 5)
+        ]
+        for _ in range(2)
+    ]
+    optimizers, scalers = (
+        [kind(own, lr=0.1) for own in params],
+        [fk.optim.GradScaler(init_scale=4.0, growth_interval=2) for _ in range(2)],
+    )
 
     def state(at):
-        arrays_of = [p.view for p in params[at]] + list(optimizers[at].state_dict().values()) + list(scalers[at].state_dict().values())
+        arrays_of = (
+            [p.view for p in params[at]]
+            + list(optimizers[at].state_dict().values())
+            + list(scalers[at].state_dict().values())
+        )
         return [bits(view) for view in arrays_of]
 
     for _ in range(4):
@@ -129,7 +158,11 @@ def test_a_step_that_refuses_a_gradient_is_none(device, kind):
         before, good = state(0), params[0][2].grad
         for wrong in (np.ones(6, np.float32), np.full(5, np.inf, np.float16)):
             params[0][2].grad = tensor(wrong, device=device)
-            for wanted in (optimizers[0].step, lambda: scalers[0].step(optimizers[0]), lambda: scalers[0].unscale_(optimizers[0])):
+            for wanted in (
+                optimizers[0].step,
+                lambda: scalers[0].step(optimizers[0]),
+                lambda: scalers[0].unscale_(optimizers[0]),
+            ):
                 with pytest.raises(Fp8kitError):
                     wanted()
                 scalers[0].update()
@@ -142,9 +175,17 @@ def test_a_step_that_refuses_a_gradient_is_none(device, kind):
 
 
 @pytest.mark.parametrize("recipe", [None, fk.recipe.DelayedScaling()], ids=["high", "fp8"])
-@pytest.mark.parametrize(("kind", "sizes"), {
-    nn.Linear: (4, 4), nn.LayerNormLinear: (4, 4), nn.LayerNormMLP: (4, 8), nn.LayerNorm: (4,), nn.RMSNorm: (4,)}.items(),
-    ids=lambda given: getattr(given, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    {
+        nn.Linear: (4, 4),
+        nn.LayerNormLinear: (4, 4),
+        nn.LayerNormMLP: (4, 8),
+        nn.LayerNorm: (4,),
+        nn.RMSNorm: (4,),
+    }.items(),
+    ids=lambda given: getattr(given, "__name__", ""),
+)
 def test_an_input_unlike_the_parameters_is_what_is_named(kind, sizes, recipe):
     layer = kind(*sizes, device="cpu")
     x = tensor(np.ones((2, 4), np.float32), dtype="float16", device="cpu")

@@ -1,4 +1,5 @@
-"""Steps whose calls are known are the steps that they stand for: the same bits, whatever the data, on both engines."""
+"""Steps whose calls are known are the steps that they stand for: the same bits, whatever the data, on both
+engines."""
 
 from __future__ import annotations
 
@@ -15,18 +16,26 @@ from fp8kit.backends.cuda import launch, recorded
 from fp8kit.optim import AdamW
 
 STEPS = 8
-RECIPES = {"high": None, "delayed": fk.recipe.DelayedScaling(), "current": fk.recipe.Float8CurrentScaling(),
-           "block": fk.recipe.Float8BlockScaling()}
+RECIPES = {
+    "high": None,
+    "delayed": fk.recipe.DelayedScaling(),
+    "current": fk.recipe.Float8CurrentScaling(),
+    "block": fk.recipe.Float8BlockScaling(),
+}
 LAYERS = {
     "Linear": lambda device: nn.Linear(128, 64, params_dtype="bfloat16", device=device),
-    "LayerNormMLP": lambda device: nn.LayerNormMLP(128, 256, activation="swiglu", params_dtype="bfloat16", device=device),
-    "TransformerLayer": lambda device: nn.TransformerLayer(128, 256, 4, hidden_dropout=0.1, attention_dropout=0.1,
-                                                           params_dtype="bfloat16", device=device),
+    "LayerNormMLP": lambda device: nn.LayerNormMLP(
+        128, 256, activation="swiglu", params_dtype="bfloat16", device=device
+    ),
+    "TransformerLayer": lambda device: nn.TransformerLayer(
+        128, 256, 4, hidden_dropout=0.1, attention_dropout=0.1, params_dtype="bfloat16", device=device
+    ),
 }
 
 
 def train(name: str, recipe: object, device: str, forget: bool) -> list[np.ndarray]:
-    """Outputs, gradients and parameters of some steps on different data; ``forget``: no step knows the calls of another."""
+    """Outputs, gradients and parameters of some steps on different data; ``forget``: no step knows the calls
+    of another."""
     nn.random.manual_seed(3)
     layer = LAYERS[name](device)
     optimizer = AdamW(list(layer.parameters()), lr=1e-2)
@@ -37,7 +46,12 @@ def train(name: str, recipe: object, device: str, forget: bool) -> list[np.ndarr
                 for known in (ready.again, ready.backward_again):
                     if known is not None:
                         known.found.clear()
-        x = tensor(rng.standard_normal((16, 4, 128)).astype(np.float32) * 2.0**step, dtype="bfloat16", device=device, requires_grad=True)
+        x = tensor(
+            rng.standard_normal((16, 4, 128)).astype(np.float32) * 2.0**step,
+            dtype="bfloat16",
+            device=device,
+            requires_grad=True,
+        )
         with fk.autocast(enabled=recipe is not None, recipe=recipe):
             y = layer(x)
         y.backward(y.view)
@@ -52,7 +66,11 @@ def train(name: str, recipe: object, device: str, forget: bool) -> list[np.ndarr
 @pytest.mark.parametrize("name", LAYERS)
 def test_known_calls_change_no_bit(name, recipe, device, monkeypatch):
     again = []
-    monkeypatch.setattr(recorded.Recording, "__call__", lambda self, run=recorded.Recording.__call__: (again.append(self), run(self)))
+    monkeypatch.setattr(
+        recorded.Recording,
+        "__call__",
+        lambda self, run=recorded.Recording.__call__: (again.append(self), run(self)),
+    )
     monkeypatch.setattr(recorded, "OFTEN", 2)
     with fk.deterministic(True):
         wanted = train(name, RECIPES[recipe], device, forget=True)
@@ -68,7 +86,11 @@ def test_known_calls_change_no_bit(name, recipe, device, monkeypatch):
     assert len(again) >= STEPS and any(one._graph for one in again) if known else not again
 
 
-@pytest.mark.parametrize("options", [{"bias_type": "post_scale_bias"}, {"softmax_type": "learnable"}, {}], ids=["bias", "sink", "plain"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bias_type": "post_scale_bias"}, {"softmax_type": "learnable"}, {}],
+    ids=["bias", "sink", "plain"],
+)
 def test_attention_by_several_kernels(options, device):
     """float32 takes the unfused way, which zeroes sums that its kernels add to."""
     rng = np.random.default_rng(1)
@@ -77,8 +99,14 @@ def test_attention_by_several_kernels(options, device):
     grads = []
     for factor in (1.0, 1.0, 3.0, 1.0, 1.0, 1.0):
         rng = np.random.default_rng(1)
-        q, k, v = (tensor(rng.standard_normal((8, 2, 2, 32)).astype(np.float32) * np.float32(factor), device=device, requires_grad=True)
-                   for _ in range(3))
+        q, k, v = (
+            tensor(
+                rng.standard_normal((8, 2, 2, 32)).astype(np.float32) * np.float32(factor),
+                device=device,
+                requires_grad=True,
+            )
+            for _ in range(3)
+        )
         bias = tensor(rng.standard_normal((1, 2, 8, 8)).astype(np.float32), device=device, requires_grad=True)
         more = {} if kind == "no_bias" else {"core_attention_bias_type": kind, "core_attention_bias": bias}
         y = layer(q, k, v, **more)
@@ -114,7 +142,8 @@ def test_calls_of_nothing(device, monkeypatch):
     """No rows launch nothing, every time, whichever device is current."""
     if device == "cuda":
         launcher = launch.launcher
-        monkeypatch.setattr(launch, "launcher", lambda: (launcher()[0], lambda: 0))  # as where there are several devices
+        # as where there are several devices
+        monkeypatch.setattr(launch, "launcher", lambda: (launcher()[0], lambda: 0))
     for layer in (nn.RMSNorm(64, device=device), nn.Linear(64, 32, device=device)):
         for _ in range(4):
             assert layer(tensor(np.zeros((0, 64), np.float32), device=device)).shape[0] == 0

@@ -21,7 +21,11 @@ S, B, H, D = 9, 2, 3, 16
 def turned(x, angle, interleaved, back=False):
     """x float64 (..., D) times exp(i angle) in pairs; angle (..., r / 2). And the sizes of the terms."""
     half = angle.shape[-1]
-    low, high = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
+    low, high = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        if interleaved
+        else (slice(0, half), slice(half, 2 * half))
+    )
     z = (x[..., low] + 1j * x[..., high]) * np.exp(-1j * angle if back else 1j * angle)
     out, size = x.copy(), np.abs(x)
     out[..., low], out[..., high] = z.real, z.imag
@@ -43,11 +47,16 @@ def test_apply_rotary_pos_emb(device, dtype, form, percent, interleaved):
     assert freqs.shape == (32, 1, 1, rotated)
     shape = {"sbhd": (S, B, H, D), "bshd": (B, S, H, D), "thd": (14, H, D)}[form]
     starts, lengths = np.array([4, 20], np.int32), np.array([0, 5, 14], np.int32)
-    place = {"sbhd": np.arange(S)[:, None] + starts, "bshd": np.arange(S) + starts[:, None],
-             "thd": np.concatenate([np.arange(5) + 4, np.arange(9) + 20])}[form]
+    place = {
+        "sbhd": np.arange(S)[:, None] + starts,
+        "bshd": np.arange(S) + starts[:, None],
+        "thd": np.concatenate([np.arange(5) + 4, np.arange(9) + 20]),
+    }[form]
     x, dy = draw(1, shape, dtype), draw(2, shape, dtype)
     t = tensor(x, requires_grad=True, device=device)
-    y = nn.apply_rotary_pos_emb(t, freqs, form, starts, interleaved, cu_seqlens=lengths if form == "thd" else None)
+    y = nn.apply_rotary_pos_emb(
+        t, freqs, form, starts, interleaved, cu_seqlens=lengths if form == "thd" else None
+    )
     y.backward(dy)
     angle = (place[..., None] * speeds(rotated))[..., None, :]
     # a float32 angle up to 28 radians, made by a power and a product: 4 roundings of it
@@ -80,7 +89,9 @@ def test_a_module_says_the_same_for_any_offset_and_stretches_positions():
     plain = nn.RotaryPositionEmbedding(8, device="cpu")
     assert_same_bits("offset", plain(5, offset=7).numpy(), plain(12).numpy()[7:])
     assert plain(12) is plain(12)
-    stretched = nn.RotaryPositionEmbedding(8, seq_len_interpolation_factor=4, pretrained_max_position_embeddings=16, device="cpu")
+    stretched = nn.RotaryPositionEmbedding(
+        8, seq_len_interpolation_factor=4, pretrained_max_position_embeddings=16, device="cpu"
+    )
     assert_same_bits("factor", stretched(33).numpy()[::4], plain(9).numpy())
     longer = stretched(128).numpy()[:, 0, 0, 0]  # beyond 4 * 16: spread over 16 positions
     assert_close("beyond", longer, np.arange(128) / 8, "float32", 2 * U * 16)
@@ -89,7 +100,8 @@ def test_a_module_says_the_same_for_any_offset_and_stretches_positions():
 
 
 def test_scores_depend_on_distances_only():
-    """What it is for (Su et al. 2021, section 3.2.2): turned queries and keys multiply to a function of the distance."""
+    """What it is for (Su et al. 2021, section 3.2.2): turned queries and keys multiply to a function of the
+    distance."""
     freqs = nn.RotaryPositionEmbedding(D, device="cpu")(64)
     q, k = (np.broadcast_to(draw(seed, (1, 1, 1, D), "float32"), (64, 1, 1, D)) for seed in (1, 2))
     a, b = (f64(nn.apply_rotary_pos_emb(np.ascontiguousarray(x), freqs))[:, 0, 0] for x in (q, k))
@@ -107,23 +119,70 @@ PLAIN = RopeSpec(((H, D, "freqs"),))
 GOOD = {"x": meta(S, B, H, D), "freqs": meta(S, D)}
 WRONG = {
     "format": (RopeSpec(((H, D, "freqs"),), "bhsd"), {}, ShapeError, "qkv_format: got 'bhsd'"),
-    "shape": (PLAIN, {"x": meta(S, B, D)}, ShapeError, r"x: got shape \(9, 2, 16\), expected \(sequence, batch, 48\) or"),
-    "no_heads": (RopeSpec(((0, D, "freqs"),)), {"x": meta(S, B, 0, D)}, ShapeError, "heads and features not 0"),
-    "no_sequence": (RopeSpec(((H, D, "freqs"),), "thd"), {"x": meta(S, H, D), "cu_seqlens": meta(1, dtype="int32")}, ShapeError,
-                    "cu_seqlens: got"),
+    "shape": (
+        PLAIN,
+        {"x": meta(S, B, D)},
+        ShapeError,
+        r"x: got shape \(9, 2, 16\), expected \(sequence, batch, 48\) or",
+    ),
+    "no_heads": (
+        RopeSpec(((0, D, "freqs"),)),
+        {"x": meta(S, B, 0, D)},
+        ShapeError,
+        "heads and features not 0",
+    ),
+    "no_sequence": (
+        RopeSpec(((H, D, "freqs"),), "thd"),
+        {"x": meta(S, H, D), "cu_seqlens": meta(1, dtype="int32")},
+        ShapeError,
+        "cu_seqlens: got",
+    ),
     "dtype": (PLAIN, {"x": meta(S, B, H, D, dtype="float64")}, FormatError, "x: got float64"),
-    "odd": (PLAIN, {"freqs": meta(S, 5)}, ShapeError, r"freqs: got shape \(9, 5\), expected \(positions, an even number up to 16\)"),
+    "odd": (
+        PLAIN,
+        {"freqs": meta(S, 5)},
+        ShapeError,
+        r"freqs: got shape \(9, 5\), expected \(positions, an even number up to 16\)",
+    ),
     "wide": (PLAIN, {"freqs": meta(S, 18)}, ShapeError, "freqs: got"),
     "few": (PLAIN, {"freqs": meta(S - 1, D)}, ShapeError, "at least 9 positions"),
     "angles_dtype": (PLAIN, {"freqs": meta(S, D, dtype="bfloat16")}, FormatError, "freqs: got"),
     "no_angles": (PLAIN, {"freqs": None}, ShapeError, "freqs: got None"),
-    "starts": (PLAIN, {"start_positions": meta(3, dtype="int32")}, ShapeError, r"start_positions: got shape \(3,\), expected \(2,\)"),
+    "starts": (
+        PLAIN,
+        {"start_positions": meta(3, dtype="int32")},
+        ShapeError,
+        r"start_positions: got shape \(3,\), expected \(2,\)",
+    ),
     "starts_dtype": (PLAIN, {"start_positions": meta(2, dtype="int64")}, FormatError, "start_positions: got"),
-    "lengths": (PLAIN, {"cu_seqlens": meta(3, dtype="int32")}, ShapeError, "cu_seqlens: got an array, expected None"),
-    "places": (PLAIN, {"cu_seqlens_padded": meta(3, dtype="int32")}, ShapeError, "cu_seqlens_padded: got an array, expected None"),
-    "places_shape": (RopeSpec(((H, D, "freqs"),), "thd"), {"x": meta(S, H, D), "cu_seqlens": meta(3, dtype="int32"),
-                     "cu_seqlens_padded": meta(4, dtype="int32")}, ShapeError, r"cu_seqlens_padded: got shape \(4,\), expected \(3,\)"),
-    "no_lengths": (RopeSpec(((H, D, "freqs"),), "thd"), {"x": meta(S, H, D)}, ShapeError, "cu_seqlens: got None"),
+    "lengths": (
+        PLAIN,
+        {"cu_seqlens": meta(3, dtype="int32")},
+        ShapeError,
+        "cu_seqlens: got an array, expected None",
+    ),
+    "places": (
+        PLAIN,
+        {"cu_seqlens_padded": meta(3, dtype="int32")},
+        ShapeError,
+        "cu_seqlens_padded: got an array, expected None",
+    ),
+    "places_shape": (
+        RopeSpec(((H, D, "freqs"),), "thd"),
+        {
+            "x": meta(S, H, D),
+            "cu_seqlens": meta(3, dtype="int32"),
+            "cu_seqlens_padded": meta(4, dtype="int32"),
+        },
+        ShapeError,
+        r"cu_seqlens_padded: got shape \(4,\), expected \(3,\)",
+    ),
+    "no_lengths": (
+        RopeSpec(((H, D, "freqs"),), "thd"),
+        {"x": meta(S, H, D)},
+        ShapeError,
+        "cu_seqlens: got None",
+    ),
 }
 
 
@@ -141,11 +200,32 @@ def test_wrong_arguments_are_refused_in_infer(name):
         (lambda: nn.RotaryPositionEmbedding(8, rotary_percent=1.5), ["rotary_percent", "1.5"]),
         (lambda: nn.RotaryPositionEmbedding(6, rotary_percent=0.5), ["dim", "even"]),
         (lambda: nn.RotaryPositionEmbedding(8, rotary_base=0.0), ["rotary_base"]),
-        (lambda: nn.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2), ["seq_len_interpolation_factor", "both"]),
-        (lambda: nn.apply_rotary_pos_emb(np.ones((2, 1, 1, 4), np.float32), np.ones((2, 4), np.float32), "bhsd"), ["tensor_format"]),
-        (lambda: nn.apply_rotary_pos_emb(np.ones((2, 1, 4), np.float32), np.ones((2, 4), np.float32)), ["t", "sbhd"]),
-        (lambda: nn.apply_rotary_pos_emb(np.ones((2, 1, 1, 4), np.float32), np.ones((2, 2, 4), np.float32)), ["freqs"]),
-        (lambda: nn.apply_rotary_pos_emb(np.ones((2, 1, 1, 4), np.float32), np.ones((2, 4), np.float32), cp_size=2), ["cp_size", "yet"]),
+        (
+            lambda: nn.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2),
+            ["seq_len_interpolation_factor", "both"],
+        ),
+        (
+            lambda: nn.apply_rotary_pos_emb(
+                np.ones((2, 1, 1, 4), np.float32), np.ones((2, 4), np.float32), "bhsd"
+            ),
+            ["tensor_format"],
+        ),
+        (
+            lambda: nn.apply_rotary_pos_emb(np.ones((2, 1, 4), np.float32), np.ones((2, 4), np.float32)),
+            ["t", "sbhd"],
+        ),
+        (
+            lambda: nn.apply_rotary_pos_emb(
+                np.ones((2, 1, 1, 4), np.float32), np.ones((2, 2, 4), np.float32)
+            ),
+            ["freqs"],
+        ),
+        (
+            lambda: nn.apply_rotary_pos_emb(
+                np.ones((2, 1, 1, 4), np.float32), np.ones((2, 4), np.float32), cp_size=2
+            ),
+            ["cp_size", "yet"],
+        ),
     ],
 )
 def test_refusals_name_the_argument(make_it, words):

@@ -1,4 +1,5 @@
-"""Values of running sums and of indices: on the CPU wrong ones are refused at the door, before anything runs and with nothing changed."""
+"""Values of running sums and of indices: on the CPU wrong ones are refused at the door, before anything runs
+and with nothing changed."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def core(form, **options):
 @pytest.mark.parametrize("kind", WRONG)
 def test_attention_refuses_them(form, side, kind):
     values, said = WRONG[kind]
-    given = {"cu_seqlens_q": sums([0, 2, 4]), "cu_seqlens_kv": sums([0, 2, 4])} | {f"cu_seqlens_{side}": sums(values)}
+    given = {"cu_seqlens_q": sums([0, 2, 4]), "cu_seqlens_kv": sums([0, 2, 4])} | {
+        f"cu_seqlens_{side}": sums(values)
+    }
     with pytest.raises(ArgumentError, match=f"DotProductAttention: cu_seqlens_{side}: got .*({said})"):
         core(form, **given)
 
@@ -57,14 +60,26 @@ def test_attention_refuses_starts_without_room(kind):
     values, said = STARTS[kind]
     lengths = sums([0, 2, 4])
     with pytest.raises(ArgumentError, match=f"DotProductAttention: cu_seqlens_kv_padded: got .*{said}"):
-        core("thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, cu_seqlens_q_padded=sums([1, 3, 5]), cu_seqlens_kv_padded=sums(values))
+        core(
+            "thd",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            cu_seqlens_q_padded=sums([1, 3, 5]),
+            cu_seqlens_kv_padded=sums(values),
+        )
     with pytest.raises(ArgumentError, match=f"rope: cu_seqlens_padded: got .*{said}"):
         turned(cu_seqlens=lengths, cu_seqlens_padded=sums(values))
 
 
 def test_no_sequence_is_longer_than_was_said():
     with pytest.raises(ArgumentError, match=r"DotProductAttention: cu_seqlens_q: got .* at most 2, not of 3"):
-        core("thd", cu_seqlens_q=sums([0, 2, 5]), cu_seqlens_kv=sums([0, 2, 5]), max_seqlen_q=2, max_seqlen_kv=3)
+        core(
+            "thd",
+            cu_seqlens_q=sums([0, 2, 5]),
+            cu_seqlens_kv=sums([0, 2, 5]),
+            max_seqlen_q=2,
+            max_seqlen_kv=3,
+        )
     with pytest.raises(ArgumentError, match=r"rope: cu_seqlens: got .* at most 3, not of 5"):
         turned(positions=3, cu_seqlens=sums([0, 5]))
 
@@ -85,7 +100,8 @@ def test_tokens_behind_the_last_sequence_belong_to_none():
     short = sums([0, 2, 3])
     o = core("thd", cu_seqlens_q=short, cu_seqlens_kv=short).numpy()
     alone = nn.DotProductAttention(H, D, qkv_format="thd", attn_mask_type="padding", device="cpu")(
-        *[TOKENS[:3].reshape(3, H, D)] * 3, cu_seqlens_q=short, cu_seqlens_kv=short)
+        *[TOKENS[:3].reshape(3, H, D)] * 3, cu_seqlens_q=short, cu_seqlens_kv=short
+    )
     assert_same_bits("true rows", o[:3], alone.numpy())
     assert not o[3:].any()
 
@@ -94,7 +110,9 @@ def test_tokens_behind_the_last_sequence_belong_to_none():
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_layer_refuses_them_before_its_projections_run(form, kind):
     """Neither the FP8 state nor the random state knows of the call."""
-    layer = nn.TransformerLayer(H * D, 16, H, attn_input_format=form, self_attn_mask_type="padding", device="cpu")
+    layer = nn.TransformerLayer(
+        H * D, 16, H, attn_input_format=form, self_attn_mask_type="padding", device="cpu"
+    )
     x, good, bad = (TOKENS if form == "thd" else BATCH), sums([0, 2, 4]), sums(WRONG[kind][0])
 
     def run(lengths):
@@ -112,10 +130,19 @@ def test_a_layer_refuses_them_before_its_projections_run(form, kind):
             assert_same_bits(name, np.asarray(now[name]), np.asarray(was[name]))
 
 
-@pytest.mark.parametrize("option", [
-    {"self_attn_mask_type": "some"}, {"window_size": (1, 2, 3)}, {"core_attention_bias_type": 3}, {"pad_between_seqs": 2},
-    {"inference_params": 1}, {"attention_mask": np.zeros(3, bool)}, {"max_seqlen_q": -1}, {"bottom_right_diagonal": "no"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"self_attn_mask_type": "some"},
+        {"window_size": (1, 2, 3)},
+        {"core_attention_bias_type": 3},
+        {"pad_between_seqs": 2},
+        {"inference_params": 1},
+        {"attention_mask": np.zeros(3, bool)},
+        {"max_seqlen_q": -1},
+        {"bottom_right_diagonal": "no"},
+    ],
+)
 def test_a_layer_refuses_options_before_its_projections_run(option):
     layer = nn.TransformerLayer(H * D, 16, H, device="cpu")
     with fk.autocast(recipe=fk.recipe.DelayedScaling(amax_history_len=2)):
@@ -131,10 +158,15 @@ def test_a_layer_refuses_options_before_its_projections_run(option):
 @pytest.mark.parametrize("wrong", [-1, 3, 2**40])
 def test_classes_and_ids_out_of_range(wrong):
     logits, targets = np.zeros((2, 3), np.float32), np.array([0, wrong])
-    with pytest.raises(ArgumentError, match=rf"cross_entropy: targets: got {wrong} among them, expected classes in \[0, 3\), or -100"):
+    with pytest.raises(
+        ArgumentError,
+        match=rf"cross_entropy: targets: got {wrong} among them, expected classes in \[0, 3\), or -100",
+    ):
         nn.cross_entropy(logits, targets)
     assert nn.cross_entropy(logits, targets, ignore_index=wrong).item() == pytest.approx(np.log(3), rel=1e-6)
-    with pytest.raises(ArgumentError, match=rf"embedding: ids: got {wrong} among them, expected indices in \[0, 3\)"):
+    with pytest.raises(
+        ArgumentError, match=rf"embedding: ids: got {wrong} among them, expected indices in \[0, 3\)"
+    ):
         nn.Embedding(3, 2, device="cpu")(targets)
 
 

@@ -1,4 +1,5 @@
-"""Memory for temporaries: the same for a thread's next operation on a stream, another for another thread, stream or much of it."""
+"""Memory for temporaries: the same for a thread's next operation on a stream, another for another thread,
+stream or much of it."""
 
 from __future__ import annotations
 
@@ -89,19 +90,30 @@ def test_layouts_of_ever_new_sizes_do_not_pile_up():
     assert len(room.carved) <= Room.LAYOUTS
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2), Float8BlockScaling()], ids=["high", "delayed", "block"])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, DelayedScaling(amax_history_len=2), Float8BlockScaling()],
+    ids=["high", "delayed", "block"],
+)
 def test_no_two_operations_at_work_share_a_room(recipe, monkeypatch):
-    """Rooms are kept on the CPU too, and lent out: who asks while another operation of the thread is at work fails. A step with
-    recomputation in backward, and with a hook that calls another layer, gives the bits that fresh memory gives."""
+    """Rooms are kept on the CPU too, and lent out: who asks while another operation of the thread is at work
+    fails. A step with recomputation in backward, and with a hook that calls another layer, gives the bits
+    that fresh memory gives."""
 
     def step():
         nn.manual_seed(3)
         first, aside = (nn.TransformerLayer(32, 64, 2, hidden_dropout=0.1, device="cpu") for _ in range(2))
-        x = fk.tensor(np.random.default_rng(1).standard_normal((16, 2, 32)).astype(np.float32), requires_grad=True)
+        x = fk.tensor(
+            np.random.default_rng(1).standard_normal((16, 2, 32)).astype(np.float32), requires_grad=True
+        )
         with fk.autocast(enabled=recipe is not None, recipe=recipe):
             y = fk.checkpoint(first, x) + first(aside(x), checkpoint_core_attention=True)
         y.backward(y.view)
-        return [y.numpy().tobytes(), x.grad.numpy().tobytes(), *(p.grad.numpy().tobytes() for p in first.parameters())]
+        return [
+            y.numpy().tobytes(),
+            x.grad.numpy().tobytes(),
+            *(p.grad.numpy().tobytes() for p in first.parameters()),
+        ]
 
     want = step()
     lent = []

@@ -1,4 +1,5 @@
-"""``LayerNormMLP(checkpoint=True)``: what is kept, what is computed again, and that the bits are those of computing it once."""
+"""``LayerNormMLP(checkpoint=True)``: what is kept, what is computed again, and that the bits are those of
+computing it once."""
 
 from __future__ import annotations
 
@@ -26,12 +27,23 @@ from fp8kit.testing.contract import put
 from tests.nn.test_layers import draw
 
 _GIVEN = Fp8(*(Quant(fmt, "amax") for fmt in (formats.E4M3, formats.E4M3, formats.E5M2)))
-RECIPES = {"high": None, "delayed": fp8_from_recipe(DelayedScaling()), "current": fp8_from_recipe(Float8CurrentScaling()),
-           "block": fp8_from_recipe(Float8BlockScaling()), "given": _GIVEN}
+RECIPES = {
+    "high": None,
+    "delayed": fp8_from_recipe(DelayedScaling()),
+    "current": fp8_from_recipe(Float8CurrentScaling()),
+    "block": fp8_from_recipe(Float8BlockScaling()),
+    "given": _GIVEN,
+}
 ROWS, H, F = 48, 32, 64
 ALL = frozenset({"x", "norm_weight", "norm_bias", "fc1_weight0", "fc1_bias0", "fc2_weight0", "fc2_bias0"})
-NEEDS = {"all": ALL, "no fc2 weight": ALL - {"fc2_weight0"}, "fc2 weight": frozenset({"fc2_weight0"}), "fc1 bias": frozenset({"fc1_bias0"}),
-         "no fc1 weight": ALL - {"fc1_weight0"}, "fc2 bias": frozenset({"fc2_bias0"})}
+NEEDS = {
+    "all": ALL,
+    "no fc2 weight": ALL - {"fc2_weight0"},
+    "fc2 weight": frozenset({"fc2_weight0"}),
+    "fc1 bias": frozenset({"fc1_bias0"}),
+    "no fc1 weight": ALL - {"fc1_weight0"},
+    "fc2 bias": frozenset({"fc2_bias0"}),
+}
 
 
 class Counting:
@@ -53,13 +65,26 @@ class Counting:
 def spec_of(recipe, recompute, activation="swiglu", return_norm=False):
     fp8 = RECIPES[recipe]
     parts = 2 if activation == "swiglu" else 1
-    return NormMLPSpec(NormSpec(H), ProductSpec(H, (parts * F,), bias="deferred", fp8=fp8, prefix="fc1_"),
-                       ProductSpec(F, (H,), fp8=fp8, prefix="fc2_"), activation, return_norm=return_norm, recompute=recompute)
+    return NormMLPSpec(
+        NormSpec(H),
+        ProductSpec(H, (parts * F,), bias="deferred", fp8=fp8, prefix="fc1_"),
+        ProductSpec(F, (H,), fp8=fp8, prefix="fc2_"),
+        activation,
+        return_norm=return_norm,
+        recompute=recompute,
+    )
 
 
 def inputs_of(spec, recipe, device):
-    shapes = {"x": (ROWS, H), "norm_weight": (H,), "norm_bias": (H,), "fc1_weight0": (spec.fc1.out_features, H),
-              "fc1_bias0": (spec.fc1.out_features,), "fc2_weight0": (H, F), "fc2_bias0": (H,)}
+    shapes = {
+        "x": (ROWS, H),
+        "norm_weight": (H,),
+        "norm_bias": (H,),
+        "fc1_weight0": (spec.fc1.out_features, H),
+        "fc1_bias0": (spec.fc1.out_features,),
+        "fc2_weight0": (H, F),
+        "fc2_bias0": (H,),
+    }
     values = {name: draw(i, shape, "bfloat16") for i, (name, shape) in enumerate(shapes.items())}
     suffix = {"delayed": "scale", "given": "amax_in"}.get(recipe)
     if suffix:
@@ -69,13 +94,16 @@ def inputs_of(spec, recipe, device):
 
 
 def run(spec, recipe, needs, device):
-    """(outputs, gradients, kernel calls of backward, signature). The scales change between the two, as those of delayed scaling do."""
+    """(outputs, gradients, kernel calls of backward, signature). The scales change between the two, as those
+    of delayed scaling do."""
     device = arrays.device(device)
     views, kernels = inputs_of(spec, recipe, device), Counting(dispatch.kernels(device))
     metas = {name: Meta(view.shape, view.dtype) for name, view in views.items()}
     plan = norm_mlp.plan(spec, metas, needs, kernels)
     outputs, saved = allocate(plan.signature.outputs, device), allocate(plan.signature.saved, device)
-    norm_mlp.forward(plan, views, outputs, saved, allocate(plan.scratch, device), arrays.current_stream(device))
+    norm_mlp.forward(
+        plan, views, outputs, saved, allocate(plan.scratch, device), arrays.current_stream(device)
+    )
     for name, view in views.items():
         if name.endswith(("_scale", "_amax_in")):
             arrays.zero_(view)
@@ -86,9 +114,20 @@ def run(spec, recipe, needs, device):
     cotangents = {"y": put(draw(99, (ROWS, H), "bfloat16", 2.0**-6), device)}
     grads = allocate(plan.signature.grads, device)
     kernels.calls.clear()
-    norm_mlp.backward(plan, kept, saved, cotangents, grads, allocate(plan.backward_scratch, device), arrays.current_stream(device))
+    norm_mlp.backward(
+        plan,
+        kept,
+        saved,
+        cotangents,
+        grads,
+        allocate(plan.backward_scratch, device),
+        arrays.current_stream(device),
+    )
     arrays.synchronize(device)
-    found = {name: np.asarray(view.numpy()).tobytes() for name, view in {**outputs, **{f"d{n}": v for n, v in grads.items()}}.items()}
+    found = {
+        name: np.asarray(view.numpy()).tobytes()
+        for name, view in {**outputs, **{f"d{n}": v for n, v in grads.items()}}.items()
+    }
     return found, kernels.calls, plan.signature
 
 
@@ -106,7 +145,12 @@ def test_bits_are_those_of_no_recomputation(device, recipe, needs):
         return
     # norm and fc1 once more, the activation where its result is read, fc2's product never
     products = sum(more[name] for name in ("gemm", "fp8_gemm", "block_gemm"))
-    assert (more["norm_fwd"], products, more["act_fwd"], more["amax"]) == (1, 1, int("fc2_weight0" in NEEDS[needs]), 0)
+    assert (more["norm_fwd"], products, more["act_fwd"], more["amax"]) == (
+        1,
+        1,
+        int("fc2_weight0" in NEEDS[needs]),
+        0,
+    )
 
 
 def size(metas):
@@ -116,9 +160,12 @@ def size(metas):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_only_numbers_are_saved(device, recipe, activation):
-    """Without: statistics, the activation's input, and the operands of the weights' gradients. With: 16 bytes for each cast's scale."""
+    """Without: statistics, the activation's input, and the operands of the weights' gradients. With: 16 bytes
+    for each cast's scale."""
     parts = 2 if activation == "swiglu" else 1
-    plain, again = (run(spec_of(recipe, recompute, activation), recipe, ALL, device)[2] for recompute in (False, True))
+    plain, again = (
+        run(spec_of(recipe, recompute, activation), recipe, ALL, device)[2] for recompute in (False, True)
+    )
     activations = 2 * 4 * ROWS + 2 * ROWS * parts * F + (2 if recipe == "high" else 1) * ROWS * (H + F)
     assert size(plain.saved) >= activations
     assert size(again.saved) == (0 if recipe in ("high", "block") else 4 * 16)
@@ -155,7 +202,8 @@ def test_the_tape_holds_no_activation(monkeypatch):
     module.checkpoint = True
     again = living(monkeypatch, module, x)
     weights = hidden * 2 * width + width * hidden
-    assert once >= rows * (8 + 2 * 2 * width + hidden + width) + weights  # statistics, fc1's output, both inputs and weights in FP8
+    # statistics, fc1's output, both inputs and weights in FP8
+    assert once >= rows * (8 + 2 * 2 * width + hidden + width) + weights
     assert again < 4096
 
 
@@ -163,10 +211,13 @@ def test_activation_params_are_checked():
     options = {"hidden_size": 8, "ffn_hidden_size": 8, "device": "cpu"}
     assert nn.LayerNormMLP(**options, activation="clamped_swiglu")._activation_numbers == (7.0, 1.702, 1.0)
     for activation, params, words in (
-        ("clamped_swiglu", {"limits": 1.0}, "limits.*limit, alpha, glu_linear_offset"), ("gelu", {"limit": 1.0}, "none for gelu"),
-        ("clamped_swiglu", {"limit": 0.0}, "limit.*positive"), ("clamped_swiglu", {"alpha": float("nan")}, "alpha.*finite"),
-        ("clamped_swiglu", {"alpha": "1"}, "alpha.*finite"), ("mish", None, "mish.*sreglu"),
-    ):  # fmt: skip
+        ("clamped_swiglu", {"limits": 1.0}, "limits.*limit, alpha, glu_linear_offset"),
+        ("gelu", {"limit": 1.0}, "none for gelu"),
+        ("clamped_swiglu", {"limit": 0.0}, "limit.*positive"),
+        ("clamped_swiglu", {"alpha": float("nan")}, "alpha.*finite"),
+        ("clamped_swiglu", {"alpha": "1"}, "alpha.*finite"),
+        ("mish", None, "mish.*sreglu"),
+    ):
         with pytest.raises(FormatError, match=f"LayerNormMLP: .*{words}"):
             nn.LayerNormMLP(**options, activation=activation, activation_params=params)
     with pytest.raises(FormatError, match=r"norm_mlp: activation_params: got \(1.0,\), expected 3 numbers"):

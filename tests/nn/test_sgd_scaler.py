@@ -32,11 +32,16 @@ class Momentum:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.2, False), (0.8, 0.0, True)])
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"),
+    [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.2, False), (0.8, 0.0, True)],
+)
 def test_sgd_against_float64(device, dtype, momentum, dampening, nesterov):
     params = [tensor(draw(i, s, dtype), requires_grad=True, device=device) for i, s in enumerate(SHAPES)]
     options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    opt = SGD([{"params": params[:2]}, {"params": params[2:], "lr": 3e-2, "weight_decay": 0.3}], lr=1e-2, **options)
+    opt = SGD(
+        [{"params": params[:2]}, {"params": params[2:], "lr": 3e-2, "weight_decay": 0.3}], lr=1e-2, **options
+    )
     models = [Momentum(f64(p)) for p in params]
     for step in range(6):
         for i, param in enumerate(params):
@@ -56,9 +61,15 @@ def test_sgd_against_float64(device, dtype, momentum, dampening, nesterov):
 
 def test_sgd_refuses_wrong_hyperparameters():
     p = tensor(np.ones(2, np.float32), requires_grad=True)
-    for options, word in (({"lr": -1}, "lr"), ({"momentum": -0.1}, "momentum"), ({"nesterov": True}, "nesterov"),
-                          ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"), ({"weight_decay": np.nan}, "weight_decay"),
-                          ({"lr": "x"}, "lr"), ({"dampening": -1}, "dampening")):
+    for options, word in (
+        ({"lr": -1}, "lr"),
+        ({"momentum": -0.1}, "momentum"),
+        ({"nesterov": True}, "nesterov"),
+        ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
+        ({"weight_decay": np.nan}, "weight_decay"),
+        ({"lr": "x"}, "lr"),
+        ({"dampening": -1}, "dampening"),
+    ):
         with pytest.raises(Fp8kitError, match=word):
             SGD([p], **options)
 
@@ -66,7 +77,9 @@ def test_sgd_refuses_wrong_hyperparameters():
 @pytest.mark.parametrize("kind", [AdamW, lambda p, **o: SGD(p, momentum=0.9, **o)], ids=["AdamW", "SGD"])
 def test_state_comes_back_and_continues_with_the_same_bits(device, kind):
     def make():
-        params = [tensor(draw(i, s, "bfloat16"), requires_grad=True, device=device) for i, s in enumerate(SHAPES)]
+        params = [
+            tensor(draw(i, s, "bfloat16"), requires_grad=True, device=device) for i, s in enumerate(SHAPES)
+        ]
         return params, kind(params, lr=1e-2)
 
     def go(params, opt, steps):
@@ -86,14 +99,20 @@ def test_state_comes_back_and_continues_with_the_same_bits(device, kind):
     others, again = make()
     for p, w in zip(others, held, strict=True):
         arrays.copy(p.view, arrays.as_view(w))
-    for change, word in (({"steps": -state["steps"]}, "steps"), ({"hyper": -state["hyper"]}, "hyper"), ({"hyper": np.zeros(3)}, "hyper")):
+    for change, word in (
+        ({"steps": -state["steps"]}, "steps"),
+        ({"hyper": -state["hyper"]}, "hyper"),
+        ({"hyper": np.zeros(3)}, "hyper"),
+    ):
         with pytest.raises(CheckpointError, match=word):
             again.load_state_dict(state | change)
     again.load_state_dict(state)
     go(others, again, range(3, 5))
     for p, q in zip(params, others, strict=True):
         assert p.numpy().tobytes() == q.numpy().tobytes()
-    assert {n: v.numpy().tobytes() for n, v in opt.state_dict().items()} == {n: v.numpy().tobytes() for n, v in again.state_dict().items()}
+    assert {n: v.numpy().tobytes() for n, v in opt.state_dict().items()} == {
+        n: v.numpy().tobytes() for n, v in again.state_dict().items()
+    }
 
 
 def test_lr_may_lie_on_the_device(device):
@@ -117,13 +136,20 @@ def test_lr_may_lie_on_the_device(device):
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_a_step_with_inf_or_nan_is_skipped_and_does_not_count(device, kind):
     params = [tensor(draw(i, s, "float16"), requires_grad=True, device=device) for i, s in enumerate(SHAPES)]
-    twin_params = [tensor(draw(i, s, "float16"), requires_grad=True, device=device) for i, s in enumerate(SHAPES)]
-    opt, twin, scaler = kind(params, lr=1e-2), kind(twin_params, lr=1e-2), GradScaler(1024.0, growth_interval=3)
+    twin_params = [
+        tensor(draw(i, s, "float16"), requires_grad=True, device=device) for i, s in enumerate(SHAPES)
+    ]
+    opt, twin, scaler = (
+        kind(params, lr=1e-2),
+        kind(twin_params, lr=1e-2),
+        GradScaler(1024.0, growth_interval=3),
+    )
     scaler.scale(tensor(np.ones(1, np.float32), device=device))
     scales = []
     for step, bad in enumerate((np.nan, None, None, np.inf, None, None, None)):
         for i, (param, other) in enumerate(zip(params, twin_params, strict=True)):
-            g = draw(10 * step + i, SHAPES[i], "float16", 2.0**-14)  # without the factor most of it is below float16's normal numbers
+            # without the factor most of it is below float16's normal numbers
+            g = draw(10 * step + i, SHAPES[i], "float16", 2.0**-14)
             factor = np.float32(scaler.get_scale())
             scaled = (g.astype(np.float32) * factor).astype(np.float16)
             if bad is not None and i == 1:
@@ -170,9 +196,13 @@ def test_scale_goes_through_the_tape_and_clipping_knows_the_factor(device):
 def test_scaler_state_and_arguments(device):
     scaler = GradScaler(8.0, growth_interval=2)
     state = {n: v.numpy().copy() for n, v in scaler.state_dict().items()}
-    for change, word in (({"scale": np.zeros(2, np.float32)}, "scale"), ({"scale": np.full(1, np.inf, np.float32)}, "finite"),
-                         ({"scale": np.zeros(1, np.float32)}, "scale: got 0.0"), ({"good_steps": np.full(1, -1)}, "good_steps: got -1"),
-                         ({"x": np.zeros(1)}, "unexpected: x")):
+    for change, word in (
+        ({"scale": np.zeros(2, np.float32)}, "scale"),
+        ({"scale": np.full(1, np.inf, np.float32)}, "finite"),
+        ({"scale": np.zeros(1, np.float32)}, "scale: got 0.0"),
+        ({"good_steps": np.full(1, -1)}, "good_steps: got -1"),
+        ({"x": np.zeros(1)}, "unexpected: x"),
+    ):
         with pytest.raises(CheckpointError, match=word):
             scaler.load_state_dict(state | change)
     scaler.load_state_dict(state | {"scale": np.full(1, 4, np.float32)})
@@ -181,7 +211,12 @@ def test_scaler_state_and_arguments(device):
     assert scaler.scale(tensor(np.ones(1, np.float32), device=device)).item() == 8.0
     x = tensor(np.ones(1, np.float32), requires_grad=True, device=device)
     assert GradScaler(enabled=False).scale(x) is x
-    for options in ({"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}):
+    for options in (
+        {"init_scale": 0.0},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"growth_interval": 0},
+    ):
         with pytest.raises(Fp8kitError, match=next(iter(options))):
             GradScaler(**options)
 
@@ -202,7 +237,9 @@ def test_adamw_skips_agree_with_float64(device):
         give(param, scaled)
         scaler.step(opt)
         scaler.update()
-    assert_close("parameter", f64(param), model.w, "float32", 6 * 2.0**-24 * (np.abs(model.w) + 24 * 1e-2 * 10))
+    assert_close(
+        "parameter", f64(param), model.w, "float32", 6 * 2.0**-24 * (np.abs(model.w) + 24 * 1e-2 * 10)
+    )
 
 
 def test_the_scaler_takes_the_optimisers_own_step():

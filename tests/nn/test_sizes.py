@@ -15,10 +15,25 @@ from tests.nn.test_layers import MODES, draw, make, step
 
 MODULES = {
     "Linear": (nn.Linear, {"in_features": 40, "out_features": 56}, 40, 56),
-    "Linear split": (nn.Linear, {"in_features": 40, "out_features": 56, "parameters_split": {"q": 24, "k": 32}}, 40, 56),
-    "LayerNormLinear": (nn.LayerNormLinear, {"in_features": 40, "out_features": 56, "normalization": "RMSNorm"}, 40, 56),
+    "Linear split": (
+        nn.Linear,
+        {"in_features": 40, "out_features": 56, "parameters_split": {"q": 24, "k": 32}},
+        40,
+        56,
+    ),
+    "LayerNormLinear": (
+        nn.LayerNormLinear,
+        {"in_features": 40, "out_features": 56, "normalization": "RMSNorm"},
+        40,
+        56,
+    ),
     "LayerNormMLP": (nn.LayerNormMLP, {"hidden_size": 40, "ffn_hidden_size": 48}, 40, 40),
-    "LayerNormMLP gated": (nn.LayerNormMLP, {"hidden_size": 40, "ffn_hidden_size": 48, "activation": "glu", "checkpoint": True}, 40, 40),
+    "LayerNormMLP gated": (
+        nn.LayerNormMLP,
+        {"hidden_size": 40, "ffn_hidden_size": 48, "activation": "glu", "checkpoint": True},
+        40,
+        40,
+    ),
 }
 
 
@@ -33,8 +48,16 @@ def states(module):
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize(("mode", "dtype"), [("high", "bfloat16"), ("delayed", "float32"), ("current", "float16"), ("block", "bfloat16"),
-                                             ("block_f32", "float32")])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("high", "bfloat16"),
+        ("delayed", "float32"),
+        ("current", "float16"),
+        ("block", "bfloat16"),
+        ("block_f32", "float32"),
+    ],
+)
 def test_no_rows(device, mode, dtype, name):
     kind, options, k, n = MODULES[name]
     module = make(kind, device, dtype, **options)
@@ -80,24 +103,38 @@ def test_no_rows_of_the_small_ones(device, dtype):
 
 def test_no_rows_between_operations(device):
     """Bias and residual of nothing, a sum of nothing, and a calibration that sees nothing."""
-    bias, residual = (tensor(draw(i, shape, "float32"), requires_grad=True, device=device) for i, shape in ((1, (12,)), (2, (0, 12))))
+    bias, residual = (
+        tensor(draw(i, shape, "float32"), requires_grad=True, device=device)
+        for i, shape in ((1, (12,)), (2, (0, 12)))
+    )
     x = tensor(draw(3, (0, 12), "float32"), requires_grad=True, device=device)
     rng = nn.random.next_rng(x.device)
-    y = apply(dropout_add, DropoutAddSpec(12, 0.5), {"x": x, "bias": bias, "residual": residual, "rng": rng})["y"]
+    y = apply(dropout_add, DropoutAddSpec(12, 0.5), {"x": x, "bias": bias, "residual": residual, "rng": rng})[
+        "y"
+    ]
     (y + bias).backward(draw(4, (0, 12), "float32"))
     assert x.grad.shape == residual.grad.shape == (0, 12)
     np.testing.assert_array_equal(f64(bias.grad), np.zeros(12))
     module = make(nn.LayerNormMLP, device, "float32", hidden_size=12, ffn_hidden_size=20)
     with autocast(enabled=False, calibrating=True, recipe=MODES["delayed"]):
         module(x)
-    assert [float(scale) == 1 for scale, _ in states(module).values()][:6] == [True, False, True, True, False, True]
+    assert [float(scale) == 1 for scale, _ in states(module).values()][:6] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 SIZES = [(rows, features) for rows in (1, 3, 17) for features in ((33, 19, 21), (7, 131, 5))]
 
 
 @pytest.mark.parametrize(("rows", "features"), SIZES)
-@pytest.mark.parametrize(("mode", "dtype"), [*((mode, "float32") for mode in MODES), ("delayed", "bfloat16"), ("block", "float16")])
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [*((mode, "float32") for mode in MODES), ("delayed", "bfloat16"), ("block", "float16")]
+)
 def test_sizes_that_are_a_multiple_of_nothing(device, monkeypatch, mode, dtype, rows, features):
     """``test_layers`` with other sizes: against the quantised model, forward and backward."""
     for name, value in zip(("SHAPE", "K", "N", "F"), ((rows,), *features), strict=True):

@@ -75,7 +75,9 @@ def test_dropout(device, dtype):
 
 
 def test_a_refused_call_leaves_the_random_state(device):
-    layer = nn.TransformerLayer(32, 64, 2, hidden_dropout=0.5, attention_dropout=0.5, drop_path_rate=0.5, device=device)
+    layer = nn.TransformerLayer(
+        32, 64, 2, hidden_dropout=0.5, attention_dropout=0.5, drop_path_rate=0.5, device=device
+    )
     drop, attention = nn.Dropout(0.5), nn.DotProductAttention(2, 16, attention_dropout=0.5)
     good = tensor(np.ones((4, 2, 32), np.float32), device=device)
     layer(good)  # the state exists from now on
@@ -90,7 +92,9 @@ def test_a_refused_call_leaves_the_random_state(device):
         with pytest.raises(Fp8kitError):
             call()
         after = nn.get_rng_state()
-        assert {name: value.tolist() for name, value in after.items()} == {name: value.tolist() for name, value in before.items()}
+        assert {name: value.tolist() for name, value in after.items()} == {
+            name: value.tolist() for name, value in before.items()
+        }
     drop(good)
     assert nn.get_rng_state()[f"device.{good.device}"].tolist() != before[f"device.{good.device}"].tolist()
 

@@ -16,8 +16,9 @@ from tests.nn.test_layers import draw, make, quantiser, step
 
 S, B, H, HEADS = 7, 2, 32, 4
 D = H // HEADS
-# Gradients are small numbers, as in training; in float16 the loss is scaled, or else an attention's own gradients fall below its normal
-# numbers, where a fused kernel that keeps them in float16 rounds them coarsely.
+# Gradients are small numbers, as in training; in float16 the loss is scaled, or else an attention's own
+# gradients fall below its normal numbers, where a fused kernel that keeps them in float16 rounds them
+# coarsely.
 G_SCALE = {"float32": 2.0**-6, "bfloat16": 2.0**-6, "float16": 1.0}
 
 
@@ -26,7 +27,8 @@ def join(parts, axis):
 
 
 class Head:
-    """One batch and head: o = softmax(scale q k^T) v; ``seen``: bool (s_q, s_kv). ``p_error``: relative rounding of P and dS."""
+    """One batch and head: o = softmax(scale q k^T) v; ``seen``: bool (s_q, s_kv). ``p_error``: relative
+    rounding of P and dS."""
 
     def __init__(self, q, k, v, seen, scale, p_error):
         self.q, self.k, self.v, self.scale, self.p_error = q, k, v, scale, p_error
@@ -61,7 +63,9 @@ class Attention:
         for b, n in enumerate(self.lengths):
             for h in range(self.h):
                 kv = h * self.g // self.h
-                self.heads[b, h] = Head(q[:n, b, h], k[:n, b, kv], v[:n, b, kv], seen[:n, :n], self.d**-0.5, noise)
+                self.heads[b, h] = Head(
+                    q[:n, b, h], k[:n, b, kv], v[:n, b, kv], seen[:n, :n], self.d**-0.5, noise
+                )
 
     def _filled(self, parts, heads):
         out, doubt = np.zeros((self.s, self.b, heads, self.d)), np.zeros((self.s, self.b, heads, self.d))
@@ -75,8 +79,13 @@ class Attention:
         return self._filled([(at, head.o) for at, head in self.heads.items()], self.h)
 
     def backward(self, do):
-        grads = {at: head.backward(do[: self.lengths[at[0]], at[0], at[1]]) for at, head in self.heads.items()}
-        return [self._filled([(at, g[i]) for at, g in grads.items()], heads) for i, heads in enumerate((self.h, self.g, self.g))]
+        grads = {
+            at: head.backward(do[: self.lengths[at[0]], at[0], at[1]]) for at, head in self.heads.items()
+        }
+        return [
+            self._filled([(at, g[i]) for at, g in grads.items()], heads)
+            for i, heads in enumerate((self.h, self.g, self.g))
+        ]
 
 
 MASKS = ["no_mask", "causal", "padding", "padding_causal"]
@@ -101,10 +110,14 @@ def test_dot_product_attention(device, dtype, form, mask, groups):
     o = module(*inputs, **lengths)
     do = draw(9, (S, B, HEADS, D), dtype)
     o.backward(np.ascontiguousarray(do.transpose(swap)).reshape(o.shape))
-    want = Attention(*[R(a.astype(np.float64)) for a in raw], "causal" in mask, dtype, LENGTHS if padded else None)
+    want = Attention(
+        *[R(a.astype(np.float64)) for a in raw], "causal" in mask, dtype, LENGTHS if padded else None
+    )
     got = f64(o).reshape(*[(S, B), (B, S)][form == "bshd"], HEADS, D).transpose(swap)
     assert_within("o", got, want.forward().rounded(dtype))
-    for name, x, grad in zip(("dq", "dk", "dv"), inputs, want.backward(R(do.astype(np.float64))), strict=True):
+    for name, x, grad in zip(
+        ("dq", "dk", "dv"), inputs, want.backward(R(do.astype(np.float64))), strict=True
+    ):
         assert_within(name, f64(x.grad).transpose(swap), grad.rounded(dtype))
 
 
@@ -115,13 +128,19 @@ class Mha:
         first = module.layernorm_qkv if module.input_layernorm else module.qkv
         child = f"{prefix}{'layernorm_qkv' if module.input_layernorm else 'qkv'}."
         fused = f"{child}weight" in p
-        weight, bias = (p[f"{child}{k}"] if fused else np.concatenate([p[f"{child}{n}_{k}"] for n in ("query", "key", "value")])
-                        for k in ("weight", "bias"))
+        weight, bias = (
+            p[f"{child}{k}"]
+            if fused
+            else np.concatenate([p[f"{child}{n}_{k}"] for n in ("query", "key", "value")])
+            for k in ("weight", "bias")
+        )
         self.dtype, self.groups = dtype, module.core_attention.num_gqa_groups
         self.qkv = Product(x, weight, quantiser(mode, first))
         packed = self.qkv.forward(bias).rounded(dtype).reshape(S, B, -1, D)
         edge = HEADS + self.groups
-        self.attention = Attention(packed[:, :, :HEADS], packed[:, :, HEADS:edge], packed[:, :, edge:], True, dtype)
+        self.attention = Attention(
+            packed[:, :, :HEADS], packed[:, :, HEADS:edge], packed[:, :, edge:], True, dtype
+        )
         o = self.attention.forward().rounded(dtype).reshape(S * B, H)
         self.proj = Product(o, p[f"{prefix}proj.weight"], quantiser(mode, module.proj))
 
@@ -137,11 +156,21 @@ class Mha:
         return dx, dw, db, dwp, dbp
 
 
-@pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2}, {"fuse_qkv_params": True, "qkv_weight_interleaved": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_gqa_groups": 2}, {"fuse_qkv_params": True, "qkv_weight_interleaved": False}]
+)
 @pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
 def test_multihead_attention(device, mode, options):
     dtype = "float32"
-    module = make(nn.MultiheadAttention, device, dtype, hidden_size=H, num_attention_heads=HEADS, attention_dropout=0.0, **options)
+    module = make(
+        nn.MultiheadAttention,
+        device,
+        dtype,
+        hidden_size=H,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        **options,
+    )
     shape_of = {"k": H, "n": H}
     p = warmed_at(module, mode, dtype, (S, B), **shape_of)
     x, g = draw(1, (S, B, H), dtype), draw(2, (S, B, H), dtype, G_SCALE[dtype])
@@ -159,18 +188,46 @@ def test_multihead_attention(device, mode, options):
 
 def warmed_at(module, mode, dtype, leading, k, n):
     for seed in (10, 20):
-        step(module, mode, draw(seed, (*leading, k), dtype, 2.0), draw(seed + 1, (*leading, n), dtype, G_SCALE[dtype]))
+        step(
+            module,
+            mode,
+            draw(seed, (*leading, k), dtype, 2.0),
+            draw(seed + 1, (*leading, n), dtype, G_SCALE[dtype]),
+        )
     return {name: f64(parameter) for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize("form", ["pre", "post_residual", "output_norm"])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize(("mode", "dtype"), [("high", "float32"), ("high", "bfloat16"), ("delayed", "float32"), ("current", "float32"),
-                                                ("block", "float32")])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("high", "float32"),
+        ("high", "bfloat16"),
+        ("delayed", "float32"),
+        ("current", "float32"),
+        ("block", "float32"),
+    ],
+)
 def test_transformer_layer(device, mode, dtype, kind, form):
-    options = {"pre": {}, "post_residual": {"apply_residual_connection_post_layernorm": True}, "output_norm": {"output_layernorm": True}}
-    module = make(nn.TransformerLayer, device, dtype, hidden_size=H, ffn_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.0,
-                  attention_dropout=0.0, normalization=kind, activation="silu", **options[form])
+    options = {
+        "pre": {},
+        "post_residual": {"apply_residual_connection_post_layernorm": True},
+        "output_norm": {"output_layernorm": True},
+    }
+    module = make(
+        nn.TransformerLayer,
+        device,
+        dtype,
+        hidden_size=H,
+        ffn_hidden_size=48,
+        num_attention_heads=HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization=kind,
+        activation="silu",
+        **options[form],
+    )
     p = warmed_at(module, mode, dtype, (S, B), H, H)
     x, g = draw(1, (S, B, H), dtype), draw(2, (S, B, H), dtype, G_SCALE[dtype])
     rx, rg = R(x.astype(np.float64).reshape(-1, H)), R(g.astype(np.float64).reshape(-1, H))
@@ -183,17 +240,28 @@ def test_transformer_layer(device, mode, dtype, kind, form):
         normed, ahat, arstd = norm(rx, p[f"{a_pre}weight"], p.get(f"{a_pre}bias"), kind, 1e-5)
         normed = normed.rounded(dtype)
     mha = Mha(attn, normed, p, "self_attention.", mode, dtype)
-    a = (mha.forward().rounded(dtype) + p["self_attention.proj.bias"] + (normed if form == "post_residual" else rx)).rounded(dtype)
+    a = (
+        mha.forward().rounded(dtype)
+        + p["self_attention.proj.bias"]
+        + (normed if form == "post_residual" else rx)
+    ).rounded(dtype)
     normed2, mhat, mrstd = norm(a, p[f"{m_pre}weight"], p.get(f"{m_pre}bias"), kind, 1e-5)
     normed2 = normed2.rounded(dtype)
     fc1 = Product(normed2, p["layernorm_mlp.fc1_weight"], quantiser(mode, mlp, 0))
     act, act_back = activation(fc1.forward().rounded(dtype) + p["layernorm_mlp.fc1_bias"], "silu")
     fc2 = Product(act.rounded(dtype), p["layernorm_mlp.fc2_weight"], quantiser(mode, mlp, 1))
-    out = (fc2.forward().rounded(dtype) + p["layernorm_mlp.fc2_bias"] + (normed2 if form == "post_residual" else a)).rounded(dtype)
+    out = (
+        fc2.forward().rounded(dtype)
+        + p["layernorm_mlp.fc2_bias"]
+        + (normed2 if form == "post_residual" else a)
+    ).rounded(dtype)
     top = rg
     if form == "output_norm":
         final, fhat, frstd = norm(out, p["layernorm.weight"], p.get("layernorm.bias"), kind, 1e-5)
-        out, top = final.rounded(dtype), norm_grad(rg, fhat, frstd, p["layernorm.weight"], kind)[0].rounded(dtype)
+        out, top = (
+            final.rounded(dtype),
+            norm_grad(rg, fhat, frstd, p["layernorm.weight"], kind)[0].rounded(dtype),
+        )
 
     dact, dw2, db2 = fc2.backward(top)
     dh = act_back(dact.rounded(dtype)).rounded(dtype)
@@ -214,8 +282,14 @@ def test_transformer_layer(device, mode, dtype, kind, form):
 
     y, got_dx, grads = step(module, mode, x, g)
     assert_within("y", y, out)
-    named = {"layernorm_mlp.fc2_weight": dw2, "layernorm_mlp.fc2_bias": db2, "layernorm_mlp.fc1_weight": dw1, f"{m_pre}weight": dgamma,
-             "self_attention.proj.weight": dwp, "self_attention.proj.bias": dbp}
+    named = {
+        "layernorm_mlp.fc2_weight": dw2,
+        "layernorm_mlp.fc2_bias": db2,
+        "layernorm_mlp.fc1_weight": dw1,
+        f"{m_pre}weight": dgamma,
+        "self_attention.proj.weight": dwp,
+        "self_attention.proj.bias": dbp,
+    }
     for name, want in named.items():
         assert_within(name, grads[name], want.rounded(dtype))
     child = "qkv" if form == "output_norm" else "layernorm_qkv"
@@ -227,22 +301,49 @@ def test_transformer_layer(device, mode, dtype, kind, form):
 def test_parameter_names_are_transformer_engines():
     layer = nn.TransformerLayer(H, 48, HEADS, device="cpu")
     assert [name for name, _ in layer.named_parameters()] == [
-        "self_attention.layernorm_qkv.layer_norm_weight", "self_attention.layernorm_qkv.layer_norm_bias",
-        *[f"self_attention.layernorm_qkv.{n}_{kind}" for kind in ("weight", "bias") for n in ("query", "key", "value")],
-        "self_attention.proj.weight", "self_attention.proj.bias",
-        *[f"layernorm_mlp.{n}" for n in ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")],
+        "self_attention.layernorm_qkv.layer_norm_weight",
+        "self_attention.layernorm_qkv.layer_norm_bias",
+        *[
+            f"self_attention.layernorm_qkv.{n}_{kind}"
+            for kind in ("weight", "bias")
+            for n in ("query", "key", "value")
+        ],
+        "self_attention.proj.weight",
+        "self_attention.proj.bias",
+        *[
+            f"layernorm_mlp.{n}"
+            for n in (
+                "layer_norm_weight",
+                "layer_norm_bias",
+                "fc1_weight",
+                "fc1_bias",
+                "fc2_weight",
+                "fc2_bias",
+            )
+        ],
     ]
     named = [(name, f64(p).ravel()) for name, p in layer.named_parameters()]
-    weights = np.concatenate([values for name, values in named if name.endswith("weight") and not name.endswith("norm_weight")])
-    assert abs(weights.std() / 0.023 - 1) < 5 / np.sqrt(2 * weights.size)  # five standard errors of a standard deviation
+    weights = np.concatenate(
+        [values for name, values in named if name.endswith("weight") and not name.endswith("norm_weight")]
+    )
+    # five standard errors of a standard deviation
+    assert abs(weights.std() / 0.023 - 1) < 5 / np.sqrt(2 * weights.size)
     assert abs(weights.mean()) < 5 * 0.023 / np.sqrt(weights.size)
     assert layer.self_attention.core_attention.attention_dropout == layer.hidden_dropout == 0.1
 
 
 def test_padding_masks_reach_the_layer(device):
     """What lies beyond a sequence's length does not change what lies within it."""
-    layer = make(nn.TransformerLayer, device, "float32", hidden_size=H, ffn_hidden_size=48, num_attention_heads=HEADS,
-                 self_attn_mask_type="padding", attn_input_format="bshd").eval()
+    layer = make(
+        nn.TransformerLayer,
+        device,
+        "float32",
+        hidden_size=H,
+        ffn_hidden_size=48,
+        num_attention_heads=HEADS,
+        self_attn_mask_type="padding",
+        attn_input_format="bshd",
+    ).eval()
     x = draw(1, (B, S, H), "float32")
     other = x.copy()
     other[1, LENGTHS[1] :] = 99
@@ -262,14 +363,28 @@ def test_padding_masks_reach_the_layer(device):
         (lambda: nn.DotProductAttention(4, 8, num_gqa_groups=3), ["num_gqa_groups", "3"]),
         (lambda: nn.DotProductAttention(4, 8, attn_mask_type="random"), ["attn_mask_type", "arbitrary"]),
         (lambda: nn.DotProductAttention(4, 8, qkv_format="bhsd"), ["qkv_format", "thd"]),
-        (lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="both"), ["attention_type", "cross"]),
+        (
+            lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="both"),
+            ["attention_type", "cross"],
+        ),
         (lambda: nn.MultiheadAttention(30, 4, device="cpu"), ["hidden_size", "30"]),
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu", layer_type="both"), ["layer_type", "decoder"]),
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu", hidden_dropout=1.0), ["hidden_dropout", "1.0"]),
-        (lambda: nn.TransformerLayer(32, 64, 4, device="cpu")(np.ones((2, 1, 32), np.float32), attention_mask=1), ["attention_mask"]),
-        (lambda: nn.LayerNormMLP(32, 64, activation="mish", device="cpu"), ["activation", "mish", "clamped_swiglu"]),
+        (
+            lambda: nn.TransformerLayer(32, 64, 4, device="cpu")(
+                np.ones((2, 1, 32), np.float32), attention_mask=1
+            ),
+            ["attention_mask"],
+        ),
+        (
+            lambda: nn.LayerNormMLP(32, 64, activation="mish", device="cpu"),
+            ["activation", "mish", "clamped_swiglu"],
+        ),
         (lambda: nn.Linear(32, 0, device="cpu"), ["out_features", "0"]),
-        (lambda: nn.Linear(32, 30, parameters_split=("a", "b", "c", "d"), device="cpu"), ["parameters_split", "30"]),
+        (
+            lambda: nn.Linear(32, 30, parameters_split=("a", "b", "c", "d"), device="cpu"),
+            ["parameters_split", "30"],
+        ),
     ],
 )
 def test_refusals_name_the_argument(make_it, words):
@@ -279,11 +394,20 @@ def test_refusals_name_the_argument(make_it, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(("argument", "wrong"), [("enc_dec_attn_mask_type", "causal"), ("enc_dec_window_size", (2, 2)),
-                                                 ("enc_dec_bottom_right_diagonal", False)])
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("enc_dec_attn_mask_type", "causal"),
+        ("enc_dec_window_size", (2, 2)),
+        ("enc_dec_bottom_right_diagonal", False),
+    ],
+)
 def test_an_encoder_refuses_what_is_about_an_encoders_output(argument, wrong):
     nn.TransformerLayer(32, 64, 4, layer_type="decoder", device="cpu", **{argument: wrong})
-    with pytest.raises(ArgumentError, match=f"TransformerLayer: {argument}: got .*expected (None|'no_mask') with layer_type 'encoder'"):
+    with pytest.raises(
+        ArgumentError,
+        match=f"TransformerLayer: {argument}: got .*expected (None|'no_mask') with layer_type 'encoder'",
+    ):
         nn.TransformerLayer(32, 64, 4, device="cpu", **{argument: wrong})
 
 
@@ -309,8 +433,13 @@ def test_interleaved_weights_are_the_same_layer_with_its_rows_in_another_order(d
     x, g = draw(1, (S, B, H), "float32"), draw(2, (S, B, H), "float32")
     y, dx, grads = step(layer, "high", x, g)
     y2, dx2, grads2 = step(other, "high", x, g)
-    rounding = (3 * H) ** 1.5 * 2.0**-24  # sums of 3 H terms of random sign: their absolute values add up to about sqrt(3 H) times the sum
-    pairs = [("y", y, y2), ("dx", dx, dx2), *[(n, grads[n][rows], grads2[n]) for n in ("qkv.weight", "qkv.bias")]]
+    # sums of 3 H terms of random sign: their absolute values add up to about sqrt(3 H) times the sum
+    rounding = (3 * H) ** 1.5 * 2.0**-24
+    pairs = [
+        ("y", y, y2),
+        ("dx", dx, dx2),
+        *[(n, grads[n][rows], grads2[n]) for n in ("qkv.weight", "qkv.bias")],
+    ]
     for what, got, want in pairs:
         assert relative_error(got, want) < rounding, what
 

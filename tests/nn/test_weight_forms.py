@@ -1,4 +1,5 @@
-"""FP8 weights that the optimiser writes: a training run has the same bits with and without, whatever comes between its steps."""
+"""FP8 weights that the optimiser writes: a training run has the same bits with and without, whatever comes
+between its steps."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from fp8kit.testing import assert_same_bits
 
 DELAYED = fk.recipe.DelayedScaling(amax_history_len=4, margin=1)
 RECIPES = {
-    "delayed": DELAYED, "most recent": fk.recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"),
+    "delayed": DELAYED,
+    "most recent": fk.recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"),
     "host": fk.recipe.DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.max(0)),
-    "current": fk.recipe.Float8CurrentScaling(), "block": fk.recipe.Float8BlockScaling(),
-}  # fmt: skip
+    "current": fk.recipe.Float8CurrentScaling(),
+    "block": fk.recipe.Float8BlockScaling(),
+}
 H, TOKENS = 32, 16
 
 
@@ -34,7 +37,8 @@ def _deterministic():
 
 
 class Net(nn.Module):
-    """One of each layer with weights; the projection to queries, keys and values is a weight in three parts."""
+    """One of each layer with weights; the projection to queries, keys and values is a weight in three
+    parts."""
 
     def __init__(self, device, dtype="bfloat16"):
         where = {"params_dtype": dtype, "device": device}
@@ -43,7 +47,10 @@ class Net(nn.Module):
         self.mlp = nn.LayerNormMLP(H, 48, **where)
 
     def forward(self, x, first=None):
-        return self.mlp(self.out(self.qkv(x, is_first_microbatch=first), is_first_microbatch=first), is_first_microbatch=first)
+        return self.mlp(
+            self.out(self.qkv(x, is_first_microbatch=first), is_first_microbatch=first),
+            is_first_microbatch=first,
+        )
 
 
 class World:
@@ -58,7 +65,9 @@ class World:
         self.seen = []
 
     def draw(self):
-        return fk.tensor(self.rng.standard_normal((TOKENS, H)).astype(np.float32), dtype=self.dtype, device=self.device)
+        return fk.tensor(
+            self.rng.standard_normal((TOKENS, H)).astype(np.float32), dtype=self.dtype, device=self.device
+        )
 
     def forward(self, recipe=DELAYED, first=None, net=None, **options):
         with fk.autocast(recipe=recipe, **options):
@@ -122,14 +131,16 @@ def same(device, hits):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("optimizer", "dtype"), [(AdamW, "bfloat16"), (SGD, "float32")])
 def test_a_run_has_the_same_bits(same, name, optimizer, dtype):
-    found = same(lambda world: [world.step(RECIPES[name]) for _ in range(11)], optimizer=optimizer, dtype=dtype)
+    found = same(
+        lambda world: [world.step(RECIPES[name]) for _ in range(11)], optimizer=optimizer, dtype=dtype
+    )
     assert found == 3 * 10  # three layers; the first step casts
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_micro_batches(same, name):
-    """Three to a step: with the cache of ``is_first_microbatch``; without it they find the same weights, but for delayed scaling, where the
-    second one's scale is another."""
+    """Three to a step: with the cache of ``is_first_microbatch``; without it they find the same weights, but
+    for delayed scaling, where the second one's scale is another."""
 
     def story(world):
         for step in range(10):
@@ -162,7 +173,9 @@ def test_skipped_steps(same):
             y = world.forward()
             scaler.scale(y).backward(world.draw().view)
             if step in (2, 3, 7):
-                world.net.out.weight.grad = fk.tensor(np.full((H, 3 * H), np.inf, np.float32), dtype=world.dtype, device=world.device).view
+                world.net.out.weight.grad = fk.tensor(
+                    np.full((H, 3 * H), np.inf, np.float32), dtype=world.dtype, device=world.device
+                ).view
             scaler.step(world.opt)
             scaler.update()
             world.opt.zero_grad()
@@ -175,7 +188,9 @@ def test_checkpoint_and_resume(same):
     def story(world):
         for _ in range(5):
             world.step()
-        state, optimizer = ({n: v.numpy().copy() for n, v in of.state_dict().items()} for of in (world.net, world.opt))
+        state, optimizer = (
+            {n: v.numpy().copy() for n, v in of.state_dict().items()} for of in (world.net, world.opt)
+        )
         world.step()
         world.net.load_state_dict(state)  # into the run that goes on
         world.opt.load_state_dict(optimizer)
@@ -191,7 +206,19 @@ def test_checkpoint_and_resume(same):
 
 
 def test_another_recipe(same):
-    order = ["delayed", "current", "current", "block", "delayed", "most recent", "delayed", "delayed", "block", "block", "current"]
+    order = [
+        "delayed",
+        "current",
+        "current",
+        "block",
+        "delayed",
+        "most recent",
+        "delayed",
+        "delayed",
+        "block",
+        "block",
+        "current",
+    ]
     assert same(lambda world: [world.step(RECIPES[name]) for name in order]) == 3 * 3  # three times it stays
 
 
@@ -208,14 +235,21 @@ def test_weights_changed_in_between(same):
             with no_grad():
                 change(world.net.mlp.fc1_weight)
             world.step()
-        world.net.mlp.fc1_weight = nn.Parameter(arrays.to(arrays.as_view(np.full((48, H), 0.5, np.float32).astype(
-            world.net.mlp.fc1_weight.dtype.numpy)), world.net.mlp.fc1_weight.device))
+        world.net.mlp.fc1_weight = nn.Parameter(
+            arrays.to(
+                arrays.as_view(
+                    np.full((48, H), 0.5, np.float32).astype(world.net.mlp.fc1_weight.dtype.numpy)
+                ),
+                world.net.mlp.fc1_weight.device,
+            )
+        )
         world.step()
         world.opt = AdamW(world.net.parameters(), lr=1e-2, write_fp8_weights=world.write)
         for _ in range(3):
             world.step()
 
-    # of 12 steps the MLP casts in the first, in four after a change, and in the one with its new weight; the others in the first
+    # of 12 steps the MLP casts in the first, in four after a change, and in the one with its new weight; the
+    # others in the first
     assert same(story) == 2 * 11 + (12 - 1 - 4 - 1)
 
 
@@ -223,7 +257,10 @@ def test_a_scale_changed_in_between(same):
     def story(world):
         for _ in range(2):
             world.step()
-        arrays.copy(arrays.as_view(world.net.out.fp8_meta["scaling_fwd"].scale), arrays.as_view(np.full(3, 3.0, np.float32)))
+        arrays.copy(
+            arrays.as_view(world.net.out.fp8_meta["scaling_fwd"].scale),
+            arrays.as_view(np.full(3, 3.0, np.float32)),
+        )
         world.step()
 
     assert same(story) == 3 + 2
@@ -233,8 +270,11 @@ def test_shared_weights(same):
     def story(world):
         second = Net(world.device, world.dtype)
         second.out.weight = world.net.out.weight
-        world.opt = AdamW([*world.net.parameters(), *(p for p in second.parameters() if p is not second.out.weight)], lr=1e-2,
-                          write_fp8_weights=world.write)
+        world.opt = AdamW(
+            [*world.net.parameters(), *(p for p in second.parameters() if p is not second.out.weight)],
+            lr=1e-2,
+            write_fp8_weights=world.write,
+        )
         for _ in range(10):
             world.backward(world.forward())
             world.backward(world.forward(net=second))
@@ -264,11 +304,16 @@ def test_other_passes_in_between(same, name):
                 world.forward(RECIPES[name], False)
 
         others = [
-            inferring, failing, lambda net: world.forward(RECIPES[name], enabled=False), lambda net: world.forward(RECIPES[name]),
-            lambda net: world.forward(RECIPES[name], enabled=False, calibrating=True), lambda net: net.eval(),
-            lambda net: world.forward(RECIPES[name], calibrating=True), lambda net: [part.forget() for _, part in net.named_modules()],
+            inferring,
+            failing,
+            lambda net: world.forward(RECIPES[name], enabled=False),
+            lambda net: world.forward(RECIPES[name]),
+            lambda net: world.forward(RECIPES[name], enabled=False, calibrating=True),
+            lambda net: net.eval(),
+            lambda net: world.forward(RECIPES[name], calibrating=True),
+            lambda net: [part.forget() for _, part in net.named_modules()],
             lambda net: world.forward(RECIPES[name], net=copy.deepcopy(net)),
-        ]  # fmt: skip
+        ]
         for other in others:
             world.step(RECIPES[name])
             other(world.net)
@@ -280,7 +325,8 @@ def test_other_passes_in_between(same, name):
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_a_state_taken_away_before_the_step(same, name):
-    """A checkpoint without FP8 state is loaded between backward and the step: there are no scales to cast by."""
+    """A checkpoint without FP8 state is loaded between backward and the step: there are no scales to cast
+    by."""
 
     def story(world):
         plain = {n: v.numpy().copy() for n, v in world.net.state_dict().items()}
@@ -308,7 +354,8 @@ def test_a_call_that_is_refused_records_nothing(same):
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_two_optimisers_of_one_layer(same, name):
-    """One writes, one does not; one that steps last leaves nothing that holds, one that steps first is written over."""
+    """One writes, one does not; one that steps last leaves nothing that holds, one that steps first is
+    written over."""
 
     def story(world):
         weights = dict(world.net.named_parameters())
@@ -396,8 +443,13 @@ def test_a_backward_pass_after_the_step(same, name):
     """It goes back through the weights as they were: what it needs is not written over."""
 
     def story(world):
-        weights = [weight for layer in (world.net.qkv, world.net.out, world.net.mlp) for weight in layer.weight_inputs().values()]
-        world.opt = AdamW(weights, lr=1e-2, write_fp8_weights=world.write)  # the others are read in backward, and so may not change
+        weights = [
+            weight
+            for layer in (world.net.qkv, world.net.out, world.net.mlp)
+            for weight in layer.weight_inputs().values()
+        ]
+        # the others are read in backward, and so may not change
+        world.opt = AdamW(weights, lr=1e-2, write_fp8_weights=world.write)
         for _ in range(5):
             first, second = world.forward(RECIPES[name]), world.forward(RECIPES[name])
             world.backward(first)

@@ -1,4 +1,5 @@
-"""What FP8 weights that the optimiser writes cost: memory that is used again, calls of the engine, nothing where they are not used."""
+"""What FP8 weights that the optimiser writes cost: memory that is used again, calls of the engine, nothing
+where they are not used."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_memory_is_used_again(device):
     for p in world.net.parameters():
         p.grad = p.view
     world.update()
-    assert world.net.out._form.written.arrays["w_q"].ptr not in places  # the pass may yet be gone back through
+    # the pass may yet be gone back through
+    assert world.net.out._form.written.arrays["w_q"].ptr not in places
     assert_same_bits("codes", codes.numpy(), before)
     assert isinstance(y, Tensor)
 
@@ -67,9 +69,15 @@ def test_calls_of_a_step(name, monkeypatch):
 
     step()
     kernels = dispatch.kernels(arrays.CPU)
-    for kernel in ("amax", "amax_many", "scale_from_amax", "quantize_transpose", "quantize_transpose_many", "block_quantize",
-                   "block_quantize_many"):
-
+    for kernel in (
+        "amax",
+        "amax_many",
+        "scale_from_amax",
+        "quantize_transpose",
+        "quantize_transpose_many",
+        "block_quantize",
+        "block_quantize_many",
+    ):
         monkeypatch.setattr(kernels, kernel, counting(calls, kernel, getattr(kernels, kernel)))
     step()
     gemms = 4 * len(nets)
@@ -78,7 +86,8 @@ def test_calls_of_a_step(name, monkeypatch):
     else:
         assert calls["quantize_transpose_many"] == calls["amax_many"] == 1
         assert calls["quantize_transpose"] <= 2 * gemms
-        assert calls["scale_from_amax"] == (name == "current")  # of the weights; the other casts make theirs themselves
+        # of the weights; the other casts make theirs themselves
+        assert calls["scale_from_amax"] == (name == "current")
 
 
 def test_without_fp8_it_is_nothing():

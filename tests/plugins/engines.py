@@ -13,12 +13,23 @@ from fp8kit.plugins import CannotTake, Kind, OpImpl, signature
 
 
 class Engine:
-    """An engine that computes as the CPU engine does. ``calls`` counts; ``wants`` bytes of workspace, which it checks and overwrites."""
+    """An engine that computes as the CPU engine does. ``calls`` counts; ``wants`` bytes of workspace, which
+    it checks and overwrites."""
 
-    def __init__(self, name: str, kernels: Iterable[str] = KERNELS, kind: Kind = Kind.DEFAULT, wants: int = 0, **more: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        kernels: Iterable[str] = KERNELS,
+        kind: Kind = Kind.DEFAULT,
+        wants: int = 0,
+        **more: Any,
+    ) -> None:
         self.name, self.kind, self.more, self.wants = name, kind, more, wants
         self.calls: Counter[str] = Counter()
-        self.impls = [self.impl(name, self._measuring(name) if name.endswith("_workspace") else self._calling(name)) for name in kernels]
+        self.impls = [
+            self.impl(name, self._measuring(name) if name.endswith("_workspace") else self._calling(name))
+            for name in kernels
+        ]
 
     def impl(self, kernel: str, fn: Callable[..., Any]) -> OpImpl:
         """An implementation of this engine."""
@@ -36,7 +47,9 @@ class Engine:
                 given = args[at]
                 if given is not None or kernel != "quantize_transpose":  # which needs one for its dbias alone
                     assert given is not None, f"{kernel}: no workspace"
-                    assert given.size >= self.wants, f"{kernel}: {given.size} bytes of workspace, {self.wants} were asked for"
+                    assert given.size >= self.wants, (
+                        f"{kernel}: {given.size} bytes of workspace, {self.wants} were asked for"
+                    )
                     given.numpy()[:] = 0xA5
             return function(*args, **named)
 

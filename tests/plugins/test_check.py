@@ -26,7 +26,10 @@ def test_what_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_implementation(Engine("acme", ["add"]).impls[0])
     assert report.ok
     assert (report.count("kept"), report.count("left"), report.count("broken")) == (count, 0, 0)
-    assert capsys.readouterr().out == f"acme.add (add) on cpu: keeps the contract: {count} cases kept, 0 left to others, 0 broken\n"
+    assert (
+        capsys.readouterr().out
+        == f"acme.add (add) on cpu: keeps the contract: {count} cases kept, 0 left to others, 0 broken\n"
+    )
     half = Engine("half", ["add"], supported_dtypes=frozenset({"float16"})).impls[0]
     report, said = check(half)
     assert report.ok
@@ -77,7 +80,10 @@ def test_where_it_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BackendError, match="check_implementation: impl"):
         check_implementation(np.add)  # type: ignore[arg-type]
     assert cli.main(["plugins", "check", "nobody"]) == 2
-    assert "got 'nobody', expected an implementation's id, or an engine: reference, cuda" in capsys.readouterr().err
+    assert (
+        "got 'nobody', expected an implementation's id, or an engine: reference, cuda"
+        in capsys.readouterr().err
+    )
 
 
 def test_by_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""What a policy means where a program is traced: under torch.compile and jax.jit, and in a captured CUDA graph."""
+"""What a policy means where a program is traced: under torch.compile and jax.jit, and in a captured CUDA
+graph."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ import torch
 import fp8kit as fk
 from fp8kit.backends import policy as policies
 from fp8kit.errors import BackendError
-from fp8kit.plugins import Kind, get_policy, policy_context, registry, with_denied_vendors, with_preference, with_strict_mode
+from fp8kit.plugins import (
+    Kind,
+    get_policy,
+    policy_context,
+    registry,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
 from tests.plugins.engines import Engine
 
 KERNELS = ("norm_fwd", "norm_bwd")
@@ -33,10 +42,12 @@ def engine() -> Engine:
 
 
 def overriding(engine: Engine) -> Any:
-    return policy_context(replace(get_policy(), overrides=tuple((impl.op_name, impl) for impl in engine.impls)))
+    return policy_context(
+        replace(get_policy(), overrides=tuple((impl.op_name, impl) for impl in engine.impls))
+    )
 
 
-# --- torch ------------------------------------------------------------------------------------------------------------
+# --- torch --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -125,7 +136,7 @@ def test_torch_compile_refuses_a_block_of_a_task(layer: Any, engine: Engine) -> 
     assert engine.calls == {"norm_fwd": 1, "norm_bwd": 1}
 
 
-# --- JAX --------------------------------------------------------------------------------------------------------------
+# --- JAX ----------------------------------------------------------------------------------------------------
 
 
 def jax_loss(x: Any, weight: Any) -> Any:
@@ -165,7 +176,9 @@ def test_what_is_not_under_jit_is_resolved_at_each_call(engine: Engine) -> None:
         jax_step(call)
     assert late.calls == {"norm_fwd": 1, "norm_bwd": 1}
     jax_step(jax.jit(call))
-    assert late.calls == {"norm_fwd": 2, "norm_bwd": 2}, "what comes later is traced with what is there by then"
+    assert late.calls == {"norm_fwd": 2, "norm_bwd": 2}, (
+        "what comes later is traced with what is there by then"
+    )
 
 
 def test_jit_takes_overrides() -> None:
@@ -178,7 +191,7 @@ def test_jit_takes_overrides() -> None:
     assert mine.calls == {"norm_fwd": 2, "norm_bwd": 2}
 
 
-# --- CUDA graphs ------------------------------------------------------------------------------------------------------
+# --- CUDA graphs --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -201,8 +214,10 @@ def test_a_captured_graph_replays_what_was_captured() -> None:
     views = [arrays.as_view(x), arrays.as_view(x), arrays.as_view(out)]
     dispatch.kernels(device).add(*views, arrays.current_stream(device))  # compiled now
     arrays.synchronize(device)
-    with cupy.cuda.Stream(non_blocking=True) as stream, policy_context(replace(
-            get_policy(), overrides=(("add", replace(own, impl_id="mine.add", fn=add)),))):  # fmt: skip
+    with (
+        cupy.cuda.Stream(non_blocking=True) as stream,
+        policy_context(replace(get_policy(), overrides=(("add", replace(own, impl_id="mine.add", fn=add)),))),
+    ):
         stream.begin_capture()
         dispatch.kernels(device).add(*views, arrays.current_stream(device))
         graph = stream.end_capture()

@@ -1,4 +1,5 @@
-"""What dispatch costs a call: at most half a microsecond, which this prints; the bound leaves room for a slower machine."""
+"""What dispatch costs a call: at most half a microsecond, which this prints; the bound leaves room for a
+slower machine."""
 
 from __future__ import annotations
 

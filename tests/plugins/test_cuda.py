@@ -1,4 +1,5 @@
-"""A plugin's kernel for CUDA arrays, in plain CuPy: chosen, proved, used by a layer, and what it lacks falls through to the engine."""
+"""A plugin's kernel for CUDA arrays, in plain CuPy: chosen, proved, used by a layer, and what it lacks falls
+through to the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +42,16 @@ def test_a_kernel_in_cupy() -> None:
                 total = cupy.asarray(a).reshape(-1, b.size) + cupy.asarray(b).reshape(1, -1)
                 cupy.asarray(out)[...] = total.reshape(out.shape)
 
-    impl = OpImpl("add", "cupy.add", Kind.VENDOR, add, vendor="acme", priority=110, min_arch=80, devices=frozenset({"cuda"}))
+    impl = OpImpl(
+        "add",
+        "cupy.add",
+        Kind.VENDOR,
+        add,
+        vendor="acme",
+        priority=110,
+        min_arch=80,
+        devices=frozenset({"cuda"}),
+    )
     report = check_implementation(impl)
     assert report.ok
     assert report.device == CUDA
@@ -63,4 +73,6 @@ def test_a_kernel_in_cupy() -> None:
         calls.clear()
         _ = x + x
     assert calls == []
-    assert dispatch.kernels(CUDA).norm_bwd_workspace(64, 64) == registry.get_implementations("norm_bwd_workspace")[0].fn(64, 64)
+    assert dispatch.kernels(CUDA).norm_bwd_workspace(64, 64) == registry.get_implementations(
+        "norm_bwd_workspace"
+    )[0].fn(64, 64)

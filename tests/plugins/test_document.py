@@ -1,4 +1,5 @@
-"""The manual's shell commands run as they stand, and print what it shows. Its Python blocks run in tests/house/test_documents.py."""
+"""The manual's shell commands run as they stand, and print what it shows. Its Python blocks run in
+tests/house/test_documents.py."""
 
 from __future__ import annotations
 
@@ -24,16 +25,32 @@ def test_commands_run_and_print_what_is_shown(tmp_path: Path) -> None:
     commands.mkdir()
     shutil.copytree(EXAMPLE, tmp_path / "examples/plugin_numba")
     for name, line in {
-        "python": f'exec "{bin_}" "$@"', "fp8kit": f'exec "{bin_}" -m fp8kit "$@"',
+        "python": f'exec "{bin_}" "$@"',
+        "fp8kit": f'exec "{bin_}" -m fp8kit "$@"',
         "pip": f'exec "{bin_}" -m pip "$@" {" ".join(OFFLINE)} --target "{site}"',
-    }.items():  # fmt: skip
+    }.items():
         (commands / name).write_text(f"#!/bin/sh\n{line}\n")
         (commands / name).chmod(0o755)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("FP8KIT_P", "FP8KIT_S", "TE_FL_", "TEFL_"))}
-    environment = {**clean, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
-                   "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "adapters")))}  # fmt: skip
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FP8KIT_P", "FP8KIT_S", "TE_FL_", "TEFL_"))
+    }
+    environment = {
+        **clean,
+        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "adapters"))),
+    }
     script = "".join(blocks("sh"))
-    done = subprocess.run(["bash", "-e"], input=script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-e"],
+        input=script,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]

@@ -49,19 +49,40 @@ def test_a_training_step_uses_it(installed: Path, python: Run) -> None:
     assert said["error"][0] < 64 * 2.0**-24 * 8
     assert said["error"][1] < 2.0**-4
     # what falls through is said once, with the reason
-    assert done.stderr.count("cannot take the call (RMSNorm into a high-precision array only); reference.norm_fwd is asked") == 1
+    assert (
+        done.stderr.count(
+            "cannot take the call (RMSNorm into a high-precision array only); reference.norm_fwd is asked"
+        )
+        == 1
+    )
 
 
 def test_it_is_listed_and_explained(installed: Path, python: Run) -> None:
     said = python("-m", "fp8kit", "plugins", "list", paths=(installed,)).stdout
     assert "numba                                 fp8kit-numba 1.0            5 implementations" in said
     assert "> numba.add " in said
-    assert "reference.add                           reference           50  is asked where numba.add cannot take a call" in said
+    assert (
+        "reference.add                           reference           50  is asked where numba.add cannot take a call"
+        in said
+    )
     assert "reference.gemm " in said
     assert "cuda.gemm " in said
-    said = python("-m", "fp8kit", "plugins", "explain", "add", "--device", "cpu", paths=(installed,), FP8KIT_PREFER="reference").stdout
+    said = python(
+        "-m",
+        "fp8kit",
+        "plugins",
+        "explain",
+        "add",
+        "--device",
+        "cpu",
+        paths=(installed,),
+        FP8KIT_PREFER="reference",
+    ).stdout
     assert said.splitlines()[1].split()[:2] == [">", "reference.add"]
-    assert "numba.add                               default            150  is asked where reference.add cannot take a call" in said
+    assert (
+        "numba.add                               default            150  is asked where reference.add cannot take a call"
+        in said
+    )
 
 
 def test_it_keeps_the_contract(installed: Path, python: Run) -> None:

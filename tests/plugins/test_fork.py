@@ -1,4 +1,5 @@
-"""A forked child has its parent's implementations and policy, and computes on the CPU; no lock stays held in it."""
+"""A forked child has its parent's implementations and policy, and computes on the CPU; no lock stays held in
+it."""
 
 from __future__ import annotations
 

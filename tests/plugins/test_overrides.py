@@ -29,12 +29,16 @@ def _sum(value: float = 1.0) -> float:
 
 def test_the_last_override_counts_where_it_serves_the_device() -> None:
     first, second, elsewhere = _impl(7.0), _impl(8.0), _impl(9.0, frozenset({"cuda"}))
-    with policy_context(replace(get_policy(), overrides=(("add", first), ("add", second), ("add", elsewhere)))):
+    with policy_context(
+        replace(get_policy(), overrides=(("add", first), ("add", second), ("add", elsewhere)))
+    ):
         usable, refused = dispatch.candidates("add", CPU)
         assert usable == [second]
         assert {impl.impl_id: why for impl, why in refused if impl.engine != "cuda"} == {
-            "override.9.0": "runs on cuda, not on cpu", "override.7.0": "a later fk.override is in force",
-            "reference.add": "fk.override is in force"}  # fmt: skip
+            "override.9.0": "runs on cuda, not on cpu",
+            "override.7.0": "a later fk.override is in force",
+            "reference.add": "fk.override is in force",
+        }
         assert _sum() == 8.0
         with policy_context(replace(get_policy(), overrides=())):
             assert _sum() == 2.0
@@ -42,11 +46,19 @@ def test_the_last_override_counts_where_it_serves_the_device() -> None:
 
 
 def test_an_override_goes_before_strict_vendors_and_order() -> None:
-    wanted = SelectionPolicy("reference", True, frozenset({"nobody"}), per_op=(("add", ("reference",)),), backend="reference",
-                             overrides=(("add", _impl(7.0)),))  # fmt: skip
+    wanted = SelectionPolicy(
+        "reference",
+        True,
+        frozenset({"nobody"}),
+        per_op=(("add", ("reference",)),),
+        backend="reference",
+        overrides=(("add", _impl(7.0)),),
+    )
     assert [impl.impl_id for impl in dispatch.candidates("add", CPU, wanted)[0]] == ["override.7.0"]
     assert [impl.impl_id for impl in dispatch.candidates("copy", CPU, wanted)[0]] == ["reference.copy"]
-    assert "override.7.0" not in [impl.impl_id for impl in dispatch.candidates("add", Device("cuda"), wanted)[0]]
+    assert "override.7.0" not in [
+        impl.impl_id for impl in dispatch.candidates("add", Device("cuda"), wanted)[0]
+    ]
 
 
 @pytest.mark.parametrize("count", [600])

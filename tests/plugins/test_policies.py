@@ -37,35 +37,51 @@ from fp8kit.plugins import (
 
 
 def test_what_it_takes() -> None:
-    policy = SelectionPolicy(Kind.REFERENCE, True, ["Acme"], ("CUDA",), {"add": ("flagos", "vendor:x", "impl:y.add")})  # type: ignore[arg-type]
+    policy = SelectionPolicy(
+        Kind.REFERENCE, True, ["Acme"], ("CUDA",), {"add": ("flagos", "vendor:x", "impl:y.add")}
+    )  # type: ignore[arg-type]
     order = (("add", ("default", "vendor:x", "impl:y.add")),)
     assert policy == SelectionPolicy("reference", True, frozenset({"acme"}), frozenset({"cuda"}), order)
-    assert SelectionPolicy.from_dict({"prefer": "flagos", "per_op_order": {"add": ["vendor"]}}, strict=True) == SelectionPolicy(
-        "default", True, per_op=(("add", ("vendor",)),))  # fmt: skip
-    assert policy.fingerprint() == SelectionPolicy.from_dict(
-        prefer="reference", strict=1, allow_vendors={"ACME"}, deny_vendors={"cuda"}, per_op=policy.per_op).fingerprint()  # fmt: skip
+    assert SelectionPolicy.from_dict(
+        {"prefer": "flagos", "per_op_order": {"add": ["vendor"]}}, strict=True
+    ) == SelectionPolicy("default", True, per_op=(("add", ("vendor",)),))
+    assert (
+        policy.fingerprint()
+        == SelectionPolicy.from_dict(
+            prefer="reference", strict=1, allow_vendors={"ACME"}, deny_vendors={"cuda"}, per_op=policy.per_op
+        ).fingerprint()
+    )
     assert policies.policy_from_text(policy.text) == policy
     assert policies.policy_from_text(SelectionPolicy().text) == SelectionPolicy()
     assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    ({"prefer": "fastest"}, "prefer: got 'fastest', expected one of default, vendor, reference"),
-    ({"allow_vendors": "cuda"}, "allow_vendors: got 'cuda', expected a set"),
-    ({"per_op": (("rmsnorm_fwd", ("vendor",)),)}, "per_op: got 'rmsnorm_fwd', expected a kernel"),
-    ({"per_op": (("add", ("vendors",)),)}, "per_op: got 'vendors', expected default, vendor, reference, vendor:NAME or impl:ID"),
-    ({"per_op": (("add", ("impl:",)),)}, "per_op: got 'impl:'"),
-    ({"per_op": (("gemm_workspace", ("vendor",)),)}, "per_op: got 'gemm_workspace', expected gemm or fp8_gemm: a workspace goes with"),
-    ({"per_op": {"add": "vendor"}}, "per_op: got add='vendor', expected a tuple of one token or more"),
-    ({"per_op": {"add": ()}}, r"per_op: got add=\(\), expected a tuple of one token or more"),
-    ({"per_op": "add=vendor"}, "per_op: got 'add=vendor', expected a mapping by kernel, or pairs"),
-    ({"prefer": ["vendor"]}, r"prefer: got \['vendor'\], expected one of"),
-    ({"strict": "0"}, "strict: got '0', expected True or False"),
-    ({"deny_vendors": [3]}, r"deny_vendors: got \[3\], expected a set"),
-    ({"backend": 3}, "backend: got 3, expected an engine's name"),
-    ({"overrides": (("add", len),)}, "overrides: got 'add'"),
-    ({"preferred": "vendor"}, "from_dict: got preferred, expected some of prefer, strict"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prefer": "fastest"}, "prefer: got 'fastest', expected one of default, vendor, reference"),
+        ({"allow_vendors": "cuda"}, "allow_vendors: got 'cuda', expected a set"),
+        ({"per_op": (("rmsnorm_fwd", ("vendor",)),)}, "per_op: got 'rmsnorm_fwd', expected a kernel"),
+        (
+            {"per_op": (("add", ("vendors",)),)},
+            "per_op: got 'vendors', expected default, vendor, reference, vendor:NAME or impl:ID",
+        ),
+        ({"per_op": (("add", ("impl:",)),)}, "per_op: got 'impl:'"),
+        (
+            {"per_op": (("gemm_workspace", ("vendor",)),)},
+            "per_op: got 'gemm_workspace', expected gemm or fp8_gemm: a workspace goes with",
+        ),
+        ({"per_op": {"add": "vendor"}}, "per_op: got add='vendor', expected a tuple of one token or more"),
+        ({"per_op": {"add": ()}}, r"per_op: got add=\(\), expected a tuple of one token or more"),
+        ({"per_op": "add=vendor"}, "per_op: got 'add=vendor', expected a mapping by kernel, or pairs"),
+        ({"prefer": ["vendor"]}, r"prefer: got \['vendor'\], expected one of"),
+        ({"strict": "0"}, "strict: got '0', expected True or False"),
+        ({"deny_vendors": [3]}, r"deny_vendors: got \[3\], expected a set"),
+        ({"backend": 3}, "backend: got 3, expected an engine's name"),
+        ({"overrides": (("add", len),)}, "overrides: got 'add'"),
+        ({"preferred": "vendor"}, "from_dict: got preferred, expected some of prefer, strict"),
+    ],
+)
 def test_what_it_refuses(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(BackendError, match=said):
         SelectionPolicy.from_dict(wrong)
@@ -90,23 +106,36 @@ def test_helpers_change_one_thing_and_nest() -> None:
     assert not get_policy().strict
 
 
-@pytest.mark.parametrize(("variables", "wanted"), [
-    ({"FP8KIT_PREFER": "reference", "TE_FL_PREFER": "vendor"}, SelectionPolicy("reference")),
-    ({"TE_FL_PREFER": "Flagos"}, SelectionPolicy("default")),
-    ({"FP8KIT_PREFER": "flagos"}, SelectionPolicy("default")),
-    ({"TE_FL_PREFER_VENDOR": "0"}, SelectionPolicy("default")),
-    ({"TE_FL_PREFER_VENDOR": "0", "TE_FL_PREFER": "vendor"}, SelectionPolicy("vendor")),
-    ({"FP8KIT_STRICT": "1"}, SelectionPolicy(strict=True)),
-    ({"TE_FL_STRICT": "1"}, SelectionPolicy(strict=True)),
-    ({"TE_FL_STRICT": "1", "FP8KIT_STRICT": "0"}, SelectionPolicy()),
-    ({"FP8KIT_ALLOW_VENDORS": "Acme, cuda"}, SelectionPolicy(allow_vendors=frozenset({"acme", "cuda"}))),
-    ({"TE_FL_DENY_VENDORS": "CUDA"}, SelectionPolicy(deny_vendors=frozenset({"cuda"}))),
-    ({"TE_FL_SKIP_CUDA": "1", "FP8KIT_DENY_VENDORS": "x"}, SelectionPolicy(deny_vendors=frozenset({"cuda", "x"}))),
-    ({"FP8KIT_PER_OP": "gemm=impl:cuda.gemm|flagos; add=vendor:x"}, SelectionPolicy(
-        per_op=(("add", ("vendor:x",)), ("gemm", ("impl:cuda.gemm", "default"))))),
-    ({"TE_FL_PER_OP": "rmsnorm_fwd=vendor;quantize=flagos"}, SelectionPolicy(per_op=(("quantize", ("default",)),))),
-])  # fmt: skip
-def test_environment(variables: dict[str, str], wanted: SelectionPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({"FP8KIT_PREFER": "reference", "TE_FL_PREFER": "vendor"}, SelectionPolicy("reference")),
+        ({"TE_FL_PREFER": "Flagos"}, SelectionPolicy("default")),
+        ({"FP8KIT_PREFER": "flagos"}, SelectionPolicy("default")),
+        ({"TE_FL_PREFER_VENDOR": "0"}, SelectionPolicy("default")),
+        ({"TE_FL_PREFER_VENDOR": "0", "TE_FL_PREFER": "vendor"}, SelectionPolicy("vendor")),
+        ({"FP8KIT_STRICT": "1"}, SelectionPolicy(strict=True)),
+        ({"TE_FL_STRICT": "1"}, SelectionPolicy(strict=True)),
+        ({"TE_FL_STRICT": "1", "FP8KIT_STRICT": "0"}, SelectionPolicy()),
+        ({"FP8KIT_ALLOW_VENDORS": "Acme, cuda"}, SelectionPolicy(allow_vendors=frozenset({"acme", "cuda"}))),
+        ({"TE_FL_DENY_VENDORS": "CUDA"}, SelectionPolicy(deny_vendors=frozenset({"cuda"}))),
+        (
+            {"TE_FL_SKIP_CUDA": "1", "FP8KIT_DENY_VENDORS": "x"},
+            SelectionPolicy(deny_vendors=frozenset({"cuda", "x"})),
+        ),
+        (
+            {"FP8KIT_PER_OP": "gemm=impl:cuda.gemm|flagos; add=vendor:x"},
+            SelectionPolicy(per_op=(("add", ("vendor:x",)), ("gemm", ("impl:cuda.gemm", "default")))),
+        ),
+        (
+            {"TE_FL_PER_OP": "rmsnorm_fwd=vendor;quantize=flagos"},
+            SelectionPolicy(per_op=(("quantize", ("default",)),)),
+        ),
+    ],
+)
+def test_environment(
+    variables: dict[str, str], wanted: SelectionPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert policy_from_env() == wanted
@@ -120,9 +149,11 @@ def test_environment_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     for name, value, said in (
         ("FP8KIT_PREFER", "best", "environment: FP8KIT_PREFER: got 'best'"),
         ("TE_FL_PREFER", "best", "environment: TE_FL_PREFER: got 'best'"),
-        ("FP8KIT_STRICT", "maybe", "FP8KIT_STRICT"), ("FP8KIT_PER_OP", "gemm", "FP8KIT_PER_OP"), ("FP8KIT_PER_OP", "gem=vendor", "'gem'"),
+        ("FP8KIT_STRICT", "maybe", "FP8KIT_STRICT"),
+        ("FP8KIT_PER_OP", "gemm", "FP8KIT_PER_OP"),
+        ("FP8KIT_PER_OP", "gem=vendor", "'gem'"),
         ("TEFL_LOG_LEVEL", "LOUD", "environment: TEFL_LOG_LEVEL: got 'LOUD'"),
-    ):  # fmt: skip
+    ):
         with monkeypatch.context() as variables:
             variables.setenv(name, value)
             with pytest.raises(Fp8kitError, match=said):
@@ -160,8 +191,13 @@ def test_tasks_that_take_turns_keep_their_policies() -> None:
     seen: list[tuple[str, str | None, bool]] = []
 
     async def task(name: str, turns: int, strict: bool) -> None:
-        assert get_policy() == SelectionPolicy(prefer="default"), "a task starts with the policy around the loop"
-        with with_strict_mode() if strict else contextlib.nullcontext(), policy_context(SelectionPolicy(deny_vendors=frozenset({name}))):
+        assert get_policy() == SelectionPolicy(prefer="default"), (
+            "a task starts with the policy around the loop"
+        )
+        with (
+            with_strict_mode() if strict else contextlib.nullcontext(),
+            policy_context(SelectionPolicy(deny_vendors=frozenset({name}))),
+        ):
             for _ in range(turns):
                 await asyncio.sleep(0)
                 seen.append((name, *sorted(get_policy().deny_vendors), policies.apart()))
@@ -245,7 +281,9 @@ def test_a_copied_context_brings_its_policy() -> None:
     with with_strict_mode():
         context = contextvars.copy_context()
     seen: list[bool] = []
-    thread = threading.Thread(target=lambda: seen.extend([context.run(lambda: get_policy().strict), get_policy().strict]))
+    thread = threading.Thread(
+        target=lambda: seen.extend([context.run(lambda: get_policy().strict), get_policy().strict])
+    )
     thread.start()
     thread.join()
     assert seen == [True, False]
@@ -254,7 +292,9 @@ def test_a_copied_context_brings_its_policy() -> None:
 def test_texts_of_overrides_are_this_processs() -> None:
     def add(a: object, b: object, out: object, stream: int) -> None: ...
 
-    with policy_context(SelectionPolicy(overrides=(("add", OpImpl("add", "x.add", Kind.DEFAULT, add)),))) as inside:
+    with policy_context(
+        SelectionPolicy(overrides=(("add", OpImpl("add", "x.add", Kind.DEFAULT, add)),))
+    ) as inside:
         text = inside.text
     assert policies.policy_from_text(text) is inside
     del inside
@@ -264,8 +304,15 @@ def test_texts_of_overrides_are_this_processs() -> None:
         policies.policy_from_text('{"overrides":"0123"}')
 
 
-def test_variables_without_an_effect_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    variables = {"FP8KIT_DEVCE": "cpu", "FP8KIT_TEA": "1", "FP8KIT_DENY_VENDORS": "reference,CUDA", "TE_FL_ALLOW_VENDORS": "cda"}
+def test_variables_without_an_effect_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    variables = {
+        "FP8KIT_DEVCE": "cpu",
+        "FP8KIT_TEA": "1",
+        "FP8KIT_DENY_VENDORS": "reference,CUDA",
+        "TE_FL_ALLOW_VENDORS": "cda",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     OpManager().discovered()

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from fp8kit.errors import BackendError
-from fp8kit.plugins import KERNELS, PRIORITY, SERVES, Kind, OpImpl, OpManager, OpRegistry, match_token, signature
+from fp8kit.plugins import (
+    KERNELS,
+    PRIORITY,
+    SERVES,
+    Kind,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    match_token,
+    signature,
+)
 
 
 def add(a: Any, b: Any, out: Any, stream: int) -> None:
@@ -21,9 +31,20 @@ def impl(name: str, fn: Any = add, op: str = "add", kind: Kind = Kind.DEFAULT, *
 
 
 def test_kinds_and_priorities() -> None:
-    assert [impl("x", kind=kind, vendor="v").priority for kind in Kind] == [150, 100, 50] == [PRIORITY[kind] for kind in Kind]
+    assert (
+        [impl("x", kind=kind, vendor="v").priority for kind in Kind]
+        == [150, 100, 50]
+        == [PRIORITY[kind] for kind in Kind]
+    )
     registry = OpRegistry()
-    registry.register_many([impl("c", kind=Kind.REFERENCE), impl("b"), impl("a"), impl("d", kind=Kind.VENDOR, vendor="v", priority=999)])
+    registry.register_many(
+        [
+            impl("c", kind=Kind.REFERENCE),
+            impl("b"),
+            impl("a"),
+            impl("d", kind=Kind.VENDOR, vendor="v", priority=999),
+        ]
+    )
     assert [found.engine for found in registry.get_implementations("add")] == ["d", "a", "b", "c"]
     assert registry.engines() == dict.fromkeys("abcd", frozenset({"cpu"}))
     assert registry.list_operators() == ["add"]
@@ -37,15 +58,32 @@ def test_what_is_wrong_is_refused_by_name() -> None:
     registry.register_impl(impl("x"))
     version = registry.version
     for wrong, said in (
-        (lambda: registry.register_impl(impl("x")), r"register_impl: impl_id: got 'x.add', expected one not yet registered for add"),
-        (lambda: registry.register_impl(impl("y", lambda a, b, out: None)),
-         r"y\.add\(a, b, out\), expected the contract's add\(a, b, out, stream\)"),
-        (lambda: registry.register_impl(impl("y", lambda a, out, b, stream: None)), "expected the contract's add"),
-        (lambda: registry.register_impl(impl("y", lambda a, b, out, stream, more: None)), "expected the contract's add"),
-        (lambda: registry.register_impl(impl("y", lambda a, b, out, stream, *, more: None)), "expected the contract's add"),
+        (
+            lambda: registry.register_impl(impl("x")),
+            r"register_impl: impl_id: got 'x.add', expected one not yet registered for add",
+        ),
+        (
+            lambda: registry.register_impl(impl("y", lambda a, b, out: None)),
+            r"y\.add\(a, b, out\), expected the contract's add\(a, b, out, stream\)",
+        ),
+        (
+            lambda: registry.register_impl(impl("y", lambda a, out, b, stream: None)),
+            "expected the contract's add",
+        ),
+        (
+            lambda: registry.register_impl(impl("y", lambda a, b, out, stream, more: None)),
+            "expected the contract's add",
+        ),
+        (
+            lambda: registry.register_impl(impl("y", lambda a, b, out, stream, *, more: None)),
+            "expected the contract's add",
+        ),
         (lambda: registry.register_impl(impl("y", dict)), "fn: got .*y.add"),
         (lambda: registry.register_impl(add), "expected an OpImpl"),  # type: ignore[arg-type]
-        (lambda: impl("y", op="generic_gemm"), "op_name: got 'generic_gemm', expected a kernel of the contract, see `fp8kit plugins list`"),
+        (
+            lambda: impl("y", op="generic_gemm"),
+            "op_name: got 'generic_gemm', expected a kernel of the contract, see `fp8kit plugins list`",
+        ),
         (lambda: impl("y", kind=Kind.VENDOR), "vendor: got None, expected a name, as it is of kind VENDOR"),
         (lambda: impl("y", fn="add"), "fn: got 'add', expected a function"),
         (lambda: impl("y", kind="fastest"), "kind: got 'fastest', expected a Kind"),  # type: ignore[arg-type]
@@ -53,7 +91,10 @@ def test_what_is_wrong_is_refused_by_name() -> None:
         (lambda: impl("y", priority=1.5), "priority: got 1.5, expected an int"),
         (lambda: impl(""), r"impl_id: got '\.add', expected a name: engine.kernel"),
         (lambda: impl("y", supported_dtypes={"fp32"}), "supported_dtypes: .*expected some of .*float32"),
-        (lambda: impl("y", supported_dtypes=()), r"supported_dtypes: got \(\), expected a set of names, one at least"),
+        (
+            lambda: impl("y", supported_dtypes=()),
+            r"supported_dtypes: got \(\), expected a set of names, one at least",
+        ),
         (lambda: impl("y", devices="cpu"), "devices: got 'cpu', expected a set of names"),
         (lambda: impl("y", devices=None), "devices: got None, expected a set of names, one at least"),
         (lambda: impl("y", devices={3}), r"devices: got \{3\}, expected a set of names"),
@@ -65,8 +106,17 @@ def test_what_is_wrong_is_refused_by_name() -> None:
     assert len(registry.get_implementations("add")) == 1
 
 
-@pytest.mark.parametrize("fn", [add, lambda *args: None, lambda a, *rest: None, lambda a, b, out, stream, more=1: None,
-                                functools.partial(lambda first, a, b, out, stream: None, 0), functools.wraps(add)(lambda *args: None)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        add,
+        lambda *args: None,
+        lambda a, *rest: None,
+        lambda a, b, out, stream, more=1: None,
+        functools.partial(lambda first, a, b, out, stream: None, 0),
+        functools.wraps(add)(lambda *args: None),
+    ],
+)
 def test_signatures_that_fit(fn: Any) -> None:
     registry = OpRegistry()
     registry.register_impl(impl("x", fn))
@@ -77,7 +127,9 @@ def test_every_kernel_of_both_engines_has_its_signature() -> None:
     manager = OpManager()
     manager.ensure_initialized()
     for engine in ("reference", "cuda"):
-        assert [name for name in KERNELS if manager.registry.get_implementation(name, f"{engine}.{name}") is None] == []
+        assert [
+            name for name in KERNELS if manager.registry.get_implementation(name, f"{engine}.{name}") is None
+        ] == []
     assert all(list(signature(name).parameters) for name in KERNELS if name != "gemm_workspace")
 
 
@@ -104,7 +156,10 @@ def test_several_are_added_together_or_not_at_all() -> None:
 
 def test_threads_register_at_once() -> None:
     registry = OpRegistry()
-    threads = [threading.Thread(target=lambda i=i: [registry.register_impl(impl(f"e{i}x{j}")) for j in range(50)]) for i in range(8)]
+    threads = [
+        threading.Thread(target=lambda i=i: [registry.register_impl(impl(f"e{i}x{j}")) for j in range(50)])
+        for i in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -56,7 +56,11 @@ def _say_again() -> None:
 
 
 def test_kinds_vendors_and_order() -> None:
-    for engine in (Engine("plain", ["add"]), Engine("acme", ["add"], Kind.VENDOR), Engine("other", ["add"], Kind.VENDOR, priority=120)):
+    for engine in (
+        Engine("plain", ["add"]),
+        Engine("acme", ["add"], Kind.VENDOR),
+        Engine("other", ["add"], Kind.VENDOR, priority=120),
+    ):
         registry.register_many(engine.impls)
     assert ids() == ["other.add", "acme.add", "plain.add", "reference.add"]
     with with_preference("default"):
@@ -73,17 +77,22 @@ def test_kinds_vendors_and_order() -> None:
         assert ids() == ["plain.add", "acme.add", "other.add"]
         assert why()["reference.add"] == "not named by per_op"
         assert ids("copy") == ["reference.copy"]
-    with policy_context(SelectionPolicy(per_op=(("add", ("impl:nobody.add",)),))), pytest.raises(
-            BackendError, match=r"add: array: got device cpu.*plain\.add: not named by per_op"):  # fmt: skip
+    with (
+        policy_context(SelectionPolicy(per_op=(("add", ("impl:nobody.add",)),))),
+        pytest.raises(BackendError, match=r"add: array: got device cpu.*plain\.add: not named by per_op"),
+    ):
         dispatch.kernels(CPU)
 
 
 def test_every_kernel_can_be_anothers_and_every_workspace_is_large_enough() -> None:
-    """Layers, optimisers and casts of every recipe, all of whose kernels an engine of its own takes, give the same bits."""
+    """Layers, optimisers and casts of every recipe, all of whose kernels an engine of its own takes, give the
+    same bits."""
 
     def everything() -> list[Any]:
         fk.manual_seed(3)
-        layer = fk.nn.TransformerLayer(32, 64, 2, device="cpu", hidden_dropout=0.1, attention_dropout=0.1, drop_path_rate=0.2)
+        layer = fk.nn.TransformerLayer(
+            32, 64, 2, device="cpu", hidden_dropout=0.1, attention_dropout=0.1, drop_path_rate=0.2
+        )
         mlp = fk.nn.LayerNormMLP(32, 48, activation="swiglu", normalization="RMSNorm", device="cpu")
         frozen = fk.nn.Linear(32, 32, device="cpu")
         frozen.weight.requires_grad = False
@@ -91,7 +100,12 @@ def test_every_kernel_can_be_anothers_and_every_workspace_is_large_enough() -> N
         model = fk.nn.Sequential(table, layer, frozen, mlp)
         optimizer = fk.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         out = []
-        for recipe in (None, fk.recipe.DelayedScaling(), fk.recipe.Float8CurrentScaling(), fk.recipe.Float8BlockScaling()):
+        for recipe in (
+            None,
+            fk.recipe.DelayedScaling(),
+            fk.recipe.Float8CurrentScaling(),
+            fk.recipe.Float8BlockScaling(),
+        ):
             ids_ = np.random.default_rng(0).integers(0, 11, (16, 2))
             with fk.autocast(enabled=recipe is not None, recipe=recipe):
                 y = model(fk.tensor(ids_, device="cpu"))
@@ -110,8 +124,26 @@ def test_every_kernel_can_be_anothers_and_every_workspace_is_large_enough() -> N
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_same_bits(f"value {i}", np.asarray(a), np.asarray(b))
     used = {name for name, count in engine.calls.items() if count}
-    assert {"quantize", "dequantize", "quantize_transpose", "block_quantize", "scale_from_amax", "update_delayed_", "amax"} <= used
-    assert {"gemm", "fp8_gemm", "block_gemm", "norm_fwd", "norm_bwd", "attention_fwd", "attention_bwd", "adamw_", "drop_path"} <= used
+    assert {
+        "quantize",
+        "dequantize",
+        "quantize_transpose",
+        "block_quantize",
+        "scale_from_amax",
+        "update_delayed_",
+        "amax",
+    } <= used
+    assert {
+        "gemm",
+        "fp8_gemm",
+        "block_gemm",
+        "norm_fwd",
+        "norm_bwd",
+        "attention_fwd",
+        "attention_bwd",
+        "adamw_",
+        "drop_path",
+    } <= used
     with fk.use_backend("own"):
         assert {ids(name)[0] for name in KERNELS} == {f"own.{name}" for name in KERNELS}
 
@@ -122,7 +154,9 @@ def test_supported_dtypes_move_on_call_by_call(caplog: pytest.LogCaptureFixture)
     for _ in range(3):
         assert (total("float32"), total("bfloat16")) == (2, 2)
     assert engine.calls == {"add": 3}
-    assert caplog.messages == ["add: half.add cannot take the call (dtype float32 of a is not among bfloat16); reference.add is asked"]
+    assert caplog.messages == [
+        "add: half.add cannot take the call (dtype float32 of a is not among bfloat16); reference.add is asked"
+    ]
     many = [arrays.as_view(np.ones(4, np.float32)), arrays.as_view(np.ones(2, np.float32))]
     out = arrays.zeros((1,), formats.float32, CPU)
     dispatch.kernels(CPU).l2norm(many, out, None, 0)  # the first array of a sequence
@@ -148,8 +182,12 @@ def test_min_arch_and_availability(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert ids(device=Device("cuda")) == ["cuda.add", "old.add"]
     assert why(device=Device("cuda"))["new.add"] == "needs compute capability 10.0, cuda:0 has 9.0"
     dispatch.kernels(Device("cuda"))
-    assert "add: new.add is left out on cuda:0: needs compute capability 10.0, cuda:0 has 9.0" in caplog.messages
-    assert "add: gone.add is left out on cuda:0: not available: its _is_available() says so" in caplog.messages
+    assert (
+        "add: new.add is left out on cuda:0: needs compute capability 10.0, cuda:0 has 9.0" in caplog.messages
+    )
+    assert (
+        "add: gone.add is left out on cuda:0: not available: its _is_available() says so" in caplog.messages
+    )
     monkeypatch.setattr(provider, "arch", lambda device: 75, raising=False)
     assert ids(device=Device("cuda")) == []
     assert why(device=Device("cuda"))["cuda.add"] == "needs compute capability 8.9, cuda:0 has 7.5"
@@ -176,7 +214,12 @@ def test_switches_are_for_cannot_take_alone_and_said_once(caplog: pytest.LogCapt
         total()
     registry.register_impl(refusing("add", "too large", "shyer"))
     both = policy_context(SelectionPolicy(per_op=(("add", ("impl:shy.add", "impl:shyer.add")),)))
-    with both, pytest.raises(CannotTake, match=r"^add: shyer\.add cannot take the call \(too large\), nor can shy\.add$"):
+    with (
+        both,
+        pytest.raises(
+            CannotTake, match=r"^add: shyer\.add cannot take the call \(too large\), nor can shy\.add$"
+        ),
+    ):
         total()
 
 
@@ -190,7 +233,9 @@ def test_a_workspace_goes_with_its_kernel() -> None:
     registry.register_many(Engine("big", ["norm_bwd", "norm_bwd_workspace"], wants=500).impls)
     registry.register_many(Engine("bigger", ["norm_bwd", "norm_bwd_workspace"], wants=900, priority=10).impls)
     assert kernels(CPU).norm_bwd_workspace(4, 8) == 900, "a call may fall through to it"
-    assert ids("norm_bwd_workspace") == [f"{name}.norm_bwd_workspace" for name in ("big", "reference", "bigger")]
+    assert ids("norm_bwd_workspace") == [
+        f"{name}.norm_bwd_workspace" for name in ("big", "reference", "bigger")
+    ]
     with with_strict_mode():
         assert kernels(CPU).norm_bwd_workspace(4, 8) == 500, "strict: nobody else is asked"
     with with_strict_mode(), with_preference("reference"):
@@ -205,7 +250,9 @@ def test_a_workspace_goes_with_its_kernel() -> None:
     order = (("sum_rows", ("vendor:bare",)), ("dropout_bwd", ("reference",)))
     with policy_context(SelectionPolicy(strict=True, per_op=order)):
         assert ids("column_sum_workspace") == ["reference.column_sum_workspace"]
-    with policy_context(SelectionPolicy(strict=True, backend="bare", per_op=(("norm_bwd", ("impl:big.norm_bwd",)),))):
+    with policy_context(
+        SelectionPolicy(strict=True, backend="bare", per_op=(("norm_bwd", ("impl:big.norm_bwd",)),))
+    ):
         assert kernels(CPU).norm_bwd_workspace(4, 8) == 500
 
 
@@ -227,18 +274,28 @@ def test_an_engine_of_a_plugin() -> None:
         assert dispatch.default_device() == CPU
         assert (ids()[0], ids("gemm")[0], ids("copy")[0]) == ("acme.add", "acme.gemm", "reference.copy")
         assert total() == 2
-        with pytest.raises(BackendError, match=r"device cuda:0.*use_backend\('acme'\) is in force, which serves cpu"):
+        with pytest.raises(
+            BackendError, match=r"device cuda:0.*use_backend\('acme'\) is in force, which serves cpu"
+        ):
             dispatch.kernels(Device("cuda"))
     assert engine.calls == {"add": 1}
     gpu = policy_context(SelectionPolicy(backend="gpu"))
-    with gpu, pytest.raises(BackendError, match=r"device cpu.*use_backend\('gpu'\) is in force, which serves cuda"):
+    with (
+        gpu,
+        pytest.raises(BackendError, match=r"device cpu.*use_backend\('gpu'\) is in force, which serves cuda"),
+    ):
         dispatch.kernels(CPU)
     with fk.use_backend("reference"):
         assert ids() == ["reference.add"]
         assert why()["acme.add"] == "use_backend('reference') is in force"
-    with pytest.raises(BackendError, match="use_backend: name: got 'nobody', expected one of reference, cuda, acme, gpu"):
+    with pytest.raises(
+        BackendError, match="use_backend: name: got 'nobody', expected one of reference, cuda, acme, gpu"
+    ):
         fk.use_backend("nobody")
-    with policy_context(SelectionPolicy(backend="nobody")), pytest.raises(BackendError, match="no implementation has that engine"):
+    with (
+        policy_context(SelectionPolicy(backend="nobody")),
+        pytest.raises(BackendError, match="no implementation has that engine"),
+    ):
         dispatch.kernels(CPU)
 
 
@@ -246,7 +303,10 @@ def test_default_device_of_an_engine_of_a_plugin(monkeypatch: pytest.MonkeyPatch
     registry.register_many(Engine("gpu", ["add"], devices=frozenset({"cuda"})).impls)
     registry.register_many(Engine("both", ["add"], devices=frozenset({"cuda", "cpu"})).impls)
     monkeypatch.setattr(arrays, "available", lambda kind: kind == "cpu")
-    with pytest.raises(BackendError, match="use_backend: name: got 'gpu', expected an engine whose device is here: no cuda device"):
+    with pytest.raises(
+        BackendError,
+        match="use_backend: name: got 'gpu', expected an engine whose device is here: no cuda device",
+    ):
         fk.use_backend("gpu")
     gpu = policy_context(SelectionPolicy(backend="gpu"))
     with gpu, pytest.raises(BackendError, match="one of the engine's devices usable here: cuda"):
@@ -281,7 +341,13 @@ def test_manager() -> None:
     assert own.resolve_candidates("add")[0].engine == "reference"
     assert own.registry is not registry
     out = arrays.zeros((3,), formats.float32, CPU)
-    own.call("add", arrays.as_view(np.ones(3, np.float32)), b=arrays.as_view(np.full(3, 2, np.float32)), out=out, stream=0)
+    own.call(
+        "add",
+        arrays.as_view(np.ones(3, np.float32)),
+        b=arrays.as_view(np.full(3, 2, np.float32)),
+        out=out,
+        stream=0,
+    )
     assert out.numpy().tolist() == [3.0] * 3
     own.registry.register_many(Engine("x", ["add"]).impls)
     assert own.get_selected_impl_id("add") == "x.add"
@@ -307,7 +373,9 @@ def test_explanations() -> None:
     found = explain("add")
     assert found.chosen is not None
     assert [(row.impl.impl_id, row.place, row.why) for row in found.rows if row.impl.engine != "cuda"] == [
-        ("acme.add", 0, "is asked first"), ("reference.add", 1, "is asked where acme.add cannot take a call")]  # fmt: skip
+        ("acme.add", 0, "is asked first"),
+        ("reference.add", 1, "is asked where acme.add cannot take a call"),
+    ]
     with with_strict_mode():
         assert "is not asked: the policy is strict" in explain("add").text()
     with policy_context(SelectionPolicy(backend="cuda")):
@@ -334,13 +402,16 @@ def test_debug_says_every_choice(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_plugin_that_calls_itself_reference_is_no_reference() -> None:
-    """``use_backend("reference")`` and the lab mean fp8kit's own engine, whatever kind and priority a plugin has."""
+    """``use_backend("reference")`` and the lab mean fp8kit's own engine, whatever kind and priority a plugin
+    has."""
     posing = Engine("acme", kind=Kind.REFERENCE, priority=10_000)
     registry.register_many(posing.impls)
     a, out = fk.tensor(np.ones(3, np.float32), device="cpu"), np.zeros(3, np.float32)
     with fk.use_backend("reference"):
         assert np.array_equal((a + a).numpy(), [2, 2, 2])
-        assert {dispatch.get_default_manager().get_selected_impl_id(name).partition(".")[0] for name in KERNELS} == {"reference"}
+        assert {
+            dispatch.get_default_manager().get_selected_impl_id(name).partition(".")[0] for name in KERNELS
+        } == {"reference"}
     assert not posing.calls
     reference("add")(a.view, a.view, arrays.as_view(out), 0)
     assert (out.tolist(), dict(posing.calls)) == ([2, 2, 2], {})

@@ -1,4 +1,5 @@
-"""Every argument of every public name, given what it cannot be: the call works all the same, or is an Fp8kitError with nothing changed."""
+"""Every argument of every public name, given what it cannot be: the call works all the same, or is an
+Fp8kitError with nothing changed."""
 
 from __future__ import annotations
 
@@ -34,24 +35,102 @@ class Interface:
 
 
 JUNK = [
-    None, "word", b"bytes", -1, 0, 1.5, -0.5, float("nan"), float("inf"), 2**70, -(2**70), True, (), [], {}, object(), np.float64(0.5),
-    np.int64(3), 1j, np.zeros((2, 3), np.float32), np.zeros(0, np.float32), np.array(["a"]), np.zeros((2, 2), complex), [1, "a"],
-    ["a", "b"], (1, 2, 3), {"a": 1}, {1: 2}, {"x": object()}, np.float32, "", "E4M3", np.ones((3, 4), np.float16),
-    np.timedelta64(1, "s"), np.array(1.0, np.float32), np.zeros(3, [("a", "f4"), ("b", "i4")]), np.ones((3, 4), ">f4"), Capsule((1, 0)),
-    Capsule(None), Interface(), np.broadcast_to(np.float32(1), (2**40, 4)), torch.zeros(3, 4, device="meta"), "cuda:99",
-]  # fmt: skip
+    None,
+    "word",
+    b"bytes",
+    -1,
+    0,
+    1.5,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    2**70,
+    -(2**70),
+    True,
+    (),
+    [],
+    {},
+    object(),
+    np.float64(0.5),
+    np.int64(3),
+    1j,
+    np.zeros((2, 3), np.float32),
+    np.zeros(0, np.float32),
+    np.array(["a"]),
+    np.zeros((2, 2), complex),
+    [1, "a"],
+    ["a", "b"],
+    (1, 2, 3),
+    {"a": 1},
+    {1: 2},
+    {"x": object()},
+    np.float32,
+    "",
+    "E4M3",
+    np.ones((3, 4), np.float16),
+    np.timedelta64(1, "s"),
+    np.array(1.0, np.float32),
+    np.zeros(3, [("a", "f4"), ("b", "i4")]),
+    np.ones((3, 4), ">f4"),
+    Capsule((1, 0)),
+    Capsule(None),
+    Interface(),
+    np.broadcast_to(np.float32(1), (2**40, 4)),
+    torch.zeros(3, 4, device="meta"),
+    "cuda:99",
+]
 X = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
 READ_ONLY = X.copy()
 READ_ONLY.flags.writeable = False
 MORE = [
-    np.array([object()]), np.zeros((3, 4), [("a", "f4")])["a"], X[:, ::2], X.T, X[::-1], READ_ONLY, np.zeros((0, 4), np.float32),
-    np.full((3, 4), np.nan, np.float32), np.full((3, 4), np.inf, np.float32), [[1.0, 2], [3]], [[1.0, 2.0], [3.0, 4.0]], "cpu", "float64",
-    "complex64", 2**63, -(2**63), 1e308, 1e-320, np.bool_(True), np.float16(1), np.datetime64("2020"), np.ma.array(X), torch.zeros(3, 4),
-    torch.zeros(3, 4, requires_grad=True), torch.zeros(3, 4, dtype=torch.complex64), torch.zeros(3, 4).to_sparse(), Capsule((99, 0)),
-    torch.zeros(3, 4, dtype=torch.bfloat16).T, jnp.zeros((3, 4)), jnp.zeros((3, 4), jnp.int4), Capsule((1, 0), None), Ellipsis,
-    Interface(shape=(2, 3), typestr="<f4", data=(0, False), version=3), range(3), slice(1), {1}, "\0", "a" * 10000, X.astype(np.float64),
-    X.astype(np.int32), np.zeros((3, 4), bool), np.zeros((1,) * 30, np.float32), (True, False), (1.5, 2), ("a",), [None], {"a": None},
-]  # fmt: skip
+    np.array([object()]),
+    np.zeros((3, 4), [("a", "f4")])["a"],
+    X[:, ::2],
+    X.T,
+    X[::-1],
+    READ_ONLY,
+    np.zeros((0, 4), np.float32),
+    np.full((3, 4), np.nan, np.float32),
+    np.full((3, 4), np.inf, np.float32),
+    [[1.0, 2], [3]],
+    [[1.0, 2.0], [3.0, 4.0]],
+    "cpu",
+    "float64",
+    "complex64",
+    2**63,
+    -(2**63),
+    1e308,
+    1e-320,
+    np.bool_(True),
+    np.float16(1),
+    np.datetime64("2020"),
+    np.ma.array(X),
+    torch.zeros(3, 4),
+    torch.zeros(3, 4, requires_grad=True),
+    torch.zeros(3, 4, dtype=torch.complex64),
+    torch.zeros(3, 4).to_sparse(),
+    Capsule((99, 0)),
+    torch.zeros(3, 4, dtype=torch.bfloat16).T,
+    jnp.zeros((3, 4)),
+    jnp.zeros((3, 4), jnp.int4),
+    Capsule((1, 0), None),
+    Ellipsis,
+    Interface(shape=(2, 3), typestr="<f4", data=(0, False), version=3),
+    range(3),
+    slice(1),
+    {1},
+    "\0",
+    "a" * 10000,
+    X.astype(np.float64),
+    X.astype(np.int32),
+    np.zeros((3, 4), bool),
+    np.zeros((1,) * 30, np.float32),
+    (True, False),
+    (1.5, 2),
+    ("a",),
+    [None],
+    {"a": None},
+]
 JUNK += MORE if FACTOR else []
 
 # Python's own protocols ask for another error there
@@ -74,9 +153,13 @@ def test_an_argument_that_does_not_fit_is_refused(name, tmp_path, monkeypatch):
             try:
                 call.run(**given)
             except (Fp8kitError, PYTHONS.get(name, Fp8kitError)):
-                assert call.state(given) == before, f"{name}: {argument}={junk!r} changed something before it was refused"
+                assert call.state(given) == before, (
+                    f"{name}: {argument}={junk!r} changed something before it was refused"
+                )
             except Exception as error:
-                raise AssertionError(f"{name}: {argument}={junk!r}: {type(error).__name__} {error}") from error
+                raise AssertionError(
+                    f"{name}: {argument}={junk!r}: {type(error).__name__} {error}"
+                ) from error
 
 
 @pytest.mark.parametrize("name", CALLS)

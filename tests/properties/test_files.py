@@ -1,5 +1,6 @@
-"""Checkpoints: what was written is read bit for bit; a file that is cut, changed, foreign or of another model is a CheckpointError that
-names what is wrong, and the model, the optimiser, the scaler and the random state stay as they were."""
+"""Checkpoints: what was written is read bit for bit; a file that is cut, changed, foreign or of another model
+is a CheckpointError that names what is wrong, and the model, the optimiser, the scaler and the random state
+stay as they were."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ DTYPES = [*FLOATS, *OTHERS]
 def trained(seed, features=4):
     """Everything that a training has, after a step."""
     nn.manual_seed(seed)
-    model = nn.Sequential(nn.LayerNormLinear(8, 8, params_dtype="bfloat16", device="cpu"),
-                          nn.Linear(8, features, params_dtype="bfloat16", device="cpu"))
+    model = nn.Sequential(
+        nn.LayerNormLinear(8, 8, params_dtype="bfloat16", device="cpu"),
+        nn.Linear(8, features, params_dtype="bfloat16", device="cpu"),
+    )
     opt, scaler = optim.AdamW(model.parameters()), optim.GradScaler()
     with autocast(recipe=recipe.DelayedScaling(amax_history_len=2)):
         y = model(values((4, 8), np.dtype("bfloat16"), seed))
@@ -52,12 +55,17 @@ def good():
 
 
 @examples(80)
-@given(st.dictionaries(NAMES | st.just("__metadata__"), things(DTYPES, 0, 3), max_size=4), st.dictionaries(NAMES, NAMES, max_size=2))
+@given(
+    st.dictionaries(NAMES | st.just("__metadata__"), things(DTYPES, 0, 3), max_size=4),
+    st.dictionaries(NAMES, NAMES, max_size=2),
+)
 def test_what_is_written_is_read(named, metadata):
     path = Path(tempfile.mkdtemp()) / "x"
     given_ = {name: x.thing for name, x in named.items()}
     refused = attempt(lambda: fk.save(path, given_, metadata), *named.values())
-    unwritable = "__metadata__" in named or any(re.search("[\ud800-\udfff]", t) for t in (*named, *metadata, *metadata.values()))
+    unwritable = "__metadata__" in named or any(
+        re.search("[\ud800-\udfff]", t) for t in (*named, *metadata, *metadata.values())
+    )
     if isinstance(refused, CheckpointError | fk.FormatError):
         assert not path.exists()
         assert unwritable or any(x.refused for x in named.values())
@@ -66,7 +74,11 @@ def test_what_is_written_is_read(named, metadata):
     state, said = serialization.read(path)
     assert said == metadata
     for name, x in named.items():
-        assert (state[name].dtype, state[name].shape, state[name].tobytes()) == (x.values.dtype, x.values.shape, x.values.tobytes())
+        assert (state[name].dtype, state[name].shape, state[name].tobytes()) == (
+            x.values.dtype,
+            x.values.shape,
+            x.values.tobytes(),
+        )
     mine = {name: np.zeros(x.values.shape, x.values.dtype) for name, x in named.items()}
     assert fk.load(path, mine) == metadata
     assert all(mine[name].tobytes() == x.values.tobytes() for name, x in named.items())
@@ -120,17 +132,32 @@ def test_a_file_with_changed_header(good, data):
 
 
 @examples(60)
-@given(st.data(), st.sampled_from(["missing", "unexpected", "shape", "dtype", "no array", "negative"]), st.booleans())
+@given(
+    st.data(),
+    st.sampled_from(["missing", "unexpected", "shape", "dtype", "no array", "negative"]),
+    st.booleans(),
+)
 def test_a_state_of_something_else(data, how, strict):
     bundle = trained(2)
     state = {name: host(value).copy() for name, value in trained(1).state_dict().items()}
-    needed = [name for name in state if how != "missing" or not name.startswith("random/device.")]  # one that is not named starts anew
+    # one that is not named starts anew
+    needed = [name for name in state if how != "missing" or not name.startswith("random/device.")]
     name = data.draw(st.sampled_from(sorted(needed)))
     if how == "missing":
         del state[name]
     elif how == "unexpected":
-        name = data.draw(st.sampled_from([
-            "x", "model/x", "optimizer/exp_avg.99", "random/device.moon:1", "model/0._extra_state.y", "scaler/z"]))
+        name = data.draw(
+            st.sampled_from(
+                [
+                    "x",
+                    "model/x",
+                    "optimizer/exp_avg.99",
+                    "random/device.moon:1",
+                    "model/0._extra_state.y",
+                    "scaler/z",
+                ]
+            )
+        )
         state[name] = np.zeros(2, np.float32)
     elif how == "shape":
         state[name] = np.zeros((*state[name].shape, 2), state[name].dtype)
@@ -148,7 +175,9 @@ def test_a_state_of_something_else(data, how, strict):
         return
     assert isinstance(error, CheckpointError)
     assert bits(bundle) == before
-    assert how in ("missing", "negative") or name.partition("/")[2].rpartition("_extra_state.")[2] in str(error)
+    assert how in ("missing", "negative") or name.partition("/")[2].rpartition("_extra_state.")[2] in str(
+        error
+    )
 
 
 @examples(20)

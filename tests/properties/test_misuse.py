@@ -1,4 +1,5 @@
-"""Calls in the wrong order, with wrong gradients, and from two threads: a right result, or an error that says what was wrong."""
+"""Calls in the wrong order, with wrong gradients, and from two threads: a right result, or an error that says
+what was wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Modules and their gradients against NumPy's float64, for any shape and memory; what is refused leaves the FP8 state as it was."""
+"""Modules and their gradients against NumPy's float64, for any shape and memory; what is refused leaves the
+FP8 state as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from tests.properties.draws import HIGH, OTHERS, attempt, examples, host, seeds,
 
 F32 = np.dtype(np.float32)
 WIDTHS = [1, 2, 3, 5, 16, 17, 33, 64, 130]
-RECIPES = [recipe.DelayedScaling(amax_history_len=3), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()]
+RECIPES = [
+    recipe.DelayedScaling(amax_history_len=3),
+    recipe.Float8CurrentScaling(),
+    recipe.Float8BlockScaling(),
+]
 ANY = [*HIGH, *OTHERS, np.dtype(np.float64)]
 
 
@@ -39,17 +44,29 @@ def gradients(module, out, seed):
 
 
 def close(what, got, want, dtype, magnitude, terms, roundings=1):
-    """A sum of ``terms`` float32 products of the given magnitude, of values that were rounded to ``dtype`` so many times."""
+    """A sum of ``terms`` float32 products of the given magnitude, of values that were rounded to ``dtype`` so
+    many times."""
     slack = ((terms + 12) * 2.0**-24 + (roundings - 1) * epsilon(dtype)) * magnitude
     assert_close(what, host(got), want, dtype, slack)
 
 
 @examples(150)
-@given(things(ANY, 0, 3), st.sampled_from(WIDTHS), st.sampled_from(HIGH), st.booleans(), st.sampled_from([None, ("a",), ("a", "b", "c")]),
-       seeds, st.booleans())
+@given(
+    things(ANY, 0, 3),
+    st.sampled_from(WIDTHS),
+    st.sampled_from(HIGH),
+    st.booleans(),
+    st.sampled_from([None, ("a",), ("a", "b", "c")]),
+    seeds,
+    st.booleans(),
+)
 def test_linear(x, features, dtype, bias, split, seed, given_size):
     width = x.values.shape[-1] if given_size and x.values.ndim and x.values.shape[-1] else 5
-    layer = attempt(lambda: nn.Linear(width, features, bias=bias, parameters_split=split, params_dtype=dtype, device="cpu"))
+    layer = attempt(
+        lambda: nn.Linear(
+            width, features, bias=bias, parameters_split=split, params_dtype=dtype, device="cpu"
+        )
+    )
     if isinstance(layer, Fp8kitError):
         assert split is not None
         return
@@ -60,11 +77,22 @@ def test_linear(x, features, dtype, bias, split, seed, given_size):
     if not fits:
         return
     w = np.concatenate([f64(p) for n, p in layer.named_parameters() if n.endswith("weight")])
-    b = np.concatenate([f64(p) for n, p in layer.named_parameters() if n.endswith("bias")]) if bias else np.zeros(features)
+    b = (
+        np.concatenate([f64(p) for n, p in layer.named_parameters() if n.endswith("bias")])
+        if bias
+        else np.zeros(features)
+    )
     rows = x.values.astype(float).reshape(-1, width)
     assert y.shape == (*x.values.shape[:-1], features)
-    close("y", y.reshape(-1, features) if y.view.size else y.reshape(len(rows), features), rows @ w.T + b, dtype,
-          np.abs(rows) @ np.abs(w).T + np.abs(b), width, 2)
+    close(
+        "y",
+        y.reshape(-1, features) if y.view.size else y.reshape(len(rows), features),
+        rows @ w.T + b,
+        dtype,
+        np.abs(rows) @ np.abs(w).T + np.abs(b),
+        width,
+        2,
+    )
     g = gradients(layer, y, seed).reshape(-1, features)
     dw = np.concatenate([f64(p.grad) for n, p in layer.named_parameters() if n.endswith("weight")])
     close("dw", dw.astype(dtype), g.T @ rows, dtype, np.abs(g).T @ np.abs(rows), len(rows), 2)
@@ -74,8 +102,14 @@ def test_linear(x, features, dtype, bias, split, seed, given_size):
 
 
 @examples(120)
-@given(things(ANY, 0, 3), st.sampled_from(HIGH), st.sampled_from([nn.LayerNorm, nn.RMSNorm]), st.booleans(),
-       st.sampled_from([0.0, 1e-5, 1.0]), seeds)
+@given(
+    things(ANY, 0, 3),
+    st.sampled_from(HIGH),
+    st.sampled_from([nn.LayerNorm, nn.RMSNorm]),
+    st.booleans(),
+    st.sampled_from([0.0, 1e-5, 1.0]),
+    seeds,
+)
 def test_norms(x, dtype, kind, zero_centered, eps, seed):
     width = x.values.shape[-1] if x.values.ndim and x.values.shape[-1] else 4
     layer = fill(kind(width, eps, params_dtype=dtype, zero_centered_gamma=zero_centered, device="cpu"), seed)
@@ -92,16 +126,25 @@ def test_norms(x, dtype, kind, zero_centered, eps, seed):
         return
     normed, gain = (rows - mean) / np.sqrt(power), f64(layer.weight) + zero_centered
     shift = f64(layer.bias) if kind is nn.LayerNorm else 0.0
-    # relative errors: of a deviation, (N + 2) u of the row's largest value; of rstd, half that of the sum of squares
+    # relative errors: of a deviation, (N + 2) u of the row's largest value; of rstd, half that of the sum of
+    # squares
     steep = 1 + np.abs(rows).max(1, keepdims=True, initial=0) / np.sqrt(power)
     slack = (width + 16) * 2.0**-24 * steep * (np.abs(normed) + steep) * np.abs(gain)
-    assert_close("y", host(y).reshape(rows.shape), normed * gain + shift, dtype, slack + 2.0**-22 * np.abs(shift))
+    assert_close(
+        "y", host(y).reshape(rows.shape), normed * gain + shift, dtype, slack + 2.0**-22 * np.abs(shift)
+    )
     g = gradients(layer, y, seed).reshape(rows.shape)
     d = g * gain
     level = d.mean(1, keepdims=True) if kind is nn.LayerNorm else 0.0
     dx = (d - level - normed * (d * normed).mean(1, keepdims=True)) / np.sqrt(power)
-    size = np.abs(d).max(1, keepdims=True, initial=0) * (1 + np.abs(normed).max(1, keepdims=True, initial=0)) ** 2 / np.sqrt(power)
-    assert_close("dx", host(leaf.grad).reshape(rows.shape), dx, dtype, 4 * (width + 16) * 2.0**-24 * steep**2 * size)
+    size = (
+        np.abs(d).max(1, keepdims=True, initial=0)
+        * (1 + np.abs(normed).max(1, keepdims=True, initial=0)) ** 2
+        / np.sqrt(power)
+    )
+    assert_close(
+        "dx", host(leaf.grad).reshape(rows.shape), dx, dtype, 4 * (width + 16) * 2.0**-24 * steep**2 * size
+    )
     weight_slack = (len(rows) + width + 16) * 2.0**-24 * (np.abs(g) * (np.abs(normed) + steep) * steep).sum(0)
     assert_close("dweight", host(layer.weight.grad), (g * normed).sum(0), dtype, weight_slack)
 
@@ -130,7 +173,13 @@ def test_l2_normalization(x, eps, seed):
 
 
 @examples(100)
-@given(things(ANY, 0, 3), st.sampled_from([1, 3, 16]), st.sampled_from(HIGH), seeds, st.sampled_from([60, 100, 100]))
+@given(
+    things(ANY, 0, 3),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from(HIGH),
+    seeds,
+    st.sampled_from([60, 100, 100]),
+)
 def test_embedding(ids, features, dtype, seed, rows):
     layer = fill(nn.Embedding(rows, features, params_dtype=dtype, device="cpu"), seed)
     y = attempt(lambda: layer(ids.thing), ids)
@@ -146,8 +195,14 @@ def test_embedding(ids, features, dtype, seed, rows):
 
 
 @examples(120)
-@given(things(HIGH, 1, 3), st.sampled_from(["mean", "none"]), st.sampled_from([0.0, 0.1, 0.9]), st.sampled_from([-100, 0, 3]), seeds,
-       st.booleans())
+@given(
+    things(HIGH, 1, 3),
+    st.sampled_from(["mean", "none"]),
+    st.sampled_from([0.0, 0.1, 0.9]),
+    st.sampled_from([-100, 0, 3]),
+    seeds,
+    st.booleans(),
+)
 def test_cross_entropy(x, reduction, smoothing, ignored, seed, wild):
     classes = x.values.shape[-1]
     rng = np.random.default_rng(seed)
@@ -173,7 +228,11 @@ def test_cross_entropy(x, reduction, smoothing, ignored, seed, wild):
     kept = t != ignored
     inside = (t >= 0) & (t < classes)
     with np.errstate(invalid="ignore"):
-        rows = lse - (1 - smoothing) * np.where(inside, z[np.arange(len(z)), np.where(inside, t, 0)], np.nan) - smoothing * z.mean(1)
+        rows = (
+            lse
+            - (1 - smoothing) * np.where(inside, z[np.arange(len(z)), np.where(inside, t, 0)], np.nan)
+            - smoothing * z.mean(1)
+        )
     rows = np.where(kept, rows, 0.0)
     slack = (classes + 16) * 2.0**-23 * (1 + np.abs(z).max(1, initial=0))
     if reduction == "none":
@@ -186,7 +245,9 @@ def test_cross_entropy(x, reduction, smoothing, ignored, seed, wild):
     onehot = np.zeros_like(z)
     onehot[np.flatnonzero(inside), t[inside]] = 1
     want = (np.exp(z - lse[:, None]) - (1 - smoothing) * onehot - smoothing / classes) * kept[:, None] / count
-    assert_close("dlogits", host(leaf.grad).reshape(z.shape), want, x.values.dtype, slack[:, None] * 2 / count)
+    assert_close(
+        "dlogits", host(leaf.grad).reshape(z.shape), want, x.values.dtype, slack[:, None] * 2 / count
+    )
 
 
 @examples(60)
@@ -211,10 +272,24 @@ def test_dropout(x, p, seed, training):
 
 
 @examples(100)
-@given(st.sampled_from([2, 4, 6, 16]), st.sampled_from([1, 2, 5]), st.sampled_from([1, 3]), st.sampled_from([1, 2, 7]), st.booleans(),
-       st.sampled_from(["sbhd", "bshd"]), st.sampled_from(HIGH), st.integers(0, 3), seeds, st.sampled_from([1.0, 0.5]))
+@given(
+    st.sampled_from([2, 4, 6, 16]),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 3]),
+    st.sampled_from([1, 2, 7]),
+    st.booleans(),
+    st.sampled_from(["sbhd", "bshd"]),
+    st.sampled_from(HIGH),
+    st.integers(0, 3),
+    seeds,
+    st.sampled_from([1.0, 0.5]),
+)
 def test_rotary_embedding(dim, batch, heads, length, interleaved, form, dtype, offset, seed, percent):
-    table = attempt(lambda: nn.RotaryPositionEmbedding(dim, percent, rotary_base=50.0, interleaved=interleaved, device="cpu"))
+    table = attempt(
+        lambda: nn.RotaryPositionEmbedding(
+            dim, percent, rotary_base=50.0, interleaved=interleaved, device="cpu"
+        )
+    )
     turned = int(dim * percent)
     assert isinstance(table, Fp8kitError) == bool(turned % 2)
     if turned % 2:
@@ -256,13 +331,24 @@ LAYERS = {
     "LayerNormLinear": lambda **o: nn.LayerNormLinear(16, 8, parameters_split={"a": 3, "b": 5}, **o),
     "LayerNormMLP": lambda **o: nn.LayerNormMLP(16, 24, activation="swiglu", **o),
     "MultiheadAttention": lambda **o: nn.MultiheadAttention(16, 2, attention_dropout=0.0, **o),
-    "TransformerLayer": lambda **o: nn.TransformerLayer(16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, **o),
-    "Sequential": lambda **o: nn.Sequential(nn.Linear(16, 16, **o), nn.ModuleList([nn.LayerNormLinear(16, 8, **o)])[0]),
+    "TransformerLayer": lambda **o: nn.TransformerLayer(
+        16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, **o
+    ),
+    "Sequential": lambda **o: nn.Sequential(
+        nn.Linear(16, 16, **o), nn.ModuleList([nn.LayerNormLinear(16, 8, **o)])[0]
+    ),
 }
 
 
 @examples(60)
-@given(st.sampled_from(list(LAYERS)), st.sampled_from(RECIPES), things(ANY, 0, 3), shapes(2, 2), seeds, st.booleans())
+@given(
+    st.sampled_from(list(LAYERS)),
+    st.sampled_from(RECIPES),
+    things(ANY, 0, 3),
+    shapes(2, 2),
+    seeds,
+    st.booleans(),
+)
 def test_what_is_refused_leaves_the_fp8_state(kind, how, wrong, leading, seed, calibrating):
     """A good step, a refused one, and a good one give the bits of two good ones."""
     dims = (3, 2) if kind in ("MultiheadAttention", "TransformerLayer") or 0 in leading else leading
@@ -287,17 +373,26 @@ def test_what_is_refused_leaves_the_fp8_state(kind, how, wrong, leading, seed, c
                 if not isinstance(refused, Fp8kitError):
                     return
                 assert scales_of(layer) == before
-                assert {k: v.tobytes() for k, v in nn.get_rng_state().items()} == {k: v.tobytes() for k, v in random.items()}
+                assert {k: v.tobytes() for k, v in nn.get_rng_state().items()} == {
+                    k: v.tobytes() for k, v in random.items()
+                }
                 failed = attempt(lambda y=y: y.backward(np.zeros((7, 7, 7), np.float32)))
                 assert isinstance(failed, Fp8kitError)
                 assert scales_of(layer) == before
             y.backward(np.ones(y.shape, np.float32))
-        finals.append((scales_of(layer), host(y).tobytes(), [host(p.grad).tobytes() for p in layer.parameters()]))
+        finals.append(
+            (scales_of(layer), host(y).tobytes(), [host(p.grad).tobytes() for p in layer.parameters()])
+        )
     assert finals[0] == finals[1]
 
 
 @examples(40)
-@given(st.sampled_from(list(LAYERS)), st.sampled_from([None, *RECIPES]), seeds, st.sampled_from([(3, 2), (1, 1), (8, 3)]))
+@given(
+    st.sampled_from(list(LAYERS)),
+    st.sampled_from([None, *RECIPES]),
+    seeds,
+    st.sampled_from([(3, 2), (1, 1), (8, 3)]),
+)
 def test_recomputed_and_retained(kind, how, seed, dims):
     """``checkpoint`` gives the bits of a plain call, and a retained graph the same gradients twice."""
     x, seen = values((*dims, 16), F32, seed), []
@@ -325,8 +420,16 @@ def test_recomputed_and_retained(kind, how, seed, dims):
 
 
 @examples(60)
-@given(st.sampled_from([1, 2, 5]), st.sampled_from([1, 3, 17]), st.sampled_from([1, 2, 9]), st.sampled_from([1, 2]),
-       st.sampled_from([1, 4, 16]), st.sampled_from(["no_mask", "causal", "causal_bottom_right"]), st.sampled_from(["sbhd", "bshd"]), seeds)
+@given(
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 3, 17]),
+    st.sampled_from([1, 2, 9]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from(["no_mask", "causal", "causal_bottom_right"]),
+    st.sampled_from(["sbhd", "bshd"]),
+    seeds,
+)
 def test_attention(batch, rows, columns, heads, dim, mask, form, seed):
     shape = lambda n: (n, batch, heads, dim)  # noqa: E731
     q, k, v = (values(shape(n), F32, seed + i) / 4 for i, n in enumerate((rows, columns, columns)))
@@ -336,25 +439,37 @@ def test_attention(batch, rows, columns, heads, dim, mask, form, seed):
     assert not isinstance(o, Fp8kitError), o
     scores = np.einsum("sbhd,tbhd->bhst", q.astype(float), k.astype(float)) / np.sqrt(dim)
     shift = columns - rows if mask == "causal_bottom_right" else 0
-    hidden = (np.arange(columns) > np.arange(rows)[:, None] + shift) if mask != "no_mask" else np.zeros((rows, columns), bool)
+    hidden = (
+        (np.arange(columns) > np.arange(rows)[:, None] + shift)
+        if mask != "no_mask"
+        else np.zeros((rows, columns), bool)
+    )
     top = np.where(hidden, -np.inf, scores).max(-1, keepdims=True, initial=-1e30)
     weights = np.where(hidden, 0.0, np.exp(np.where(hidden, 0.0, scores - top)))
     total = weights.sum(-1, keepdims=True)
-    want = np.einsum("bhst,tbhd->sbhd", np.divide(weights, total, out=np.zeros_like(weights), where=total > 0), v.astype(float))
+    want = np.einsum(
+        "bhst,tbhd->sbhd",
+        np.divide(weights, total, out=np.zeros_like(weights), where=total > 0),
+        v.astype(float),
+    )
     got = f64(o) if form == "sbhd" else f64(o).swapaxes(0, 1)
     spread = (dim + columns + 24) * 2.0**-23 * (1 + np.abs(scores).max()) * (np.abs(v).max() + 1)
     assert_close("o", got.reshape(want.shape), want, "float32", spread)
 
 
 ROOMS = [{}, {"is_paged": True, "page_size": 3, "total_num_pages": 9}]
-STEPS = st.lists(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=5)
+STEPS = st.lists(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), min_size=1, max_size=3),
+    min_size=1,
+    max_size=5,
+)
 
 
 @examples(40)
 @given(STEPS, st.sampled_from(["sbhd", "bshd", "thd"]), st.sampled_from(ROOMS), seeds)
 def test_inference_params(steps, form, room, seed):
-    """Whatever sequences join, go on, finish and come back: each new token attends over its own sequence up to itself, or the step does not
-    fit, and nothing has changed."""
+    """Whatever sequences join, go on, finish and come back: each new token attends over its own sequence up
+    to itself, or the step does not fit, and nothing has changed."""
     heads, dim, most = 2, 4, 9
     params = nn.InferenceParams(3, most, qkv_format=form, device="cpu", **room)
     layer = nn.DotProductAttention(heads, dim, qkv_format=form, layer_number=1, device="cpu")
@@ -364,33 +479,54 @@ def test_inference_params(steps, form, room, seed):
         pages = sum(-(-length // params.page_size) for length in grown.values())
         before = dict(params.sequences)
         lengths = attempt(lambda step=step: params.pre_step(step))
-        assert isinstance(lengths, Fp8kitError) == (max(grown.values()) > most or pages > params.total_num_pages)
+        assert isinstance(lengths, Fp8kitError) == (
+            max(grown.values()) > most or pages > params.total_num_pages
+        )
         if isinstance(lengths, Fp8kitError):
             assert params.sequences == before
             continue
         assert lengths == grown
-        fresh = {name: [rng.standard_normal((new, heads, dim)).astype(np.float32) for _ in range(3)] for name, new in step.items()}
-        told = {name: [np.concatenate([*([told[name][i]] if name in told else []), part]) for i, part in enumerate(parts)]
-                for name, parts in fresh.items()}
+        fresh = {
+            name: [rng.standard_normal((new, heads, dim)).astype(np.float32) for _ in range(3)]
+            for name, new in step.items()
+        }
+        told = {
+            name: [
+                np.concatenate([*([told[name][i]] if name in told else []), part])
+                for i, part in enumerate(parts)
+            ]
+            for name, parts in fresh.items()
+        }
         longest = max(step.values())
 
         def laid(i, fresh=fresh, longest=longest):
             parts = [part[i] for part in fresh.values()]
             if form == "thd":
                 return np.concatenate(parts)
-            whole = np.stack([np.concatenate([part, np.full((longest - len(part), heads, dim), np.nan, np.float32)]) for part in parts])
+            whole = np.stack(
+                [
+                    np.concatenate([part, np.full((longest - len(part), heads, dim), np.nan, np.float32)])
+                    for part in parts
+                ]
+            )
             return whole if form == "bshd" else whole.swapaxes(0, 1)
 
         with fk.no_grad():
             o = host(layer(*(laid(i) for i in range(3)), inference_params=params)).astype(float)
         ends = np.cumsum(list(step.values()))
-        rows = np.split(o, ends[:-1]) if form == "thd" else [r[:new] for r, new in zip(o if form == "bshd" else o.swapaxes(0, 1),
-                                                                                      step.values(), strict=True)]
+        rows = (
+            np.split(o, ends[:-1])
+            if form == "thd"
+            else [
+                r[:new]
+                for r, new in zip(o if form == "bshd" else o.swapaxes(0, 1), step.values(), strict=True)
+            ]
+        )
         for name, got in zip(step, rows, strict=True):
             q, k, v = (part.astype(float) for part in told[name])
             scores = np.einsum("shd,thd->hst", q, k) / np.sqrt(dim)
             weights = np.tril(np.exp(scores))
-            want = np.einsum("hst,thd->shd", weights / weights.sum(-1, keepdims=True), v)[-step[name]:]
+            want = np.einsum("hst,thd->shd", weights / weights.sum(-1, keepdims=True), v)[-step[name] :]
             spread = (dim + most + 24) * 2.0**-23 * (1 + np.abs(scores).max()) * (np.abs(v).max() + 1)
             assert_close(name, got.reshape(want.shape), want, "float32", spread)
         again = attempt(lambda: layer(*(laid(i) for i in range(3)), inference_params=params))

@@ -1,4 +1,5 @@
-"""No public name goes untried: each is used by a property here, or named below with the place that tries it."""
+"""No public name goes untried: each is used by a property here, or named below with the place that tries
+it."""
 
 from __future__ import annotations
 
@@ -12,14 +13,33 @@ import fp8kit as fk
 from fp8kit import arrays, autograd, formats, nn, optim, recipe, serialization, testing
 from tests.properties.calls import CALLS
 
-ROOMS = {"": fk, "arrays": arrays, "autograd": autograd, "formats": formats, "nn": nn, "optim": optim, "recipe": recipe,
-         "serialization": serialization, "testing": testing}
-WITH_METHODS = {"Tensor", "Float8Tensor", "ArrayView", "nn.Module", "optim.Optimizer", "optim.GradScaler", "serialization.Bundle"}
+ROOMS = {
+    "": fk,
+    "arrays": arrays,
+    "autograd": autograd,
+    "formats": formats,
+    "nn": nn,
+    "optim": optim,
+    "recipe": recipe,
+    "serialization": serialization,
+    "testing": testing,
+}
+WITH_METHODS = {
+    "Tensor",
+    "Float8Tensor",
+    "ArrayView",
+    "nn.Module",
+    "optim.Optimizer",
+    "optim.GradScaler",
+    "serialization.Bundle",
+}
 
 ELSEWHERE = {
     "arrays.register_device": "changes the process for good; tests/autograd/test_policy.py",
     "ArrayView.with_strides": "any address by design: the caller answers for its bounds",
-    "arrays.DeviceProvider": "a protocol", "serialization.Stateful": "a protocol", "serialization.Part": "a protocol",
+    "arrays.DeviceProvider": "a protocol",
+    "serialization.Stateful": "a protocol",
+    "serialization.Part": "a protocol",
     "recipe.FormatLimits": "a tuple of two numbers; tests/formats/test_recipe.py",
     "recipe.Recipe": "an abstract base; its subclasses are tried",
     "autograd.Context": "a bag of attributes that Function hands over; tests/autograd/test_ops.py",
@@ -28,21 +48,29 @@ ELSEWHERE = {
     "nn.Module.arrays_used": "takes nothing; tests/cuda/test_graphs.py",
     "graph": "takes a function, and runs it on CUDA; tests/cuda/test_graphs.py",
     "DType": "compared by identity; the instances of the table are the only ones",
-    "testing.check_implementation": "a checker; tests/plugins/test_check.py", "testing.ContractReport": "what it returns",
+    "testing.check_implementation": "a checker; tests/plugins/test_check.py",
+    "testing.ContractReport": "what it returns",
     "testing.attention_oracle": "an oracle itself; tests/nn/test_attention_op.py",
     "testing.check_grads": "a checker; tests/autograd/test_ops.py",
     "testing.relative_error": "a checker; tests/models/test_gpt.py",
-    **{f"nn.Module.{name}": "walks the tree; tests/nn/test_module.py" for name in (
-        "buffers", "children", "eval", "forget", "named_buffers", "named_modules", "zero_grad")},
-    **{f"{name}.check_state_dict": "what load_state_dict calls first" for name in (
-        "nn.Module", "optim.Optimizer", "optim.GradScaler", "serialization.Bundle")},
-    "nn.Module.check_extra_state": "what load_state_dict calls first", "nn.Module.extra_state": "a part of state_dict",
+    **{
+        f"nn.Module.{name}": "walks the tree; tests/nn/test_module.py"
+        for name in ("buffers", "children", "eval", "forget", "named_buffers", "named_modules", "zero_grad")
+    },
+    **{
+        f"{name}.check_state_dict": "what load_state_dict calls first"
+        for name in ("nn.Module", "optim.Optimizer", "optim.GradScaler", "serialization.Bundle")
+    },
+    "nn.Module.check_extra_state": "what load_state_dict calls first",
+    "nn.Module.extra_state": "a part of state_dict",
     "optim.Optimizer.taking": "the first half of step; tests/nn/test_sgd_scaler.py",
     "optim.Optimizer.make_step": "the second half of step; tests/nn/test_sgd_scaler.py",
     "optim.Optimizer.gradient": "what every step asks of each parameter; tests/nn/test_refusals.py",
-    "optim.Optimizer.nest": "the other half of flat, for subclasses", "optim.Optimizer.zero_grad": "sets None; tests/nn/test_optim.py",
+    "optim.Optimizer.nest": "the other half of flat, for subclasses",
+    "optim.Optimizer.zero_grad": "sets None; tests/nn/test_optim.py",
     "serialization.mapping": "a check; every load_state_dict above calls it",
-    "Tensor.accumulate": "what the tape calls on a leaf", "Tensor.edge": "where the tape finds a leaf",
+    "Tensor.accumulate": "what the tape calls on a leaf",
+    "Tensor.edge": "where the tape finds a leaf",
     "autograd.is_grad_enabled": "reads a flag; tests/autograd/test_tape.py",
 }
 
@@ -69,15 +97,23 @@ def public():
                         yield f"{whole}.{method}"
 
 
-WORDS = " ".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
+WORDS = " ".join(
+    path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)
+)
 NAMES = sorted(set(public()))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_is_tried(name):
     last = name.rpartition(".")[2]
-    tried = name in CALLS or any(call.startswith(f"{name}.") for call in CALLS) or re.search(rf"[.\s(\[]{re.escape(last)}\b", WORDS)
-    assert tried or name in ELSEWHERE, f"no property uses {name}: write one, or say in ELSEWHERE what tries it"
+    tried = (
+        name in CALLS
+        or any(call.startswith(f"{name}.") for call in CALLS)
+        or re.search(rf"[.\s(\[]{re.escape(last)}\b", WORDS)
+    )
+    assert tried or name in ELSEWHERE, (
+        f"no property uses {name}: write one, or say in ELSEWHERE what tries it"
+    )
 
 
 def test_what_is_listed_exists():

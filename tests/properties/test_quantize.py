@@ -1,4 +1,5 @@
-"""FP8 arrays against the codec and NumPy's float64, for any format, scaling, rounding, scale, shape and memory."""
+"""FP8 arrays against the codec and NumPy's float64, for any format, scaling, rounding, scale, shape and
+memory."""
 
 from __future__ import annotations
 
@@ -11,9 +12,26 @@ from fp8kit import codec, formats
 from fp8kit.backends.reference.philox import words
 from fp8kit.errors import FormatError, Fp8kitError, ShapeError
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
-from tests.properties.draws import FLOATS, OTHERS, attempt, examples, host, seeds, shapes, thing, things, values
+from tests.properties.draws import (
+    FLOATS,
+    OTHERS,
+    attempt,
+    examples,
+    host,
+    seeds,
+    shapes,
+    thing,
+    things,
+    values,
+)
 
-TILES = {"tensor": (0, 0), "row": (1, 0), "block_1x128": (1, 128), "block_128x128": (128, 128), "mx_1x32": (1, 32)}
+TILES = {
+    "tensor": (0, 0),
+    "row": (1, 0),
+    "block_1x128": (1, 128),
+    "block_128x128": (128, 128),
+    "mx_1x32": (1, 32),
+}
 SCALINGS = [*TILES, "column"]
 NAMED = [fk.E4M3, fk.E5M2, fk.E8M0, fk.E2M1]
 
@@ -23,14 +41,23 @@ def any_format(draw):
     """A format, or None where there is none of these bits."""
     limits = (("exponent_bits", 0, 8), ("mantissa_bits", -1, 7), ("bias", -1, 130))
     given = {name: draw(st.integers(low, high)) for name, low, high in limits}
-    given |= {"special": draw(st.sampled_from(["ieee", "fn", "none"])), "signed": draw(st.booleans()), "zero": draw(st.booleans())}
+    given |= {
+        "special": draw(st.sampled_from(["ieee", "fn", "none"])),
+        "signed": draw(st.booleans()),
+        "zero": draw(st.booleans()),
+    }
     made = attempt(lambda: fk.Format("drawn", **given))
     return None if isinstance(made, Fp8kitError) else made
 
 
 def rows_of(x):
-    return x.reshape(-1, x.shape[-1]) if x.ndim and x.shape[-1] else x.reshape(int(np.prod(x.shape[:-1], dtype=int)), 0) if x.ndim \
+    return (
+        x.reshape(-1, x.shape[-1])
+        if x.ndim and x.shape[-1]
+        else x.reshape(int(np.prod(x.shape[:-1], dtype=int)), 0)
+        if x.ndim
         else x.reshape(1, 1)
+    )
 
 
 def drawn(seed, offset, shape):
@@ -55,7 +82,11 @@ def test_formats_are_what_their_fields_say(fmt):
         return
     codes = np.arange(256, dtype=np.uint8)
     table = codec.decode(codes, fmt)
-    assert np.nanmax(np.where(np.isinf(table), np.nan, table)) == fmt.max == codec.decode(np.uint8(fmt.max_code), fmt)
+    assert (
+        np.nanmax(np.where(np.isinf(table), np.nan, table))
+        == fmt.max
+        == codec.decode(np.uint8(fmt.max_code), fmt)
+    )
     positive = table[(table > 0) & np.isfinite(table)]
     assert positive.min() == fmt.smallest_subnormal or fmt.mantissa_bits == 0
     known = [c for c in range(1 << fmt.bits) if not np.isnan(table[c])]
@@ -64,14 +95,25 @@ def test_formats_are_what_their_fields_say(fmt):
 
 
 @examples(250)
-@given(things([*FLOATS, *OTHERS], wild=True), st.sampled_from(NAMED) | any_format(), st.sampled_from(SCALINGS), st.booleans(),
-       st.booleans(), st.sampled_from([None, 1.0, 0.37, 300.0, "grid", "wrong"]), seeds)
+@given(
+    things([*FLOATS, *OTHERS], wild=True),
+    st.sampled_from(NAMED) | any_format(),
+    st.sampled_from(SCALINGS),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1.0, 0.37, 300.0, "grid", "wrong"]),
+    seeds,
+)
 def test_quantize_is_the_codec(x, fmt, scaling, stochastic, saturate, scale, seed):
     if fmt is None:
         return
     matrix = rows_of(x.values)
     tile = tuple(t or max(n, 1) for t, n in zip(TILES.get(scaling, (0, 0)), matrix.shape, strict=True))
-    grid = (1,) if scaling == "tensor" else tuple(max(1, -(-n // t)) for n, t in zip(matrix.shape, tile, strict=True))
+    grid = (
+        (1,)
+        if scaling == "tensor"
+        else tuple(max(1, -(-n // t)) for n, t in zip(matrix.shape, tile, strict=True))
+    )
     if scale == "grid":
         scale = np.random.default_rng(seed).uniform(0.1, 9, grid).astype(np.float32)
     elif scale == "wrong":
@@ -95,14 +137,22 @@ def test_quantize_is_the_codec(x, fmt, scaling, stochastic, saturate, scale, see
             for i in np.ndindex(amax.shape):
                 part = finite[tuple(slice(a * t, (a + 1) * t) for a, t in zip(i, tile, strict=True))]
                 amax[i] = part.max(initial=0)
-            limit = min(formats.dtype(x.values.dtype).max, 3.4028234663852886e38) if scaling.startswith("block") else 3.4028234663852886e38
+            limit = (
+                min(formats.dtype(x.values.dtype).max, 3.4028234663852886e38)
+                if scaling.startswith("block")
+                else 3.4028234663852886e38
+            )
             usable = np.isfinite(amax) & (amax > 0)
-            scales = np.where(usable, np.float32(fmt.max) / np.where(usable, amax, 1), np.float32(1)).astype(np.float32)
+            scales = np.where(usable, np.float32(fmt.max) / np.where(usable, amax, 1), np.float32(1)).astype(
+                np.float32
+            )
             scales = np.where(np.isinf(scales), np.float32(limit), scales)
             if scaling not in ("tensor", "row"):
                 scales = (scales.view(np.uint32) & 0xFF800000).view(np.float32)
         else:
-            scales = np.broadcast_to(np.asarray(scale, np.float32).reshape(grid if np.size(scale) != 1 else (1,)), grid)
+            scales = np.broadcast_to(
+                np.asarray(scale, np.float32).reshape(grid if np.size(scale) != 1 else (1,)), grid
+            )
         scaled = narrow * spread(scales, matrix.shape, scaling).astype(np.float32)
         if x.values.dtype == np.float64 and scale is not None:
             scaled = matrix.astype(np.float32) * spread(scales, matrix.shape, scaling)
@@ -112,8 +162,12 @@ def test_quantize_is_the_codec(x, fmt, scaling, stochastic, saturate, scale, see
         inverse = np.float32(1) / scales.astype(np.float32)
         np.testing.assert_array_equal(host(q.scale_inv).reshape(-1), inverse.reshape(-1))
         for dtype in ("float32", "bfloat16", "float16"):
-            wide = (codec.decode(want, fmt).astype(np.float32) * spread(inverse, matrix.shape, scaling)).astype(formats.dtype(dtype).numpy)
-            np.testing.assert_array_equal(rows_of(host(q.dequantize(dtype))).astype(float), wide.astype(float))
+            wide = (
+                codec.decode(want, fmt).astype(np.float32) * spread(inverse, matrix.shape, scaling)
+            ).astype(formats.dtype(dtype).numpy)
+            np.testing.assert_array_equal(
+                rows_of(host(q.dequantize(dtype))).astype(float), wide.astype(float)
+            )
     assert (q.shape, q.ndim, q.size) == (x.values.shape, x.values.ndim, x.values.size)
     assert (str(q.device), q.scaling, q.format) == ("cpu", scaling, fmt)
     again = fk.Float8Tensor(q.data, q.scale_inv, fmt, scaling)
@@ -135,7 +189,9 @@ def test_parts_and_shapes(shape, scaling, seed, data):
         stepped = isinstance(index, slice) and index.step not in (None, 1)
         assert stepped or scaling not in ("tensor", "row") or not shape[0]
     else:
-        assert_same_bits("part", host(part.dequantize()), np.ascontiguousarray(whole[index]).reshape(whole[index].shape))
+        assert_same_bits(
+            "part", host(part.dequantize()), np.ascontiguousarray(whole[index]).reshape(whole[index].shape)
+        )
     target = data.draw(shapes(1, 3) | st.just((-1,)) | st.just((-1, shape[-1])))
     turned = attempt(lambda: q.reshape(*target))
     if not isinstance(turned, Fp8kitError):
@@ -150,9 +206,16 @@ def test_parts_and_shapes(shape, scaling, seed, data):
 
 
 @examples(200)
-@given(st.tuples(*[st.sampled_from([0, 1, 2, 15, 16, 33, 128, 130])] * 3), st.sampled_from(list(TILES)), st.sampled_from(list(TILES)),
-       st.tuples(*[st.sampled_from([fk.E4M3, fk.E5M2, fk.E2M1])] * 2), st.sampled_from([None, "float32", "bfloat16", "float16", "int8"]),
-       st.booleans(), st.booleans(), seeds)
+@given(
+    st.tuples(*[st.sampled_from([0, 1, 2, 15, 16, 33, 128, 130])] * 3),
+    st.sampled_from(list(TILES)),
+    st.sampled_from(list(TILES)),
+    st.tuples(*[st.sampled_from([fk.E4M3, fk.E5M2, fk.E2M1])] * 2),
+    st.sampled_from([None, "float32", "bfloat16", "float16", "int8"]),
+    st.booleans(),
+    st.booleans(),
+    seeds,
+)
 def test_products(mnk, left, right, fmts, dtype, turned, ragged, seed):
     m, n, k = mnk
     a = fk.quantize(values((k, m) if turned else (m, k), np.dtype(np.float32), seed), fmts[0], scaling=left)
@@ -161,18 +224,31 @@ def test_products(mnk, left, right, fmts, dtype, turned, ragged, seed):
     out = attempt(lambda: a.matmul(b, dtype))
     if isinstance(out, Fp8kitError):
         rows = "row" in (left, right)
-        assert ragged or dtype == "int8" or fk.E2M1 in fmts or fmts == (fk.E5M2, fk.E5M2) or left != right or (rows and turned)
+        assert (
+            ragged
+            or dtype == "int8"
+            or fk.E2M1 in fmts
+            or fmts == (fk.E5M2, fk.E5M2)
+            or left != right
+            or (rows and turned)
+        )
         return
     wide = [host(t.dequantize()).astype(float) for t in (a, b)]
     slack = sum_slack(np.abs(wide[0]) @ np.abs(wide[1]), k + 8)
     with np.errstate(over="ignore"):
         want = wide[0] @ wide[1]
-        want = np.where(np.abs(want) > formats.dtype(dtype or "float32").max, np.copysign(np.inf, want), want)  # what float16 does not hold
+        # what float16 does not hold
+        want = np.where(np.abs(want) > formats.dtype(dtype or "float32").max, np.copysign(np.inf, want), want)
         assert_close("product", host(out), want, dtype or "float32", slack)
 
 
 @examples(60)
-@given(things(OTHERS, 0, 3), things([np.dtype(np.float32), np.dtype(np.float64)], 0, 2), st.sampled_from(NAMED), st.sampled_from(SCALINGS))
+@given(
+    things(OTHERS, 0, 3),
+    things([np.dtype(np.float32), np.dtype(np.float64)], 0, 2),
+    st.sampled_from(NAMED),
+    st.sampled_from(SCALINGS),
+)
 def test_codes_from_anywhere(data, scale_inv, fmt, scaling):
     made = attempt(lambda: fk.Float8Tensor(data.thing, scale_inv.thing, fmt, scaling), data, scale_inv)
     if isinstance(made, Fp8kitError):
@@ -182,7 +258,9 @@ def test_codes_from_anywhere(data, scale_inv, fmt, scaling):
     assert scale_inv.values.dtype == np.float32
     matrix = rows_of(data.values.view(np.uint8))
     with np.errstate(all="ignore"):
-        want = codec.decode(matrix, fmt).astype(np.float32) * spread(scale_inv.values.reshape(-1), matrix.shape, scaling)
+        want = codec.decode(matrix, fmt).astype(np.float32) * spread(
+            scale_inv.values.reshape(-1), matrix.shape, scaling
+        )
         np.testing.assert_array_equal(rows_of(host(made.dequantize())), want)
 
 
@@ -191,5 +269,9 @@ def test_codes_from_anywhere(data, scale_inv, fmt, scaling):
 def test_the_codec_refuses_what_it_cannot_read(x, fmt):
     codes = codec.encode(x.values, fmt)
     assert codes.shape == x.values.shape
-    assert isinstance(attempt(lambda: codec.encode(thing(x.values, "plain").thing.astype(complex), fmt)), Fp8kitError)
-    assert isinstance(attempt(lambda: codec.encode(x.values, fmt, "stochastic", words=np.zeros(3, np.int8))), Fp8kitError)
+    assert isinstance(
+        attempt(lambda: codec.encode(thing(x.values, "plain").thing.astype(complex), fmt)), Fp8kitError
+    )
+    assert isinstance(
+        attempt(lambda: codec.encode(x.values, fmt, "stochastic", words=np.zeros(3, np.int8))), Fp8kitError
+    )

@@ -1,4 +1,5 @@
-"""Optimisers, clipping, loss scaling and delayed scaling against float64, for any shapes and numbers; random state from many threads."""
+"""Optimisers, clipping, loss scaling and delayed scaling against float64, for any shapes and numbers; random
+state from many threads."""
 
 from __future__ import annotations
 
@@ -37,15 +38,29 @@ def on_device(lr, held):
 
 
 @examples(80)
-@given(st.lists(shapes(0, 2), min_size=1, max_size=3), st.sampled_from(HIGH), st.lists(rates, min_size=1, max_size=4), st.booleans(),
-       st.sampled_from([0.0, 0.9, 0.999]), st.sampled_from([0.0, 0.5]), st.sampled_from(["adamw", "sgd", "nesterov", "plain"]), seeds)
+@given(
+    st.lists(shapes(0, 2), min_size=1, max_size=3),
+    st.sampled_from(HIGH),
+    st.lists(rates, min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from([0.0, 0.9, 0.999]),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from(["adamw", "sgd", "nesterov", "plain"]),
+    seeds,
+)
 def test_steps(sizes, dtype, lrs, held, beta, decay, kind, seed):
     params = [leaf(s, dtype, seed + 10 * i) for i, s in enumerate(sizes)]
     rate = np.zeros(1, np.float32) if held else None
     make = {
-        "adamw": lambda: optim.AdamW(params, on_device(lrs[0], rate), betas=(beta, 0.99), eps=1e-3, weight_decay=decay),
-        "sgd": lambda: optim.SGD(params, on_device(lrs[0], rate), momentum=beta, dampening=0.25, weight_decay=decay),
-        "nesterov": lambda: optim.SGD(params, on_device(lrs[0], rate), momentum=beta, nesterov=True, weight_decay=decay),
+        "adamw": lambda: optim.AdamW(
+            params, on_device(lrs[0], rate), betas=(beta, 0.99), eps=1e-3, weight_decay=decay
+        ),
+        "sgd": lambda: optim.SGD(
+            params, on_device(lrs[0], rate), momentum=beta, dampening=0.25, weight_decay=decay
+        ),
+        "nesterov": lambda: optim.SGD(
+            params, on_device(lrs[0], rate), momentum=beta, nesterov=True, weight_decay=decay
+        ),
         "plain": lambda: optim.SGD(params, on_device(lrs[0], rate), weight_decay=decay),
     }
     opt = attempt(make[kind])
@@ -107,7 +122,9 @@ def test_clipping(grads, most, seed):
     assert_close("norm", norm, want, "float32", (count + 16) * 2.0**-24 * want)
     factor = min(1.0, most / (want + 1e-6))
     for p, x, (g, _) in zip(params, wide, held, strict=True):
-        assert_close("grad", host(p.grad), x * factor, g.values.dtype, (count + 16) * 2.0**-24 * np.abs(x) * factor)
+        assert_close(
+            "grad", host(p.grad), x * factor, g.values.dtype, (count + 16) * 2.0**-24 * np.abs(x) * factor
+        )
 
 
 @examples(80)
@@ -120,12 +137,19 @@ def test_schedule(step, lr, warmup, total, least):
         assert got == pytest.approx(lr * (step + 1) / warmup)
     else:
         at = min((step - warmup) / (total - warmup), 1.0) if total > warmup else 1.0
-        assert got == pytest.approx(least + (lr - least) * 0.5 * (1 + math.cos(math.pi * at)) if step < total else least)
+        assert got == pytest.approx(
+            least + (lr - least) * 0.5 * (1 + math.cos(math.pi * at)) if step < total else least
+        )
 
 
 @examples(60)
-@given(st.lists(st.sampled_from(["good", "inf", "nan", "none"]), min_size=1, max_size=8), st.sampled_from([1.0, 2.0**10]),
-       st.integers(1, 3), st.sampled_from([F32, np.dtype(np.float16)]), st.booleans())
+@given(
+    st.lists(st.sampled_from(["good", "inf", "nan", "none"]), min_size=1, max_size=8),
+    st.sampled_from([1.0, 2.0**10]),
+    st.integers(1, 3),
+    st.sampled_from([F32, np.dtype(np.float16)]),
+    st.booleans(),
+)
 def test_loss_scaling(steps, first, interval, dtype, unscale):
     p = fk.tensor(np.zeros(3, np.float32), requires_grad=True, dtype=dtype)
     opt, scaler = optim.SGD([p], lr=1.0), optim.GradScaler(first, growth_interval=interval)
@@ -134,7 +158,11 @@ def test_loss_scaling(steps, first, interval, dtype, unscale):
         p.grad = None
         if what != "none":
             scaler.scale(fk.tensor(np.ones(1, np.float32)))
-            host_grad = np.full(3, scale, np.float64) if what == "good" else np.array([1, {"inf": np.inf, "nan": np.nan}[what], 0])
+            host_grad = (
+                np.full(3, scale, np.float64)
+                if what == "good"
+                else np.array([1, {"inf": np.inf, "nan": np.nan}[what], 0])
+            )
             p.grad = arrays.as_view(host_grad.astype(dtype))
         if unscale:
             refused = attempt(lambda: scaler.unscale_(opt))
@@ -153,17 +181,31 @@ def test_loss_scaling(steps, first, interval, dtype, unscale):
 
 
 @examples(100)
-@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(["max", "most_recent"]), st.integers(0, 18), st.sampled_from([448.0, 57344.0]),
-       seeds, st.booleans())
+@given(
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.sampled_from(["max", "most_recent"]),
+    st.integers(0, 18),
+    st.sampled_from([448.0, 57344.0]),
+    seeds,
+    st.booleans(),
+)
 def test_delayed_scaling(length, slots, algo, margin, most, seed, callables):
     rng = np.random.default_rng(seed)
     special = np.array([0.0, np.inf, np.nan, 1e-45, 3e38], np.float32)
     history = np.abs(values((length, slots), F32, seed))
-    history = np.where(rng.random(history.shape) < 0.3, rng.choice(special, history.shape), history).astype(np.float32)
+    history = np.where(rng.random(history.shape) < 0.3, rng.choice(special, history.shape), history).astype(
+        np.float32
+    )
     scale = np.abs(values((slots,), F32, seed + 1)) + np.float32(0.5)
     state = ScalingState.of([arrays.as_view(x) for x in (scale, 1 / scale, history)], CPU)
-    how = recipe.DelayedScaling(margin, amax_history_len=length, amax_compute_algo=(
-        (lambda h: np.fmax.reduce(h, 0) if algo == "max" else h[0]) if callables else algo))
+    how = recipe.DelayedScaling(
+        margin,
+        amax_history_len=length,
+        amax_compute_algo=(
+            (lambda h: np.fmax.reduce(h, 0) if algo == "max" else h[0]) if callables else algo
+        ),
+    )
     update(how, [state], most)
     want_scale, want_history = scale.copy(), history.copy()
     for i in range(slots):
@@ -172,22 +214,31 @@ def test_delayed_scaling(length, slots, algo, margin, most, seed, callables):
         amax = np.fmax.reduce(history[:, i]) if algo == "max" else history[0, i]
         if np.isfinite(amax) and amax > 0:
             with np.errstate(over="ignore"):
-                want_scale[i] = np.clip(np.float32(most * 2.0**-margin) / amax, np.float32(2.0**-126), np.finfo(np.float32).max)
+                want_scale[i] = np.clip(
+                    np.float32(most * 2.0**-margin) / amax, np.float32(2.0**-126), np.finfo(np.float32).max
+                )
         want_history[:, i] = np.roll(history[:, i], -1)
         if length > 1:
             want_history[-1, i] = history[0, i]
         want_history[0, i] = 0
     got = {field: host(state.views[field]) for field in FIELDS}
     np.testing.assert_array_equal(got["scale"], want_scale)
-    np.testing.assert_array_equal(got["scale_inv"], np.where(history[0] == 0, 1 / scale, np.float32(1) / want_scale))
+    np.testing.assert_array_equal(
+        got["scale_inv"], np.where(history[0] == 0, 1 / scale, np.float32(1) / want_scale)
+    )
     np.testing.assert_array_equal(got["amax_history"], want_history)
 
 
 @examples(60)
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=9, max_size=9), st.sampled_from([-3, -2, -1, 1, 2, 3]), st.integers(1, 3),
-       st.sampled_from(["int64", "int64", "int32", "float32", "uint8"]))
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=9, max_size=9),
+    st.sampled_from([-3, -2, -1, 1, 2, 3]),
+    st.integers(1, 3),
+    st.sampled_from(["int64", "int64", "int32", "float32", "uint8"]),
+)
 def test_a_source_gives_the_pairs_or_is_refused(numbers, step, count, dtype):
-    """What ``draw_from``'s source gives is drawn, whatever its layout, and stays what it was; anything but int64 (2,) is refused."""
+    """What ``draw_from``'s source gives is drawn, whatever its layout, and stays what it was; anything but
+    int64 (2,) is refused."""
     pair = np.array(numbers, np.int64).astype(dtype)[::step][:count]
     wanted = pair.tolist()
     with fk.draw_from(lambda device: pair):
@@ -201,7 +252,8 @@ def test_a_source_gives_the_pairs_or_is_refused(numbers, step, count, dtype):
 
 
 def test_threads_draw_different_numbers():
-    """Many threads at once: every offset is handed out once, and none is lost; a recomputation draws its own on its own thread."""
+    """Many threads at once: every offset is handed out once, and none is lost; a recomputation draws its own
+    on its own thread."""
     from fp8kit.nn import random
 
     nn.manual_seed(5)

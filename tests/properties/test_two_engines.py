@@ -1,4 +1,5 @@
-"""The same random call on the CPU and on a GPU: both give the same numbers, within their rounding, or both refuse it."""
+"""The same random call on the CPU and on a GPU: both give the same numbers, within their rounding, or both
+refuse it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ F32 = np.dtype(np.float32)
 
 
 def both(call):
-    """What ``call(device)`` gives on each device: two results, or two refusals of the same kind and words (None)."""
+    """What ``call(device)`` gives on each device: two results, or two refusals of the same kind and words
+    (None)."""
     found = []
     for device in DEVICES:
         try:
@@ -36,15 +38,23 @@ def both(call):
 
 
 def alike(what, found, magnitude, terms, roundings=1):
-    """Two sums of ``terms`` products, rounded to their dtype so many times: each within its rounding of the other."""
+    """Two sums of ``terms`` products, rounded to their dtype so many times: each within its rounding of the
+    other."""
     cpu, gpu = (host(each) for each in found)
     slack = 2 * ((terms + 12) * 2.0**-24 + roundings * epsilon(cpu.dtype)) * magnitude
     assert_close(what, gpu.astype(np.float64), cpu.astype(np.float64), "float64", slack)
 
 
 @examples(100)
-@given(shapes(0, 3), st.sampled_from(FLOATS), st.sampled_from([fk.E4M3, fk.E5M2, fk.E2M1]), st.booleans(), seeds, st.booleans(),
-       st.sampled_from(["tensor", "row", "block_1x128", "block_128x128", "mx_1x32"]))
+@given(
+    shapes(0, 3),
+    st.sampled_from(FLOATS),
+    st.sampled_from([fk.E4M3, fk.E5M2, fk.E2M1]),
+    st.booleans(),
+    seeds,
+    st.booleans(),
+    st.sampled_from(["tensor", "row", "block_1x128", "block_128x128", "mx_1x32"]),
+)
 def test_casts(shape, dtype, fmt, saturate, seed, stochastic, scaling):
     x = values(shape, dtype, seed, wild=True)
     rng = {"rounding": "stochastic", "rng": (seed, 3)} if stochastic else {}
@@ -61,7 +71,8 @@ def test_casts(shape, dtype, fmt, saturate, seed, stochastic, scaling):
 
 
 def one_nan(a):
-    """The array with one bit pattern for NaN: a GPU's arithmetic gives 0x7fffffff, a CPU's keeps the operand's sign and payload."""
+    """The array with one bit pattern for NaN: a GPU's arithmetic gives 0x7fffffff, a CPU's keeps the
+    operand's sign and payload."""
     return a if a.dtype.itemsize == 1 else np.where(np.isnan(a), a.dtype.type(np.nan), a)
 
 
@@ -75,8 +86,15 @@ LAYERS = {
 
 
 @examples(100)
-@given(st.sampled_from(list(LAYERS)), shapes(0, 3), st.sampled_from([1, 8, 16, 33]), st.sampled_from(HIGH), st.sampled_from(HIGH), seeds,
-       st.booleans())
+@given(
+    st.sampled_from(list(LAYERS)),
+    shapes(0, 3),
+    st.sampled_from([1, 8, 16, 33]),
+    st.sampled_from(HIGH),
+    st.sampled_from(HIGH),
+    seeds,
+    st.booleans(),
+)
 def test_layers_in_high_precision(kind, shape, width, dtype, other, seed, fits):
     """With rows of the right width and dtype, or of another."""
     x = values((*shape[:-1], width) if fits and shape else shape, dtype if fits else other, seed) / 8
@@ -98,10 +116,15 @@ def test_layers_in_high_precision(kind, shape, width, dtype, other, seed, fits):
 
 
 @examples(40)
-@given(st.sampled_from([recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()]), st.sampled_from([1, 3, 16, 40]),
-       st.sampled_from([5, 16, 48]), seeds)
+@given(
+    st.sampled_from([recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()]),
+    st.sampled_from([1, 3, 16, 40]),
+    st.sampled_from([5, 16, 48]),
+    seeds,
+)
 def test_fp8_products(how, rows, width, seed):
-    """One step in FP8: the casts agree bit for bit, so that only the sums' order and the accumulation's width differ."""
+    """One step in FP8: the casts agree bit for bit, so that only the sums' order and the accumulation's width
+    differ."""
     x = values((rows, width), F32, seed)
 
     def run(device):
@@ -117,8 +140,16 @@ def test_fp8_products(how, rows, width, seed):
 
 
 @examples(60)
-@given(st.integers(1, 3), st.sampled_from([1, 3, 17, 64]), st.sampled_from([1, 2]), st.sampled_from([4, 16, 64]),
-       st.sampled_from(["no_mask", "causal", "padding", "padding_causal"]), st.sampled_from(["sbhd", "bshd"]), st.sampled_from(HIGH), seeds)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 17, 64]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([4, 16, 64]),
+    st.sampled_from(["no_mask", "causal", "padding", "padding_causal"]),
+    st.sampled_from(["sbhd", "bshd"]),
+    st.sampled_from(HIGH),
+    seeds,
+)
 def test_attention(batch, length, heads, dim, mask, form, dtype, seed):
     leading = (length, batch) if form == "sbhd" else (batch, length)
     q, k, v = (values((*leading, heads, dim), F32, seed + i).clip(-2, 2).astype(dtype) for i in range(3))
@@ -139,21 +170,31 @@ def test_attention(batch, length, heads, dim, mask, form, dtype, seed):
 
 
 @examples(60)
-@given(shapes(1, 3), st.sampled_from(HIGH), st.sampled_from(["mean", "none"]), st.sampled_from([0.0, 0.1]), seeds)
+@given(
+    shapes(1, 3), st.sampled_from(HIGH), st.sampled_from(["mean", "none"]), st.sampled_from([0.0, 0.1]), seeds
+)
 def test_losses(shape, dtype, reduction, smoothing, seed):
     x = values(shape, dtype, seed)
     targets = np.random.default_rng(seed).integers(0, max(shape[-1], 1), shape[:-1])
 
     def run(device):
         leaf = fk.tensor(x, requires_grad=True, device=device)
-        loss = nn.cross_entropy(leaf, targets if device == "cpu" else fk.tensor(targets, device=device), reduction, smoothing)
+        loss = nn.cross_entropy(
+            leaf, targets if device == "cpu" else fk.tensor(targets, device=device), reduction, smoothing
+        )
         if reduction == "mean":
             loss.backward()
         return (loss, leaf.grad) if reduction == "mean" else (loss,)
 
     found = both(run)
     for i, (cpu, gpu) in enumerate(zip(*(found or ((), ())), strict=True)):
-        alike(f"array {i}", (cpu, gpu), 4 * (1 + np.abs(x.astype(np.float64)).max(initial=0)), shape[-1] + x.size, 2)
+        alike(
+            f"array {i}",
+            (cpu, gpu),
+            4 * (1 + np.abs(x.astype(np.float64)).max(initial=0)),
+            shape[-1] + x.size,
+            2,
+        )
 
 
 @examples(40)

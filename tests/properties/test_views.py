@@ -12,7 +12,19 @@ from fp8kit import arrays, formats
 from fp8kit.arrays import CPU
 from fp8kit.errors import AutogradError, BackendError, Fp8kitError
 from fp8kit.testing import assert_close, assert_same_bits
-from tests.properties.draws import FLOATS, FOREIGN, HIGH, OTHERS, attempt, examples, host, shapes, thing, things, values
+from tests.properties.draws import (
+    FLOATS,
+    FOREIGN,
+    HIGH,
+    OTHERS,
+    attempt,
+    examples,
+    host,
+    shapes,
+    thing,
+    things,
+    values,
+)
 
 ANY = [*FLOATS, *OTHERS]
 
@@ -24,18 +36,27 @@ def test_a_view_has_the_values(x, data):
     if x.refused:
         assert isinstance(view, Fp8kitError)
         return
-    assert (view.shape, view.dtype.numpy, view.size, view.ndim) == (x.values.shape, x.values.dtype, x.values.size, x.values.ndim)
+    assert (view.shape, view.dtype.numpy, view.size, view.ndim) == (
+        x.values.shape,
+        x.values.dtype,
+        x.values.size,
+        x.values.ndim,
+    )
     assert_same_bits("numpy", view.numpy(), x.values)
     flat = arrays.contiguous(view)
     assert flat.contiguous
     assert_same_bits("contiguous", flat.numpy(), x.values)
     assert_same_bits("to", arrays.to(view, CPU).numpy(), x.values)
     assert_same_bits("to_library", host(arrays.to_library(view, x.thing)), x.values)
-    assert_same_bits("strides", flat.with_strides(flat.shape, arrays.contiguous_strides(flat.shape)).numpy(), x.values)
+    assert_same_bits(
+        "strides", flat.with_strides(flat.shape, arrays.contiguous_strides(flat.shape)).numpy(), x.values
+    )
     if x.values.dtype.name != "bool":
         assert_same_bits("dlpack", arrays.as_view(Dlpack(view)).numpy(), x.values)
     axes = data.draw(st.permutations(range(view.ndim)))
-    assert_same_bits("transpose", view.transpose(*axes).numpy(), np.array(x.values.transpose(axes), order="C"))
+    assert_same_bits(
+        "transpose", view.transpose(*axes).numpy(), np.array(x.values.transpose(axes), order="C")
+    )
     shape = data.draw(shapes(0, 3) | st.just((-1,)) | st.just((x.values.size,)))
     turned = attempt(lambda: view.reshape(*shape), x)
     if isinstance(turned, Fp8kitError):
@@ -65,9 +86,16 @@ class Dlpack:
 @given(st.sampled_from(FOREIGN), shapes(0, 3))
 def test_element_types_that_there_are_none_of_are_refused(dtype, shape):
     x = np.zeros(shape, dtype)
-    for call in (arrays.as_view, fk.tensor, fk.quantize, fk.nn.LayerNorm(4, device="cpu"), fk.nn.Embedding(3, 2, device="cpu"),
-                 lambda y: fk.Float8Tensor(y, np.ones(1, np.float32)), lambda y: fk.nn.cross_entropy(y, np.zeros(1, np.int32)),
-                 lambda y: fk.tensor(np.zeros(shape, np.float32)).copy_(y)):
+    for call in (
+        arrays.as_view,
+        fk.tensor,
+        fk.quantize,
+        fk.nn.LayerNorm(4, device="cpu"),
+        fk.nn.Embedding(3, 2, device="cpu"),
+        lambda y: fk.Float8Tensor(y, np.ones(1, np.float32)),
+        lambda y: fk.nn.cross_entropy(y, np.zeros(1, np.int32)),
+        lambda y: fk.tensor(np.zeros(shape, np.float32)).copy_(y),
+    ):
         with pytest.raises(Fp8kitError):
             call(x)
 
@@ -92,7 +120,12 @@ def test_fresh_arrays(shape, dtype):
 
 
 @examples(150)
-@given(things([*FLOATS, np.dtype(np.int32)]), things([*FLOATS, np.dtype(np.int32)]), st.sampled_from(["copy_", "add_"]), st.booleans())
+@given(
+    things([*FLOATS, np.dtype(np.int32)]),
+    things([*FLOATS, np.dtype(np.int32)]),
+    st.sampled_from(["copy_", "add_"]),
+    st.booleans(),
+)
 def test_changes_in_place(x, y, name, same):
     if same:
         y = thing(values(x.values.shape, x.values.dtype, 5), "transposed")
@@ -105,13 +138,21 @@ def test_changes_in_place(x, y, name, same):
         out = attempt(lambda: getattr(target, name)(y.thing), y)
         if isinstance(out, Fp8kitError):
             assert_same_bits("refused", target.numpy(), held)
-            fits = x.values.shape == y.values.shape and x.values.dtype == y.values.dtype and x.values.dtype in HIGH
+            fits = (
+                x.values.shape == y.values.shape
+                and x.values.dtype == y.values.dtype
+                and x.values.dtype in HIGH
+            )
             assert not (fits and before and not y.refused)
             return
         assert before
         wide = [a.astype(np.float64) for a in (held, y.values)]
-        assert_close(name, target.numpy(), wide[1] if name == "copy_" else wide[0] + wide[1],
-                     target.dtype if target.dtype.floating else "float64")
+        assert_close(
+            name,
+            target.numpy(),
+            wide[1] if name == "copy_" else wide[0] + wide[1],
+            target.dtype if target.dtype.floating else "float64",
+        )
         target.zero_()
         assert not target.numpy().any()
 
@@ -125,7 +166,10 @@ def test_sums_and_their_gradients(x, y, cut):
     if x.refused or y.refused:
         return
     out = attempt(lambda: a + b, x, y)
-    fits = x.values.dtype == y.values.dtype and x.values.shape[max(x.values.ndim - y.values.ndim, 0) :] == y.values.shape
+    fits = (
+        x.values.dtype == y.values.dtype
+        and x.values.shape[max(x.values.ndim - y.values.ndim, 0) :] == y.values.shape
+    )
     if not fits:
         assert isinstance(out, Fp8kitError)
         return
@@ -144,8 +188,11 @@ def test_sums_and_their_gradients(x, y, cut):
 
 
 @examples(80)
-@given(things(FLOATS, layouts=("plain", "frozen", "torch", "view")), st.sampled_from([None, "float32", "bfloat16", "int32", "nonsense"]),
-       st.sampled_from([None, "cpu", "cuda:99", "moon"]))
+@given(
+    things(FLOATS, layouts=("plain", "frozen", "torch", "view")),
+    st.sampled_from([None, "float32", "bfloat16", "int32", "nonsense"]),
+    st.sampled_from([None, "cpu", "cuda:99", "moon"]),
+)
 def test_tensors(x, dtype, device):
     made = attempt(lambda: fk.tensor(x.thing, dtype=dtype, device=device), x)
     if isinstance(made, Fp8kitError):
@@ -172,14 +219,22 @@ def test_read_only_memory_is_never_written():
         assert not x.numpy().flags.writeable
         x.grad = arrays.as_view(np.ones(x.shape, np.float32))
         with fk.no_grad():
-            for write in (x.zero_, lambda x=x: x.copy_(np.zeros(x.shape, np.float32)), lambda x=x: x.add_(np.ones(x.shape, np.float32)),
-                          lambda x=x: arrays.zero_(x.view), lambda x=x: arrays.copy(x.view, x.view), lambda x=x: fk.optim.SGD([x], lr=1.0)):
+            for write in (
+                x.zero_,
+                lambda x=x: x.copy_(np.zeros(x.shape, np.float32)),
+                lambda x=x: x.add_(np.ones(x.shape, np.float32)),
+                lambda x=x: arrays.zero_(x.view),
+                lambda x=x: arrays.copy(x.view, x.view),
+                lambda x=x: fk.optim.SGD([x], lr=1.0),
+            ):
                 with pytest.raises(Fp8kitError, match=r"read-only|may be written"):
                     write()
         own = fk.tensor(np.zeros(x.shape, np.float32), requires_grad=True)
         own.grad = x.view
-        for write in (lambda own=own: fk.optim.clip_grad_norm_([own], 1.0),
-                      lambda own=own: fk.optim.GradScaler().unscale_(fk.optim.SGD([own]))):
+        for write in (
+            lambda own=own: fk.optim.clip_grad_norm_([own], 1.0),
+            lambda own=own: fk.optim.GradScaler().unscale_(fk.optim.SGD([own])),
+        ):
             with pytest.raises(Fp8kitError, match=r"read-only|may be written"):
                 write()
         with pytest.raises(Fp8kitError, match="read-only"):
@@ -196,4 +251,3 @@ def _saved(array):
     path = Path(tempfile.mkdtemp()) / "x"
     fk.save(path, {"x": np.array(array)})
     return path, {"x": array}
-

@@ -1,4 +1,5 @@
-"""The compile step: what the cache's key covers, hits, concurrent writers, and errors that carry the compiler's log."""
+"""The compile step: what the cache's key covers, hits, concurrent writers, and errors that carry the
+compiler's log."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_a_damaged_entry_is_compiled_again(tiny: Path) -> None:
     assert compile_cubin("tiny.cu", ONE, "sm_90a").resources == first.resources
 
 
-def test_the_key_covers_source_header_defines_architecture_options_and_version(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_covers_source_header_defines_architecture_options_and_version(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = [cache_key("tiny.cu", defines, "sm_90a") for defines in (ONE, manifest.defines(N="2"))]
     keys.append(cache_key("tiny.cu", ONE, "sm_89"))
     (tiny / "b.cuh").write_text(HEADER + "\n")
@@ -71,7 +74,10 @@ def test_threads_may_compile_the_same_kernel_at_once(tiny: Path) -> None:
 
 def test_processes_may_compile_the_same_kernel_at_once() -> None:
     code = "from fp8kit.backends.cuda.compile import compile_cubin; print(compile_cubin('scales.cu', (('STATES', '8'),), 'sm_90a').path)"
-    running = [subprocess.Popen([sys.executable, "-c", code], env=os.environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     paths = [process.communicate(timeout=120)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert paths[0] == paths[1]
@@ -79,7 +85,9 @@ def test_processes_may_compile_the_same_kernel_at_once() -> None:
 
 
 def test_an_error_carries_the_whole_log(sources: Path) -> None:
-    (sources / "bad.cu").write_text('// functions: f\nextern "C" __global__ void f() { undeclared_name(); another_one(); }\n')
+    (sources / "bad.cu").write_text(
+        '// functions: f\nextern "C" __global__ void f() { undeclared_name(); another_one(); }\n'
+    )
     with pytest.raises(BackendError, match=r"(?s)bad\.cu.*sm_90a.*undeclared_name.*another_one"):
         compile_cubin("bad.cu", (), "sm_90a")
 
@@ -95,7 +103,9 @@ def test_resources_are_read_from_the_log(sources: Path) -> None:
     spilling = "float a[256]; for (int i = 0; i < 256; ++i) a[i] = x[i * n]; x[0] = a[n]; x[1] = a[n + 1];"
     (sources / "s.cu").write_text(
         '// functions: f, g\nextern "C" __global__ void f(float* x, long long n) { __shared__ float s[32]; s[threadIdx.x] = x[n];'
-        ' __syncthreads(); x[0] = s[n]; }\nextern "C" __global__ void g(float* x, int n) { ' + spilling + " }\n"
+        ' __syncthreads(); x[0] = s[n]; }\nextern "C" __global__ void g(float* x, int n) { '
+        + spilling
+        + " }\n"
     )
     found = parse_resources(kernel_compiler._compile("s.cu", (), "sm_90a")[1])
     assert found["f"].shared == 128
@@ -104,7 +114,10 @@ def test_resources_are_read_from_the_log(sources: Path) -> None:
     assert found["g"].stack >= 1024
 
 
-@pytest.mark.parametrize(("capability", "arch"), [((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")])
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")],
+)
 def test_architectures(capability: tuple[int, int], arch: str) -> None:
     assert arch_of(capability) == arch
 

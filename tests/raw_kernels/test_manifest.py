@@ -21,7 +21,9 @@ def test_variants_are_a_union_of_products(sources: Path) -> None:
 
 
 def test_parameters_are_read_from_the_code(sources: Path) -> None:
-    declared = "const float* x, u8 *q, i64 n, // a remark, with a comma\n f64 p, __grid_constant__ const Table t"
+    declared = (
+        "const float* x, u8 *q, i64 n, // a remark, with a comma\n f64 p, __grid_constant__ const Table t"
+    )
     code = KERNEL.format("__launch_bounds__(128) f", declared)
     (sources / "a.cu").write_text("// functions: f, g\n" + code + KERNEL.format("g", ""))
     found = manifest.source("a.cu")
@@ -48,7 +50,8 @@ def test_headers_are_found_through_headers(sources: Path) -> None:
 )
 def test_contradictions_are_refused(sources: Path, text: str, said: str | None) -> None:
     (sources / "a.cu").write_text(text)
-    if said is None:  # a lone scalar of another type cannot be told from a structure; its size would be refused by the driver
+    # a lone scalar of another type cannot be told from a structure; its size would be refused by the driver
+    if said is None:
         assert manifest.source("a.cu").parameters == {"f": "s"}
         return
     with pytest.raises(ValueError, match=said):
@@ -70,8 +73,12 @@ EARLY = {
 def test_only_what_waits_before_all_else_starts_early(sources: Path, body: str) -> None:
     text = KERNEL.format("g", "T* x, i64 n").replace("{}", body)
     for pointer, early in (("T* x", EARLY[body]), ("const T* __restrict__ x", False)):
-        (sources / "a.cu").write_text("// functions: f, g, h\n" + KERNEL.format("f", "i64 n") + text.replace("T* x", pointer, 1)
-                                      + KERNEL.format("h", "i64 n"))
+        (sources / "a.cu").write_text(
+            "// functions: f, g, h\n"
+            + KERNEL.format("f", "i64 n")
+            + text.replace("T* x", pointer, 1)
+            + KERNEL.format("h", "i64 n")
+        )
         manifest.source.cache_clear()
         assert manifest.source("a.cu").early == ({"g"} if early else set())
 

@@ -1,11 +1,11 @@
 """Every kernel source compiles in every variant, without spilling registers or warning. No GPU is needed.
 
-Every variant is compiled for sm_90a. Each other architecture has variants with every value of every define, and every variant is compiled
-for at least one of them; with FP8KIT_PROPERTIES=1 for all. What is compiled for float16 differs from bfloat16 in conversions alone: it is
-compiled for sm_90a.
+Every variant is compiled for sm_90a. Each other architecture has variants with every value of every define,
+and every variant is compiled for at least one of them; with FP8KIT_PROPERTIES=1 for all. What is compiled for
+float16 differs from bfloat16 in conversions alone: it is compiled for sm_90a.
 
-The cubins are kept in pytest's cache, where a name is the digest of all that went into one (``fp8kit.backends.cuda.compile``): only what
-changed since the last run is compiled again.
+The cubins are kept in pytest's cache, where a name is the digest of all that went into one
+(``fp8kit.backends.cuda.compile``): only what changed since the last run is compiled again.
 """
 
 from __future__ import annotations
@@ -49,17 +49,28 @@ def note_use(path: Path) -> None:
         os.utime(file)
 
 
-LIKE_OTHERS = {("T", "f16"), ("TILES", "e4m3"), ("TILES", "none")}  # what compiles much as another variant does
+# what compiles much as another variant does
+LIKE_OTHERS = {("T", "f16"), ("TILES", "e4m3"), ("TILES", "none")}
 
 
-def covering(variants: Sequence[manifest.Defines], chosen: Sequence[manifest.Defines] = ()) -> list[manifest.Defines]:
-    """``chosen``, and variants until every value of every define occurs: each time the one with the most values that did not occur yet, of
-    equals the one whose values occurred least."""
+def covering(
+    variants: Sequence[manifest.Defines], chosen: Sequence[manifest.Defines] = ()
+) -> list[manifest.Defines]:
+    """``chosen``, and variants until every value of every define occurs: each time the one with the most
+    values that did not occur yet, of equals the one whose values occurred least."""
     chosen = list(chosen)
     missing = {part for variant in variants for part in variant}.difference(*chosen)
     times = collections.Counter(part for variant in chosen for part in variant)
     while missing:
-        chosen.append(max(variants, key=lambda variant: (len(missing.intersection(variant)), -sum(times[part] for part in variant))))
+        chosen.append(
+            max(
+                variants,
+                key=lambda variant: (
+                    len(missing.intersection(variant)),
+                    -sum(times[part] for part in variant),
+                ),
+            )
+        )
         missing.difference_update(chosen[-1])
         times.update(chosen[-1])
     return chosen
@@ -72,7 +83,11 @@ def variants_of(source: manifest.Source) -> dict[str, Sequence[manifest.Defines]
     if FACTOR or rest == [()]:
         return {first: source.variants, second: rest, third: rest}
     some = covering(rest)
-    return {first: source.variants, second: some, third: covering(rest, [variant for variant in rest if variant not in some])}
+    return {
+        first: source.variants,
+        second: some,
+        third: covering(rest, [variant for variant in rest if variant not in some]),
+    }
 
 
 VARIANTS = [
@@ -102,7 +117,8 @@ def test_every_file_is_a_kernel_source_or_a_header() -> None:
 
 @pytest.mark.parametrize("source", manifest.sources(), ids=lambda source: source.name)
 def test_no_value_of_a_define_is_left_out(source: manifest.Source) -> None:
-    """But those of variants that compile much as another does. And no variant for sm_90a, nor any for both others."""
+    """But those of variants that compile much as another does. And no variant for sm_90a, nor any for both
+    others."""
     first, *others = variants_of(source).values()
     assert set(first) == set(source.variants)
     rest = {variant for variant in first if LIKE_OTHERS.isdisjoint(variant)}

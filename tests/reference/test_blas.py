@@ -1,4 +1,5 @@
-"""Matrix products that are cut into parts: values, the number of OpenBLAS's threads, callers that come at once, forked children."""
+"""Matrix products that are cut into parts: values, the number of OpenBLAS's threads, callers that come at
+once, forked children."""
 
 from __future__ import annotations
 
@@ -47,11 +48,15 @@ def operands(m: int, k: int, n: int, turned: bool) -> tuple[np.ndarray, np.ndarr
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
-    ("m", "k", "n"), [(100, 40, 30), (30, 40, 100), (17, 33, 65), (33, 500, 3), (1, 64, 1000), (16, 200, 16), (0, 5, 7)]
+    ("m", "k", "n"),
+    [(100, 40, 30), (30, 40, 100), (17, 33, 65), (33, 500, 3), (1, 64, 1000), (16, 200, 16), (0, 5, 7)],
 )
 def test_values(library: Library, m: int, k: int, n: int, turned: bool) -> None:
     left, right = operands(m, k, n, turned)
-    want, size = left.astype(np.float64) @ right.astype(np.float64), np.abs(left.astype(np.float64)) @ np.abs(right)
+    want, size = (
+        left.astype(np.float64) @ right.astype(np.float64),
+        np.abs(left.astype(np.float64)) @ np.abs(right),
+    )
     made = blas.matmul(left, right)
     assert_close("product", made, want, "float32", sum_slack(size, k))
     out = np.full((m, n), np.nan, np.float32)
@@ -89,8 +94,9 @@ def test_what_openblas_does_in_one_thread_anyway_is_left_alone(library: Library)
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it is changed", "after"])
 @pytest.mark.parametrize("putting_back", [False, True])
-def test_an_interrupt_does_not_leave_openblas_with_one_thread(library: Library, monkeypatch: pytest.MonkeyPatch, late: bool,
-                                                              putting_back: bool) -> None:
+def test_an_interrupt_does_not_leave_openblas_with_one_thread(
+    library: Library, monkeypatch: pytest.MonkeyPatch, late: bool, putting_back: bool
+) -> None:
     real, left = library.set_threads, 1
 
     def interrupted(count: int) -> None:
@@ -232,5 +238,7 @@ def test_after_an_error_nobody_works_on(library: Library, monkeypatch: pytest.Mo
 
 
 def test_numpys_own_library_and_forked_children() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""The same bits from code that was just compiled and from code that Numba took from its cache, whatever the hash seed of the process; and
-nothing is kept where the cache cannot be written."""
+"""The same bits from code that was just compiled and from code that Numba took from its cache, whatever the
+hash seed of the process; and nothing is kept where the cache cannot be written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ def test_norms_have_the_same_bits_from_a_cold_and_a_warm_cache(tmp_path):
     said = []
     for seed in ("1", "2"):
         environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     assert said[0] == said[1]
@@ -53,13 +60,32 @@ assert q.data.tolist() == [[0x38, 0xC0], [0x7E, 0x00]]
 
 @pytest.mark.parametrize("variable", ["FP8KIT_CACHE_DIR", "NUMBA_CACHE_DIR"])
 def test_a_cache_that_cannot_be_written_is_told_of_and_nothing_is_kept(variable, tmp_path):
-    """A file stands where the folder would be; the engine's sources are a copy, so that a stray file would be seen."""
+    """A file stands where the folder would be; the engine's sources are a copy, so that a stray file would be
+    seen."""
     (tmp_path / "file").write_text("")
     shutil.copytree(ROOT / "fp8kit", tmp_path / "fp8kit", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "FP8KIT_CACHE_DIR")}
-    environment |= {variable: str(tmp_path / "file" / "cache"), "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", QUANTISE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NUMBA_CACHE_DIR", "FP8KIT_CACHE_DIR")
+    }
+    environment |= {
+        variable: str(tmp_path / "file" / "cache"),
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", QUANTISE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"the cache folder \S*file/cache\S* cannot be written \(Not a directory\): every process compiles the CPU engine's "
-                        r"functions anew, and keeps nothing; set FP8KIT_CACHE_DIR to a folder that can be written\n", done.stderr)
+    assert re.fullmatch(
+        r"the cache folder \S*file/cache\S* cannot be written \(Not a directory\): every process compiles the CPU engine's "
+        r"functions anew, and keeps nothing; set FP8KIT_CACHE_DIR to a folder that can be written\n",
+        done.stderr,
+    )
     assert not list(tmp_path.rglob("*.nbi")) + list(tmp_path.rglob("__pycache__"))

@@ -18,7 +18,9 @@ def test_contract(case: Case) -> None:
 
 
 def test_every_kernel_has_a_case() -> None:
-    assert {case.kernel for case in cases()} | {k for k in protocol.KERNELS if k.endswith("_workspace")} == set(protocol.KERNELS)
+    assert {case.kernel for case in cases()} | {
+        k for k in protocol.KERNELS if k.endswith("_workspace")
+    } == set(protocol.KERNELS)
 
 
 def test_case_names_are_unique() -> None:
@@ -32,4 +34,6 @@ def test_engine_is_complete() -> None:
 
 @pytest.mark.parametrize("kernel", protocol.KERNELS)
 def test_signature(kernel: str) -> None:
-    assert list(inspect.signature(IMPLEMENTATIONS[kernel]).parameters) == list(protocol.signature(kernel).parameters)
+    assert list(inspect.signature(IMPLEMENTATIONS[kernel]).parameters) == list(
+        protocol.signature(kernel).parameters
+    )

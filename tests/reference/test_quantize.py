@@ -14,9 +14,15 @@ from fp8kit.testing.compare import assert_close, sum_slack
 from fp8kit.testing.contract.quantize import CASES
 
 KERNELS = SimpleNamespace(
-    amax=scales.amax, amax_many=scales.amax_many, scale_from_amax=scales.scale_from_amax, update_delayed_=scales.update_delayed_,
-    quantize=quantize.quantize, dequantize=quantize.dequantize, quantize_transpose=quantize.quantize_transpose,
-    quantize_transpose_workspace=quantize.quantize_transpose_workspace, quantize_transpose_many=quantize.quantize_transpose_many,
+    amax=scales.amax,
+    amax_many=scales.amax_many,
+    scale_from_amax=scales.scale_from_amax,
+    update_delayed_=scales.update_delayed_,
+    quantize=quantize.quantize,
+    dequantize=quantize.dequantize,
+    quantize_transpose=quantize.quantize_transpose,
+    quantize_transpose_workspace=quantize.quantize_transpose_workspace,
+    quantize_transpose_many=quantize.quantize_transpose_many,
 )
 
 
@@ -37,7 +43,11 @@ def test_signature(name):
     [  # Random123's kat_vectors, philox4x32, 10 rounds
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ],
 )
 def test_philox_known_answers(counter, key, words):
@@ -61,7 +71,9 @@ def test_every_bfloat16_and_float16(fmt, saturate):
     for kind in (formats.bfloat16, formats.float16):
         x = np.arange(1 << 16, dtype=np.uint16).view(kind.numpy).reshape(256, 256)
         q = np.empty(x.shape, np.uint8)
-        quantize.quantize(as_view(x), as_view(q), as_view(one), as_view(inverse), None, fmt, x.shape, saturate, None, 0)
+        quantize.quantize(
+            as_view(x), as_view(q), as_view(one), as_view(inverse), None, fmt, x.shape, saturate, None, 0
+        )
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(q, codec.encode(x.astype(np.float32), fmt, "nearest", saturate))
 
@@ -70,14 +82,17 @@ def test_random_float32_bits():
     """Two million random bit patterns: every exponent, subnormals and NaN payloads among them."""
     x = np.random.default_rng(5).integers(0, 2**32, (1024, 2048), np.uint32).view(np.float32)
     q, one, inverse = np.empty(x.shape, np.uint8), np.ones(1, np.float32), np.empty(1, np.float32)
-    quantize.quantize(as_view(x), as_view(q), as_view(one), as_view(inverse), None, E4M3, x.shape, True, None, 0)
+    quantize.quantize(
+        as_view(x), as_view(q), as_view(one), as_view(inverse), None, E4M3, x.shape, True, None, 0
+    )
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(q, codec.encode(x, E4M3))
 
 
 @pytest.mark.parametrize("kind", formats.HIGH_PRECISION, ids=str)
 def test_dequantize_rounds_once(kind):
-    """Every code under scales of every exponent: normal, subnormal, overflowing and NaN results, as NumPy's own casts round them."""
+    """Every code under scales of every exponent: normal, subnormal, overflowing and NaN results, as NumPy's
+    own casts round them."""
     q = np.tile(np.arange(256, dtype=np.uint8), (4096, 1))
     scale_inv = np.random.default_rng(6).integers(0, 0x7F800000, 4096, np.uint32).view(np.float32)
     scale_inv[::2] = np.exp2(np.random.default_rng(7).uniform(-32, 12, 2048))  # about float16's range
@@ -93,12 +108,18 @@ def test_dequantize_rounds_once(kind):
 
 @pytest.mark.parametrize("shape", [(64, 256), (65, 257), (130, 600), (3, 1030), (200, 1)])
 def test_transpose_across_blocks(shape):
-    """Sizes on both sides of the blocks that the cast to both orientations works in, padding and column sums included."""
+    """Sizes on both sides of the blocks that the cast to both orientations works in, padding and column sums
+    included."""
     m, n = shape
     padded = (-(-m // 16) * 16, -(-n // 16) * 16)
     x = np.random.default_rng(8).standard_normal(shape).astype(np.float32)
     q, q_t = np.full(padded, 255, np.uint8), np.full(padded[::-1], 255, np.uint8)
-    scale, inverse, amax, dbias = np.full(1, 3, np.float32), np.empty(1, np.float32), np.zeros(1, np.float32), np.empty(n, np.float32)
+    scale, inverse, amax, dbias = (
+        np.full(1, 3, np.float32),
+        np.empty(1, np.float32),
+        np.zeros(1, np.float32),
+        np.empty(n, np.float32),
+    )
     cast = Cast(E4M3, as_view(q), as_view(q_t), as_view(scale), as_view(inverse), as_view(amax))
     quantize.quantize_transpose(as_view(x), cast, as_view(dbias), None, 0)
     wanted = np.zeros(padded, np.uint8)

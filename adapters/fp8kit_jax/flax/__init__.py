@@ -1,4 +1,5 @@
-"""Flax (linen) modules with Transformer Engine's names, fields, parameter names and FP8 collection. Needs Flax (extra ``flax``)."""
+"""Flax (linen) modules with Transformer Engine's names, fields, parameter names and FP8 collection. Needs
+Flax (extra ``flax``)."""
 
 from fp8kit import errors as _errors
 
@@ -11,7 +12,14 @@ from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
 from fp8kit_jax.flax.transformer import TransformerLayer, TransformerLayerType
 
 __all__ = [
-    "DenseGeneral", "DotProductAttention", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention",
-    "RelativePositionBiases", "TransformerLayer", "TransformerLayerType",
+    "DenseGeneral",
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormDenseGeneral",
+    "LayerNormMLP",
+    "MultiHeadAttention",
+    "RelativePositionBiases",
+    "TransformerLayer",
+    "TransformerLayerType",
     "extend_logical_axis_rules",
-]  # fmt: skip
+]

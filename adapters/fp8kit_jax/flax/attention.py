@@ -1,4 +1,5 @@
-"""``DotProductAttention``, ``MultiHeadAttention`` and ``RelativePositionBiases`` as Flax modules with Transformer Engine's names."""
+"""``DotProductAttention``, ``MultiHeadAttention`` and ``RelativePositionBiases`` as Flax modules with
+Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -24,18 +25,22 @@ from fp8kit_jax.layers import check_join
 
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
 QK_NORMS = {"L2Normalization": "", "RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
-GROUPINGS = {"consecutive": False, "alternate": True}  # whether the pairs of a rotary embedding are neighbours
+# whether the pairs of a rotary embedding are neighbours
+GROUPINGS = {"consecutive": False, "alternate": True}
 
 
 class DotProductAttention(nn.Module):
-    """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d) with
-    ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but ``softmax_offset`` of softmax "learnable".
+    """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
+    with ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but
+    ``softmax_offset`` of softmax "learnable".
 
-    ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for queries and keys. ``mask``, instead:
-    bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out; a causal type and the window hide what they hide besides.
-    ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s, 2, groups, d), value None; "bs3hd": query is (b, s, 3, heads, d), the
-    others None. ``dtype``: what the inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
-    ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of ``common.FIXED`` have one value.
+    ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for
+    queries and keys. ``mask``, instead: bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out; a causal type
+    and the window hide what they hide besides. ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s,
+    2, groups, d), value None; "bs3hd": query is (b, s, 3, heads, d), the others None. ``dtype``: what the
+    inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
+    ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of
+    ``common.FIXED`` have one value.
     """
 
     head_dim: int
@@ -61,8 +66,18 @@ class DotProductAttention(nn.Module):
     score_mod_bprop: Any = None
 
     @nn.compact
-    def __call__(self, query: Any, key: Any = None, value: Any = None, sequence_descriptor: Any = None, bias: Any = None, *,
-                 deterministic: bool = False, mask: Any = None, **fixed: Any) -> Any:
+    def __call__(
+        self,
+        query: Any,
+        key: Any = None,
+        value: Any = None,
+        sequence_descriptor: Any = None,
+        bias: Any = None,
+        *,
+        deterministic: bool = False,
+        mask: Any = None,
+        **fixed: Any,
+    ) -> Any:
         """Attend. Returns h (b, s, heads, d)."""
         check_fixed(self, fixed)
         given = (("query", query), ("key", key), ("value", value))
@@ -75,11 +90,16 @@ class DotProductAttention(nn.Module):
         if rate:
             options |= {"dropout_rate": rate, "dropout_key": self.make_rng(self.dropout_rng_name)}
         if self.softmax_type == "learnable":
-            options["softmax_offset"] = self.param("softmax_offset", nn.initializers.zeros, (self.num_attention_heads,), jnp.float32)
-        return checkpoint_name(functions.dot_product_attention(*layers, **options), self.context_checkpoint_name)
+            options["softmax_offset"] = self.param(
+                "softmax_offset", nn.initializers.zeros, (self.num_attention_heads,), jnp.float32
+            )
+        return checkpoint_name(
+            functions.dot_product_attention(*layers, **options), self.context_checkpoint_name
+        )
 
     def rehearse(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
-        """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for the layers. A mask may be stood for too."""
+        """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for the layers. A
+        mask may be stood for too."""
         check_fixed(self, {})
         if self.dtype is not None:
             layers = [jax.ShapeDtypeStruct(a.shape, self.dtype) for a in layers]
@@ -90,47 +110,82 @@ class DotProductAttention(nn.Module):
             options["softmax_offset"] = jax.ShapeDtypeStruct((self.num_attention_heads,), jnp.float32)
         functions.rehearse(*layers, **options)
 
-    def _options(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> dict[str, Any]:
+    def _options(
+        self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any
+    ) -> dict[str, Any]:
         """The arguments of the function beside the layers, which fit the fields; the mask as it came."""
         groups, count = self.num_gqa_groups or self.num_attention_heads, QKV_LAYOUTS.get(self.qkv_layout)
         if count is None:
-            raise FormatError(expected("DotProductAttention", "qkv_layout", repr(self.qkv_layout), f"one of {', '.join(QKV_LAYOUTS)}"))
+            raise FormatError(
+                expected(
+                    "DotProductAttention",
+                    "qkv_layout",
+                    repr(self.qkv_layout),
+                    f"one of {', '.join(QKV_LAYOUTS)}",
+                )
+            )
         last = (groups if count > 1 else self.num_attention_heads, self.head_dim)
-        if len(layers) != count or layers[0].shape[-2:] != (self.num_attention_heads, self.head_dim) or layers[-1].shape[-2:] != last:
+        if (
+            len(layers) != count
+            or layers[0].shape[-2:] != (self.num_attention_heads, self.head_dim)
+            or layers[-1].shape[-2:] != last
+        ):
             wanted = f"{count} arrays (..., {self.num_attention_heads}, {self.head_dim}) to (..., {last[0]}, {last[1]})"
             raise ShapeError(expected("DotProductAttention", "shapes", [a.shape for a in layers], wanted))
         options: dict[str, Any] = {}
         if sequence_descriptor is not None:
-            pair = sequence_descriptor if isinstance(sequence_descriptor, tuple) else (sequence_descriptor,) * 2
+            pair = (
+                sequence_descriptor if isinstance(sequence_descriptor, tuple) else (sequence_descriptor,) * 2
+            )
             if len(pair) != 2:
-                raise ShapeError(expected("DotProductAttention", "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair"))
+                raise ShapeError(
+                    expected(
+                        "DotProductAttention",
+                        "sequence_descriptor",
+                        f"{len(pair)} of them",
+                        "lengths, or a pair",
+                    )
+                )
             options["cu_seqlens_q"], options["cu_seqlens_kv"] = map(functions.running_sums, pair)
         if mask is not None and (not hasattr(mask, "shape") or len(mask.shape) < 2):
-            raise ShapeError(expected("DotProductAttention", "mask", shown(mask), "an array (..., s_q, s_kv)"))
+            raise ShapeError(
+                expected("DotProductAttention", "mask", shown(mask), "an array (..., s_q, s_kv)")
+            )
         kind, window, corner = self.attn_mask_type, self.window_size, None
         if mask is not None:
             kind, window, corner = functions.beside_mask("DotProductAttention", kind, window)
         return options | {
-            "attn_mask_type": kind, "mask": mask, "bias": bias, "attn_bias_type": self.attn_bias_type, "scale_factor": self.scale_factor,
-            "qkv_format": form(self), "window_size": window, "bottom_right_diagonal": corner, "softmax_type": self.softmax_type,
-        }  # fmt: skip
+            "attn_mask_type": kind,
+            "mask": mask,
+            "bias": bias,
+            "attn_bias_type": self.attn_bias_type,
+            "scale_factor": self.scale_factor,
+            "qkv_format": form(self),
+            "window_size": window,
+            "bottom_right_diagonal": corner,
+            "softmax_type": self.softmax_type,
+        }
 
 
 class MultiHeadAttention(nn.Module):
-    """Projections, attention, output projection; returns (y, norm(inputs_q) where ``return_layernorm_output``, else None), and with
-    ``return_residual`` inputs_q itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not
-    added, or None. ``join_residual``: inputs_q is added to y, by the product of ``out``; neither of the two then.
+    """Projections, attention, output projection; returns (y, norm(inputs_q) where
+    ``return_layernorm_output``, else None), and with ``return_residual`` inputs_q itself, as
+    ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not added, or None.
+    ``join_residual``: inputs_q is added to y, by the product of ``out``; neither of the two then.
     ``join_layernorm_output``: norm(inputs_q) is, instead; no ``return_bias`` then.
 
-    Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or ``query``, ``key``, ``value``; the
-    first holds the input's norm; ``DotProductAttention_0``; ``out``. Their parameters carry Transformer Engine's logical axes (see
-    ``common.extend_logical_axis_rules``), in Flax's boxes.
+    Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or
+    ``query``, ``key``, ``value``; the first holds the input's norm; ``DotProductAttention_0``; ``out``. Their
+    parameters carry Transformer Engine's logical axes (see ``common.extend_logical_axis_rules``), in Flax's
+    boxes.
 
-    ``scale_attn_logits``: whether scores are divided by sqrt(head_dim); ``scaled_query_init``: whether the query's initial kernel is
-    instead. Rotary embedding of queries and keys by ``rotary_pos_emb_windows`` (lowest, highest wave length / 2 pi), "consecutive" halves
-    or "alternate" neighbours. ``low_rank_adaptation_scope``: one of ``lora.SCOPES``. ``qk_norm_type``: "L2Normalization", "RMSNorm" or
-    "LayerNorm" of each query's and each key's features, children ``q_norm``, ``k_norm``; after the rotary embedding or,
-    ``qk_norm_before_rope``, before it. Fields of ``common.FIXED`` have one value. ``decode``: see ``cache``.
+    ``scale_attn_logits``: whether scores are divided by sqrt(head_dim); ``scaled_query_init``: whether the
+    query's initial kernel is instead. Rotary embedding of queries and keys by ``rotary_pos_emb_windows``
+    (lowest, highest wave length / 2 pi), "consecutive" halves or "alternate" neighbours.
+    ``low_rank_adaptation_scope``: one of ``lora.SCOPES``. ``qk_norm_type``: "L2Normalization", "RMSNorm" or
+    "LayerNorm" of each query's and each key's features, children ``q_norm``, ``k_norm``; after the rotary
+    embedding or, ``qk_norm_before_rope``, before it. Fields of ``common.FIXED`` have one value. ``decode``:
+    see ``cache``.
     """
 
     head_dim: int
@@ -179,13 +234,29 @@ class MultiHeadAttention(nn.Module):
     join_layernorm_output: bool = False
 
     @nn.compact
-    def __call__(self, inputs_q: Any, inputs_kv: Any, mask: Any = None, bias: Any = None, *, decode: bool = False,
-                 deterministic: bool = False, sequence_descriptor: Any = None, **fixed: Any) -> tuple[Any, ...]:
+    def __call__(
+        self,
+        inputs_q: Any,
+        inputs_kv: Any,
+        mask: Any = None,
+        bias: Any = None,
+        *,
+        decode: bool = False,
+        deterministic: bool = False,
+        sequence_descriptor: Any = None,
+        **fixed: Any,
+    ) -> tuple[Any, ...]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
         check_fixed(self, fixed)
         late = {"return_bias": self.return_bias}
         check_join("MultiHeadAttention", self.join_residual, return_residual=self.return_residual, **late)
-        check_join("MultiHeadAttention", self.join_layernorm_output, "join_layernorm_output", join_residual=self.join_residual, **late)
+        check_join(
+            "MultiHeadAttention",
+            self.join_layernorm_output,
+            "join_layernorm_output",
+            join_residual=self.join_residual,
+            **late,
+        )
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         own = inputs_q is inputs_kv
         shared = {"use_bias": self.use_bias, "bias_init": self.bias_init, "dtype": self.dtype}
@@ -204,19 +275,42 @@ class MultiHeadAttention(nn.Module):
         def axes(parts: int, out: bool = False) -> dict[str, Any]:
             joined = ("nvte_w_joined",) if parts > 1 else ()
             kernel = ("nvte_w_tp", "nvte_w_fsdp") if out else ("nvte_w_fsdp", *joined, "nvte_w_tp")
-            return {"kernel_axes": kernel, "bias_axes": ("nvte_w_no_shard",) if out else (*joined, "nvte_w_tp")}
+            return {
+                "kernel_axes": kernel,
+                "bias_axes": ("nvte_w_no_shard",) if out else (*joined, "nvte_w_tp"),
+            }
 
         def normed(name: str, features: Any, parts: int) -> Any:
             wanted = self.return_layernorm_output or self.join_layernorm_output or (own and parts == 1)
             return LayerNormDenseGeneral(
-                features, self.input_layernorm, self.layernorm_type, self.layernorm_epsilon, self.zero_centered_gamma,
-                kernel_init=init(parts, True), return_layernorm_output=wanted, name=name, return_residual=True, **NORM_AXES, **axes(parts),
-                **shared, **lora.fields(self, "qkv_proj"))(inputs_q)  # fmt: skip
+                features,
+                self.input_layernorm,
+                self.layernorm_type,
+                self.layernorm_epsilon,
+                self.zero_centered_gamma,
+                kernel_init=init(parts, True),
+                return_layernorm_output=wanted,
+                name=name,
+                return_residual=True,
+                **NORM_AXES,
+                **axes(parts),
+                **shared,
+                **lora.fields(self, "qkv_proj"),
+            )(inputs_q)
 
-        def plain(name: str, features: Any, x: Any, parts: int = 1, return_bias: bool = False, residual: Any = None) -> Any:
+        def plain(
+            name: str, features: Any, x: Any, parts: int = 1, return_bias: bool = False, residual: Any = None
+        ) -> Any:
             adaptation = lora.fields(self, "output_proj" if name == "out" else "qkv_proj")
-            return DenseGeneral(features, kernel_init=init(parts, False), name=name, return_bias=return_bias, **axes(parts, name == "out"),
-                                **shared, **adaptation)(x, residual)
+            return DenseGeneral(
+                features,
+                kernel_init=init(parts, False),
+                name=name,
+                return_bias=return_bias,
+                **axes(parts, name == "out"),
+                **shared,
+                **adaptation,
+            )(x, residual)
 
         # queries and keys go through something of their own
         apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
@@ -227,9 +321,19 @@ class MultiHeadAttention(nn.Module):
         if past is not None and past.index is not None:
             kind, window = "arbitrary", None  # the mask says it all
         core = DotProductAttention(
-            self.head_dim, heads, groups, self.attention_dropout, kind, self.attn_bias_type, dropout_rng_name=self.dropout_rng_name,
-            qkv_layout=list(QKV_LAYOUTS)[len(stands) - 1], scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=self.transpose_batch_sequence, window_size=window, softmax_type=self.softmax_type)  # fmt: skip
+            self.head_dim,
+            heads,
+            groups,
+            self.attention_dropout,
+            kind,
+            self.attn_bias_type,
+            dropout_rng_name=self.dropout_rng_name,
+            qkv_layout=list(QKV_LAYOUTS)[len(stands) - 1],
+            scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            window_size=window,
+            softmax_type=self.softmax_type,
+        )
         turn, norms = self._turn(past), {name: self._norm(name) for name in ("q_norm", "k_norm")}
         if past is None:
             core.rehearse(stands, sequence_descriptor, bias, mask)
@@ -248,24 +352,44 @@ class MultiHeadAttention(nn.Module):
                 layers = [q, *(plain(name, groups * self.head_dim, source) for name in ("key", "value"))]
         layers = [a.reshape(*a.shape[:-1], -1, self.head_dim) for a in layers]
         if apart:
-            layers[:2] = (normed_and_turned(a, norm, turn, self.qk_norm_before_rope)
-                          for a, norm in zip(layers[:2], norms.values(), strict=True))
+            layers[:2] = (
+                normed_and_turned(a, norm, turn, self.qk_norm_before_rope)
+                for a, norm in zip(layers[:2], norms.values(), strict=True)
+            )
         if past is not None:
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
-        o = core(*layers, *[None] * (3 - len(layers)), sequence_descriptor, bias, deterministic=deterministic, mask=mask)
+        o = core(
+            *layers,
+            *[None] * (3 - len(layers)),
+            sequence_descriptor,
+            bias,
+            deterministic=deterministic,
+            mask=mask,
+        )
         o = o if past is None else past.checked(o)
         stream = ln if self.join_layernorm_output else residual if self.join_residual else None
-        y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1), return_bias=self.return_bias, residual=stream)
+        y = plain(
+            "out",
+            inputs_q.shape[-1],
+            o.reshape(*o.shape[:-2], -1),
+            return_bias=self.return_bias,
+            residual=stream,
+        )
         y, *later = y if self.return_bias else (y,)
         return returned(self, y, ln, residual, *later)
 
     def _stands(self, inputs_q: Any, inputs_kv: Any, apart: bool, packed: bool) -> list[Any]:
-        """What stands for the layers that the core attention will be given. ShapeError for inputs that do not fit each other."""
+        """What stands for the layers that the core attention will be given. ShapeError for inputs that do not
+        fit each other."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         for name, value in (("inputs_q", inputs_q), ("inputs_kv", inputs_kv)):
             if not hasattr(value, "shape") or len(value.shape) != 3:
                 got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
-                raise ShapeError(expected("MultiHeadAttention", name, got, f"an array ({', '.join(form(self)[:2])}, features)"))
+                raise ShapeError(
+                    expected(
+                        "MultiHeadAttention", name, got, f"an array ({', '.join(form(self)[:2])}, features)"
+                    )
+                )
 
         def layer(source: Any, *last: int) -> Any:
             return jax.ShapeDtypeStruct((*source.shape[:-1], *last, self.head_dim), inputs_q.dtype)
@@ -281,7 +405,14 @@ class MultiHeadAttention(nn.Module):
         if self.qk_norm_type is None:
             return None
         if self.qk_norm_type not in QK_NORMS:
-            raise FormatError(expected("MultiHeadAttention", "qk_norm_type", repr(self.qk_norm_type), f"one of {', '.join(QK_NORMS)}"))
+            raise FormatError(
+                expected(
+                    "MultiHeadAttention",
+                    "qk_norm_type",
+                    repr(self.qk_norm_type),
+                    f"one of {', '.join(QK_NORMS)}",
+                )
+            )
         if self.qk_norm_type == "L2Normalization":
             return lambda x: small.l2norm(x, self.qk_norm_eps)
         return LayerNorm(self.qk_norm_eps, QK_NORMS[self.qk_norm_type], dtype=self.dtype, name=name)
@@ -292,20 +423,30 @@ class MultiHeadAttention(nn.Module):
             return None
         if self.rotary_pos_emb_group_method not in GROUPINGS:
             wanted = f"one of {', '.join(GROUPINGS)}"
-            raise FormatError(expected("MultiHeadAttention", "rotary_pos_emb_group_method", repr(self.rotary_pos_emb_group_method), wanted))
+            raise FormatError(
+                expected(
+                    "MultiHeadAttention",
+                    "rotary_pos_emb_group_method",
+                    repr(self.rotary_pos_emb_group_method),
+                    wanted,
+                )
+            )
         order, alternate = form(self), GROUPINGS[self.rotary_pos_emb_group_method]
         low, high = self.rotary_pos_emb_windows
 
         def turn(x: Any) -> Any:
             positions = x.shape[order.index("s")] if past is None else past.length
             freqs = small.rope_frequencies(self.head_dim, positions, high / low, alternate) / low
-            return small.rope(x, freqs, None if past is None else past.starts(), qkv_format=order, interleaved=alternate)
+            return small.rope(
+                x, freqs, None if past is None else past.starts(), qkv_format=order, interleaved=alternate
+            )
 
         return turn
 
 
 class RelativePositionBiases(nn.Module):
-    """T5's learned biases by distance (Raffel et al. 2020): parameter ``rel_embedding`` (heads, buckets); returns (1, heads, s_q, s_k)."""
+    """T5's learned biases by distance (Raffel et al. 2020): parameter ``rel_embedding`` (heads, buckets);
+    returns (1, heads, s_q, s_k)."""
 
     num_buckets: int
     max_distance: int
@@ -316,14 +457,19 @@ class RelativePositionBiases(nn.Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Any:
-        """Distances up to half the buckets have one each, longer ones share logarithmic buckets up to ``max_distance``."""
+        """Distances up to half the buckets have one each, longer ones share logarithmic buckets up to
+        ``max_distance``."""
         distance = np.arange(q_seqlen)[:, None] - np.arange(k_seqlen)[None]
         buckets = self.num_buckets // 2 if bidirectional else self.num_buckets
         start = np.where(distance < 0, buckets, 0) if bidirectional else 0
         distance = np.abs(distance) if bidirectional else np.maximum(distance, 0)
         exact = buckets // 2
-        wide = np.log(np.maximum(distance, 1) / exact) / math.log(self.max_distance / exact) * (buckets - exact)
-        bucket = start + np.where(distance < exact, distance, np.minimum(exact + wide.astype(np.int32), buckets - 1))
+        wide = (
+            np.log(np.maximum(distance, 1) / exact) / math.log(self.max_distance / exact) * (buckets - exact)
+        )
+        bucket = start + np.where(
+            distance < exact, distance, np.minimum(exact + wide.astype(np.int32), buckets - 1)
+        )
         init = partitioned(self.embedding_init, self.embedding_axes)
         table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), jnp.float32)
         return jnp.take(jnp.asarray(table, self.dtype), jnp.asarray(bucket), axis=1)[None]

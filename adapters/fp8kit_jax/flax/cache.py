@@ -1,9 +1,11 @@
-"""Decoding with a cache: the keys and values of tokens that came before, in the collection "cache" (Flax's and Transformer Engine's names).
+"""Decoding with a cache: the keys and values of tokens that came before, in the collection "cache" (Flax's
+and Transformer Engine's names).
 
-``init`` or the first ``apply`` with ``decode=True`` makes the variables ``cached_key``, ``cached_value`` (b, length, groups, d) and
-``cache_index`` int32 () with the length of that call, which itself attends as without decoding. Every further call, with "cache" mutable,
-adds its tokens, one or several, and attends to all tokens so far: the results are those of one call with all tokens (with current scaling
-each call has amaxes of its own). A call beyond the length gives NaN. Start with the index 0 and zeros, as ``init`` leaves them.
+``init`` or the first ``apply`` with ``decode=True`` makes the variables ``cached_key``, ``cached_value`` (b,
+length, groups, d) and ``cache_index`` int32 () with the length of that call, which itself attends as without
+decoding. Every further call, with "cache" mutable, adds its tokens, one or several, and attends to all tokens
+so far: the results are those of one call with all tokens (with current scaling each call has amaxes of its
+own). A call beyond the length gives NaN. Start with the index 0 and zeros, as ``init`` leaves them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ MASKS = ("causal", "causal_bottom_right", "no_mask")
 
 
 class Past:
-    """What one attention module has cached. ``index``: tokens that came before, None in the call that makes the cache; ``length``: room."""
+    """What one attention module has cached. ``index``: tokens that came before, None in the call that makes
+    the cache; ``length``: room."""
 
     def __init__(self, module: Any, key: Any, value: Any, lengths: Any) -> None:
         op = type(module).__name__
@@ -44,15 +47,20 @@ class Past:
         return None if self.index is None else jnp.broadcast_to(self.index, (self.batch,))
 
     def extended(self, key: Any, value: Any, mask: Any, bias: Any) -> tuple[tuple[Any, Any], Any, Any]:
-        """Keys and values of all tokens, the mask of what the new ones do not see, and their rows of the bias."""
+        """Keys and values of all tokens, the mask of what the new ones do not see, and their rows of the
+        bias."""
         if self.index is None:
             return (key, value), mask, bias
         for variable, new in ((self.key, key), (self.value, value)):
-            variable.value = jax.lax.dynamic_update_slice_in_dim(variable.value, new.astype(variable.value.dtype), self.index, self.at)
+            variable.value = jax.lax.dynamic_update_slice_in_dim(
+                variable.value, new.astype(variable.value.dtype), self.index, self.at
+            )
         self.count.value = self.index + self.fresh
         rows, columns = self.index + jnp.arange(self.fresh)[:, None], jnp.arange(self.length)
         left, right = self.module.window_size or (-1, -1)
-        hidden = columns > rows if self.module.attn_mask_type != "no_mask" else columns >= self.index + self.fresh
+        hidden = (
+            columns > rows if self.module.attn_mask_type != "no_mask" else columns >= self.index + self.fresh
+        )
         hidden = jnp.broadcast_to(hidden, (self.fresh, self.length))
         if left >= 0:
             hidden |= columns < rows - left
@@ -71,18 +79,27 @@ class Past:
         return jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     def rehearsed(self, mask: Any, bias: Any) -> tuple[Any, Any]:
-        """The bias and the mask that ``extended`` will give, or what stands for them. ShapeError for a mask that does not fit."""
+        """The bias and the mask that ``extended`` will give, or what stands for them. ShapeError for a mask
+        that does not fit."""
         if self.index is None:
             return bias, mask
         own = (1, 1, self.fresh, self.length)
         try:
             shape = np.broadcast_shapes(own, own if mask is None else np.shape(mask))
         except ValueError:
-            raise ShapeError(expected(type(self.module).__name__, "mask", f"shape {np.shape(mask)}", f"one that fits {own}")) from None
+            raise ShapeError(
+                expected(
+                    type(self.module).__name__, "mask", f"shape {np.shape(mask)}", f"one that fits {own}"
+                )
+            ) from None
         if bias is not None and bias.shape[-2] not in (1, self.fresh):
             bias = jax.ShapeDtypeStruct((*bias.shape[:-2], self.fresh, bias.shape[-1]), bias.dtype)
         return bias, jax.ShapeDtypeStruct(shape, bool)
 
     def checked(self, o: Any) -> Any:
         """o, NaN where the tokens have no room."""
-        return o if self.index is None else jnp.where(self.index + self.fresh <= self.length, o, jnp.asarray(jnp.nan, o.dtype))
+        return (
+            o
+            if self.index is None
+            else jnp.where(self.index + self.fresh <= self.length, o, jnp.asarray(jnp.nan, o.dtype))
+        )

@@ -1,4 +1,5 @@
-"""What the Flax modules share: parameters, logical axes, fields that are refused, dropout, FP8 state in the collection ``fp8_metas``."""
+"""What the Flax modules share: parameters, logical axes, fields that are refused, dropout, FP8 state in the
+collection ``fp8_metas``."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot
 _ONE = "attention is not split along the sequence"
 _SCORES = "scores are changed by bias, mask, window and ALiBi"
 
-# fields and arguments of Transformer Engine's modules that there are for their one value: name -> (value, why no other)
+# fields and arguments of Transformer Engine's modules that there are for their one value: name -> (value, why
+# no other)
 FIXED: dict[str, tuple[Any, str]] = {
     "quantization_checkpoint_name": (None, "quantised operands and the product come out of one call"),
     "ffn1_ckpt_name": ("ffn1", "what lies between the products does not leave their one call"),
@@ -41,24 +43,37 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fuse_qkv": (None, "renamed: fuse_qkv_params"),
 }
 
-# logical axes of Transformer Engine's kernels and activations -> fields of MeshResource that they follow, in this order
+# logical axes of Transformer Engine's kernels and activations -> fields of MeshResource that they follow, in
+# this order
 LOGICAL_AXES = {
-    "nvte_batch": ("dp_resource", "fsdp_resource"), "nvte_seqlen": (), "nvte_seqlen_tp": ("tpsp_resource",),
-    "nvte_seqlen_cp": ("cp_resource",), "nvte_head": ("tp_resource", "tpsp_resource"), "nvte_hidden": (),
-    "nvte_hidden_tp": ("tp_resource", "tpsp_resource"), "nvte_joined": (), "nvte_w_no_shard": (), "nvte_w_fsdp": ("fsdp_resource",),
-    "nvte_w_tp": ("tp_resource", "tpsp_resource"), "nvte_w_joined": (),
-}  # fmt: skip
+    "nvte_batch": ("dp_resource", "fsdp_resource"),
+    "nvte_seqlen": (),
+    "nvte_seqlen_tp": ("tpsp_resource",),
+    "nvte_seqlen_cp": ("cp_resource",),
+    "nvte_head": ("tp_resource", "tpsp_resource"),
+    "nvte_hidden": (),
+    "nvte_hidden_tp": ("tp_resource", "tpsp_resource"),
+    "nvte_joined": (),
+    "nvte_w_no_shard": (),
+    "nvte_w_fsdp": ("fsdp_resource",),
+    "nvte_w_tp": ("tp_resource", "tpsp_resource"),
+    "nvte_w_joined": (),
+}
 
 NORM_AXES = {"scale_axes": ("nvte_w_no_shard",), "ln_bias_axes": ("nvte_w_no_shard",)}
 MLP_AXES = NORM_AXES | {
-    "kernel_axes_1": ("nvte_w_fsdp", "nvte_w_joined", "nvte_w_tp"), "kernel_axes_2": ("nvte_w_tp", "nvte_w_fsdp"),
-    "bias_axes_1": ("nvte_w_joined", "nvte_w_tp"), "bias_axes_2": ("nvte_w_no_shard",),
-}  # fmt: skip
+    "kernel_axes_1": ("nvte_w_fsdp", "nvte_w_joined", "nvte_w_tp"),
+    "kernel_axes_2": ("nvte_w_tp", "nvte_w_fsdp"),
+    "bias_axes_1": ("nvte_w_joined", "nvte_w_tp"),
+    "bias_axes_2": ("nvte_w_no_shard",),
+}
 
 
-def check_fixed(module: Any, given: dict[str, Any] | None = None, fields: Sequence[str] = tuple(FIXED)) -> None:
-    """ArgumentError for a field that is not what ``checks`` says, and for a field of ``FIXED``, or an argument among ``given``, with
-    another value."""
+def check_fixed(
+    module: Any, given: dict[str, Any] | None = None, fields: Sequence[str] = tuple(FIXED)
+) -> None:
+    """ArgumentError for a field that is not what ``checks`` says, and for a field of ``FIXED``, or an
+    argument among ``given``, with another value."""
     check_module(module, UNTYPED if "qkv_layout" in vars(type(module)).get("__annotations__", {}) else RULES)
     for name in fields:
         value, why = FIXED[name]
@@ -73,7 +88,7 @@ def want_array(module: Any, name: str, value: Any) -> Any:
     return as_array(type(module).__name__, name, value)
 
 
-# --- logical axes -----------------------------------------------------------------------------------------------------
+# --- logical axes -------------------------------------------------------------------------------------------
 
 
 def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
@@ -87,7 +102,14 @@ def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
     given = dict(rules)
     for name, axes in own.items():
         if given.get(name, axes) != axes:
-            raise ArgumentError(expected("extend_logical_axis_rules", name, repr(given[name]), f"{axes!r}, as the MeshResource has it"))
+            raise ArgumentError(
+                expected(
+                    "extend_logical_axis_rules",
+                    name,
+                    repr(given[name]),
+                    f"{axes!r}, as the MeshResource has it",
+                )
+            )
     return (*rules, *((name, axes) for name, axes in own.items() if name not in given))
 
 
@@ -105,12 +127,13 @@ def constrained(x: Any, axes: Any) -> Any:
     return nn.with_logical_constraint(x, tuple(axes), rules=_rules()) if constrains(axes) else x
 
 
-# --- parameters and state ---------------------------------------------------------------------------------------------
+# --- parameters and state -----------------------------------------------------------------------------------
 
 
 def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
-    """The set of one product by the autocast in force; with delayed scaling its slots are the module's variables ``x{postfix}_scale``,
-    ``x{postfix}_amax_history`` and those of ``kernel`` and ``grad`` (Transformer Engine's names)."""
+    """The set of one product by the autocast in force; with delayed scaling its slots are the module's
+    variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and ``grad``
+    (Transformer Engine's names)."""
     recipe = recipe_in_force()
     if not isinstance(recipe, DelayedScaling):
         return QuantizerSet(recipe=recipe)
@@ -122,14 +145,21 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
 
     def slot(name: str) -> Slot:
         fields = fresh._asdict().items()
-        return Slot(**{field: module.variable(FP8_COLLECTION_NAME, f"{name}{postfix}_{field}", lambda v=v: v).value for field, v in fields})
+        return Slot(
+            **{
+                field: module.variable(FP8_COLLECTION_NAME, f"{name}{postfix}_{field}", lambda v=v: v).value
+                for field, v in fields
+            }
+        )
 
     return QuantizerSet(slot("x"), slot("kernel"), slot("grad"), recipe)
 
 
 def fan_in(features: int) -> Any:
     """Initialiser of kernels whose first dimension is the input: variance 1 / fan-in, truncated normal."""
-    return nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, features + 1)))
+    return nn.initializers.variance_scaling(
+        1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, features + 1))
+    )
 
 
 def partitioned(init: Any, axes: tuple[Any, ...]) -> Any:
@@ -138,21 +168,30 @@ def partitioned(init: Any, axes: tuple[Any, ...]) -> Any:
 
 
 def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, Any]:
-    """``scale`` and, of a LayerNorm, ``ln_bias`` of a module with Transformer Engine's fields, in ``dtype``."""
-    start = module.scale_init or (nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones)
+    """``scale`` and, of a LayerNorm, ``ln_bias`` of a module with Transformer Engine's fields, in
+    ``dtype``."""
+    start = module.scale_init or (
+        nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones
+    )
     scale = module.param("scale", partitioned(start, module.scale_axes), (features,), module.dtype)
     if module.layernorm_type == "rmsnorm":
         return jnp.asarray(scale, dtype), None
-    name, init, axes = ("ln_bias", module.ln_bias_init, module.ln_bias_axes) if hasattr(module, "ln_bias_init") else (
-        "ln_bias", module.bias_init, module.bias_axes)
-    return jnp.asarray(scale, dtype), jnp.asarray(module.param(name, partitioned(init, axes), (features,), module.dtype), dtype)
+    name, init, axes = (
+        ("ln_bias", module.ln_bias_init, module.ln_bias_axes)
+        if hasattr(module, "ln_bias_init")
+        else ("ln_bias", module.bias_init, module.bias_axes)
+    )
+    return jnp.asarray(scale, dtype), jnp.asarray(
+        module.param(name, partitioned(init, axes), (features,), module.dtype), dtype
+    )
 
 
-# --- dropout ----------------------------------------------------------------------------------------------------------
+# --- dropout ------------------------------------------------------------------------------------------------
 
 
 def dropped(x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None) -> Any:
-    """dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's ``broadcast_dims``)."""
+    """dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's
+    ``broadcast_dims``)."""
     if not dims or not rate:
         return small.dropout_add(x, None, bias, rate, key)
     x = x if bias is None else small.dropout_add(x, bias=bias)
@@ -161,7 +200,8 @@ def dropped(x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None
 
 
 def joined(module: Any, x: Any, bias: Any, residual: Any, deterministic: bool, path: float) -> Any:
-    """residual + dropout(x + bias) as a TransformerLayer's fields say; whole samples of dropout(...) dropped with probability ``path``."""
+    """residual + dropout(x + bias) as a TransformerLayer's fields say; whole samples of dropout(...) dropped
+    with probability ``path``."""
     rate, path = (0.0, 0.0) if deterministic else (module.hidden_dropout, path)
     key = module.make_rng(module.dropout_rng_name) if rate else None
     dims = tuple(module.hidden_dropout_dims)

@@ -1,4 +1,5 @@
-"""``DenseGeneral``, ``LayerNorm``, ``LayerNormDenseGeneral``, ``LayerNormMLP`` as Flax modules with Transformer Engine's names."""
+"""``DenseGeneral``, ``LayerNorm``, ``LayerNormDenseGeneral``, ``LayerNormMLP`` as Flax modules with
+Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -37,19 +38,28 @@ def _features(features: int | Sequence[int]) -> tuple[int, ...]:
 
 def _last_axis(module: Any) -> None:
     if module.axis not in (-1, (-1,)):
-        raise ShapeError(expected(type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension"))
+        raise ShapeError(
+            expected(type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension")
+        )
 
 
 def returned(module: Any, y: Any, normed: Any, residual: Any, *later: Any) -> tuple[Any, ...]:
-    """What a module with a norm returns by its fields; ``later``: a bias that is not added, where there is to be one."""
-    return (y, normed if module.return_layernorm_output else None, *([residual] if module.return_residual else []), *later)
+    """What a module with a norm returns by its fields; ``later``: a bias that is not added, where there is to
+    be one."""
+    return (
+        y,
+        normed if module.return_layernorm_output else None,
+        *([residual] if module.return_residual else []),
+        *later,
+    )
 
 
 class LayerNorm(nn.Module):
-    """norm(x) over the last dimension. Parameters ``scale`` and, of "layernorm", ``ln_bias``, in ``dtype``; x: h (..., N), returned alike.
+    """norm(x) over the last dimension. Parameters ``scale`` and, of "layernorm", ``ln_bias``, in ``dtype``;
+    x: h (..., N), returned alike.
 
-    Fields as Transformer Engine's: ``layernorm_type`` "layernorm" or "rmsnorm"; ``scale_init`` None: ones, zeros with
-    ``zero_centered_gamma``; ``scale_axes``, ``bias_axes``: see ``DenseGeneral``.
+    Fields as Transformer Engine's: ``layernorm_type`` "layernorm" or "rmsnorm"; ``scale_init`` None: ones,
+    zeros with ``zero_centered_gamma``; ``scale_axes``, ``bias_axes``: see ``DenseGeneral``.
     """
 
     epsilon: float = 1e-6
@@ -73,14 +83,18 @@ class LayerNorm(nn.Module):
 class DenseGeneral(nn.Module):
     """y = x kernel + bias, in FP8 under ``autocast``.
 
-    * ``features``: int or several: the output's last dimensions. ``axis``: the input's dimensions that are summed over.
-    * Parameters ``kernel`` (summed dimensions..., features...) and ``bias`` (features...), in ``dtype``, cast to x's dtype when used.
-    * ``kernel_axes``, ``bias_axes``: logical axes of the parameters, which where there are some come in Flax's ``LogicallyPartitioned``
-      boxes (``flax.linen.unbox``); ``input_axes``: of the input.
-    * ``enable_low_rank_adaptation``, ``low_rank_adaptation_dim``, ``low_rank_adaptation_alpha``: see ``lora.adapted``.
+    * ``features``: int or several: the output's last dimensions. ``axis``: the input's dimensions that are
+      summed over.
+    * Parameters ``kernel`` (summed dimensions..., features...) and ``bias`` (features...), in ``dtype``, cast
+      to x's dtype when used.
+    * ``kernel_axes``, ``bias_axes``: logical axes of the parameters, which where there are some come in
+      Flax's ``LogicallyPartitioned`` boxes (``flax.linen.unbox``); ``input_axes``: of the input.
+    * ``enable_low_rank_adaptation``, ``low_rank_adaptation_dim``, ``low_rank_adaptation_alpha``: see
+      ``lora.adapted``.
     * ``transpose_batch_sequence``: whether the sequence comes before the batch, which is the same here.
     * ``return_bias``: the bias is not added, and (y, bias or None) comes back: see ``fp8kit_jax.dense``.
-    * ``residual`` of the call: added to y, by the product where there is no adaptation; not with ``return_bias``.
+    * ``residual`` of the call: added to y, by the product where there is no adaptation; not with
+      ``return_bias``.
     * Variables of the collection "fp8_metas" with delayed scaling. Fields of ``common.FIXED`` have one value.
     """
 
@@ -102,14 +116,17 @@ class DenseGeneral(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Any, residual: Any = None) -> Any:
-        """``inputs``: h (..., K); ``residual``: like y, or None. Returns y, h (..., features), with ``return_bias`` a pair."""
+        """``inputs``: h (..., K); ``residual``: like y, or None. Returns y, h (..., features), with
+        ``return_bias`` a pair."""
         check_fixed(self)
         functions.check_join("DenseGeneral", residual is not None, "a residual", return_bias=self.return_bias)
         inputs = constrained(want_array(self, "inputs", inputs), self.input_axes)
         features = _features(self.features)
         along = (self.axis,) if isinstance(self.axis, int) else self.axis
         if not all(-inputs.ndim <= d < inputs.ndim for d in along):
-            raise ShapeError(expected("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}"))
+            raise ShapeError(
+                expected("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}")
+            )
         axis = tuple(range(inputs.ndim)[d] for d in along)
         flat = math.prod(inputs.shape[d] for d in axis)
 
@@ -117,13 +134,29 @@ class DenseGeneral(nn.Module):
             init = self.kernel_init or fan_in(len(features))
             return init(key, (flat, *features), dtype).reshape(shape)
 
-        kernel = self.param("kernel", partitioned(start, self.kernel_axes), (*(inputs.shape[d] for d in axis), *features), self.dtype)
-        bias = self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype) if self.use_bias else None
+        kernel = self.param(
+            "kernel",
+            partitioned(start, self.kernel_axes),
+            (*(inputs.shape[d] for d in axis), *features),
+            self.dtype,
+        )
+        bias = (
+            self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype)
+            if self.use_bias
+            else None
+        )
         bias = None if bias is None else jnp.asarray(bias, inputs.dtype)
         dims = (axis, tuple(range(len(axis))))
         late = self.enable_low_rank_adaptation and residual is not None
-        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self), self.return_bias,
-                            residual=None if late else residual)
+        y = functions.dense(
+            inputs,
+            jnp.asarray(kernel, inputs.dtype),
+            bias,
+            dims,
+            quantizer_set(self),
+            self.return_bias,
+            residual=None if late else residual,
+        )
         y, *later = y if self.return_bias else (y,)
         y = adapted(self, y, inputs, axis, features)
         y = small.dropout_add(y, residual) if late else y
@@ -131,12 +164,14 @@ class DenseGeneral(nn.Module):
 
 
 class LayerNormDenseGeneral(nn.Module):
-    """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
-    ``return_residual`` x itself as a third, for a residual connection to start at: see ``fp8kit_jax.layernorm_dense``.
+    """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else
+    None), and with ``return_residual`` x itself as a third, for a residual connection to start at: see
+    ``fp8kit_jax.layernorm_dense``.
 
-    Parameters ``scale``, ``ln_bias``, ``kernel`` (K, features...), ``bias``. ``enable_layernorm=False`` leaves the norm out;
-    ``depth_scaling`` divides y. ``layernorm_input_axes``, ``dot_input_axes``: logical axes of x and of norm(x); where rules put those
-    on the mesh, norm and product are two operations. The rest: as ``DenseGeneral``; ``axis`` is -1.
+    Parameters ``scale``, ``ln_bias``, ``kernel`` (K, features...), ``bias``. ``enable_layernorm=False``
+    leaves the norm out; ``depth_scaling`` divides y. ``layernorm_input_axes``, ``dot_input_axes``: logical
+    axes of x and of norm(x); where rules put those on the mesh, norm and product are two operations. The
+    rest: as ``DenseGeneral``; ``axis`` is -1.
     """
 
     features: int | Sequence[int]
@@ -174,15 +209,24 @@ class LayerNormDenseGeneral(nn.Module):
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
         features, kind = _features(self.features), inputs.dtype
         init = self.kernel_init or fan_in(len(features))
-        scale, ln_bias = norm_parameters(self, inputs.shape[-1], kind) if self.enable_layernorm else (None, None)
-        kernel = self.param("kernel", partitioned(init, self.kernel_axes), (inputs.shape[-1], *features), self.dtype)
-        bias = self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype) if self.use_bias else None
+        scale, ln_bias = (
+            norm_parameters(self, inputs.shape[-1], kind) if self.enable_layernorm else (None, None)
+        )
+        kernel = self.param(
+            "kernel", partitioned(init, self.kernel_axes), (inputs.shape[-1], *features), self.dtype
+        )
+        bias = (
+            self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype)
+            if self.use_bias
+            else None
+        )
         kernel, bias = jnp.asarray(kernel, kind), None if bias is None else jnp.asarray(bias, kind)
         norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         wanted = self.return_layernorm_output or self.enable_low_rank_adaptation
         if self.enable_layernorm and not constrains(self.dot_input_axes):
             y, *beside, residual = functions.layernorm_dense(
-                inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted, return_residual=True)
+                inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted, return_residual=True
+            )
             normed = beside[0] if wanted else None
         else:
             residual = inputs
@@ -195,15 +239,17 @@ class LayerNormDenseGeneral(nn.Module):
 
 
 class LayerNormMLP(nn.Module):
-    """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
-    ``return_residual`` x itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which then is not added, or None.
+    """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where
+    ``return_layernorm_output``, else None), and with ``return_residual`` x itself, as
+    ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which then is not added, or None.
     ``join_residual``: x is added to y, see ``fp8kit_jax.layernorm_mlp``; neither of the two then.
 
-    Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), with
-    a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and
-    ``wo_``. One operation, but where dropout, adaptation, ``enable_layernorm=False`` or logical axes of what lies between take it apart.
-    ``intermediate_hidden_dropout_dims``: dimensions along which one draw serves all. y has the name ``ffn2_ckpt_name`` for
-    ``jax.checkpoint``'s policies. The rest: as ``LayerNormDenseGeneral``.
+    Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F),
+    ``wo_bias`` (H,), with a = len(activations), which with ``activation_params`` are as in
+    ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and ``wo_``. One operation, but where
+    dropout, adaptation, ``enable_layernorm=False`` or logical axes of what lies between take it apart.
+    ``intermediate_hidden_dropout_dims``: dimensions along which one draw serves all. y has the name
+    ``ffn2_ckpt_name`` for ``jax.checkpoint``'s policies. The rest: as ``LayerNormDenseGeneral``.
     """
 
     intermediate_dim: int = 2048
@@ -248,33 +294,75 @@ class LayerNormMLP(nn.Module):
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
-        functions.check_join("LayerNormMLP", self.join_residual, return_residual=self.return_residual, return_bias=self.return_bias)
+        functions.check_join(
+            "LayerNormMLP",
+            self.join_residual,
+            return_residual=self.return_residual,
+            return_bias=self.return_bias,
+        )
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
-        hidden, wide, parts, kind = inputs.shape[-1], self.intermediate_dim, tuple(self.activations), inputs.dtype
+        hidden, wide, parts, kind = (
+            inputs.shape[-1],
+            self.intermediate_dim,
+            tuple(self.activations),
+            inputs.dtype,
+        )
 
         def parameter(name: str, init: Any, axes: Axes, *shape: int) -> Any:
             return jnp.asarray(self.param(name, partitioned(init, axes), shape, self.dtype), kind)
 
         scale, ln_bias = norm_parameters(self, hidden, kind) if self.enable_layernorm else (None, None)
-        wi = parameter("wi_kernel", self.kernel_init or fan_in(2), self.kernel_axes_1, hidden, len(parts), wide)
+        wi = parameter(
+            "wi_kernel", self.kernel_init or fan_in(2), self.kernel_axes_1, hidden, len(parts), wide
+        )
         wo = parameter("wo_kernel", self.kernel_init or fan_in(1), self.kernel_axes_2, wide, hidden)
-        bi = parameter("wi_bias", self.bias_init, self.bias_axes_1, len(parts), wide) if self.use_bias else None
+        bi = (
+            parameter("wi_bias", self.bias_init, self.bias_axes_1, len(parts), wide)
+            if self.use_bias
+            else None
+        )
         bo = parameter("wo_bias", self.bias_init, self.bias_axes_2, hidden) if self.use_bias else None
         sets = quantizer_set(self, "_0"), quantizer_set(self, "_1")
         norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
-        apart = rate or self.enable_low_rank_adaptation or constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
+        apart = (
+            rate
+            or self.enable_low_rank_adaptation
+            or constrains(self.dot_1_input_axes)
+            or constrains(self.dot_2_input_axes)
+        )
         if self.enable_layernorm and not apart:
             own = (self.return_layernorm_output, "io", self.activation_params)
-            y = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *norm, parts, sets, *own,
-                                        not self.join_residual, self.return_bias, self.join_residual)
+            y = functions.layernorm_mlp(
+                inputs,
+                scale,
+                ln_bias,
+                (wi, wo),
+                (bi, bo),
+                *norm,
+                parts,
+                sets,
+                *own,
+                not self.join_residual,
+                self.return_bias,
+                self.join_residual,
+            )
             y, *beside = y if isinstance(y, tuple) else (y,)
             normed = beside.pop(0) if self.return_layernorm_output else None
             return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, *(beside or [None]))
         if self.enable_layernorm and not constrains(self.dot_1_input_axes):
             h, normed, residual = functions.layernorm_dense(
-                inputs, wi, scale, ln_bias, bi, *norm, sets[0], return_layernorm_output=True, return_residual=True)
+                inputs,
+                wi,
+                scale,
+                ln_bias,
+                bi,
+                *norm,
+                sets[0],
+                return_layernorm_output=True,
+                return_residual=True,
+            )
         else:
             residual = inputs
             normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
@@ -283,11 +371,22 @@ class LayerNormMLP(nn.Module):
         h = adapted(self, h, normed, (inputs.ndim - 1,), (len(parts), wide), "wi_")
         act = activation(h, parts, self.activation_params)
         if rate:
-            act = dropped(act, rate, self.make_rng(self.intermediate_dropout_rng_name), tuple(self.intermediate_hidden_dropout_dims))
+            act = dropped(
+                act,
+                rate,
+                self.make_rng(self.intermediate_dropout_rng_name),
+                tuple(self.intermediate_hidden_dropout_dims),
+            )
         act = constrained(act, self.dot_2_input_axes)
         late = self.enable_low_rank_adaptation and self.join_residual
-        y = functions.dense(act, wo, bo, quantizer_set=sets[1], return_bias=self.return_bias,
-                            residual=residual if self.join_residual and not late else None)
+        y = functions.dense(
+            act,
+            wo,
+            bo,
+            quantizer_set=sets[1],
+            return_bias=self.return_bias,
+            residual=residual if self.join_residual and not late else None,
+        )
         y, *later = y if self.return_bias else (y,)
         y = adapted(self, y, act, (inputs.ndim - 1,), (hidden,), "wo_")
         y = small.dropout_add(y, residual) if late else y

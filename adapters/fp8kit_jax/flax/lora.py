@@ -13,25 +13,36 @@ from fp8kit_jax.flax.common import fan_in, partitioned
 
 _PARTS = ("qkv_proj", "output_proj", "mlp")
 # Transformer Engine's names -> which projections of a layer are adapted
-SCOPES = {"none": (), "all": _PARTS} | {part: (part,) for part in _PARTS} | {
-    f"exclude_{part}": tuple(other for other in _PARTS if other != part) for part in _PARTS}  # fmt: skip
+SCOPES = (
+    {"none": (), "all": _PARTS}
+    | {part: (part,) for part in _PARTS}
+    | {f"exclude_{part}": tuple(other for other in _PARTS if other != part) for part in _PARTS}
+)
 
 
 def fields(module: Any, part: str) -> dict[str, Any]:
-    """The fields of a projection in a module with a ``low_rank_adaptation_scope``; FormatError for an unknown scope."""
+    """The fields of a projection in a module with a ``low_rank_adaptation_scope``; FormatError for an unknown
+    scope."""
     scope = module.low_rank_adaptation_scope or "none"
     if scope not in SCOPES:
         wanted = f"one of {', '.join(SCOPES)}"
         raise FormatError(expected(type(module).__name__, "low_rank_adaptation_scope", repr(scope), wanted))
-    return {"enable_low_rank_adaptation": part in SCOPES[scope], "low_rank_adaptation_dim": module.low_rank_adaptation_dim,
-            "low_rank_adaptation_alpha": module.low_rank_adaptation_alpha}
+    return {
+        "enable_low_rank_adaptation": part in SCOPES[scope],
+        "low_rank_adaptation_dim": module.low_rank_adaptation_dim,
+        "low_rank_adaptation_alpha": module.low_rank_adaptation_alpha,
+    }
 
 
-def adapted(module: Any, y: Any, x: Any, axis: tuple[int, ...], features: tuple[int, ...], prefix: str = "") -> Any:
-    """y (..., features...) with the adaptation of x added, where the module has it; dimensions ``axis`` of x are summed over.
+def adapted(
+    module: Any, y: Any, x: Any, axis: tuple[int, ...], features: tuple[int, ...], prefix: str = ""
+) -> Any:
+    """y (..., features...) with the adaptation of x added, where the module has it; dimensions ``axis`` of x
+    are summed over.
 
-    Parameters ``{prefix}lora_a_kernel`` (summed dimensions..., features[:-1]..., rank), started as the kernel, and
-    ``{prefix}lora_b_kernel`` (features[:-1]..., rank, features[-1]), started as zeros. alpha None: a factor of 1.
+    Parameters ``{prefix}lora_a_kernel`` (summed dimensions..., features[:-1]..., rank), started as the
+    kernel, and ``{prefix}lora_b_kernel`` (features[:-1]..., rank, features[-1]), started as zeros. alpha
+    None: a factor of 1.
     """
     if not module.enable_low_rank_adaptation:
         return y
@@ -40,7 +51,9 @@ def adapted(module: Any, y: Any, x: Any, axis: tuple[int, ...], features: tuple[
     ins, outs = tuple(x.shape[d] for d in axis), features[:-1]
 
     def parameter(name: str, start: Any, *shape: int) -> Any:
-        value = module.param(f"{prefix}lora_{name}_kernel", partitioned(start, (None,) * len(shape)), shape, module.dtype)
+        value = module.param(
+            f"{prefix}lora_{name}_kernel", partitioned(start, (None,) * len(shape)), shape, module.dtype
+        )
         return jnp.asarray(value, x.dtype)
 
     def flat(key: Any, shape: Any, dtype: Any) -> Any:
@@ -51,4 +64,6 @@ def adapted(module: Any, y: Any, x: Any, axis: tuple[int, ...], features: tuple[
     i, o = "ijkl"[: len(ins)], "nop"[: len(outs)]
     moved = jnp.moveaxis(x, axis, range(-len(axis), 0))
     low = jnp.einsum(f"...{i},{i}{o}r->...{o}r", moved, a)
-    return y + jnp.einsum(f"...{o}r,{o}rz->...{o}z", low, b) * jnp.asarray(1.0 if alpha is None else alpha / rank, y.dtype)
+    return y + jnp.einsum(f"...{o}r,{o}rz->...{o}z", low, b) * jnp.asarray(
+        1.0 if alpha is None else alpha / rank, y.dtype
+    )

@@ -19,12 +19,32 @@ from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
 _NORM = ("layernorm_type", "zero_centered_gamma")
 _BOTH = (*_NORM, "use_bias", "bias_init", "dtype", "transpose_batch_sequence")
 _ATTENTION = (
-    "num_attention_heads", "num_gqa_groups", "attention_dropout", "dropout_rng_name", "layernorm_epsilon", "enable_rotary_pos_emb",
-    "rotary_pos_emb_windows", "rotary_pos_emb_group_method", "low_rank_adaptation_scope", "low_rank_adaptation_dim",
-    "low_rank_adaptation_alpha", "fuse_qkv_params", "scale_attn_logits", "scaled_query_init", "softmax_type", "qk_norm_type",
-    "qk_norm_eps", "qk_norm_before_rope",
-)  # fmt: skip
-_FIXED = ("enable_sequence_parallel", "score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors")
+    "num_attention_heads",
+    "num_gqa_groups",
+    "attention_dropout",
+    "dropout_rng_name",
+    "layernorm_epsilon",
+    "enable_rotary_pos_emb",
+    "rotary_pos_emb_windows",
+    "rotary_pos_emb_group_method",
+    "low_rank_adaptation_scope",
+    "low_rank_adaptation_dim",
+    "low_rank_adaptation_alpha",
+    "fuse_qkv_params",
+    "scale_attn_logits",
+    "scaled_query_init",
+    "softmax_type",
+    "qk_norm_type",
+    "qk_norm_eps",
+    "qk_norm_before_rope",
+)
+_FIXED = (
+    "enable_sequence_parallel",
+    "score_mod",
+    "score_mod_bprop",
+    "score_mod_tensors",
+    "score_mod_bprop_tensors",
+)
 
 
 class TransformerLayerType(Enum):
@@ -35,14 +55,17 @@ class TransformerLayerType(Enum):
 
 
 class TransformerLayer(nn.Module):
-    """One layer, norms before the branches: x + dropout(attention(norm(x))), of a decoder + dropout(cross attention), + dropout(mlp(norm)).
+    """One layer, norms before the branches: x + dropout(attention(norm(x))), of a decoder + dropout(cross
+    attention), + dropout(mlp(norm)).
 
-    Children ``attention`` (a decoder's: ``self_attention``, ``encoder_decoder_attention``), ``mlp``, ``relpos_bias`` with
-    ``enable_relative_embedding`` (32 buckets, distances up to 128) and, with ``output_layernorm``, ``LayerNorm_0`` at the end, the input's
-    norm left out. ``apply_residual_connection_post_layernorm``: residuals start after the norms. ``drop_path``: probability of dropping a
-    whole sample from the first attention's and the MLP's branch. ``hidden_dropout_dims``, ``intermediate_dropout_dims``: dimensions along
-    which one draw serves all. ``float32_attention_logits``: scores are float32 either way. Parameters carry Transformer Engine's logical
-    axes, in Flax's boxes. The rest: as the children; fields of ``common.FIXED`` have one value.
+    Children ``attention`` (a decoder's: ``self_attention``, ``encoder_decoder_attention``), ``mlp``,
+    ``relpos_bias`` with ``enable_relative_embedding`` (32 buckets, distances up to 128) and, with
+    ``output_layernorm``, ``LayerNorm_0`` at the end, the input's norm left out.
+    ``apply_residual_connection_post_layernorm``: residuals start after the norms. ``drop_path``: probability
+    of dropping a whole sample from the first attention's and the MLP's branch. ``hidden_dropout_dims``,
+    ``intermediate_dropout_dims``: dimensions along which one draw serves all. ``float32_attention_logits``:
+    scores are float32 either way. Parameters carry Transformer Engine's logical axes, in Flax's boxes. The
+    rest: as the children; fields of ``common.FIXED`` have one value.
     """
 
     hidden_size: int = 512
@@ -94,11 +117,22 @@ class TransformerLayer(nn.Module):
     qk_norm_before_rope: bool = False
 
     @nn.compact
-    def __call__(self, inputs: Any, encoded: Any = None, attention_mask: Any = None, encoder_decoder_mask: Any = None,
-                 deterministic: bool = False, decode: bool = False, max_decode_length: int | None = None, *,
-                 sequence_descriptor: Any = None, **fixed: Any) -> Any:
-        """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``. ``encoded``, ``encoder_decoder_mask``: a decoder's alone,
-        likewise. Masks: True masks out, see ``DotProductAttention``. ``decode``: the self attention keeps a cache, see ``cache``;
+    def __call__(
+        self,
+        inputs: Any,
+        encoded: Any = None,
+        attention_mask: Any = None,
+        encoder_decoder_mask: Any = None,
+        deterministic: bool = False,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+        *,
+        sequence_descriptor: Any = None,
+        **fixed: Any,
+    ) -> Any:
+        """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``. ``encoded``,
+        ``encoder_decoder_mask``: a decoder's alone, likewise. Masks: True masks out, see
+        ``DotProductAttention``. ``decode``: the self attention keeps a cache, see ``cache``;
         ``max_decode_length``: its length, None as it was made."""
         check_fixed(self, fixed, _FIXED)
         op, decoder = "TransformerLayer", self.layer_type is TransformerLayerType.DECODER
@@ -113,11 +147,14 @@ class TransformerLayer(nn.Module):
             raise ShapeError(expected(op, "encoded", None, "an array, for a decoder"))
         encoded = want_array(self, "encoded", encoded) if decoder else None
         mine = "self_attention" if decoder else "attention"
-        bias = self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
+        bias = (
+            self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
+        )
         post = self.apply_residual_connection_post_layernorm
         ask = {"return_layernorm_output": post, "return_residual": True, "return_bias": True}
 
-        def between(path: float) -> bool:  # a branch and its residual; where nothing is, the branch's last product adds it all
+        # a branch and its residual; where nothing is, the branch's last product adds it all
+        def between(path: float) -> bool:
             return not deterministic and (self.hidden_dropout > 0 or path > 0)
 
         def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any) -> Any:
@@ -125,24 +162,46 @@ class TransformerLayer(nn.Module):
             path = self.drop_path if first else 0.0
             asked = ask if between(path) else {"join_layernorm_output" if post else "join_residual": True}
             layer = MultiHeadAttention(
-                self.hidden_size // self.num_attention_heads, input_layernorm=not (first and self.output_layernorm), attn_mask_type=kind,
-                kernel_init=self.mha_kernel_init, attn_bias_type=self.self_attn_bias_type if first else None,
-                window_size=self.window_size if first else None, name=name, **asked, **self._fields(_BOTH, _ATTENTION),
-            )  # fmt: skip
-            options = {"decode": decode and first, "sequence_descriptor": sequence_descriptor if first else None}
+                self.hidden_size // self.num_attention_heads,
+                input_layernorm=not (first and self.output_layernorm),
+                attn_mask_type=kind,
+                kernel_init=self.mha_kernel_init,
+                attn_bias_type=self.self_attn_bias_type if first else None,
+                window_size=self.window_size if first else None,
+                name=name,
+                **asked,
+                **self._fields(_BOTH, _ATTENTION),
+            )
+            options = {
+                "decode": decode and first,
+                "sequence_descriptor": sequence_descriptor if first else None,
+            }
             y, normed, *late = layer(x, kv, mask, bias, deterministic=deterministic, **options)
-            return joined(self, y, late[1], normed if post else late[0], deterministic, path) if between(path) else y
+            return (
+                joined(self, y, late[1], normed if post else late[0], deterministic, path)
+                if between(path)
+                else y
+            )
 
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
             x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
         apart = post or between(self.drop_path)
         mlp = LayerNormMLP(
-            self.mlp_hidden_size, epsilon=self.layernorm_epsilon, kernel_init=self.mlp_kernel_init, activations=self.mlp_activations,
-            activation_params=self.mlp_activation_params, intermediate_dropout_rng_name=self.dropout_rng_name,
-            intermediate_dropout_rate=self.intermediate_dropout, intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            name="mlp", **(ask if apart else {"join_residual": True}), **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
-        )  # fmt: skip
+            self.mlp_hidden_size,
+            epsilon=self.layernorm_epsilon,
+            kernel_init=self.mlp_kernel_init,
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            intermediate_dropout_rng_name=self.dropout_rng_name,
+            intermediate_dropout_rate=self.intermediate_dropout,
+            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
+            name="mlp",
+            **(ask if apart else {"join_residual": True}),
+            **lora.fields(self, "mlp"),
+            **MLP_AXES,
+            **self._fields(_BOTH),
+        )
         y, normed, *late = mlp(x, deterministic)
         if apart:
             y = joined(self, y, late[1], normed if post else late[0], deterministic, self.drop_path)
@@ -156,11 +215,15 @@ class TransformerLayer(nn.Module):
         return {name: getattr(self, name) for group in groups for name in group}
 
     def _biases(self, inputs: Any, name: str, decoder: bool, length: int | None) -> Any:
-        """Relative position biases, of as many rows and columns as there are tokens, or as the cache of the attention ``name`` has room."""
+        """Relative position biases, of as many rows and columns as there are tokens, or as the cache of the
+        attention ``name`` has room."""
         at = 0 if self.transpose_batch_sequence else 1
         if self.has_variable("cache", name):
             length = self.get_variable("cache", name)["cached_key"].shape[at]
         count = length or inputs.shape[at]
         found = self.relative_embedding or RelativePositionBiases(
-            32, 128, self.num_attention_heads, dtype=self.dtype, name="relpos_bias")
-        return jnp.asarray(found(count, count, self.self_attn_mask_type == "no_mask" or not decoder), inputs.dtype)
+            32, 128, self.num_attention_heads, dtype=self.dtype, name="relpos_bias"
+        )
+        return jnp.asarray(
+            found(count, count, self.self_attn_mask_type == "no_mask" or not decoder), inputs.dtype
+        )

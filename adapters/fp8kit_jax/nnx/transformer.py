@@ -18,37 +18,74 @@ from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
 from fp8kit_jax.nnx.dense import LayerNormMLP, want_rngs
 
 # arguments of the attention that a layer does not set itself
-_ATTENTION = ("num_gqa_groups", "head_dim", "input_layernorm", "rotary", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
+_ATTENTION = (
+    "num_gqa_groups",
+    "head_dim",
+    "input_layernorm",
+    "rotary",
+    "qk_norm_type",
+    "qk_norm_eps",
+    "qk_norm_before_rope",
+)
 
 
 class TransformerLayer(nnx.Module):
-    """x + dropout(attention(norm(x))), then + dropout(mlp(norm(x))); children ``attention`` and ``mlp``, which hold the norms.
+    """x + dropout(attention(norm(x))), then + dropout(mlp(norm(x))); children ``attention`` and ``mlp``,
+    which hold the norms.
 
-    * ``hidden_size`` H, ``mlp_hidden_size``, ``num_attention_heads``, ``mlp_activations``, ``mlp_activation_params``: as the children.
-    * ``hidden_dropout``, ``attention_dropout``: probabilities; ``drop_path``: of dropping a whole sample from a branch.
-    * ``options``: of ``MultiHeadAttention``: ``num_gqa_groups``, ``rotary``, ``qk_norm_type``, ``attn_mask_type``, ``window_size``...
+    * ``hidden_size`` H, ``mlp_hidden_size``, ``num_attention_heads``, ``mlp_activations``,
+      ``mlp_activation_params``: as the children.
+    * ``hidden_dropout``, ``attention_dropout``: probabilities; ``drop_path``: of dropping a whole sample from
+      a branch.
+    * ``options``: of ``MultiHeadAttention``: ``num_gqa_groups``, ``rotary``, ``qk_norm_type``,
+      ``attn_mask_type``, ``window_size``...
     """
 
-    def __init__(self, hidden_size: int, mlp_hidden_size: int, num_attention_heads: int, *, rngs: nnx.Rngs, use_bias: bool = False,
-                 mlp_activations: Sequence[str] = ("gelu",), mlp_activation_params: Mapping[str, float] | None = None,
-                 layernorm_type: str = "layernorm", epsilon: float = 1e-6, zero_centered_gamma: bool = False, hidden_dropout: float = 0.0,
-                 attention_dropout: float = 0.0, drop_path: float = 0.0, dtype: Any = jnp.float32, **options: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        mlp_hidden_size: int,
+        num_attention_heads: int,
+        *,
+        rngs: nnx.Rngs,
+        use_bias: bool = False,
+        mlp_activations: Sequence[str] = ("gelu",),
+        mlp_activation_params: Mapping[str, float] | None = None,
+        layernorm_type: str = "layernorm",
+        epsilon: float = 1e-6,
+        zero_centered_gamma: bool = False,
+        hidden_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        dtype: Any = jnp.float32,
+        **options: Any,
+    ) -> None:
         functions.known("TransformerLayer", options, _ATTENTION)
         check("TransformerLayer", RULES, locals() | options)
         with on_behalf_of("TransformerLayer", activation_params="mlp_activation_params"):
             activation_of("LayerNormMLP", mlp_activations, mlp_activation_params)
         want_rngs("TransformerLayer", rngs)
-        shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "layernorm_type": layernorm_type, "epsilon": epsilon,
-                                  "zero_centered_gamma": zero_centered_gamma, "dtype": dtype}
-        self.attention = MultiHeadAttention(hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options)
+        shared: dict[str, Any] = {
+            "rngs": rngs,
+            "use_bias": use_bias,
+            "layernorm_type": layernorm_type,
+            "epsilon": epsilon,
+            "zero_centered_gamma": zero_centered_gamma,
+            "dtype": dtype,
+        }
+        self.attention = MultiHeadAttention(
+            hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options
+        )
         shared |= {"activations": mlp_activations, "activation_params": mlp_activation_params}
         self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, **shared)
         self.dropout, self.path = Dropout(hidden_dropout, rngs), Dropout(drop_path, rngs)
 
     def __call__(self, x: Any, **given: Any) -> Any:
-        """``x``: h (b, s, H); ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention. Returns h like x."""
+        """``x``: h (b, s, H); ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention.
+        Returns h like x."""
         functions.known("TransformerLayer", given)
-        if self.dropout.idle and self.path.idle:  # nothing comes between, so that a branch's last product adds it all
+        # nothing comes between, so that a branch's last product adds it all
+        if self.dropout.idle and self.path.idle:
             return self.mlp(self.attention(x, join_residual=True, **given), join_residual=True)
         x = self._joined(*self.attention(x, return_residual=True, return_bias=True, **given))
         return self._joined(*self.mlp(x, return_residual=True, return_bias=True))

@@ -1,4 +1,5 @@
-"""An engine for fp8kit in plain Numba: ``register(registry)`` is what the entry point of pyproject.toml leads to.
+"""An engine for fp8kit in plain Numba: ``register(registry)`` is what the entry point of pyproject.toml leads
+to.
 
 ``CALLS`` counts how often each kernel ran: an example may show that it is used.
 """
@@ -32,6 +33,20 @@ def register(registry: OpRegistry) -> None:
     for name in ("add", "amax", "norm_fwd", "sum_rows"):
         function = _counted(name, getattr(kernels, name))
         registry.register_impl(
-            OpImpl(name, f"{ENGINE}.{name}", Kind.DEFAULT, function, supported_dtypes=frozenset({"float32"}), devices=frozenset({"cpu"}))
+            OpImpl(
+                name,
+                f"{ENGINE}.{name}",
+                Kind.DEFAULT,
+                function,
+                supported_dtypes=frozenset({"float32"}),
+                devices=frozenset({"cpu"}),
+            )
         )
-    registry.register_impl(OpImpl("column_sum_workspace", f"{ENGINE}.column_sum_workspace", Kind.DEFAULT, kernels.column_sum_workspace))
+    registry.register_impl(
+        OpImpl(
+            "column_sum_workspace",
+            f"{ENGINE}.column_sum_workspace",
+            Kind.DEFAULT,
+            kernels.column_sum_workspace,
+        )
+    )

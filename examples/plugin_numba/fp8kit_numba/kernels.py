@@ -1,6 +1,7 @@
 """The kernels: functions on views with the contract's signatures, and the loops behind them.
 
-float32 in, float32 out (``supported_dtypes`` says so), every operation rounded once: the contract's cases ask for no more.
+float32 in, float32 out (``supported_dtypes`` says so), every operation rounded once: the contract's cases ask
+for no more.
 """
 
 from __future__ import annotations
@@ -30,9 +31,22 @@ def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> N
     found[:] = np.fmax(found, _amax(x.numpy()))
 
 
-def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None, rstd: ArrayView,
-             amax: ArrayView | None, cast: Any, normalization: str, epsilon: float, zero_centered_gamma: bool, stream: int) -> None:
-    """RMSNorm without a cast; see ``Kernels.norm_fwd``. The other norms, and what is fused with them, are left to others."""
+def norm_fwd(
+    x: ArrayView,
+    weight: ArrayView | None,
+    bias: ArrayView | None,
+    y: ArrayView | None,
+    mean: ArrayView | None,
+    rstd: ArrayView,
+    amax: ArrayView | None,
+    cast: Any,
+    normalization: str,
+    epsilon: float,
+    zero_centered_gamma: bool,
+    stream: int,
+) -> None:
+    """RMSNorm without a cast; see ``Kernels.norm_fwd``. The other norms, and what is fused with them, are
+    left to others."""
     if normalization != "RMSNorm" or cast is not None or amax is not None or y is None or weight is None:
         raise CannotTake("RMSNorm into a high-precision array only")
     gain = weight.numpy() + np.float32(1) if zero_centered_gamma else weight.numpy()

@@ -1,6 +1,7 @@
 """The CUDA engine: NVRTC kernels, cuBLASLt and cuDNN behind the kernel contract.
 
-``register`` names what implements which kernel. CuPy, nvmath and cudnn are imported by the first call that needs them.
+``register`` names what implements which kernel. CuPy, nvmath and cudnn are imported by the first call that
+needs them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8kit.backends.registry import OpRegistry
 
-TIMED = ("gemm", "fp8_gemm", "block_gemm")  # take the fastest of cuBLASLt's algorithms, unless the policy is deterministic
+# take the fastest of cuBLASLt's algorithms, unless the policy is deterministic
+TIMED = ("gemm", "fp8_gemm", "block_gemm")
 MIN_ARCH = 89  # FP8 conversions and tensor cores start with Ada
 
 # module -> the kernels of the contract that it implements
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    "quantize": ("amax", "amax_many", "quantize", "dequantize", "quantize_transpose", "quantize_transpose_many",
-                 "quantize_transpose_workspace"),
+    "quantize": (
+        "amax",
+        "amax_many",
+        "quantize",
+        "dequantize",
+        "quantize_transpose",
+        "quantize_transpose_many",
+        "quantize_transpose_workspace",
+    ),
     "scales": ("scale_from_amax", "update_delayed_"),
     "gemm": ("gemm", "fp8_gemm", "gemm_workspace", "fp8_gemm_workspace"),
     "block": ("block_quantize", "block_quantize_many", "block_gemm"),
@@ -40,7 +49,8 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def implementation(kernel: str) -> Callable[..., Any]:
-    """The function that implements a kernel of the contract; KeyError for a name that is not in it. Imports its module."""
+    """The function that implements a kernel of the contract; KeyError for a name that is not in it. Imports
+    its module."""
     module = next((m for m, kernels in IMPLEMENTATIONS.items() if kernel in kernels), None)
     if module is None:
         raise KeyError(kernel)
@@ -55,12 +65,22 @@ def recorder() -> AbstractContextManager[Any]:
 
 
 def register(registry: OpRegistry) -> None:
-    """Register every kernel of this engine. Imports its modules, but neither CuPy nor any other CUDA library."""
+    """Register every kernel of this engine. Imports its modules, but neither CuPy nor any other CUDA
+    library."""
     from fp8kit.backends.registry import PRIORITY, Kind, OpImpl
 
     def add(op_name: str, impl_id: str, function: Callable[..., Any], **more: Any) -> None:
         registry.register_impl(
-            OpImpl(op_name, impl_id, Kind.VENDOR, function, vendor="cuda", min_arch=MIN_ARCH, devices=frozenset({"cuda"}), **more)
+            OpImpl(
+                op_name,
+                impl_id,
+                Kind.VENDOR,
+                function,
+                vendor="cuda",
+                min_arch=MIN_ARCH,
+                devices=frozenset({"cuda"}),
+                **more,
+            )
         )
 
     for kernels in IMPLEMENTATIONS.values():

@@ -1,4 +1,5 @@
-"""Lists of tensors in one launch: a table of them travels by value as the kernel's last parameter, column by column."""
+"""Lists of tensors in one launch: a table of them travels by value as the kernel's last parameter, column by
+column."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ def firsts(blocks: Iterable[int]) -> tuple[list[int], int]:
 
 def pack(layout: struct.Struct, length: int, columns: Iterable[Sequence[Any]]) -> bytes:
     """Columns of values packed one after the other, each filled up with zeros to ``length``."""
-    return layout.pack(*(value for column in columns for value in (*column, *(0 for _ in range(length - len(column))))))
+    return layout.pack(
+        *(value for column in columns for value in (*column, *(0 for _ in range(length - len(column)))))
+    )
 
 
-def launches(layout: struct.Struct, length: int, rows: Sequence[tuple[Any, ...]], blocks: Sequence[int],
-             ) -> Iterator[tuple[int, bytes, int]]:  # fmt: skip
-    """(tensors, table, blocks) of each launch, of at most ``length`` tensors. ``rows``: a tensor's values in the order of the table's
-    columns, but for the last column, which is its first block; ``blocks``: how many it takes."""
+def launches(
+    layout: struct.Struct, length: int, rows: Sequence[tuple[Any, ...]], blocks: Sequence[int]
+) -> Iterator[tuple[int, bytes, int]]:
+    """(tensors, table, blocks) of each launch, of at most ``length`` tensors. ``rows``: a tensor's values in
+    the order of the table's columns, but for the last column, which is its first block; ``blocks``: how many
+    it takes."""
     for start in range(0, len(rows), length):
         part = rows[start : start + length]
         first, total = firsts(blocks[start : start + length])

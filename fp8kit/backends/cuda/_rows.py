@@ -10,7 +10,8 @@ from fp8kit.backends.protocol import Cast
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import E4M3, E5M2
 
-# How many blocks fill the largest GPUs a few times over. Fixed, so that sums are cut up the same way on every device.
+# How many blocks fill the largest GPUs a few times over. Fixed, so that sums are cut up the same way on every
+# device.
 BLOCKS = 1056
 TYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
@@ -34,14 +35,16 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def scaling(cast: Cast) -> tuple[int, int, float, int]:
-    """What kernels are told of a cast's scale: where the amax goes, and, with a rule, where it is, and the rule."""
+    """What kernels are told of a cast's scale: where the amax goes, and, with a rule, where it is, and the
+    rule."""
     if cast.rule is None:
         return address(cast.amax), 0, 0.0, 0
     return 0, address(cast.amax), cast.rule.epsilon, int(cast.rule.power_2)
 
 
 def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
-    """The kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for formats other than E4M3 and E5M2."""
+    """The kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for formats
+    other than E4M3 and E5M2."""
     if cast is None:
         return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, *(0,) * 8, 0.0, 0)
     if cast.format != E4M3 and cast.format != E5M2:
@@ -49,10 +52,15 @@ def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
     q, q_t = cast.q, cast.q_t
     found, *known = scaling(cast)
     return _CAST.pack(
-        address(q), address(q_t), address(cast.scale), cast.scale_inv.ptr, found,
+        address(q),
+        address(q_t),
+        address(cast.scale),
+        cast.scale_inv.ptr,
+        found,
         *((0, 0, 0) if q is None else (*q.shape, q.strides[0])),
         *((0, 0, 0) if q_t is None else (*q_t.shape, q_t.strides[0])),
-        int(cast.format == E5M2), *known,
+        int(cast.format == E5M2),
+        *known,
     )
 
 
@@ -66,10 +74,17 @@ def covered(cast: Cast | None, rows: int, columns: int) -> tuple[int, int]:
 
 
 def sum_partials(partial: int, blocks: int, out: ArrayView, second: ArrayView | None, stream: int) -> None:
-    """Column sums of the float32 partial sums at address ``partial``, (blocks, 1 or 2, N), into ``out`` and ``second``, (N,) each."""
+    """Column sums of the float32 partial sums at address ``partial``, (blocks, 1 or 2, N), into ``out`` and
+    ``second``, (N,) each."""
     columns = out.size
     grid = (ceil_div(columns, 32), 1 if second is None else 2)
-    launch.launch(kernel("dropout.cu", "sum_partials", out), grid, (32, 16), (partial, out.ptr, address(second), blocks, columns), stream)
+    launch.launch(
+        kernel("dropout.cu", "sum_partials", out),
+        grid,
+        (32, 16),
+        (partial, out.ptr, address(second), blocks, columns),
+        stream,
+    )
 
 
 def _column_blocks(rows: int, columns: int) -> tuple[int, int, int]:
@@ -85,9 +100,18 @@ def column_sums_bytes(rows: int, columns: int) -> int:
     return _column_blocks(rows, columns)[2] * columns * 4
 
 
-def column_sums(x: ArrayView, dx: ArrayView | None, out: ArrayView | None, rng: int, threshold: int, factor: float,
-                workspace: ArrayView | None, stream: int) -> None:
-    """dx = x behind dropout's mask (``rng`` = 0: none), out = its column sums. x, dx: h (M, N); out: h (N,); either may be None."""
+def column_sums(
+    x: ArrayView,
+    dx: ArrayView | None,
+    out: ArrayView | None,
+    rng: int,
+    threshold: int,
+    factor: float,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """dx = x behind dropout's mask (``rng`` = 0: none), out = its column sums. x, dx: h (M, N); out: h (N,);
+    either may be None."""
     if out is not None and workspace is None:
         raise BackendError(expected("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes"))
     rows, columns = x.shape

@@ -20,17 +20,23 @@ _MIXED = "mixed"
 
 
 def _known(activation: str, params: tuple[float, ...]) -> tuple[Activation, tuple[float, ...]]:
-    """The activation's row, and the numbers that the kernels take: all there are, 0 where the activation has none."""
+    """The activation's row, and the numbers that the kernels take: all there are, 0 where the activation has
+    none."""
     row = ACTIVATIONS.get(activation)
     if row is None:
-        raise BackendError(expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
+        raise BackendError(
+            expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
+        )
     if len(params) != len(row.params):
-        raise BackendError(expected("activation", "params", params, f"{len(row.params)} numbers for {activation}"))
+        raise BackendError(
+            expected("activation", "params", params, f"{len(row.params)} numbers for {activation}")
+        )
     return row, params or _NO_PARAMS
 
 
 def _tiles(rows: int, columns: int) -> int:
-    """Tiles that one block takes: more where there are many, so that partial sums are few; a power of two, which divides more heights."""
+    """Tiles that one block takes: more where there are many, so that partial sums are few; a power of two,
+    which divides more heights."""
     most = max(1, min(MOST_TILES, ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS) // BLOCKS))
     return 1 << (most.bit_length() - 1)
 
@@ -40,7 +46,8 @@ def _row_blocks(rows: int, columns: int) -> int:
 
 
 def _grid(rows: int, columns: int, walked: tuple[int, int], cast: Cast | None) -> tuple[int, int, int]:
-    """(blocks, tiles across, tiles a block) for a (rows, columns) y of which ``walked`` is covered, padding included."""
+    """(blocks, tiles across, tiles a block) for a (rows, columns) y of which ``walked`` is covered, padding
+    included."""
     tiles, across = _tiles(rows, columns), ceil_div(walked[1], _TILE_COLUMNS)
     blocks = across * ceil_div(ceil_div(walked[0], _TILE_ROWS), tiles)
     return (max(blocks, 1) if cast is not None else blocks), max(across, 1), tiles
@@ -53,17 +60,26 @@ def _for_whole_tiles() -> frozenset[tuple[str, str]]:
     return frozenset((v["ACT"], v["T"]) for v in variants if v["TILES"] != _MIXED)
 
 
-def tiles_of(activation: str, arrays: tuple[ArrayView, ...], rows: int, columns: int, plain: ArrayView | None, cast: Cast | None,
-             padded: bool) -> str:
-    """Which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where ``arrays`` are read, there is something to
-    read, and only both orientations of the cast are written, without padding, or nothing but the amax; otherwise the one for any."""
+def tiles_of(
+    activation: str,
+    arrays: tuple[ArrayView, ...],
+    rows: int,
+    columns: int,
+    plain: ArrayView | None,
+    cast: Cast | None,
+    padded: bool,
+) -> str:
+    """Which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where ``arrays`` are
+    read, there is something to read, and only both orientations of the cast are written, without padding, or
+    nothing but the amax; otherwise the one for any."""
     if plain is not None or padded or not (rows and columns):
         return _MIXED
     tall, places = _TILE_ROWS * _tiles(rows, columns), 0
     if cast is not None:
         if cast.q is None or cast.q_t is None:
             return _MIXED
-        # of q_t multiples of 16 are wanted; of q, written 8 codes at a time, multiples of 8, whose doubles are such
+        # of q_t multiples of 16 are wanted; of q, written 8 codes at a time, multiples of 8, whose doubles
+        # are such
         places = cast.q_t.ptr | cast.q_t.strides[0] | (2 * cast.q.ptr) | (2 * cast.q.strides[0])
     for array in arrays:
         places |= array.ptr
@@ -74,22 +90,51 @@ def tiles_of(activation: str, arrays: tuple[ArrayView, ...], rows: int, columns:
     return "none" if cast is None else "e4m3" if cast.format == E4M3 else "e5m2"
 
 
-def act_fwd(x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: ArrayView | None, cast: Cast | None,
-            activation: str, params: tuple[float, ...], stream: int) -> None:
-    """See ``backends.protocol``. BackendError for an unknown activation and for a cast to a format other than E4M3 and E5M2."""
+def act_fwd(
+    x: ArrayView,
+    bias: ArrayView | None,
+    y: ArrayView | None,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    activation: str,
+    params: tuple[float, ...],
+    stream: int,
+) -> None:
+    """See ``backends.protocol``. BackendError for an unknown activation and for a cast to a format other than
+    E4M3 and E5M2."""
     row, numbers = _known(activation, params)
     rows, columns = x.shape[0], x.shape[1] // row.parts
     walked = covered(cast, rows, columns)
     grid, across, tiles = _grid(rows, columns, walked, cast)
     form = tiles_of(activation, (x,), rows, columns, y, cast, walked != (rows, columns))
     function = kernel("activation.cu", "act_fwd", x, ACT=activation, TILES=form)
-    arguments = (x.ptr, address(bias), address(y), rows, columns, across, tiles, *numbers, cast_bytes(cast, amax))
+    arguments = (
+        x.ptr,
+        address(bias),
+        address(y),
+        rows,
+        columns,
+        across,
+        tiles,
+        *numbers,
+        cast_bytes(cast, amax),
+    )
     launch.launch(function, grid, _THREADS, arguments, stream)
 
 
-def act_bwd(dy: ArrayView, x: ArrayView, bias: ArrayView | None, dx: ArrayView | None, dbias: ArrayView | None,
-            amax: ArrayView | None, cast: Cast | None, activation: str, params: tuple[float, ...], workspace: ArrayView | None,
-            stream: int) -> None:
+def act_bwd(
+    dy: ArrayView,
+    x: ArrayView,
+    bias: ArrayView | None,
+    dx: ArrayView | None,
+    dbias: ArrayView | None,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    activation: str,
+    params: tuple[float, ...],
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. BackendError as in ``act_fwd``, and for a dbias without a workspace."""
     row, numbers = _known(activation, params)
     rows, width = x.shape
@@ -101,7 +146,19 @@ def act_bwd(dy: ArrayView, x: ArrayView, bias: ArrayView | None, dx: ArrayView |
     partial = address(workspace) if dbias is not None else 0
     form = tiles_of(activation, (x, dy), rows, columns, dx, cast, (down, right) != (rows, width))
     function = kernel("activation.cu", "act_bwd", x, ACT=activation, TILES=form)
-    arguments = (dy.ptr, x.ptr, address(bias), address(dx), partial, rows, columns, across, tiles, *numbers, cast_bytes(cast, amax))
+    arguments = (
+        dy.ptr,
+        x.ptr,
+        address(bias),
+        address(dx),
+        partial,
+        rows,
+        columns,
+        across,
+        tiles,
+        *numbers,
+        cast_bytes(cast, amax),
+    )
     launch.launch(function, grid, _THREADS, arguments, stream)
     if dbias is not None:
         sum_partials(partial, _row_blocks(rows, columns), dbias, None, stream)

@@ -1,9 +1,11 @@
-"""Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, at its first call; the answer is kept on disk.
+"""Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, at its first call;
+the answer is kept on disk.
 
-The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is up to 8 % faster, and with
-a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md). Which one wins depends on clocks and neighbours, and
-algorithms differ in how they sum; so these kernels may give other bits in another process, say so (``OpImpl.deterministic``), and are
-left out under ``fk.deterministic``, where the first one is taken.
+The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is
+up to 8 % faster, and with a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md).
+Which one wins depends on clocks and neighbours, and algorithms differ in how they sum; so these kernels may
+give other bits in another process, say so (``OpImpl.deterministic``), and are left out under
+``fk.deterministic``, where the first one is taken.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from fp8kit.backends.cuda.device import provider
 from fp8kit.errors import BackendError
 
 SMALLEST = 2**27  # multiply-adds: a smaller product takes some microseconds whatever the algorithm
-WIDE = 2**35  # multiply-adds from which on an FP8 product's relatives are timed, too: it takes 50 us and more on an H200
+# multiply-adds from which on an FP8 product's relatives are timed, too: it takes 50 us and more on an H200
+WIDE = 2**35
 _FINALISTS = 8  # candidates that are measured again after a first look at all of them
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
@@ -33,9 +36,11 @@ _TIMING = launch.Locks()
 
 
 def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
-    """Give ``plan`` its fastest algorithm. ``run(out)`` launches the product with its operands, writing to the address ``out``.
+    """Give ``plan`` its fastest algorithm. ``run(out)`` launches the product with its operands, writing to
+    the address ``out``.
 
-    The plan is not settled, and nothing is changed, where nothing can be timed now: while ``stream`` is captured into a graph.
+    The plan is not settled, and nothing is changed, where nothing can be timed now: while ``stream`` is
+    captured into a graph.
     """
     key = plan.key
     size = key.batch * key.m * key.n * key.k
@@ -58,8 +63,9 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
 
 
 def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, float]:
-    """Median seconds of the best candidates. The output goes to memory of its own: what is accumulated onto stays as it is. A candidate
-    that cuBLASLt refuses after all has none; BackendError where it refuses every one."""
+    """Median seconds of the best candidates. The output goes to memory of its own: what is accumulated onto
+    stays as it is. A candidate that cuBLASLt refuses after all has none; BackendError where it refuses every
+    one."""
     calls, key = launch.runtime(), plan.key
     span = key.out.itemsize * ((key.batch - 1) * key.out_step + key.m * key.out_stride)
     with launch.current_device(plan.device):
@@ -87,9 +93,14 @@ def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, flo
                 raise refused
             repeats = max(1, min(20, round(_SHORTEST / max(min(first.values()), 1e-6))))
             # to and fro: nobody always comes when the chip is warmer
-            looks = [{candidate: seconds(candidate, repeats) for candidate in order} for order in (first, reversed(first))]
+            looks = [
+                {candidate: seconds(candidate, repeats) for candidate in order}
+                for order in (first, reversed(first))
+            ]
             best = sorted(first, key=lambda candidate: min(look[candidate] for look in looks))[:_FINALISTS]
-            rounds = [{one: seconds(one, repeats) for one in best[:: -1 if i % 2 else 1]} for i in range(_ROUNDS)]
+            rounds = [
+                {one: seconds(one, repeats) for one in best[:: -1 if i % 2 else 1]} for i in range(_ROUNDS)
+            ]
         finally:
             plan.choose(0)
             for event in events:
@@ -118,9 +129,18 @@ def _recall(plan: Plan) -> bytes | None:
 
 
 def _keep(plan: Plan, times: dict[int, float]) -> None:
-    """Write the answer; a folder that cannot be written costs the next process its own timing, nothing else."""
+    """Write the answer; a folder that cannot be written costs the next process its own timing, nothing
+    else."""
     path = _file(plan)
-    text = json.dumps({"where": _where(plan.device), "product": str(plan.key), "algorithm": plan.chosen.hex(), "seconds": times}, indent=1)
+    text = json.dumps(
+        {
+            "where": _where(plan.device),
+            "product": str(plan.key),
+            "algorithm": plan.chosen.hex(),
+            "seconds": times,
+        },
+        indent=1,
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)

@@ -1,4 +1,5 @@
-"""The small kernels that stand round an attention of batches whose lengths differ (raw_kernels/attention_padding.cu)."""
+"""The small kernels that stand round an attention of batches whose lengths differ
+(raw_kernels/attention_padding.cu)."""
 
 from __future__ import annotations
 
@@ -35,19 +36,32 @@ class Padding:
     def statistics(self, source: int, to: int, value: float) -> None:
         """The log-sum-exp at address ``source``, with ``value`` in rows that see nothing."""
         p = self.problem
-        self._launch("attention_lse_padding", -(-p.batch * p.heads * p.rows // _THREADS), (source, to, value, p.batch))
+        self._launch(
+            "attention_lse_padding", -(-p.batch * p.heads * p.rows // _THREADS), (source, to, value, p.batch)
+        )
 
     def zero(self, view: ArrayView, query: bool) -> None:
-        """Zeros in the rows of an array of q's (``query``) or k's lengths that see nothing or are seen by nothing for their padding."""
+        """Zeros in the rows of an array of q's (``query``) or k's lengths that see nothing or are seen by
+        nothing for their padding."""
         p = self.problem
         rows, heads = (p.rows, p.heads) if query else (p.columns, p.groups)
         place = (int(not query), p.batch, heads, view.shape[3], *bhsd(p.qkv_format, view)[:3])
         self._launch("attention_zero_padding", grid_of(p.batch * rows), (view.ptr, *place))
 
-    def clean(self, source: int, strides: Strides, to: int, to_strides: Strides, query: bool, size: tuple[int, int, int, int],
-              batch: int = 0, row: int = 0) -> None:
-        """A copy with zeros in the rows beyond the true lengths, so that a product may read them. ``size``: (batches, heads, rows,
-        features) from row ``row`` of batch ``batch`` on, which the addresses point at; strides of b, h, s, d in elements."""
+    def clean(
+        self,
+        source: int,
+        strides: Strides,
+        to: int,
+        to_strides: Strides,
+        query: bool,
+        size: tuple[int, int, int, int],
+        batch: int = 0,
+        row: int = 0,
+    ) -> None:
+        """A copy with zeros in the rows beyond the true lengths, so that a product may read them. ``size``:
+        (batches, heads, rows, features) from row ``row`` of batch ``batch`` on, which the addresses point at;
+        strides of b, h, s, d in elements."""
         batches, heads, rows, dim = size
         place = (int(not query), batch, row, batches, heads, rows, dim, *strides[:3], *to_strides[:3])
         self._launch("attention_clean", grid_of(batches * rows), (source, to, *place))

@@ -1,4 +1,5 @@
-"""What an attention call is about: sizes, element type and rules, as one hashable value that plans and decisions are kept by."""
+"""What an attention call is about: sizes, element type and rules, as one hashable value that plans and
+decisions are kept by."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ Strides = tuple[int, int, int, int]
 
 
 class Problem(NamedTuple):
-    """``rows`` = s_q, ``columns`` = s_kv, ``groups`` = key and value heads, ``dim`` and ``dim_v`` = features of a head of q and k and of v,
-    ``dtype`` a DType's name, the rest as in ``protocol.AttentionSpec``: ``left`` and ``right`` its window, ``bottom_right`` False where it
-    makes no difference. ``strides``: of q, k and v in elements, in the order batch, head, sequence, feature; none: C-contiguous ones."""
+    """``rows`` = s_q, ``columns`` = s_kv, ``groups`` = key and value heads, ``dim`` and ``dim_v`` = features
+    of a head of q and k and of v, ``dtype`` a DType's name, the rest as in ``protocol.AttentionSpec``:
+    ``left`` and ``right`` its window, ``bottom_right`` False where it makes no difference. ``strides``: of q,
+    k and v in elements, in the order batch, head, sequence, feature; none: C-contiguous ones."""
 
     batch: int
     heads: int
@@ -58,23 +60,47 @@ class Problem(NamedTuple):
     def blind(self) -> bool:
         """Whether some row sees no column by the band alone; lengths in cu_seqlens are not known here."""
         shift = self.columns - self.rows if self.bottom_right else 0
-        return (self.right >= 0 and shift + self.right < 0) or (self.left >= 0 and self.rows - 1 + shift - self.left >= self.columns)
+        return (self.right >= 0 and shift + self.right < 0) or (
+            self.left >= 0 and self.rows - 1 + shift - self.left >= self.columns
+        )
 
 
-def problem(q: Shape, k: Shape, v: Shape, dtype: DType, spec: AttentionSpec, strides: Sequence[Shape] = ()) -> Problem:
-    """The problem of q, k and v with these shapes and ``strides`` (order of dimensions by ``spec.qkv_format``; none: C-contiguous)."""
+def problem(
+    q: Shape, k: Shape, v: Shape, dtype: DType, spec: AttentionSpec, strides: Sequence[Shape] = ()
+) -> Problem:
+    """The problem of q, k and v with these shapes and ``strides`` (order of dimensions by
+    ``spec.qkv_format``; none: C-contiguous)."""
     s, b = (0, 1) if spec.qkv_format == "sbhd" else (1, 0)
     (left, right), bias = spec.window, spec.bias
     slanted = left >= 0 or right >= 0 or bias == "alibi"
     return Problem(
-        q[b], q[2], k[2], q[s], k[s], q[3], v[3], dtype.name, spec.qkv_format, spec.softmax_scale, spec.dropout, spec.padded, spec.masked,
-        left, right, spec.bottom_right and slanted and (spec.padded or q[s] != k[s]), bias, spec.softmax_type,
-        spec.zero_padded, spec.placed, tuple([_ordered(spec.qkv_format, steps) for steps in strides]),
-    )  # fmt: skip
+        q[b],
+        q[2],
+        k[2],
+        q[s],
+        k[s],
+        q[3],
+        v[3],
+        dtype.name,
+        spec.qkv_format,
+        spec.softmax_scale,
+        spec.dropout,
+        spec.padded,
+        spec.masked,
+        left,
+        right,
+        spec.bottom_right and slanted and (spec.padded or q[s] != k[s]),
+        bias,
+        spec.softmax_type,
+        spec.zero_padded,
+        spec.placed,
+        tuple([_ordered(spec.qkv_format, steps) for steps in strides]),
+    )
 
 
 def bhsd(qkv_format: str, view: ArrayView) -> Strides:
-    """Strides of a (s, b, h, d) or (b, s, h, d) view in elements, in the order batch, head, sequence, feature."""
+    """Strides of a (s, b, h, d) or (b, s, h, d) view in elements, in the order batch, head, sequence,
+    feature."""
     return _ordered(qkv_format, view.strides)
 
 

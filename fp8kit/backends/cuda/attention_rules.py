@@ -1,4 +1,5 @@
-"""Packing what an attention call's kernels need to know beside their arrays: ``Rules`` of raw_kernels/attention.cuh."""
+"""Packing what an attention call's kernels need to know beside their arrays: ``Rules`` of
+raw_kernels/attention.cuh."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def _address(view: ArrayView | None) -> int:
 
 
 def over_scores(shape: Shape) -> tuple[int, int, int]:
-    """Strides of a C-contiguous (1 | b, 1 | h, 1 | s_q, s_kv) array along its first three dimensions, 0 where it broadcasts."""
+    """Strides of a C-contiguous (1 | b, 1 | h, 1 | s_q, s_kv) array along its first three dimensions, 0 where
+    it broadcasts."""
     steps = shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
     return tuple(0 if size == 1 else step for size, step in zip(shape, steps, strict=False))  # type: ignore[return-value]
 
@@ -26,13 +28,26 @@ def pack(problem: Problem, extras: AttentionExtras) -> bytes:
     mask, bias, slopes = extras.mask, extras.bias, extras.alibi_slopes
     nothing = (0, 0, 0)
     return _RULES.pack(
-        _address(extras.cu_seqlens_q), _address(extras.cu_seqlens_kv),
-        _address(mask), *(nothing if mask is None else over_scores(mask.shape)),
-        _address(bias), *(nothing if bias is None else over_scores(bias.shape)),
+        _address(extras.cu_seqlens_q),
+        _address(extras.cu_seqlens_kv),
+        _address(mask),
+        *(nothing if mask is None else over_scores(mask.shape)),
+        _address(bias),
+        *(nothing if bias is None else over_scores(bias.shape)),
         problem.bias_factor,
-        _address(slopes), problem.heads if slopes is not None and slopes.ndim == 2 else 0,
-        _address(extras.softmax_offset), int(problem.softmax_type != "vanilla"), problem.left, problem.right, int(problem.bottom_right),
+        _address(slopes),
+        problem.heads if slopes is not None and slopes.ndim == 2 else 0,
+        _address(extras.softmax_offset),
+        int(problem.softmax_type != "vanilla"),
+        problem.left,
+        problem.right,
+        int(problem.bottom_right),
         problem.scale,
-        _address(extras.rng) if problem.dropout else 0, int(problem.dropout * 2**32), 1 / (1 - problem.dropout),
-        _address(extras.dropout_place) if problem.placed else 0, problem.heads, problem.rows, problem.columns,
-    )  # fmt: skip
+        _address(extras.rng) if problem.dropout else 0,
+        int(problem.dropout * 2**32),
+        1 / (1 - problem.dropout),
+        _address(extras.dropout_place) if problem.placed else 0,
+        problem.heads,
+        problem.rows,
+        problem.columns,
+    )

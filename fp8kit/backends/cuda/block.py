@@ -1,4 +1,5 @@
-"""The contract's scaling by blocks of 128: the cast of both orientations in one launch, and cuBLASLt's block-scaled product.
+"""The contract's scaling by blocks of 128: the cast of both orientations in one launch, and cuBLASLt's
+block-scaled product.
 
 cuBLASLt takes these scales on Hopper alone (compute capability 9.0, cuBLAS 12.9 and later).
 """
@@ -27,26 +28,55 @@ _TABLE = struct.Struct(f"={5 * _TENSORS}q{5 * _TENSORS}I")
 _SCALINGS: dict[tuple[int, int], Scaling] = {(1, 128): "block_1x128", (128, 128): "block_128x128"}
 
 
-def block_quantize(x: ArrayView, q: ArrayView | None, scale_inv: ArrayView | None, q_t: ArrayView | None, scale_inv_t: ArrayView | None,
-                   format: Format, tile: tuple[int, int], power_2: bool, epsilon: float, stream: int) -> None:
+def block_quantize(
+    x: ArrayView,
+    q: ArrayView | None,
+    scale_inv: ArrayView | None,
+    q_t: ArrayView | None,
+    scale_inv_t: ArrayView | None,
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
     squares = -(-rows // _BLOCK) * -(-columns // _BLOCK)
     name = format_name(format)
     if name is None:
         raise BackendError(expected("block_quantize", "format", format, "E4M3 or E5M2"))
-    kernel = launch.kernel("block.cu", "block_quantize", x.device.index, T=launch.type_name(x.dtype), FORMAT=name)
+    kernel = launch.kernel(
+        "block.cu", "block_quantize", x.device.index, T=launch.type_name(x.dtype), FORMAT=name
+    )
     args = (
-        x.ptr, *(0 if view is None else view.ptr for view in (q, scale_inv, q_t, scale_inv_t)), rows, columns,
-        0 if q is None else q.shape[0], 0 if q_t is None else q_t.shape[0], int(_SCALINGS[tile] == "block_128x128"), format.max, epsilon,
-        x.dtype.max, int(power_2),
+        x.ptr,
+        *(0 if view is None else view.ptr for view in (q, scale_inv, q_t, scale_inv_t)),
+        rows,
+        columns,
+        0 if q is None else q.shape[0],
+        0 if q_t is None else q_t.shape[0],
+        int(_SCALINGS[tile] == "block_128x128"),
+        format.max,
+        epsilon,
+        x.dtype.max,
+        int(power_2),
     )
     launch.launch(kernel, squares, _THREADS, args, stream)
 
 
-def block_quantize_many(xs: Sequence[ArrayView], qs: Sequence[ArrayView | None], scale_invs: Sequence[ArrayView | None],
-                        q_ts: Sequence[ArrayView | None], scale_inv_ts: Sequence[ArrayView | None], format: Format,
-                        tile: tuple[int, int], power_2: bool, epsilon: float, stream: int) -> None:
+def block_quantize_many(
+    xs: Sequence[ArrayView],
+    qs: Sequence[ArrayView | None],
+    scale_invs: Sequence[ArrayView | None],
+    q_ts: Sequence[ArrayView | None],
+    scale_inv_ts: Sequence[ArrayView | None],
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. One launch for every 64 matrices of a type."""
     name = format_name(format)
     if name is None:
@@ -56,22 +86,70 @@ def block_quantize_many(xs: Sequence[ArrayView], qs: Sequence[ArrayView | None],
         if operand[0].size:
             kinds.setdefault(operand[0].dtype, []).append(operand)
     for kind, operands in kinds.items():
-        rows = [(*map(address, (x, q, s, q_t, s_t)), *x.shape, 0 if q is None else q.shape[0], 0 if q_t is None else q_t.shape[0])
-                for x, q, s, q_t, s_t in operands]
+        rows = [
+            (
+                *map(address, (x, q, s, q_t, s_t)),
+                *x.shape,
+                0 if q is None else q.shape[0],
+                0 if q_t is None else q_t.shape[0],
+            )
+            for x, q, s, q_t, s_t in operands
+        ]
         blocks = [-(-x.shape[0] // _BLOCK) * -(-x.shape[1] // _BLOCK) for x, *_ in operands]
-        kernel = launch.kernel("block.cu", "block_quantize_many", operands[0][0].device.index, T=launch.type_name(kind), FORMAT=name)
+        kernel = launch.kernel(
+            "block.cu",
+            "block_quantize_many",
+            operands[0][0].device.index,
+            T=launch.type_name(kind),
+            FORMAT=name,
+        )
         rule = int(_SCALINGS[tile] == "block_128x128"), format.max, epsilon, kind.max, int(power_2)
         for count, packed, total in launches(_TABLE, _TENSORS, rows, blocks):
             launch.launch(kernel, total, _THREADS, (*rule, count, packed), stream)
 
 
-def block_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-               b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None,
-               addend: ArrayView | None, workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
-    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError when cuBLASLt is missing or
-    refuses, for two operands scaled by squares as well."""
+def block_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    workspace: ArrayView | None,
+    stream: int,
+    timed: bool = False,
+) -> None:
+    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError
+    when cuBLASLt is missing or refuses, for two operands scaled by squares as well."""
     capability = launch.capability(out.device.index)
     if capability != (9, 0):
-        raise CannotTake(expected("block_gemm", "device", f"compute capability {capability[0]}.{capability[1]}", "9.0: block scaling"))
+        raise CannotTake(
+            expected(
+                "block_gemm",
+                "device",
+                f"compute capability {capability[0]}.{capability[1]}",
+                "9.0: block scaling",
+            )
+        )
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
-    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, addend, False, workspace, stream, timed)
+    scaled_gemm(
+        a,
+        b,
+        out,
+        a_format,
+        b_format,
+        a_scale_inv,
+        b_scale_inv,
+        scaling,
+        bias,
+        addend,
+        False,
+        workspace,
+        stream,
+        timed,
+    )

@@ -1,9 +1,10 @@
 """The algorithms that a matrix product may be done by: those of cuBLASLt's heuristic, and their relatives.
 
-The heuristic proposes eight, each a tile of the output, a cluster of blocks and a custom option, which is, to judge by the kernels' names,
-the order of the tiles, how two groups of warps share one, and how FP8 products are summed. It leaves out faster ones: with a bias it
-proposed no fast sum at all, which is 8 to 10 % of the product (benchmarks/NOTES.md). A relative is a proposed tile and cluster, or both
-turned, with any option, where cuBLASLt accepts it: cublasLtMatmulAlgoCheck and cublasLtMatmulAlgoCapGetAttribute of NVIDIA's cuBLAS
+The heuristic proposes eight, each a tile of the output, a cluster of blocks and a custom option, which is, to
+judge by the kernels' names, the order of the tiles, how two groups of warps share one, and how FP8 products
+are summed. It leaves out faster ones: with a bias it proposed no fast sum at all, which is 8 to 10 % of the
+product (benchmarks/NOTES.md). A relative is a proposed tile and cluster, or both turned, with any option,
+where cuBLASLt accepts it: cublasLtMatmulAlgoCheck and cublasLtMatmulAlgoCapGetAttribute of NVIDIA's cuBLAS
 documentation.
 """
 
@@ -17,18 +18,29 @@ from typing import Any
 PROPOSED = 8
 SIZE = 64  # bytes of a cublasLtMatmulAlgo_t, the first member of a cublasLtMatmulHeuristicResult_t; then come
 _WORKSPACE, _STATE, _RESULT_SIZE = 64, 72, 96  # a size_t and a status, and reserved space
-# cublasLtMatmulPreferenceAttributes_t, cublasLtMatmulAlgoConfigAttributes_t, cublasLtMatmulAlgoCapAttributes_t
+# cublasLtMatmulPreferenceAttributes_t, cublasLtMatmulAlgoConfigAttributes_t,
+# cublasLtMatmulAlgoCapAttributes_t
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _TILE, _OPTION, _CLUSTER = (1, ctypes.c_uint32), (5, ctypes.c_uint32), (8, ctypes.c_uint16)
 _OPTION_MAX, _MIN_ALIGNMENTS = 7, (16, 17, 18, 19)
-_IN_COMPUTE_TYPE = 2  # a split contraction is summed in float32, never in the output's type: every output is rounded once
+# a split contraction is summed in float32, never in the output's type: every output is rounded once
+_IN_COMPUTE_TYPE = 2
 
 
 class Search:
-    """What cuBLASLt is asked about: its library, a handle, the descriptor and layouts (A, B, D) of a product, limits in bytes."""
+    """What cuBLASLt is asked about: its library, a handle, the descriptor and layouts (A, B, D) of a product,
+    limits in bytes."""
 
-    def __init__(self, lt: Any, handle: int, description: int, layouts: tuple[int, ...], workspace: int, alignment: int,
-                 refusals: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self,
+        lt: Any,
+        handle: int,
+        description: int,
+        layouts: tuple[int, ...],
+        workspace: int,
+        alignment: int,
+        refusals: tuple[type[Exception], ...],
+    ) -> None:
         self.lt, self.workspace, self.alignment = lt, workspace, alignment
         a, b, d = layouts
         self._question = (handle, description, a, b, d, d)
@@ -46,8 +58,12 @@ class Search:
         ]
         try:
             for attribute, value in limits:
-                lt.matmul_preference_set_attribute(preference, attribute, ctypes.addressof(value), ctypes.sizeof(value))
-            lt.matmul_algo_get_heuristic(*self._question, preference, PROPOSED, ctypes.addressof(results), ctypes.addressof(found))
+                lt.matmul_preference_set_attribute(
+                    preference, attribute, ctypes.addressof(value), ctypes.sizeof(value)
+                )
+            lt.matmul_algo_get_heuristic(
+                *self._question, preference, PROPOSED, ctypes.addressof(results), ctypes.addressof(found)
+            )
         finally:
             lt.matmul_preference_destroy(preference)
         return [results.raw[i * _RESULT_SIZE :][:SIZE] for i in range(found.value)]
@@ -57,11 +73,17 @@ class Search:
         known = dict.fromkeys(proposed, False)  # whether it is a further one
         for base in proposed:
             try:
-                tile, cluster, options = self._get(base, _TILE), self._get(base, _CLUSTER), self._capability(base, _OPTION_MAX)
+                tile, cluster, options = (
+                    self._get(base, _TILE),
+                    self._get(base, _CLUSTER),
+                    self._capability(base, _OPTION_MAX),
+                )
             except self._refusals:  # of a kind that has no such thing
                 continue
             turned = _turned(self.lt.MatmulTile, tile), _turned(self.lt.ClusterShape, cluster)
-            for shape, option in itertools.product(dict.fromkeys(((tile, cluster), turned)), range(options + 1)):
+            for shape, option in itertools.product(
+                dict.fromkeys(((tile, cluster), turned)), range(options + 1)
+            ):
                 made = self._made(base, shape, option)
                 if made is not None and made not in known:
                     known[made] = self.accepts(made)
@@ -72,23 +94,38 @@ class Search:
         held, result = ctypes.create_string_buffer(algorithm, SIZE), (ctypes.c_char * _RESULT_SIZE)()
         try:
             self.lt.matmul_algo_check(*self._question, ctypes.addressof(held), ctypes.addressof(result))
-            aligned = all(self._capability(algorithm, one) <= self.alignment for one in _MIN_ALIGNMENTS)  # the check does not look
+            # the check does not look
+            aligned = all(self._capability(algorithm, one) <= self.alignment for one in _MIN_ALIGNMENTS)
         except self._refusals:
             return False
         needed = ctypes.c_size_t.from_buffer(result, _WORKSPACE).value
         return aligned and needed <= self.workspace and not ctypes.c_int.from_buffer(result, _STATE).value
 
     def _get(self, algorithm: bytes, which: tuple[int, Any]) -> int:
-        (attribute, kind), held, written = which, ctypes.create_string_buffer(algorithm, SIZE), ctypes.c_size_t(0)
+        (attribute, kind), held, written = (
+            which,
+            ctypes.create_string_buffer(algorithm, SIZE),
+            ctypes.c_size_t(0),
+        )
         value = kind(0)
         self.lt.matmul_algo_config_get_attribute(
-            ctypes.addressof(held), attribute, ctypes.addressof(value), ctypes.sizeof(value), ctypes.addressof(written)
+            ctypes.addressof(held),
+            attribute,
+            ctypes.addressof(value),
+            ctypes.sizeof(value),
+            ctypes.addressof(written),
         )
         return int(value.value)
 
     def _capability(self, algorithm: bytes, attribute: int) -> int:
-        held, value, written = ctypes.create_string_buffer(algorithm, SIZE), ctypes.c_int32(0), ctypes.c_size_t(0)
-        self.lt.matmul_algo_cap_get_attribute(ctypes.addressof(held), attribute, ctypes.addressof(value), 4, ctypes.addressof(written))
+        held, value, written = (
+            ctypes.create_string_buffer(algorithm, SIZE),
+            ctypes.c_int32(0),
+            ctypes.c_size_t(0),
+        )
+        self.lt.matmul_algo_cap_get_attribute(
+            ctypes.addressof(held), attribute, ctypes.addressof(value), 4, ctypes.addressof(written)
+        )
         return value.value
 
     def _made(self, base: bytes, shape: tuple[int, int], option: int) -> bytes | None:
@@ -97,14 +134,17 @@ class Search:
         try:
             for (attribute, kind), number in zip((_TILE, _CLUSTER, _OPTION), (*shape, option), strict=True):
                 value = kind(number)
-                self.lt.matmul_algo_config_set_attribute(ctypes.addressof(held), attribute, ctypes.addressof(value), ctypes.sizeof(value))
+                self.lt.matmul_algo_config_set_attribute(
+                    ctypes.addressof(held), attribute, ctypes.addressof(value), ctypes.sizeof(value)
+                )
         except self._refusals:
             return None
         return held.raw
 
 
 def _turned(names: type[enum.IntEnum], number: int) -> int:
-    """Of TILE_128x144 that of TILE_144x128, of SHAPE_2x1x1 that of SHAPE_1x2x1; where there is none, the same."""
+    """Of TILE_128x144 that of TILE_144x128, of SHAPE_2x1x1 that of SHAPE_1x2x1; where there is none, the
+    same."""
     try:
         prefix, size = names(number).name.split("_")
         rows, columns, *rest = size.split("x")

@@ -1,8 +1,9 @@
 """Kernel sources to machine code: NVRTC, one cubin a variant, kept on disk.
 
-CuPy's own compile step flushes float32 subnormals (``-ftz=true``), never targets ``sm_90a`` and does not see edited headers; so the
-engine has its own. A cubin's name is the digest of everything that went into it: the source, every header it includes, defines, options,
-architecture and NVRTC's version. It is written to a temporary file and renamed, so processes may compile the same kernel at once.
+CuPy's own compile step flushes float32 subnormals (``-ftz=true``), never targets ``sm_90a`` and does not see
+edited headers; so the engine has its own. A cubin's name is the digest of everything that went into it: the
+source, every header it includes, defines, options, architecture and NVRTC's version. It is written to a
+temporary file and renamed, so processes may compile the same kernel at once.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ from fp8kit import settings
 from fp8kit.errors import ArgumentError, BackendError, expected, install
 from fp8kit.raw_kernels import manifest
 
-# -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not changed by it. -no-cache: beside
-# a driver NVRTC keeps what it compiled, and what it takes from there it gives without the log that says what the functions use.
-OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=true", "-no-cache", "--ptxas-options=-v")
+# -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not
+# changed by it. -no-cache: beside a driver NVRTC keeps what it compiled, and what it takes from there it
+# gives without the log that says what the functions use.
+OPTIONS = (
+    "-std=c++17",
+    "-ftz=false",
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    "-fmad=true",
+    "-no-cache",
+    "--ptxas-options=-v",
+)
 _LOWEST = 89
 _SPECIFIC = 90  # from here on the architecture-specific ("a") target is taken
 
@@ -36,7 +46,8 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 @dataclass(frozen=True)
 class Resources:
-    """What one function uses: ``registers`` a thread; ``stack``, ``spill_stores``, ``spill_loads`` and static ``shared`` in bytes."""
+    """What one function uses: ``registers`` a thread; ``stack``, ``spill_stores``, ``spill_loads`` and static
+    ``shared`` in bytes."""
 
     registers: int
     stack: int
@@ -55,7 +66,8 @@ class CompiledKernel:
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """NVRTC's target for a compute capability: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 0) -> "sm_120a". BackendError below 8.9."""
+    """NVRTC's target for a compute capability: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 0) -> "sm_120a".
+    BackendError below 8.9."""
     number = capability[0] * 10 + capability[1]
     if number < _LOWEST:
         got = f"compute capability {capability[0]}.{capability[1]}"
@@ -75,12 +87,16 @@ def _nvrtc() -> Any:
 
 
 def want_architecture(operation: str, argument: str, arch: object, to_run: bool = False) -> None:
-    """ArgumentError where ``arch`` is none that this NVRTC compiles fp8kit's kernels for; with ``to_run`` as they run: "sm_90a", and not
-    "sm_90". BackendError where NVRTC is missing."""
+    """ArgumentError where ``arch`` is none that this NVRTC compiles fp8kit's kernels for; with ``to_run`` as
+    they run: "sm_90a", and not "sm_90". BackendError where NVRTC is missing."""
     _, numbers = _nvrtc().nvrtcGetSupportedArchs()
     takes = [f"sm_{number}{'a' if number >= _SPECIFIC else ''}" for number in numbers if number >= _LOWEST]
     if not isinstance(arch, str) or arch not in takes + [name.rstrip("a") for name in takes if not to_run]:
-        raise ArgumentError(expected(operation, argument, repr(arch), f"one of {', '.join(takes)}, what NVRTC here compiles for"))
+        raise ArgumentError(
+            expected(
+                operation, argument, repr(arch), f"one of {', '.join(takes)}, what NVRTC here compiles for"
+            )
+        )
 
 
 @functools.cache
@@ -101,11 +117,14 @@ def cache_key(name: str, defines: manifest.Defines, arch: str, unit: manifest.Un
     return digest.hexdigest()
 
 
-def compile_cubin(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None) -> CompiledKernel:
-    """The cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the cache or freshly compiled. ``unit``: a
-    text from elsewhere, to be compiled under that name instead.
+def compile_cubin(
+    name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None
+) -> CompiledKernel:
+    """The cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the cache or
+    freshly compiled. ``unit``: a text from elsewhere, to be compiled under that name instead.
 
-    BackendError where NVRTC is missing, the cache folder cannot be written, or the source does not compile (with NVRTC's whole log).
+    BackendError where NVRTC is missing, the cache folder cannot be written, or the source does not compile
+    (with NVRTC's whole log).
     """
     folder = settings.cache_dir() / "kernels"
     unit = unit or manifest.unit(name)
@@ -114,15 +133,22 @@ def compile_cubin(name: str, defines: manifest.Defines, arch: str, unit: manifes
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: compile again
         if path.stat().st_size:
             kept = json.loads(notes.read_text(encoding="utf-8"))
-            return CompiledKernel(path, kept["log"], {f: Resources(**r) for f, r in kept["resources"].items()})
+            return CompiledKernel(
+                path, kept["log"], {f: Resources(**r) for f, r in kept["resources"].items()}
+            )
     cubin, log = _compile(name, defines, arch, unit)
     resources = parse_resources(log)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _publish(notes, json.dumps({"log": log, "resources": {f: asdict(r) for f, r in resources.items()}}).encode())
+        _publish(
+            notes,
+            json.dumps({"log": log, "resources": {f: asdict(r) for f, r in resources.items()}}).encode(),
+        )
         _publish(path, cubin)
     except OSError as error:
-        raise BackendError(f"compile: {folder}: cannot be written ({error}); set FP8KIT_CACHE_DIR to a writable folder") from error
+        raise BackendError(
+            f"compile: {folder}: cannot be written ({error}); set FP8KIT_CACHE_DIR to a writable folder"
+        ) from error
     return CompiledKernel(path, log, resources)
 
 
@@ -134,7 +160,9 @@ def parse_resources(log: str) -> dict[str, Resources]:
         spill, used, shared = _SPILL.search(part), _USED.search(part), _SHARED.search(part)
         if function and spill and used:
             stack, stores, loads = (int(n) for n in spill.groups())
-            found[function[1]] = Resources(int(used[1]), stack, stores, loads, int(shared[1]) if shared else 0)
+            found[function[1]] = Resources(
+                int(used[1]), stack, stores, loads, int(shared[1]) if shared else 0
+            )
     return found
 
 
@@ -143,7 +171,9 @@ def compile_ptx(name: str, defines: manifest.Defines, arch: str, unit: manifest.
     return _compile(name, defines, arch, unit, "PTX")[0].rstrip(b"\0").decode()
 
 
-def _compile(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None, kind: str = "CUBIN") -> tuple[bytes, str]:
+def _compile(
+    name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None, kind: str = "CUBIN"
+) -> tuple[bytes, str]:
     """What NVRTC makes, of ``kind`` "CUBIN" or "PTX", and its log."""
     nvrtc = _nvrtc()
 
@@ -157,11 +187,18 @@ def _compile(name: str, defines: manifest.Defines, arch: str, unit: manifest.Uni
     headers, texts = ([part[i].encode() for part in unit.headers] for i in (0, 1))
     program = call("nvrtcCreateProgram", unit.content.encode(), name.encode(), len(headers), texts, headers)
     try:
-        options = [option.encode() for option in (*OPTIONS, f"-arch={arch}", *(f"-D{key}={value}" for key, value in defines))]
+        options = [
+            option.encode()
+            for option in (*OPTIONS, f"-arch={arch}", *(f"-D{key}={value}" for key, value in defines))
+        ]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = _text(call("nvrtcGetProgramLogSize", program), lambda out: call("nvrtcGetProgramLog", program, out))
+        log = _text(
+            call("nvrtcGetProgramLogSize", program), lambda out: call("nvrtcGetProgramLog", program, out)
+        )
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise BackendError(f"compile: {name} with {dict(defines)} for {arch} failed ({status.name}):\n{log}")
+            raise BackendError(
+                f"compile: {name} with {dict(defines)} for {arch} failed ({status.name}):\n{log}"
+            )
         made = b" " * call(f"nvrtcGet{kind}Size", program)
         call(f"nvrtcGet{kind}", program, made)
         return made, log
@@ -170,8 +207,9 @@ def _compile(name: str, defines: manifest.Defines, arch: str, unit: manifest.Uni
 
 
 def _text(size: int, fill: Any) -> str:
-    """A text of ``size`` bytes, its end (a zero byte) counted, that ``fill`` writes into a bytes object. One of a single byte is never
-    handed out: CPython has each only once, and writing into it would change it everywhere."""
+    """A text of ``size`` bytes, its end (a zero byte) counted, that ``fill`` writes into a bytes object. One
+    of a single byte is never handed out: CPython has each only once, and writing into it would change it
+    everywhere."""
     if size <= 1:
         return ""
     out = b" " * size

@@ -12,24 +12,62 @@ def _threads(columns: int) -> int:
     return max(32, min(512, ceil_div(columns, 256) * 32))
 
 
-def cross_entropy_fwd(logits: ArrayView, targets: ArrayView, loss: ArrayView, lse: ArrayView, total: ArrayView | None,
-                      label_smoothing: float, ignore_index: int, stream: int) -> None:
+def cross_entropy_fwd(
+    logits: ArrayView,
+    targets: ArrayView,
+    loss: ArrayView,
+    lse: ArrayView,
+    total: ArrayView | None,
+    label_smoothing: float,
+    ignore_index: int,
+    stream: int,
+) -> None:
     """See ``backends.protocol``."""
     rows, columns = logits.shape
     wide = int(targets.dtype is int64)
-    arguments = (logits.ptr, targets.ptr, loss.ptr, lse.ptr, columns, float(label_smoothing), ignore_index, wide)
-    launch.launch(kernel("cross_entropy.cu", "cross_entropy_fwd", logits), rows, _threads(columns), arguments, stream)
+    arguments = (
+        logits.ptr,
+        targets.ptr,
+        loss.ptr,
+        lse.ptr,
+        columns,
+        float(label_smoothing),
+        ignore_index,
+        wide,
+    )
+    launch.launch(
+        kernel("cross_entropy.cu", "cross_entropy_fwd", logits), rows, _threads(columns), arguments, stream
+    )
     if total is not None:
         summed = (loss.ptr, targets.ptr, total.ptr, rows, ignore_index, wide)
         launch.launch(kernel("cross_entropy.cu", "cross_entropy_total", logits), 1, 1024, summed, stream)
 
 
-def cross_entropy_bwd(logits: ArrayView, targets: ArrayView, lse: ArrayView, dloss: ArrayView, total: ArrayView | None,
-                      dlogits: ArrayView, label_smoothing: float, ignore_index: int, stream: int) -> None:
+def cross_entropy_bwd(
+    logits: ArrayView,
+    targets: ArrayView,
+    lse: ArrayView,
+    dloss: ArrayView,
+    total: ArrayView | None,
+    dlogits: ArrayView,
+    label_smoothing: float,
+    ignore_index: int,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. A target out of range has no onehot."""
     rows, columns = logits.shape
     arguments = (
-        logits.ptr, targets.ptr, lse.ptr, dloss.ptr, address(total), dlogits.ptr, columns, float(label_smoothing), ignore_index,
+        logits.ptr,
+        targets.ptr,
+        lse.ptr,
+        dloss.ptr,
+        address(total),
+        dlogits.ptr,
+        columns,
+        float(label_smoothing),
+        ignore_index,
         int(targets.dtype is int64),
     )
-    launch.launch(kernel("cross_entropy.cu", "cross_entropy_bwd", logits), rows, _threads(columns), arguments, stream)
+    launch.launch(
+        kernel("cross_entropy.cu", "cross_entropy_bwd", logits), rows, _threads(columns), arguments, stream
+    )

@@ -1,8 +1,10 @@
-"""Matrix products by cuBLASLt: a problem as a value, a plan made once for it, and a run that only patches pointers.
+"""Matrix products by cuBLASLt: a problem as a value, a plan made once for it, and a run that only patches
+pointers.
 
-Everything is said row-major here; cuBLASLt is column-major and computes the transposed problem, out^T = op(b)^T op(a)^T, in which a
-row-major matrix is the transposed column-major one of the same memory. So its A is our b, and the two inputs' scales swap with them.
-Rules and types: NVIDIA's cuBLAS documentation, cublasLtMatmul.
+Everything is said row-major here; cuBLASLt is column-major and computes the transposed problem, out^T =
+op(b)^T op(a)^T, in which a row-major matrix is the transposed column-major one of the same memory. So its A
+is our b, and the two inputs' scales swap with them. Rules and types: NVIDIA's cuBLAS documentation,
+cublasLtMatmul.
 """
 
 from __future__ import annotations
@@ -39,15 +41,21 @@ _SCALE_MODES: dict[Scaling, int] = {"tensor": 0, "row": 3, "block_1x128": 4, "bl
 class MatmulKey:
     """One matrix product, row-major: out (m, n) = alpha * op(a) op(b) [* scales] [+ bias] [+ addend].
 
-    * ``layout``: "nt" a (m, k), b (n, k); "nn" a (m, k), b (k, n); "tn" a (k, m), b (k, n). FP8 takes "nt" only.
-    * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``, ``b_stride``, ``out_stride``:
-      distance of rows, in elements.
-    * ``batch``: number of products; ``a_step``, ``b_step``, ``out_step``: distance of neighbouring matrices, in elements (0: the same one).
-    * ``bias``: n elements of out's type are added to every row. ``accumulate``: an array like out is added, or out itself.
-    * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row" (float32 [m], [n]),
-      "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is "block_1x128").
-    * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the product may use.
-    * ``alignment``: what every pointer is a multiple of, in bytes. ``timed``: the fastest algorithm is looked for (``algorithms``).
+    * ``layout``: "nt" a (m, k), b (n, k); "nn" a (m, k), b (k, n); "tn" a (k, m), b (k, n). FP8 takes "nt"
+      only.
+    * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``,
+      ``b_stride``, ``out_stride``: distance of rows, in elements.
+    * ``batch``: number of products; ``a_step``, ``b_step``, ``out_step``: distance of neighbouring matrices,
+      in elements (0: the same one).
+    * ``bias``: n elements of out's type are added to every row. ``accumulate``: an array like out is added,
+      or out itself.
+    * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row"
+      (float32 [m], [n]), "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is
+      "block_1x128").
+    * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the
+      product may use.
+    * ``alignment``: what every pointer is a multiple of, in bytes. ``timed``: the fastest algorithm is looked
+      for (``algorithms``).
     """
 
     m: int
@@ -76,7 +84,8 @@ class MatmulKey:
 
 @dataclass(frozen=True)
 class Operand:
-    """A column-major matrix: ``rows`` x ``columns``, ``ld`` between columns, transposed or not before the product."""
+    """A column-major matrix: ``rows`` x ``columns``, ``ld`` between columns, transposed or not before the
+    product."""
 
     rows: int
     columns: int
@@ -120,9 +129,11 @@ def _handle(device_index: int) -> int:
 
 
 class Plan:
-    """Descriptors and algorithms of one ``MatmulKey`` on one device. ``run`` may be called from several threads.
+    """Descriptors and algorithms of one ``MatmulKey`` on one device. ``run`` may be called from several
+    threads.
 
-    ``algorithms`` counts the candidates, the heuristic's best first; ``choose(i)`` takes another than the first.
+    ``algorithms`` counts the candidates, the heuristic's best first; ``choose(i)`` takes another than the
+    first.
     """
 
     def __init__(self, key: MatmulKey, device_index: int) -> None:
@@ -148,8 +159,15 @@ class Plan:
         try:
             with launch.current_device(device_index):
                 self._describe()
-                self._search = candidates.Search(self._lt, self._handle, self._description, self._layouts, key.workspace, key.alignment,
-                                                 self._refusals)
+                self._search = candidates.Search(
+                    self._lt,
+                    self._handle,
+                    self._description,
+                    self._layouts,
+                    key.workspace,
+                    key.alignment,
+                    self._refusals,
+                )
                 self._hold(self._search.proposed())
         except self._refusals as error:
             raise self.error(error) from error
@@ -165,9 +183,15 @@ class Plan:
     def description(self, a_scale: int, b_scale: int, bias: int) -> int:
         """A new descriptor of the product with those addresses, to be destroyed by the caller."""
         key, (first, second, _) = self.key, operands(self.key)
-        attributes: list[tuple[int, Any]] = [(_TRANSA, ctypes.c_int32(first.transposed)), (_TRANSB, ctypes.c_int32(second.transposed))]
+        attributes: list[tuple[int, Any]] = [
+            (_TRANSA, ctypes.c_int32(first.transposed)),
+            (_TRANSB, ctypes.c_int32(second.transposed)),
+        ]
         if key.bias:
-            attributes += [(_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS)), (_BIAS_TYPE, ctypes.c_int32(key.out.cuda))]
+            attributes += [
+                (_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS)),
+                (_BIAS_TYPE, ctypes.c_int32(key.out.cuda)),
+            ]
         if key.scaling is not None:
             attributes += [
                 (_FAST_ACCUMULATE, ctypes.c_int8(key.fast_accumulate)),
@@ -226,10 +250,21 @@ class Plan:
                 self.choose(self.algorithms - 1)
         return accepted
 
-    def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int,
-            stream: int, addend: int = 0) -> None:
-        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle; ``addend``: what is added, where
-        the key says that something is, 0 for out itself.
+    def run(
+        self,
+        a: int,
+        b: int,
+        out: int,
+        a_scale: int,
+        b_scale: int,
+        bias: int,
+        workspace: int,
+        workspace_bytes: int,
+        stream: int,
+        addend: int = 0,
+    ) -> None:
+        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle;
+        ``addend``: what is added, where the key says that something is, 0 for out itself.
 
         Raises BackendError when cuBLASLt refuses.
         """
@@ -249,8 +284,22 @@ class Plan:
                 if known[2] != bias:
                     self._patch(2, _BIAS_POINTER, bias)
                 self._matmul(
-                    self._handle, self._description, self._alpha, b, first, a, second, self._beta, addend, result, out, result,
-                    self.algorithm, workspace, workspace_bytes, stream,
+                    self._handle,
+                    self._description,
+                    self._alpha,
+                    b,
+                    first,
+                    a,
+                    second,
+                    self._beta,
+                    addend,
+                    result,
+                    out,
+                    result,
+                    self.algorithm,
+                    workspace,
+                    workspace_bytes,
+                    stream,
                 )
             except self._refusals as error:
                 raise self.error(error) from error
@@ -258,8 +307,11 @@ class Plan:
         if recording is not None:
             bound = None
             if self.settled:  # else another algorithm is to come
-                with contextlib.suppress(BackendError):  # the product is done; it will be done anew, not again
-                    bound = Bound(self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend))
+                # the product is done; it will be done anew, not again
+                with contextlib.suppress(BackendError):
+                    bound = Bound(
+                        self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
+                    )
             if bound is None:
                 recording.whole = False
             else:
@@ -276,7 +328,8 @@ class Plan:
 
 
 class Bound:
-    """A plan's product with all its addresses, in the order of ``Plan.run``: ``()`` runs it on its device, which is current.
+    """A plan's product with all its addresses, in the order of ``Plan.run``: ``()`` runs it on its device,
+    which is current.
 
     It has a descriptor of its own, since the plan's has the addresses of whoever ran last.
     """
@@ -292,7 +345,20 @@ class Bound:
         except plan._refusals as error:
             raise plan.error(error) from error
         weakref.finalize(self, plan._lt.matmul_desc_destroy, description).atexit = False
-        self._before = (plan._handle, description, plan._alpha, b, first, a, second, plan._beta, addend, result, out, result)
+        self._before = (
+            plan._handle,
+            description,
+            plan._alpha,
+            b,
+            first,
+            a,
+            second,
+            plan._beta,
+            addend,
+            result,
+            out,
+            result,
+        )
         self._behind = (workspace, workspace_bytes, stream)
 
     def __call__(self) -> None:
@@ -311,9 +377,9 @@ class Bound:
 
 @functools.lru_cache(KEPT)
 def plan(key: MatmulKey, device_index: int) -> Plan:
-    """The plan of a problem on a device, made at its first use and kept while it is among the most recently used. Its descriptors are
-    destroyed with the last reference to it: cuBLASLt reads them during a call only. BackendError where cuBLASLt is missing or has no
-    algorithm for it."""
+    """The plan of a problem on a device, made at its first use and kept while it is among the most recently
+    used. Its descriptors are destroyed with the last reference to it: cuBLASLt reads them during a call only.
+    BackendError where cuBLASLt is missing or has no algorithm for it."""
     made = Plan(key, device_index)
     weakref.finalize(made, _destroy, made._lt, made._description, made._layouts).atexit = False
     return made

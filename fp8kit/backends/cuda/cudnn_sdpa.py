@@ -1,10 +1,12 @@
 """Attention by cuDNN's fused kernels, through the graphs of nvidia-cudnn-frontend.
 
-A graph is built once for what it depends on (``Key``) and kept; a call hands it device addresses by uid. cuDNN's softmax statistics are
-the rows' natural log-sum-exp, as the contract wants them. With padding small kernels stand round the graph (``attention_padding``): true
-lengths from cu_seqlens; zeros and -Inf where the contract wants them, whatever cuDNN leaves there; and, before backward, statistics that
-give weight 0 to rows that see nothing, where -Inf would give NaN. cuDNN's documentation does not say that it never multiplies padding, so
-where padding may hold anything, cuDNN is given copies of what it would multiply there, with 0 in padding.
+A graph is built once for what it depends on (``Key``) and kept; a call hands it device addresses by uid.
+cuDNN's softmax statistics are the rows' natural log-sum-exp, as the contract wants them. With padding small
+kernels stand round the graph (``attention_padding``): true lengths from cu_seqlens; zeros and -Inf where the
+contract wants them, whatever cuDNN leaves there; and, before backward, statistics that give weight 0 to rows
+that see nothing, where -Inf would give NaN. cuDNN's documentation does not say that it never multiplies
+padding, so where padding may hold anything, cuDNN is given copies of what it would multiply there, with 0 in
+padding.
 """
 
 from __future__ import annotations
@@ -32,15 +34,23 @@ _ALIGN = 256
 _VECTOR = 16  # bytes
 _ITEM = 2  # bytes of an element: bfloat16 and float16 only
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
-_KEPT = 256  # plans of a device, and such as are held for graphs; a training run with lengths of its own in every batch meets ever new ones
+# plans of a device, and such as are held for graphs; a training run with lengths of its own in every batch
+# meets ever new ones
+_KEPT = 256
 _ANSWERS = 4096  # of why_not, which are short texts
-_CAPTURABLE = 2  # stream handles from here on: 0 and 1 are the legacy default stream, which cannot be captured
+# stream handles from here on: 0 and 1 are the legacy default stream, which cannot be captured
+_CAPTURABLE = 2
 
-_UIDS = {name: uid for uid, name in enumerate(
-    ("q", "k", "v", "o", "stats", "d_o", "dq", "dk", "dv", "lengths_q", "lengths_kv", "seed", "offset"), 1)}
+_UIDS = {
+    name: uid
+    for uid, name in enumerate(
+        ("q", "k", "v", "o", "stats", "d_o", "dq", "dk", "dv", "lengths_q", "lengths_kv", "seed", "offset"), 1
+    )
+}
 _FORWARD = ("q", "k", "v", "o")
 _BACKWARD = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-# What is multiplied by the weights of padding; a row of q's padding reaches nothing but its own row of o in forward.
+# What is multiplied by the weights of padding; a row of q's padding reaches nothing but its own row of o in
+# forward.
 _CLEANED = {False: ("k", "v"), True: ("q", "k", "v", "d_o")}
 
 
@@ -57,8 +67,8 @@ class Key(NamedTuple):
 class Plan:
     """A built graph and the bytes of ``workspace`` that it needs.
 
-    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made. ``captured``: a CUDA graph,
-    the user's or one of ``recorded``, may hold its kernels.
+    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made.
+    ``captured``: a CUDA graph, the user's or one of ``recorded``, may hold its kernels.
     """
 
     __slots__ = ("captured", "graph", "lock", "retired", "workspace")
@@ -98,8 +108,9 @@ def available() -> bool:
 
 @functools.lru_cache(_ANSWERS)
 def why_not(problem: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
-    """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph for the problem's strides.
-    Without a device, None means that nothing known beforehand speaks against it."""
+    """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph
+    for the problem's strides. Without a device, None means that nothing known beforehand speaks against it.
+    """
     reason = _refused(problem, backward)
     if reason is not None or device is None:
         return reason
@@ -113,13 +124,25 @@ def why_not(problem: Problem, backward: bool, deterministic: bool, device: int |
 
 
 def _refused(problem: Problem, backward: bool) -> str | None:
-    """Every rule that is known beforehand and speaks against cuDNN (its documentation of scaled dot product attention, support matrix)."""
+    """Every rule that is known beforehand and speaks against cuDNN (its documentation of scaled dot product
+    attention, support matrix)."""
     found = []
     if problem.dtype not in ("bfloat16", "float16"):
         found.append(f"dtype {problem.dtype}: cuDNN takes bfloat16 and float16")
-    dims = {"head_dim": problem.dim} if problem.dim == problem.dim_v else {"head_dim": problem.dim, "head_dim_v": problem.dim_v}
-    found += [f"{name} {dim}: cuDNN takes multiples of 8 up to 256" for name, dim in dims.items() if dim % 8 or dim > 256]
-    for name, value, taken in (("bias", problem.bias, "no_bias"), ("softmax_type", problem.softmax_type, "vanilla")):
+    dims = (
+        {"head_dim": problem.dim}
+        if problem.dim == problem.dim_v
+        else {"head_dim": problem.dim, "head_dim_v": problem.dim_v}
+    )
+    found += [
+        f"{name} {dim}: cuDNN takes multiples of 8 up to 256"
+        for name, dim in dims.items()
+        if dim % 8 or dim > 256
+    ]
+    for name, value, taken in (
+        ("bias", problem.bias, "no_bias"),
+        ("softmax_type", problem.softmax_type, "vanilla"),
+    ):
         if value != taken:
             found.append(f"{name} {value!r}: only the unfused path has it")
     if problem.masked:
@@ -138,22 +161,57 @@ def _refused(problem: Problem, backward: bool) -> str | None:
 
 def workspace(problem: Problem, backward: bool, deterministic: bool, device: int) -> int:
     """Bytes of workspace of a call."""
-    return _room(problem, backward)["end"] + _plan(_asked_key(problem, backward, deterministic, device)).workspace
+    return (
+        _room(problem, backward)["end"]
+        + _plan(_asked_key(problem, backward, deterministic, device)).workspace
+    )
 
 
-def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras,
-            workspace: ArrayView | None, stream: int) -> None:
+def forward(
+    problem: Problem,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    extras: AttentionExtras,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """``protocol.attention_fwd``."""
     padding = _padding(problem, q, extras, stream)
-    _run(problem, True, {"q": q, "k": k, "v": v, "o": o}, lse, extras.rng, padding, workspace, stream, backward=False)
+    _run(
+        problem,
+        True,
+        {"q": q, "k": k, "v": v, "o": o},
+        lse,
+        extras.rng,
+        padding,
+        workspace,
+        stream,
+        backward=False,
+    )
     if padding is not None:
         padding.zero(o, True)
         padding.statistics(lse.ptr, lse.ptr, float("-inf"))
 
 
-def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView,
-             dk: ArrayView, dv: ArrayView, extras: AttentionExtras, deterministic: bool, workspace: ArrayView | None,
-             stream: int) -> None:
+def backward(
+    problem: Problem,
+    d_o: ArrayView,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    dq: ArrayView,
+    dk: ArrayView,
+    dv: ArrayView,
+    extras: AttentionExtras,
+    deterministic: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """``protocol.attention_bwd``."""
     views = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
     padding = _padding(problem, q, extras, stream)
@@ -168,9 +226,19 @@ def _padding(problem: Problem, q: ArrayView, extras: AttentionExtras, stream: in
     return Padding(problem, q.device.index, extras, stream) if problem.padded else None
 
 
-def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse: ArrayView, rng: ArrayView | None,
-         padding: Padding | None, workspace: ArrayView | None, stream: int, backward: bool) -> None:
-    """Launch the graph for ``views``, which come in the order of ``_FORWARD`` or ``_BACKWARD``, and what must stand before it."""
+def _run(
+    problem: Problem,
+    deterministic: bool,
+    views: dict[str, ArrayView],
+    lse: ArrayView,
+    rng: ArrayView | None,
+    padding: Padding | None,
+    workspace: ArrayView | None,
+    stream: int,
+    backward: bool,
+) -> None:
+    """Launch the graph for ``views``, which come in the order of ``_FORWARD`` or ``_BACKWARD``, and what must
+    stand before it."""
     form, device, cleaned = problem.qkv_format, views["q"].device.index, _cleaned(problem, backward)
     strides, places = [], 0
     for name, view in views.items():
@@ -197,15 +265,30 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
         for name in cleaned:
             to, view = start + room[name], views[name]
             pointers[_UIDS[name]] = to
-            padding.clean(view.ptr, bhsd(form, view), to, _contiguous(problem, name), name in ("q", "d_o"), _size(problem, name))
+            padding.clean(
+                view.ptr,
+                bhsd(form, view),
+                to,
+                _contiguous(problem, name),
+                name in ("q", "d_o"),
+                _size(problem, name),
+            )
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
     call = (key, pointers, start + room["end"], given - room["end"])
-    recorded.put(device, stream, "attention", functools.partial(_execute, *call), functools.partial(_captured, *call), slow=True)
+    recorded.put(
+        device,
+        stream,
+        "attention",
+        functools.partial(_execute, *call),
+        functools.partial(_captured, *call),
+        slow=True,
+    )
 
 
 def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
-    """Launch the graph of a key, which is made anew where it was retired. BackendError where it needs more than ``nbytes``."""
+    """Launch the graph of a key, which is made anew where it was retired. BackendError where it needs more
+    than ``nbytes``."""
     with launch.current_device(key.device), _handle(key.device) as handle:
         if handle.stream != stream:
             _library().set_stream(handle, stream)
@@ -217,8 +300,8 @@ def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, st
 
 
 def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
-    """``_execute`` into a graph of our own, whose plan is then held for good. BackendError where so many are held already: they are
-    not a user's, who could not do without."""
+    """``_execute`` into a graph of our own, whose plan is then held for good. BackendError where so many are
+    held already: they are not a user's, who could not do without."""
     if len(_HELD) >= _KEPT:
         raise BackendError(f"attention: {len(_HELD)} plans are held for CUDA graphs already")
     _execute(key, pointers, workspace, nbytes, stream)
@@ -227,7 +310,9 @@ def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, s
 def _check_room(nbytes: int, plan: Plan) -> None:
     """BackendError where a plan's workspace, behind what stands before it, is smaller than cuDNN wants."""
     if nbytes < plan.workspace:
-        raise BackendError(f"attention: workspace: got {max(nbytes, 0)} bytes, cuDNN needs {plan.workspace} for these strides")
+        raise BackendError(
+            f"attention: workspace: got {max(nbytes, 0)} bytes, cuDNN needs {plan.workspace} for these strides"
+        )
 
 
 def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:
@@ -244,10 +329,17 @@ def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any,
 def _check_aligned(places: int) -> None:
     """Refuse addresses or byte strides, or-ed together, that cuDNN's vector accesses would fault on."""
     if places % _VECTOR:
-        raise BackendError(expected("attention", "arrays", "misaligned addresses or strides", f"multiples of {_VECTOR} bytes for cuDNN"))
+        raise BackendError(
+            expected(
+                "attention",
+                "arrays",
+                "misaligned addresses or strides",
+                f"multiples of {_VECTOR} bytes for cuDNN",
+            )
+        )
 
 
-# --- graphs -------------------------------------------------------------------------------------------------------------------
+# --- graphs -------------------------------------------------------------------------------------------------
 
 
 class _Declined(Fp8kitError):
@@ -262,8 +354,9 @@ def _library() -> Any:
 
 @contextmanager
 def _handle(device: int) -> Iterator[Any]:
-    """A handle of a device, which is current. It carries a stream, so no two threads use one at once; but when a call is over, the next one
-    takes its handle, on whatever thread: making one waits for all that the device has to do."""
+    """A handle of a device, which is current. It carries a stream, so no two threads use one at once; but
+    when a call is over, the next one takes its handle, on whatever thread: making one waits for all that the
+    device has to do."""
     free = _FREE[device]
     try:
         handle = free.pop()
@@ -276,7 +369,8 @@ def _handle(device: int) -> Iterator[Any]:
 
 
 def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: int) -> Key:
-    """The key of a call with the problem's strides: dq, dk and dv have those of q, k and v, o and do are C-contiguous."""
+    """The key of a call with the problem's strides: dq, dk and dv have those of q, k and v, o and do are
+    C-contiguous."""
     given = dict(zip("qkv", problem.strides, strict=False))
     cleaned = _cleaned(problem, backward)
 
@@ -285,11 +379,14 @@ def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: in
         return known or _contiguous(problem, name)
 
     names = _BACKWARD if backward else _FORWARD
-    return Key(problem, device, backward, deterministic or not backward, tuple([strides(name) for name in names]))
+    return Key(
+        problem, device, backward, deterministic or not backward, tuple([strides(name) for name in names])
+    )
 
 
 def _build(key: Key) -> Plan:
-    """The plan for ``key``. _Declined where cuDNN has no kernel; BackendError when building fails otherwise."""
+    """The plan for ``key``. _Declined where cuDNN has no kernel; BackendError when building fails
+    otherwise."""
     for stride in key.strides:
         _check_aligned(_ITEM * (stride[0] | stride[1] | stride[2]))
     cudnn = _library()
@@ -311,7 +408,8 @@ def _build(key: Key) -> Plan:
 
 
 def _retire(key: Key, plan: Plan) -> None:
-    """Let a plan go: destroyed with the last reference to it, when no kernel of its is running, or never where that cannot be known."""
+    """Let a plan go: destroyed with the last reference to it, when no kernel of its is running, or never
+    where that cannot be known."""
     with plan.lock:
         plan.retired = True
         if not plan.captured:
@@ -327,7 +425,8 @@ def _retire(key: Key, plan: Plan) -> None:
 
 @functools.cache
 def _plans(device: int) -> Recent[Key, Plan]:
-    """The plans of a device, apart from others': to make or retire one waits for the device, which may be at a collective (``Locks``)."""
+    """The plans of a device, apart from others': to make or retire one waits for the device, which may be at
+    a collective (``Locks``)."""
     return Recent(_KEPT, _build, _retire)
 
 
@@ -336,13 +435,17 @@ def _plan(key: Key) -> Plan:
 
 
 def describe(key: Key, handle: Any) -> Any:
-    """The graph of ``key``, not yet validated. ``handle``: a cuDNN handle, or None to describe a graph without a device."""
+    """The graph of ``key``, not yet validated. ``handle``: a cuDNN handle, or None to describe a graph
+    without a device."""
     cudnn = _library()
     problem = key.problem
     kinds = cudnn.data_type
     kind = {"bfloat16": kinds.BFLOAT16, "float16": kinds.HALF}[problem.dtype]
     graph = cudnn.pygraph(
-        name="attention_bwd" if key.backward else "attention_fwd", handle=handle, io_data_type=kind, intermediate_data_type=kinds.FLOAT,
+        name="attention_bwd" if key.backward else "attention_fwd",
+        handle=handle,
+        io_data_type=kind,
+        intermediate_data_type=kinds.FLOAT,
         compute_data_type=kinds.FLOAT,
     )
     names = _BACKWARD if key.backward else _FORWARD
@@ -352,14 +455,24 @@ def describe(key: Key, handle: Any) -> Any:
     stats_stride = (problem.heads * problem.rows, problem.rows, 1, 1)
 
     def tensor(name: str, dim: tuple[int, ...], stride: tuple[int, ...], data_type: Any) -> Any:
-        return graph.tensor(name=name, dim=list(dim), stride=list(stride), data_type=data_type, uid=_UIDS[name])
+        return graph.tensor(
+            name=name, dim=list(dim), stride=list(stride), data_type=data_type, uid=_UIDS[name]
+        )
 
-    def output(node_output: Any, name: str, dim: tuple[int, ...], stride: tuple[int, ...], data_type: Any) -> None:
-        node_output.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_data_type(data_type).set_uid(_UIDS[name])
+    def output(
+        node_output: Any, name: str, dim: tuple[int, ...], stride: tuple[int, ...], data_type: Any
+    ) -> None:
+        node_output.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_data_type(
+            data_type
+        ).set_uid(_UIDS[name])
 
     options: dict[str, Any] = {"name": "attention", "attn_scale": problem.scale}
     if problem.banded:
-        corner = cudnn.diagonal_alignment.BOTTOM_RIGHT if problem.bottom_right else cudnn.diagonal_alignment.TOP_LEFT
+        corner = (
+            cudnn.diagonal_alignment.BOTTOM_RIGHT
+            if problem.bottom_right
+            else cudnn.diagonal_alignment.TOP_LEFT
+        )
         options["diagonal_alignment"] = corner
     if problem.left >= 0:
         options["diagonal_band_left_bound"] = problem.left + 1  # it counts the diagonal
@@ -367,7 +480,11 @@ def describe(key: Key, handle: Any) -> Any:
         options["diagonal_band_right_bound"] = problem.right
     if problem.padded:
         small = ((problem.batch, 1, 1, 1), (1, 1, 1, 1), kinds.INT32)
-        options |= {"use_padding_mask": True, "seq_len_q": tensor("lengths_q", *small), "seq_len_kv": tensor("lengths_kv", *small)}
+        options |= {
+            "use_padding_mask": True,
+            "seq_len_q": tensor("lengths_q", *small),
+            "seq_len_kv": tensor("lengths_kv", *small),
+        }
     if problem.dropout:
         small = ((1, 1, 1, 1), (1, 1, 1, 1), kinds.INT64)
         options["dropout"] = (problem.dropout, tensor("seed", *small), tensor("offset", *small))
@@ -380,13 +497,15 @@ def describe(key: Key, handle: Any) -> Any:
         return graph
     o, d_o = (tensor(name, dims[name], strides[name], kind) for name in ("o", "d_o"))
     stats = tensor("stats", stats_dim, stats_stride, kinds.FLOAT)
-    gradients = graph.sdpa_backward(q, k, v, o, d_o, stats, use_deterministic_algorithm=key.deterministic, **options)
+    gradients = graph.sdpa_backward(
+        q, k, v, o, d_o, stats, use_deterministic_algorithm=key.deterministic, **options
+    )
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
         output(gradient, name, dims[name], strides[name], kind)
     return graph
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------------------
 
 
 def _size(problem: Problem, name: str) -> tuple[int, int, int, int]:
@@ -406,8 +525,8 @@ def _cleaned(problem: Problem, backward: bool) -> tuple[str, ...]:
 
 @functools.lru_cache(_ANSWERS)
 def _room(problem: Problem, backward: bool) -> dict[str, int]:
-    """Where things lie in the workspace, in bytes from its start: true lengths, backward's statistics, copies by name; from "end" on it is
-    cuDNN's."""
+    """Where things lie in the workspace, in bytes from its start: true lengths, backward's statistics, copies
+    by name; from "end" on it is cuDNN's."""
     sizes = {"lengths": 8 * problem.batch} if problem.padded else {}
     if problem.padded and backward:
         sizes["stats"] = 4 * problem.batch * problem.heads * problem.rows

@@ -1,4 +1,5 @@
-"""CUDA devices for ``fp8kit.arrays``: memory, streams and copies through CuPy, so that its pool and its current stream are the ones used.
+"""CUDA devices for ``fp8kit.arrays``: memory, streams and copies through CuPy, so that its pool and its
+current stream are the ones used.
 
 Importing this module imports nothing of CUDA; each call that needs CuPy says so when it is missing.
 """
@@ -32,8 +33,8 @@ def cupy() -> Any:
 
 @functools.cache
 def _calls() -> tuple[Any, Any, Any]:
-    """What every operation calls, looked up once: getDevice (None where there is only one device), alloc, get_current_stream. BackendError
-    where there is no device at all."""
+    """What every operation calls, looked up once: getDevice (None where there is only one device), alloc,
+    get_current_stream. BackendError where there is no device at all."""
     provider.check(Device("cuda"))
     get_device = None if provider.count() == 1 else launch.runtime().getDevice
     return get_device, cupy().cuda.alloc, cupy().cuda.get_current_stream
@@ -54,16 +55,20 @@ def _want_no_capture(what: str) -> None:
 
 
 class Pool:
-    """Memory that a graph works in. CuPy's own pool would hand it out again, so the graph has one of its own; it lives as long as the graph
-    and any array that lies in it (a gradient that the step has left, say), whoever has that."""
+    """Memory that a graph works in. CuPy's own pool would hand it out again, so the graph has one of its own;
+    it lives as long as the graph and any array that lies in it (a gradient that the step has left, say),
+    whoever has that."""
 
     def __init__(self) -> None:
         self._pool = cupy().cuda.MemoryPool(_piece)
 
     def malloc(self, size: int) -> Any:
-        """As CuPy's pools: memory that knows this pool. A tuple goes from its end, so the memory is back before the pool may go."""
+        """As CuPy's pools: memory that knows this pool. A tuple goes from its end, so the memory is back
+        before the pool may go."""
         memory, cuda = self._pool.malloc(size), cupy().cuda
-        return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, (self, memory), launch.runtime().getDevice()), 0)
+        return cuda.MemoryPointer(
+            cuda.UnownedMemory(memory.ptr, size, (self, memory), launch.runtime().getDevice()), 0
+        )
 
 
 class _Piece:
@@ -73,8 +78,14 @@ class _Piece:
 
 
 def _piece(size: int) -> Any:
-    """A pool's allocator, on the current device: memory that is freed when nobody has it any more, whatever is being captured then."""
-    device, pointer, cuda, owner = launch.runtime().getDevice(), launch.runtime().malloc(size), cupy().cuda, _Piece()
+    """A pool's allocator, on the current device: memory that is freed when nobody has it any more, whatever
+    is being captured then."""
+    device, pointer, cuda, owner = (
+        launch.runtime().getDevice(),
+        launch.runtime().malloc(size),
+        cupy().cuda,
+        _Piece(),
+    )
     weakref.finalize(owner, _free, device, pointer).atexit = False
     return cuda.MemoryPointer(cuda.UnownedMemory(pointer, size, owner, device), 0)
 
@@ -157,8 +168,8 @@ class CudaProvider:
         return int(_calls()[2](device.index).ptr)
 
     def synchronize(self, device: Device) -> None:
-        """See ``DeviceProvider``. BackendError for a device that is not here, for an error that earlier work left, and while a graph is
-        captured."""
+        """See ``DeviceProvider``. BackendError for a device that is not here, for an error that earlier work
+        left, and while a graph is captured."""
         self.check(device)
         _want_no_capture("a wait for the device")
         with launch.current_device(device.index):
@@ -168,10 +179,11 @@ class CudaProvider:
                 raise BackendError(f"synchronize: {device}: {error}") from error
 
     def let_others_come(self, device: Device, stream: int) -> None:
-        """Before work that loads kernels and makes plans, on one of several devices: wait until the device has done what it was given,
-        while other threads run; not where ``stream`` is captured. It may have been given a collective, which waits for another device,
-        whose thread needs the interpreter; and loading waits for the device as well, within cuDNN's frontend without letting go of the
-        interpreter. BackendError for an error that earlier work left."""
+        """Before work that loads kernels and makes plans, on one of several devices: wait until the device
+        has done what it was given, while other threads run; not where ``stream`` is captured. It may have
+        been given a collective, which waits for another device, whose thread needs the interpreter; and
+        loading waits for the device as well, within cuDNN's frontend without letting go of the interpreter.
+        BackendError for an error that earlier work left."""
         if self.count() == 1 or launch.capturing(stream):
             return
         with launch.current_device(device.index):
@@ -181,7 +193,8 @@ class CudaProvider:
                 raise BackendError(f"synchronize: {device}: {error}") from error
 
     def order_after(self, stream: int, device: Device) -> None:
-        """See ``DeviceProvider``. DLPack's numbers 1 and 2 are CUDA's own handles of the legacy and the per-thread default stream."""
+        """See ``DeviceProvider``. DLPack's numbers 1 and 2 are CUDA's own handles of the legacy and the
+        per-thread default stream."""
         calls = launch.runtime()
         with launch.current_device(device.index):
             current = self.current_stream(device)
@@ -208,7 +221,8 @@ class CudaProvider:
                 recorded.put(index, stream, "memset", clear)
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
-        """See ``DeviceProvider``. Between host and device it waits: pageable memory may change or vanish right after the call."""
+        """See ``DeviceProvider``. Between host and device it waits: pageable memory may change or vanish
+        right after the call."""
         calls, nbytes = launch.runtime(), src.nbytes
         if not nbytes:
             return
@@ -219,11 +233,15 @@ class CudaProvider:
                 if src.device == dst.device:
                     calls.memcpyAsync(dst.ptr, src.ptr, nbytes, _ON_DEVICE, stream)
                 else:
-                    calls.memcpyPeerAsync(dst.ptr, dst.device.index, src.ptr, src.device.index, nbytes, stream)
+                    calls.memcpyPeerAsync(
+                        dst.ptr, dst.device.index, src.ptr, src.device.index, nbytes, stream
+                    )
                     self._follow(dst.device, src.device, stream)
                 return
             _want_no_capture("a copy between host and device")
-            calls.memcpyAsync(dst.ptr, src.ptr, nbytes, _TO_HOST if dst.device.kind == "cpu" else _TO_DEVICE, stream)
+            calls.memcpyAsync(
+                dst.ptr, src.ptr, nbytes, _TO_HOST if dst.device.kind == "cpu" else _TO_DEVICE, stream
+            )
             calls.streamSynchronize(stream)
 
     def _follow(self, device: Device, source: Device, stream: int) -> None:
@@ -238,11 +256,13 @@ class CudaProvider:
             calls.eventDestroy(event)
 
     def capture(self, device: Device, function: Callable[[], Any]) -> tuple[Any, Recording]:
-        """Call ``function`` with the work that it puts on the device's current stream recorded instead of done: what it returns, and the
-        recording. What it allocates on the device belongs to the recording. BackendError where it does what a graph cannot hold."""
+        """Call ``function`` with the work that it puts on the device's current stream recorded instead of
+        done: what it returns, and the recording. What it allocates on the device belongs to the recording.
+        BackendError where it does what a graph cannot hold."""
         library = cupy()
         with recorded.unsafe_calls(), launch.current_device(device.index), scratch.apart() as rooms:
-            library.get_default_memory_pool().free_all_blocks()  # what ran before has left room that the graph's own pool cannot take
+            # what ran before has left room that the graph's own pool cannot take
+            library.get_default_memory_pool().free_all_blocks()
             pool, stream = Pool(), library.cuda.Stream(non_blocking=True)
             with library.cuda.using_allocator(pool.malloc), stream:
                 stream.begin_capture()  # relaxed: the pool may have to ask for memory
@@ -254,21 +274,30 @@ class CudaProvider:
                     with contextlib.suppress(RuntimeError):  # the capture may be broken already
                         stream.end_capture()
                     if isinstance(error, RuntimeError) and type(error).__module__.startswith("cupy"):
-                        raise BackendError(f"graph: the function does what cannot be captured: {error}") from error
+                        raise BackendError(
+                            f"graph: the function does what cannot be captured: {error}"
+                        ) from error
                     raise
                 _thread.capturing = False
                 try:
                     graph = stream.end_capture()
                 except RuntimeError as error:
-                    raise BackendError(f"graph: the function does what cannot be captured: {error}") from error
+                    raise BackendError(
+                        f"graph: the function does what cannot be captured: {error}"
+                    ) from error
             return result, Recording(device, graph, (pool, stream, dict(rooms)))
 
     def native(self, view: ArrayView) -> Any:
-        """See ``DeviceProvider``: a ``cupy.ndarray`` that keeps the view's owner alive. FP8 dtypes come as uint8."""
+        """See ``DeviceProvider``: a ``cupy.ndarray`` that keeps the view's owner alive. FP8 dtypes come as
+        uint8."""
         library = cupy()
         itemsize = view.dtype.itemsize
         kind = view.dtype.numpy if view.dtype.format is None else "uint8"
-        span = itemsize * (1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))) if view.size else 0
+        span = (
+            itemsize * (1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)))
+            if view.size
+            else 0
+        )
         memory = library.cuda.UnownedMemory(view.ptr, span, view, view.device.index)
         strides = tuple(s * itemsize for s in view.strides)
         return library.ndarray(view.shape, kind, library.cuda.MemoryPointer(memory, 0), strides)

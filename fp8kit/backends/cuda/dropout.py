@@ -1,4 +1,5 @@
-"""Dropout with bias and residual, and its gradient. The mask is never stored: backward draws the same Philox words again."""
+"""Dropout with bias and residual, and its gradient. The mask is never stored: backward draws the same Philox
+words again."""
 
 from __future__ import annotations
 
@@ -15,12 +16,21 @@ def _draw(p: float, rng: ArrayView | None) -> tuple[int, int, float]:
     if p == 0:
         return 0, 0, 1.0
     if rng is None or not 0 < p < 1:
-        raise BackendError(expected("dropout", "p", f"{p} with rng {rng}", "0, or a number below 1 and an rng"))
+        raise BackendError(
+            expected("dropout", "p", f"{p} with rng {rng}", "0, or a number below 1 and an rng")
+        )
     return rng.ptr, int(p * 2.0**32), float(np.float32(1 / (1 - p)))
 
 
-def dropout_add(x: ArrayView, bias: ArrayView | None, residual: ArrayView | None, y: ArrayView, p: float,
-                rng: ArrayView | None, stream: int) -> None:
+def dropout_add(
+    x: ArrayView,
+    bias: ArrayView | None,
+    residual: ArrayView | None,
+    y: ArrayView,
+    p: float,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. BackendError for a p outside [0, 1) or without its rng."""
     state, threshold, factor = _draw(p, rng)
     size = x.size
@@ -28,7 +38,15 @@ def dropout_add(x: ArrayView, bias: ArrayView | None, residual: ArrayView | None
     launch.launch(kernel("dropout.cu", "dropout_add", x), ceil_div(size, 2048), 256, arguments, stream)
 
 
-def dropout_bwd(dy: ArrayView, dx: ArrayView | None, dbias: ArrayView | None, p: float, rng: ArrayView | None,
-                workspace: ArrayView | None, stream: int) -> None:
-    """See ``backends.protocol``; dbias sums the gradients before they are rounded. BackendError as above, and for a missing workspace."""
+def dropout_bwd(
+    dy: ArrayView,
+    dx: ArrayView | None,
+    dbias: ArrayView | None,
+    p: float,
+    rng: ArrayView | None,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``; dbias sums the gradients before they are rounded. BackendError as above, and
+    for a missing workspace."""
     column_sums(dy, dx, dbias, *_draw(p, rng), workspace, stream)

@@ -16,7 +16,8 @@ _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class _Merged(NamedTuple):
-    """A copy's dimensions, brought to five; ``step`` is the largest power of two, up to 8, that divides the rows and every stride."""
+    """A copy's dimensions, brought to five; ``step`` is the largest power of two, up to 8, that divides the
+    rows and every stride."""
 
     shape: Shape
     source: Shape
@@ -43,14 +44,19 @@ def _merge(shape: Shape, source: Shape, target: Shape) -> _Merged:
     n, a, b = merged[-1]
     step = 1
     if a == b == 1:
-        step = next(s for s in (8, 4, 2, 1) if all(v % s == 0 for v in (n, *(stride for row in merged[:-1] for stride in row[1:]))))
+        step = next(
+            s
+            for s in (8, 4, 2, 1)
+            if all(v % s == 0 for v in (n, *(stride for row in merged[:-1] for stride in row[1:])))
+        )
     padded = [(1, 0, 0)] * (5 - len(merged)) + merged
     sizes, sources, targets = (tuple(row[i] for row in padded) for i in range(3))
     return _Merged(sizes, sources, targets, step, len(merged) == 1 and a == b == 1)
 
 
 def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
-    """See ``backends.protocol``. BackendError for conversions from or to types that the contract does not name."""
+    """See ``backends.protocol``. BackendError for conversions from or to types that the contract does not
+    name."""
     size = y.size
     if size == 0:
         return
@@ -58,7 +64,9 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     itemsize = y.dtype.itemsize
     if x.dtype is y.dtype:
         if merged.dense:
-            move = functools.partial(launch.runtime().memcpyAsync, y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE)
+            move = functools.partial(
+                launch.runtime().memcpyAsync, y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE
+            )
             recorded.put(y.device.index, stream, "copy", move)
             return
         if itemsize > 4:
@@ -68,7 +76,9 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
         scalars: tuple[int, ...] = (size // unit,)
     else:
         if y.dtype.name not in TYPE_CODES:
-            raise BackendError(expected("copy", "y", y.dtype, f"{x.dtype}, or one of {', '.join(TYPE_CODES)}"))
+            raise BackendError(
+                expected("copy", "y", y.dtype, f"{x.dtype}, or one of {', '.join(TYPE_CODES)}")
+            )
         unit = 8 if merged.step == 8 and (x.ptr | y.ptr) % 16 == 0 and x.dtype.itemsize < 8 else 1
         function, scalars = kernel("convert.cu", "convert", x), (size // unit, TYPE_CODES[y.dtype.name])
     layout = _LAYOUT.pack(*merged.shape, *merged.source, *merged.target, unit)
@@ -78,7 +88,13 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
 def add(a: ArrayView, b: ArrayView, out: ArrayView, stream: int) -> None:
     """See ``backends.protocol``."""
     size = a.size
-    launch.launch(kernel("elementwise.cu", "add", a), ceil_div(size, 2048), 256, (a.ptr, b.ptr, out.ptr, size, b.size), stream)
+    launch.launch(
+        kernel("elementwise.cu", "add", a),
+        ceil_div(size, 2048),
+        256,
+        (a.ptr, b.ptr, out.ptr, size, b.size),
+        stream,
+    )
 
 
 def sum_rows(x: ArrayView, out: ArrayView, workspace: ArrayView | None, stream: int) -> None:
@@ -93,4 +109,10 @@ def column_sum_workspace(rows: int, columns: int) -> int:
 
 def rng_next_(state: ArrayView, out: ArrayView, stream: int) -> None:
     """See ``backends.protocol``."""
-    launch.launch(launch.kernel("elementwise.cu", "rng_next", state.device.index, T="f32"), 1, 1, (state.ptr, out.ptr), stream)
+    launch.launch(
+        launch.kernel("elementwise.cu", "rng_next", state.device.index, T="f32"),
+        1,
+        1,
+        (state.ptr, out.ptr),
+        stream,
+    )

@@ -15,12 +15,21 @@ def embedding_fwd(ids: ArrayView, table: ArrayView, out: ArrayView, stream: int)
     rows, (known, columns) = ids.size, table.shape
     if columns:
         arguments = (ids.ptr, table.ptr, out.ptr, rows, columns, known, int(ids.dtype is int64))
-        launch.launch(kernel("embedding.cu", "embedding_fwd", table), ceil_div(rows, 8), (32, 8), arguments, stream)
+        launch.launch(
+            kernel("embedding.cu", "embedding_fwd", table), ceil_div(rows, 8), (32, 8), arguments, stream
+        )
 
 
 def embedding_bwd(ids: ArrayView, dout: ArrayView, dtable: ArrayView, stream: int) -> None:
-    """See ``backends.protocol``. Every block reads all ids: meant for up to some ten thousand tokens a call."""
+    """See ``backends.protocol``. Every block reads all ids: meant for up to some ten thousand tokens a
+    call."""
     rows, (known, columns) = ids.size, dtable.shape
     across = ceil_div(columns, _COLUMNS)
     arguments = (ids.ptr, dout.ptr, dtable.ptr, rows, columns, known, max(across, 1), int(ids.dtype is int64))
-    launch.launch(kernel("embedding.cu", "embedding_bwd", dtable), ceil_div(known, _ROWS) * across, _THREADS, arguments, stream)
+    launch.launch(
+        kernel("embedding.cu", "embedding_bwd", dtable),
+        ceil_div(known, _ROWS) * across,
+        _THREADS,
+        arguments,
+        stream,
+    )

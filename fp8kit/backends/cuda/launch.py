@@ -1,8 +1,9 @@
 """Kernels as Python objects, and launching them.
 
-Cubins are loaded by ``cupy.RawModule`` and launched by the driver's ``cuLaunchKernelEx`` on a raw stream handle. A launch is on every
-operation's path: one ``struct`` packing writes the launch configuration and all arguments into memory that the thread keeps, one foreign
-call hands its addresses to the driver, which has copied everything when it returns.
+Cubins are loaded by ``cupy.RawModule`` and launched by the driver's ``cuLaunchKernelEx`` on a raw stream
+handle. A launch is on every operation's path: one ``struct`` packing writes the launch configuration and all
+arguments into memory that the thread keeps, one foreign call hands its addresses to the driver, which has
+copied everything when it returns.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _PLAIN_SHARED = 48 * 1024  # dynamic shared memory beyond this must be asked for
 
 
 class Locks(dict[int, threading.Lock]):
-    """A lock for each device. What may wait for a device, as loading a kernel does, holds only that one's: the device may be at a
-    collective, and so wait for another device, whose thread must get on."""
+    """A lock for each device. What may wait for a device, as loading a kernel does, holds only that one's:
+    the device may be at a collective, and so wait for another device, whose thread must get on."""
 
     def __missing__(self, device: int) -> threading.Lock:
         return self.setdefault(device, threading.Lock())
@@ -40,7 +41,8 @@ TYPE_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64":
 
 
 def type_name(dtype: DType) -> str:
-    """The sources' name of an element type: float32 -> "f32". BackendError for types that kernels do not compute with."""
+    """The sources' name of an element type: float32 -> "f32". BackendError for types that kernels do not
+    compute with."""
     try:
         return TYPE_NAMES[dtype.name]
     except KeyError:
@@ -54,17 +56,19 @@ def row_stride(view: ArrayView) -> int:
 
 
 def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) -> int:
-    """A one-dimensional grid for ``jobs`` in a grid-stride loop: as many blocks as they fill, at most ``waves`` a multiprocessor."""
+    """A one-dimensional grid for ``jobs`` in a grid-stride loop: as many blocks as they fill, at most
+    ``waves`` a multiprocessor."""
     return min(-(-jobs // jobs_per_block), waves * sm_count(device_index))
 
 
-# CUlaunchConfig (cuda.h): grid, block, shared memory; stream; attributes' address and number, none mostly. It takes the first CONFIG bytes
-# of a thread's memory, the arguments follow, 8 bytes each.
+# CUlaunchConfig (cuda.h): grid, block, shared memory; stream; attributes' address and number, none mostly. It
+# takes the first CONFIG bytes of a thread's memory, the arguments follow, 8 bytes each.
 _CONFIGURATION = "=7I4xQ24x"
 CONFIG = struct.calcsize(_CONFIGURATION)
 STREAM_AT = struct.calcsize("=7I4x")
 _ATTRIBUTES_AT = struct.calcsize("=7I4xQ")
-# CUlaunchAttribute: its number, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and 64 bytes of its value, 1
+# CUlaunchAttribute: its number, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and 64 bytes of its
+# value, 1
 _EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
 _EARLY_AT = ctypes.addressof(_EARLY)
 _EARLY_CAPABILITY, _EARLY_DRIVER = (9, 0), 12030  # captured graphs have it from CUDA 12.3 on
@@ -75,14 +79,16 @@ ALIGNMENT = 16
 
 
 class Room:
-    """The memory that a thread launches from: the configuration and the arguments, and a table of the arguments' addresses.
+    """The memory that a thread launches from: the configuration and the arguments, and a table of the
+    arguments' addresses.
 
     ``tables``: the table as a kernel sees it whose first argument lies at the first slot, or at the second.
     """
 
     def __init__(self) -> None:
         calls = runtime()
-        calls.setDevice(calls.getDevice())  # a thread that is new has no context; CUDA 12 and later make the device's current here
+        # a thread that is new has no context; CUDA 12 and later make the device's current here
+        calls.setDevice(calls.getDevice())
         size = CONFIG + 8 + _PARAMETERS
         memory = (ctypes.c_char * (size + ALIGNMENT))()
         shift = -ctypes.addressof(memory) % ALIGNMENT
@@ -94,7 +100,8 @@ class Room:
 
 
 class Here(threading.local):
-    """Of this thread: the memory that it launches from, and the ``recorded.Recording`` of the call that it makes, None mostly."""
+    """Of this thread: the memory that it launches from, and the ``recorded.Recording`` of the call that it
+    makes, None mostly."""
 
     room: Room | None = None
     recording: Any = None
@@ -104,17 +111,37 @@ here = Here()
 
 
 class Kernel:
-    """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes, ``resources`` what it uses (None
-    where the compiler did not say), ``early`` whether it may be launched before the kernel in front of it has ended (``manifest.Source``).
+    """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes,
+    ``resources`` what it uses (None where the compiler did not say), ``early`` whether it may be launched
+    before the kernel in front of it has ended (``manifest.Source``).
 
-    ``pack(memory, 0, grid x, y, z, block x, y, z, shared, stream, *arguments)`` writes what a launch reads; a structure by value, which
-    comes last, at a multiple of 16 bytes: ``table`` is 1 where the arguments begin at the second slot for that.
+    ``pack(memory, 0, grid x, y, z, block x, y, z, shared, stream, *arguments)`` writes what a launch reads; a
+    structure by value, which comes last, at a multiple of 16 bytes: ``table`` is 1 where the arguments begin
+    at the second slot for that.
     """
 
-    __slots__ = ("device", "early", "handle", "name", "pack", "packers", "parameters", "raw", "resources", "shared_limit", "table")
+    __slots__ = (
+        "device",
+        "early",
+        "handle",
+        "name",
+        "pack",
+        "packers",
+        "parameters",
+        "raw",
+        "resources",
+        "shared_limit",
+        "table",
+    )
 
     def __init__(
-        self, name: str, device: int, raw: Any, parameters: str, resources: kernel_compiler.Resources | None, early: bool = False
+        self,
+        name: str,
+        device: int,
+        raw: Any,
+        parameters: str,
+        resources: kernel_compiler.Resources | None,
+        early: bool = False,
     ) -> None:
         self.name = name
         self.early = early
@@ -137,7 +164,8 @@ class Kernel:
         return found
 
     def allow(self, shared: int) -> None:
-        """Let launches ask for so many bytes of dynamic shared memory; what is allowed only grows, also where threads ask at once."""
+        """Let launches ask for so many bytes of dynamic shared memory; what is allowed only grows, also where
+        threads ask at once."""
         with _LOADING[self.device]:
             if shared > self.shared_limit:
                 self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared
@@ -167,8 +195,8 @@ def driver() -> Any:
 
 @functools.cache
 def launcher() -> tuple[Any, Any]:
-    """``cuLaunchKernelEx``, which lets other threads run meanwhile (a full queue makes it wait, perhaps for work of theirs), and
-    ``getDevice``: None where there is only one device."""
+    """``cuLaunchKernelEx``, which lets other threads run meanwhile (a full queue makes it wait, perhaps for
+    work of theirs), and ``getDevice``: None where there is only one device."""
     function = driver().cuLaunchKernelEx
     return function, None if runtime().getDeviceCount() == 1 else runtime().getDevice
 
@@ -189,33 +217,50 @@ def sm_count(device_index: int) -> int:
 @functools.cache
 def _launches_early(device_index: int) -> bool:
     """Whether device and driver have programmatic dependent launches, in captured graphs too."""
-    return capability(device_index) >= _EARLY_CAPABILITY and int(runtime().driverGetVersion()) >= _EARLY_DRIVER
+    return (
+        capability(device_index) >= _EARLY_CAPABILITY and int(runtime().driverGetVersion()) >= _EARLY_DRIVER
+    )
 
 
 @functools.cache
 def engines_kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
-    """``function`` of ``source`` compiled with ``defines`` and loaded on a device; the same object for the same arguments.
+    """``function`` of ``source`` compiled with ``defines`` and loaded on a device; the same object for the
+    same arguments.
 
-    The defines must be one of the source's variants, which is what the tests compile. BackendError otherwise, and where it cannot be
-    compiled or loaded.
+    The defines must be one of the source's variants, which is what the tests compile. BackendError otherwise,
+    and where it cannot be compiled or loaded.
     """
     return load(manifest.source(source), function, device_index, manifest.defines(**defines))
 
 
-# What the engine asks for its kernels: ``engines_kernel``. ``substitute`` stands in its place while, and only while, a call runs whose
-# kernels are replaced, so that a look-up costs nothing more otherwise.
+# What the engine asks for its kernels: ``engines_kernel``. ``substitute`` stands in its place while, and only
+# while, a call runs whose kernels are replaced, so that a look-up costs nothing more otherwise.
 kernel: Callable[..., Kernel] = engines_kernel
 
 
-def load(entry: manifest.Source, function: str, device_index: int, defines: manifest.Defines, unit: manifest.Unit | None = None) -> Kernel:
-    """A kernel of a manifest entry, compiled and loaded afresh (see ``engines_kernel``); ``unit``: from a text of elsewhere."""
+def load(
+    entry: manifest.Source,
+    function: str,
+    device_index: int,
+    defines: manifest.Defines,
+    unit: manifest.Unit | None = None,
+) -> Kernel:
+    """A kernel of a manifest entry, compiled and loaded afresh (see ``engines_kernel``); ``unit``: from a
+    text of elsewhere."""
     if defines not in entry.variants or function not in entry.functions:
         wanted = "a function and a variant that its comments list"
         raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
     with _LOADING[device_index], current_device(device_index):
         module, resources = _module(entry.name, defines, device_index, unit)
         early = function in entry.early and _launches_early(device_index)
-        return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources.get(function), early)
+        return Kernel(
+            function,
+            device_index,
+            module.get_function(function),
+            entry.parameters[function],
+            resources.get(function),
+            early,
+        )
 
 
 @functools.cache
@@ -223,7 +268,9 @@ def _module(
     source: str, defines: manifest.Defines, device_index: int, unit: manifest.Unit | None
 ) -> tuple[Any, dict[str, kernel_compiler.Resources]]:
     with _COMPILING:
-        compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)), unit)
+        compiled = kernel_compiler.compile_cubin(
+            source, defines, kernel_compiler.arch_of(capability(device_index)), unit
+        )
     import cupy
 
     return cupy.RawModule(path=str(compiled.path)), compiled.resources
@@ -258,13 +305,18 @@ class current_device:
 
 
 def launch(
-    kernel: Kernel, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0
+    kernel: Kernel,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    args: Sequence[Any],
+    stream: int,
+    shared: int = 0,
 ) -> None:
     """Launch ``kernel`` on a raw ``stream`` of its device.
 
-    ``grid`` and ``block``: a number, or up to three. ``args``: an int for every pointer and integer, a number for every double, bytes for a
-    trailing structure; their number is checked. ``shared``: dynamic shared memory in bytes. A grid of no blocks launches nothing.
-    BackendError when the driver refuses the launch.
+    ``grid`` and ``block``: a number, or up to three. ``args``: an int for every pointer and integer, a number
+    for every double, bytes for a trailing structure; their number is checked. ``shared``: dynamic shared
+    memory in bytes. A grid of no blocks launches nothing. BackendError when the driver refuses the launch.
     """
     x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     i, j, k = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -295,8 +347,11 @@ def launch(
         here.recording.launched(kernel, room, pack.__self__.size, stream)
 
 
-def _unfit(kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]) -> BackendError:
-    """What is said of arguments that cannot be packed: of another number or kind, or a grid beyond 32 bits."""
+def _unfit(
+    kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]
+) -> BackendError:
+    """What is said of arguments that cannot be packed: of another number or kind, or a grid beyond 32
+    bits."""
     operation, got = f"launch of {kernel.name}", ", ".join(type(a).__name__ for a in args)
     if not all(isinstance(n, int) and 0 <= n < 2**32 for n in (*grid, *block)):
         return BackendError(expected(operation, "grid, block", f"{grid}, {block}", "numbers of 32 bits"))
@@ -308,5 +363,7 @@ def error_text(status: int) -> str:
     words = []
     for ask in (driver().cuGetErrorName, driver().cuGetErrorString):
         text = ctypes.c_char_p()
-        words.append(text.value.decode() if ask(status, ctypes.byref(text)) == 0 and text.value else str(status))
+        words.append(
+            text.value.decode() if ask(status, ctypes.byref(text)) == 0 and text.value else str(status)
+        )
     return ": ".join(words)

@@ -14,21 +14,24 @@ from fp8kit.errors import BackendError, expected
 from fp8kit.formats import E4M3, DType
 from fp8kit.raw_kernels import manifest
 
-# cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor; what the kernels declare and CUDA reserves beside
+# cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor; what the kernels
+# declare and CUDA reserves beside
 _OPT_IN_SHARED, _SM_SHARED, _OTHER_SHARED = 97, 81, 2304
 _MOST_LANES, _MOST_GROUPS = 256, 15  # raw_kernels/norm.cuh: barriers that rows of more than a warp have
 _MOST_THREADS = 1024  # of norm_bwd.cu
 
-# --- tables, found by measurement --------------------------------------------------------------------------------------------
+# --- tables, found by measurement ---------------------------------------------------------------------------
 
 # By bytes of an element: norm_fwd.cu's variants, chunks of eight columns that a thread takes of a row ...
 CHUNKS = {2: (1, 2, 3, 4, 6, 8, 12, 16), 4: (1, 2, 3, 4, 6, 8)}
-# ... and for rows of so many chunks at most, how many a thread shall take at most: that makes a row's threads, in every kernel the same
+# ... and for rows of so many chunks at most, how many a thread shall take at most: that makes a row's
+# threads, in every kernel the same
 SHARES = {2: ((256, 8), (2**31, 16)), 4: ((128, 4), (2**31, 8))}
 
 
 class Pace(NamedTuple):
-    """How ``norm_fwd`` walks: at most ``rows`` a tile (a power of two from 16 on), ``threads`` a block, ``blocks`` a multiprocessor."""
+    """How ``norm_fwd`` walks: at most ``rows`` a tile (a power of two from 16 on), ``threads`` a block,
+    ``blocks`` a multiprocessor."""
 
     rows: int
     threads: int
@@ -36,14 +39,24 @@ class Pace(NamedTuple):
 
 
 # By chunks a thread: the pace with transposed codes, for 16 bits and for 32, and without.
-_NARROW = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(32, 256, 2)}
-TRANSPOSED = {2: _NARROW | {8: Pace(32, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}, 4: _NARROW | {8: Pace(64, 512, 1)}}
+_NARROW = {
+    1: Pace(64, 256, 4),
+    2: Pace(32, 256, 4),
+    3: Pace(32, 256, 4),
+    4: Pace(32, 256, 3),
+    6: Pace(32, 256, 2),
+}
+TRANSPOSED = {
+    2: _NARROW | {8: Pace(32, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)},
+    4: _NARROW | {8: Pace(64, 512, 1)},
+}
 PLAIN = _NARROW | {6: Pace(64, 128, 4), 8: Pace(64, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
 
 
 class Depth(NamedTuple):
-    """How ``norm_bwd`` walks: ``threads`` a block (more where a row needs them), ``stages`` of rows on their way (2 to 4), ``blocks`` in
-    all, as many as a large GPU holds at once, and the same on every device: each leaves a row of partial sums."""
+    """How ``norm_bwd`` walks: ``threads`` a block (more where a row needs them), ``stages`` of rows on their
+    way (2 to 4), ``blocks`` in all, as many as a large GPU holds at once, and the same on every device: each
+    leaves a row of partial sums."""
 
     threads: int
     stages: int
@@ -54,7 +67,8 @@ BACKWARD = {2: Depth(1024, 2, 132), 4: Depth(512, 4, 132)}  # by bytes of an ele
 
 
 def variants(columns: int, dtype: DType) -> list[tuple[str, dict[str, str]]]:
-    """(source, defines beside T) that rows of ``columns`` take, with their gradients, where nothing lies at an odd address."""
+    """(source, defines beside T) that rows of ``columns`` take, with their gradients, where nothing lies at
+    an odd address."""
     chunks = 0 if columns % 8 else chunks_of(columns, columns, dtype.itemsize)
     found: list[tuple[str, dict[str, str]]] = []
     if chunks:
@@ -65,12 +79,12 @@ def variants(columns: int, dtype: DType) -> list[tuple[str, dict[str, str]]]:
     return found if chunks and backward else [*found, ("norm_any.cu", {})]
 
 
-# --- forward -----------------------------------------------------------------------------------------------------------------
+# --- forward ------------------------------------------------------------------------------------------------
 
 
 class Forward(NamedTuple):
-    """Launch of ``norm_fwd``: the variant's ``chunks``, threads a row and rows at a time in ``block``, ``rows`` a tile, bytes of ``shared``
-    memory, and the blocks that the device holds at once."""
+    """Launch of ``norm_fwd``: the variant's ``chunks``, threads a row and rows at a time in ``block``,
+    ``rows`` a tile, bytes of ``shared`` memory, and the blocks that the device holds at once."""
 
     chunks: int
     block: tuple[int, int]
@@ -99,18 +113,30 @@ def _for_whole_tiles() -> frozenset[tuple[str, int, int]]:
     return frozenset((v["T"], int(v["CHUNKS"]), int(v["COLUMNS"])) for v in found if v["COLUMNS"] != "0")
 
 
-def columns_of(chunks: int, tall: int, x: ArrayView, y: ArrayView | None, cast: Cast | None, padded: bool) -> int:
-    """COLUMNS of norm_fwd.cu's variant: x's, where nothing is wanted but whole tiles of ``tall`` rows as E4M3 codes in both orientations,
-    without padding; otherwise 0, the one for any."""
+def columns_of(
+    chunks: int, tall: int, x: ArrayView, y: ArrayView | None, cast: Cast | None, padded: bool
+) -> int:
+    """COLUMNS of norm_fwd.cu's variant: x's, where nothing is wanted but whole tiles of ``tall`` rows as E4M3
+    codes in both orientations, without padding; otherwise 0, the one for any."""
     rows, columns = x.shape
-    if y is not None or cast is None or cast.q is None or cast.q_t is None or cast.format != E4M3 or padded or not rows or rows % tall:
+    if (
+        y is not None
+        or cast is None
+        or cast.q is None
+        or cast.q_t is None
+        or cast.format != E4M3
+        or padded
+        or not rows
+        or rows % tall
+    ):
         return 0
     return columns if (launch.type_name(x.dtype), chunks, columns) in _for_whole_tiles() else 0
 
 
 @functools.cache
 def forward(columns: int, covered: int, itemsize: int, transposed: bool, device: int) -> Forward | None:
-    """How ``norm_fwd`` takes rows of ``columns`` whose casts cover ``covered``, None where they do not fit a block."""
+    """How ``norm_fwd`` takes rows of ``columns`` whose casts cover ``covered``, None where they do not fit a
+    block."""
     lanes, chunks = _lanes(columns, itemsize), chunks_of(columns, covered, itemsize)
     if not chunks:
         return None
@@ -137,11 +163,27 @@ def forward(columns: int, covered: int, itemsize: int, transposed: bool, device:
 
 def _check(normalization: str, weight: ArrayView | None, mean: ArrayView | None) -> None:
     if normalization not in NORMALIZATIONS:
-        raise BackendError(expected("norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}"))
+        raise BackendError(
+            expected("norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}")
+        )
     if (mean is not None) != (normalization == "LayerNorm"):
-        raise BackendError(expected("norm", "mean", "None" if mean is None else "an array", "an array for LayerNorm, None otherwise"))
+        raise BackendError(
+            expected(
+                "norm",
+                "mean",
+                "None" if mean is None else "an array",
+                "an array for LayerNorm, None otherwise",
+            )
+        )
     if (weight is None) != (normalization == "L2Normalization"):
-        raise BackendError(expected("norm", "weight", "None" if weight is None else "an array", "None for L2Normalization, else an array"))
+        raise BackendError(
+            expected(
+                "norm",
+                "weight",
+                "None" if weight is None else "an array",
+                "None for L2Normalization, else an array",
+            )
+        )
 
 
 def _gain(weight: ArrayView | None, zero_centered_gamma: bool, columns: int) -> float:
@@ -151,10 +193,22 @@ def _gain(weight: ArrayView | None, zero_centered_gamma: bool, columns: int) -> 
     return 1.0 if zero_centered_gamma else 0.0
 
 
-def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None,
-             rstd: ArrayView, amax: ArrayView | None, cast: Cast | None, normalization: Normalization, epsilon: float,
-             zero_centered_gamma: bool, stream: int) -> None:
-    """See ``backends.protocol``. BackendError for an unknown normalisation and for a cast to a format other than E4M3 and E5M2."""
+def norm_fwd(
+    x: ArrayView,
+    weight: ArrayView | None,
+    bias: ArrayView | None,
+    y: ArrayView | None,
+    mean: ArrayView | None,
+    rstd: ArrayView,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    normalization: Normalization,
+    epsilon: float,
+    zero_centered_gamma: bool,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``. BackendError for an unknown normalisation and for a cast to a format other
+    than E4M3 and E5M2."""
     _check(normalization, weight, mean)
     rows, columns = x.shape
     down, right = covered(cast, rows, columns)
@@ -162,25 +216,44 @@ def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: 
     gain, packed = _gain(weight, zero_centered_gamma, columns), cast_bytes(cast, amax)
     transposed = cast is not None and cast.q_t is not None
     at = x.ptr, address(weight), address(bias), address(y), address(mean), rstd.ptr
-    walk = forward(columns, right, x.dtype.itemsize, transposed, x.device.index) if _whole(x, y, cast) else None
+    walk = (
+        forward(columns, right, x.dtype.itemsize, transposed, x.device.index) if _whole(x, y, cast) else None
+    )
     if walk is None:
         tall, lanes = 16 if transposed else 4, _lanes(columns, x.dtype.itemsize)
         block = lanes, max(512 if transposed else 128, lanes) // lanes
         grid = max(ceil_div(down, tall), int(cast is not None))
-        launch.launch(kernel("norm_any.cu", "norm_fwd_any", x), grid, block, (*at, rows, columns, right, tall, small, gain, packed), stream)
+        launch.launch(
+            kernel("norm_any.cu", "norm_fwd_any", x),
+            grid,
+            block,
+            (*at, rows, columns, right, tall, small, gain, packed),
+            stream,
+        )
         return
     tall, least = walk.rows, max(walk.block[1], 16 if transposed else 1)
     while tall >= 2 * least and down <= (tall // 2) * walk.resident:  # rather all blocks than tall tiles
         tall //= 2
     tiles = ceil_div(down, tall)
-    variant = {"CHUNKS": str(walk.chunks), "COLUMNS": str(columns_of(walk.chunks, tall, x, y, cast, (down, right) != x.shape))}
+    variant = {
+        "CHUNKS": str(walk.chunks),
+        "COLUMNS": str(columns_of(walk.chunks, tall, x, y, cast, (down, right) != x.shape)),
+    }
     function = kernel("norm_fwd.cu", "norm_fwd", x, **variant)
     arguments = (*at, rows, columns, ceil_div(right, 8), tall, tiles, small, gain, packed)
-    launch.launch(function, max(min(tiles, walk.resident), int(cast is not None)), walk.block, arguments, stream, walk.shared)
+    launch.launch(
+        function,
+        max(min(tiles, walk.resident), int(cast is not None)),
+        walk.block,
+        arguments,
+        stream,
+        walk.shared,
+    )
 
 
 def _whole(x: ArrayView, y: ArrayView | None, cast: Cast | None) -> bool:
-    """Whether everything that norm_fwd.cu reads and writes lies as it wants it: in whole chunks at multiples of their size."""
+    """Whether everything that norm_fwd.cu reads and writes lies as it wants it: in whole chunks at multiples
+    of their size."""
     whole = (x.ptr | address(y) | (2 * x.shape[1])) % 16 == 0
     if cast is not None and cast.q is not None:
         whole &= (cast.q.ptr | cast.q.strides[0] | cast.q.shape[1]) % 8 == 0
@@ -189,11 +262,12 @@ def _whole(x: ArrayView, y: ArrayView | None, cast: Cast | None) -> bool:
     return whole
 
 
-# --- gradients ---------------------------------------------------------------------------------------------------------------
+# --- gradients ----------------------------------------------------------------------------------------------
 
 
 class Backward(NamedTuple):
-    """Launch of ``norm_bwd``: threads a row and rows at a time in ``block``, ``stages``, bytes of ``shared`` memory."""
+    """Launch of ``norm_bwd``: threads a row and rows at a time in ``block``, ``stages``, bytes of ``shared``
+    memory."""
 
     block: tuple[int, int]
     stages: int
@@ -202,7 +276,8 @@ class Backward(NamedTuple):
 
 @functools.cache
 def backward(columns: int, itemsize: int, device: int) -> Backward | None:
-    """How ``norm_bwd`` takes rows of ``columns``, None where one does not fit a block. ``block`` does not depend on the device."""
+    """How ``norm_bwd`` takes rows of ``columns``, None where one does not fit a block. ``block`` does not
+    depend on the device."""
     chunks = max(1, ceil_div(columns, 8))
     lanes = 1 << (chunks - 1).bit_length() if chunks <= 32 else ceil_div(chunks, 32) * 32
     if lanes > _MOST_THREADS:
@@ -210,8 +285,12 @@ def backward(columns: int, itemsize: int, device: int) -> Backward | None:
     threads, stages, _ = BACKWARD[itemsize]
     groups = max(1, threads // lanes if lanes <= 32 else min(threads // lanes, _MOST_GROUPS))
     stage = lanes * groups * 3 * 8 * itemsize
-    stages = min(stages, (int(launch.runtime().deviceGetAttribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED) // stage)
-    return Backward((lanes, groups), stages, max(stages * stage, lanes * groups * 64)) if stages >= 2 else None
+    stages = min(
+        stages, (int(launch.runtime().deviceGetAttribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED) // stage
+    )
+    return (
+        Backward((lanes, groups), stages, max(stages * stage, lanes * groups * 64)) if stages >= 2 else None
+    )
 
 
 def _any_blocking(rows: int, columns: int) -> tuple[int, int]:
@@ -220,15 +299,40 @@ def _any_blocking(rows: int, columns: int) -> tuple[int, int]:
     return threads, min(rows, 132 * max(2, 512 // threads))
 
 
-def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
-             dx: ArrayView, dweight: ArrayView | None, dbias: ArrayView | None, normalization: Normalization, zero_centered_gamma: bool,
-             workspace: ArrayView | None, stream: int) -> None:
+def norm_bwd(
+    dy: ArrayView,
+    x: ArrayView,
+    weight: ArrayView | None,
+    mean: ArrayView | None,
+    rstd: ArrayView,
+    residual: ArrayView | None,
+    dx: ArrayView,
+    dweight: ArrayView | None,
+    dbias: ArrayView | None,
+    normalization: Normalization,
+    zero_centered_gamma: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. BackendError for an unknown normalisation and a missing workspace."""
     _check(normalization, weight, mean)
     rows, columns = x.shape
     if workspace is None:
-        raise BackendError(expected("norm_bwd", "workspace", None, f"{norm_bwd_workspace(rows, columns)} bytes"))
-    at = dy.ptr, x.ptr, address(weight), address(mean), rstd.ptr, address(residual), dx.ptr, workspace.ptr, rows, columns
+        raise BackendError(
+            expected("norm_bwd", "workspace", None, f"{norm_bwd_workspace(rows, columns)} bytes")
+        )
+    at = (
+        dy.ptr,
+        x.ptr,
+        address(weight),
+        address(mean),
+        rstd.ptr,
+        address(residual),
+        dx.ptr,
+        workspace.ptr,
+        rows,
+        columns,
+    )
     rest = _gain(weight, zero_centered_gamma, columns), int(dbias is not None)
     whole = (dy.ptr | x.ptr | at[5] | dx.ptr | (2 * columns)) % 16 == 0
     walk = backward(columns, x.dtype.itemsize, x.device.index) if whole else None
@@ -237,7 +341,14 @@ def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayV
         launch.launch(kernel("norm_any.cu", "norm_bwd_any", x), blocks, threads, (*at, *rest), stream)
     else:
         blocks = min(ceil_div(rows, walk.block[1]), BACKWARD[x.dtype.itemsize].blocks)
-        launch.launch(kernel("norm_bwd.cu", "norm_bwd", x), blocks, walk.block, (*at, walk.stages, *rest), stream, walk.shared)
+        launch.launch(
+            kernel("norm_bwd.cu", "norm_bwd", x),
+            blocks,
+            walk.block,
+            (*at, walk.stages, *rest),
+            stream,
+            walk.shared,
+        )
     if dweight is not None:
         sum_partials(workspace.ptr, blocks, dweight, dbias, stream)
 

@@ -1,7 +1,7 @@
 """Kernels over many tensors at once: AdamW, SGD, loss scaling, the global gradient norm, clipping by it.
 
-Tensors of one type are listed in a table that travels by value with the launch, so that a step costs a launch for every 64
-(AdamW, SGD) or 128 tensors, and no memory.
+Tensors of one type are listed in a table that travels by value with the launch, so that a step costs a launch
+for every 64 (AdamW, SGD) or 128 tensors, and no memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ def _lists(xs: Sequence[ArrayView]) -> Iterator[tuple[ArrayView, int, bytes, int
             part = views[start : start + _LIST_TENSORS]
             sizes = [x.size for x in part]
             first, blocks = _pieces(sizes)
-            yield part[0], len(part), pack(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)), blocks
+            yield (
+                part[0],
+                len(part),
+                pack(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)),
+                blocks,
+            )
 
 
 def _number(value: float | ArrayView) -> tuple[float, int]:
@@ -64,9 +69,16 @@ def _count(op: str, step: int | ArrayView) -> tuple[int, int]:
     return step, 0
 
 
-def _step(function: str, layout: struct.Struct, columns: Sequence[Sequence[Any]], weight_decays: Sequence[float],
-          scalars: tuple[Any, ...], stream: int) -> None:
-    """Launch an optimiser's kernel over tensors; ``columns``: parameters, gradients, and what else has an address in the table."""
+def _step(
+    function: str,
+    layout: struct.Struct,
+    columns: Sequence[Sequence[Any]],
+    weight_decays: Sequence[float],
+    scalars: tuple[Any, ...],
+    stream: int,
+) -> None:
+    """Launch an optimiser's kernel over tensors; ``columns``: parameters, gradients, and what else has an
+    address in the table."""
     rows: dict[tuple[DType, DType], list[tuple[Any, ...]]] = {}
     for row in zip(*columns, weight_decays, strict=True):
         if row[0].size:
@@ -82,40 +94,103 @@ def _step(function: str, layout: struct.Struct, columns: Sequence[Sequence[Any]]
             launch.launch(kernel("optim.cu", function, part[0][0]), blocks, _THREADS, arguments, stream)
 
 
-def adamw_(params: Sequence[ArrayView], grads: Sequence[ArrayView], exp_avgs: Sequence[ArrayView],
-           exp_avg_sqs: Sequence[ArrayView], masters: Sequence[ArrayView | None], lr: float | ArrayView, beta1: float, beta2: float,
-           epsilon: float, weight_decays: Sequence[float], step: int | ArrayView, inv_scale: ArrayView | None,
-           found_inf: ArrayView | None, stream: int) -> None:
+def adamw_(
+    params: Sequence[ArrayView],
+    grads: Sequence[ArrayView],
+    exp_avgs: Sequence[ArrayView],
+    exp_avg_sqs: Sequence[ArrayView],
+    masters: Sequence[ArrayView | None],
+    lr: float | ArrayView,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decays: Sequence[float],
+    step: int | ArrayView,
+    inv_scale: ArrayView | None,
+    found_inf: ArrayView | None,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. ``step`` counts from 1. BackendError for a step below 1."""
     rate, rate_at = _number(lr)
     count, count_at = _count("adamw_", step)
-    scalars = (rate, beta1, 1 - beta1, beta2, 1 - beta2, epsilon, 1 - beta1**count, 1 - beta2**count,
-               rate_at, count_at, address(inv_scale), address(found_inf))
+    scalars = (
+        rate,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        epsilon,
+        1 - beta1**count,
+        1 - beta2**count,
+        rate_at,
+        count_at,
+        address(inv_scale),
+        address(found_inf),
+    )
     _step("adamw", _ADAMW, (params, grads, exp_avgs, exp_avg_sqs, masters), weight_decays, scalars, stream)
 
 
-def sgd_(params: Sequence[ArrayView], grads: Sequence[ArrayView], buffers: Sequence[ArrayView | None],
-         masters: Sequence[ArrayView | None], lr: float | ArrayView, momentum: float, dampening: float, nesterov: bool,
-         weight_decays: Sequence[float], step: int | ArrayView, inv_scale: ArrayView | None, found_inf: ArrayView | None,
-         stream: int) -> None:
+def sgd_(
+    params: Sequence[ArrayView],
+    grads: Sequence[ArrayView],
+    buffers: Sequence[ArrayView | None],
+    masters: Sequence[ArrayView | None],
+    lr: float | ArrayView,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decays: Sequence[float],
+    step: int | ArrayView,
+    inv_scale: ArrayView | None,
+    found_inf: ArrayView | None,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. ``step`` counts from 1. BackendError for a step below 1."""
     rate, rate_at = _number(lr)
     count, count_at = _count("sgd_", step)
-    scalars = (rate, momentum, 1 - dampening, int(nesterov), count, rate_at, count_at, address(inv_scale), address(found_inf))
+    scalars = (
+        rate,
+        momentum,
+        1 - dampening,
+        int(nesterov),
+        count,
+        rate_at,
+        count_at,
+        address(inv_scale),
+        address(found_inf),
+    )
     _step("sgd", _SGD, (params, grads, buffers, masters), weight_decays, scalars, stream)
 
 
-def scale_(xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayView | None, stream: int) -> None:
+def scale_(
+    xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayView | None, stream: int
+) -> None:
     """See ``backends.protocol``."""
     for like, count, table, blocks in _lists(xs):
         arguments = (address(factor), address(found_inf), count, table)
         launch.launch(kernel("optim.cu", "scale", like), blocks, _THREADS, arguments, stream)
 
 
-def loss_scale_(scale: ArrayView, inv_scale: ArrayView, good_steps: ArrayView, found_inf: ArrayView, growth_factor: float,
-                backoff_factor: float, growth_interval: int, stream: int) -> None:
+def loss_scale_(
+    scale: ArrayView,
+    inv_scale: ArrayView,
+    good_steps: ArrayView,
+    found_inf: ArrayView,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    stream: int,
+) -> None:
     """See ``backends.protocol``."""
-    arguments = (scale.ptr, inv_scale.ptr, good_steps.ptr, found_inf.ptr, float(growth_factor), float(backoff_factor), growth_interval)
+    arguments = (
+        scale.ptr,
+        inv_scale.ptr,
+        good_steps.ptr,
+        found_inf.ptr,
+        float(growth_factor),
+        float(backoff_factor),
+        growth_interval,
+    )
     launch.launch(kernel("optim.cu", "loss_scale", scale), 1, 1, arguments, stream)
 
 
@@ -130,10 +205,20 @@ def l2norm(xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None,
     parts = 0
     for like, count, table, blocks in _lists(xs):
         if workspace is None:
-            raise BackendError(expected("l2norm", "workspace", None, f"{l2norm_workspace([x.size for x in xs])} bytes"))
-        launch.launch(kernel("optim.cu", "l2norm_parts", like), blocks, _THREADS, (workspace.ptr + 4 * parts, count, table), stream)
+            raise BackendError(
+                expected("l2norm", "workspace", None, f"{l2norm_workspace([x.size for x in xs])} bytes")
+            )
+        launch.launch(
+            kernel("optim.cu", "l2norm_parts", like),
+            blocks,
+            _THREADS,
+            (workspace.ptr + 4 * parts, count, table),
+            stream,
+        )
         parts += blocks
-    launch.launch(kernel("optim.cu", "l2norm_total", out), 1, _THREADS, (address(workspace), out.ptr, parts), stream)
+    launch.launch(
+        kernel("optim.cu", "l2norm_total", out), 1, _THREADS, (address(workspace), out.ptr, parts), stream
+    )
 
 
 def l2norm_workspace(sizes: Sequence[int]) -> int:
@@ -144,4 +229,10 @@ def l2norm_workspace(sizes: Sequence[int]) -> int:
 def clip_(xs: Sequence[ArrayView], norm: ArrayView, max_norm: float, stream: int) -> None:
     """See ``backends.protocol``. A NaN norm makes every element NaN, as the formula says."""
     for like, count, table, blocks in _lists(xs):
-        launch.launch(kernel("optim.cu", "clip", like), blocks, _THREADS, (norm.ptr, float(max_norm), count, table), stream)
+        launch.launch(
+            kernel("optim.cu", "clip", like),
+            blocks,
+            _THREADS,
+            (norm.ptr, float(max_norm), count, table),
+            stream,
+        )

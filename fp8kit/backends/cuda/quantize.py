@@ -1,7 +1,7 @@
 """The contract's casts: amax, quantize, dequantize and quantize_transpose, of one array or of a list.
 
-E4M3 and E5M2, rounded to nearest and saturating, take the hardware's conversion, 16 codes a thread; every other format and mode the exact
-integer path. Both give the oracle's bits.
+E4M3 and E5M2, rounded to nearest and saturating, take the hardware's conversion, 16 codes a thread; every
+other format and mode the exact integer path. Both give the oracle's bits.
 """
 
 from __future__ import annotations
@@ -53,8 +53,21 @@ def _narrow(fmt: Format, saturate: bool) -> bytes:
     lowest = (1 if fmt.zero else 0) - fmt.bias
     magnitude = (1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1
     negative = 0 if fmt.nan_code is None else fmt.nan_code
-    return struct.pack("=12i", fmt.mantissa_bits, lowest, fmt.zero, fmt.sign_code, magnitude, fmt.max_code, over, signed, nan, negative,
-                       inf_from, nan_from)
+    return struct.pack(
+        "=12i",
+        fmt.mantissa_bits,
+        lowest,
+        fmt.zero,
+        fmt.sign_code,
+        magnitude,
+        fmt.max_code,
+        over,
+        signed,
+        nan,
+        negative,
+        inf_from,
+        nan_from,
+    )
 
 
 def _tiling(x: ArrayView, tile: tuple[int, int]) -> tuple[int, int, int]:
@@ -78,7 +91,13 @@ def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> N
     height, width, tiles = _tiling(x, tile)
     if tiles == 1:
         kernel = launch.kernel("amax.cu", "amax_tensor", index, T=name)
-        launch.launch(kernel, launch.blocks(n, _THREADS * 32 // x.dtype.itemsize, index), _THREADS, (x.ptr, amax.ptr, n), stream)
+        launch.launch(
+            kernel,
+            launch.blocks(n, _THREADS * 32 // x.dtype.itemsize, index),
+            _THREADS,
+            (x.ptr, amax.ptr, n),
+            stream,
+        )
         return
     rows, columns = x.shape
     chunk = max(1, _CHUNK // width)
@@ -97,12 +116,24 @@ def amax_many(xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int)
     for kind, pairs in kinds.items():
         kernel = launch.kernel("amax.cu", "amax_many", pairs[0][0].device.index, T=launch.type_name(kind))
         rows = [(x.ptr, most.ptr, x.size) for x, most in pairs]
-        for count, packed, blocks in launches(_AMAXES, _AMAX_TENSORS, rows, [-(-x.size // _AMAX_PIECE) for x, _ in pairs]):
+        for count, packed, blocks in launches(
+            _AMAXES, _AMAX_TENSORS, rows, [-(-x.size // _AMAX_PIECE) for x, _ in pairs]
+        ):
             launch.launch(kernel, blocks, _THREADS, (count, packed), stream)
 
 
-def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None, format: Format,
-             tile: tuple[int, int], saturate: bool, rng: ArrayView | None, stream: int) -> None:
+def quantize(
+    x: ArrayView,
+    q: ArrayView,
+    scale: ArrayView,
+    scale_inv: ArrayView,
+    amax: ArrayView | None,
+    format: Format,
+    tile: tuple[int, int],
+    saturate: bool,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
     n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
@@ -111,14 +142,39 @@ def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView,
     if fast is not None:
         kernel = launch.kernel("quantize.cu", "quantize_fp8", index, T=name, FORMAT=fast)
         in_pass = amax if tiles == 1 else None
-        args = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, 0 if in_pass is None else in_pass.ptr, n, max(columns, 1), height, width, tiles)
-        launch.launch(kernel, launch.blocks(max(n, tiles, 1), _THREADS * _VECTOR, index), _THREADS, args, stream)
+        args = (
+            x.ptr,
+            q.ptr,
+            scale.ptr,
+            scale_inv.ptr,
+            0 if in_pass is None else in_pass.ptr,
+            n,
+            max(columns, 1),
+            height,
+            width,
+            tiles,
+        )
+        launch.launch(
+            kernel, launch.blocks(max(n, tiles, 1), _THREADS * _VECTOR, index), _THREADS, args, stream
+        )
         if amax is not None and in_pass is None:
             _amax(x, amax, tile, stream)
         return
     kernel = launch.kernel("quantize_any.cu", "quantize_any", index, T=name)
     rng_ptr = 0 if rng is None else rng.ptr
-    arguments = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, rng_ptr, rows, columns, height, width, tiles, _narrow(format, saturate))
+    arguments = (
+        x.ptr,
+        q.ptr,
+        scale.ptr,
+        scale_inv.ptr,
+        rng_ptr,
+        rows,
+        columns,
+        height,
+        width,
+        tiles,
+        _narrow(format, saturate),
+    )
     launch.launch(kernel, launch.blocks(max(n, tiles, 1), _THREADS * 4, index), _THREADS, arguments, stream)
     if amax is not None:
         _amax(x, amax, tile, stream)
@@ -127,7 +183,9 @@ def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView,
 _amax = amax  # quantize has an argument of that name
 
 
-def dequantize(q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int) -> None:
+def dequantize(
+    q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int
+) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
     n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
@@ -138,26 +196,44 @@ def dequantize(q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format,
     if fast is not None:
         kernel = launch.kernel("quantize.cu", "dequantize_fp8", index, T=name, FORMAT=fast)
         grid = launch.blocks(n, _THREADS * _DECODED, index)
-        launch.launch(kernel, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, n, columns, height, width, tiles), stream)
+        launch.launch(
+            kernel, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, n, columns, height, width, tiles), stream
+        )
         return
     kernel = launch.kernel("quantize_any.cu", "dequantize_any", index, T=name)
     arguments = (q.ptr, x.ptr, scale_inv.ptr, rows, columns, height, width, tiles, _narrow(format, True))
     launch.launch(kernel, launch.blocks(n, _THREADS, index), _THREADS, arguments, stream)
 
 
-def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
+def quantize_transpose(
+    x: ArrayView, cast: Cast, dbias: ArrayView | None, workspace: ArrayView | None, stream: int
+) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
     q, q_t, index = cast.q, cast.q_t, x.device.index
     name = launch.type_name(x.dtype)
     padded_rows, padded_columns = q.shape if q is not None else (q_t.shape[1], q_t.shape[0])  # type: ignore[union-attr]
-    kernel = launch.kernel("quantize.cu", "quantize_transpose", index, T=name, FORMAT=_FORMAT_NAMES[cast.format.name])
+    kernel = launch.kernel(
+        "quantize.cu", "quantize_transpose", index, T=name, FORMAT=_FORMAT_NAMES[cast.format.name]
+    )
     grid = -(-padded_rows // _TILE_ROWS) * -(-padded_columns // _TILE_COLUMNS)
     partials = workspace.ptr if dbias is not None and workspace is not None else 0
     found, *known = scaling(cast)
     args = (
-        x.ptr, address(q), address(q_t), address(cast.scale), cast.scale_inv.ptr, found, partials, rows, columns, padded_rows,
-        padded_columns, 0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t), *known,
+        x.ptr,
+        address(q),
+        address(q_t),
+        address(cast.scale),
+        cast.scale_inv.ptr,
+        found,
+        partials,
+        rows,
+        columns,
+        padded_rows,
+        padded_columns,
+        0 if q is None else launch.row_stride(q),
+        0 if q_t is None else launch.row_stride(q_t),
+        *known,
     )
     launch.launch(kernel, max(grid, 1), _THREADS, args, stream)
     if dbias is not None:
@@ -176,9 +252,24 @@ def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stre
             q, q_t = cast.q, cast.q_t
             down, across = q.shape if q is not None else (q_t.shape[1], q_t.shape[0])  # type: ignore[union-attr]
             pitches = (0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t))
-            rows.append((x.ptr, *map(address, (q, q_t, cast.scale, cast.scale_inv, cast.amax)), *x.shape, down, across, *pitches))
+            rows.append(
+                (
+                    x.ptr,
+                    *map(address, (q, q_t, cast.scale, cast.scale_inv, cast.amax)),
+                    *x.shape,
+                    down,
+                    across,
+                    *pitches,
+                )
+            )
             blocks.append(max(-(-down // _TILE_ROWS) * -(-across // _TILE_COLUMNS), 1))
-        kernel = launch.kernel("quantize.cu", "quantize_transpose_many", pairs[0][0].device.index, T=launch.type_name(kind), FORMAT=fmt)
+        kernel = launch.kernel(
+            "quantize.cu",
+            "quantize_transpose_many",
+            pairs[0][0].device.index,
+            T=launch.type_name(kind),
+            FORMAT=fmt,
+        )
         for count, packed, total in launches(_CASTS, _CAST_TENSORS, rows, blocks):
             launch.launch(kernel, total, _THREADS, (count, packed), stream)
 

@@ -12,10 +12,11 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """At most ``size`` values, each made by ``make`` when its key is first asked for. Threads may ask at once; a value is made once.
+    """At most ``size`` values, each made by ``make`` when its key is first asked for. Threads may ask at
+    once; a value is made once.
 
-    The one that was not asked for longest goes first: ``retire(key, value)`` is told, after which nothing here refers to it. An error of
-    ``make`` is the caller's, and nothing is kept.
+    The one that was not asked for longest goes first: ``retire(key, value)`` is told, after which nothing
+    here refers to it. An error of ``make`` is the caller's, and nothing is kept.
     """
 
     def __init__(self, size: int, make: Callable[[K], V], retire: Callable[[K, V], None]) -> None:

@@ -1,7 +1,9 @@
-"""What a call put on a stream, kept so that the same call, with the same addresses, can be made again without the Python that led to it.
+"""What a call put on a stream, kept so that the same call, with the same addresses, can be made again without
+the Python that led to it.
 
-Kernels are launched from memory that holds their packed arguments, products through descriptors of their own; whatever else reaches the
-device goes through ``put`` or says ``spoil``. A call that comes again and again becomes a CUDA graph: then one call of the driver does it.
+Kernels are launched from memory that holds their packed arguments, products through descriptors of their own;
+whatever else reaches the device goes through ``put`` or says ``spoil``. A call that comes again and again
+becomes a CUDA graph: then one call of the driver does it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from fp8kit.errors import BackendError
 
 log = logging.getLogger("fp8kit")
 
-OFTEN = 8  # times that a call comes again before it becomes a graph, which takes as long as some dozens of launches; tried as often again
+# times that a call comes again before it becomes a graph, which takes as long as some dozens of launches;
+# tried as often again
+OFTEN = 8
 MOST_GRAPHS = 4096  # of a process: each takes some memory of the device
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _graphing = launch.Locks()
@@ -53,10 +57,23 @@ def _again(kernel: launch.Kernel, source: int, size: int, stream: int | None = N
 class Recording:
     """Steps on one stream of one device, in order. ``whole``: whether they are all that the call did.
 
-    A step is done by ``()``; on a stream to capture by a function of that, where there is one. Both give the driver's status, or None.
+    A step is done by ``()``; on a stream to capture by a function of that, where there is one. Both give the
+    driver's status, or None.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_graph", "_kept", "_moved", "_names", "_slow", "device", "steps", "stream", "whole")
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_graph",
+        "_kept",
+        "_moved",
+        "_names",
+        "_slow",
+        "device",
+        "steps",
+        "stream",
+        "whole",
+    )
 
     def __init__(self) -> None:
         self.device = self.stream = -1
@@ -69,9 +86,17 @@ class Recording:
         self._graph: Callable[[], Any] | None = None
         self._slow = False
 
-    def add(self, device: int, stream: int, name: str, step: Callable[[], Any], moved: Callable[[int], Any] | None = None,
-            slow: bool = False) -> None:
-        """Another step; steps of two devices or streams do not make a recording. ``slow``: slower than the launch of a graph is."""
+    def add(
+        self,
+        device: int,
+        stream: int,
+        name: str,
+        step: Callable[[], Any],
+        moved: Callable[[int], Any] | None = None,
+        slow: bool = False,
+    ) -> None:
+        """Another step; steps of two devices or streams do not make a recording. ``slow``: slower than the
+        launch of a graph is."""
         if (self.device, self.stream) not in ((-1, -1), (device, stream)):
             self.whole = False
         self.device, self.stream = device, stream
@@ -104,7 +129,8 @@ class Recording:
                 self()
             return
         try:
-            steps, graph = self.steps, self._graph  # in this order: who makes the graph sets it first and then empties the steps
+            # in this order: who makes the graph sets it first and then empties the steps
+            steps, graph = self.steps, self._graph
             if graph is not None:
                 graph()
                 return
@@ -125,7 +151,8 @@ class Recording:
         return (len(self.steps) > 1 or self._slow) and None not in self._moved
 
     def _capture(self) -> None:
-        """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself is done."""
+        """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself
+        is done."""
         with _graphing[self.device], unsafe_calls():
             if self._graph is not None or len(_graphed) >= MOST_GRAPHS:
                 return
@@ -168,8 +195,8 @@ def _aside(device: int) -> Any:
 
 @contextmanager
 def unsafe_calls() -> Iterator[None]:
-    """Within, this thread may make and destroy graphs and free memory while it or another one captures a stream. The collector of
-    garbage does such things whenever it likes."""
+    """Within, this thread may make and destroy graphs and free memory while it or another one captures a
+    stream. The collector of garbage does such things whenever it likes."""
     mode = ctypes.c_int(_RELAXED)
     launch.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -180,7 +207,8 @@ def unsafe_calls() -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Context manager: what this thread puts on streams within. An error within leaves a recording that is not whole."""
+    """Context manager: what this thread puts on streams within. An error within leaves a recording that is
+    not whole."""
     here = launch.here
     before, made = here.recording, Recording()
     if before is not None:
@@ -195,11 +223,17 @@ def recording() -> Iterator[Recording]:
         here.recording = before
 
 
-def put(device: int, stream: int, name: str, work: Callable[[int], Any], captured: Callable[[int], Any] | None = None,
-        slow: bool = False) -> None:
-    """Do what neither launches a kernel nor is a product of cuBLASLt, here and whenever the call is made again. ``work``: does it on the
-    stream that it is given; ``captured``: the same on a stream that is captured, where that is another function; ``slow``: see
-    ``Recording.add``."""
+def put(
+    device: int,
+    stream: int,
+    name: str,
+    work: Callable[[int], Any],
+    captured: Callable[[int], Any] | None = None,
+    slow: bool = False,
+) -> None:
+    """Do what neither launches a kernel nor is a product of cuBLASLt, here and whenever the call is made
+    again. ``work``: does it on the stream that it is given; ``captured``: the same on a stream that is
+    captured, where that is another function; ``slow``: see ``Recording.add``."""
     work(stream)
     if launch.here.recording is not None:
         launch.here.recording.add(device, stream, name, partial(work, stream), captured or work, slow)

@@ -9,20 +9,48 @@ from fp8kit.backends.cuda.sequences import grid_of
 _THREADS = 256
 
 
-def rope_fwd(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
-             starts: ArrayView | None, qkv_format: str, interleaved: bool, stream: int) -> None:
+def rope_fwd(
+    x: ArrayView,
+    freqs: ArrayView,
+    y: ArrayView,
+    start_positions: ArrayView | None,
+    lengths: ArrayView | None,
+    starts: ArrayView | None,
+    qkv_format: str,
+    interleaved: bool,
+    stream: int,
+) -> None:
     """See ``backends.protocol``."""
     _turn(x, freqs, y, start_positions, lengths, starts, qkv_format, interleaved, False, stream)
 
 
-def rope_bwd(dy: ArrayView, freqs: ArrayView, dx: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
-             starts: ArrayView | None, qkv_format: str, interleaved: bool, stream: int) -> None:
+def rope_bwd(
+    dy: ArrayView,
+    freqs: ArrayView,
+    dx: ArrayView,
+    start_positions: ArrayView | None,
+    lengths: ArrayView | None,
+    starts: ArrayView | None,
+    qkv_format: str,
+    interleaved: bool,
+    stream: int,
+) -> None:
     """See ``backends.protocol``."""
     _turn(dy, freqs, dx, start_positions, lengths, starts, qkv_format, interleaved, True, stream)
 
 
-def _turn(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
-          starts: ArrayView | None, qkv_format: str, interleaved: bool, back: bool, stream: int) -> None:
+def _turn(
+    x: ArrayView,
+    freqs: ArrayView,
+    y: ArrayView,
+    start_positions: ArrayView | None,
+    lengths: ArrayView | None,
+    starts: ArrayView | None,
+    qkv_format: str,
+    interleaved: bool,
+    back: bool,
+    stream: int,
+) -> None:
     positions, rotated = freqs.shape
     heads, dim = x.shape[-2:]
 
@@ -37,10 +65,21 @@ def _turn(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayVi
     batches = x.shape[qkv_format.index("b")] if starts is None else starts.shape[0] - 1
     lanes = min(_THREADS, max(32, -(-max(rotated // 2, dim - rotated) // 32) * 32))
     args = (
-        x.ptr, freqs.ptr, y.ptr, *(0 if view is None else view.ptr for view in (start_positions, lengths, starts)),
-        tokens, batches, positions, rotated, heads, dim, *strides(x), *strides(y), int(interleaved),
+        x.ptr,
+        freqs.ptr,
+        y.ptr,
+        *(0 if view is None else view.ptr for view in (start_positions, lengths, starts)),
+        tokens,
+        batches,
+        positions,
+        rotated,
+        heads,
+        dim,
+        *strides(x),
+        *strides(y),
+        int(interleaved),
         int(back),
-    )  # fmt: skip
+    )
     kernel = launch.kernel("rope.cu", "rope", y.device.index, T=launch.type_name(x.dtype))
     rows = batches * tokens if starts is None else tokens
     launch.launch(kernel, grid_of(rows), (lanes, min(heads, _THREADS // lanes)), args, stream)

@@ -1,4 +1,5 @@
-"""The contract's scaling factors: current scaling's rule and delayed scaling's update of many states in one launch."""
+"""The contract's scaling factors: current scaling's rule and delayed scaling's update of many states in one
+launch."""
 
 from __future__ import annotations
 
@@ -12,8 +13,16 @@ _STATES = (8, 96)  # states that one launch takes as a parameter by value: the v
 _STATE = struct.Struct("=QQQiifi")  # one of them (scales.cu)
 
 
-def scale_from_amax(amax: ArrayView, scale: ArrayView, scale_inv: ArrayView, fp8_max: float, power_2: bool, epsilon: float,
-                    value_for_inf: float, stream: int) -> None:
+def scale_from_amax(
+    amax: ArrayView,
+    scale: ArrayView,
+    scale_inv: ArrayView,
+    fp8_max: float,
+    power_2: bool,
+    epsilon: float,
+    value_for_inf: float,
+    stream: int,
+) -> None:
     """See ``backends.protocol``."""
     n, index = amax.size, amax.device.index
     kernel = launch.kernel("scales.cu", "scale_from_amax", index, STATES="8")
@@ -21,8 +30,15 @@ def scale_from_amax(amax: ArrayView, scale: ArrayView, scale_inv: ArrayView, fp8
     launch.launch(kernel, launch.blocks(n, 256, index), 256, args, stream)
 
 
-def update_delayed_(scales: Sequence[ArrayView], scale_invs: Sequence[ArrayView], histories: Sequence[ArrayView],
-                    fp8_maxes: Sequence[float], margin: int, most_recent: bool, stream: int) -> None:
+def update_delayed_(
+    scales: Sequence[ArrayView],
+    scale_invs: Sequence[ArrayView],
+    histories: Sequence[ArrayView],
+    fp8_maxes: Sequence[float],
+    margin: int,
+    most_recent: bool,
+    stream: int,
+) -> None:
     """See ``backends.protocol``. One launch for every 96 states."""
     if not scales:
         return
@@ -31,11 +47,15 @@ def update_delayed_(scales: Sequence[ArrayView], scale_invs: Sequence[ArrayView]
         part = slice(first, first + _STATES[-1])
         longest, table = 0, b""
         # written anew at every call, 0.4 us a state: to know states again would keep their memory alive
-        for scale, scale_inv, history, fp8_max in zip(scales[part], scale_invs[part], histories[part], fp8_maxes[part], strict=True):
+        for scale, scale_inv, history, fp8_max in zip(
+            scales[part], scale_invs[part], histories[part], fp8_maxes[part], strict=True
+        ):
             length, slots = history.shape
             table += _STATE.pack(scale.ptr, scale_inv.ptr, history.ptr, slots, length, fp8_max * factor, 0)
             longest = max(longest, slots)
         count = len(table) // _STATE.size
         room = next(n for n in _STATES if count <= n)
         kernel = launch.kernel("scales.cu", "update_delayed", index, STATES=str(room))
-        launch.launch(kernel, (count, longest), 128, (most_recent, table.ljust(room * _STATE.size, b"\0")), stream)
+        launch.launch(
+            kernel, (count, longest), 128, (most_recent, table.ljust(room * _STATE.size, b"\0")), stream
+        )

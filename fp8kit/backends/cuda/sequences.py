@@ -10,7 +10,8 @@ _MOST_BLOCKS = 2**31 - 1  # of a grid's first dimension; the others take 65,535
 
 
 def grid_of(rows: int) -> int:
-    """Blocks for kernels in which a block does a row, and goes on to further ones where there are more rows than blocks."""
+    """Blocks for kernels in which a block does a row, and goes on to further ones where there are more rows
+    than blocks."""
     return min(rows, _MOST_BLOCKS)
 
 
@@ -24,8 +25,16 @@ def pack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: Array
     _move("pack_sequences", x, y, lengths, starts, tokens=y.shape[0], batch=x, stream=stream)
 
 
-def _move(function: str, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, tokens: int, batch: ArrayView,
-          stream: int) -> None:
+def _move(
+    function: str,
+    x: ArrayView,
+    y: ArrayView,
+    lengths: ArrayView,
+    starts: ArrayView,
+    tokens: int,
+    batch: ArrayView,
+    stream: int,
+) -> None:
     """A block for each row of y, in the widest words that rows and addresses allow."""
     row = x.shape[-1] * x.dtype.itemsize
     places = x.ptr | y.ptr | row

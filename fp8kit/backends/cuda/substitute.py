@@ -1,8 +1,10 @@
-"""The engine's host code with other kernels: for one call, chosen functions come from another text, from CuPy or from numba.cuda.
+"""The engine's host code with other kernels: for one call, chosen functions come from another text, from CuPy
+or from numba.cuda.
 
-Grid, block, arguments and shared memory stay the engine's own. While such a call runs, and only then, ``launch.kernel`` and
-``launch.launch`` are this module's: the look-up answers the calling thread alone with its replacements, and the launch knows how numba is
-called. Every other thread, and every other function, gets the engine's.
+Grid, block, arguments and shared memory stay the engine's own. While such a call runs, and only then,
+``launch.kernel`` and ``launch.launch`` are this module's: the look-up answers the calling thread alone with
+its replacements, and the launch knows how numba is called. Every other thread, and every other function, gets
+the engine's.
 """
 
 from __future__ import annotations
@@ -27,8 +29,21 @@ Maker = Callable[[int, manifest.Defines], Any]  # device index, defines -> what 
 # Elements of the arrays that a numba.cuda kernel sees: no kernel is told their length, and none asks.
 _UNBOUNDED = 1 << 40
 # A pointed type of the sources -> typestr of the array that stands for it; T is the define's.
-_TYPES = {"u8": "|u1", "u16": "<u2", "u32": "<u4", "u64": "<u8", "i32": "<i4", "i64": "<i8", "float": "<f4", "double": "<f8",
-          "f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "void": "|u1"}
+_TYPES = {
+    "u8": "|u1",
+    "u16": "<u2",
+    "u32": "<u4",
+    "u64": "<u8",
+    "i32": "<i4",
+    "i64": "<i8",
+    "float": "<f4",
+    "double": "<f8",
+    "f32": "<f4",
+    "f16": "<f2",
+    "bf16": "<u2",
+    "f64": "<f8",
+    "void": "|u1",
+}
 
 
 class _Local(threading.local):
@@ -50,7 +65,12 @@ def _look_up(source: str, function: str, device_index: int, **defines: str) -> A
 
 
 def _launch(
-    kernel: Any, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0
+    kernel: Any,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    args: Sequence[Any],
+    stream: int,
+    shared: int = 0,
 ) -> None:
     """What ``launch.launch`` is while kernels are replaced."""
     if isinstance(kernel, _Numba):
@@ -88,8 +108,11 @@ class _Replacing:
                 launch.launch = _engines_launch
 
 
-def engine_with(operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]) -> Callable[..., Any]:
-    """The engine's implementation of an operation of the contract, its kernels replaced; ``note`` is called at every use of one."""
+def engine_with(
+    operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]
+) -> Callable[..., Any]:
+    """The engine's implementation of an operation of the contract, its kernels replaced; ``note`` is called
+    at every use of one."""
     function = cuda.implementation(operation)
 
     def noted(maker: Maker) -> Maker:
@@ -110,7 +133,8 @@ def engine_with(operation: str, replacements: Mapping[Place, Maker], note: Calla
 
 
 def of_text(unit: manifest.Unit, source: str) -> dict[Place, Maker]:
-    """Replacements of every function of ``source`` that a text defines. BackendError, naming the function, where it does not fit."""
+    """Replacements of every function of ``source`` that a text defines. BackendError, naming the function,
+    where it does not fit."""
     try:
         entry = manifest.stands_for(unit, manifest.source(source))
     except ValueError as error:
@@ -123,7 +147,8 @@ def of_text(unit: manifest.Unit, source: str) -> dict[Place, Maker]:
 
 
 def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
-    """A ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of defines: its author's."""
+    """A ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of defines: its
+    author's."""
     source, function = place
     codes = manifest.source(source).parameters[function]
 
@@ -137,17 +162,31 @@ def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
 
 
 def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
-    """A numba.cuda kernel in the place of one function. Its pointers come as one-dimensional arrays without a known length, bfloat16 as
-    uint16; a null pointer as an array of no elements. BackendError for a function that takes a structure by value."""
+    """A numba.cuda kernel in the place of one function. Its pointers come as one-dimensional arrays without a
+    known length, bfloat16 as uint16; a null pointer as an array of no elements. BackendError for a function
+    that takes a structure by value."""
     source, function = place
     entry = manifest.source(source)
     codes = entry.parameters[function]
     if "s" in codes:
-        raise BackendError(expected("override", "function", f"{function}, which takes a structure by value", "one that numba can call"))
+        raise BackendError(
+            expected(
+                "override",
+                "function",
+                f"{function}, which takes a structure by value",
+                "one that numba can call",
+            )
+        )
 
     @functools.cache
     def make(device: int, defines: manifest.Defines) -> _Numba:
-        return _Numba(function, device, kernel, codes, [_typestr(function, name, dict(defines)) for name in entry.pointers[function]])
+        return _Numba(
+            function,
+            device,
+            kernel,
+            codes,
+            [_typestr(function, name, dict(defines)) for name in entry.pointers[function]],
+        )
 
     return {place: make}
 
@@ -157,7 +196,11 @@ def _typestr(function: str, pointed: str, defines: dict[str, str]) -> str:
         return ""
     found = _TYPES.get(defines.get(pointed, pointed))
     if found is None:
-        raise BackendError(expected("override", function, f"a pointer to {pointed}", f"a pointer to one of {', '.join(_TYPES)}"))
+        raise BackendError(
+            expected(
+                "override", function, f"a pointer to {pointed}", f"a pointer to one of {', '.join(_TYPES)}"
+            )
+        )
     return found
 
 
@@ -167,26 +210,45 @@ class _Flat:
     __slots__ = ("__cuda_array_interface__",)
 
     def __init__(self, ptr: int, typestr: str) -> None:
-        self.__cuda_array_interface__ = {"shape": (_UNBOUNDED if ptr else 0,), "typestr": typestr, "data": (ptr, False), "version": 2}
+        self.__cuda_array_interface__ = {
+            "shape": (_UNBOUNDED if ptr else 0,),
+            "typestr": typestr,
+            "data": (ptr, False),
+            "version": 2,
+        }
 
 
 class _Numba:
-    """A numba.cuda kernel of the parameters ``codes``; ``types``: typestr of what each points to, "" for numbers."""
+    """A numba.cuda kernel of the parameters ``codes``; ``types``: typestr of what each points to, "" for
+    numbers."""
 
     __slots__ = ("codes", "device", "kernel", "name", "types")
 
     def __init__(self, name: str, device: int, kernel: Any, codes: str, types: list[str]) -> None:
         self.name, self.device, self.kernel, self.codes, self.types = name, device, kernel, codes, types
 
-    def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int) -> None:
+    def launch(
+        self,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: Sequence[Any],
+        stream: int,
+        shared: int,
+    ) -> None:
         """As ``launch.launch``."""
         grid, block = ((n,) if isinstance(n, int) else n for n in (grid, block))
         if 0 in grid or 0 in block:
             return
         if len(args) != len(self.codes):
-            raise BackendError(expected(f"launch of {self.name}", "args", f"{len(args)} arguments", f"parameters {self.codes!r}"))
-        values = [_Flat(int(v), kind) if kind else float(v) if code == "d" else int(v)
-                  for v, kind, code in zip(args, self.types, self.codes, strict=True)]
+            raise BackendError(
+                expected(
+                    f"launch of {self.name}", "args", f"{len(args)} arguments", f"parameters {self.codes!r}"
+                )
+            )
+        values = [
+            _Flat(int(v), kind) if kind else float(v) if code == "d" else int(v)
+            for v, kind, code in zip(args, self.types, self.codes, strict=True)
+        ]
         with launch.current_device(self.device):
             handle = sys.modules["numba.cuda"].external_stream(stream) if stream else 0
             self.kernel[grid, block, handle, shared](*values)
@@ -207,7 +269,10 @@ class _Handle:
 def on_stream(device_index: int, stream: int) -> AbstractContextManager[Any]:
     """Context manager: make a device and a raw stream of it CuPy's current ones in this thread."""
     streams = cupy().cuda.Stream
-    return _Both(launch.current_device(device_index), streams.from_external(_Handle(stream)) if stream else streams.null)
+    return _Both(
+        launch.current_device(device_index),
+        streams.from_external(_Handle(stream)) if stream else streams.null,
+    )
 
 
 class _Both(AbstractContextManager[None]):
@@ -225,7 +290,8 @@ class _Both(AbstractContextManager[None]):
 
 
 class Stopwatch:
-    """Seconds between two moments of a stream, by events of the device (cudaEventElapsedTime; resolution about half a microsecond)."""
+    """Seconds between two moments of a stream, by events of the device (cudaEventElapsedTime; resolution
+    about half a microsecond)."""
 
     def __init__(self, device_index: int, stream: int) -> None:
         self.index, self.stream = device_index, stream

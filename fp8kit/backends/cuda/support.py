@@ -25,7 +25,13 @@ class Row(NamedTuple):
 def report() -> list[Row]:
     """Every component with its state. Never raises, and starts no more than it must to ask for versions."""
     rows = [_ask(name, question, cure) for name, question, cure in _QUESTIONS]
-    return [*rows, *(_ask(f"device cuda:{i}", lambda i=i: _device(i), "needs compute capability 8.9") for i in range(provider.count()))]  # type: ignore[misc]
+    return [
+        *rows,
+        *(
+            _ask(f"device cuda:{i}", lambda i=i: _device(i), "needs compute capability 8.9")
+            for i in range(provider.count())
+        ),
+    ]  # type: ignore[misc]
 
 
 def _ask(name: str, question: Callable[[], str], cure: str) -> Row:
@@ -39,12 +45,15 @@ def _ask(name: str, question: Callable[[], str], cure: str) -> Row:
 
 
 def _driver() -> str:
-    """Asked of the driver's own library: the answer needs no CuPy, and does not depend on what that says where the driver is missing."""
+    """Asked of the driver's own library: the answer needs no CuPy, and does not depend on what that says
+    where the driver is missing."""
     library = launch.driver()
     version = ctypes.c_int()
     status = library.cuDriverGetVersion(ctypes.byref(version))
     if status or not version.value:
-        raise BackendError(f"the NVIDIA driver does not say its version (cuDriverGetVersion returns {status})")
+        raise BackendError(
+            f"the NVIDIA driver does not say its version (cuDriverGetVersion returns {status})"
+        )
     return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 

@@ -22,9 +22,10 @@ class Activations(Protocol):
         params: tuple[float, ...],
         stream: int,
     ) -> None:
-        """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) where it is gated; y: h (M, F);
-        bias: h, x's columns. params: the activation's numbers in the order of its row, empty where it has none. y, cast, amax as in
-        ``norm_fwd``; neither y nor cast is given where only the amax is wanted."""
+        """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) where
+        it is gated; y: h (M, F); bias: h, x's columns. params: the activation's numbers in the order of its
+        row, empty where it has none. y, cast, amax as in ``norm_fwd``; neither y nor cast is given where only
+        the amax is wanted."""
 
     def act_bwd(
         self,
@@ -40,16 +41,24 @@ class Activations(Protocol):
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """Gradients of ``act_fwd``: dx as x, dbias the column sums of dx (of dx rounded to h). dx, cast, amax as y there."""
+        """Gradients of ``act_fwd``: dx as x, dbias the column sums of dx (of dx rounded to h). dx, cast, amax
+        as y there."""
 
     def act_bwd_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``act_bwd``'s workspace for an x of (rows, columns)."""
 
     def dropout_add(
-        self, x: ArrayView, bias: ArrayView | None, residual: ArrayView | None, y: ArrayView, p: float, rng: ArrayView | None, stream: int
+        self,
+        x: ArrayView,
+        bias: ArrayView | None,
+        residual: ArrayView | None,
+        y: ArrayView,
+        p: float,
+        rng: ArrayView | None,
+        stream: int,
     ) -> None:
-        """y = residual + dropout(x + bias), rounded once. x, residual, y: h (M, N); bias: h (N,). p = 0 needs no rng. y may be x's
-        memory."""
+        """y = residual + dropout(x + bias), rounded once. x, residual, y: h (M, N); bias: h (N,). p = 0 needs
+        no rng. y may be x's memory."""
 
     def dropout_bwd(
         self,
@@ -61,8 +70,8 @@ class Activations(Protocol):
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """dx = dy * mask / (1 - p) with ``dropout_add``'s mask, and dbias = its column sums, taken before or after rounding. dx is None
-        where only dbias is wanted."""
+        """dx = dy * mask / (1 - p) with ``dropout_add``'s mask, and dbias = its column sums, taken before or
+        after rounding. dx is None where only dbias is wanted."""
 
     def column_sum_workspace(self, rows: int, columns: int) -> int:
         """Bytes of workspace of the column sums in ``dropout_bwd``."""
@@ -79,7 +88,8 @@ class Activations(Protocol):
         rng: ArrayView,
         stream: int,
     ) -> None:
-        """y = residual + x * factor of the row's sample: stochastic depth (Huang et al. 2016), and its gradient. x, residual, y: h (M, N);
-        y may be x's memory. ``count`` samples; row i belongs to (i // inner) % count, or, with starts int32 (count + 1,), to the last
-        sample s with starts[s] <= i. Factor: 0 where word s of the stream is below int(p * 2^32), else float32(1 / (1 - p)); what is
-        dropped is 0 whatever it was. p in (0, 1)."""
+        """y = residual + x * factor of the row's sample: stochastic depth (Huang et al. 2016), and its
+        gradient. x, residual, y: h (M, N); y may be x's memory. ``count`` samples; row i belongs to (i //
+        inner) % count, or, with starts int32 (count + 1,), to the last sample s with starts[s] <= i. Factor:
+        0 where word s of the stream is below int(p * 2^32), else float32(1 / (1 - p)); what is dropped is 0
+        whatever it was. p in (0, 1)."""

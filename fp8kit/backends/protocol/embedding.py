@@ -11,11 +11,12 @@ class Ends(Protocol):
     """Embedding and cross entropy."""
 
     def embedding_fwd(self, ids: ArrayView, table: ArrayView, out: ArrayView, stream: int) -> None:
-        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN); table: h (V, N);
-        out: h (M, N)."""
+        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN);
+        table: h (V, N); out: h (M, N)."""
 
     def embedding_bwd(self, ids: ArrayView, dout: ArrayView, dtable: ArrayView, stream: int) -> None:
-        """dtable[v] = sum of dout[i] over ids[i] == v, in the order of i, in float32; rows that no id names are written as 0."""
+        """dtable[v] = sum of dout[i] over ids[i] == v, in the order of i, in float32; rows that no id names
+        are written as 0."""
 
     def cross_entropy_fwd(
         self,
@@ -28,10 +29,11 @@ class Ends(Protocol):
         ignore_index: int,
         stream: int,
     ) -> None:
-        """loss[i] = lse[i] - (1 - s) * logits[i, t] - s * mean(logits[i]), s = label_smoothing, t = targets[i]; 0 where t is ignore_index;
-        NaN where t is out of range (the operation refuses that on the CPU, where it can look).
-        logits: h (M, V); targets: int32 or int64 (M,); loss, lse: float32 (M,); total: float32 [2] or None, written with (mean loss over
-        the rows not ignored, their number), summed in a fixed order; the mean of no rows is 0."""
+        """loss[i] = lse[i] - (1 - s) * logits[i, t] - s * mean(logits[i]), s = label_smoothing, t =
+        targets[i]; 0 where t is ignore_index; NaN where t is out of range (the operation refuses that on the
+        CPU, where it can look). logits: h (M, V); targets: int32 or int64 (M,); loss, lse: float32 (M,);
+        total: float32 [2] or None, written with (mean loss over the rows not ignored, their number), summed
+        in a fixed order; the mean of no rows is 0."""
 
     def cross_entropy_bwd(
         self,
@@ -45,6 +47,6 @@ class Ends(Protocol):
         ignore_index: int,
         stream: int,
     ) -> None:
-        """dlogits = (softmax(logits) - (1 - s) * onehot(t) - s / V) * dloss, 0 in ignored rows. dloss: float32 (M,), or float32 [1] with
-        ``total`` given: then divided by total[1] (the mean's gradient). A target out of range has no onehot. dlogits may be logits'
-        memory."""
+        """dlogits = (softmax(logits) - (1 - s) * onehot(t) - s / V) * dloss, 0 in ignored rows. dloss:
+        float32 (M,), or float32 [1] with ``total`` given: then divided by total[1] (the mean's gradient). A
+        target out of range has no onehot. dlogits may be logits' memory."""

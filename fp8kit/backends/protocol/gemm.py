@@ -24,11 +24,12 @@ class Products(Protocol):
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """High-precision product: out = a b^T ("nt": a (M, K), b (N, K)), a b ("nn": (M, K), (K, N)) or a^T b ("tn": (K, M), (K, N)),
-        accumulated in float32. a, b: h, the same; out: h, the same dtype or float32, (M, N); bias: a's dtype (N,) or None, added.
-        addend: of out's shape, dtype and strides, or None, added: out itself, to accumulate, or an array apart from it. a, b and out may be
-        strided along rows (last stride 1). Before a bias and before an addend joins a 16-bit out, the engine may round to out's dtype
-        (cuBLASLt does in some of its kernels)."""
+        """High-precision product: out = a b^T ("nt": a (M, K), b (N, K)), a b ("nn": (M, K), (K, N)) or a^T b
+        ("tn": (K, M), (K, N)), accumulated in float32. a, b: h, the same; out: h, the same dtype or float32,
+        (M, N); bias: a's dtype (N,) or None, added. addend: of out's shape, dtype and strides, or None,
+        added: out itself, to accumulate, or an array apart from it. a, b and out may be strided along rows
+        (last stride 1). Before a bias and before an addend joins a 16-bit out, the engine may round to out's
+        dtype (cuBLASLt does in some of its kernels)."""
 
     def fp8_gemm(
         self,
@@ -45,12 +46,13 @@ class Products(Protocol):
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """FP8 product: out = (a b^T) * a_scale_inv * b_scale_inv. a: uint8 (Mp, K), b: uint8 (Np, K), K, Mp, Np multiples of 16;
-        out: h (M, N), Mp - 16 < M <= Mp, Np - 16 < N <= Np: rows and columns beyond are not computed into it. scale_inv: float32 [1], or
-        [Mp] and [Np] (row scaling, both). bias: out's dtype (N,) or None. fast_accumulate lets the engine accumulate in the tensor cores'
-        own width (Hopper: 14 bits); False promotes to float32 regularly (split accumulator). Not both E5M2. a, b and the scales are 16-byte
-        aligned, and so are out's rows, or the workspace has 4 M N bytes more. addend, and rounding where it or a bias joins: as in
-        ``gemm``."""
+        """FP8 product: out = (a b^T) * a_scale_inv * b_scale_inv. a: uint8 (Mp, K), b: uint8 (Np, K), K, Mp,
+        Np multiples of 16; out: h (M, N), Mp - 16 < M <= Mp, Np - 16 < N <= Np: rows and columns beyond are
+        not computed into it. scale_inv: float32 [1], or [Mp] and [Np] (row scaling, both). bias: out's dtype
+        (N,) or None. fast_accumulate lets the engine accumulate in the tensor cores' own width (Hopper: 14
+        bits); False promotes to float32 regularly (split accumulator). Not both E5M2. a, b and the scales are
+        16-byte aligned, and so are out's rows, or the workspace has 4 M N bytes more. addend, and rounding
+        where it or a bias joins: as in ``gemm``."""
 
     def block_gemm(
         self,
@@ -68,13 +70,15 @@ class Products(Protocol):
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp, Kp), b: uint8 (Np, Kp) with
-        their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or (128, 128), not both (128, 128). out, bias, addend,
-        formats, alignment as in ``fp8_gemm``; partial sums are promoted to float32 at every block (split accumulator). Workspace:
-        ``fp8_gemm_workspace``."""
+        """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp,
+        Kp), b: uint8 (Np, Kp) with their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or
+        (128, 128), not both (128, 128). out, bias, addend, formats, alignment as in ``fp8_gemm``; partial
+        sums are promoted to float32 at every block (split accumulator). Workspace: ``fp8_gemm_workspace``."""
 
     def gemm_workspace(self) -> int:
-        """Bytes of workspace that ``gemm`` and ``fp8_gemm`` want, padded output included (see ``fp8_gemm_workspace``)."""
+        """Bytes of workspace that ``gemm`` and ``fp8_gemm`` want, padded output included (see
+        ``fp8_gemm_workspace``)."""
 
     def fp8_gemm_workspace(self, rows: int, columns: int) -> int:
-        """Bytes for an FP8 product of (rows, columns): ``gemm_workspace`` and, where the sizes need padding, a padded output."""
+        """Bytes for an FP8 product of (rows, columns): ``gemm_workspace`` and, where the sizes need padding,
+        a padded output."""

@@ -29,13 +29,14 @@ class Norms(Protocol):
         zero_centered_gamma: bool,
         stream: int,
     ) -> None:
-        """y = (x - mean) * rstd * g + bias per row (LayerNorm, Ba et al. 2016), or x * rstd * g (RMSNorm, Zhang & Sennrich 2019;
-        mean and bias None); g = weight, or 1 + weight with zero_centered_gamma. x, y: h (M, N); weight, bias: h (N,); mean, rstd:
-        float32 (M,), written, rstd = 1 / sqrt(var + epsilon). y, cast or both are given. amax: float32[1] or None, max-accumulated with
-        max|y| (current scaling; with ``cast`` its own amax is used and this is None).
+        """y = (x - mean) * rstd * g + bias per row (LayerNorm, Ba et al. 2016), or x * rstd * g (RMSNorm,
+        Zhang & Sennrich 2019; mean and bias None); g = weight, or 1 + weight with zero_centered_gamma. x, y:
+        h (M, N); weight, bias: h (N,); mean, rstd: float32 (M,), written, rstd = 1 / sqrt(var + epsilon). y,
+        cast or both are given. amax: float32[1] or None, max-accumulated with max|y| (current scaling; with
+        ``cast`` its own amax is used and this is None).
 
-        L2Normalization: y = x / sqrt(sum of x^2 + epsilon), which is RMSNorm with epsilon / N for epsilon (so is rstd) and g = 1 / sqrt(N)
-        throughout; weight, bias and mean None."""
+        L2Normalization: y = x / sqrt(sum of x^2 + epsilon), which is RMSNorm with epsilon / N for epsilon (so
+        is rstd) and g = 1 / sqrt(N) throughout; weight, bias and mean None."""
 
     def norm_bwd(
         self,
@@ -53,8 +54,9 @@ class Norms(Protocol):
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """Gradients of ``norm_fwd``. residual: h (M, N) or None, added to dx before rounding (a residual stream's fan-in); dx may be the
-        same memory as dy or residual. dweight, dbias: h (N,), summed over rows in a fixed order; None where there is no such parameter."""
+        """Gradients of ``norm_fwd``. residual: h (M, N) or None, added to dx before rounding (a residual
+        stream's fan-in); dx may be the same memory as dy or residual. dweight, dbias: h (N,), summed over
+        rows in a fixed order; None where there is no such parameter."""
 
     def norm_bwd_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``norm_bwd``'s workspace."""

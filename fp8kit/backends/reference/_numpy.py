@@ -1,7 +1,8 @@
 """How this engine goes between views and NumPy arithmetic: widen to float32, compute, round once.
 
-Everything works on float32 arrays; 16-bit inputs are widened first (exact) and results are rounded on the way out. Large arrays are
-walked in blocks of rows that stay in a core's cache, because a NumPy expression passes over its operands once per operation.
+Everything works on float32 arrays; 16-bit inputs are widened first (exact) and results are rounded on the way
+out. Large arrays are walked in blocks of rows that stay in a core's cache, because a NumPy expression passes
+over its operands once per operation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ quiet = np.errstate(all="ignore")
 
 # Elements of a block: with a few temporaries of 4 bytes an element it fits a 1 MiB L2 cache.
 BLOCK = 1 << 16
-# Rows added up one after the other in a column sum; blocks of rows are then added. Bounds the error by this plus M / this.
+# Rows added up one after the other in a column sum; blocks of rows are then added. Bounds the error by this
+# plus M / this.
 SUM_BLOCK = 128
 
 
@@ -37,12 +39,14 @@ def f32(view: ArrayView) -> Float32:
 
 
 def result(view: ArrayView) -> Float32:
-    """A float32 array to compute the view's new values in: its own memory where it is float32, else scratch. End with ``store``."""
+    """A float32 array to compute the view's new values in: its own memory where it is float32, else scratch.
+    End with ``store``."""
     return view.numpy() if view.dtype is formats.float32 else np.empty(view.shape, np.float32)
 
 
 def store(view: ArrayView, values: Array) -> None:
-    """Write values into the view, rounded once to nearest even; nothing to do for what ``result`` gave of a float32 view."""
+    """Write values into the view, rounded once to nearest even; nothing to do for what ``result`` gave of a
+    float32 view."""
     if view.dtype is formats.float32 and values.dtype == np.float32 and values.ctypes.data == view.ptr:
         return
     np.copyto(view.numpy(), values, casting="unsafe")
@@ -70,8 +74,9 @@ def column_sum(x: Float32) -> Float32:
 class Sink:
     """Where a kernel's high-precision result goes: ``y``, ``cast``, or both, and its amax.
 
-    The kernel computes into ``values`` (float32) and calls ``finish``, which rounds to the high-precision dtype once, and makes amax and
-    cast from what was rounded: so a fused kernel equals its unfused pair bit for bit.
+    The kernel computes into ``values`` (float32) and calls ``finish``, which rounds to the high-precision
+    dtype once, and makes amax and cast from what was rounded: so a fused kernel equals its unfused pair bit
+    for bit.
     """
 
     def __init__(self, y: ArrayView | None, shape: Shape, dtype: DType) -> None:

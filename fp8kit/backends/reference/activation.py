@@ -1,9 +1,10 @@
 """Activations (``backends.activation`` has their formulas), forward and backward.
 
-Two curves make them all. The smooth ones are ``f(u) sigmoid(z(u))`` with ``z(u) = u (a + b u^2)`` and f(u) = u, or 1 for GLU: GELU in its
-tanh form has a = 2 sqrt(2 / pi), b = 0.044715 a, since (1 + tanh(t)) / 2 = sigmoid(2 t). The sigmoid keeps its relative accuracy where
-1 + tanh(t) cancels, at large negative u. The others are powers of max(u, 0). Gated ones multiply the curve of the first half of the columns
-by the second half.
+Two curves make them all. The smooth ones are ``f(u) sigmoid(z(u))`` with ``z(u) = u (a + b u^2)`` and f(u) =
+u, or 1 for GLU: GELU in its tanh form has a = 2 sqrt(2 / pi), b = 0.044715 a, since (1 + tanh(t)) / 2 =
+sigmoid(2 t). The sigmoid keeps its relative accuracy where 1 + tanh(t) cancels, at large negative u. The
+others are powers of max(u, 0). Gated ones multiply the curve of the first half of the columns by the second
+half.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 class _Smooth(NamedTuple):
-    """f(c) sigmoid(c (a + b c^2)) with c = min(u, limit); a second half v becomes d + offset, d = v held in [-limit, limit]."""
+    """f(c) sigmoid(c (a + b c^2)) with c = min(u, limit); a second half v becomes d + offset, d = v held in
+    [-limit, limit]."""
 
     a: np.float32
     b: np.float32 = _ZERO
@@ -35,20 +37,35 @@ class _Smooth(NamedTuple):
     offset: np.float32 = _ZERO
 
 
-_GELUS, _SILU, _QGELU = _Smooth(np.float32(_GELU), np.float32(0.044715 * _GELU)), _Smooth(_ONE), _Smooth(np.float32(1.702))
+_GELUS, _SILU, _QGELU = (
+    _Smooth(np.float32(_GELU), np.float32(0.044715 * _GELU)),
+    _Smooth(_ONE),
+    _Smooth(np.float32(1.702)),
+)
 _SMOOTH = {
-    "gelu": _GELUS, "geglu": _GELUS, "silu": _SILU, "swiglu": _SILU, "qgelu": _QGELU, "qgeglu": _QGELU, "glu": _Smooth(_ONE, linear=False),
+    "gelu": _GELUS,
+    "geglu": _GELUS,
+    "silu": _SILU,
+    "swiglu": _SILU,
+    "qgelu": _QGELU,
+    "qgeglu": _QGELU,
+    "glu": _Smooth(_ONE, linear=False),
 }
 _SQUARED = {"relu": False, "reglu": False, "srelu": True, "sreglu": True}
 
 
 def _curve(activation: str, params: tuple[float, ...]) -> _Smooth | None:
-    """The smooth curve of an activation, None for a power of max(u, 0). BackendError for what is not in the table."""
+    """The smooth curve of an activation, None for a power of max(u, 0). BackendError for what is not in the
+    table."""
     row = ACTIVATIONS.get(activation)
     if row is None:
-        raise BackendError(expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
+        raise BackendError(
+            expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
+        )
     if len(params) != len(row.params):
-        raise BackendError(expected("activation", "params", params, f"{len(row.params)} numbers for {activation}"))
+        raise BackendError(
+            expected("activation", "params", params, f"{len(row.params)} numbers for {activation}")
+        )
     if activation == "clamped_swiglu":
         limit, alpha, offset = (np.float32(value) for value in params)
         return _Smooth(alpha, limit=limit, offset=offset)
@@ -56,8 +73,16 @@ def _curve(activation: str, params: tuple[float, ...]) -> _Smooth | None:
 
 
 @quiet
-def act_fwd(x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: ArrayView | None, cast: Cast | None,
-            activation: str, params: tuple[float, ...], stream: int) -> None:
+def act_fwd(
+    x: ArrayView,
+    bias: ArrayView | None,
+    y: ArrayView | None,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    activation: str,
+    params: tuple[float, ...],
+    stream: int,
+) -> None:
     """``y = activation(x + bias)``; see ``protocol.Kernels.act_fwd``."""
     curve = _curve(activation, params)
     rows, columns = x.shape
@@ -70,9 +95,19 @@ def act_fwd(x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: Arr
 
 
 @quiet
-def act_bwd(dy: ArrayView, x: ArrayView, bias: ArrayView | None, dx: ArrayView | None, dbias: ArrayView | None,
-            amax: ArrayView | None, cast: Cast | None, activation: str, params: tuple[float, ...], workspace: ArrayView | None,
-            stream: int) -> None:
+def act_bwd(
+    dy: ArrayView,
+    x: ArrayView,
+    bias: ArrayView | None,
+    dx: ArrayView | None,
+    dbias: ArrayView | None,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    activation: str,
+    params: tuple[float, ...],
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """Gradients of ``act_fwd``; see ``protocol.Kernels.act_bwd``."""
     curve = _curve(activation, params)
     sink = Sink(dx, x.shape, x.dtype)
@@ -105,7 +140,8 @@ def _ramp_forward(u: Float32, y: Float32, squared: bool) -> None:
 
 
 def _ramp_backward(dy: Float32, u: Float32, dx: Float32, squared: bool) -> None:
-    """dx = dy where u > 0, else 0, or dy 2 max(u, 0); with a second half v of u: times v, and dy times the value for v."""
+    """dx = dy where u > 0, else 0, or dy 2 max(u, 0); with a second half v of u: times v, and dy times the
+    value for v."""
     n = dy.shape[1]
     gate, first = u[:, :n], dx[:, :n]
     value = np.maximum(gate, _ZERO) if squared or u.shape[1] != n else gate
@@ -117,7 +153,8 @@ def _ramp_backward(dy: Float32, u: Float32, dx: Float32, squared: bool) -> None:
 
 @njit(parallel=True, fastmath={"contract"})
 def _forward(x: Array, shift: Array, y: Array, a: Any, b: Any, linear: Any, limit: Any, offset: Any) -> None:
-    """y = the ``_Smooth`` curve of u = x + shift; multiplied by the second half of u where x is twice as wide as y."""
+    """y = the ``_Smooth`` curve of u = x + shift; multiplied by the second half of u where x is twice as wide
+    as y."""
     n = y.shape[1]
     for i in prange(y.shape[0]):
         for j in range(n):
@@ -129,9 +166,11 @@ def _forward(x: Array, shift: Array, y: Array, a: Any, b: Any, linear: Any, limi
 
 
 @njit(parallel=True, fastmath={"contract"})
-def _backward(dy: Array, x: Array, shift: Array, dx: Array, a: Any, b: Any, linear: Any, limit: Any, offset: Any) -> None:
-    """dx = dy (f' g + f g (1 - g) z'(u)) with f = u or 1, g = sigmoid(z(u)), z' = a + 3 b u^2; with a second half v of u: times v, and
-    dy f g for v. 0 for what lies beyond the limit."""
+def _backward(
+    dy: Array, x: Array, shift: Array, dx: Array, a: Any, b: Any, linear: Any, limit: Any, offset: Any
+) -> None:
+    """dx = dy (f' g + f g (1 - g) z'(u)) with f = u or 1, g = sigmoid(z(u)), z' = a + 3 b u^2; with a second
+    half v of u: times v, and dy f g for v. 0 for what lies beyond the limit."""
     n = dy.shape[1]
     lead = _ONE if linear else _ZERO
     for i in prange(dy.shape[0]):
@@ -140,7 +179,9 @@ def _backward(dy: Array, x: Array, shift: Array, dx: Array, a: Any, b: Any, line
                 u = x[i, j] + shift[j]
                 square = u * u
                 g = _ONE / (_ONE + exp32(-u * (a + b * square)))
-                dx[i, j] = dy[i, j] * g * (lead + (u if linear else _ONE) * (_ONE - g) * (a + _THREE * b * square))
+                dx[i, j] = (
+                    dy[i, j] * g * (lead + (u if linear else _ONE) * (_ONE - g) * (a + _THREE * b * square))
+                )
         else:
             for j in range(n):
                 whole = x[i, j] + shift[j]

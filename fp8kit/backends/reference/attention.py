@@ -1,8 +1,9 @@
 """Scaled dot-product attention, forward and backward, block by block over (batches, query rows).
 
-Queries are scaled and all operands copied to (b, h, s, d) float32 first; a block is the scores of some query rows of every head of some
-batches, (b, h_kv, group, rows, columns), so grouped-query attention is NumPy broadcasting of k and v over ``group``. A block computes only
-the columns that one of its rows sees (``attention_rules``). Backward recomputes P from the log-sum-exp (Dao et al. 2022, appendix B).
+Queries are scaled and all operands copied to (b, h, s, d) float32 first; a block is the scores of some query
+rows of every head of some batches, (b, h_kv, group, rows, columns), so grouped-query attention is NumPy
+broadcasting of k and v over ``group``. A block computes only the columns that one of its rows sees
+(``attention_rules``). Backward recomputes P from the log-sum-exp (Dao et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -26,9 +27,19 @@ _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 
 
 @quiet
-def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras, spec: AttentionSpec,
-                  workspace: ArrayView | None, stream: int) -> None:
-    """``o = dropout(softmax(scores)) v`` and the rows' log-sum-exp; see ``protocol.Kernels.attention_fwd``."""
+def attention_fwd(
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    extras: AttentionExtras,
+    spec: AttentionSpec,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """``o = dropout(softmax(scores)) v`` and the rows' log-sum-exp; see
+    ``protocol.Kernels.attention_fwd``."""
     keys, values = _heads(k, spec), _heads(v, spec)
     queries = _heads(q, spec, keys.shape[1])
     queries *= np.float32(spec.softmax_scale)
@@ -37,7 +48,8 @@ def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: A
     sums = lse.numpy().reshape(queries.shape[:4])
     scores = Scores(extras, spec)
     sinks = scores.sinks(sizes)
-    sums[...] = np.where(_within(extras, sizes), sinks, np.float32(-np.inf))  # until a row turns out to see something
+    # until a row turns out to see something
+    sums[...] = np.where(_within(extras, sizes), sinks, np.float32(-np.inf))
     random, place = dropout(spec.dropout, extras.rng), place_of(extras, sizes)
     buffer = np.empty(0, np.float32)
     for at in blocks(sizes, queries.shape[4], extras, spec):
@@ -46,7 +58,15 @@ def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: A
         scores.complete(p, at)
         lse_block = np.empty(p.shape[:4], np.float32)
         further = np.broadcast_to(sinks, p.shape[:4]).reshape(-1)
-        _softmax(p.reshape(-1, at.width), lse_block.reshape(-1), further, at.first, at.last - at.first, at.start, *at.band)
+        _softmax(
+            p.reshape(-1, at.width),
+            lse_block.reshape(-1),
+            further,
+            at.first,
+            at.last - at.first,
+            at.start,
+            *at.band,
+        )
         sums[at.rows] = lse_block
         if random is not None:
             p *= at.factors(random, place)
@@ -55,13 +75,29 @@ def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: A
 
 
 @quiet
-def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView,
-                  dk: ArrayView, dv: ArrayView, dbias: ArrayView | None, doffset: ArrayView | None, extras: AttentionExtras,
-                  spec: AttentionSpec, deterministic: bool, workspace: ArrayView | None, stream: int) -> None:
+def attention_bwd(
+    do: ArrayView,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    dq: ArrayView,
+    dk: ArrayView,
+    dv: ArrayView,
+    dbias: ArrayView | None,
+    doffset: ArrayView | None,
+    extras: AttentionExtras,
+    spec: AttentionSpec,
+    deterministic: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """Gradients of ``attention_fwd``; see ``protocol.Kernels.attention_bwd``.
 
-    With P recomputed, M the dropout factors and D = rowsum(do * o): dv = (P M)^T do, dS = P ((do v^T) M - D), dq = scale dS k,
-    dk = scale dS^T q, dbias = dS (times scale where it is added before scaling), doffset = -sum exp(offset - lse) D.
+    With P recomputed, M the dropout factors and D = rowsum(do * o): dv = (P M)^T do, dS = P ((do v^T) M - D),
+    dq = scale dS k, dk = scale dS^T q, dbias = dS (times scale where it is added before scaling), doffset =
+    -sum exp(offset - lse) D.
     """
     scale = np.float32(spec.softmax_scale)
     keys, values = _heads(k, spec), _heads(v, spec)
@@ -84,8 +120,16 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
         factors = None if random is None else at.factors(random, place)
         if factors is not None:
             ds *= factors
-        _gradient(p.reshape(-1, at.width), ds.reshape(-1, at.width), sums[at.rows].reshape(-1), delta[at.rows].reshape(-1), at.first,
-                  at.last - at.first, at.start, *at.band)
+        _gradient(
+            p.reshape(-1, at.width),
+            ds.reshape(-1, at.width),
+            sums[at.rows].reshape(-1),
+            delta[at.rows].reshape(-1),
+            at.first,
+            at.last - at.first,
+            at.start,
+            *at.band,
+        )
         if factors is not None:
             p *= factors
         if bias is not None:
@@ -102,11 +146,25 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
     if doffset is not None:
         some = sums != -np.inf  # a row whose offset is -Inf too and that sees nothing has no probabilities
         weights = np.exp(scores.sinks(sizes) - np.where(some, sums, np.float32(0))) * delta[..., 0]
-        store(doffset, -np.add.reduce(np.where(_within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)).reshape(-1))
+        store(
+            doffset,
+            -np.add.reduce(
+                np.where(_within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)
+            ).reshape(-1),
+        )
 
 
-def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool,
-                        deterministic: bool, strides: Sequence[Shape]) -> int:
+def attention_workspace(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    dbias: Shape | None,
+    dtype: DType,
+    spec: AttentionSpec,
+    backward: bool,
+    deterministic: bool,
+    strides: Sequence[Shape],
+) -> int:
     """No workspace on the CPU."""
     return 0
 
@@ -138,10 +196,20 @@ def _over_group(left: Float32, right: Float32) -> Float32:
 
 
 @njit(parallel=True, fastmath={"contract"})
-def _softmax(scores: Array, lse: Array, sinks: Array, row: Any, rows: Any, start: Any, shift: Any, left: Any, right: Any,
-             columns: Any) -> None:
-    """Scores (heads * rows, columns from ``start`` on) of query rows ``row`` ... become probabilities in place, 0 where a row does not see
-    a column. ``sinks``: each row's further score."""
+def _softmax(
+    scores: Array,
+    lse: Array,
+    sinks: Array,
+    row: Any,
+    rows: Any,
+    start: Any,
+    shift: Any,
+    left: Any,
+    right: Any,
+    columns: Any,
+) -> None:
+    """Scores (heads * rows, columns from ``start`` on) of query rows ``row`` ... become probabilities in
+    place, 0 where a row does not see a column. ``sinks``: each row's further score."""
     for r in prange(scores.shape[0]):
         first, last = seen(row + r % rows, shift, left, right, columns)
         first, last = first - start, last - start
@@ -166,9 +234,21 @@ def _softmax(scores: Array, lse: Array, sinks: Array, row: Any, rows: Any, start
 
 
 @njit(parallel=True, fastmath={"contract"})
-def _gradient(scores: Array, ds: Array, lse: Array, delta: Array, row: Any, rows: Any, start: Any, shift: Any, left: Any, right: Any,
-              columns: Any) -> None:
-    """Scores become probabilities and ds, which holds the probabilities' gradients, the scores' gradients; both in place."""
+def _gradient(
+    scores: Array,
+    ds: Array,
+    lse: Array,
+    delta: Array,
+    row: Any,
+    rows: Any,
+    start: Any,
+    shift: Any,
+    left: Any,
+    right: Any,
+    columns: Any,
+) -> None:
+    """Scores become probabilities and ds, which holds the probabilities' gradients, the scores' gradients;
+    both in place."""
     for r in prange(scores.shape[0]):
         first, last = seen(row + r % rows, shift, left, right, columns)
         first, last = first - start, last - start

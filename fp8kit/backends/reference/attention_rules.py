@@ -1,6 +1,8 @@
-"""What a row of the attention sees and what is added to its scores, for ``attention.py``: the rule stands here once.
+"""What a row of the attention sees and what is added to its scores, for ``attention.py``: the rule stands
+here once.
 
-Operands there are (b, h_kv, group, s, d); a ``Block`` is some query rows of some batches and the columns that one of its rows sees.
+Operands there are (b, h_kv, group, s, d); a ``Block`` is some query rows of some batches and the columns that
+one of its rows sees.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from fp8kit.backends.reference.threads import njit
 
 # Query rows of a block: fewer waste less above the diagonal, more make better matrix products.
 _LEAST_ROWS, _MOST_ROWS = 16, 128
-# Multiplications up to which OpenBLAS runs a product in the calling thread: waking its threads for every head costs more than they save.
+# Multiplications up to which OpenBLAS runs a product in the calling thread: waking its threads for every head
+# costs more than they save.
 _ONE_THREAD = 1 << 18
 # Scores of a block: what stays in cache, and a memory bound for long sequences with many heads.
 _SCORES = 1 << 19
@@ -28,7 +31,8 @@ _SCORES = 1 << 19
 
 @njit
 def seen(row: Any, shift: Any, left: Any, right: Any, columns: Any) -> Any:
-    """Columns first ... last - 1 of ``columns`` that query row ``row`` sees by its place on the diagonal: (first, last)."""
+    """Columns first ... last - 1 of ``columns`` that query row ``row`` sees by its place on the diagonal:
+    (first, last)."""
     place = row + shift
     first = min(columns, max(0, place - left)) if left >= 0 else 0
     last = min(columns, place + right + 1) if right >= 0 else columns
@@ -83,7 +87,13 @@ class Block(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """(b, h_kv, group, rows, columns) of the block's scores."""
-        return (self.batches.stop - self.batches.start, self.sizes.kv_heads, self.sizes.group, self.last - self.first, self.width)
+        return (
+            self.batches.stop - self.batches.start,
+            self.sizes.kv_heads,
+            self.sizes.group,
+            self.last - self.first,
+            self.width,
+        )
 
     def room(self, buffer: Float32) -> tuple[Float32, Float32]:
         """The buffer, or a larger one where it is too small, and its beginning as this block's scores."""
@@ -93,7 +103,8 @@ class Block(NamedTuple):
         return buffer, buffer[:size].reshape(self.shape)
 
     def factors(self, random: Dropout, place: tuple[int, int, int]) -> Float32:
-        """The dropout factors of this block: element ((batch * heads + head) * s_q + i) * s_kv + j; ``place``: see ``place_of``."""
+        """The dropout factors of this block: element ((batch * heads + head) * s_q + i) * s_kv + j;
+        ``place``: see ``place_of``."""
         z = self.sizes
         batches = np.arange(self.batches.start, self.batches.stop) + place[0]
         heads = batches[:, None] * place[2] + place[1] + np.arange(z.kv_heads * z.group)
@@ -102,9 +113,12 @@ class Block(NamedTuple):
         return random.factors(starts.reshape(-1), self.width).reshape(self.shape)
 
     def of(self, array: Array) -> Array:
-        """The block's part of an array over the scores, (1 | b, 1 | h, 1 | s_q, s_kv), broadcastable with its scores."""
+        """The block's part of an array over the scores, (1 | b, 1 | h, 1 | s_q, s_kv), broadcastable with its
+        scores."""
         whole = (self.batches, slice(None), slice(self.first, self.last))
-        index = tuple(slice(None) if size == 1 else at for size, at in zip(array.shape[:3], whole, strict=True))
+        index = tuple(
+            slice(None) if size == 1 else at for size, at in zip(array.shape[:3], whole, strict=True)
+        )
         part = array[(*index, slice(self.start, self.stop))]
         heads = (1, 1) if part.shape[1] == 1 else (self.sizes.kv_heads, self.sizes.group)
         return part.reshape(part.shape[0], *heads, *part.shape[2:])
@@ -117,7 +131,9 @@ class Block(NamedTuple):
             if total.shape[axis] == 1:
                 values = np.add.reduce(values, axis=axis, keepdims=True)
         whole = (self.batches, slice(None), slice(self.first, self.last))
-        index = tuple(slice(None) if size == 1 else at for size, at in zip(total.shape[:3], whole, strict=True))
+        index = tuple(
+            slice(None) if size == 1 else at for size, at in zip(total.shape[:3], whole, strict=True)
+        )
         total[(*index, slice(self.start, self.stop))] += values
 
 
@@ -136,11 +152,14 @@ def blocks(sizes: Sizes, depth: int, extras: AttentionExtras, spec: AttentionSpe
             last = min(first + step, n)
             start, stop = seen(first, *band)[0], seen(last - 1, *band)[1]
             if start < stop:
-                yield Block(slice(batch, min(batch + together, sizes.batches)), first, last, start, stop, band, sizes)
+                yield Block(
+                    slice(batch, min(batch + together, sizes.batches)), first, last, start, stop, band, sizes
+                )
 
 
 def place_of(extras: AttentionExtras, sizes: Sizes) -> tuple[int, int, int]:
-    """For dropout: which batch and head of the whole attention the first ones are, and how many heads that has."""
+    """For dropout: which batch and head of the whole attention the first ones are, and how many heads that
+    has."""
     if extras.dropout_place is None:
         return 0, 0, sizes.kv_heads * sizes.group
     batch, head, heads = (int(n) for n in extras.dropout_place.numpy())
@@ -170,7 +189,9 @@ class Scores:
         if self.slopes is not None:
             z = at.sizes
             slopes = np.broadcast_to(self.slopes, (z.batches, z.kv_heads * z.group))[at.batches]
-            distance = np.abs(np.arange(at.first, at.last)[:, None] + at.band[0] - np.arange(at.start, at.stop)).astype(np.float32)
+            distance = np.abs(
+                np.arange(at.first, at.last)[:, None] + at.band[0] - np.arange(at.start, at.stop)
+            ).astype(np.float32)
             scores -= slopes.reshape(*at.shape[:3], 1, 1) * distance
         if self.mask is not None:
             np.copyto(scores, np.float32(-np.inf), where=at.of(self.mask))

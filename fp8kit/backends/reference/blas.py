@@ -1,17 +1,21 @@
 """Matrix products on several threads, and OpenBLAS kept to one.
 
-OpenBLAS hands each of its threads a fixed part of a product, and its threads spin while they wait for each other and for the next product.
-Beside other work on the same cores, Numba's threads or another program's, that takes time from whoever would do the work. Here a product is
-cut into parts that are taken one after the other by whoever is free, threads that have nothing to do sleep, and nobody waits for a thread
-that has not begun. On two cores that others kept busy (load average 11 to 14) the median product of 2048 x 128 by 128 x 384 went from 36 ms
-to 3 ms, and a training step of the demo from 3.4 s to 1.3 s, with a third of the processor time. A product that is too small or too narrow
-to be cut is done by the caller alone: 64 x 128 by 128 x 384 on two cores beside two busy processes in 0.07 ms instead of 16, on idle ones
-in 0.07 instead of 0.04.
+OpenBLAS hands each of its threads a fixed part of a product, and its threads spin while they wait for each
+other and for the next product. Beside other work on the same cores, Numba's threads or another program's,
+that takes time from whoever would do the work. Here a product is cut into parts that are taken one after the
+other by whoever is free, threads that have nothing to do sleep, and nobody waits for a thread that has not
+begun. On two cores that others kept busy (load average 11 to 14) the median product of 2048 x 128 by 128 x
+384 went from 36 ms to 3 ms, and a training step of the demo from 3.4 s to 1.3 s, with a third of the
+processor time. A product that is too small or too narrow to be cut is done by the caller alone: 64 x 128 by
+128 x 384 on two cores beside two busy processes in 0.07 ms instead of 16, on idle ones in 0.07 instead of
+0.04.
 
-The parts depend on the sizes and on OpenBLAS's number of threads alone, so that the same number of threads gives the same bits.
+The parts depend on the sizes and on OpenBLAS's number of threads alone, so that the same number of threads
+gives the same bits.
 
-OpenBLAS's number of threads is the process's: while a product runs here, NumPy's products on other threads take one core each, and whoever
-sets that number meanwhile (threadpoolctl) finds 1, is overruled when the product ends, and may put back the 1 that it found.
+OpenBLAS's number of threads is the process's: while a product runs here, NumPy's products on other threads
+take one core each, and whoever sets that number meanwhile (threadpoolctl) finds 1, is overruled when the
+product ends, and may put back the 1 that it found.
 """
 
 from __future__ import annotations
@@ -32,8 +36,11 @@ import numpy as np
 from fp8kit.backends.reference._numpy import Float32
 
 _PART = 1 << 23  # multiplications that are worth waking a thread for: about 0.2 ms
-_VECTOR, _MATRIX = 1 << 13, 1 << 18  # multiplications by a vector, or not, up to which OpenBLAS works in the calling thread anyway
-_PARTS = 2  # a thread: one that is interrupted in its part keeps the others waiting for less (medians beside other work fell to a half)
+# multiplications by a vector, or not, up to which OpenBLAS works in the calling thread anyway
+_VECTOR, _MATRIX = 1 << 13, 1 << 18
+# a thread: one that is interrupted in its part keeps the others waiting for less (medians beside other work
+# fell to a half)
+_PARTS = 2
 _ALIGN = 16  # rows or columns that a part is a multiple of: whole tiles of OpenBLAS's kernels
 _EXTENSIONS = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # NumPy 2, NumPy 1
 
@@ -50,8 +57,9 @@ class _OpenBlas(NamedTuple):
 
 @functools.cache
 def _openblas() -> _OpenBlas | None:
-    """The OpenBLAS that NumPy multiplies with, whose names its builds decorate; None where it has another library. Names are looked for in
-    NumPy's own extension and what that is linked to: SciPy or torch may have loaded an OpenBLAS of theirs."""
+    """The OpenBLAS that NumPy multiplies with, whose names its builds decorate; None where it has another
+    library. Names are looked for in NumPy's own extension and what that is linked to: SciPy or torch may have
+    loaded an OpenBLAS of theirs."""
     extension = next((sys.modules[name] for name in _EXTENSIONS if name in sys.modules), None)
     try:
         library = ctypes.CDLL(extension.__file__)  # type: ignore[union-attr]
@@ -65,10 +73,11 @@ def _openblas() -> _OpenBlas | None:
 
 
 class _OneThread:
-    """Context manager: OpenBLAS works in the calling thread alone while anyone is inside. The number of threads is the whole process's.
+    """Context manager: OpenBLAS works in the calling thread alone while anyone is inside. The number of
+    threads is the whole process's.
 
-    An interrupt may come between any two lines: ``_held`` says, from before the number is changed until after it is put back, that a 1
-    may be ours, and whoever comes next then goes by what was there before."""
+    An interrupt may come between any two lines: ``_held`` says, from before the number is changed until after
+    it is put back, that a 1 may be ours, and whoever comes next then goes by what was there before."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may multiply, or fork
@@ -128,7 +137,11 @@ def _after_fork() -> None:
     _pools.clear()
 
 
-os.register_at_fork(before=lambda: _one_thread.hold(), after_in_parent=lambda: _one_thread.release(), after_in_child=_after_fork)
+os.register_at_fork(
+    before=lambda: _one_thread.hold(),
+    after_in_parent=lambda: _one_thread.release(),
+    after_in_child=_after_fork,
+)
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

@@ -1,4 +1,5 @@
-"""Scaling by blocks of 128: the cast of a matrix and of its transpose, and the product of two operands scaled so."""
+"""Scaling by blocks of 128: the cast of a matrix and of its transpose, and the product of two operands scaled
+so."""
 
 from __future__ import annotations
 
@@ -18,8 +19,18 @@ _BLOCK = 128
 
 
 @quiet
-def block_quantize(x: ArrayView, q: ArrayView | None, scale_inv: ArrayView | None, q_t: ArrayView | None, scale_inv_t: ArrayView | None,
-                   format: Format, tile: tuple[int, int], power_2: bool, epsilon: float, stream: int) -> None:
+def block_quantize(
+    x: ArrayView,
+    q: ArrayView | None,
+    scale_inv: ArrayView | None,
+    q_t: ArrayView | None,
+    scale_inv_t: ArrayView | None,
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
     """See ``Kernels.block_quantize``."""
     values = f32(x)
     rule = format, tile, power_2, epsilon, x.dtype.max
@@ -29,8 +40,16 @@ def block_quantize(x: ArrayView, q: ArrayView | None, scale_inv: ArrayView | Non
         _operand(np.ascontiguousarray(values.T), q_t, scale_inv_t, *rule)
 
 
-def _operand(values: Float32, q: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], power_2: bool, epsilon: float,
-             largest: float) -> None:
+def _operand(
+    values: Float32,
+    q: ArrayView,
+    scale_inv: ArrayView,
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    largest: float,
+) -> None:
     """Cast one orientation, float32 (R, K), with its scales."""
     rows, columns = values.shape
     grid = tiles((rows, columns), tile)
@@ -50,26 +69,50 @@ def _operand(values: Float32, q: ArrayView, scale_inv: ArrayView, format: Format
         inverses[: grid[0], : grid[1]] = inverse
 
 
-def block_quantize_many(xs: Sequence[ArrayView], qs: Sequence[ArrayView | None], scale_invs: Sequence[ArrayView | None],
-                        q_ts: Sequence[ArrayView | None], scale_inv_ts: Sequence[ArrayView | None], format: Format,
-                        tile: tuple[int, int], power_2: bool, epsilon: float, stream: int) -> None:
+def block_quantize_many(
+    xs: Sequence[ArrayView],
+    qs: Sequence[ArrayView | None],
+    scale_invs: Sequence[ArrayView | None],
+    q_ts: Sequence[ArrayView | None],
+    scale_inv_ts: Sequence[ArrayView | None],
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
     """See ``Kernels.block_quantize_many``."""
     for operand in zip(xs, qs, scale_invs, q_ts, scale_inv_ts, strict=True):
         block_quantize(*operand, format, tile, power_2, epsilon, stream)
 
 
 @quiet
-def block_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-               b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None,
-               addend: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
-    """See ``Kernels.block_gemm``. The operands are decoded and scaled in float32 (exact for scales that are powers of two)."""
+def block_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``Kernels.block_gemm``. The operands are decoded and scaled in float32 (exact for scales that are
+    powers of two)."""
     rows, columns = out.shape
     left = _decoded(a, a_format, a_scale_inv, a_tile, rows)
     right = _decoded(b, b_format, b_scale_inv, b_tile, columns)
     product(left, right.T, out, None, bias, addend)
 
 
-def _decoded(codes: ArrayView, format: Format, scale_inv: ArrayView, tile: tuple[int, int], rows: int) -> Float32:
+def _decoded(
+    codes: ArrayView, format: Format, scale_inv: ArrayView, tile: tuple[int, int], rows: int
+) -> Float32:
     """The float32 values (rows, K) of an operand's first rows."""
     values = decoded(codes.numpy()[:rows], format)
     count = values.shape[1] // _BLOCK

@@ -1,8 +1,8 @@
-"""The casts of one row, called by the parallel kernels: widen, scale, encode; decode, scale, narrow. Every loop here becomes vector code:
-it starts at 0, walks contiguous memory and has no branches.
+"""The casts of one row, called by the parallel kernels: widen, scale, encode; decode, scale, narrow. Every
+loop here becomes vector code: it starts at 0, walks contiguous memory and has no branches.
 
-High-precision rows travel as integers whose type says what their bits are: uint32 float32, uint16 bfloat16, int16 float16. So Numba
-compiles one loop for each dtype, and 16-bit values are widened in registers.
+High-precision rows travel as integers whose type says what their bits are: uint32 float32, uint16 bfloat16,
+int16 float16. So Numba compiles one loop for each dtype, and 16-bit values are widened in registers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ _HALF_MAGIC_BITS = _HALF_MAGIC.view(np.uint32)
 _HALF_SMALLEST = np.float32(2.0**-14).view(np.uint32)  # the smallest normal value
 _HALF_BEYOND = np.float32(2.0**16).view(np.uint32)  # what gives the code of Inf
 _HALF_NAN = np.uint32(0x7E00)
-_HALF_ROUND, _BFLOAT_ROUND = np.uint32(0x0FFF), np.uint32(0x7FFF)  # half a unit of the last kept place, less one
+# half a unit of the last kept place, less one
+_HALF_ROUND, _BFLOAT_ROUND = np.uint32(0x0FFF), np.uint32(0x7FFF)
 _BFLOAT_QUIET = np.uint32(0x0040)
 
 _BITS = {formats.float32: formats.uint32, formats.bfloat16: formats.uint16, formats.float16: formats.int16}
 
 
 def bits(x: ArrayView) -> Array:
-    """The values of ``x`` as the integers that the kernels take, C-contiguous; float64 is rounded to float32 first.
+    """The values of ``x`` as the integers that the kernels take, C-contiguous; float64 is rounded to float32
+    first.
 
     Integers also keep Numba from seeing a read-only float array: it would compile each kernel again for that.
     """
@@ -102,7 +104,9 @@ def _to_float16(wide: Any, like: Any) -> Any:
     cut = np.uint32(min(magnitude, _HALF_BEYOND))
     odd = np.uint32(np.uint32(cut >> _13) & _ONE)
     large = np.uint32(np.uint32(np.uint32(np.uint32(cut - _HALF_REBIAS) + _HALF_ROUND) + odd) >> _13)
-    small = np.uint32(np.float32(np.uint32(cut).view(np.float32) + _HALF_MAGIC).view(np.uint32) - _HALF_MAGIC_BITS)
+    small = np.uint32(
+        np.float32(np.uint32(cut).view(np.float32) + _HALF_MAGIC).view(np.uint32) - _HALF_MAGIC_BITS
+    )
     code = large if cut >= _HALF_SMALLEST else small
     code = _HALF_NAN if magnitude > _INF else code
     return np.int16(np.uint16(np.uint32(code | np.uint32(np.uint32(wide & ~_MAGNITUDE) >> _16))))
@@ -112,7 +116,8 @@ _NARROW = {types.uint32: _to_float32, types.uint16: _to_bfloat16, types.int16: _
 
 
 def narrowed(wide: Any, like: Any) -> Any:
-    """The bits of a float32 rounded, to nearest even, to the dtype that the elements of ``like`` stand for. Only Numba code can call it."""
+    """The bits of a float32 rounded, to nearest even, to the dtype that the elements of ``like`` stand for.
+    Only Numba code can call it."""
     raise NotImplementedError
 
 
@@ -128,8 +133,10 @@ class Rounding(NamedTuple):
     half: np.uint32  # half a unit of the last kept place, less one
     rebias: np.uint32  # distance between the two exponent fields, in code units
     normal: np.uint32  # the smallest normal value
-    magic: np.float32  # its last place is the format's smallest subnormal: adding it rounds there, to nearest even
-    limit: np.uint32  # magnitudes are cut here first: the largest finite value, or the one that gives the code after it
+    # its last place is the format's smallest subnormal: adding it rounds there, to nearest even
+    magic: np.float32
+    # magnitudes are cut here first: the largest finite value, or the one that gives the code after it
+    limit: np.uint32
     sign: np.uint32  # how far the sign bit moves right
     nan: np.uint32  # the code of NaN
     unsigned: np.uint32  # a code that never has a sign: the NaN that overflow gives in formats without Inf
@@ -138,7 +145,13 @@ class Rounding(NamedTuple):
 @cache
 def rounding(fmt: Format, saturate: bool) -> Rounding | None:
     """The constants of a signed format with a mantissa; None for the others, which the codec casts."""
-    if not fmt.signed or not fmt.zero or fmt.mantissa_bits == 0 or fmt.bias > 64 or (not saturate and fmt.nan_code is None):
+    if (
+        not fmt.signed
+        or not fmt.zero
+        or fmt.mantissa_bits == 0
+        or fmt.bias > 64
+        or (not saturate and fmt.nan_code is None)
+    ):
         return None
     exponent, mantissa = divmod(fmt.max_code + 1, 1 << fmt.mantissa_bits)
     beyond = 2.0 ** (exponent - fmt.bias) * (1 + mantissa * fmt.epsilon)
@@ -146,15 +159,22 @@ def rounding(fmt: Format, saturate: bool) -> Rounding | None:
     magic = np.float32(fmt.smallest_subnormal * 2.0**23)
     nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     return Rounding(
-        np.uint32(shift), np.uint32((1 << (shift - 1)) - 1), np.uint32((127 - fmt.bias) << fmt.mantissa_bits),
-        np.float32(fmt.smallest_normal).view(np.uint32), magic, np.float32(fmt.max if saturate else beyond).view(np.uint32),
-        np.uint32(32 - fmt.bits), np.uint32(nan), np.uint32(nan if fmt.special == "fn" else 1 << 8),
+        np.uint32(shift),
+        np.uint32((1 << (shift - 1)) - 1),
+        np.uint32((127 - fmt.bias) << fmt.mantissa_bits),
+        np.float32(fmt.smallest_normal).view(np.uint32),
+        magic,
+        np.float32(fmt.max if saturate else beyond).view(np.uint32),
+        np.uint32(32 - fmt.bits),
+        np.uint32(nan),
+        np.uint32(nan if fmt.special == "fn" else 1 << 8),
     )
 
 
 @njit
 def encode_row(x: Any, factor: Any, how: Any, q: Any) -> Any:
-    """q = codes of x * factor; returns the bits of max|x|, NaN ignored. x: bits (n,); factor: float32; how: Rounding; q: uint8 (n,)."""
+    """q = codes of x * factor; returns the bits of max|x|, NaN ignored. x: bits (n,); factor: float32; how:
+    Rounding; q: uint8 (n,)."""
     shift, half, rebias, normal, magic, limit, sign_shift, nan, unsigned = how
     magic_bits = np.float32(magic).view(np.uint32)
     most = np.uint32(0)
@@ -177,7 +197,8 @@ def encode_row(x: Any, factor: Any, how: Any, q: Any) -> Any:
 
 @njit
 def amax_row(x: Any) -> Any:
-    """The bits of max|x|, NaN ignored. x: bits (n,). Non-negative floats are ordered as their bits are: an integer maximum."""
+    """The bits of max|x|, NaN ignored. x: bits (n,). Non-negative floats are ordered as their bits are: an
+    integer maximum."""
     most = np.uint32(0)
     for j in range(x.size):
         a = np.uint32(float32_bits(x[j]) & _MAGNITUDE)
@@ -187,7 +208,8 @@ def amax_row(x: Any) -> Any:
 
 @njit
 def decode_row(q: Any, table: Any, factor: Any, x: Any) -> None:
-    """x = table[q] * factor, rounded once. q: uint8 (n,); table: float32 (256,); factor: float32; x: bits (n,)."""
+    """x = table[q] * factor, rounded once. q: uint8 (n,); table: float32 (256,); factor: float32; x: bits
+    (n,)."""
     for j in range(x.size):
         x[j] = narrowed(np.float32(table[q[j]] * factor).view(np.uint32), x)
 

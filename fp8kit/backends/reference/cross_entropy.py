@@ -1,6 +1,7 @@
 """Cross entropy of logits with integer targets, label smoothing and an ignored index.
 
-NumPy over blocks of rows: its float32 exp uses SIMD. The log-sum-exp takes out the row's maximum first, so no exp overflows.
+NumPy over blocks of rows: its float32 exp uses SIMD. The log-sum-exp takes out the row's maximum first, so no
+exp overflows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from fp8kit.backends.reference._numpy import Array, blocks, f32, quiet, result, 
 
 
 @quiet
-def cross_entropy_fwd(logits: ArrayView, targets: ArrayView, loss: ArrayView, lse: ArrayView, total: ArrayView | None,
-                      label_smoothing: float, ignore_index: int, stream: int) -> None:
-    """Loss and log-sum-exp of each row, and the mean loss; see ``protocol.Kernels.cross_entropy_fwd``. The mean is summed in float64."""
+def cross_entropy_fwd(
+    logits: ArrayView,
+    targets: ArrayView,
+    loss: ArrayView,
+    lse: ArrayView,
+    total: ArrayView | None,
+    label_smoothing: float,
+    ignore_index: int,
+    stream: int,
+) -> None:
+    """Loss and log-sum-exp of each row, and the mean loss; see ``protocol.Kernels.cross_entropy_fwd``. The
+    mean is summed in float64."""
     rows, columns = logits.shape
     x, t, losses, sums = f32(logits), targets.numpy(), loss.numpy(), lse.numpy()
     smooth = np.float32(label_smoothing)
@@ -27,7 +37,11 @@ def cross_entropy_fwd(logits: ArrayView, targets: ArrayView, loss: ArrayView, ls
         np.exp(shifted, out=shifted)
         sums[part] = np.log(np.add.reduce(shifted, axis=1)) + top[:, 0]
         column = np.where(valid[part], t[part], 0)
-        picked = np.take_along_axis(block, column[:, None], axis=1)[:, 0] if columns else np.full(len(block), np.nan, np.float32)
+        picked = (
+            np.take_along_axis(block, column[:, None], axis=1)[:, 0]
+            if columns
+            else np.full(len(block), np.nan, np.float32)
+        )
         value = sums[part] - (1 - smooth) * picked
         if label_smoothing:
             value -= smooth * block.mean(axis=1)
@@ -38,8 +52,17 @@ def cross_entropy_fwd(logits: ArrayView, targets: ArrayView, loss: ArrayView, ls
 
 
 @quiet
-def cross_entropy_bwd(logits: ArrayView, targets: ArrayView, lse: ArrayView, dloss: ArrayView, total: ArrayView | None,
-                      dlogits: ArrayView, label_smoothing: float, ignore_index: int, stream: int) -> None:
+def cross_entropy_bwd(
+    logits: ArrayView,
+    targets: ArrayView,
+    lse: ArrayView,
+    dloss: ArrayView,
+    total: ArrayView | None,
+    dlogits: ArrayView,
+    label_smoothing: float,
+    ignore_index: int,
+    stream: int,
+) -> None:
     """``(softmax(logits) - (1 - s) onehot(t) - s / V) * dloss``; see ``protocol.Kernels.cross_entropy_bwd``.
 
     A target out of range has an all-zero onehot (its loss is NaN).

@@ -11,9 +11,19 @@ from fp8kit.errors import BackendError, expected
 
 
 @quiet
-def drop_path(x: ArrayView, residual: ArrayView | None, y: ArrayView, starts: ArrayView | None, inner: int, count: int, p: float,
-              rng: ArrayView, stream: int) -> None:
-    """``y = residual + x * factor of its sample``; see ``protocol.Kernels.drop_path``. BackendError for a p outside (0, 1)."""
+def drop_path(
+    x: ArrayView,
+    residual: ArrayView | None,
+    y: ArrayView,
+    starts: ArrayView | None,
+    inner: int,
+    count: int,
+    p: float,
+    rng: ArrayView,
+    stream: int,
+) -> None:
+    """``y = residual + x * factor of its sample``; see ``protocol.Kernels.drop_path``. BackendError for a p
+    outside (0, 1)."""
     if not 0 < p < 1:
         raise BackendError(expected("drop_path", "p", p, "a probability in (0, 1)"))
     rows = np.arange(x.shape[0])

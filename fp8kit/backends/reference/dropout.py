@@ -1,4 +1,5 @@
-"""Dropout with bias and residual, and its gradient. The mask is never stored: backward draws the same Philox words again."""
+"""Dropout with bias and residual, and its gradient. The mask is never stored: backward draws the same Philox
+words again."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fp8kit.backends.reference.threads import njit, prange
 
 
 class Dropout:
-    """The keep-factors of one operation's dropout: 0, or float32(1 / (1 - p)), by element index (see the protocol's conventions)."""
+    """The keep-factors of one operation's dropout: 0, or float32(1 / (1 - p)), by element index (see the
+    protocol's conventions)."""
 
     def __init__(self, p: float, rng: ArrayView) -> None:
         self.seed, self.offset = (int(v) for v in rng.numpy())
@@ -21,7 +23,8 @@ class Dropout:
         self.factor = np.float32(1.0 / (1.0 - p))
 
     def factors(self, starts: Array, columns: int) -> Float32:
-        """Factors, float32 (rows, columns), of rows whose first elements have the indices ``starts``, int64 (rows,)."""
+        """Factors, float32 (rows, columns), of rows whose first elements have the indices ``starts``, int64
+        (rows,)."""
         found = np.empty((len(starts), columns), np.float32)
         _factors(self.seed, self.offset, starts, self.threshold, self.factor, found)
         return found
@@ -37,8 +40,15 @@ def dropout(p: float, rng: ArrayView | None) -> Dropout | None:
 
 
 @quiet
-def dropout_add(x: ArrayView, bias: ArrayView | None, residual: ArrayView | None, y: ArrayView, p: float,
-                rng: ArrayView | None, stream: int) -> None:
+def dropout_add(
+    x: ArrayView,
+    bias: ArrayView | None,
+    residual: ArrayView | None,
+    y: ArrayView,
+    p: float,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
     """``y = residual + dropout(x + bias)``; see ``protocol.Kernels.dropout_add``."""
     rows, columns = x.shape
     mask = dropout(p, rng)
@@ -59,8 +69,15 @@ def dropout_add(x: ArrayView, bias: ArrayView | None, residual: ArrayView | None
 
 
 @quiet
-def dropout_bwd(dy: ArrayView, dx: ArrayView | None, dbias: ArrayView | None, p: float, rng: ArrayView | None,
-                workspace: ArrayView | None, stream: int) -> None:
+def dropout_bwd(
+    dy: ArrayView,
+    dx: ArrayView | None,
+    dbias: ArrayView | None,
+    p: float,
+    rng: ArrayView | None,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """``dx = dy * mask / (1 - p)`` and its column sums; see ``protocol.Kernels.dropout_bwd``."""
     rows, columns = dy.shape
     mask = dropout(p, rng)

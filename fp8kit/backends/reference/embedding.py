@@ -23,7 +23,8 @@ def embedding_fwd(ids: ArrayView, table: ArrayView, out: ArrayView, stream: int)
 
 @quiet
 def embedding_bwd(ids: ArrayView, dout: ArrayView, dtable: ArrayView, stream: int) -> None:
-    """``dtable[v]`` = sum of ``dout[i]`` over ``ids[i] == v``, in the order of i; see ``protocol.Kernels.embedding_bwd``."""
+    """``dtable[v]`` = sum of ``dout[i]`` over ``ids[i] == v``, in the order of i; see
+    ``protocol.Kernels.embedding_bwd``."""
     total = result(dtable)
     total[...] = 0
     _scatter_add(ids.numpy().astype(np.int64, copy=False), f32(dout), total)

@@ -16,21 +16,41 @@ from fp8kit.formats import Format
 
 
 @quiet
-def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, addend: ArrayView | None,
-         workspace: ArrayView | None, stream: int) -> None:
+def gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    layout: Layout,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """High-precision product ``out = a b`` in the layouts nt, nn, tn; see ``protocol.Kernels.gemm``."""
     left, right = f32(a), f32(b)
     product(left.T if layout == "tn" else left, right.T if layout == "nt" else right, out, None, bias, addend)
 
 
 @quiet
-def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-             b_scale_inv: ArrayView, bias: ArrayView | None, addend: ArrayView | None, fast_accumulate: bool,
-             workspace: ArrayView | None, stream: int) -> None:
+def fp8_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    fast_accumulate: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """FP8 product ``out = (a b^T) * a_scale_inv * b_scale_inv``; see ``protocol.Kernels.fp8_gemm``.
 
-    The product of two decoded codes is exact in float32, so the only errors are those of the float32 sum, the two scale factors and the
-    last rounding. ``fast_accumulate`` has no effect: a CPU always accumulates in float32.
+    The product of two decoded codes is exact in float32, so the only errors are those of the float32 sum, the
+    two scale factors and the last rounding. ``fast_accumulate`` has no effect: a CPU always accumulates in
+    float32.
     """
     rows, columns = out.shape
     left, right = decoded(a.numpy()[:rows], a_format), decoded(b.numpy()[:columns], b_format)
@@ -51,9 +71,16 @@ def fp8_gemm_workspace(rows: int, columns: int) -> int:
     return 0
 
 
-def product(left: Float32, right: Float32, out: ArrayView, scale: Array | None, bias: ArrayView | None,
-            addend: ArrayView | None) -> None:
-    """out = left right * scale + bias + addend, in float32, rounded once. left (M, K), right (K, N); scale broadcasts to (M, N)."""
+def product(
+    left: Float32,
+    right: Float32,
+    out: ArrayView,
+    scale: Array | None,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+) -> None:
+    """out = left right * scale + bias + addend, in float32, rounded once. left (M, K), right (K, N); scale
+    broadcasts to (M, N)."""
     in_place = out.dtype is formats.float32 and addend is None and out.contiguous
     product = matmul(left, right, out.numpy() if in_place else None)
     if scale is not None:

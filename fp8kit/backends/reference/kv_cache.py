@@ -1,4 +1,5 @@
-"""Keys and values of sequences that grow: a cache of pages, written at the sequences' ends and read as a padded batch."""
+"""Keys and values of sequences that grow: a cache of pages, written at the sequences' ends and read as a
+padded batch."""
 
 from __future__ import annotations
 
@@ -12,11 +13,21 @@ from fp8kit.backends.reference.sequences import lengths_of
 _BITS = {2: formats.uint16, 4: formats.uint32}
 
 
-def cache_append_(x: ArrayView, cache: ArrayView, pages: ArrayView, fresh: ArrayView, totals: ArrayView, starts: ArrayView | None,
-                  qkv_format: str, stream: int) -> None:
+def cache_append_(
+    x: ArrayView,
+    cache: ArrayView,
+    pages: ArrayView,
+    fresh: ArrayView,
+    totals: ArrayView,
+    starts: ArrayView | None,
+    qkv_format: str,
+    stream: int,
+) -> None:
     """Each sequence's new tokens to its end; see ``protocol.Kernels.cache_append_``."""
     source, target = _values(x), _values(cache)
-    for batch, (count, length) in enumerate(zip(lengths_of(fresh).tolist(), lengths_of(totals).tolist(), strict=True)):
+    for batch, (count, length) in enumerate(
+        zip(lengths_of(fresh).tolist(), lengths_of(totals).tolist(), strict=True)
+    ):
         if starts is not None:
             first = int(starts.numpy()[batch].clip(0, len(source)))
             tokens = source[first : first + count]
@@ -26,7 +37,9 @@ def cache_append_(x: ArrayView, cache: ArrayView, pages: ArrayView, fresh: Array
             target[page, inside] = tokens[at]
 
 
-def cache_gather(cache: ArrayView, y: ArrayView, pages: ArrayView, totals: ArrayView, qkv_format: str, stream: int) -> None:
+def cache_gather(
+    cache: ArrayView, y: ArrayView, pages: ArrayView, totals: ArrayView, qkv_format: str, stream: int
+) -> None:
     """Each sequence's positions one after the other, 0 beyond; see ``protocol.Kernels.cache_gather``."""
     source, target = _values(cache), _values(y)
     target[...] = 0
@@ -41,9 +54,11 @@ def _values(view: ArrayView) -> Array:
     return view.view(_BITS[view.dtype.itemsize]).numpy()
 
 
-def _places(pages: ArrayView, batch: int, first: int, last: int, cache: Array) -> Iterator[tuple[int, slice, slice]]:
-    """Positions first ... last - 1 of a sequence, page by page: (page, places in it, places among the positions). Positions that the table
-    names no page of the cache for are left out."""
+def _places(
+    pages: ArrayView, batch: int, first: int, last: int, cache: Array
+) -> Iterator[tuple[int, slice, slice]]:
+    """Positions first ... last - 1 of a sequence, page by page: (page, places in it, places among the
+    positions). Positions that the table names no page of the cache for are left out."""
     table, size, start = pages.numpy()[batch], cache.shape[1], first
     first, last = max(first, 0), min(last, len(table) * size)
     while first < last:

@@ -1,4 +1,5 @@
-"""LayerNorm (Ba et al. 2016), RMSNorm (Zhang & Sennrich 2019) and L2 normalisation, forward and backward, one pass over each row."""
+"""LayerNorm (Ba et al. 2016), RMSNorm (Zhang & Sennrich 2019) and L2 normalisation, forward and backward, one
+pass over each row."""
 
 from __future__ import annotations
 
@@ -12,21 +13,35 @@ from fp8kit.backends.reference._numpy import Array, Float32, Sink, f32, quiet, r
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.errors import BackendError, expected
 
-# Rows that one task of the parallel loops takes. Fixed, so that partial sums do not depend on the number of threads.
+# Rows that one task of the parallel loops takes. Fixed, so that partial sums do not depend on the number of
+# threads.
 _TASK = 64
-# A row is summed in this many partial sums, element j in sum j % _LANES, which SIMD registers can hold; then these are added in order. The
-# order is said here: the compiler's own (fast-math) may differ between code that it has just made and code from its cache.
+# A row is summed in this many partial sums, element j in sum j % _LANES, which SIMD registers can hold; then
+# these are added in order. The order is said here: the compiler's own (fast-math) may differ between code
+# that it has just made and code from its cache.
 _LANES = 64
-_U = np.uint64  # an index that cannot be negative: else Numba asks at each element whether it counts from the end
+# an index that cannot be negative: else Numba asks at each element whether it counts from the end
+_U = np.uint64
 _STEP = _U(_LANES)
 _NOTHING = np.empty(0, np.float32)
 _NO_MATRIX = np.empty((0, 0), np.float32)
 
 
 @quiet
-def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None,
-             rstd: ArrayView, amax: ArrayView | None, cast: Cast | None, normalization: Normalization, epsilon: float,
-             zero_centered_gamma: bool, stream: int) -> None:
+def norm_fwd(
+    x: ArrayView,
+    weight: ArrayView | None,
+    bias: ArrayView | None,
+    y: ArrayView | None,
+    mean: ArrayView | None,
+    rstd: ArrayView,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    normalization: Normalization,
+    epsilon: float,
+    zero_centered_gamma: bool,
+    stream: int,
+) -> None:
     """``y = (x - mean) * rstd * g + bias``, or ``x * rstd * g``; see ``protocol.Kernels.norm_fwd``.
 
     The variance is the mean of the squared deviations (two passes over a row), not a difference of moments.
@@ -42,13 +57,25 @@ def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: 
 
 
 @quiet
-def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
-             dx: ArrayView, dweight: ArrayView | None, dbias: ArrayView | None, normalization: Normalization, zero_centered_gamma: bool,
-             workspace: ArrayView | None, stream: int) -> None:
+def norm_bwd(
+    dy: ArrayView,
+    x: ArrayView,
+    weight: ArrayView | None,
+    mean: ArrayView | None,
+    rstd: ArrayView,
+    residual: ArrayView | None,
+    dx: ArrayView,
+    dweight: ArrayView | None,
+    dbias: ArrayView | None,
+    normalization: Normalization,
+    zero_centered_gamma: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
     """Gradients of ``norm_fwd``; see ``protocol.Kernels.norm_bwd``.
 
-    With xhat = (x - mean) * rstd and d = dy * g: dx = rstd * (d - mean(d) - xhat * mean(d * xhat)) over each row, without mean(d) for
-    RMSNorm; dweight = sum of dy * xhat, dbias = sum of dy over the rows.
+    With xhat = (x - mean) * rstd and d = dy * g: dx = rstd * (d - mean(d) - xhat * mean(d * xhat)) over each
+    row, without mean(d) for RMSNorm; dweight = sum of dy * xhat, dbias = sum of dy over the rows.
     """
     centred = _centred(normalization)
     rows, columns = x.shape
@@ -73,7 +100,9 @@ def norm_bwd_workspace(rows: int, columns: int) -> int:
 
 def _centred(normalization: str) -> bool:
     if normalization not in NORMALIZATIONS:
-        raise BackendError(expected("norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}"))
+        raise BackendError(
+            expected("norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}")
+        )
     return normalization == "LayerNorm"
 
 
@@ -94,7 +123,9 @@ def _total(lanes: Array) -> Any:
 
 
 @njit(parallel=True)
-def _forward(x: Array, gain: Array, shift: Array, y: Array, means: Array, rstds: Array, epsilon: Any, centred: Any) -> None:
+def _forward(
+    x: Array, gain: Array, shift: Array, y: Array, means: Array, rstds: Array, epsilon: Any, centred: Any
+) -> None:
     rows, columns = x.shape
     inverse = np.float32(1.0 / columns)
     blocks, rest = columns // _LANES, columns // _LANES * _LANES
@@ -130,8 +161,17 @@ def _forward(x: Array, gain: Array, shift: Array, y: Array, means: Array, rstds:
 
 
 @njit(parallel=True)
-def _backward(dy: Array, x: Array, gain: Array, means: Array, rstds: Array, residual: Array, dx: Array, partial: Array,
-              centred: Any) -> None:
+def _backward(
+    dy: Array,
+    x: Array,
+    gain: Array,
+    means: Array,
+    rstds: Array,
+    residual: Array,
+    dx: Array,
+    partial: Array,
+    centred: Any,
+) -> None:
     rows, columns = x.shape
     inverse = np.float32(1.0 / columns)
     blocks, rest = columns // _LANES, columns // _LANES * _LANES

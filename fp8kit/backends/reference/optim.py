@@ -16,34 +16,74 @@ _TASK = 1 << 15  # elements that one task of the parallel loop takes
 
 
 @quiet
-def adamw_(params: Sequence[ArrayView], grads: Sequence[ArrayView], exp_avgs: Sequence[ArrayView],
-           exp_avg_sqs: Sequence[ArrayView], masters: Sequence[ArrayView | None], lr: float | ArrayView, beta1: float, beta2: float,
-           epsilon: float, weight_decays: Sequence[float], step: int | ArrayView, inv_scale: ArrayView | None,
-           found_inf: ArrayView | None, stream: int) -> None:
+def adamw_(
+    params: Sequence[ArrayView],
+    grads: Sequence[ArrayView],
+    exp_avgs: Sequence[ArrayView],
+    exp_avg_sqs: Sequence[ArrayView],
+    masters: Sequence[ArrayView | None],
+    lr: float | ArrayView,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decays: Sequence[float],
+    step: int | ArrayView,
+    inv_scale: ArrayView | None,
+    found_inf: ArrayView | None,
+    stream: int,
+) -> None:
     """One AdamW step on lists of tensors; see ``protocol.Kernels.adamw_``. ``step`` counts from 1."""
     if found_inf is not None and found_inf.numpy()[0] != 0:
         return
     t, rate = int(_value(step)), np.float32(_value(lr))
     first, second = np.float32(1 - beta1**t), np.float32(1 - beta2**t)
     keep1, add1, keep2, add2 = (np.float32(v) for v in (beta1, 1 - beta1, beta2, 1 - beta2))
-    for param, grad, m, v, master, decay in zip(params, grads, exp_avgs, exp_avg_sqs, masters, weight_decays, strict=True):
+    for param, grad, m, v, master, decay in zip(
+        params, grads, exp_avgs, exp_avg_sqs, masters, weight_decays, strict=True
+    ):
         weights = f32(param) if master is None else master.numpy()
-        _adamw(weights.reshape(-1), _unscaled(grad, inv_scale), m.numpy().reshape(-1), v.numpy().reshape(-1), rate, keep1, add1,
-               keep2, add2, np.float32(epsilon), np.float32(decay), first, second)
+        _adamw(
+            weights.reshape(-1),
+            _unscaled(grad, inv_scale),
+            m.numpy().reshape(-1),
+            v.numpy().reshape(-1),
+            rate,
+            keep1,
+            add1,
+            keep2,
+            add2,
+            np.float32(epsilon),
+            np.float32(decay),
+            first,
+            second,
+        )
         store(param, weights)
 
 
 @quiet
-def sgd_(params: Sequence[ArrayView], grads: Sequence[ArrayView], buffers: Sequence[ArrayView | None],
-         masters: Sequence[ArrayView | None], lr: float | ArrayView, momentum: float, dampening: float, nesterov: bool,
-         weight_decays: Sequence[float], step: int | ArrayView, inv_scale: ArrayView | None, found_inf: ArrayView | None,
-         stream: int) -> None:
+def sgd_(
+    params: Sequence[ArrayView],
+    grads: Sequence[ArrayView],
+    buffers: Sequence[ArrayView | None],
+    masters: Sequence[ArrayView | None],
+    lr: float | ArrayView,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decays: Sequence[float],
+    step: int | ArrayView,
+    inv_scale: ArrayView | None,
+    found_inf: ArrayView | None,
+    stream: int,
+) -> None:
     """One step of SGD on lists of tensors; see ``protocol.Kernels.sgd_``. ``step`` counts from 1."""
     if found_inf is not None and found_inf.numpy()[0] != 0:
         return
     rate, keep, add = np.float32(_value(lr)), np.float32(momentum), np.float32(1 - dampening)
     first = int(_value(step)) == 1
-    for param, grad, buffer, master, decay in zip(params, grads, buffers, masters, weight_decays, strict=True):
+    for param, grad, buffer, master, decay in zip(
+        params, grads, buffers, masters, weight_decays, strict=True
+    ):
         weights = f32(param) if master is None else master.numpy()
         w, g = weights.reshape(-1), _unscaled(grad, inv_scale)
         b = g if buffer is None else buffer.numpy().reshape(-1)
@@ -57,7 +97,9 @@ def sgd_(params: Sequence[ArrayView], grads: Sequence[ArrayView], buffers: Seque
 
 
 @quiet
-def scale_(xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayView | None, stream: int) -> None:
+def scale_(
+    xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayView | None, stream: int
+) -> None:
     """Multiply all tensors by a factor and look for Inf and NaN; see ``protocol.Kernels.scale_``."""
     for x in xs:
         values = f32(x)
@@ -68,8 +110,16 @@ def scale_(xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayVi
 
 
 @quiet
-def loss_scale_(scale: ArrayView, inv_scale: ArrayView, good_steps: ArrayView, found_inf: ArrayView, growth_factor: float,
-                backoff_factor: float, growth_interval: int, stream: int) -> None:
+def loss_scale_(
+    scale: ArrayView,
+    inv_scale: ArrayView,
+    good_steps: ArrayView,
+    found_inf: ArrayView,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    stream: int,
+) -> None:
     """Dynamic loss scaling's update; see ``protocol.Kernels.loss_scale_``."""
     value, good = scale.numpy(), good_steps.numpy()
     if found_inf.numpy()[0] != 0:
@@ -131,13 +181,27 @@ def clip_(xs: Sequence[ArrayView], norm: ArrayView, max_norm: float, stream: int
 
 
 @njit(parallel=True)
-def _adamw(weights: Array, grads: Array, ms: Array, vs: Array, lr: Any, keep1: Any, add1: Any, keep2: Any, add2: Any, epsilon: Any,
-           decay: Any, first: Any, second: Any) -> None:
+def _adamw(
+    weights: Array,
+    grads: Array,
+    ms: Array,
+    vs: Array,
+    lr: Any,
+    keep1: Any,
+    add1: Any,
+    keep2: Any,
+    add2: Any,
+    epsilon: Any,
+    decay: Any,
+    first: Any,
+    second: Any,
+) -> None:
     n = weights.size
     for task in prange((n + _TASK - 1) // _TASK):
         part = slice(task * _TASK, min(n, task * _TASK + _TASK))
         w, g, m, v = weights[part], grads[part], ms[part], vs[part]
-        for i in range(w.size):  # an index that starts at 0 lets LLVM use SIMD: it needs no test for negative ones
+        # an index that starts at 0 lets LLVM use SIMD: it needs no test for negative ones
+        for i in range(w.size):
             m[i] = keep1 * m[i] + add1 * g[i]
             v[i] = keep2 * v[i] + add2 * (g[i] * g[i])
             w[i] -= lr * ((m[i] / first) / (np.sqrt(v[i] / second) + epsilon) + decay * w[i])

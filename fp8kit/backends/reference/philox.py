@@ -1,4 +1,5 @@
-"""Philox4x32-10, the counter-based generator of the contract (Salmon, Moraes, Dror, Shaw, SC'11; constants of Random123)."""
+"""Philox4x32-10, the counter-based generator of the contract (Salmon, Moraes, Dror, Shaw, SC'11; constants of
+Random123)."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ def philox4(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 @njit
 def words(rng_seed: Any, rng_offset: Any, start: Any, out: Any) -> None:
-    """Fill ``out``, uint32 (n,), with the words of elements ``start`` ... ``start + n - 1`` of the stream (seed, offset), all int64.
+    """Fill ``out``, uint32 (n,), with the words of elements ``start`` ... ``start + n - 1`` of the stream
+    (seed, offset), all int64.
 
-    Element i has word ``i % 4`` of the counter ``(lo(i // 4), hi(i // 4), lo(offset), hi(offset))`` under the key ``(lo(seed), hi(seed))``.
+    Element i has word ``i % 4`` of the counter ``(lo(i // 4), hi(i // 4), lo(offset), hi(offset))`` under the
+    key ``(lo(seed), hi(seed))``.
     """
     seed, offset = np.uint64(rng_seed), np.uint64(rng_offset)
     k0, k1 = np.uint32(seed), np.uint32(seed >> _32)

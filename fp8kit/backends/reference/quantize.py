@@ -1,4 +1,5 @@
-"""Casts: encoding with the amax and 1 / scale on the side, decoding, and the layers' cast to both orientations."""
+"""Casts: encoding with the amax and 1 / scale on the side, decoding, and the layers' cast to both
+orientations."""
 
 from __future__ import annotations
 
@@ -24,22 +25,30 @@ Array = np.ndarray[Any, Any]
 _ROWS, _COLUMNS = 64, 256
 _NO_CODES, _NO_SUMS = np.empty(0, np.uint8), np.empty((0, 0))
 _32, _16, _8 = np.uint64(32), np.uint64(16), np.uint64(8)
-_LOW4, _LOW2, _LOW1 = np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF)
+_LOW4, _LOW2, _LOW1 = (
+    np.uint64(0x00000000FFFFFFFF),
+    np.uint64(0x0000FFFF0000FFFF),
+    np.uint64(0x00FF00FF00FF00FF),
+)
+
 
 @njit(parallel=True)
 def _encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: Any, row_amax: Any) -> None:
-    """q = codes of x * scale; row_amax[i, t] = bits of the amax of row i within tile column t. x: bits (M, N); scale: float32 [tiles]
-    row-major; q: uint8 (M, N); row_amax: uint32 (M, tile columns)."""
+    """q = codes of x * scale; row_amax[i, t] = bits of the amax of row i within tile column t. x: bits (M,
+    N); scale: float32 [tiles] row-major; q: uint8 (M, N); row_amax: uint32 (M, tile columns)."""
     across = row_amax.shape[1]
     for i in prange(x.shape[0]):
         for t in range(across):
             start, stop = t * tile_columns, min((t + 1) * tile_columns, x.shape[1])
-            row_amax[i, t] = encode_row(x[i, start:stop], scale[(i // tile_rows) * across + t], how, q[i, start:stop])
+            row_amax[i, t] = encode_row(
+                x[i, start:stop], scale[(i // tile_rows) * across + t], how, q[i, start:stop]
+            )
 
 
 @njit(parallel=True)
 def _decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: Any, x: Any) -> None:
-    """x = table[q] * scale_inv. q: uint8 (M, N); table: float32 (256,); scale_inv: float32 [tiles] row-major; x: bits (M, N)."""
+    """x = table[q] * scale_inv. q: uint8 (M, N); table: float32 (256,); scale_inv: float32 [tiles] row-major;
+    x: bits (M, N)."""
     across = (q.shape[1] + tile_columns - 1) // tile_columns
     for i in prange(q.shape[0]):
         for t in range(across):
@@ -51,8 +60,8 @@ def _decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: An
 def _transpose8(codes: Any, turned: Any) -> None:
     """turned = codes transposed, 8 x 8 bytes at a time in eight words.
 
-    codes: uint64 (rows, columns / 8); turned: uint64 (columns, rows / 8). Three rounds swap the off-diagonal 4 x 4, 2 x 2 and 1 x 1
-    blocks (Warren, Hacker's Delight, 2012, 7-3). Little-endian words.
+    codes: uint64 (rows, columns / 8); turned: uint64 (columns, rows / 8). Three rounds swap the off-diagonal
+    4 x 4, 2 x 2 and 1 x 1 blocks (Warren, Hacker's Delight, 2012, 7-3). Little-endian words.
     """
     for i in range(codes.shape[0] // 8):
         for j in range(codes.shape[1]):
@@ -71,19 +80,26 @@ def _transpose8(codes: Any, turned: Any) -> None:
             e, f = _swap(e, f, _8, _LOW1)
             g, h = _swap(g, h, _8, _LOW1)
             turned[8 * j, i], turned[8 * j + 1, i], turned[8 * j + 2, i], turned[8 * j + 3, i] = a, b, c, d
-            turned[8 * j + 4, i], turned[8 * j + 5, i], turned[8 * j + 6, i], turned[8 * j + 7, i] = e, f, g, h
+            turned[8 * j + 4, i], turned[8 * j + 5, i], turned[8 * j + 6, i], turned[8 * j + 7, i] = (
+                e,
+                f,
+                g,
+                h,
+            )
 
 
 @njit
 def _swap(upper: Any, lower: Any, shift: Any, low: Any) -> Any:
-    """Exchange the upper row's high blocks with the lower row's low ones; ``low`` masks the low blocks, ``shift`` bits wide each."""
+    """Exchange the upper row's high blocks with the lower row's low ones; ``low`` masks the low blocks,
+    ``shift`` bits wide each."""
     moved = ((upper >> shift) ^ lower) & low
     return upper ^ (moved << shift), lower ^ moved
 
 
 @njit
 def _cast_block(x: Any, factor: Any, how: Any, top: Any, left: Any, q: Any, q_t: Any, sums: Any) -> Any:
-    """The part of ``_cast_both`` that starts at row ``top`` and column ``left``; returns the bits of its amax."""
+    """The part of ``_cast_both`` that starts at row ``top`` and column ``left``; returns the bits of its
+    amax."""
     height, width = min(_ROWS, x.shape[0] - top), min(_COLUMNS, x.shape[1] - left)
     codes = np.zeros((_ROWS, _COLUMNS), np.uint8)
     most = np.uint32(0)
@@ -115,11 +131,14 @@ def _copy(source: Any, target: Any, count: Any) -> None:
 
 @njit(parallel=True)
 def _cast_both(x: Any, scale: Any, how: Any, across: Any, q: Any, q_t: Any, most: Any, sums: Any) -> None:
-    """Codes of x * scale in both orientations, zero codes around, block by block: each is encoded, turned and written while it is in
-    cache. x: bits (M, N); scale: float32 [1]; ``across`` blocks a row; q, q_t: ``_Memory``; most: uint32 [blocks], bits of their
-    amaxes; sums: float64 (rows of blocks, N) of zeros that take their column sums, or empty."""
+    """Codes of x * scale in both orientations, zero codes around, block by block: each is encoded, turned and
+    written while it is in cache. x: bits (M, N); scale: float32 [1]; ``across`` blocks a row; q, q_t:
+    ``_Memory``; most: uint32 [blocks], bits of their amaxes; sums: float64 (rows of blocks, N) of zeros that
+    take their column sums, or empty."""
     for block in prange(most.size):
-        most[block] = _cast_block(x, scale[0], how, (block // across) * _ROWS, (block % across) * _COLUMNS, q, q_t, sums)
+        most[block] = _cast_block(
+            x, scale[0], how, (block // across) * _ROWS, (block % across) * _COLUMNS, q, q_t, sums
+        )
 
 
 def _spread(per_tile: Array, shape: tuple[int, int], tile: tuple[int, int], rows: slice) -> Array:
@@ -129,7 +148,15 @@ def _spread(per_tile: Array, shape: tuple[int, int], tile: tuple[int, int], rows
     return grid[down[:, None], across]
 
 
-def _cast_by_codec(x: Array, q: Array, scale: Array, tile: tuple[int, int], fmt: Format, saturate: bool, rng: ArrayView | None) -> None:
+def _cast_by_codec(
+    x: Array,
+    q: Array,
+    scale: Array,
+    tile: tuple[int, int],
+    fmt: Format,
+    saturate: bool,
+    rng: ArrayView | None,
+) -> None:
     """The general cast, some rows at a time."""
     m, n = x.shape
     step = max(1, (1 << 18) // max(n, 1))
@@ -151,8 +178,18 @@ def _reciprocal(scale: ArrayView, scale_inv: ArrayView) -> None:
         np.divide(np.float32(1), scale.numpy().reshape(-1), out=scale_inv.numpy().reshape(-1))
 
 
-def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None, format: Format,
-             tile: tuple[int, int], saturate: bool, rng: ArrayView | None, stream: int) -> None:
+def quantize(
+    x: ArrayView,
+    q: ArrayView,
+    scale: ArrayView,
+    scale_inv: ArrayView,
+    amax: ArrayView | None,
+    format: Format,
+    tile: tuple[int, int],
+    saturate: bool,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
     """See ``Kernels.quantize``."""
     factors, how = scale.numpy().reshape(-1), rounding(format, saturate)
     if rng is None and how is not None:
@@ -175,14 +212,19 @@ def _table32(fmt: Format) -> Array:
     return codec.table(fmt).astype(np.float32)
 
 
-def dequantize(q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int) -> None:
+def dequantize(
+    q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int
+) -> None:
     """See ``Kernels.dequantize``."""
     values = x.view(bits_dtype(x.dtype)).numpy()
-    _decode(q.numpy(), _table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), values)
+    _decode(
+        q.numpy(), _table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), values
+    )
 
 
 class _Memory(NamedTuple):
-    """A uint8 matrix whose rows may lie apart, as ``_cast_both`` takes it: always of one Numba type. Empty memory and no rows: none."""
+    """A uint8 matrix whose rows may lie apart, as ``_cast_both`` takes it: always of one Numba type. Empty
+    memory and no rows: none."""
 
     memory: Array  # from the first element to the last
     pitch: int  # bytes from one row to the next
@@ -198,7 +240,9 @@ def _memory(view: ArrayView | None) -> _Memory:
     return _Memory(view.with_strides(((rows - 1) * pitch + columns,), (1,)).numpy(), pitch, rows, columns)
 
 
-def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
+def quantize_transpose(
+    x: ArrayView, cast: Cast, dbias: ArrayView | None, workspace: ArrayView | None, stream: int
+) -> None:
     """See ``Kernels.quantize_transpose``."""
     how = rounding(cast.format, True)
     assert how is not None, cast.format
@@ -210,7 +254,9 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     rule, scale = cast.rule, as_view(np.empty(1, np.float32)) if cast.scale is None else cast.scale
     if rule is not None:
         assert cast.amax is not None
-        scales.scale_from_amax(cast.amax, scale, cast.scale_inv, cast.format.max, rule.power_2, rule.epsilon, float32.max, stream)
+        scales.scale_from_amax(
+            cast.amax, scale, cast.scale_inv, cast.format.max, rule.power_2, rule.epsilon, float32.max, stream
+        )
     _cast_both(bits(x), scale.numpy(), how, across, q, q_t, most.reshape(-1), sums)
     if rule is None:
         _reciprocal(scale, cast.scale_inv)

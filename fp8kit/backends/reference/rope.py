@@ -10,28 +10,60 @@ from fp8kit.backends.reference.sequences import lengths_of
 
 
 @quiet
-def rope_fwd(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
-             starts: ArrayView | None, qkv_format: str, interleaved: bool, stream: int) -> None:
+def rope_fwd(
+    x: ArrayView,
+    freqs: ArrayView,
+    y: ArrayView,
+    start_positions: ArrayView | None,
+    lengths: ArrayView | None,
+    starts: ArrayView | None,
+    qkv_format: str,
+    interleaved: bool,
+    stream: int,
+) -> None:
     """``y = x cos(a) + partner(x) sin(a)``; see ``protocol.Kernels.rope_fwd``."""
     cos, sin = _turns(x, freqs, start_positions, starts, qkv_format)
     values = x.numpy()
     first, second = _halves(freqs.shape[1], interleaved)
     low, high = values[..., first].astype(np.float32), values[..., second].astype(np.float32)
-    _put(y, values, first, low * cos[..., first] - high * sin[..., first], second, high * cos[..., second] + low * sin[..., second],
-         freqs.shape[1])
+    _put(
+        y,
+        values,
+        first,
+        low * cos[..., first] - high * sin[..., first],
+        second,
+        high * cos[..., second] + low * sin[..., second],
+        freqs.shape[1],
+    )
     _clear(y, lengths, starts)
 
 
 @quiet
-def rope_bwd(dy: ArrayView, freqs: ArrayView, dx: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
-             starts: ArrayView | None, qkv_format: str, interleaved: bool, stream: int) -> None:
+def rope_bwd(
+    dy: ArrayView,
+    freqs: ArrayView,
+    dx: ArrayView,
+    start_positions: ArrayView | None,
+    lengths: ArrayView | None,
+    starts: ArrayView | None,
+    qkv_format: str,
+    interleaved: bool,
+    stream: int,
+) -> None:
     """The transposed rotation; see ``protocol.Kernels.rope_bwd``."""
     cos, sin = _turns(dy, freqs, start_positions, starts, qkv_format)
     values = dy.numpy()
     first, second = _halves(freqs.shape[1], interleaved)
     low, high = values[..., first].astype(np.float32), values[..., second].astype(np.float32)
-    _put(dx, values, first, low * cos[..., first] + high * sin[..., second], second, high * cos[..., second] - low * sin[..., first],
-         freqs.shape[1])
+    _put(
+        dx,
+        values,
+        first,
+        low * cos[..., first] + high * sin[..., second],
+        second,
+        high * cos[..., second] - low * sin[..., first],
+        freqs.shape[1],
+    )
     _clear(dx, lengths, starts)
 
 
@@ -42,8 +74,13 @@ def _halves(rotated: int, interleaved: bool) -> tuple[slice, slice]:
     return slice(0, rotated // 2), slice(rotated // 2, rotated)
 
 
-def _turns(x: ArrayView, freqs: ArrayView, start_positions: ArrayView | None, starts: ArrayView | None,
-           qkv_format: str) -> tuple[Float32, Float32]:
+def _turns(
+    x: ArrayView,
+    freqs: ArrayView,
+    start_positions: ArrayView | None,
+    starts: ArrayView | None,
+    qkv_format: str,
+) -> tuple[Float32, Float32]:
     """cos and sin of every token's angles, float32, broadcastable over x's heads."""
     if starts is not None:
         batch, position = _places(x.shape[0], starts)
@@ -52,15 +89,20 @@ def _turns(x: ArrayView, freqs: ArrayView, start_positions: ArrayView | None, st
     else:
         length, batches = (x.shape[0], x.shape[1]) if qkv_format == "sbhd" else (x.shape[1], x.shape[0])
         start = np.zeros(batches, np.int64) if start_positions is None else start_positions.numpy()
-        position = np.arange(length)[:, None] + start if qkv_format == "sbhd" else np.arange(length) + start[:, None]
+        position = (
+            np.arange(length)[:, None] + start if qkv_format == "sbhd" else np.arange(length) + start[:, None]
+        )
     table = freqs.numpy()
     inside = (position >= 0) & (position < len(table))
-    angles = np.where(inside[..., None], table[np.where(inside, position, 0)], np.float32(np.nan))[..., None, :]
+    angles = np.where(inside[..., None], table[np.where(inside, position, 0)], np.float32(np.nan))[
+        ..., None, :
+    ]
     return np.cos(angles), np.sin(angles)
 
 
 def _places(tokens: int, starts: ArrayView) -> tuple[Array, Array]:
-    """The last sequence that starts at or before each token, and the token's place in it: beyond its end for a token of none."""
+    """The last sequence that starts at or before each token, and the token's place in it: beyond its end for
+    a token of none."""
     first, token = starts.numpy(), np.arange(tokens)
     batch = np.clip(np.searchsorted(first[:-1], token, side="right") - 1, 0, None)
     return batch, token - first[batch]
@@ -74,7 +116,9 @@ def _clear(view: ArrayView, lengths: ArrayView | None, starts: ArrayView | None)
     view.numpy()[(place < 0) | (place >= lengths_of(lengths)[batch])] = 0
 
 
-def _put(view: ArrayView, source: Array, first: slice, low: Float32, second: slice, high: Float32, rotated: int) -> None:
+def _put(
+    view: ArrayView, source: Array, first: slice, low: Float32, second: slice, high: Float32, rotated: int
+) -> None:
     """Write the pairs, and the source's features beyond them."""
     target = view.numpy()
     target[..., first], target[..., second] = low, high

@@ -24,14 +24,16 @@ def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
 
 @njit(parallel=True)
 def _row_amax(x: Any, columns: Any, out: Any) -> None:
-    """out[i, t]: bits of max|x[i, t * columns : (t + 1) * columns]|, NaN ignored. x: bits (M, N); out: uint32."""
+    """out[i, t]: bits of max|x[i, t * columns : (t + 1) * columns]|, NaN ignored. x: bits (M, N); out:
+    uint32."""
     for i in prange(x.shape[0]):
         for t in range(out.shape[1]):
             out[i, t] = amax_row(x[i, t * columns : min((t + 1) * columns, x.shape[1])])
 
 
 def accumulate(row_bits: Array, tile_rows: int, amax: ArrayView) -> None:
-    """Max-accumulate the amaxes of rows, uint32 bits (M, T), into the float32 amaxes of tiles of ``tile_rows`` rows."""
+    """Max-accumulate the amaxes of rows, uint32 bits (M, T), into the float32 amaxes of tiles of
+    ``tile_rows`` rows."""
     if not row_bits.size:
         return
     found = np.maximum.reduceat(row_bits, np.arange(0, len(row_bits), tile_rows), axis=0).view(np.float32)
@@ -52,8 +54,16 @@ def amax_many(xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int)
         amax(x.reshape(1, x.size), most, (1, x.size), stream)
 
 
-def scale_from_amax(amax: ArrayView, scale: ArrayView, scale_inv: ArrayView, fp8_max: float, power_2: bool, epsilon: float,
-                    value_for_inf: float, stream: int) -> None:
+def scale_from_amax(
+    amax: ArrayView,
+    scale: ArrayView,
+    scale_inv: ArrayView,
+    fp8_max: float,
+    power_2: bool,
+    epsilon: float,
+    value_for_inf: float,
+    stream: int,
+) -> None:
     """See ``Kernels.scale_from_amax``."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         # a NaN amax must stay NaN, so no fmax
@@ -67,11 +77,20 @@ def scale_from_amax(amax: ArrayView, scale: ArrayView, scale_inv: ArrayView, fp8
         scale_inv.numpy().reshape(-1)[:] = np.float32(1) / found
 
 
-def update_delayed_(scales: Sequence[ArrayView], scale_invs: Sequence[ArrayView], histories: Sequence[ArrayView],
-                    fp8_maxes: Sequence[float], margin: int, most_recent: bool, stream: int) -> None:
+def update_delayed_(
+    scales: Sequence[ArrayView],
+    scale_invs: Sequence[ArrayView],
+    histories: Sequence[ArrayView],
+    fp8_maxes: Sequence[float],
+    margin: int,
+    most_recent: bool,
+    stream: int,
+) -> None:
     """See ``Kernels.update_delayed_``."""
     for scale, scale_inv, history, fp8_max in zip(scales, scale_invs, histories, fp8_maxes, strict=True):
-        _update(scale.numpy(), scale_inv.numpy(), history.numpy(), np.float32(fp8_max * 2.0**-margin), most_recent)
+        _update(
+            scale.numpy(), scale_inv.numpy(), history.numpy(), np.float32(fp8_max * 2.0**-margin), most_recent
+        )
 
 
 def _update(scale: Array, scale_inv: Array, history: Array, scaled_max: Any, most_recent: bool) -> None:

@@ -11,7 +11,8 @@ from fp8kit.backends.reference._numpy import Array
 
 
 def unpack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
-    """``y[b, i] = x[starts[b] + i]`` within each sequence, 0 beyond; see ``protocol.Kernels.unpack_sequences``."""
+    """``y[b, i] = x[starts[b] + i]`` within each sequence, 0 beyond; see
+    ``protocol.Kernels.unpack_sequences``."""
     source, target = x.numpy(), y.numpy()
     target[...] = 0
     for batch, start, length in _sequences(lengths, starts, len(source)):

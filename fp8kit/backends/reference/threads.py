@@ -1,7 +1,8 @@
 """Numba for this engine: the threading layer, the compiled-code cache and the one ``njit``.
 
-Numba's default OpenMP layer kills a forked child, and its workqueue layer aborts when several Python threads enter it; TBB does
-neither. The ``tbb`` wheel's library lies where the loader does not look, so it is loaded here by path, before Numba asks for it.
+Numba's default OpenMP layer kills a forked child, and its workqueue layer aborts when several Python threads
+enter it; TBB does neither. The ``tbb`` wheel's library lies where the loader does not look, so it is loaded
+here by path, before Numba asks for it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ prange = numba.prange
 
 
 def _candidates() -> list[str]:
-    """Where TBB may be: the files of the ``tbb`` wheel, the environment's own lib folder, the loader's path."""
+    """Where TBB may be: the files of the ``tbb`` wheel, the environment's own lib folder, the loader's
+    path."""
     found: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found = [str(Path(str(file.locate())).resolve()) for file in importlib.metadata.files("tbb") or () if file.name == _LIBRARY]
+        found = [
+            str(Path(str(file.locate())).resolve())
+            for file in importlib.metadata.files("tbb") or ()
+            if file.name == _LIBRARY
+        ]
     return [*found, str(Path(sys.prefix, "lib", _LIBRARY)), _LIBRARY]
 
 
@@ -50,10 +56,12 @@ def _use_tbb() -> None:
 
 
 def _cache() -> bool:
-    """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own. Whether that can be written: where it
-    cannot, Numba would go on to folders of its own choice, the package's among them, and so nothing is kept at all.
+    """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own. Whether
+    that can be written: where it cannot, Numba would go on to folders of its own choice, the package's among
+    them, and so nothing is kept at all.
 
-    Numba looks at the file of the compiled function alone, not at those it calls into; so the folder's name is a digest of the engine.
+    Numba looks at the file of the compiled function alone, not at those it calls into; so the folder's name
+    is a digest of the engine.
     """
     if "NUMBA_CACHE_DIR" not in os.environ:
         digest = hashlib.sha256()
@@ -64,7 +72,10 @@ def _cache() -> bool:
     if why is not None:
         logging.getLogger("fp8kit").warning(
             "the cache folder %s cannot be written (%s): every process compiles the CPU engine's functions anew, and keeps nothing; "
-            "set FP8KIT_CACHE_DIR to a folder that can be written", numba.config.CACHE_DIR, why)  # fmt: skip
+            "set FP8KIT_CACHE_DIR to a folder that can be written",
+            numba.config.CACHE_DIR,
+            why,
+        )
     return why is None
 
 
@@ -73,8 +84,8 @@ def njit(function: _Kernel, /) -> _Kernel: ...
 @overload
 def njit(**options: Any) -> Callable[[_Kernel], _Kernel]: ...
 def njit(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """``numba.njit`` as every file of this engine uses it: kept on disk where that can be, without the GIL, arithmetic as IEEE 754 says (no
-    fast-math).
+    """``numba.njit`` as every file of this engine uses it: kept on disk where that can be, without the GIL,
+    arithmetic as IEEE 754 says (no fast-math).
 
     Used bare or with Numba's options: ``@njit``, ``@njit(parallel=True)``.
     """

@@ -1,7 +1,8 @@
 """The kernel contract as tests: cases that any engine must pass, against the codec or a float64 oracle.
 
-Each module holds ``CASES`` for the kernels of one file of the engines. A case makes its own data from a fixed seed on the CPU, moves it
-to the device, calls one kernel, and compares; it raises AssertionError with the first wrong coordinate.
+Each module holds ``CASES`` for the kernels of one file of the engines. A case makes its own data from a fixed
+seed on the CPU, moves it to the device, calls one kernel, and compares; it raises AssertionError with the
+first wrong coordinate.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def put(array: Any, device: Device) -> ArrayView:
 
 
 def poisoned(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
-    """An output to be written: every byte 0xFF (NaN in float types), so that what a kernel leaves out shows."""
+    """An output to be written: every byte 0xFF (NaN in float types), so that what a kernel leaves out
+    shows."""
     host = np.full(dtype.numpy.itemsize * int(np.prod(shape, dtype=np.int64)), 0xFF, np.uint8)
     return arrays.to(arrays.as_view(host.view(dtype.numpy).reshape(shape)), device)
 

@@ -1,10 +1,11 @@
 """Contract cases of the activations, against float64, and of their fused casts, against the codec.
 
-Tolerances, with u = 2^-24: an engine may write GELU with tanh or as x * sigmoid(z). Either way the argument has a relative error of 4 u,
-which a saturating function damps to less than 4 u absolute, and exp, tanh and the division add 4 u: 16 u |x| in all, with a factor 2 in
-hand. The slope is g + x z'(x) g (1 - g) with g in [0, 1] known to 8 u absolute (1 - tanh^2 cancels), so 16 u (1 + |x z'(x)|), times |dy|.
-The other smooth activations are the same with another z, or without the factor x. Sums with the bias are rounded to float32 in the oracle
-too, since clamping decides by them.
+Tolerances, with u = 2^-24: an engine may write GELU with tanh or as x * sigmoid(z). Either way the argument
+has a relative error of 4 u, which a saturating function damps to less than 4 u absolute, and exp, tanh and
+the division add 4 u: 16 u |x| in all, with a factor 2 in hand. The slope is g + x z'(x) g (1 - g) with g in
+[0, 1] known to 8 u absolute (1 - tanh^2 cancels), so 16 u (1 + |x z'(x)|), times |dy|. The other smooth
+activations are the same with another z, or without the factor x. Sums with the bias are rounded to float32 in
+the oracle too, since clamping decides by them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ from fp8kit.testing.contract.norm import check_fused
 
 _GELU = math.sqrt(2 / math.pi)
 _PARAMS = {"clamped_swiglu": (2.0, 1.3, 0.75)}  # such that many elements lie beyond the limit
-_FIRST = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
-          "clamped_swiglu": "clamped"}  # what a gated activation does to its first half
+_FIRST = {
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+    "clamped_swiglu": "clamped",
+}  # what a gated activation does to its first half
 _RATES = {"silu": 1.0, "qgelu": 1.702}
 
 
@@ -51,7 +59,11 @@ def _curve(x: Array, curve: str) -> tuple[Array, Array, Array, Array]:
         limit, alpha = _PARAMS["clamped_swiglu"][:2] if curve == "clamped" else (np.inf, _RATES[curve])
         c = np.minimum(x, limit)
         g = 1 / (1 + np.exp(-alpha * c))
-        value, slope, rate = c * g, np.where(x > limit, 0, g + alpha * c * g * (1 - g)), np.full_like(x, alpha)
+        value, slope, rate = (
+            c * g,
+            np.where(x > limit, 0, g + alpha * c * g * (1 - g)),
+            np.full_like(x, alpha),
+        )
     return value, slope, 16 * ROUNDOFF * np.abs(x), 16 * ROUNDOFF * (1 + np.abs(x * rate))
 
 
@@ -60,7 +72,11 @@ def _factor(v: Array, activation: str) -> tuple[Array, Array, Array]:
     if activation != "clamped_swiglu":
         return v, np.ones_like(v), np.zeros_like(v)
     limit, _, offset = _PARAMS[activation]
-    return np.clip(v, -limit, limit) + offset, (np.abs(v) <= limit) * 1.0, 2 * ROUNDOFF * (np.abs(v) + abs(offset))
+    return (
+        np.clip(v, -limit, limit) + offset,
+        (np.abs(v) <= limit) * 1.0,
+        2 * ROUNDOFF * (np.abs(v) + abs(offset)),
+    )
 
 
 def _oracle(x: Array, activation: str) -> tuple[Array, Array]:
@@ -70,7 +86,9 @@ def _oracle(x: Array, activation: str) -> tuple[Array, Array]:
     left, right = np.split(x, 2, axis=1)
     value, _, slack, _ = _curve(left, _FIRST[activation])
     factor, _, factor_slack = _factor(right, activation)
-    return value * factor, slack * np.abs(factor) + np.abs(value) * factor_slack + 4 * ROUNDOFF * np.abs(value * factor)
+    return value * factor, slack * np.abs(factor) + np.abs(value) * factor_slack + 4 * ROUNDOFF * np.abs(
+        value * factor
+    )
 
 
 def _oracle_bwd(dy: Array, x: Array, activation: str) -> tuple[Array, Array]:
@@ -86,7 +104,9 @@ def _oracle_bwd(dy: Array, x: Array, activation: str) -> tuple[Array, Array]:
     return reference, slack + 4 * ROUNDOFF * np.abs(reference)
 
 
-def _data(dtype: DType, shape: tuple[int, int], activation: str, biased: bool) -> tuple[Array, Array | None, tuple[int, int]]:
+def _data(
+    dtype: DType, shape: tuple[int, int], activation: str, biased: bool
+) -> tuple[Array, Array | None, tuple[int, int]]:
     """x of 3 standard deviations (so that both tails are met), a bias or None, and the shape of y."""
     m, f = shape
     columns = ACTIVATIONS[activation].parts * f
@@ -101,8 +121,9 @@ def _sum(x: Array, bias: Array | None) -> Array:
     return wide(x) if bias is None else wide(x.astype(np.float32) + bias.astype(np.float32))
 
 
-def _fwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False,
-         start: float | None = None) -> Callable[[Kernels, Device], None]:
+def _fwd(
+    dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False, start: float | None = None
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, biased)
         y = poisoned(out, dtype, device)
@@ -117,13 +138,23 @@ def _fwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = F
     return run
 
 
-def _fwd_cast(dtype: DType, activation: str, shape: tuple[int, int], fmt: Format, pad: tuple[int, int], keep_y: bool,
-              transposed: bool = True, rule: Rule | None = None) -> Callable[[Kernels, Device], None]:
+def _fwd_cast(
+    dtype: DType,
+    activation: str,
+    shape: tuple[int, int],
+    fmt: Format,
+    pad: tuple[int, int],
+    keep_y: bool,
+    transposed: bool = True,
+    rule: Rule | None = None,
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, True)
 
         def call(y: ArrayView | None, cast: Cast | None) -> None:
-            kernels.act_fwd(put(x, device), _put(bias, device), y, None, cast, activation, _params(activation), 0)
+            kernels.act_fwd(
+                put(x, device), _put(bias, device), y, None, cast, activation, _params(activation), 0
+            )
 
         plain = poisoned(out, dtype, device)
         call(plain, None)
@@ -144,21 +175,38 @@ def _amax_alone(dtype: DType, activation: str, shape: tuple[int, int]) -> Callab
         x, bias, out = _data(dtype, shape, activation, True)
         y, amaxes = poisoned(out, dtype, device), [put(np.zeros(1, np.float32), device) for _ in range(2)]
         for where, amax in zip((y, None), amaxes, strict=True):
-            kernels.act_fwd(put(x, device), _put(bias, device), where, amax, None, activation, _params(activation), 0)
+            kernels.act_fwd(
+                put(x, device), _put(bias, device), where, amax, None, activation, _params(activation), 0
+            )
         assert_same_bits("amax", get(amaxes[1]), get(amaxes[0]))
 
     return run
 
 
-def _bwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False,
-         start: float | None = None) -> Callable[[Kernels, Device], None]:
+def _bwd(
+    dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False, start: float | None = None
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, biased)
         dy = draw(3, out, dtype)
-        dx, dbias = poisoned(x.shape, dtype, device), poisoned((x.shape[1],), dtype, device) if biased else None
+        dx, dbias = (
+            poisoned(x.shape, dtype, device),
+            poisoned((x.shape[1],), dtype, device) if biased else None,
+        )
         amax = None if start is None else put(np.array([start], np.float32), device)
-        kernels.act_bwd(put(dy, device), put(x, device), _put(bias, device), dx, dbias, amax, None, activation, _params(activation),
-                        workspace(kernels.act_bwd_workspace(*x.shape), device), 0)
+        kernels.act_bwd(
+            put(dy, device),
+            put(x, device),
+            _put(bias, device),
+            dx,
+            dbias,
+            amax,
+            None,
+            activation,
+            _params(activation),
+            workspace(kernels.act_bwd_workspace(*x.shape), device),
+            0,
+        )
         reference, slack = _oracle_bwd(wide(dy), _sum(x, bias), activation)
         assert_close("dx", get(dx), reference, dtype, slack)
         _check_dbias(dbias, get(dx), dtype)
@@ -175,20 +223,44 @@ def _check_dbias(dbias: ArrayView | None, dx: Array, dtype: DType) -> None:
         assert_close("dbias", get(dbias), wide(dx).sum(0), dtype, sum_slack(np.abs(wide(dx)).sum(0), len(dx)))
 
 
-def _bwd_cast(dtype: DType, activation: str, shape: tuple[int, int], fmt: Format, pad: tuple[int, int], keep_dx: bool,
-              transposed: bool = True, rule: Rule | None = None) -> Callable[[Kernels, Device], None]:
+def _bwd_cast(
+    dtype: DType,
+    activation: str,
+    shape: tuple[int, int],
+    fmt: Format,
+    pad: tuple[int, int],
+    keep_dx: bool,
+    transposed: bool = True,
+    rule: Rule | None = None,
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, True)
         dy = draw(3, out, dtype)
 
         def call(dx: ArrayView | None, dbias: ArrayView | None, cast: Cast | None) -> None:
-            kernels.act_bwd(put(dy, device), put(x, device), _put(bias, device), dx, dbias, None, cast, activation, _params(activation),
-                            workspace(kernels.act_bwd_workspace(*x.shape), device), 0)
+            kernels.act_bwd(
+                put(dy, device),
+                put(x, device),
+                _put(bias, device),
+                dx,
+                dbias,
+                None,
+                cast,
+                activation,
+                _params(activation),
+                workspace(kernels.act_bwd_workspace(*x.shape), device),
+                0,
+            )
 
         plain = poisoned(x.shape, dtype, device)
         call(plain, None, None)
-        cast, check = check_fused(kernels, device, (x.shape[0], x.shape[1]), fmt, get(plain), pad, transposed, rule)
-        dx, dbias = poisoned(x.shape, dtype, device) if keep_dx else None, poisoned((x.shape[1],), dtype, device)
+        cast, check = check_fused(
+            kernels, device, (x.shape[0], x.shape[1]), fmt, get(plain), pad, transposed, rule
+        )
+        dx, dbias = (
+            poisoned(x.shape, dtype, device) if keep_dx else None,
+            poisoned((x.shape[1],), dtype, device),
+        )
         call(dx, dbias, cast)
         if dx is not None:
             assert_same_bits("dx", get(dx), get(plain))
@@ -217,34 +289,154 @@ def _nan(activation: str) -> Callable[[Kernels, Device], None]:
 _SHAPES = ((17, 33), (1, 64), (5, 1), (0, 16), (130, 96))
 
 CASES = [
-    *table("act_fwd", {f"{d.name}-{a}-{s[0]}x{s[1]}": _fwd(d, a, s) for d in HIGH_PRECISION for a in ACTIVATIONS for s in _SHAPES}),
-    *table("act_fwd", {f"{d.name}-{a}-bias-amax-{x}": _fwd(d, a, (19, 40), True, x) for d in HIGH_PRECISION for a in ACTIVATIONS
-                       for x in (0.0, 1e4)}),
-    *table("act_fwd", {f"{d.name}-{a}-cast": _fwd_cast(d, a, (32, 48), E4M3, (0, 0), False) for d in HIGH_PRECISION for a in ACTIVATIONS}),
-    *table("act_fwd", {f"{d.name}-{a}-cast-{s[0]}x{s[1]}": _fwd_cast(d, a, s, E4M3, (0, 0), False) for d in HIGH_PRECISION
-                       for a in ("gelu", "swiglu") for s in ((0, 128), (192, 128))}),
-    *table("act_fwd", {f"{d.name}-{a}-cast-{f}-whole": _fwd_cast(d, a, (128, 256), f, (0, 0), False) for d in HIGH_PRECISION
-                       for a in ACTIVATIONS for f in (E4M3, E5M2)}),
-    *table("act_fwd", {f"{d.name}-{a}-cast-padded-y": _fwd_cast(d, a, (17, 33), E5M2, (15, 15), True)
-                       for d in HIGH_PRECISION for a in ACTIVATIONS}),
-    *table("act_fwd", {f"{d.name}-{f}-cast-by-amax-{s[0]}-{r.power_2}": _fwd_cast(d, "gelu", s, f, (0, 0), False, True, r)
-                       for d in HIGH_PRECISION for f in (E4M3, E5M2) for s in ((32, 48), (128, 256))
-                       for r in (Rule(False, 0.0), Rule(True, 1e3))}),
-    *table("act_fwd", {f"{d.name}-gelu-cast-rowwise": _fwd_cast(d, "gelu", (70, 80), E4M3, (10, 0), False, False) for d in HIGH_PRECISION}),
-    *table("act_fwd", {f"{d.name}-{a}-amax-alone-{s[0]}x{s[1]}": _amax_alone(d, a, s) for d in HIGH_PRECISION for a in ACTIVATIONS
-                       for s in ((17, 33), (128, 256))}),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{a}-{s[0]}x{s[1]}": _fwd(d, a, s)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+            for s in _SHAPES
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{a}-bias-amax-{x}": _fwd(d, a, (19, 40), True, x)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+            for x in (0.0, 1e4)
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{a}-cast": _fwd_cast(d, a, (32, 48), E4M3, (0, 0), False)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{a}-cast-{s[0]}x{s[1]}": _fwd_cast(d, a, s, E4M3, (0, 0), False)
+            for d in HIGH_PRECISION
+            for a in ("gelu", "swiglu")
+            for s in ((0, 128), (192, 128))
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{a}-cast-{f}-whole": _fwd_cast(d, a, (128, 256), f, (0, 0), False)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+            for f in (E4M3, E5M2)
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{a}-cast-padded-y": _fwd_cast(d, a, (17, 33), E5M2, (15, 15), True)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{f}-cast-by-amax-{s[0]}-{r.power_2}": _fwd_cast(
+                d, "gelu", s, f, (0, 0), False, True, r
+            )
+            for d in HIGH_PRECISION
+            for f in (E4M3, E5M2)
+            for s in ((32, 48), (128, 256))
+            for r in (Rule(False, 0.0), Rule(True, 1e3))
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-gelu-cast-rowwise": _fwd_cast(d, "gelu", (70, 80), E4M3, (10, 0), False, False)
+            for d in HIGH_PRECISION
+        },
+    ),
+    *table(
+        "act_fwd",
+        {
+            f"{d.name}-{a}-amax-alone-{s[0]}x{s[1]}": _amax_alone(d, a, s)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+            for s in ((17, 33), (128, 256))
+        },
+    ),
     *table("act_fwd", {f"{a}-nan": _nan(a) for a in ACTIVATIONS}),
-    *table("act_bwd", {f"{d.name}-{a}-{s[0]}x{s[1]}": _bwd(d, a, s) for d in HIGH_PRECISION for a in ACTIVATIONS for s in _SHAPES}),
-    *table("act_bwd", {f"{d.name}-{a}-bias-amax-{x}": _bwd(d, a, (70, 40), True, x) for d in HIGH_PRECISION for a in ACTIVATIONS
-                       for x in (0.0, 1e4)}),
-    *table("act_bwd", {f"{d.name}-{a}-cast": _bwd_cast(d, a, (32, 48), E5M2, (0, 0), False) for d in HIGH_PRECISION for a in ACTIVATIONS}),
-    *table("act_bwd", {f"{d.name}-{a}-cast-{s[0]}x{s[1]}": _bwd_cast(d, a, s, E5M2, (0, 0), False) for d in HIGH_PRECISION
-                       for a in ("gelu", "swiglu") for s in ((0, 128), (192, 128))}),
-    *table("act_bwd", {f"{d.name}-{a}-cast-by-amax": _bwd_cast(d, a, (128, 256), E5M2, (0, 0), False, True, Rule(False, 0.0))
-                       for d in HIGH_PRECISION for a in ("gelu", "swiglu")}),
-    *table("act_bwd", {f"{d.name}-{a}-cast-{f}-whole": _bwd_cast(d, a, (128, 256), f, (0, 0), False) for d in HIGH_PRECISION
-                       for a in ACTIVATIONS for f in (E4M3, E5M2)}),
-    *table("act_bwd", {f"{d.name}-{a}-cast-padded-dx": _bwd_cast(d, a, (17, 33), E4M3, (15, 14), True)
-                       for d in HIGH_PRECISION for a in ACTIVATIONS}),
-    *table("act_bwd", {f"{d.name}-gelu-cast-rowwise": _bwd_cast(d, "gelu", (70, 80), E5M2, (10, 0), False, False) for d in HIGH_PRECISION}),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-{a}-{s[0]}x{s[1]}": _bwd(d, a, s)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+            for s in _SHAPES
+        },
+    ),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-{a}-bias-amax-{x}": _bwd(d, a, (70, 40), True, x)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+            for x in (0.0, 1e4)
+        },
+    ),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-{a}-cast": _bwd_cast(d, a, (32, 48), E5M2, (0, 0), False)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+        },
+    ),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-{a}-cast-{s[0]}x{s[1]}": _bwd_cast(d, a, s, E5M2, (0, 0), False)
+            for d in HIGH_PRECISION
+            for a in ("gelu", "swiglu")
+            for s in ((0, 128), (192, 128))
+        },
+    ),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-{a}-cast-by-amax": _bwd_cast(
+                d, a, (128, 256), E5M2, (0, 0), False, True, Rule(False, 0.0)
+            )
+            for d in HIGH_PRECISION
+            for a in ("gelu", "swiglu")
+        },
+    ),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-{a}-cast-{f}-whole": _bwd_cast(d, a, (128, 256), f, (0, 0), False)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+            for f in (E4M3, E5M2)
+        },
+    ),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-{a}-cast-padded-dx": _bwd_cast(d, a, (17, 33), E4M3, (15, 14), True)
+            for d in HIGH_PRECISION
+            for a in ACTIVATIONS
+        },
+    ),
+    *table(
+        "act_bwd",
+        {
+            f"{d.name}-gelu-cast-rowwise": _bwd_cast(d, "gelu", (70, 80), E5M2, (10, 0), False, False)
+            for d in HIGH_PRECISION
+        },
+    ),
 ]

@@ -1,7 +1,8 @@
 """Contract cases of running sums that are none: nothing outside the arrays is read or written.
 
-The doors of the CPU refuse such values; those of a GPU cannot look at them. What the results are is not said, but each array lies between
-guards: an output's are bytes that stay as they are, and an input's are NaN, which shows where a result holds one.
+The doors of the CPU refuse such values; those of a GPU cannot look at them. What the results are is not said,
+but each array lies between guards: an output's are bytes that stay as they are, and an input's are NaN, which
+shows where a result holds one.
 """
 
 from __future__ import annotations
@@ -49,9 +50,15 @@ class _Arrays:
         """Drawn values, NaN round them."""
         values = draw(seed, shape, self.dtype).ravel()
         guard = np.full(_GUARD, np.nan).astype(values.dtype)
-        return put(np.concatenate([guard, values, guard]), self.device).slice(0, _GUARD, values.size).reshape(*shape)
+        return (
+            put(np.concatenate([guard, values, guard]), self.device)
+            .slice(0, _GUARD, values.size)
+            .reshape(*shape)
+        )
 
-    def output(self, name: str, *shape: int, dtype: DType | None = None, values: Array | None = None) -> ArrayView:
+    def output(
+        self, name: str, *shape: int, dtype: DType | None = None, values: Array | None = None
+    ) -> ArrayView:
         """To be written; ``values``: what it holds before."""
         size, kind = int(np.prod(shape)), dtype or self.dtype
         whole = poisoned((size + 2 * _GUARD,), kind, self.device)
@@ -67,16 +74,21 @@ class _Arrays:
         for name, whole, size in self._outputs:
             held = get(whole)
             for beside in (held[:_GUARD], held[_GUARD + size :]):
-                assert_same_bits(f"beside {name}", beside.view(np.uint8), np.full(beside.nbytes, 0xFF, np.uint8))
+                assert_same_bits(
+                    f"beside {name}", beside.view(np.uint8), np.full(beside.nbytes, 0xFF, np.uint8)
+                )
             inside = held[_GUARD : _GUARD + size].astype(np.float32)
             assert some_lost or not np.isnan(inside).any(), f"{name}: NaN from outside an input"
 
 
-def _case(call: Call, dtype: DType, lengths: tuple[int, ...], starts: tuple[int, ...],
-          some_lost: bool = False) -> Callable[[Kernels, Device], None]:
+def _case(
+    call: Call, dtype: DType, lengths: tuple[int, ...], starts: tuple[int, ...], some_lost: bool = False
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         arrays = _Arrays(dtype, device)
-        call(kernels, arrays, put(np.array(lengths, np.int32), device), put(np.array(starts, np.int32), device))
+        call(
+            kernels, arrays, put(np.array(lengths, np.int32), device), put(np.array(starts, np.int32), device)
+        )
         arrays.check(some_lost)
 
     return run
@@ -144,7 +156,9 @@ def _attention(backward: bool, swapped: bool, rules: Rules) -> Call:
         if backward:
             dq, dk, dv = (arrays.output(name, *shape) for name in ("dq", "dk", "dv"))
             room = workspace(kernels.attention_workspace(*asked, True, True, ()), arrays.device)
-            kernels.attention_bwd(arrays.input(4, *shape), q, k, v, o, lse, dq, dk, dv, None, None, extras, rules, True, room, 0)
+            kernels.attention_bwd(
+                arrays.input(4, *shape), q, k, v, o, lse, dq, dk, dv, None, None, extras, rules, True, room, 0
+            )
 
     return call
 
@@ -162,8 +176,14 @@ def _both(kernel: str, call: Call, some_lost: bool = False) -> list[Case]:
 
 def _lengths(kernel: str, name: str, call: Call) -> list[Case]:
     """Bad lengths only."""
-    return table(kernel, {f"{d.name}-bad-{name}-{kind}": _case(call, d, bad, _GOOD) for d in (float32, bfloat16)
-                          for kind, bad in _BAD.items()})  # fmt: skip
+    return table(
+        kernel,
+        {
+            f"{d.name}-bad-{name}-{kind}": _case(call, d, bad, _GOOD)
+            for d in (float32, bfloat16)
+            for kind, bad in _BAD.items()
+        },
+    )
 
 
 _PAGES = (3, 1, 5, 0, 2, 4)

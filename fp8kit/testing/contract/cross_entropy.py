@@ -1,8 +1,8 @@
 """Contract cases of the cross entropy, against float64.
 
-Tolerances, with u = 2^-24: the log-sum-exp of V terms has the relative error of their sum, (V + 16) u with 8 u of it for exp and log, as an
-absolute error, and rounds at its own size. A probability exp(x - lse) has the relative error u (|x| + |lse|) of its argument and
-8 u of exp.
+Tolerances, with u = 2^-24: the log-sum-exp of V terms has the relative error of their sum, (V + 16) u with 8
+u of it for exp and log, as an absolute error, and rounds at its own size. A probability exp(x - lse) has the
+relative error u (|x| + |lse|) of its argument and 8 u of exp.
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ def _lse(x: Array) -> Array:
     return np.asarray(np.log(np.exp(x - top).sum(1)) + top[:, 0])
 
 
-def _fwd(dtype: DType, kind: DType, shape: tuple[int, int], smoothing: float = 0.0, ignored: bool = False, mean: bool = True,
-         stray: bool = False) -> Callable[[Kernels, Device], None]:
+def _fwd(
+    dtype: DType,
+    kind: DType,
+    shape: tuple[int, int],
+    smoothing: float = 0.0,
+    ignored: bool = False,
+    mean: bool = True,
+    stray: bool = False,
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, v = shape
         logits, targets = _data(dtype, kind, shape, ignored)
@@ -43,28 +50,53 @@ def _fwd(dtype: DType, kind: DType, shape: tuple[int, int], smoothing: float = 0
             targets[1], targets[2] = v, -1
         loss, lse = poisoned((m,), float32, device), poisoned((m,), float32, device)
         total = poisoned((2,), float32, device) if mean else None
-        kernels.cross_entropy_fwd(put(logits, device), put(targets, device), loss, lse, total, smoothing, IGNORE, 0)
+        kernels.cross_entropy_fwd(
+            put(logits, device), put(targets, device), loss, lse, total, smoothing, IGNORE, 0
+        )
         x = wide(logits)
         sums = _lse(x)
         inside = (targets >= 0) & (targets < v)
         picked = x[np.arange(m), np.where(inside, targets, 0)]
-        reference = np.where(inside, sums - (1 - smoothing) * picked - smoothing * x.mean(1), np.where(targets == IGNORE, 0, np.nan))
+        reference = np.where(
+            inside,
+            sums - (1 - smoothing) * picked - smoothing * x.mean(1),
+            np.where(targets == IGNORE, 0, np.nan),
+        )
         sums_slack = (v + 16) * ROUNDOFF + 2 * ROUNDOFF * np.abs(sums)
-        slack = sums_slack + 4 * ROUNDOFF * (np.abs(sums) + np.abs(picked)) + smoothing * sum_slack(np.abs(x).mean(1), v)
+        slack = (
+            sums_slack
+            + 4 * ROUNDOFF * (np.abs(sums) + np.abs(picked))
+            + smoothing * sum_slack(np.abs(x).mean(1), v)
+        )
         assert_close("lse", get(lse), sums, float32, sums_slack)
         assert_close("loss", get(loss), reference, float32, slack)
         if total is not None:
             kept = targets != IGNORE
             count = int(kept.sum())
             average = reference[kept].mean() if count else 0.0
-            average_slack = (slack[kept].mean() + sum_slack(np.abs(reference[kept]).mean(), count)) if count else 0.0
-            assert_close("total", get(total), np.array([average, count]), float32, np.array([np.nan_to_num(average_slack), 0.0]))
+            average_slack = (
+                (slack[kept].mean() + sum_slack(np.abs(reference[kept]).mean(), count)) if count else 0.0
+            )
+            assert_close(
+                "total",
+                get(total),
+                np.array([average, count]),
+                float32,
+                np.array([np.nan_to_num(average_slack), 0.0]),
+            )
 
     return run
 
 
-def _bwd(dtype: DType, kind: DType, shape: tuple[int, int], smoothing: float = 0.0, ignored: bool = False, mean: bool = False,
-         alias: bool = False) -> Callable[[Kernels, Device], None]:
+def _bwd(
+    dtype: DType,
+    kind: DType,
+    shape: tuple[int, int],
+    smoothing: float = 0.0,
+    ignored: bool = False,
+    mean: bool = False,
+    alias: bool = False,
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, v = shape
         logits, targets = _data(dtype, kind, shape, ignored)
@@ -75,7 +107,17 @@ def _bwd(dtype: DType, kind: DType, shape: tuple[int, int], smoothing: float = 0
         source = put(logits, device)
         dlogits = source if alias else poisoned(shape, dtype, device)
         total = put(np.array([1.5, count], np.float32), device) if mean else None
-        kernels.cross_entropy_bwd(source, put(targets, device), put(lse, device), put(dloss, device), total, dlogits, smoothing, IGNORE, 0)
+        kernels.cross_entropy_bwd(
+            source,
+            put(targets, device),
+            put(lse, device),
+            put(dloss, device),
+            total,
+            dlogits,
+            smoothing,
+            IGNORE,
+            0,
+        )
         kept = (targets != IGNORE)[:, None]
         onehot = np.zeros(shape)
         onehot[np.arange(m), np.where(targets == IGNORE, 0, targets)] = 1
@@ -83,13 +125,19 @@ def _bwd(dtype: DType, kind: DType, shape: tuple[int, int], smoothing: float = 0
         upstream = wide(dloss)[:, None] / (max(count, 1) if mean else 1)
         reference = np.where(kept, (p - (1 - smoothing) * onehot - smoothing / v) * upstream, 0)
         p_slack = p * (ROUNDOFF * (np.abs(x) + np.abs(wide(lse))[:, None]) + 8 * ROUNDOFF)
-        slack = np.abs(upstream) * (p_slack + 4 * ROUNDOFF * (p + onehot + smoothing / v)) + 2 * ROUNDOFF * np.abs(reference)
+        slack = np.abs(upstream) * (
+            p_slack + 4 * ROUNDOFF * (p + onehot + smoothing / v)
+        ) + 2 * ROUNDOFF * np.abs(reference)
         assert_close("dlogits", get(dlogits), reference, dtype, np.where(kept, slack, 0))
 
     return run
 
 
-_OPTIONS = {"smoothing": {"smoothing": 0.1}, "ignored": {"ignored": True}, "smoothing-ignored": {"smoothing": 0.25, "ignored": True}}
+_OPTIONS = {
+    "smoothing": {"smoothing": 0.1},
+    "ignored": {"ignored": True},
+    "smoothing-ignored": {"smoothing": 0.25, "ignored": True},
+}
 
 
 def _all_ignored(kernels: Kernels, device: Device) -> None:
@@ -101,19 +149,48 @@ def _all_ignored(kernels: Kernels, device: Device) -> None:
     assert_close("total", get(total), np.zeros(2), float32)
     dlogits = poisoned((4, 9), float32, device)
     one = put(np.ones(1, np.float32), device)
-    kernels.cross_entropy_bwd(put(logits, device), put(targets, device), lse, one, total, dlogits, 0.0, IGNORE, 0)
+    kernels.cross_entropy_bwd(
+        put(logits, device), put(targets, device), lse, one, total, dlogits, 0.0, IGNORE, 0
+    )
     assert_close("dlogits", get(dlogits), np.zeros((4, 9)), float32)
 
 
 CASES = [
-    *table("cross_entropy_fwd", {f"{d.name}-{s[0]}x{s[1]}": _fwd(d, int64, s) for d in HIGH_PRECISION for s in SHAPES}),
-    *table("cross_entropy_fwd", {f"{d.name}-{n}": _fwd(d, int32, (17, 33), **o) for d in HIGH_PRECISION  # type: ignore[arg-type]
-                                 for n, o in _OPTIONS.items()}),
-    *table("cross_entropy_fwd", {f"{i.name}-out-of-range": _fwd(float32, i, (7, 33), mean=False, stray=True) for i in (int32, int64)}),
+    *table(
+        "cross_entropy_fwd",
+        {f"{d.name}-{s[0]}x{s[1]}": _fwd(d, int64, s) for d in HIGH_PRECISION for s in SHAPES},
+    ),
+    *table(
+        "cross_entropy_fwd",
+        {
+            f"{d.name}-{n}": _fwd(d, int32, (17, 33), **o)
+            for d in HIGH_PRECISION  # type: ignore[arg-type]
+            for n, o in _OPTIONS.items()
+        },
+    ),
+    *table(
+        "cross_entropy_fwd",
+        {f"{i.name}-out-of-range": _fwd(float32, i, (7, 33), mean=False, stray=True) for i in (int32, int64)},
+    ),
     *table("cross_entropy_fwd", {"all-ignored": _all_ignored}),
-    *table("cross_entropy_bwd", {f"{d.name}-{s[0]}x{s[1]}": _bwd(d, int64, s) for d in HIGH_PRECISION for s in SHAPES}),
-    *table("cross_entropy_bwd", {f"{d.name}-{n}{'-mean' * m}": _bwd(d, int32, (17, 33), mean=m, **o)  # type: ignore[arg-type]
-                                 for d in HIGH_PRECISION for n, o in _OPTIONS.items() for m in (False, True)}),
-    *table("cross_entropy_bwd", {f"{d.name}-dlogits-is-logits": _bwd(d, int64, (17, 33), 0.1, True, True, True)
-                                 for d in (float32, bfloat16, float16)}),
+    *table(
+        "cross_entropy_bwd",
+        {f"{d.name}-{s[0]}x{s[1]}": _bwd(d, int64, s) for d in HIGH_PRECISION for s in SHAPES},
+    ),
+    *table(
+        "cross_entropy_bwd",
+        {
+            f"{d.name}-{n}{'-mean' * m}": _bwd(d, int32, (17, 33), mean=m, **o)  # type: ignore[arg-type]
+            for d in HIGH_PRECISION
+            for n, o in _OPTIONS.items()
+            for m in (False, True)
+        },
+    ),
+    *table(
+        "cross_entropy_bwd",
+        {
+            f"{d.name}-dlogits-is-logits": _bwd(d, int64, (17, 33), 0.1, True, True, True)
+            for d in (float32, bfloat16, float16)
+        },
+    ),
 ]

@@ -1,4 +1,5 @@
-"""Contract cases of the small kernels (copy, add, sum_rows, rng_next_), and what the other modules make their data with."""
+"""Contract cases of the small kernels (copy, add, sum_rows, rng_next_), and what the other modules make their
+data with."""
 
 from __future__ import annotations
 
@@ -31,15 +32,19 @@ def wide(values: Array) -> Array:
 
 
 def spread(values: Array, device: Device, gap: int) -> ArrayView:
-    """A matrix on ``device`` whose rows lie ``gap`` elements apart from each other (NaN there); ``gap`` 0 is contiguous."""
+    """A matrix on ``device`` whose rows lie ``gap`` elements apart from each other (NaN there); ``gap`` 0 is
+    contiguous."""
     rows, columns = values.shape
     host = np.full((rows, columns + gap), np.nan if values.dtype != np.uint8 else 0xFF).astype(values.dtype)
     host[:, :columns] = values
     return put(host, device).slice(1, 0, columns) if gap else put(host, device)
 
 
-def hole(shape: tuple[int, int], dtype: DType, device: Device, gap: int) -> tuple[ArrayView, Callable[[], None]]:
-    """A poisoned output whose rows lie ``gap`` apart, and a check that nothing was written between the rows."""
+def hole(
+    shape: tuple[int, int], dtype: DType, device: Device, gap: int
+) -> tuple[ArrayView, Callable[[], None]]:
+    """A poisoned output whose rows lie ``gap`` apart, and a check that nothing was written between the
+    rows."""
     rows, columns = shape
     whole = poisoned((rows, columns + gap), dtype, device)
 
@@ -60,19 +65,32 @@ def table(kernel: str, rows: dict[str, Callable[[Kernels, Device], None]]) -> li
     return [Case(kernel, name, run) for name, run in rows.items()]
 
 
-def _copy(source: DType, target: DType, shape: tuple[int, ...], axes: tuple[int, ...]) -> Callable[[Kernels, Device], None]:
+def _copy(
+    source: DType, target: DType, shape: tuple[int, ...], axes: tuple[int, ...]
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
-        x = np.random.default_rng(1).integers(0, 256, shape).astype(np.uint8) if source is uint8 else draw(1, shape, source, 3.0)
+        x = (
+            np.random.default_rng(1).integers(0, 256, shape).astype(np.uint8)
+            if source is uint8
+            else draw(1, shape, source, 3.0)
+        )
         y = poisoned(tuple(shape[a] for a in axes), target, device)
         kernels.copy(put(x, device).transpose(*axes), y, 0)
-        assert_same_bits("copy", get(y), np.ascontiguousarray(x.transpose(axes)).astype(np.float32).astype(target.numpy)
-                         if source is not uint8 else np.ascontiguousarray(x.transpose(axes)))
+        assert_same_bits(
+            "copy",
+            get(y),
+            np.ascontiguousarray(x.transpose(axes)).astype(np.float32).astype(target.numpy)
+            if source is not uint8
+            else np.ascontiguousarray(x.transpose(axes)),
+        )
 
     return run
 
 
 def _narrow(target: DType, axes: tuple[int, int]) -> Callable[[Kernels, Device], None]:
-    """float64, through float32: numbers that one of the two types cannot hold, and one that two roundings turn elsewhere than one."""
+    """float64, through float32: numbers that one of the two types cannot hold, and one that two roundings
+    turn elsewhere than one."""
+
     def run(kernels: Kernels, device: Device) -> None:
         x = np.random.default_rng(1).standard_normal((8, 16))
         x[:, 0] = 1e-46, -1e-45, 1e-40, 1e300, -np.inf, np.nan, 1 + 2.0**-9 + 2.0**-40, -0.0
@@ -96,7 +114,9 @@ def _copy_into(dtype: DType) -> Callable[[Kernels, Device], None]:
     return run
 
 
-def _add(dtype: DType, shape: tuple[int, ...], repeated: tuple[int, ...]) -> Callable[[Kernels, Device], None]:
+def _add(
+    dtype: DType, shape: tuple[int, ...], repeated: tuple[int, ...]
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         a, b = draw(3, shape, dtype), draw(4, repeated, dtype)
         out = poisoned(shape, dtype, device)
@@ -128,15 +148,48 @@ def _rng_next(kernels: Kernels, device: Device) -> None:
 SIZES = ((17, 33), (1, 64), (5, 1), (0, 16), (130, 96))
 
 CASES = [
-    *table("copy", {f"{s.name}-{t.name}": _copy(s, t, (17, 33), (0, 1)) for s in HIGH_PRECISION for t in HIGH_PRECISION}),
-    *table("copy", {f"{d.name}-5d": _copy(d, d, (2, 3, 4, 5, 6), (3, 0, 2, 1, 4)) for d in (*HIGH_PRECISION, uint8)}),
-    *table("copy", {f"{d.name}-to-float32-transposed": _copy(d, float32, (5, 3, 7), (2, 1, 0)) for d in (bfloat16, float16)}),
+    *table(
+        "copy",
+        {f"{s.name}-{t.name}": _copy(s, t, (17, 33), (0, 1)) for s in HIGH_PRECISION for t in HIGH_PRECISION},
+    ),
+    *table(
+        "copy",
+        {f"{d.name}-5d": _copy(d, d, (2, 3, 4, 5, 6), (3, 0, 2, 1, 4)) for d in (*HIGH_PRECISION, uint8)},
+    ),
+    *table(
+        "copy",
+        {
+            f"{d.name}-to-float32-transposed": _copy(d, float32, (5, 3, 7), (2, 1, 0))
+            for d in (bfloat16, float16)
+        },
+    ),
     *table("copy", {f"{d.name}-into-rows": _copy_into(d) for d in HIGH_PRECISION}),
-    *table("copy", {f"float64-{t.name}{'-transposed' if axes[0] else ''}": _narrow(t, axes) for t in HIGH_PRECISION
-                    for axes in ((0, 1), (1, 0))}),
+    *table(
+        "copy",
+        {
+            f"float64-{t.name}{'-transposed' if axes[0] else ''}": _narrow(t, axes)
+            for t in HIGH_PRECISION
+            for axes in ((0, 1), (1, 0))
+        },
+    ),
     *table("copy", {"empty": _copy(float32, bfloat16, (0, 4), (0, 1))}),
-    *table("add", {f"{d.name}-{math.prod(s)}-{math.prod(r)}": _add(d, s, r) for d in HIGH_PRECISION
-                   for s, r in (((17, 33), (17, 33)), ((4, 6, 5), (6, 5)), ((9, 7), (7,)), ((3, 5), (1,)), ((0, 3), (3,)))}),
-    *table("sum_rows", {f"{d.name}-{s[0]}x{s[1]}": _sum_rows(d, s) for d in HIGH_PRECISION for s in (*SIZES, (1000, 40))}),
+    *table(
+        "add",
+        {
+            f"{d.name}-{math.prod(s)}-{math.prod(r)}": _add(d, s, r)
+            for d in HIGH_PRECISION
+            for s, r in (
+                ((17, 33), (17, 33)),
+                ((4, 6, 5), (6, 5)),
+                ((9, 7), (7,)),
+                ((3, 5), (1,)),
+                ((0, 3), (3,)),
+            )
+        },
+    ),
+    *table(
+        "sum_rows",
+        {f"{d.name}-{s[0]}x{s[1]}": _sum_rows(d, s) for d in HIGH_PRECISION for s in (*SIZES, (1000, 40))},
+    ),
     Case("rng_next_", "steps", _rng_next),
 ]

@@ -21,7 +21,9 @@ def _ids(kind: DType, count: int, rows: int) -> Array:
     return np.random.default_rng(1).integers(0, rows, count).astype(kind.numpy)
 
 
-def _fwd(dtype: DType, kind: DType, sizes: tuple[int, int, int], stray: bool = False) -> Callable[[Kernels, Device], None]:
+def _fwd(
+    dtype: DType, kind: DType, sizes: tuple[int, int, int], stray: bool = False
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         count, rows, columns = sizes
         ids, values = _ids(kind, count, rows), draw(2, (rows, columns), dtype)
@@ -52,7 +54,8 @@ def _bwd(dtype: DType, kind: DType, sizes: tuple[int, int, int]) -> Callable[[Ke
             dtable = poisoned((rows, columns), dtype, device)
             kernels.embedding_bwd(put(ids, device), put(dout, device), dtable, 0)
             results.append(get(dtable))
-        slack = (terms + 4) * (sum_slack(magnitude, 1) / 5)  # sum_slack with another number of terms in each row
+        # sum_slack with another number of terms in each row
+        slack = (terms + 4) * (sum_slack(magnitude, 1) / 5)
         assert_close("dtable", results[0], reference, dtype, slack)
         assert_same_bits("dtable, the second time", results[1], results[0])
 
@@ -64,7 +67,9 @@ def _order(kernels: Kernels, device: Device) -> None:
     dout = np.array([[1.0], [2.0**24], [-(2.0**24)]], np.float32)
     dtable = poisoned((2, 1), float32, device)
     kernels.embedding_bwd(put(np.zeros(3, np.int32), device), put(dout, device), dtable, 0)
-    assert_same_bits("dtable", get(dtable), np.array([[(np.float32(1) + dout[1, 0]) + dout[2, 0]], [0]], np.float32))
+    assert_same_bits(
+        "dtable", get(dtable), np.array([[(np.float32(1) + dout[1, 0]) + dout[2, 0]], [0]], np.float32)
+    )
 
 
 def _name(dtype: DType, kind: DType, sizes: tuple[int, int, int]) -> str:
@@ -72,9 +77,21 @@ def _name(dtype: DType, kind: DType, sizes: tuple[int, int, int]) -> str:
 
 
 CASES = [
-    *table("embedding_fwd", {_name(d, i, s): _fwd(d, i, s) for d in HIGH_PRECISION for i in (int32, int64) for s in SIZES}),
-    *table("embedding_fwd", {f"{d.name}-{i.name}-out-of-range": _fwd(d, i, (10, 7, 12), True)
-                             for d in HIGH_PRECISION for i in (int32, int64)}),
-    *table("embedding_bwd", {_name(d, i, s): _bwd(d, i, s) for d in HIGH_PRECISION for i in (int32, int64) for s in SIZES}),
+    *table(
+        "embedding_fwd",
+        {_name(d, i, s): _fwd(d, i, s) for d in HIGH_PRECISION for i in (int32, int64) for s in SIZES},
+    ),
+    *table(
+        "embedding_fwd",
+        {
+            f"{d.name}-{i.name}-out-of-range": _fwd(d, i, (10, 7, 12), True)
+            for d in HIGH_PRECISION
+            for i in (int32, int64)
+        },
+    ),
+    *table(
+        "embedding_bwd",
+        {_name(d, i, s): _bwd(d, i, s) for d in HIGH_PRECISION for i in (int32, int64) for s in SIZES},
+    ),
     *table("embedding_bwd", {"order": _order}),
 ]

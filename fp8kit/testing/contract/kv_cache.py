@@ -39,14 +39,22 @@ def _pages(lengths: tuple[int, ...], size: int, pages: int) -> Array:
 
 
 def _append(dtype: DType, name: str, form: str, packed: bool) -> Callable[[Kernels, Device], None]:
-    """``packed``: the new tokens lie among other features of a row; with thd, also with gaps between the sequences."""
+    """``packed``: the new tokens lie among other features of a row; with thd, also with gaps between the
+    sequences."""
 
     def run(kernels: Kernels, device: Device) -> None:
         lengths, fresh, size, pages, heads, dim = _SHAPES[name]
         longest, gap = max(fresh) + 1, 2 if packed else 0
         starts = _sums(tuple(n + gap for n in fresh))
-        leading = {"sbhd": (longest, len(fresh)), "bshd": (len(fresh), longest), "thd": (int(starts[-1]) + 3,)}[form]
-        x, cache = draw(1, (*leading, heads, dim + 8 * packed), dtype), draw(2, (pages, size, heads, dim), dtype)
+        leading = {
+            "sbhd": (longest, len(fresh)),
+            "bshd": (len(fresh), longest),
+            "thd": (int(starts[-1]) + 3,),
+        }[form]
+        x, cache = (
+            draw(1, (*leading, heads, dim + 8 * packed), dtype),
+            draw(2, (pages, size, heads, dim), dtype),
+        )
         where = _pages(lengths, size, pages)
         want = cache.copy()
         for b, (n, length) in enumerate(zip(fresh, lengths, strict=True)):
@@ -55,8 +63,16 @@ def _append(dtype: DType, name: str, form: str, packed: bool) -> Callable[[Kerne
                 place = length - n + i
                 want[where[b, place // size], place % size] = x[token][:, :dim]
         target, source = put(cache, device), put(x, device).slice(len(leading) + 1, 0, dim)
-        kernels.cache_append_(source, target, put(where, device), put(_sums(fresh), device), put(_sums(lengths), device),
-                              put(starts, device) if form == "thd" else None, form, 0)
+        kernels.cache_append_(
+            source,
+            target,
+            put(where, device),
+            put(_sums(fresh), device),
+            put(_sums(lengths), device),
+            put(starts, device) if form == "thd" else None,
+            form,
+            0,
+        )
         assert_same_bits("cache", get(target), want)
 
     return run
@@ -79,8 +95,23 @@ def _gather(dtype: DType, name: str, form: str) -> Callable[[Kernels, Device], N
 
 
 CASES = [
-    *table("cache_append_", {f"{d.name}-{name}-{form}{'-packed' * packed}": _append(d, name, form, packed) for d in HIGH_PRECISION
-                             for name in _SHAPES for form in ("sbhd", "bshd", "thd") for packed in (False, True)}),
-    *table("cache_gather", {f"{d.name}-{name}-{form}": _gather(d, name, form) for d in HIGH_PRECISION for name in _SHAPES
-                            for form in ("sbhd", "bshd")}),
+    *table(
+        "cache_append_",
+        {
+            f"{d.name}-{name}-{form}{'-packed' * packed}": _append(d, name, form, packed)
+            for d in HIGH_PRECISION
+            for name in _SHAPES
+            for form in ("sbhd", "bshd", "thd")
+            for packed in (False, True)
+        },
+    ),
+    *table(
+        "cache_gather",
+        {
+            f"{d.name}-{name}-{form}": _gather(d, name, form)
+            for d in HIGH_PRECISION
+            for name in _SHAPES
+            for form in ("sbhd", "bshd")
+        },
+    ),
 ]

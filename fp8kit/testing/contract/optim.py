@@ -19,14 +19,18 @@ _LR, _B1, _B2, _EPSILON = 1e-2, 0.9, 0.999, 1e-8
 
 
 class _Lists:
-    """Tensors of these dtypes in turn: float32 ``masters``, params that are their roundings, grads times ``grad_factor``, decays."""
+    """Tensors of these dtypes in turn: float32 ``masters``, params that are their roundings, grads times
+    ``grad_factor``, decays."""
 
     def __init__(self, dtypes: tuple[DType, ...], grad_factor: float) -> None:
         self.kinds = [dtypes[i % len(dtypes)] for i in range(len(_SHAPES))]
         self.decays = [0.0 if i % 2 else 0.1 for i in range(len(_SHAPES))]
         self.masters = [draw(10 + i, s, float32) for i, s in enumerate(_SHAPES)]
         self.params = [w.astype(k.numpy) for w, k in zip(self.masters, self.kinds, strict=True)]
-        self.grads = [draw(20 + i, s, k, 0.3 * grad_factor) for i, (s, k) in enumerate(zip(_SHAPES, self.kinds, strict=True))]
+        self.grads = [
+            draw(20 + i, s, k, 0.3 * grad_factor)
+            for i, (s, k) in enumerate(zip(_SHAPES, self.kinds, strict=True))
+        ]
 
 
 def _scalar(value: float, dtype: DType, device: Device, on_device: bool) -> Any:
@@ -34,8 +38,11 @@ def _scalar(value: float, dtype: DType, device: Device, on_device: bool) -> Any:
     return put(np.array([value], dtype.numpy), device) if on_device else value
 
 
-def _adamw(dtypes: tuple[DType, ...], step: int, on_device: bool = False) -> Callable[[Kernels, Device], None]:
-    """One step on tensors of these dtypes in turn, ``on_device`` with numbers that lie there and scaled gradients.
+def _adamw(
+    dtypes: tuple[DType, ...], step: int, on_device: bool = False
+) -> Callable[[Kernels, Device], None]:
+    """One step on tensors of these dtypes in turn, ``on_device`` with numbers that lie there and scaled
+    gradients.
 
     16-bit parameters have float32 masters, which are not their roundings' equals.
 
@@ -52,8 +59,22 @@ def _adamw(dtypes: tuple[DType, ...], step: int, on_device: bool = False) -> Cal
         kept = [w if k is not float32 else None for w, k in zip(w_, kinds, strict=True)]
         inv = _scalar(1 / scale, float32, device, True) if on_device else None
         fine = _scalar(0.0, float32, device, True) if on_device else None
-        kernels.adamw_(p_, g_, m_, v_, kept, _scalar(_LR, float32, device, on_device), _B1, _B2, _EPSILON, decays,
-                       _scalar(step, int64, device, on_device), inv, fine, 0)
+        kernels.adamw_(
+            p_,
+            g_,
+            m_,
+            v_,
+            kept,
+            _scalar(_LR, float32, device, on_device),
+            _B1,
+            _B2,
+            _EPSILON,
+            decays,
+            _scalar(step, int64, device, on_device),
+            inv,
+            fine,
+            0,
+        )
         for i, kind in enumerate(kinds):
             g, w = wide(grads[i]) / scale, wide(masters[i] if kind is not float32 else params[i])
             m, v = _B1 * wide(ms[i]) + (1 - _B1) * g, _B2 * wide(vs[i]) + (1 - _B2) * g * g
@@ -65,15 +86,23 @@ def _adamw(dtypes: tuple[DType, ...], step: int, on_device: bool = False) -> Cal
             assert_close(f"exp_avg {i}", get(m_[i]), m, float32, 8 * ROUNDOFF * magnitude)
             assert_close(f"exp_avg_sq {i}", get(v_[i]), v, float32, 8 * ROUNDOFF * v)
             got = get(p_[i] if kept[i] is None else w_[i])
-            assert_close(f"weights {i}", got, w - update, float32, 32 * ROUNDOFF * size + 2 * ROUNDOFF * np.abs(w))
+            assert_close(
+                f"weights {i}", got, w - update, float32, 32 * ROUNDOFF * size + 2 * ROUNDOFF * np.abs(w)
+            )
             if kept[i] is not None:
                 assert_same_bits(f"param {i}", get(p_[i]), got.astype(kind.numpy))
 
     return run
 
 
-def _sgd(dtypes: tuple[DType, ...], momentum: float, dampening: float, nesterov: bool, step: int,
-         on_device: bool = False) -> Callable[[Kernels, Device], None]:
+def _sgd(
+    dtypes: tuple[DType, ...],
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    step: int,
+    on_device: bool = False,
+) -> Callable[[Kernels, Device], None]:
     """One step, against float64; the error is a few u of the sum of the terms' magnitudes."""
 
     def run(kernels: Kernels, device: Device) -> None:
@@ -83,8 +112,21 @@ def _sgd(dtypes: tuple[DType, ...], momentum: float, dampening: float, nesterov:
         w_, p_, g_, b_ = ([put(t, device) for t in ts] for ts in (data.masters, data.params, data.grads, bs))
         kept = [w if k is not float32 else None for w, k in zip(w_, data.kinds, strict=True)]
         inv = _scalar(1 / scale, float32, device, True) if on_device else None
-        kernels.sgd_(p_, g_, b_ if momentum else [None] * len(b_), kept, _scalar(_LR, float32, device, on_device), momentum, dampening,
-                     nesterov, data.decays, _scalar(step, int64, device, on_device), inv, None, 0)
+        kernels.sgd_(
+            p_,
+            g_,
+            b_ if momentum else [None] * len(b_),
+            kept,
+            _scalar(_LR, float32, device, on_device),
+            momentum,
+            dampening,
+            nesterov,
+            data.decays,
+            _scalar(step, int64, device, on_device),
+            inv,
+            None,
+            0,
+        )
         for i, kind in enumerate(data.kinds):
             w = wide(data.masters[i] if kind is not float32 else data.params[i])
             g = wide(data.grads[i]) / scale + data.decays[i] * w
@@ -96,14 +138,22 @@ def _sgd(dtypes: tuple[DType, ...], momentum: float, dampening: float, nesterov:
                 g = g + momentum * b if nesterov else b
                 size = 2 * size
             got = get(p_[i] if kept[i] is None else w_[i])
-            assert_close(f"weights {i}", got, w - _LR * g, float32, 8 * ROUNDOFF * _LR * size + 2 * ROUNDOFF * np.abs(w))
+            assert_close(
+                f"weights {i}",
+                got,
+                w - _LR * g,
+                float32,
+                8 * ROUNDOFF * _LR * size + 2 * ROUNDOFF * np.abs(w),
+            )
             if kept[i] is not None:
                 assert_same_bits(f"param {i}", get(p_[i]), got.astype(kind.numpy))
 
     return run
 
 
-def _skipped(step: Callable[[Kernels, dict[str, list[ArrayView]], ArrayView], None]) -> Callable[[Kernels, Device], None]:
+def _skipped(
+    step: Callable[[Kernels, dict[str, list[ArrayView]], ArrayView], None],
+) -> Callable[[Kernels, Device], None]:
     """A step with found_inf set changes nothing."""
 
     def run(kernels: Kernels, device: Device) -> None:
@@ -119,7 +169,9 @@ def _skipped(step: Callable[[Kernels, dict[str, list[ArrayView]], ArrayView], No
     return run
 
 
-def _scale(dtype: DType, factor: float | None, bad: float | None, look: bool = True) -> Callable[[Kernels, Device], None]:
+def _scale(
+    dtype: DType, factor: float | None, bad: float | None, look: bool = True
+) -> Callable[[Kernels, Device], None]:
     """``bad`` is put into one element of the last tensor."""
 
     def run(kernels: Kernels, device: Device) -> None:
@@ -133,7 +185,9 @@ def _scale(dtype: DType, factor: float | None, bad: float | None, look: bool = T
         assert_same_bits("found_inf", get(found), np.array([float(look and bad is not None)], np.float32))
         for i, (x, view) in enumerate(zip(xs, views, strict=True)):
             with np.errstate(over="ignore", invalid="ignore"):
-                wanted = x if factor is None else (x.astype(np.float32) * np.float32(factor)).astype(dtype.numpy)
+                wanted = (
+                    x if factor is None else (x.astype(np.float32) * np.float32(factor)).astype(dtype.numpy)
+                )
             finite = np.isfinite(wide(wanted))
             assert_same_bits(f"x {i}", get(view)[finite], wanted[finite])
             if not np.array_equal(np.isfinite(wide(get(view))), finite):
@@ -159,21 +213,27 @@ def _loss_scale(kernels: Kernels, device: Device) -> None:
         elif step == 1 or (step > 2 and (step - since) % 2 == 0):
             wanted = min(wanted * 2, 2.0**127)
         assert_same_bits(f"scale after step {step}", get(scale), np.array([wanted], np.float32))
-        assert_same_bits(f"inv_scale after step {step}", get(inv), np.float32(1) / np.array([wanted], np.float32))
+        assert_same_bits(
+            f"inv_scale after step {step}", get(inv), np.float32(1) / np.array([wanted], np.float32)
+        )
         assert_same_bits(f"found_inf after step {step}", get(found), np.zeros(1, np.float32))
     assert_same_bits("counter", get(counter), np.array([count]))
     kernels.count_(counter, None, 0)
     assert_same_bits("counter", get(counter), np.array([count + 1]))
 
 
-def _l2norm(dtypes: tuple[DType, ...], shapes: tuple[tuple[int, ...], ...]) -> Callable[[Kernels, Device], None]:
+def _l2norm(
+    dtypes: tuple[DType, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         xs = [draw(i, s, dtypes[i % len(dtypes)]) for i, s in enumerate(shapes)]
         sizes = [x.size for x in xs]
         results = []
         for _ in range(2):
             out = poisoned((1,), float32, device)
-            kernels.l2norm([put(x, device) for x in xs], out, workspace(kernels.l2norm_workspace(sizes), device), 0)
+            kernels.l2norm(
+                [put(x, device) for x in xs], out, workspace(kernels.l2norm_workspace(sizes), device), 0
+            )
             results.append(get(out))
         reference = np.sqrt(sum(float(np.square(wide(x)).sum()) for x in xs))
         assert_close("out", results[0], np.array([reference]), float32, sum_slack(reference, sum(sizes)) / 2)
@@ -199,26 +259,106 @@ def _clip(dtype: DType, norm: float, limit: float) -> Callable[[Kernels, Device]
 
 CASES = [
     *table("adamw_", {f"{d.name}-step-{s}": _adamw((d,), s) for d in HIGH_PRECISION for s in (1, 100)}),
-    *table("adamw_", {"mixed": _adamw((bfloat16, float32, float16), 7), "nothing": lambda kernels, device: kernels.adamw_(
-        [], [], [], [], [], _LR, _B1, _B2, _EPSILON, [], 1, None, None, 0)}),
-    *table("adamw_", {f"numbers-on-device-{s}": _adamw((bfloat16, float32, float16), s, True) for s in (1, 1000)}),
-    *table("adamw_", {"skipped": _skipped(lambda k, x, found: k.adamw_(
-        x["p"], x["g"], x["m"], x["v"], [w if i % 2 == 0 else None for i, w in enumerate(x["w"])], _LR, _B1, _B2, _EPSILON,
-        [0.1] * len(_SHAPES), 3, None, found, 0))}),
-    *table("sgd_", {f"{d.name}-{m}-{n}-{s}": _sgd((d,), m, 0.0, n, s)
-                    for d in HIGH_PRECISION for m, n, s in ((0.0, False, 1), (0.9, False, 1), (0.9, False, 4), (0.9, True, 4))}),
+    *table(
+        "adamw_",
+        {
+            "mixed": _adamw((bfloat16, float32, float16), 7),
+            "nothing": lambda kernels, device: kernels.adamw_(
+                [], [], [], [], [], _LR, _B1, _B2, _EPSILON, [], 1, None, None, 0
+            ),
+        },
+    ),
+    *table(
+        "adamw_", {f"numbers-on-device-{s}": _adamw((bfloat16, float32, float16), s, True) for s in (1, 1000)}
+    ),
+    *table(
+        "adamw_",
+        {
+            "skipped": _skipped(
+                lambda k, x, found: k.adamw_(
+                    x["p"],
+                    x["g"],
+                    x["m"],
+                    x["v"],
+                    [w if i % 2 == 0 else None for i, w in enumerate(x["w"])],
+                    _LR,
+                    _B1,
+                    _B2,
+                    _EPSILON,
+                    [0.1] * len(_SHAPES),
+                    3,
+                    None,
+                    found,
+                    0,
+                )
+            )
+        },
+    ),
+    *table(
+        "sgd_",
+        {
+            f"{d.name}-{m}-{n}-{s}": _sgd((d,), m, 0.0, n, s)
+            for d in HIGH_PRECISION
+            for m, n, s in ((0.0, False, 1), (0.9, False, 1), (0.9, False, 4), (0.9, True, 4))
+        },
+    ),
     *table("sgd_", {f"dampened-{s}": _sgd((bfloat16, float32, float16), 0.9, 0.3, False, s) for s in (1, 2)}),
-    *table("sgd_", {f"numbers-on-device-{s}": _sgd((bfloat16, float32, float16), 0.9, 0.0, True, s, True) for s in (1, 5)}),
-    *table("sgd_", {"skipped": _skipped(lambda k, x, found: k.sgd_(
-        x["p"], x["g"], x["m"], [w if i % 2 == 0 else None for i, w in enumerate(x["w"])], _LR, 0.9, 0.0, False, [0.1] * len(_SHAPES),
-        3, None, found, 0))}),
-    *table("scale_", {f"{d.name}-{f}-{b}": _scale(d, f, b) for d in HIGH_PRECISION
-                      for f, b in ((None, None), (None, np.nan), (0.37, None), (2.0**-10, np.inf), (0.5, -np.inf))}),
+    *table(
+        "sgd_",
+        {
+            f"numbers-on-device-{s}": _sgd((bfloat16, float32, float16), 0.9, 0.0, True, s, True)
+            for s in (1, 5)
+        },
+    ),
+    *table(
+        "sgd_",
+        {
+            "skipped": _skipped(
+                lambda k, x, found: k.sgd_(
+                    x["p"],
+                    x["g"],
+                    x["m"],
+                    [w if i % 2 == 0 else None for i, w in enumerate(x["w"])],
+                    _LR,
+                    0.9,
+                    0.0,
+                    False,
+                    [0.1] * len(_SHAPES),
+                    3,
+                    None,
+                    found,
+                    0,
+                )
+            )
+        },
+    ),
+    *table(
+        "scale_",
+        {
+            f"{d.name}-{f}-{b}": _scale(d, f, b)
+            for d in HIGH_PRECISION
+            for f, b in ((None, None), (None, np.nan), (0.37, None), (2.0**-10, np.inf), (0.5, -np.inf))
+        },
+    ),
     *table("scale_", {"not-looked-at": _scale(float32, 3.0, np.nan, False)}),
     *table("loss_scale_", {"up-and-down": _loss_scale}),
     *table("count_", {"up-and-down": _loss_scale}),
     *table("l2norm", {d.name: _l2norm((d,), _SHAPES) for d in HIGH_PRECISION}),
-    *table("l2norm", {"mixed": _l2norm((bfloat16, float32, float16), _SHAPES), "one": _l2norm((float32,), ((1,),)),
-                      "empty": _l2norm((float32,), ((0,),)), "many": _l2norm((float32,), ((9,),) * 200)}),
-    *table("clip_", {f"{d.name}-{n}-{m}": _clip(d, n, m) for d in HIGH_PRECISION for n, m in ((12.0, 1.0), (0.5, 1.0), (0.0, 1.0))}),
+    *table(
+        "l2norm",
+        {
+            "mixed": _l2norm((bfloat16, float32, float16), _SHAPES),
+            "one": _l2norm((float32,), ((1,),)),
+            "empty": _l2norm((float32,), ((0,),)),
+            "many": _l2norm((float32,), ((9,),) * 200),
+        },
+    ),
+    *table(
+        "clip_",
+        {
+            f"{d.name}-{n}-{m}": _clip(d, n, m)
+            for d in HIGH_PRECISION
+            for n, m in ((12.0, 1.0), (0.5, 1.0), (0.0, 1.0))
+        },
+    ),
 ]

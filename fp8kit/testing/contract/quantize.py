@@ -21,16 +21,42 @@ Tile = tuple[int, int]
 WHOLE, ROW = (0, 0), (1, 0)  # 0: as many as the matrix has
 
 H = (formats.float32, formats.bfloat16, formats.float16)
-USERS = (Format("E3M4", 3, 4), Format("E3M2", 3, 2, special="none"), Format("E2M3", 2, 3, special="none"),
-         Format("U5M3", 5, 3, special="fn", signed=False), Format("E4M0", 4, 0, special="none"))
+USERS = (
+    Format("E3M4", 3, 4),
+    Format("E3M2", 3, 2, special="none"),
+    Format("E2M3", 2, 3, special="none"),
+    Format("U5M3", 5, 3, special="fn", signed=False),
+    Format("E4M0", 4, 0, special="none"),
+)
 
 
 def _sample(rows: int, columns: int, dtype: DType, seed: int = 0) -> Array:
-    """Values over many binades with every special one strewn in: +-0, subnormals, ties, the formats' limits, Inf, NaN."""
+    """Values over many binades with every special one strewn in: +-0, subnormals, ties, the formats' limits,
+    Inf, NaN."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, columns)) * np.exp2(rng.integers(-14, 10, (rows, columns)))
-    special = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 448, -464, 464.5, 57344, -61440,
-               1e-40, -1e-45, 2.0**-10, 3 * 2.0**-10, 2.0**-17, 1.0625, 1.1875, 5, 7]
+    special = [
+        0.0,
+        -0.0,
+        np.nan,
+        -np.nan,
+        np.inf,
+        -np.inf,
+        448,
+        -464,
+        464.5,
+        57344,
+        -61440,
+        1e-40,
+        -1e-45,
+        2.0**-10,
+        3 * 2.0**-10,
+        2.0**-17,
+        1.0625,
+        1.1875,
+        5,
+        7,
+    ]
     at = rng.random(x.shape) < 0.15
     x[at] = rng.choice(special, int(at.sum()))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -86,7 +112,7 @@ def _words(seed: int, offset: int, count: int) -> Array:
     return np.array(out[:count], np.uint32)
 
 
-# --- amax ---------------------------------------------------------------------------------------------------------------------
+# --- amax ---------------------------------------------------------------------------------------------------
 
 
 def _run_amax(kernels: Kernels, device: Device, dtype: DType, shape: Tile, tile: Tile) -> None:
@@ -100,7 +126,7 @@ def _run_amax(kernels: Kernels, device: Device, dtype: DType, shape: Tile, tile:
 
 def _run_amax_specials(kernels: Kernels, device: Device, dtype: DType) -> None:
     x = np.full((4, 37), np.nan, dtype.numpy)
-    x[1, 5], x[2, 36], x[3, 0] = -np.inf, -2.0**-14, -0.0
+    x[1, 5], x[2, 36], x[3, 0] = -np.inf, -(2.0**-14), -0.0
     found = put(np.zeros(4, np.float32), device)
     kernels.amax(put(x, device), found, (1, 37), 0)
     assert_same_bits("amax", get(found), np.array([0, np.inf, 2.0**-14, 0], np.float32))
@@ -113,7 +139,8 @@ def _run_amax_tiny(kernels: Kernels, device: Device) -> None:
 
 
 def _run_amax_many(kernels: Kernels, device: Device, count: int) -> None:
-    """Tensors of all types and shapes in one call, and then small ones of one type; the last three share a running maximum."""
+    """Tensors of all types and shapes in one call, and then small ones of one type; the last three share a
+    running maximum."""
     shapes = ((1,), (33, 65), (5, 1000), (20000,), (0, 8), (3, 4, 5))
     picked = [(shapes[i % 6], H[i % 3]) if i < 12 else ((9, 20), formats.bfloat16) for i in range(count)]
     xs = [_sample(1, int(np.prod(shape)), dtype, i).reshape(shape) for i, (shape, dtype) in enumerate(picked)]
@@ -128,12 +155,14 @@ def _run_amax_many(kernels: Kernels, device: Device, count: int) -> None:
     assert_same_bits("amaxes", get(found), want)
 
 
-# --- scales -------------------------------------------------------------------------------------------------------------------
+# --- scales -------------------------------------------------------------------------------------------------
 
 _MAX = float(np.finfo(np.float32).max)
 
 
-def _run_scale(kernels: Kernels, device: Device, fp8_max: float, power_2: bool, epsilon: float, for_inf: float) -> None:
+def _run_scale(
+    kernels: Kernels, device: Device, fp8_max: float, power_2: bool, epsilon: float, for_inf: float
+) -> None:
     special = [0, np.inf, np.nan, 1e-45, 1e-40, 1.1754944e-38, fp8_max, 1.0, 3.0, _MAX, 1e-37]
     amax = np.array([*special, *np.exp2(np.random.default_rng(1).uniform(-140, 127, 500))], np.float32)
     want = np.empty_like(amax)
@@ -151,7 +180,9 @@ def _run_scale(kernels: Kernels, device: Device, fp8_max: float, power_2: bool, 
     assert_same_bits("scale_inv", get(scale_inv), inverse)
 
 
-def _delayed(scale: Array, inverse: Array, history: Array, fp8_max: float, margin: int, most_recent: bool) -> None:
+def _delayed(
+    scale: Array, inverse: Array, history: Array, fp8_max: float, margin: int, most_recent: bool
+) -> None:
     """One tensor at a time, step by step as the rule reads."""
     for t in range(len(scale)):
         if history[0, t] == 0:
@@ -160,7 +191,9 @@ def _delayed(scale: Array, inverse: Array, history: Array, fp8_max: float, margi
         if np.isfinite(amax) and amax > 0:
             with np.errstate(over="ignore", under="ignore", divide="ignore"):
                 fresh = np.float32(fp8_max * 2.0**-margin) / np.float32(amax)
-            scale[t] = np.float32(_MAX) if np.isinf(fresh) else np.float32(2.0**-126) if fresh < 2.0**-126 else fresh
+            scale[t] = (
+                np.float32(_MAX) if np.isinf(fresh) else np.float32(2.0**-126) if fresh < 2.0**-126 else fresh
+            )
         inverse[t] = np.float32(1) / scale[t]
         history[:, t] = [0, *history[2:, t], history[0, t]] if len(history) > 1 else [0]
 
@@ -179,7 +212,15 @@ def _run_delayed(kernels: Kernels, device: Device, length: int, margin: int, mos
     for step in range(3):
         for state, fp8_max in zip(hosts, maxima, strict=True):
             _delayed(*state, fp8_max, margin, most_recent)
-        kernels.update_delayed_([s[0] for s in moved], [s[1] for s in moved], [s[2] for s in moved], maxima, margin, most_recent, 0)
+        kernels.update_delayed_(
+            [s[0] for s in moved],
+            [s[1] for s in moved],
+            [s[2] for s in moved],
+            maxima,
+            margin,
+            most_recent,
+            0,
+        )
         for state, views in zip(hosts, moved, strict=True):
             for name, want, got in zip(("scale", "scale_inv", "amax_history"), state, views, strict=True):
                 assert_same_bits(f"{name} after update {step}", get(got), want)
@@ -188,11 +229,20 @@ def _run_delayed(kernels: Kernels, device: Device, length: int, margin: int, mos
             moved[i][2] = put(history, device)
 
 
-# --- quantize, dequantize -----------------------------------------------------------------------------------------------------
+# --- quantize, dequantize -----------------------------------------------------------------------------------
 
 
-def _run_quantize(kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, tile: Tile, saturate: bool = True,
-                  stochastic: bool = False, with_amax: bool = True) -> None:
+def _run_quantize(
+    kernels: Kernels,
+    device: Device,
+    fmt: Format,
+    dtype: DType,
+    shape: Tile,
+    tile: Tile,
+    saturate: bool = True,
+    stochastic: bool = False,
+    with_amax: bool = True,
+) -> None:
     x, tile = _sample(*shape, dtype), _tile(tile, shape)
     down, across = _grid(shape, tile)
     scale = _scales(down * across)
@@ -204,7 +254,9 @@ def _run_quantize(kernels: Kernels, device: Device, fmt: Format, dtype: DType, s
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = _float32(x) * _spread(scale, shape, tile)
     words = _words(int(rng[0]), int(rng[1]), x.size).reshape(shape) if stochastic else None
-    assert_same_bits("q", get(q), codec.encode(scaled, fmt, "stochastic" if stochastic else "nearest", saturate, words))
+    assert_same_bits(
+        "q", get(q), codec.encode(scaled, fmt, "stochastic" if stochastic else "nearest", saturate, words)
+    )
     assert_same_bits("scale_inv", get(scale_inv), np.float32(1) / scale)
     if amax is not None:
         assert_same_bits("amax", get(amax), _amax(x, tile))
@@ -215,13 +267,28 @@ def _run_boundaries(kernels: Kernels, device: Device, fmt: Format, saturate: boo
     values = codec.table(fmt)[: 1 << fmt.bits]
     grid = np.unique(np.concatenate([values[np.isfinite(values)], [2 * fmt.max, fmt.max * 1.0625]]))
     at = _float32(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]))
-    x = np.concatenate([at, np.nextafter(at, np.float32(np.inf)), np.nextafter(at, np.float32(-np.inf))])[None]
+    x = np.concatenate([at, np.nextafter(at, np.float32(np.inf)), np.nextafter(at, np.float32(-np.inf))])[
+        None
+    ]
     q, one = poisoned(x.shape, formats.uint8, device), np.ones(1, np.float32)
-    kernels.quantize(put(x, device), q, put(one, device), poisoned((1,), formats.float32, device), None, fmt, x.shape, saturate, None, 0)
+    kernels.quantize(
+        put(x, device),
+        q,
+        put(one, device),
+        poisoned((1,), formats.float32, device),
+        None,
+        fmt,
+        x.shape,
+        saturate,
+        None,
+        0,
+    )
     assert_same_bits("q", get(q), codec.encode(x, fmt, "nearest", saturate))
 
 
-def _run_dequantize(kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, tile: Tile) -> None:
+def _run_dequantize(
+    kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, tile: Tile
+) -> None:
     q = np.resize(np.arange(256, dtype=np.uint8), shape)
     tile = _tile(tile, shape)
     down, across = _grid(shape, tile)
@@ -235,14 +302,16 @@ def _run_dequantize(kernels: Kernels, device: Device, fmt: Format, dtype: DType,
     assert_same_bits("x", np.where(nan, np.zeros_like(want), got), np.where(nan, np.zeros_like(want), want))
 
 
-# --- quantize_transpose -------------------------------------------------------------------------------------------------------
+# --- quantize_transpose -------------------------------------------------------------------------------------
 
 
 def _pad16(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def _run_transpose_by_amax(kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, rule: Rule) -> None:
+def _run_transpose_by_amax(
+    kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, rule: Rule
+) -> None:
     """The scale is made of an amax that is there already."""
     x = draw(4, shape, dtype, 3.0)
     cast, check = check_fused(kernels, device, shape, fmt, x, rule=rule)
@@ -250,8 +319,15 @@ def _run_transpose_by_amax(kernels: Kernels, device: Device, fmt: Format, dtype:
     check()
 
 
-def _run_transpose(kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, outputs: str = "both",
-                   dbias: bool = False) -> None:
+def _run_transpose(
+    kernels: Kernels,
+    device: Device,
+    fmt: Format,
+    dtype: DType,
+    shape: Tile,
+    outputs: str = "both",
+    dbias: bool = False,
+) -> None:
     x = _sample(*shape, dtype, seed=3)
     if dbias:
         x = np.clip(np.where(np.isnan(x), np.ones_like(x), x), -100, 100).astype(dtype.numpy)
@@ -268,7 +344,9 @@ def _run_transpose(kernels: Kernels, device: Device, fmt: Format, dtype: DType, 
     amax, scale_inv = put(np.zeros(1, np.float32), device), poisoned((1,), formats.float32, device)
     sums = poisoned((n,), dtype, device) if dbias else None
     room = workspace(kernels.quantize_transpose_workspace(m, n), device) if dbias else None
-    kernels.quantize_transpose(put(x, device), Cast(fmt, q, q_t, put(scale, device), scale_inv, amax), sums, room, 0)
+    kernels.quantize_transpose(
+        put(x, device), Cast(fmt, q, q_t, put(scale, device), scale_inv, amax), sums, room, 0
+    )
     if q is not None:
         assert_same_bits("q", get(q), codes)
     if q_t is not None:
@@ -283,21 +361,36 @@ def _run_transpose(kernels: Kernels, device: Device, fmt: Format, dtype: DType, 
 
 
 def _run_transposes(kernels: Kernels, device: Device, count: int) -> None:
-    """Matrices of all types, shapes and both formats in one call, then small ones of one kind, and a weight in three parts whose codes lie
-    in one buffer."""
+    """Matrices of all types, shapes and both formats in one call, then small ones of one kind, and a weight
+    in three parts whose codes lie in one buffer."""
     shapes = ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (0, 70))
-    xs = [_sample(*shapes[i % 6], H[i % 3], i) if i < 12 else _sample(9, 20, formats.bfloat16, i) for i in range(count)]
+    xs = [
+        _sample(*shapes[i % 6], H[i % 3], i) if i < 12 else _sample(9, 20, formats.bfloat16, i)
+        for i in range(count)
+    ]
     parts = [_sample(n, 48, formats.bfloat16, n) for n in (32, 80, 20)]
     scales, scale = _scales(count), _scales(1)
     casts, wants = [], []
     for i, x in enumerate(xs):
         fmt, (m, n) = (E4M3, E5M2)[i // 3 % 2 if i < 12 else 0], (_pad16(k) for k in x.shape)
-        side, turned = (poisoned(shape, formats.uint8, device) if i % 7 != at else None for at, shape in enumerate(((m, n), (n, m))))
+        side, turned = (
+            poisoned(shape, formats.uint8, device) if i % 7 != at else None
+            for at, shape in enumerate(((m, n), (n, m)))
+        )
         with np.errstate(over="ignore", invalid="ignore"):
             codes = np.zeros((m, n), np.uint8)
             codes[: x.shape[0], : x.shape[1]] = codec.encode(_float32(x) * scales[i], fmt)
         amax = put(np.zeros(1, np.float32), device) if i % 5 else None
-        casts.append(Cast(fmt, side, turned, put(scales[i : i + 1], device), poisoned((1,), formats.float32, device), amax))
+        casts.append(
+            Cast(
+                fmt,
+                side,
+                turned,
+                put(scales[i : i + 1], device),
+                poisoned((1,), formats.float32, device),
+                amax,
+            )
+        )
         wants.append((codes, _amax(x, _tile(WHOLE, x.shape))))
     q, q_t = poisoned((144, 48), formats.uint8, device), poisoned((48, 144), formats.uint8, device)
     shared = put(scale, device), poisoned((1,), formats.float32, device), put(np.zeros(1, np.float32), device)
@@ -305,7 +398,11 @@ def _run_transposes(kernels: Kernels, device: Device, count: int) -> None:
         casts.append(Cast(E4M3, q.slice(0, start, rows), q_t.slice(1, start, rows), *shared))
     kernels.quantize_transpose_many([put(x, device) for x in (*xs, *parts)], casts, 0)
     for i, ((codes, found), cast) in enumerate(zip(wants, casts, strict=False)):
-        sides: list[tuple[str, ArrayView | None, Array]] = [("q", cast.q, codes), ("q_t", cast.q_t, codes.T), ("amax", cast.amax, found)]
+        sides: list[tuple[str, ArrayView | None, Array]] = [
+            ("q", cast.q, codes),
+            ("q_t", cast.q_t, codes.T),
+            ("amax", cast.amax, found),
+        ]
         for name, made, right in sides:
             if made is not None:
                 assert_same_bits(f"{name} of {i}", get(made), np.ascontiguousarray(right))
@@ -340,40 +437,113 @@ def _cases() -> Iterator[Case]:
         for fp8_max, epsilon, for_inf in ((448.0, 0.0, _MAX), (57344.0, 1e-6, _MAX), (448.0, 0.0, 65504.0)):
             name = f"{fp8_max:g}-eps{epsilon:g}-inf{for_inf:.3g}{'-power2' if power_2 else ''}"
             yield case("scale_from_amax", name, _run_scale, fp8_max, power_2, epsilon, for_inf)
-    for length, margin, most_recent in ((1, 0, False), (4, 0, False), (16, 2, False), (4, 0, True), (1024, -1, False), (2100, 0, False),
-                                        (3, 20, False), (2, 9, True), (2, -20, True)):
+    for length, margin, most_recent in (
+        (1, 0, False),
+        (4, 0, False),
+        (16, 2, False),
+        (4, 0, True),
+        (1024, -1, False),
+        (2100, 0, False),
+        (3, 20, False),
+        (2, 9, True),
+        (2, -20, True),
+    ):
         name = f"H{length}-margin{margin}{'-recent' if most_recent else ''}"
         yield case("update_delayed_", name, _run_delayed, length, margin, most_recent)
     for fmt in (E4M3, E5M2):
         for dtype in (*H, formats.float64):
             for m, n in shapes:
-                yield case("quantize", f"{fmt}-{dtype.name}-{m}x{n}", _run_quantize, fmt, dtype, (m, n), WHOLE)
+                yield case(
+                    "quantize", f"{fmt}-{dtype.name}-{m}x{n}", _run_quantize, fmt, dtype, (m, n), WHOLE
+                )
         for name, tile in tilings.items():
             yield case("quantize", f"{fmt}-{name}", _run_quantize, fmt, formats.bfloat16, (130, 300), tile)
             yield case("dequantize", f"{fmt}-{name}", _run_dequantize, fmt, formats.float32, (130, 300), tile)
-        yield case("quantize", f"{fmt}-no-amax", _run_quantize, fmt, formats.float32, (33, 65), WHOLE, with_amax=False)
+        yield case(
+            "quantize",
+            f"{fmt}-no-amax",
+            _run_quantize,
+            fmt,
+            formats.float32,
+            (33, 65),
+            WHOLE,
+            with_amax=False,
+        )
         for dtype in H:
             yield case("dequantize", f"{fmt}-{dtype.name}", _run_dequantize, fmt, dtype, (7, 111), WHOLE)
             for m, n in ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (256, 192), (0, 70)):
-                yield case("quantize_transpose", f"{fmt}-{dtype.name}-{m}x{n}", _run_transpose, fmt, dtype, (m, n))
+                yield case(
+                    "quantize_transpose", f"{fmt}-{dtype.name}-{m}x{n}", _run_transpose, fmt, dtype, (m, n)
+                )
             for m, n in ((16, 32), (256, 192)):
                 for rule in (Rule(False, 0.0), Rule(True, 1e3)):
                     name = f"{fmt}-{dtype.name}-{m}x{n}-by-amax-{rule.power_2}"
                     yield case("quantize_transpose", name, _run_transpose_by_amax, fmt, dtype, (m, n), rule)
             for outputs in ("q", "q_t"):
-                yield case("quantize_transpose", f"{fmt}-{dtype.name}-{outputs}-only", _run_transpose, fmt, dtype, (70, 48), outputs)
+                yield case(
+                    "quantize_transpose",
+                    f"{fmt}-{dtype.name}-{outputs}-only",
+                    _run_transpose,
+                    fmt,
+                    dtype,
+                    (70, 48),
+                    outputs,
+                )
             for m, n in ((150, 70), (256, 128)):
-                yield case("quantize_transpose", f"{fmt}-{dtype.name}-{m}x{n}-dbias", _run_transpose, fmt, dtype, (m, n), dbias=True)
-            yield case("quantize_transpose", f"{fmt}-{dtype.name}-dbias-of-nothing", _run_transpose, fmt, dtype, (0, 70), dbias=True)
+                yield case(
+                    "quantize_transpose",
+                    f"{fmt}-{dtype.name}-{m}x{n}-dbias",
+                    _run_transpose,
+                    fmt,
+                    dtype,
+                    (m, n),
+                    dbias=True,
+                )
+            yield case(
+                "quantize_transpose",
+                f"{fmt}-{dtype.name}-dbias-of-nothing",
+                _run_transpose,
+                fmt,
+                dtype,
+                (0, 70),
+                dbias=True,
+            )
     for fmt in (E4M3, E5M2, E8M0, E2M1, *USERS):
         yield case("quantize", f"{fmt}-boundaries", _run_boundaries, fmt, True)
-        yield case("quantize", f"{fmt}-stochastic", _run_quantize, fmt, formats.float32, (9, 31), ROW, stochastic=True)
+        yield case(
+            "quantize",
+            f"{fmt}-stochastic",
+            _run_quantize,
+            fmt,
+            formats.float32,
+            (9, 31),
+            ROW,
+            stochastic=True,
+        )
         yield case("dequantize", f"{fmt}-all-codes", _run_dequantize, fmt, formats.float32, (3, 256), WHOLE)
         if fmt.nan_code is not None:
             yield case("quantize", f"{fmt}-boundaries-unsaturated", _run_boundaries, fmt, False)
-            yield case("quantize", f"{fmt}-unsaturated", _run_quantize, fmt, formats.float32, (33, 65), WHOLE, saturate=False)
-            yield case("quantize", f"{fmt}-unsaturated-stochastic", _run_quantize, fmt, formats.float32, (33, 65), WHOLE,
-                       saturate=False, stochastic=True)
+            yield case(
+                "quantize",
+                f"{fmt}-unsaturated",
+                _run_quantize,
+                fmt,
+                formats.float32,
+                (33, 65),
+                WHOLE,
+                saturate=False,
+            )
+            yield case(
+                "quantize",
+                f"{fmt}-unsaturated-stochastic",
+                _run_quantize,
+                fmt,
+                formats.float32,
+                (33, 65),
+                WHOLE,
+                saturate=False,
+                stochastic=True,
+            )
 
 
 CASES = tuple(_cases())

@@ -1,6 +1,7 @@
 """Contract cases of the rotary embedding, against complex rotations in float64.
 
-float32's cos and sin are within 2 units of the last place; two products and a sum follow: 6 u of the terms' absolute values.
+float32's cos and sin are within 2 units of the last place; two products and a sum follow: 6 u of the terms'
+absolute values.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from fp8kit.testing.contract import poisoned, put
 from fp8kit.testing.contract.elementwise import ROUNDOFF, Array, draw, host, table, wide
 
 _HEADS, _BATCH, _LENGTH = 3, 2, 9
-_CU = np.array([0, 4, 4, 9, 14], np.int32)  # a sequence of nothing, and two rows of no sequence after the last
-_GAPS = np.array([1, 8, 8, 14, 19], np.int32)  # where they start with rows of no sequence before, between and after them
+# a sequence of nothing, and two rows of no sequence after the last
+_CU = np.array([0, 4, 4, 9, 14], np.int32)
+# where they start with rows of no sequence before, between and after them
+_GAPS = np.array([1, 8, 8, 14, 19], np.int32)
 _TOKENS = 22
 
 
 def tokens_of(first: Array) -> list[tuple[int, int, int]]:
-    """(token, sequence, place in it) of each token of a sequence, where the sequences of ``_CU`` start at ``first``."""
+    """(token, sequence, place in it) of each token of a sequence, where the sequences of ``_CU`` start at
+    ``first``."""
     return [(int(first[b]) + i, b, i) for b, length in enumerate(np.diff(_CU)) for i in range(length)]
 
 
 def angles(form: str, freqs: Array, starts: Array | None, first: Array = _CU) -> Array:
-    """The angles of every token, float64 (..., 1, rotated), from the rule's words; any for tokens of no sequence."""
+    """The angles of every token, float64 (..., 1, rotated), from the rule's words; any for tokens of no
+    sequence."""
     if form == "thd":
         place = np.zeros(_TOKENS, int)
         for token, b, i in tokens_of(first):
@@ -40,7 +45,8 @@ def angles(form: str, freqs: Array, starts: Array | None, first: Array = _CU) ->
 
 
 def rotate(x: Array, angle: Array, interleaved: bool, back: bool) -> tuple[Array, Array]:
-    """Values in float64 and the sizes of their terms. Each feature f of a pair turns by its own angle; ``back``: the transposed matrix."""
+    """Values in float64 and the sizes of their terms. Each feature f of a pair turns by its own angle;
+    ``back``: the transposed matrix."""
     rotated = angle.shape[-1]
     partner = np.arange(rotated) ^ 1 if interleaved else (np.arange(rotated) + rotated // 2) % rotated
     sign = np.where(np.arange(rotated) < partner, -1.0, 1.0)
@@ -53,10 +59,21 @@ def rotate(x: Array, angle: Array, interleaved: bool, back: bool) -> tuple[Array
     return out, size
 
 
-def _case(dtype: DType, form: str, way: str, depth: int = 16, rotated: int = 16, interleaved: bool = False, starts: bool = False,
-          where: str = "apart", doubled: bool = True, gaps: bool = False) -> Callable[[Kernels, Device], None]:
-    """``where``: y is "apart", "in-place" (x's memory), or both are "packed" among other heads. ``doubled``: both features of a pair turn
-    by the same angle, as in the paper. ``gaps``: there are rows between the sequences. Rows of no sequence hold NaN."""
+def _case(
+    dtype: DType,
+    form: str,
+    way: str,
+    depth: int = 16,
+    rotated: int = 16,
+    interleaved: bool = False,
+    starts: bool = False,
+    where: str = "apart",
+    doubled: bool = True,
+    gaps: bool = False,
+) -> Callable[[Kernels, Device], None]:
+    """``where``: y is "apart", "in-place" (x's memory), or both are "packed" among other heads. ``doubled``:
+    both features of a pair turn by the same angle, as in the paper. ``gaps``: there are rows between the
+    sequences. Rows of no sequence hold NaN."""
 
     def run(kernels: Kernels, device: Device) -> None:
         leading = {"sbhd": (_LENGTH, _BATCH), "bshd": (_BATCH, _LENGTH), "thd": (_TOKENS,)}[form]
@@ -65,7 +82,8 @@ def _case(dtype: DType, form: str, way: str, depth: int = 16, rotated: int = 16,
         none = np.ones(leading, bool) if form == "thd" else np.zeros(leading, bool)
         none[[token for token, *_ in tokens_of(begin)] if form == "thd" else ()] = False
         x[none] = np.nan
-        freqs = draw(2, (16 if starts else 9 if form != "thd" else 5, rotated), float32, 3.0)  # as many as the longest sequence has
+        # as many as the longest sequence has
+        freqs = draw(2, (16 if starts else 9 if form != "thd" else 5, rotated), float32, 3.0)
         if doubled:
             half = freqs[:, : rotated // 2]
             freqs = np.repeat(half, 2, axis=1) if interleaved else np.concatenate([half, half], axis=1)
@@ -123,7 +141,14 @@ _ROWS |= {
 CASES = [
     case
     for way in ("rope_fwd", "rope_bwd")
-    for case in table(way, {f"{d.name}-{name}": make(d, way) for d in HIGH_PRECISION for name, make in _ROWS.items()
-                            if d in (float32, bfloat16) or "partial" in name})
-]  # fmt: skip
+    for case in table(
+        way,
+        {
+            f"{d.name}-{name}": make(d, way)
+            for d in HIGH_PRECISION
+            for name, make in _ROWS.items()
+            if d in (float32, bfloat16) or "partial" in name
+        },
+    )
+]
 CASES += table("rope_fwd", {"positions-beyond": _beyond})

@@ -34,7 +34,9 @@ def _case(dtype: DType, name: str, way: str) -> Callable[[Kernels, Device], None
         sums, starts = _sums(lengths), _sums(tuple(a + b for a, b in zip(lengths, gaps, strict=True)))
         tokens = draw(1, (int(starts[-1]) + rest, features), dtype)
         batch = draw(2, (len(lengths), longest, features), dtype)
-        places: list[ArrayView] = [put(sums, device)] if not any(gaps) else [put(sums, device), put(starts, device)]
+        places: list[ArrayView] = (
+            [put(sums, device)] if not any(gaps) else [put(sums, device), put(starts, device)]
+        )
         if way == "unpack_sequences":
             want = np.zeros_like(batch)
             for b, n in enumerate(lengths):
@@ -58,5 +60,7 @@ def _case(dtype: DType, name: str, way: str) -> Callable[[Kernels, Device], None
 CASES = [
     case
     for way in ("unpack_sequences", "pack_sequences")
-    for case in table(way, {f"{d.name}-{name}": _case(d, name, way) for d in HIGH_PRECISION for name in _SHAPES})
+    for case in table(
+        way, {f"{d.name}-{name}": _case(d, name, way) for d in HIGH_PRECISION for name in _SHAPES}
+    )
 ]

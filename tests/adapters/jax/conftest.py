@@ -1,4 +1,5 @@
-"""Eight virtual CPU devices for every test of the JAX door, set before JAX looks for devices; tests run there but for those marked gpu."""
+"""Eight virtual CPU devices for every test of the JAX door, set before JAX looks for devices; tests run there
+but for those marked gpu."""
 
 from __future__ import annotations
 
@@ -10,15 +11,25 @@ import pytest
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy and PyTorch allocate on the same GPU
 
-NEED_FLAX = ["test_flax.py", "test_flax_decode.py", "test_flax_fields.py", "test_flax_options.py", "test_nnx.py",
-             "test_residual.py", "test_residual_modules.py", "test_same_layers.py"]
+NEED_FLAX = [
+    "test_flax.py",
+    "test_flax_decode.py",
+    "test_flax_fields.py",
+    "test_flax_options.py",
+    "test_nnx.py",
+    "test_residual.py",
+    "test_residual_modules.py",
+    "test_same_layers.py",
+]
 collect_ignore = [] if importlib.util.find_spec("flax") else NEED_FLAX
 
 
 def pytest_terminal_summary(terminalreporter):
     """What was left out, said."""
     if collect_ignore:
-        terminalreporter.write_line(f"Flax is not installed: {', '.join(collect_ignore)} are left out", yellow=True)
+        terminalreporter.write_line(
+            f"Flax is not installed: {', '.join(collect_ignore)} are left out", yellow=True
+        )
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

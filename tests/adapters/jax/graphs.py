@@ -1,9 +1,10 @@
-"""The experiment that decides whether XLA may record fp8kit's calls into CUDA graphs: ``python -m tests.adapters.jax.graphs`` on a GPU.
+"""The experiment that decides whether XLA may record fp8kit's calls into CUDA graphs: ``python -m
+tests.adapters.jax.graphs`` on a GPU.
 
-A step of FP8 training with dropout runs eight times, its inputs, scales, histories and keys different every time, once with the door's
-handler as it is and once with the trait that lets XLA record it, each time by itself and inside a ``lax.scan``, where the addresses stay
-and a graph is replayed. Counted is how often the handler ran; compared are all results, bit for bit. The last line that is printed is
-the verdict, in JSON.
+A step of FP8 training with dropout runs eight times, its inputs, scales, histories and keys different every
+time, once with the door's handler as it is and once with the trait that lets XLA record it, each time by
+itself and inside a ``lax.scan``, where the addresses stay and a graph is replayed. Counted is how often the
+handler ran; compared are all results, bit for bit. The last line that is printed is the verdict, in JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ STEPS = 8
 if __name__ == "__main__":  # before JAX looks at it
     os.environ["XLA_FLAGS"] = FLAGS
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    sys.modules["torch"] = None  # tvm_ffi imports it where it is installed, which takes as long as all the rest
+    # tvm_ffi imports it where it is installed, which takes as long as all the rest
+    sys.modules["torch"] = None
 
 import fp8kit_jax as fj  # noqa: E402
 import jax  # noqa: E402
@@ -43,7 +45,9 @@ def register(platform: str) -> None:
         receive(*values)
 
     for name in (PLAIN, RECORDED):
-        calls._register(name, counted, ["low", "high", "text"], platform, graphs=name == RECORDED and platform == "gpu")
+        calls._register(
+            name, counted, ["low", "high", "text"], platform, graphs=name == RECORDED and platform == "gpu"
+        )
 
 
 def problem():
@@ -51,8 +55,12 @@ def problem():
     draw = np.random.default_rng(0).standard_normal
     scales = 2.0 ** np.array([0, 3, -2, 5, 1, -4, 2, 0])[:STEPS]
     x = jnp.asarray(draw((STEPS, 2, 64, 128)) * scales[:, None, None, None], jnp.bfloat16)
-    state = {"qkv": jnp.asarray(draw((128, 3, 128)) / 11, jnp.float32), "up": jnp.asarray(draw((128, 1, 256)) / 11, jnp.float32),
-             "down": jnp.asarray(draw((256, 128)) / 16, jnp.float32), "sets": fj.create_set(DelayedScaling(amax_history_len=4), 3)}
+    state = {
+        "qkv": jnp.asarray(draw((128, 3, 128)) / 11, jnp.float32),
+        "up": jnp.asarray(draw((128, 1, 256)) / 11, jnp.float32),
+        "down": jnp.asarray(draw((256, 128)) / 16, jnp.float32),
+        "sets": fj.create_set(DelayedScaling(amax_history_len=4), 3),
+    }
     return state, (x, jax.random.split(jax.random.PRNGKey(0), STEPS))
 
 
@@ -66,7 +74,9 @@ def step(state, given):
         qkv = fj.layernorm_dense(x, half["qkv"], ones, None, norm_type="rmsnorm", quantizer_set=sets[0])
         o = fj.dot_product_attention(qkv.reshape(2, 64, 3, 2, 64)).reshape(x.shape)
         h = fj.dropout_add(o, x, rate=0.25, key=key)
-        y = fj.layernorm_mlp(h, ones, None, (half["up"], half["down"]), norm_type="rmsnorm", quantizer_sets=sets[1:])
+        y = fj.layernorm_mlp(
+            h, ones, None, (half["up"], half["down"]), norm_type="rmsnorm", quantizer_sets=sets[1:]
+        )
         return (y.astype(jnp.float32) ** 2).mean(), y
 
     (value, y), (grads, sets) = jax.value_and_grad(loss, (0, 1), has_aux=True)(half, state["sets"])
@@ -99,24 +109,33 @@ def runs(target: str):
 def first_difference(got, want):
     """The first step whose results differ in a bit, None where none does."""
     for n, (a, b) in enumerate(zip(got, want, strict=True)):
-        if any(x.tobytes() != y.tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)):
+        if any(
+            x.tobytes() != y.tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        ):
             return n
     return None
 
 
 def experiment(platform: str) -> dict[str, object]:
-    """The verdict: "refused" (with the error), "stale", "replayed" or "never replayed", and what it rests on."""
+    """The verdict: "refused" (with the error), "stale", "replayed" or "never replayed", and what it rests
+    on."""
     register(platform)
     with jax.default_device(jax.devices(platform)[0]):
         want, whole, every = runs(PLAIN)
-        print(json.dumps({"verdict": "refused", "error": "recording ended the process"}), flush=True)  # where nothing follows
+        # where nothing follows
+        print(json.dumps({"verdict": "refused", "error": "recording ended the process"}), flush=True)
         try:
             got, scanned, counts = runs(RECORDED)
         except jax.errors.JaxRuntimeError as error:
             return {"verdict": "refused", "error": str(error).splitlines()[0][:300]}
     wrong = first_difference(got, want)
     in_scan = first_difference([scanned], [whole])
-    found = {"handler runs": counts, "calls": every, "first wrong step": wrong, "scan wrong": in_scan is not None}
+    found = {
+        "handler runs": counts,
+        "calls": every,
+        "first wrong step": wrong,
+        "scan wrong": in_scan is not None,
+    }
     if wrong is not None or in_scan is not None:
         return {"verdict": "stale", **found}
     return {"verdict": "replayed" if counts != every else "never replayed", **found}

@@ -1,4 +1,5 @@
-"""What ``fp8kit.nn`` gives on an engine, for comparison with the JAX door bit for bit: values, gradients, FP8 state."""
+"""What ``fp8kit.nn`` gives on an engine, for comparison with the JAX door bit for bit: values, gradients, FP8
+state."""
 
 from __future__ import annotations
 
@@ -20,12 +21,17 @@ RECIPES = {
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
 }
-# slot of a QuantizerSet -> the native module's state, and how many entries it has for each product, this one's first
+# slot of a QuantizerSet -> the native module's state, and how many entries it has for each product, this
+# one's first
 SLOTS = {"x": ("scaling_fwd", 3, 0), "kernel": ("scaling_fwd", 3, 1), "grad": ("scaling_bwd", 2, 0)}
 
 
 def draw(seed, shape, dtype="float32", scale=1.0) -> Array:
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32).astype(formats.dtype(dtype).numpy)
+    return (
+        (np.random.default_rng(seed).standard_normal(shape) * scale)
+        .astype(np.float32)
+        .astype(formats.dtype(dtype).numpy)
+    )
 
 
 def host(array) -> Array:
@@ -38,7 +44,9 @@ def random_parameters(module, dtype) -> dict[str, Array]:
     state = {}
     for i, (name, parameter) in enumerate(module.named_parameters()):
         gain = name.endswith("norm_weight")
-        state[name] = (draw(100 + i, parameter.shape, "float32", 0.1) + np.float32(gain)).astype(formats.dtype(dtype).numpy)
+        state[name] = (draw(100 + i, parameter.shape, "float32", 0.1) + np.float32(gain)).astype(
+            formats.dtype(dtype).numpy
+        )
     module.load_state_dict(state)
     return state
 
@@ -55,16 +63,21 @@ def step(module, recipe, x, g, device) -> tuple[Array, dict[str, Array]]:
 
 
 def slots(module, product) -> dict[str, tuple[Array, Array]]:
-    """Scale (1,) and amax history (H,) of each operand of a module's ``product``-th product, by the name of its slot."""
+    """Scale (1,) and amax history (H,) of each operand of a module's ``product``-th product, by the name of
+    its slot."""
     found = {}
     for slot, (state, each, at) in SLOTS.items():
         own, column = module.fp8_meta[state], each * product + at
-        found[slot] = host(own.scale)[column : column + 1], np.ascontiguousarray(host(own.amax_history)[:, column])
+        found[slot] = (
+            host(own.scale)[column : column + 1],
+            np.ascontiguousarray(host(own.amax_history)[:, column]),
+        )
     return found
 
 
 def same_function(name, function, native, values, device, rest=lambda put: {}) -> None:
-    """``function(*values)``, jitted, and ``native(*values, **rest)``, values and gradients: the same bits, whatever the shape of y."""
+    """``function(*values)``, jitted, and ``native(*values, **rest)``, values and gradients: the same bits,
+    whatever the shape of y."""
 
     @jax.jit
     def both(values, g):

@@ -1,4 +1,5 @@
-"""Programs that a test runs in a process of their own: ``python -m tests.adapters.jax.programs NAME [FILE]``."""
+"""Programs that a test runs in a process of their own: ``python -m tests.adapters.jax.programs NAME
+[FILE]``."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def example():
     sets = fj.create_set(DelayedScaling(amax_history_len=4))
 
     def step(w, sets, x):
-        return jax.value_and_grad(lambda w, sets: (fj.dense(x, w, quantizer_set=sets) ** 2).sum(), (0, 1))(w, sets)
+        return jax.value_and_grad(lambda w, sets: (fj.dense(x, w, quantizer_set=sets) ** 2).sum(), (0, 1))(
+            w, sets
+        )
 
     return step, (w, sets, x)
 
@@ -46,7 +49,9 @@ def save(path):
     """Write the example as a compiled program."""
     step, args = example()
     flat, form = jax.tree.flatten(args)
-    compiled = jax.jit(lambda *flat: jax.tree.leaves(step(*jax.tree.unflatten(form, flat)))).lower(*flat).compile()
+    compiled = (
+        jax.jit(lambda *flat: jax.tree.leaves(step(*jax.tree.unflatten(form, flat)))).lower(*flat).compile()
+    )
     Path(path).write_bytes(pickle.dumps(serialize(compiled)))
     print(digest(step(*args)))
 
@@ -70,6 +75,7 @@ def leave(path):
 
 def leave_slow(path):
     """End while calls wait for one that sleeps, nothing of this process running meanwhile."""
+
     def slow(x, y):
         time.sleep(0.3)
         y.numpy()[...] = x.numpy()
@@ -87,7 +93,10 @@ def fail(path):
     """An error in a handler, then work as usual."""
     from tests.adapters.jax.test_calls import PlusSpec, plus
 
-    said, step = "nothing", jax.jit(lambda x, amount: fj.apply(plus, PlusSpec(amount), {"x": x})["y"], static_argnums=1)
+    said, step = (
+        "nothing",
+        jax.jit(lambda x, amount: fj.apply(plus, PlusSpec(amount), {"x": x})["y"], static_argnums=1),
+    )
     try:
         step(jnp.ones(3), -1.0).block_until_ready()
     except jax.errors.JaxRuntimeError as error:
@@ -96,4 +105,6 @@ def fail(path):
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (run, save, load, leave, leave_slow, fail)}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")
+    {f.__name__: f for f in (run, save, load, leave, leave_slow, fail)}[sys.argv[1]](
+        sys.argv[2] if len(sys.argv) > 2 else ""
+    )

@@ -1,4 +1,5 @@
-"""The custom call itself: IEEE arithmetic, errors, threads, compilation ahead of time, the persistent cache, export, a clean end."""
+"""The custom call itself: IEEE arithmetic, errors, threads, compilation ahead of time, the persistent cache,
+export, a clean end."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ from tests.adapters.jax import programs
 
 def child(*args, **environment):
     """What a program printed, in a process of its own."""
-    fixed = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    fixed = {
+        "JAX_PLATFORMS": "cpu",
+        "OPENBLAS_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     env = os.environ | fixed | environment
     command = [sys.executable, "-m", "tests.adapters.jax.programs", *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -74,13 +80,16 @@ def test_a_users_operation_runs_and_subnormals_are_kept():
     got = jax.jit(lambda x: fj.apply(plus, PlusSpec(0.0), {"x": x})["y"])(tiny)
     np.testing.assert_array_equal(np.asarray(got), np.full(4, np.float32(2e-38) * np.float32(0.5)))
     assert np.asarray(got)[0] > 0
-    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: x * 0.5)(tiny)), 0)  # XLA's own threads flush still
+    # XLA's own threads flush still
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: x * 0.5)(tiny)), 0)
 
 
 def test_an_error_in_a_handler_is_an_exception_and_nothing_more():
     fails = jax.jit(lambda x: fj.apply(plus, PlusSpec(-1.0), {"x": x})["y"])
     for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"test_plus: amount: got -1\.0, expected a number >= 0"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"test_plus: amount: got -1\.0, expected a number >= 0"
+        ):
             fails(jnp.ones(3)).block_until_ready()
         np.testing.assert_array_equal(np.asarray(fj.apply(plus, PlusSpec(1.0), {"x": jnp.ones(3)})["y"]), 1.5)
 
@@ -110,9 +119,12 @@ def test_threads_share_nothing():
 
 
 def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
-    """Before it prepares anything, once a program and GPU (``let_others_come`` itself waits only where there are several)."""
+    """Before it prepares anything, once a program and GPU (``let_others_come`` itself waits only where there
+    are several)."""
     events = []
-    provider = SimpleNamespace(let_others_come=lambda device, stream: events.append(("wait", device.index, stream)))
+    provider = SimpleNamespace(
+        let_others_come=lambda device, stream: events.append(("wait", device.index, stream))
+    )
     monkeypatch.setattr(calls.arrays, "provider", lambda device: provider)
     monkeypatch.setattr(calls.tvm_ffi, "get_raw_stream", lambda place: 70 + place.index)
 
@@ -129,7 +141,16 @@ def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
     for text, index in (("one", 0), ("one", 0), ("one", 1), ("two", 0)):
         call(text, index)
     first = [("wait", 0, 70), ("one", 0), ([4096], 70)]
-    assert events == [*first, first[-1], ("wait", 1, 71), ("one", 1), ([4096], 71), ("wait", 0, 70), ("two", 0), ([4096], 70)]
+    assert events == [
+        *first,
+        first[-1],
+        ("wait", 1, 71),
+        ("one", 1),
+        ([4096], 71),
+        ("wait", 0, 70),
+        ("two", 0),
+        ([4096], 70),
+    ]
 
 
 def test_lower_and_compile_ahead_of_time():
@@ -142,19 +163,32 @@ def test_lower_and_compile_ahead_of_time():
 
 @pytest.mark.parametrize("join", [False, True])
 def test_an_exported_mlp_runs_with_its_text(join):
-    x, k1, k2 = (jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32) for shape in ((16, 32), (32, 1, 48), (48, 32)))
+    x, k1, k2 = (
+        jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+        for shape in ((16, 32), (32, 1, 48), (48, 32))
+    )
 
     def step(x):
-        y, back = jax.vjp(lambda x: fj.layernorm_mlp(x, jnp.ones(32), None, (k1, k2), norm_type="rmsnorm", join_residual=join), x)
+        y, back = jax.vjp(
+            lambda x: fj.layernorm_mlp(
+                x, jnp.ones(32), None, (k1, k2), norm_type="rmsnorm", join_residual=join
+            ),
+            x,
+        )
         return y, back(y)[0]
 
-    exported = jax.export.export(jax.jit(step), disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(calls.TARGET)])(x)
+    exported = jax.export.export(
+        jax.jit(step), disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(calls.TARGET)]
+    )(x)
     for got, want in zip(jax.jit(exported.call)(x), jax.jit(step)(x), strict=True):
         assert_same_bits("exported", np.asarray(got), np.asarray(want))
 
 
 def test_a_text_of_before_means_the_defaults(monkeypatch):
-    x, kernels = jnp.linspace(-1, 1, 512).reshape(16, 32), (jnp.ones((32, 1, 48)) / 32, jnp.ones((48, 32)) / 48)
+    x, kernels = (
+        jnp.linspace(-1, 1, 512).reshape(16, 32),
+        (jnp.ones((32, 1, 48)) / 32, jnp.ones((48, 32)) / 48),
+    )
     want = fj.layernorm_mlp(x, jnp.ones(32), None, kernels, norm_type="rmsnorm")
     taken, text = [], Program.text
 
@@ -171,9 +205,10 @@ def test_a_text_of_before_means_the_defaults(monkeypatch):
 
 def test_the_persistent_cache_serves_another_process(tmp_path):
     env = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }  # fmt: skip
+    }
     first = child("run", **env)
     entries = {path.name for path in tmp_path.iterdir() if not path.name.endswith("-atime")}
     assert any("step" in name for name in entries)
@@ -192,7 +227,8 @@ def test_a_program_may_end_with_calls_in_flight():
 
 
 def test_an_error_in_a_handler_leaves_gradients_other_threads_and_the_process_alone():
-    """The state of a failed step is that of before; a step in another thread, and the next one here, give what they gave."""
+    """The state of a failed step is that of before; a step in another thread, and the next one here, give
+    what they gave."""
     step, args = programs.example()
     jitted = jax.jit(step)
     wanted = programs.digest(jitted(*args))

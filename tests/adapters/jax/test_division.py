@@ -18,8 +18,11 @@ PLATFORMS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def numbers():
     draw = np.random.default_rng(0)
-    bits = draw.integers(1, 0x7F800000, 200_000, dtype=np.uint32)  # every positive finite number, subnormal ones included
-    edges = np.array([1, 2, 0x7FFFFF, 0x800000, 0x800001, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x7F7FFFFF], np.uint32)
+    # every positive finite number, subnormal ones included
+    bits = draw.integers(1, 0x7F800000, 200_000, dtype=np.uint32)
+    edges = np.array(
+        [1, 2, 0x7FFFFF, 0x800000, 0x800001, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x7F7FFFFF], np.uint32
+    )
     return np.concatenate([edges, bits]).view(np.float32)
 
 
@@ -42,4 +45,6 @@ def test_every_amax_gives_the_scale_of_the_other_doors(platform, margin):
     with jax.default_device(jax.devices(platform)[0]):
         slot = Slot(jnp.full(1, 3, jnp.float32), jnp.zeros(2, jnp.float32))
         got = jax.jit(jax.vmap(lambda a: updated(slot, a, 448.0, margin, True).scale))(amax[:, None])
-    assert_same_bits("scale", np.asarray(got)[:, 0], default_scale(amax, np.full_like(amax, 3), 448.0, margin))
+    assert_same_bits(
+        "scale", np.asarray(got)[:, 0], default_scale(amax, np.full_like(amax, 3), 448.0, margin)
+    )

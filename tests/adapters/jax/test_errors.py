@@ -1,4 +1,5 @@
-"""Errors of the JAX door: what is no array or no number is refused by the function's and the argument's name."""
+"""Errors of the JAX door: what is no array or no number is refused by the function's and the argument's
+name."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ REFUSED = {
     "dense: bias: got 'b'": lambda: fj.dense(X, W, "b"),
     "dense: contracting_dims: got 3": lambda: fj.dense(X, W, contracting_dims=3),
     "layernorm_dense: kernel: got shape": lambda: fj.layernorm_dense(X, jnp.ones(4), jnp.ones(4), None),
-    "layernorm_dense: epsilon: got 'x'": lambda: fj.layernorm_dense(X, W, jnp.ones(4), jnp.ones(4), epsilon="x"),
+    "layernorm_dense: epsilon: got 'x'": lambda: fj.layernorm_dense(
+        X, W, jnp.ones(4), jnp.ones(4), epsilon="x"
+    ),
     "layernorm_mlp: kernels: got None": lambda: fj.layernorm_mlp(X, jnp.ones(4), None, None),
     "layernorm: norm_type: got 3": lambda: fj.layernorm(X, jnp.ones(4), norm_type=3),
     "norm: norm_weight: got 'w'": lambda: fj.layernorm(X, "w"),
@@ -47,18 +50,26 @@ REFUSED = {
     "dequantize: q: got 3": lambda: fj.dequantize(3),
     "gemm: b: got None": lambda: fj.gemm(fj.quantize(X), None),
     "create_set: recipe: got 3": lambda: fj.create_set(3),
-    "create_set: recipe: got a recipe with callables": lambda: fj.create_set(DelayedScaling(amax_compute_algo=lambda history: history[0])),
-    "dense: recipe: got reduce_amax=False": lambda: fj.dense(X, W, quantizer_set=slots(recipe=DelayedScaling(reduce_amax=False))),
+    "create_set: recipe: got a recipe with callables": lambda: fj.create_set(
+        DelayedScaling(amax_compute_algo=lambda history: history[0])
+    ),
+    "dense: recipe: got reduce_amax=False": lambda: fj.dense(
+        X, W, quantizer_set=slots(recipe=DelayedScaling(reduce_amax=False))
+    ),
     "dense: recipe: got 3": lambda: fj.dense(X, W, quantizer_set=fj.QuantizerSet(recipe=3)),
     "dense: quantizer_set.x: got (": lambda: fj.dense(X, W, quantizer_set=slots(x=(1, 2))),
     "dense: quantizer_set.grad.amax_history: got float32 (0,)": lambda: fj.dense(
-        X, W, quantizer_set=slots(grad=fj.Slot(jnp.ones(1), jnp.zeros(0)))),
+        X, W, quantizer_set=slots(grad=fj.Slot(jnp.ones(1), jnp.zeros(0)))
+    ),
     "dense: quantizer_set.kernel.scale: got bfloat16 (1,)": lambda: fj.dense(
-        X, W, quantizer_set=slots(kernel=fj.Slot(jnp.ones(1, jnp.bfloat16), jnp.zeros(2)))),
-    "linear: quantizer_set: got slots": lambda: jax.grad(
-        lambda s: fj.dense(X, W, quantizer_set=s).sum())(slots(recipe=Float8CurrentScaling())),
+        X, W, quantizer_set=slots(kernel=fj.Slot(jnp.ones(1, jnp.bfloat16), jnp.zeros(2)))
+    ),
+    "linear: quantizer_set: got slots": lambda: jax.grad(lambda s: fj.dense(X, W, quantizer_set=s).sum())(
+        slots(recipe=Float8CurrentScaling())
+    ),
     "norm: x: got shape (b, 4), expected sizes that are known": lambda: jax.export.export(
-        jax.jit(lambda x: fj.rmsnorm(x, jnp.ones(4))))(jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 4), jnp.float32)),
+        jax.jit(lambda x: fj.rmsnorm(x, jnp.ones(4)))
+    )(jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 4), jnp.float32)),
     "gemm: dtype: got int32": lambda: fj.gemm(fj.quantize(X), fj.quantize(X), jnp.int32),
     "update_collections: new: got 3, expected a mapping": lambda: fj.update_collections(3, {}),
     "update_collections: original: got [], expected a mapping": lambda: fj.update_collections({}, []),
@@ -84,36 +95,59 @@ LAYER = {"rngs": nnx.Rngs(0)}
 IN_FLAX = {
     "LayerNorm: x: got 'x', expected an array": lambda: apply(ff.LayerNorm(), "x"),
     "DenseGeneral: inputs: got 'x', expected an array": lambda: apply(ff.DenseGeneral(8), "x"),
-    "LayerNormDenseGeneral: inputs: got 'x', expected an array": lambda: apply(ff.LayerNormDenseGeneral(8), "x"),
+    "LayerNormDenseGeneral: inputs: got 'x', expected an array": lambda: apply(
+        ff.LayerNormDenseGeneral(8), "x"
+    ),
     "LayerNormMLP: inputs: got 'x', expected an array": lambda: apply(ff.LayerNormMLP(8), "x"),
-    "DotProductAttention: query: got 'x', expected an array": lambda: apply(ff.DotProductAttention(4, 2), "x", "x", "x"),
+    "DotProductAttention: query: got 'x', expected an array": lambda: apply(
+        ff.DotProductAttention(4, 2), "x", "x", "x"
+    ),
     "TransformerLayer: inputs: got 'x', expected an array": lambda: apply(ff.TransformerLayer(8, 8, 2), "x"),
     "TransformerLayer: encoded: got 'e', expected an array": lambda: apply(
-        ff.TransformerLayer(8, 8, 2, layer_type=ff.TransformerLayerType.DECODER), H3, "e"),
-    "TransformerLayer: encoded: got an array, expected None": lambda: apply(ff.TransformerLayer(8, 8, 2), H3, H3),
+        ff.TransformerLayer(8, 8, 2, layer_type=ff.TransformerLayerType.DECODER), H3, "e"
+    ),
+    "TransformerLayer: encoded: got an array, expected None": lambda: apply(
+        ff.TransformerLayer(8, 8, 2), H3, H3
+    ),
     "TransformerLayer: encoder_decoder_mask: got an array, expected None": lambda: apply(
-        ff.TransformerLayer(8, 8, 2), H3, None, None, jnp.zeros((2, 1, 3, 3), bool)),
+        ff.TransformerLayer(8, 8, 2), H3, None, None, jnp.zeros((2, 1, 3, 3), bool)
+    ),
     "DenseGeneral: x: got 'x', expected an array": lambda: fn.DenseGeneral(8, 8, **LAYER)("x"),
-    "LayerNormDenseGeneral: x: got 'x', expected an array": lambda: fn.LayerNormDenseGeneral(8, 8, **LAYER)("x"),
+    "LayerNormDenseGeneral: x: got 'x', expected an array": lambda: fn.LayerNormDenseGeneral(8, 8, **LAYER)(
+        "x"
+    ),
     "LayerNormMLP: x: got 'x', expected an array": lambda: fn.LayerNormMLP(8, 8, **LAYER)("x"),
     # at construction
     "DenseGeneral: rngs: got 0, expected nnx.Rngs": lambda: fn.DenseGeneral(8, 8, rngs=0),
     "LayerNormMLP: rngs: got None, expected nnx.Rngs": lambda: fn.LayerNormMLP(8, 8, rngs=None),
     "MultiHeadAttention: rngs: got 0, expected nnx.Rngs": lambda: fn.MultiHeadAttention(8, 2, rngs=0),
     "TransformerLayer: rngs: got 0, expected nnx.Rngs": lambda: fn.TransformerLayer(8, 8, 2, rngs=0),
-    "TransformerLayer: rngs: got one of dropout, expected nnx.Rngs with a stream 'params'": lambda: fn.TransformerLayer(
-        8, 8, 2, rngs=nnx.Rngs(dropout=0)),
-    "Dropout: rngs: got one of params, expected nnx.Rngs with a stream 'dropout'": lambda: fn.TransformerLayer(
-        8, 8, 2, rngs=nnx.Rngs(params=0), hidden_dropout=0.5),
+    "TransformerLayer: rngs: got one of dropout, expected nnx.Rngs with a stream 'params'": lambda: (
+        fn.TransformerLayer(8, 8, 2, rngs=nnx.Rngs(dropout=0))
+    ),
+    "Dropout: rngs: got one of params, expected nnx.Rngs with a stream 'dropout'": lambda: (
+        fn.TransformerLayer(8, 8, 2, rngs=nnx.Rngs(params=0), hidden_dropout=0.5)
+    ),
     "TransformerLayer: mlp_activations: got ('foo',), expected one of": lambda: fn.TransformerLayer(
-        8, 8, 2, mlp_activations=("foo",), **LAYER),
-    "LayerNormMLP: activations: got ('linear',), expected one of": lambda: fn.LayerNormMLP(8, 8, activations=("linear",), **LAYER),
-    "TransformerLayer: mlp_activation_params: got": lambda: fn.TransformerLayer(8, 8, 2, mlp_activation_params={"limit": 1.0}, **LAYER),
-    "TransformerLayer: attn_mask_type: got 'foo'": lambda: fn.TransformerLayer(8, 8, 2, attn_mask_type="foo", **LAYER),
+        8, 8, 2, mlp_activations=("foo",), **LAYER
+    ),
+    "LayerNormMLP: activations: got ('linear',), expected one of": lambda: fn.LayerNormMLP(
+        8, 8, activations=("linear",), **LAYER
+    ),
+    "TransformerLayer: mlp_activation_params: got": lambda: fn.TransformerLayer(
+        8, 8, 2, mlp_activation_params={"limit": 1.0}, **LAYER
+    ),
+    "TransformerLayer: attn_mask_type: got 'foo'": lambda: fn.TransformerLayer(
+        8, 8, 2, attn_mask_type="foo", **LAYER
+    ),
     "TransformerLayer: window_size: got 3": lambda: fn.TransformerLayer(8, 8, 2, window_size=3, **LAYER),
-    "TransformerLayer: qkv_format: got 'hdsb'": lambda: fn.TransformerLayer(8, 8, 2, qkv_format="hdsb", **LAYER),
-    "MultiHeadAttention: num_gqa_groups: got 3": lambda: fn.TransformerLayer(8, 8, 2, num_gqa_groups=3, **LAYER),
-}  # fmt: skip
+    "TransformerLayer: qkv_format: got 'hdsb'": lambda: fn.TransformerLayer(
+        8, 8, 2, qkv_format="hdsb", **LAYER
+    ),
+    "MultiHeadAttention: num_gqa_groups: got 3": lambda: fn.TransformerLayer(
+        8, 8, 2, num_gqa_groups=3, **LAYER
+    ),
+}
 
 
 @pytest.mark.parametrize("said", IN_FLAX)
@@ -124,10 +158,13 @@ def test_what_modules_refuse(said):
 
 
 def test_options_that_there_are_not():
-    """A TypeError by the name of the class, when a module is made and when it is called; a layer's own children set what it sets."""
-    makes = {"TransformerLayer": lambda **o: fn.TransformerLayer(8, 8, 2, **LAYER, **o),
-             "MultiHeadAttention": lambda **o: fn.MultiHeadAttention(8, 2, **LAYER, **o),
-             "DotProductAttention": lambda **o: fn.DotProductAttention(2, **o)}
+    """A TypeError by the name of the class, when a module is made and when it is called; a layer's own
+    children set what it sets."""
+    makes = {
+        "TransformerLayer": lambda **o: fn.TransformerLayer(8, 8, 2, **LAYER, **o),
+        "MultiHeadAttention": lambda **o: fn.MultiHeadAttention(8, 2, **LAYER, **o),
+        "DotProductAttention": lambda **o: fn.DotProductAttention(2, **o),
+    }
     for name, make in makes.items():
         for option in ("nope", "dropout_rate", "self_attn_mask_type"):
             with pytest.raises(TypeError, match=f"^{name}: unexpected argument '{option}'"):
@@ -139,7 +176,12 @@ def test_options_that_there_are_not():
         makes["TransformerLayer"](windowsize=(1, 0))
     with pytest.raises(TypeError, match=r"^TransformerLayer: unexpected argument 'cross'"):
         makes["TransformerLayer"](cross=True)
-    assert makes["TransformerLayer"](num_gqa_groups=1, rotary=True, qk_norm_type="RMSNorm", window_size=(1, 0))(H3).shape == H3.shape
+    assert (
+        makes["TransformerLayer"](num_gqa_groups=1, rotary=True, qk_norm_type="RMSNorm", window_size=(1, 0))(
+            H3
+        ).shape
+        == H3.shape
+    )
 
 
 @pytest.mark.parametrize("values", [[0, 9], [1, 5], [0, 4, 2], [0, -1]])
@@ -148,8 +190,17 @@ def test_running_sums(values):
     sums = np.array(values, np.int32)
 
     def attend(sums):
-        return fj.dot_product_attention(Q, Q, Q, qkv_format="thd", attn_mask_type="padding", cu_seqlens_q=sums, cu_seqlens_kv=sums,
-                                        max_seqlen_q=9, max_seqlen_kv=9)
+        return fj.dot_product_attention(
+            Q,
+            Q,
+            Q,
+            qkv_format="thd",
+            attn_mask_type="padding",
+            cu_seqlens_q=sums,
+            cu_seqlens_kv=sums,
+            max_seqlen_q=9,
+            max_seqlen_kv=9,
+        )
 
     with pytest.raises(ArgumentError, match=r"^dot_product_attention: cu_seqlens_q: got "):
         attend(sums)
@@ -165,7 +216,9 @@ def test_rooms_of_flax_come_when_they_are_asked_for():
 
     assert fj.flax.LayerNorm is LayerNorm
     assert fj.nnx.DenseGeneral is DenseGeneral
-    with pytest.raises(AttributeError, match=r"'fp8kit_jax' has no attribute 'recipe': fp8kit\.recipe has the recipes$"):
+    with pytest.raises(
+        AttributeError, match=r"'fp8kit_jax' has no attribute 'recipe': fp8kit\.recipe has the recipes$"
+    ):
         fj.recipe  # noqa: B018
     with pytest.raises(AttributeError, match=r"'fp8kit_jax' has no attribute 'dence'; did you mean dense\?$"):
         fj.dence  # noqa: B018

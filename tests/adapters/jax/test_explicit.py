@@ -1,4 +1,5 @@
-"""Meshes of ``jax.make_mesh``, whose axes are explicit: one device's results, types that say how outputs are split, nothing gathered."""
+"""Meshes of ``jax.make_mesh``, whose axes are explicit: one device's results, types that say how outputs are
+split, nothing gathered."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ def mesh():
 
 
 def placed(args, specs):
-    return [jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
-            for a, own in zip(args, specs, strict=True)]
+    return [
+        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
+        for a, own in zip(args, specs, strict=True)
+    ]
 
 
 def check(function, args, specs, bound=BITS):
-    """Value and gradients of the sum of squares, split and whole. Gradients come split as what they are gradients of."""
+    """Value and gradients of the sum of squares, split and whole. Gradients come split as what they are
+    gradients of."""
     step = squares(function, len(args))
     want = step(*args)
     with jax.set_mesh(mesh()):
@@ -34,14 +38,24 @@ def check(function, args, specs, bound=BITS):
     jax.tree.map(lambda a, b: near(a, b, bound), got, want)
     for grad, own in zip(jax.tree.leaves(got[1]), jax.tree.leaves(given), strict=True):
         assert grad.sharding.is_equivalent_to(own.sharding, own.ndim)
-    assert not [kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()]
+    assert not [
+        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
+    ]
     return got[1], want[1]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_mlp_and_its_state(recipe):
     s, h, f = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
-    args = draw(0, 8, s, h), jnp.ones(h), draw(1, h, 2, f) / 8, draw(2, f, h) / 16, draw(3, 2, f), draw(4, h), two(recipe)
+    args = (
+        draw(0, 8, s, h),
+        jnp.ones(h),
+        draw(1, h, 2, f) / 8,
+        draw(2, f, h) / 16,
+        draw(3, 2, f),
+        draw(4, h),
+        two(recipe),
+    )
     specs = ("data",), (), (None, None, "tensor"), ("tensor",), (None, "tensor"), (), ()
 
     got, want = check(mlp, args, specs, CODES if recipe == "block" else BITS)
@@ -65,11 +79,15 @@ def test_attention_by_batches_and_heads():
 
 
 def test_types_of_outputs():
-    """Also where no mesh is set, and of what cannot be split as it is: then the output is whole, its gradient still of its type."""
+    """Also where no mesh is set, and of what cannot be split as it is: then the output is whole, its gradient
+    still of its type."""
     x, gamma = draw(0, 8, 16, 64), jnp.ones(64)
     (rows,), (sequence,) = placed([x], [("data",)]), placed([x], [(None, "data")])
-    for function, spec in ((lambda x: fj.rmsnorm(x, gamma), P("data", None, None)), (lambda x: fj.dropout_add(x, x), P("data", None, None)),
-                           (lambda x: fj.activation(x.reshape(8, 16, 2, 32), ("silu", "linear")), P("data", None, None))):
+    for function, spec in (
+        (lambda x: fj.rmsnorm(x, gamma), P("data", None, None)),
+        (lambda x: fj.dropout_add(x, x), P("data", None, None)),
+        (lambda x: fj.activation(x.reshape(8, 16, 2, 32), ("silu", "linear")), P("data", None, None)),
+    ):
         assert jax.typeof(function(rows)).sharding.spec == spec
         assert_same_bits("y", np.asarray(jax.jit(function)(rows)), np.asarray(function(x)))
 

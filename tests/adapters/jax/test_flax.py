@@ -1,4 +1,5 @@
-"""The Flax modules: Transformer Engine's README example, the functions' bits, and every module's shapes, names and training."""
+"""The Flax modules: Transformer Engine's README example, the functions' bits, and every module's shapes,
+names and training."""
 
 from __future__ import annotations
 
@@ -16,12 +17,17 @@ from fp8kit import recipe
 from fp8kit.errors import RecipeError
 from fp8kit.testing import assert_same_bits
 
-RECIPES = {"high": None, "delayed": recipe.DelayedScaling(amax_history_len=4), "current": recipe.Float8CurrentScaling(),
-           "block": recipe.Float8BlockScaling()}  # fmt: skip
+RECIPES = {
+    "high": None,
+    "delayed": recipe.DelayedScaling(amax_history_len=4),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+}
 
 
 def test_the_readme_example_of_transformer_engine():
-    """Ten steps of DenseGeneral under delayed scaling, value and gradients over parameters and FP8 variables."""
+    """Ten steps of DenseGeneral under delayed scaling, value and gradients over parameters and FP8
+    variables."""
     rng, data_rng = jax.random.split(jax.random.PRNGKey(0))
     inp = jax.random.normal(data_rng, [4, 16, 64], jnp.float32)
     fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.HYBRID)
@@ -58,15 +64,28 @@ def test_modules_are_the_functions(name):
         variables = module.init(jax.random.key(0), x)
         p = nn.unbox(variables["params"])
         y, normed = jax.jit(module.apply)(variables, x)
-        want = te.layernorm_dense(x, p["kernel"], p["scale"], p["ln_bias"], p["bias"], quantizer_set=sets, return_layernorm_output=True)
+        want = te.layernorm_dense(
+            x,
+            p["kernel"],
+            p["scale"],
+            p["ln_bias"],
+            p["bias"],
+            quantizer_set=sets,
+            return_layernorm_output=True,
+        )
         assert_same_bits("y", np.asarray(y), np.asarray(want[0]))
         assert_same_bits("norm(x)", np.asarray(normed), np.asarray(want[1]))
         mlp = te_flax.LayerNormMLP(48, activations=("silu", "linear"), use_bias=True)
         variables = mlp.init(jax.random.key(0), x)
         p = nn.unbox(variables["params"])
         assert {n: v.shape for n, v in p.items()} == {
-            "scale": (32,), "ln_bias": (32,), "wi_kernel": (32, 2, 48), "wo_kernel": (48, 32), "wi_bias": (2, 48), "wo_bias": (32,),
-        }  # fmt: skip
+            "scale": (32,),
+            "ln_bias": (32,),
+            "wi_kernel": (32, 2, 48),
+            "wo_kernel": (48, 32),
+            "wi_bias": (2, 48),
+            "wo_bias": (32,),
+        }
         kernels, biases = (p["wi_kernel"], p["wo_kernel"]), (p["wi_bias"], p["wo_bias"])
         options = {"activation_type": ("silu", "linear"), "quantizer_sets": (sets, sets)}
         want = te.layernorm_mlp(x, p["scale"], p["ln_bias"], kernels, biases, **options)
@@ -75,9 +94,22 @@ def test_modules_are_the_functions(name):
 
 LAYERS = {
     "encoder": {},
-    "gqa": {"num_gqa_groups": 2, "enable_relative_embedding": False, "enable_rotary_pos_emb": True, "layernorm_type": "rmsnorm"},
-    "post": {"apply_residual_connection_post_layernorm": True, "fuse_qkv_params": False, "mlp_activations": ("silu", "linear")},
-    "decoder": {"layer_type": te_flax.TransformerLayerType.DECODER, "use_bias": True, "intermediate_dropout": 0.1},
+    "gqa": {
+        "num_gqa_groups": 2,
+        "enable_relative_embedding": False,
+        "enable_rotary_pos_emb": True,
+        "layernorm_type": "rmsnorm",
+    },
+    "post": {
+        "apply_residual_connection_post_layernorm": True,
+        "fuse_qkv_params": False,
+        "mlp_activations": ("silu", "linear"),
+    },
+    "decoder": {
+        "layer_type": te_flax.TransformerLayerType.DECODER,
+        "use_bias": True,
+        "intermediate_dropout": 0.1,
+    },
     "output_norm": {"output_layernorm": True, "transpose_batch_sequence": True},
 }
 
@@ -86,7 +118,10 @@ def test_a_layer_whose_state_was_not_made_says_so():
     layer, x = te_flax.DenseGeneral(16), jnp.ones((2, 8, 32))
     variables = layer.init(jax.random.key(0), x)
     with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
-        with pytest.raises(RecipeError, match=r"^DenseGeneral: fp8_metas: got none of this layer, expected the variables that init makes"):
+        with pytest.raises(
+            RecipeError,
+            match=r"^DenseGeneral: fp8_metas: got none of this layer, expected the variables that init makes",
+        ):
             layer.apply(variables, x)
         y, made = layer.apply(variables, x, mutable=[te.FP8_COLLECTION_NAME])  # there it may be made
         assert_same_bits("y", np.asarray(layer.apply(variables | made, x)), np.asarray(y))
@@ -94,7 +129,8 @@ def test_a_layer_whose_state_was_not_made_says_so():
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_transformer_layer_learns(kind):
-    """A random regression with dropout off at measuring: the loss falls by half in 12 steps of Adam, in FP8, the state threaded on."""
+    """A random regression with dropout off at measuring: the loss falls by half in 12 steps of Adam, in FP8,
+    the state threaded on."""
     layer = te_flax.TransformerLayer(32, 48, 4, hidden_dropout=0.02, attention_dropout=0.02, **LAYERS[kind])
     x, want, encoded = (jax.random.normal(jax.random.key(i), (2, 8, 32)) for i in range(3))
     encoded = encoded if kind == "decoder" else None
@@ -105,7 +141,9 @@ def test_a_transformer_layer_learns(kind):
         state = opt.init(params)
 
         def loss(params, other, key, deterministic=False):
-            y = layer.apply({"params": params, **other}, x, encoded, deterministic=deterministic, rngs={"dropout": key})
+            y = layer.apply(
+                {"params": params, **other}, x, encoded, deterministic=deterministic, rngs={"dropout": key}
+            )
             return jnp.mean((y - want) ** 2)
 
         @jax.jit
@@ -118,7 +156,11 @@ def test_a_transformer_layer_learns(kind):
         for i in range(12):
             params, other, state = step(params, other, state, jax.random.key(i))
         assert loss(params, other, jax.random.key(9), True) < 0.5 * first
-    scales = [v for path, v in jax.tree_util.tree_leaves_with_path(other) if jax.tree_util.keystr(path).endswith("_scale']")]
+    scales = [
+        v
+        for path, v in jax.tree_util.tree_leaves_with_path(other)
+        if jax.tree_util.keystr(path).endswith("_scale']")
+    ]
     assert len(scales) == 3 * {"encoder": 4, "gqa": 5, "post": 6, "decoder": 7, "output_norm": 4}[kind]
     assert all(float(s[0]) != 1.0 for s in scales)
 
@@ -139,7 +181,9 @@ def test_relative_position_biases_and_masks():
     lengths = jnp.array([8, 5])
     padded = te_flax.DotProductAttention(16, 4, attn_mask_type="padding").apply({}, q, q, q, lengths)
     assert not np.asarray(padded)[1, 5:].any()
-    short = te_flax.DotProductAttention(16, 4, attn_mask_type="no_mask").apply({}, q[1:, :5], q[1:, :5], q[1:, :5])
+    short = te_flax.DotProductAttention(16, 4, attn_mask_type="no_mask").apply(
+        {}, q[1:, :5], q[1:, :5], q[1:, :5]
+    )
     np.testing.assert_allclose(np.asarray(padded)[1:, :5], np.asarray(short), rtol=0, atol=2.0**-20)
 
 
@@ -174,5 +218,8 @@ def test_a_layer_with_a_causal_mask_and_padding_sees_no_later_token(kind):
     mask = jnp.broadcast_to(jnp.arange(8) >= 6, (2, 1, 8, 8))
     layer = te_flax.TransformerLayer(32, 48, 4, self_attn_mask_type=kind, enable_relative_embedding=False)
     variables = layer.init(jax.random.key(0), x, None, mask, deterministic=True)
-    got, other = (np.asarray(layer.apply(variables, a, None, mask, deterministic=True)) for a in (x, x.at[:, 4].set(3.0)))
+    got, other = (
+        np.asarray(layer.apply(variables, a, None, mask, deterministic=True))
+        for a in (x, x.at[:, 4].set(3.0))
+    )
     np.testing.assert_array_equal((got != other).any((0, 2)), np.arange(8) >= 4)

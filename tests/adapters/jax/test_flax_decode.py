@@ -18,12 +18,16 @@ BITS = 2.0**-19  # other numbers of columns and rows, so another order of the sa
 LAYERS = {
     "plain": {"enable_relative_embedding": False},
     "relative": {},
-    "rotary": {"enable_relative_embedding": False, "enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "alternate"},
+    "rotary": {
+        "enable_relative_embedding": False,
+        "enable_rotary_pos_emb": True,
+        "rotary_pos_emb_group_method": "alternate",
+    },
     "groups": {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm", "enable_rotary_pos_emb": True},
     "window": {"window_size": (3, 0), "fuse_qkv_params": False},
     "decoder": {"layer_type": modules.TransformerLayerType.DECODER},
     "transposed": {"transpose_batch_sequence": True, "enable_rotary_pos_emb": True},
-}  # fmt: skip
+}
 
 
 def layer(**options):
@@ -36,7 +40,9 @@ def incremental(module, variables, parts, at, encoded=None):
 
     @jax.jit
     def step(cache, x):
-        return module.apply(kept | {"cache": cache}, x, encoded, deterministic=True, decode=True, mutable=["cache"])
+        return module.apply(
+            kept | {"cache": cache}, x, encoded, deterministic=True, decode=True, mutable=["cache"]
+        )
 
     out = []
     for part in parts:
@@ -55,19 +61,26 @@ def test_tokens_in_turn_are_all_tokens(kind):
     variables = module.init(jax.random.key(0), x, encoded, deterministic=True, decode=True)
     want = module.apply({"params": variables["params"]}, x, encoded, deterministic=True)
     got, cache = incremental(module, variables, jnp.split(x, (5, 6, 7), at), at, encoded)
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=BITS * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(
+        np.asarray(got), np.asarray(want), rtol=0, atol=BITS * float(jnp.abs(want).max())
+    )
     own = cache["self_attention" if kind == "decoder" else "attention"]
     assert sorted(own) == ["cache_index", "cached_key", "cached_value"]
     assert int(own["cache_index"]) == 12
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8BlockScaling()], ids=["delayed", "block"])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=4), Float8BlockScaling()], ids=["delayed", "block"]
+)
 def test_tokens_in_turn_in_fp8(recipe):
-    """Scales that do not depend on the other tokens: the same codes; what differs are roundings before a cast, each a code at most."""
+    """Scales that do not depend on the other tokens: the same codes; what differs are roundings before a
+    cast, each a code at most."""
     module = layer(enable_relative_embedding=False)
     with fj.autocast(enabled=True, recipe=recipe):
         variables = module.init(jax.random.key(0), X, deterministic=True, decode=True)
-        want = module.apply({name: part for name, part in variables.items() if name != "cache"}, X, deterministic=True)
+        want = module.apply(
+            {name: part for name, part in variables.items() if name != "cache"}, X, deterministic=True
+        )
         got, _ = incremental(module, variables, jnp.split(X, 12, 1), 1)
     difference, largest = np.abs(np.asarray(got - want)), float(jnp.abs(want).max())
     assert difference.max() <= 2.0**-6 * largest
@@ -80,18 +93,25 @@ def test_a_mask_hides_cached_tokens_and_room_ends():
     hidden = jnp.zeros((2, 1, 1, 12), bool).at[:, :, :, 2].set(True)
     want = module.apply({"params": variables["params"]}, X, X, jnp.broadcast_to(hidden, (2, 1, 12, 12)))[0]
     kept, cache = flax.core.pop(variables, "cache")
-    step = jax.jit(lambda cache, x: module.apply(kept | {"cache": cache}, x, x, hidden, decode=True, mutable=["cache"]))
+    step = jax.jit(
+        lambda cache, x: module.apply(kept | {"cache": cache}, x, x, hidden, decode=True, mutable=["cache"])
+    )
     out = []
     for t in range(13):
         (y, _), fresh = step(cache, X[:, t % 12 : t % 12 + 1])
         cache = fresh["cache"]
         out.append(y)
     got = jnp.concatenate(out[:12], 1)
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=BITS * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(
+        np.asarray(got), np.asarray(want), rtol=0, atol=BITS * float(jnp.abs(want).max())
+    )
     assert jnp.isnan(out[12]).all()
 
 
 def test_what_has_no_cache_is_refused():
-    for field, options in (("attn_mask_type", {"attn_mask_type": "padding_causal"}), ("attn_bias_type", {"attn_bias_type": "alibi"})):
+    for field, options in (
+        ("attn_mask_type", {"attn_mask_type": "padding_causal"}),
+        ("attn_bias_type", {"attn_bias_type": "alibi"}),
+    ):
         with pytest.raises(Fp8kitError, match=rf"MultiHeadAttention: {field}: got"):
             modules.MultiHeadAttention(8, 4, **options).init(jax.random.key(0), X, X, decode=True)

@@ -1,4 +1,5 @@
-"""Fields of the Flax modules: norms of queries and keys, dropped paths, parameters of activations, logical axes, refusals; checkpoints."""
+"""Fields of the Flax modules: norms of queries and keys, dropped paths, parameters of activations, logical
+axes, refusals; checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ X = jax.random.normal(jax.random.key(1), (2, 16, 32))
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("kind", ["L2Normalization", "RMSNorm", "LayerNorm"])
 def test_norms_of_queries_and_keys(kind, first):
-    layer = modules.MultiHeadAttention(8, 4, qk_norm_type=kind, qk_norm_before_rope=first, enable_rotary_pos_emb=True, use_bias=True)
+    layer = modules.MultiHeadAttention(
+        8, 4, qk_norm_type=kind, qk_norm_before_rope=first, enable_rotary_pos_emb=True, use_bias=True
+    )
     variables = layer.init(jax.random.key(0), X, X)
     p = nn.unbox(variables["params"])
     assert ({"q_norm", "k_norm"} <= p.keys()) == (kind != "L2Normalization")
@@ -57,8 +60,16 @@ def test_packed_layouts_of_attention():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_dropped_paths_are_whole_samples(transposed):
-    layer = modules.TransformerLayer(32, 48, 4, hidden_dropout=0.0, attention_dropout=0.0, drop_path=0.5, enable_relative_embedding=False,
-                                     transpose_batch_sequence=transposed)
+    layer = modules.TransformerLayer(
+        32,
+        48,
+        4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        drop_path=0.5,
+        enable_relative_embedding=False,
+        transpose_batch_sequence=transposed,
+    )
     x = jnp.tile(X[:1], (32, 1, 1))
     x = x.swapaxes(0, 1) if transposed else x
     variables = layer.init(jax.random.key(0), x, deterministic=True)
@@ -85,15 +96,22 @@ def test_activation_parameters_reach_the_mlp():
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=48 * 2.0**-22)
     usual = modules.LayerNormMLP(48, activations=types).apply(variables, X)[0]
     assert not np.allclose(got, usual)
-    layer = modules.TransformerLayer(32, 48, 4, mlp_activations=types, mlp_activation_params=params, hidden_dropout=0.0)
-    assert jnp.isfinite(layer.apply(layer.init(jax.random.key(0), X, deterministic=True), X, deterministic=True)).all()
+    layer = modules.TransformerLayer(
+        32, 48, 4, mlp_activations=types, mlp_activation_params=params, hidden_dropout=0.0
+    )
+    assert jnp.isfinite(
+        layer.apply(layer.init(jax.random.key(0), X, deterministic=True), X, deterministic=True)
+    ).all()
 
 
 def test_logical_axes_place_the_parameters():
-    """Rules from the MeshResource put every kernel of a layer on the mesh; the layer computes what it computes on one device."""
+    """Rules from the MeshResource put every kernel of a layer on the mesh; the layer computes what it
+    computes on one device."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
     resource = fj.MeshResource(dp_resource="data", tp_resource="tensor")
-    layer = modules.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False)
+    layer = modules.TransformerLayer(
+        32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False
+    )
     boxed = layer.init(jax.random.key(0), X, deterministic=True)
     plain = nn.meta.unbox(boxed)
     with fj.autocast(mesh_resource=resource):
@@ -109,7 +127,9 @@ def test_logical_axes_place_the_parameters():
     x = jax.random.normal(jax.random.key(4), (8, 16, 32))
     want = jax.jit(lambda v: layer.apply(v, x, deterministic=True))(plain)
     got = jax.jit(lambda v: layer.apply(v, x, deterministic=True))(placed)
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=64 * 2.0**-22 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(
+        np.asarray(got), np.asarray(want), rtol=0, atol=64 * 2.0**-22 * float(jnp.abs(want).max())
+    )
 
 
 def test_input_axes_constrain():
@@ -121,26 +141,34 @@ def test_input_axes_constrain():
     with jax.set_mesh(mesh), nn.logical_axis_rules((("rows", "data"), ("in", None), ("out", None))):
         y = jax.jit(module.apply)(variables, x)
     assert y.sharding.spec[0] == "data"
-    np.testing.assert_allclose(np.asarray(y), np.asarray(module.apply(variables, x)), rtol=0, atol=32 * 2.0**-21)
+    np.testing.assert_allclose(
+        np.asarray(y), np.asarray(module.apply(variables, x)), rtol=0, atol=32 * 2.0**-21
+    )
 
 
 REFUSED = {
     "quantization_checkpoint_name": lambda: modules.DenseGeneral(8, quantization_checkpoint_name="q"),
     "axis": lambda: modules.LayerNormDenseGeneral(8, axis=(0, 1)),
     "ffn1_ckpt_name": lambda: modules.LayerNormMLP(8, ffn1_ckpt_name="mine"),
-    "low_rank_adaptation_scope": lambda: modules.TransformerLayer(32, 48, 4, low_rank_adaptation_scope="some"),
+    "low_rank_adaptation_scope": lambda: modules.TransformerLayer(
+        32, 48, 4, low_rank_adaptation_scope="some"
+    ),
     "rotary_pos_emb_group_method": lambda: modules.TransformerLayer(
-        32, 48, 4, enable_rotary_pos_emb=True, rotary_pos_emb_group_method="pairs"),
+        32, 48, 4, enable_rotary_pos_emb=True, rotary_pos_emb_group_method="pairs"
+    ),
     "enable_sequence_parallel": lambda: modules.TransformerLayer(32, 48, 4, enable_sequence_parallel=True),
     "score_mod": lambda: modules.TransformerLayer(32, 48, 4, score_mod=max),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_is_not_there_is_refused_by_name(field):
     with pytest.raises(Fp8kitError, match=rf": {field}: got "):
         REFUSED[field]().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
-    with pytest.raises(Fp8kitError, match=r"MultiHeadAttention: num_heads: got 4, expected None: renamed: num_attention_heads"):
+    with pytest.raises(
+        Fp8kitError,
+        match=r"MultiHeadAttention: num_heads: got 4, expected None: renamed: num_attention_heads",
+    ):
         modules.MultiHeadAttention(8, 4, num_heads=4).init(jax.random.key(0), X, X)
 
 
@@ -165,7 +193,9 @@ def test_a_checkpoint_by_orbax_goes_on_with_the_same_bits(tmp_path):
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "state", saved)
             checkpointer.wait_until_finished()
-            restored = checkpointer.restore(tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, variables))
+            restored = checkpointer.restore(
+                tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, variables)
+            )
         want, got = step(saved), step(restored)
     for path, leaf in jax.tree_util.tree_leaves_with_path(want):
         other = dict(jax.tree_util.tree_leaves_with_path(got))[path]

@@ -1,4 +1,5 @@
-"""Fields of the Flax modules beside the arithmetic: their names and defaults, low-rank adaptation, dropout dimensions, scanned layers."""
+"""Fields of the Flax modules beside the arithmetic: their names and defaults, low-rank adaptation, dropout
+dimensions, scanned layers."""
 
 from __future__ import annotations
 
@@ -23,8 +24,12 @@ KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 # Transformer Engine's fields in its order, with the defaults that are values
 _LORA = "enable_low_rank_adaptation=False low_rank_adaptation_dim=32 low_rank_adaptation_alpha=None"
-_NORM = "layernorm_type='layernorm' epsilon=1e-06 zero_centered_gamma=False scale_init=None scale_axes=('embed',)"
-_ROPE = "enable_rotary_pos_emb=False rotary_pos_emb_windows=(1,10000) rotary_pos_emb_group_method='consecutive'"
+_NORM = (
+    "layernorm_type='layernorm' epsilon=1e-06 zero_centered_gamma=False scale_init=None scale_axes=('embed',)"
+)
+_ROPE = (
+    "enable_rotary_pos_emb=False rotary_pos_emb_windows=(1,10000) rotary_pos_emb_group_method='consecutive'"
+)
 _SCOPE = "low_rank_adaptation_scope='none' low_rank_adaptation_dim=32 low_rank_adaptation_alpha=None"
 FIELDS = {
     "LayerNorm": "epsilon=1e-06 layernorm_type='layernorm' zero_centered_gamma=False scale_init=None scale_axes=('embed',) bias_init "
@@ -60,32 +65,43 @@ FIELDS = {
     f"enable_relative_embedding=True relative_embedding=None {_ROPE} {_SCOPE} dtype drop_path=0.0 fuse_qkv_params=True "
     "transpose_batch_sequence=False enable_sequence_parallel=False scale_attn_logits=False scaled_query_init=True window_size=None "
     "softmax_type='vanilla' score_mod=None score_mod_bprop=None",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_and_defaults_are_transformer_engines(name):
     wanted = [text.partition("=") for text in FIELDS[name].split()]
-    fields = [field for field in dataclasses.fields(getattr(modules, name)) if field.name not in ("parent", "name")]
+    fields = [
+        field for field in dataclasses.fields(getattr(modules, name)) if field.name not in ("parent", "name")
+    ]
     assert [field.name for field in fields[: len(wanted)]] == [field for field, *_ in wanted]
     for field, (_, given, default) in zip(fields, wanted, strict=False):
         if given:
             assert repr(field.default).replace(" ", "") == default, field.name
 
 
-LORA = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 3, "low_rank_adaptation_alpha": 6.0, "use_bias": True}
+LORA = {
+    "enable_low_rank_adaptation": True,
+    "low_rank_adaptation_dim": 3,
+    "low_rank_adaptation_alpha": 6.0,
+    "use_bias": True,
+}
 
 
 def started(module, *args):
     """Parameters whose second small kernels are not the zeros that they start as."""
     flat = flax.traverse_util.flatten_dict(nn.unbox(module.init(jax.random.key(0), *args))["params"])
-    moved = {path: jax.random.normal(jax.random.key(7), leaf.shape) if path[-1].endswith("lora_b_kernel") else leaf
-             for path, leaf in flat.items()}
+    moved = {
+        path: jax.random.normal(jax.random.key(7), leaf.shape) if path[-1].endswith("lora_b_kernel") else leaf
+        for path, leaf in flat.items()
+    }
     return flax.traverse_util.unflatten_dict(moved)
 
 
 def alike(got, want, bound):
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=bound * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(
+        np.asarray(got), np.asarray(want), rtol=0, atol=bound * float(jnp.abs(want).max())
+    )
 
 
 def adapted(kernel, a, b):
@@ -112,43 +128,82 @@ def test_low_rank_adaptation_of_products():
 
     module = modules.LayerNormMLP(48, activations=("silu", "linear"), layernorm_type="rmsnorm", **LORA)
     p = started(module, X)
-    kernels = adapted(p["wi_kernel"], p["wi_lora_a_kernel"], p["wi_lora_b_kernel"]), (
-        p["wo_kernel"] + 2.0 * p["wo_lora_a_kernel"] @ p["wo_lora_b_kernel"])
-    want = fj.layernorm_mlp(X, p["scale"], None, kernels, (p["wi_bias"], p["wo_bias"]), "rmsnorm", activation_type=("silu", "linear"))
+    kernels = (
+        adapted(p["wi_kernel"], p["wi_lora_a_kernel"], p["wi_lora_b_kernel"]),
+        (p["wo_kernel"] + 2.0 * p["wo_lora_a_kernel"] @ p["wo_lora_b_kernel"]),
+    )
+    want = fj.layernorm_mlp(
+        X,
+        p["scale"],
+        None,
+        kernels,
+        (p["wi_bias"], p["wo_bias"]),
+        "rmsnorm",
+        activation_type=("silu", "linear"),
+    )
     alike(module.apply({"params": p}, X)[0], want, 2.0**-17)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_scopes_of_low_rank_adaptation(scope):
-    layer = modules.TransformerLayer(32, 48, 4, low_rank_adaptation_scope=scope, low_rank_adaptation_dim=4, num_gqa_groups=2)
+    layer = modules.TransformerLayer(
+        32, 48, 4, low_rank_adaptation_scope=scope, low_rank_adaptation_dim=4, num_gqa_groups=2
+    )
     params = jax.eval_shape(layer.init, KEYS, X)["params"]
-    found = {"/".join(path[:-1]) for path in flax.traverse_util.flatten_dict(nn.unbox(params)) if "lora_a" in path[-1]}
-    parts = {"qkv_proj": {"attention/query", "attention/kv"}, "output_proj": {"attention/out"}, "mlp": {"mlp"}}
+    found = {
+        "/".join(path[:-1])
+        for path in flax.traverse_util.flatten_dict(nn.unbox(params))
+        if "lora_a" in path[-1]
+    }
+    parts = {
+        "qkv_proj": {"attention/query", "attention/kv"},
+        "output_proj": {"attention/out"},
+        "mlp": {"mlp"},
+    }
     assert found == {name for part in SCOPES[scope] for name in parts[part]}
 
 
 def test_one_draw_of_dropout_for_several_tokens():
-    options = {"intermediate_dropout_rate": 0.5, "intermediate_hidden_dropout_dims": (-2,), "layernorm_type": "rmsnorm"}
+    options = {
+        "intermediate_dropout_rate": 0.5,
+        "intermediate_hidden_dropout_dims": (-2,),
+        "layernorm_type": "rmsnorm",
+    }
     mlp = modules.LayerNormMLP(32, **options)
     p = nn.unbox(mlp.init(KEYS, X))["params"] | {"wo_kernel": jnp.eye(32)}
     act = fj.activation(fj.layernorm_dense(X, p["wi_kernel"], p["scale"], None, None, "rmsnorm"), ("gelu",))
     ratio = np.round(np.asarray(mlp.apply({"params": p}, X, rngs={"dropout": jax.random.key(3)})[0] / act), 4)
     assert set(np.unique(ratio)) == {0.0, 2.0}
     assert (ratio == ratio[:, :1]).all()
-    layer = modules.TransformerLayer(32, 48, 4, hidden_dropout=0.5, hidden_dropout_dims=(0, 1), attention_dropout=0.0)
+    layer = modules.TransformerLayer(
+        32, 48, 4, hidden_dropout=0.5, hidden_dropout_dims=(0, 1), attention_dropout=0.0
+    )
     params = nn.unbox(layer.init(KEYS, X))["params"]
-    y = layer.apply({"params": params | {"mlp": jax.tree.map(jnp.zeros_like, params["mlp"])}}, X, rngs={"dropout": jax.random.key(3)})
+    y = layer.apply(
+        {"params": params | {"mlp": jax.tree.map(jnp.zeros_like, params["mlp"])}},
+        X,
+        rngs={"dropout": jax.random.key(3)},
+    )
     lost = np.asarray(y == X).all((0, 1))  # features that the attention's branch lost everywhere
     assert 0 < lost.sum() < 32
     np.testing.assert_array_equal(lost, np.asarray(y == X).any((0, 1)))
 
 
 def test_axes_between_norm_and_product():
-    """Rules that put norm(x) on the mesh take norm and product apart; the numbers are those of the one operation."""
-    mesh, x = Mesh(np.array(jax.devices("cpu")[:8]), ("data",)), jax.random.normal(jax.random.key(2), (8, 16, 32))
+    """Rules that put norm(x) on the mesh take norm and product apart; the numbers are those of the one
+    operation."""
+    mesh, x = (
+        Mesh(np.array(jax.devices("cpu")[:8]), ("data",)),
+        jax.random.normal(jax.random.key(2), (8, 16, 32)),
+    )
     rows = ("nvte_batch", None, None)
-    pairs = [(modules.LayerNormMLP(48), modules.LayerNormMLP(48, layernorm_input_axes=rows, dot_1_input_axes=rows, dot_2_input_axes=rows)),
-             (modules.LayerNormDenseGeneral(24), modules.LayerNormDenseGeneral(24, dot_input_axes=rows))]
+    pairs = [
+        (
+            modules.LayerNormMLP(48),
+            modules.LayerNormMLP(48, layernorm_input_axes=rows, dot_1_input_axes=rows, dot_2_input_axes=rows),
+        ),
+        (modules.LayerNormDenseGeneral(24), modules.LayerNormDenseGeneral(24, dot_input_axes=rows)),
+    ]
     for plain, split in pairs:
         variables = nn.unbox(plain.init(jax.random.key(0), x))
         want = plain.apply(variables, x)[0]
@@ -160,7 +215,8 @@ def test_axes_between_norm_and_product():
 
 
 def test_layers_scanned_by_flax_are_layers_one_by_one():
-    """``flax.linen.scan`` stacks parameters and FP8 state, the boxes' axes get the stack's name; a step's state comes back stacked."""
+    """``flax.linen.scan`` stacks parameters and FP8 state, the boxes' axes get the stack's name; a step's
+    state comes back stacked."""
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "enable_relative_embedding": False}
 
     class Body(nn.Module):
@@ -168,8 +224,13 @@ def test_layers_scanned_by_flax_are_layers_one_by_one():
         def __call__(self, x, _):
             return modules.TransformerLayer(32, 48, 4, name="layer", **options)(x, deterministic=True), None
 
-    stack = nn.scan(Body, variable_axes={"params": 0, fj.FP8_COLLECTION_NAME: 0}, split_rngs={"params": True}, length=3,
-                    metadata_params={nn.PARTITION_NAME: "layers"})()
+    stack = nn.scan(
+        Body,
+        variable_axes={"params": 0, fj.FP8_COLLECTION_NAME: 0},
+        split_rngs={"params": True},
+        length=3,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )()
     one = modules.TransformerLayer(32, 48, 4, **options)
 
     def scanned(variables):
@@ -178,7 +239,11 @@ def test_layers_scanned_by_flax_are_layers_one_by_one():
     def unrolled(variables):
         x = X
         for i in range(3):
-            x = one.apply(jax.tree.map(lambda leaf, i=i: leaf[i], {c: v["layer"] for c, v in variables.items()}), x, deterministic=True)
+            x = one.apply(
+                jax.tree.map(lambda leaf, i=i: leaf[i], {c: v["layer"] for c, v in variables.items()}),
+                x,
+                deterministic=True,
+            )
         return (x**2).mean()
 
     with fj.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=3)):
@@ -186,4 +251,8 @@ def test_layers_scanned_by_flax_are_layers_one_by_one():
         assert boxed["params"]["layer"]["mlp"]["wo_kernel"].names == ("layers", "nvte_w_tp", "nvte_w_fsdp")
         got, want = (jax.jit(jax.value_and_grad(f))(nn.unbox(boxed)) for f in (scanned, unrolled))
     for path, leaf in jax.tree_util.tree_leaves_with_path(want):
-        assert_same_bits(jax.tree_util.keystr(path), np.asarray(dict(jax.tree_util.tree_leaves_with_path(got))[path]), np.asarray(leaf))
+        assert_same_bits(
+            jax.tree_util.keystr(path),
+            np.asarray(dict(jax.tree_util.tree_leaves_with_path(got))[path]),
+            np.asarray(leaf),
+        )

@@ -1,4 +1,5 @@
-"""Every function of the door against JAX's own arithmetic in float32 or the native door's bits, with its gradients."""
+"""Every function of the door against JAX's own arithmetic in float32 or the native door's bits, with its
+gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def check(function, reference, args, terms=64):
     which = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
 
     def of(f):
-        return jax.jit(lambda *a: (f(*a), jax.grad(lambda *a: (f(*a).astype(jnp.float32) * weight).sum(), which)(*a)))(*args)
+        return jax.jit(
+            lambda *a: (f(*a), jax.grad(lambda *a: (f(*a).astype(jnp.float32) * weight).sum(), which)(*a))
+        )(*args)
 
     jax.tree.map(lambda a, b: close(a, b, terms), of(function), of(reference))
 
@@ -46,7 +49,9 @@ def test_norms():
     x, gamma, beta = draw(0, 3, 5, 40), draw(1, 40), draw(2, 40)
     check(fj.layernorm, norm, (x, gamma, beta))
     check(fj.rmsnorm, lambda x, g: norm(x, g, None), (x, gamma))
-    check(lambda x, g: fj.rmsnorm(x, g, zero_centered_gamma=True), lambda x, g: norm(x, 1 + g, None), (x, gamma))
+    check(
+        lambda x, g: fj.rmsnorm(x, g, zero_centered_gamma=True), lambda x, g: norm(x, 1 + g, None), (x, gamma)
+    )
 
 
 ACTIVATIONS = {
@@ -78,10 +83,19 @@ def test_activation_with_parameters():
     gamma, k1, k2 = draw(1, 16), draw(2, 16, 2, 24), draw(3, 24, 16)
 
     def mlp(x):
-        return fj.layernorm_mlp(x, gamma, None, (k1, k2), norm_type="rmsnorm", activation_type=types, activation_params=params)
+        return fj.layernorm_mlp(
+            x, gamma, None, (k1, k2), norm_type="rmsnorm", activation_type=types, activation_params=params
+        )
 
-    check(mlp, lambda x: reference(jnp.einsum("...h,haf->...af", norm(x, gamma, None), k1)) @ k2, (draw(4, 3, 5, 16),), 256)
-    with pytest.raises(Fp8kitError, match=r"activation: act_params: got 'slope'|activation: activation_params: got 'slope'"):
+    check(
+        mlp,
+        lambda x: reference(jnp.einsum("...h,haf->...af", norm(x, gamma, None), k1)) @ k2,
+        (draw(4, 3, 5, 16),),
+        256,
+    )
+    with pytest.raises(
+        Fp8kitError, match=r"activation: act_params: got 'slope'|activation: activation_params: got 'slope'"
+    ):
         fj.activation(draw(0, 2, 1, 4), ("gelu",), {"slope": 1.0})
 
 
@@ -94,7 +108,9 @@ def test_l2norm_and_drop_path():
     assert (np.asarray(kept) == np.asarray(kept)[:, :1, :1]).all()
     check(lambda x, r: fj.drop_path(x, r, 0.25, key), lambda x, r: r + kept * x, (x, residual))
     other = fj.drop_path(x.swapaxes(0, 1), residual.swapaxes(0, 1), 0.25, key, "sbhd")
-    assert_same_bits("sbhd", np.asarray(other.swapaxes(0, 1)), np.asarray(fj.drop_path(x, residual, 0.25, key)))
+    assert_same_bits(
+        "sbhd", np.asarray(other.swapaxes(0, 1)), np.asarray(fj.drop_path(x, residual, 0.25, key))
+    )
 
 
 def test_softmax():
@@ -115,7 +131,11 @@ def test_cross_entropy(reduction):
     logits, targets = draw(0, 6, 30), jnp.array([3, 0, 29, -100, 7, 7])
 
     def reference(x):
-        loss = jax.nn.logsumexp(x, -1) - 0.9 * jnp.take_along_axis(x, jnp.maximum(targets, 0)[:, None], 1)[:, 0] - 0.1 * x.mean(-1)
+        loss = (
+            jax.nn.logsumexp(x, -1)
+            - 0.9 * jnp.take_along_axis(x, jnp.maximum(targets, 0)[:, None], 1)[:, 0]
+            - 0.1 * x.mean(-1)
+        )
         loss = jnp.where(targets < 0, 0.0, loss)
         return loss.sum() / 5 if reduction == "mean" else loss
 
@@ -138,8 +158,13 @@ def test_rope(interleaved):
 
 
 def test_rope_of_sequences_with_gaps():
-    """Tokens of no sequence may hold NaN and lie farther on than there are angles: they and their gradients are 0."""
-    lengths, starts, at = jnp.array([0, 2, 5], jnp.int32), jnp.array([1, 6, 9], jnp.int32), jnp.array([1, 2, 6, 7, 8])
+    """Tokens of no sequence may hold NaN and lie farther on than there are angles: they and their gradients
+    are 0."""
+    lengths, starts, at = (
+        jnp.array([0, 2, 5], jnp.int32),
+        jnp.array([1, 6, 9], jnp.int32),
+        jnp.array([1, 2, 6, 7, 8]),
+    )
     freqs, x = fj.rope_frequencies(8, 3), draw(0, 5, 3, 8)
     wide = jnp.full((12, 3, 8), jnp.nan).at[at].set(x)
     y, back = jax.vjp(lambda a: fj.rope(a, freqs, None, lengths, "thd", cu_seqlens_padded=starts), wide)
@@ -152,7 +177,11 @@ def test_rope_of_sequences_with_gaps():
 def test_attention(mask):
     q, k, v = draw(0, 2, 16, 4, 8), draw(1, 2, 16, 2, 8), draw(2, 2, 16, 2, 12)
     lengths = jnp.array([16, 9])
-    given = {"cu_seqlens_q": fj.running_sums(lengths), "cu_seqlens_kv": fj.running_sums(lengths)} if mask == "padding_causal" else {}
+    given = (
+        {"cu_seqlens_q": fj.running_sums(lengths), "cu_seqlens_kv": fj.running_sums(lengths)}
+        if mask == "padding_causal"
+        else {}
+    )
     hidden = draw(5, 2, 1, 16, 16) > 1.0
     given |= {"mask": hidden} if mask == "arbitrary" else {}
 
@@ -167,7 +196,9 @@ def test_attention(mask):
         p = fj.softmax(s, ~jnp.broadcast_to(seen, s.shape))
         return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-    check(lambda q, k, v: fj.dot_product_attention(q, k, v, attn_mask_type=mask, **given), reference, (q, k, v))
+    check(
+        lambda q, k, v: fj.dot_product_attention(q, k, v, attn_mask_type=mask, **given), reference, (q, k, v)
+    )
 
 
 def test_packed_attention_is_the_separate_one():
@@ -195,7 +226,11 @@ def test_attention_bias_and_dropout():
         p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8) + bias, -1)
         return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-    check(lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b, attn_mask_type="no_mask"), reference, (q, k, v, bias))
+    check(
+        lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b, attn_mask_type="no_mask"),
+        reference,
+        (q, k, v, bias),
+    )
 
     def dropped(key, v):
         return fj.dot_product_attention(q, k, v, attn_mask_type="no_mask", dropout_rate=0.5, dropout_key=key)
@@ -214,7 +249,11 @@ def test_dropout_add(rate):
     key = jax.random.key(3)
     kept = fj.dropout_add(jnp.ones_like(x), rate=rate, key=key)
     assert set(np.unique(kept)) == ({1.0} if rate == 0 else {0.0, 2.0})
-    check(lambda x, r, b: fj.dropout_add(x, r, b, rate, key), lambda x, r, b: r + (x + b) * kept, (x, residual, bias))
+    check(
+        lambda x, r, b: fj.dropout_add(x, r, b, rate, key),
+        lambda x, r, b: r + (x + b) * kept,
+        (x, residual, bias),
+    )
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x128", "block_128x128", "mx_1x32"])
@@ -232,7 +271,11 @@ def test_quantize_is_the_native_one(format, scaling):
 def test_quantize_with_scales_and_stochastic_rounding():
     x = draw(0, 40, 40)
     given = jax.jit(lambda x: fj.quantize(x, fk.E4M3, scale=3.0))(x)
-    assert_same_bits("codes", np.asarray(given.data).view(np.uint8), fk.quantize(np.asarray(x), fk.E4M3, scale=np.float32(3)).data)
+    assert_same_bits(
+        "codes",
+        np.asarray(given.data).view(np.uint8),
+        fk.quantize(np.asarray(x), fk.E4M3, scale=np.float32(3)).data,
+    )
     key = jax.random.key(0)
     seed = np.asarray(jax.random.key_data(key)).view(np.int64)
     q = fj.quantize(x, fk.E4M3, rounding="stochastic", key=key)
@@ -240,7 +283,11 @@ def test_quantize_with_scales_and_stochastic_rounding():
     assert_same_bits("codes", np.asarray(q.data).view(np.uint8), want.data)
 
 
-@pytest.mark.parametrize("scalings", [("tensor",) * 2, ("row",) * 2, ("block_1x128", "block_128x128"), ("block_1x128",) * 2], ids=str)
+@pytest.mark.parametrize(
+    "scalings",
+    [("tensor",) * 2, ("row",) * 2, ("block_1x128", "block_128x128"), ("block_1x128",) * 2],
+    ids=str,
+)
 def test_gemm(scalings):
     a, b = draw(0, 2, 21, 200), draw(1, 37, 200)
     qa, qb = (fj.quantize(x, scaling=s) for x, s in zip((a, b), scalings, strict=True))
@@ -265,14 +312,19 @@ def test_refusals_name_operation_and_argument():
     with pytest.raises(Fp8kitError, match=r"layernorm: x: got float16, expected float32 as gamma"):
         fj.layernorm(x.astype(jnp.float16), draw(1, 40), draw(2, 40))
     with pytest.raises(Fp8kitError, match=r"layernorm_mlp: x: got bfloat16, expected float32 as gamma"):
-        fj.layernorm_mlp(x.astype(jnp.bfloat16), draw(1, 40), draw(2, 40), (draw(3, 40, 1, 8), draw(4, 8, 40)))
-    with pytest.raises(Fp8kitError, match=r"linear: bias0: got bfloat16, expected float32"):  # the kernel is as the input
+        fj.layernorm_mlp(
+            x.astype(jnp.bfloat16), draw(1, 40), draw(2, 40), (draw(3, 40, 1, 8), draw(4, 8, 40))
+        )
+    # the kernel is as the input
+    with pytest.raises(Fp8kitError, match=r"linear: bias0: got bfloat16, expected float32"):
         fj.dense(x, draw(1, 40, 8), draw(2, 8).astype(jnp.bfloat16))
     with pytest.raises(RecipeError, match=r"autocast: recipe: got 'delayed', expected a Recipe"):
         fj.autocast(enabled=True, recipe="delayed")
     with pytest.raises(Fp8kitError, match=r"dense: quantizer_set: got no slots"), fj.autocast(enabled=True):
         fj.dense(x, draw(1, 40, 8))
-    with pytest.raises(Fp8kitError, match=r"softmax: mask: got shape \(3,\), expected one that broadcasts to \(4, 40\)"):
+    with pytest.raises(
+        Fp8kitError, match=r"softmax: mask: got shape \(3,\), expected one that broadcasts to \(4, 40\)"
+    ):
         fj.softmax(x, jnp.zeros(3, bool))
     with pytest.raises(Fp8kitError, match=r"quantize: no gradient rule for its input 'x'"):
         jax.grad(lambda x: fj.quantize(x).scale_inv.sum())(x)
@@ -280,7 +332,8 @@ def test_refusals_name_operation_and_argument():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
 def test_straight_through_and_side_results(wrap):
-    """A rounding that no gradient passes may stand in a loss that is differentiated; its result may be a side result."""
+    """A rounding that no gradient passes may stand in a loss that is differentiated; its result may be a side
+    result."""
     x = draw(0, 3, 20)
 
     def loss(x):

@@ -1,4 +1,5 @@
-"""CUDA graphs: a replay of recorded calls, which the door allows under ``fk.deterministic``, gives every bit that the calls give."""
+"""CUDA graphs: a replay of recorded calls, which the door allows under ``fk.deterministic``, gives every bit
+that the calls give."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_the_experiment_itself():
 
 @pytest.mark.gpu
 def test_a_replay_gives_the_bits_of_the_calls(capsys):
-    """Scales, histories, inputs and keys change from step to step: a replay that went on with old ones differs in a bit."""
+    """Scales, histories, inputs and keys change from step to step: a replay that went on with old ones
+    differs in a bit."""
     found = verdict("gpu")
     with capsys.disabled():
         print(f"\ncommand buffers: {json.dumps(found)}")

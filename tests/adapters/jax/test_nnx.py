@@ -50,14 +50,19 @@ def test_modules_are_the_functions():
     with fj.autocast(enabled=True, recipe=RECIPES["delayed"]):
         sets = fj.create_set()
         module = modules.LayerNormDenseGeneral(32, (2, 24), rngs=nnx.Rngs(0), layernorm_type="rmsnorm")
-        want = fj.layernorm_dense(x, module.kernel[...], module.norm.scale[...], None, None, "rmsnorm", quantizer_set=sets)
+        want = fj.layernorm_dense(
+            x, module.kernel[...], module.norm.scale[...], None, None, "rmsnorm", quantizer_set=sets
+        )
         assert_same_bits("y", np.asarray(module(x)), np.asarray(want))
     norm = modules.LayerNorm(32)
-    assert_same_bits("norm", np.asarray(norm(x)), np.asarray(fj.layernorm(x, norm.scale[...], norm.ln_bias[...])))
+    assert_same_bits(
+        "norm", np.asarray(norm(x)), np.asarray(fj.layernorm(x, norm.scale[...], norm.ln_bias[...]))
+    )
 
 
 def test_attention_is_the_function():
-    """Self attention, packed, is ``dot_product_attention`` of the projections; groups, rotary embedding and norms of queries and keys."""
+    """Self attention, packed, is ``dot_product_attention`` of the projections; groups, rotary embedding and
+    norms of queries and keys."""
     x, e = (jax.random.normal(jax.random.key(i), (2, 16, 32)) for i in (1, 2))
     plain = modules.MultiHeadAttention(32, 4, rngs=nnx.Rngs(0), attn_mask_type="no_mask")
     q, k, v = (plain.qkv(x)[:, :, i].reshape(2, 16, 4, 8) for i in range(3))
@@ -65,20 +70,33 @@ def test_attention_is_the_function():
     assert_same_bits("packed", np.asarray(plain(x)), np.asarray(want))
     for kind in ("L2Normalization", "RMSNorm", "LayerNorm"):
         for first in (False, True):
-            layer = modules.MultiHeadAttention(32, 4, rngs=nnx.Rngs(0), num_gqa_groups=2, rotary=True, qk_norm_type=kind,
-                                               qk_norm_before_rope=first, cross=True, attn_mask_type="no_mask")
+            layer = modules.MultiHeadAttention(
+                32,
+                4,
+                rngs=nnx.Rngs(0),
+                num_gqa_groups=2,
+                rotary=True,
+                qk_norm_type=kind,
+                qk_norm_before_rope=first,
+                cross=True,
+                attn_mask_type="no_mask",
+            )
             q, kv = layer.query(x).reshape(2, 16, 4, 8), layer.kv(e).reshape(2, 16, 2, 2, 8)
 
             def norm(a, kind=kind):
                 if kind == "L2Normalization":
                     return fj.l2norm(a)
-                return fj.layernorm(a, jnp.ones(8), jnp.zeros(8) if kind == "LayerNorm" else None, kind.lower())
+                return fj.layernorm(
+                    a, jnp.ones(8), jnp.zeros(8) if kind == "LayerNorm" else None, kind.lower()
+                )
 
             def turn(a):
                 return fj.rope(a, fj.rope_frequencies(8, 16))
 
             q, k = (turn(norm(a)) if first else norm(turn(a)) for a in (q, kv[:, :, 0]))
-            want = layer.out(fj.dot_product_attention(q, k, kv[:, :, 1], attn_mask_type="no_mask").reshape(2, 16, 32))
+            want = layer.out(
+                fj.dot_product_attention(q, k, kv[:, :, 1], attn_mask_type="no_mask").reshape(2, 16, 32)
+            )
             assert_same_bits(kind, np.asarray(layer(x, e)), np.asarray(want))
 
 
@@ -94,13 +112,19 @@ def test_dropout_trains_and_not_evaluates():
     wild.eval()
     assert_same_bits("evaluation", np.asarray(wild(x)), np.asarray(calm(x)))
     dropped = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0, dropout=3), drop_path=0.5)
-    kept = [np.array_equal(a, b) for a, b in zip(dropped(jnp.concatenate([x] * 8)), jnp.concatenate([x] * 8), strict=True)]
+    kept = [
+        np.array_equal(a, b)
+        for a, b in zip(dropped(jnp.concatenate([x] * 8)), jnp.concatenate([x] * 8), strict=True)
+    ]
     assert 0 < sum(kept) < 32  # a quarter of the samples lose both branches: 8 +- 2.4
 
 
 def test_a_module_that_was_made_without_state():
     layer = modules.DenseGeneral(16, 32, rngs=nnx.Rngs(0))
-    with fj.autocast(enabled=True, recipe=RECIPES["delayed"]), pytest.raises(RecipeError, match="Fp8Meta: got none of this module"):
+    with (
+        fj.autocast(enabled=True, recipe=RECIPES["delayed"]),
+        pytest.raises(RecipeError, match="Fp8Meta: got none of this module"),
+    ):
         layer(jnp.ones((4, 16)))
     with fj.autocast(enabled=True, recipe=RECIPES["current"]):
         assert layer(jnp.ones((4, 16))).shape == (4, 32)

@@ -1,4 +1,5 @@
-"""The door on a GPU: the reference engine's bits or values, XLA's stream, errors, compiled programs in other processes. Needs no Flax."""
+"""The door on a GPU: the reference engine's bits or values, XLA's stream, errors, compiled programs in other
+processes. Needs no Flax."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ def on(kind, function, *args):
 
 KEY = np.array([0, 7], np.uint32)
 CASTS = {
-    "tensor": lambda x: fj.quantize(x), "row": lambda x: fj.quantize(x, fk.E5M2, scaling="row"),
-    "blocks": lambda x: fj.quantize(x, scaling="block_1x128"), "mx": lambda x: fj.quantize(x, scaling="mx_1x32"),
+    "tensor": lambda x: fj.quantize(x),
+    "row": lambda x: fj.quantize(x, fk.E5M2, scaling="row"),
+    "blocks": lambda x: fj.quantize(x, scaling="block_1x128"),
+    "mx": lambda x: fj.quantize(x, scaling="mx_1x32"),
     "stochastic": lambda x: fj.quantize(x, rounding="stochastic", key=jnp.asarray(KEY)),
     "there and back": lambda x: fj.dequantize(fj.quantize(x)),
     "dropped paths": lambda x: fj.drop_path(x, x, 0.5, jnp.asarray(KEY)),
@@ -48,7 +51,11 @@ def test_the_reference_bits(name):
     x = draw(0, 3, 40, 200)
     got, want = on("gpu", CASTS[name], x), on("cpu", CASTS[name], x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_same_bits(name, a.view(np.uint8) if a.dtype.itemsize == 1 else a, b.view(np.uint8) if b.dtype.itemsize == 1 else b)
+        assert_same_bits(
+            name,
+            a.view(np.uint8) if a.dtype.itemsize == 1 else a,
+            b.view(np.uint8) if b.dtype.itemsize == 1 else b,
+        )
 
 
 def attention(qkv):
@@ -78,12 +85,16 @@ def test_the_reference_values_and_gradients(name):
         return y, pull(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
     x = draw(1, *shape)
-    for got, want in zip(jax.tree.leaves(on("gpu", both, x)), jax.tree.leaves(on("cpu", both, x)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(on("gpu", both, x)), jax.tree.leaves(on("cpu", both, x)), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=0, atol=bound * max(1.0, np.abs(want).max()))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scalings", [("tensor",) * 2, ("row",) * 2, ("block_1x128", "block_128x128")], ids=str)
+@pytest.mark.parametrize(
+    "scalings", [("tensor",) * 2, ("row",) * 2, ("block_1x128", "block_128x128")], ids=str
+)
 def test_products_of_codes(scalings):
     a, b = draw(0, 64, 256), draw(1, 96, 256)
 
@@ -93,12 +104,14 @@ def test_products_of_codes(scalings):
 
     with jax.default_matmul_precision("highest"):
         got, want = on("gpu", product, a, b)
-    np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-12 * np.abs(want).max() * 16)  # the tensor cores sum in 14 bits
+    # the tensor cores sum in 14 bits
+    np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-12 * np.abs(want).max() * 16)
 
 
 @ON_BOTH
 def test_calls_are_in_the_order_of_xlas_own_work(device):
-    """XLA's kernels write what a call reads, and read what it wrote, many times over in one program: every run gives the same bits."""
+    """XLA's kernels write what a call reads, and read what it wrote, many times over in one program: every
+    run gives the same bits."""
     w = draw(0, 128, 128) / 11
 
     def chain(x, w):
@@ -116,7 +129,8 @@ def test_calls_are_in_the_order_of_xlas_own_work(device):
     with jax.default_matmul_precision("highest"):
         x = draw(1, 256, 128)
         first = on(device, chain, x, w)
-        np.testing.assert_allclose(first, on(device, plain, x, w), rtol=0, atol=2.0**-10)  # 20 layers, each of 2^-20 and a gain of 2
+        # 20 layers, each of 2^-20 and a gain of 2
+        np.testing.assert_allclose(first, on(device, plain, x, w), rtol=0, atol=2.0**-10)
         for _ in range(10):
             assert_same_bits("again", on(device, chain, x, w), first)
 
@@ -127,7 +141,11 @@ def test_an_error_in_a_handler(device):
     place = jax.devices(device)[0]
     with jax.default_device(place):
         x = jax.device_put(jnp.ones(4), place)
-        bad = jax.jit(lambda x: fj.call(calls.TARGET, jax.ShapeDtypeStruct((4,), jnp.float32), x, **calls.attributes('{"form": 0}')))
+        bad = jax.jit(
+            lambda x: fj.call(
+                calls.TARGET, jax.ShapeDtypeStruct((4,), jnp.float32), x, **calls.attributes('{"form": 0}')
+            )
+        )
         for _ in range(2):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"fp8kit\.run: program: got form 0"):
                 bad(x).block_until_ready()
@@ -136,8 +154,15 @@ def test_an_error_in_a_handler(device):
 
 @pytest.mark.gpu
 def test_programs_of_other_processes_on_the_gpu(tmp_path):
-    path, env = str(tmp_path / "step"), {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": "0",
-                                            "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    path, env = (
+        str(tmp_path / "step"),
+        {
+            "JAX_PLATFORMS": "cuda",
+            "XLA_FLAGS": "",
+            "CUDA_VISIBLE_DEVICES": "0",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        },
+    )
     assert child("save", path, **env) == child("load", path, **env)
     assert child("leave", **env) == "left"
 
@@ -150,4 +175,6 @@ def test_the_state_of_a_step_is_the_reference_state():
     (_, got), (_, want) = on("gpu", step, w, sets, x)[1], on("cpu", step, w, sets, x)[1]
     for slot in ("x", "kernel"):
         for field in ("scale", "amax_history"):
-            assert_same_bits(f"{slot}.{field}", getattr(getattr(got, slot), field), getattr(getattr(want, slot), field))
+            assert_same_bits(
+                f"{slot}.{field}", getattr(getattr(got, slot), field), getattr(getattr(want, slot), field)
+            )

@@ -1,4 +1,5 @@
-"""A call that is refused is refused before anything runs: no projection, no draw of a key; state and parameters keep their bits."""
+"""A call that is refused is refused before anything runs: no projection, no draw of a key; state and
+parameters keep their bits."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ NNX = {
     "a length that is none": {"max_seqlen_q": "long"},
     "inputs of another rank": {"x": zeros(S, H)},
     "inputs of other features": {"x": zeros(B, S, H + 1)},
-}  # fmt: skip
+}
 ACROSS = {
     "no source": {"encoded": None},
     "a source of another rank": {"encoded": zeros(OTHER, H)},
@@ -57,11 +58,13 @@ ACROSS = {
     "a source of another batch": {"encoded": zeros(B + 1, OTHER, H)},
     "a source of another dtype": {"encoded": zeros(B, OTHER, H, dtype=np.float16)},
     "a bias of a wrong shape": {"bias": zeros(1, HEADS, S, OTHER + 1)},
-}  # fmt: skip
+}
 
 
 def attention(**options):
-    return fn.MultiHeadAttention(H, HEADS, rngs=nnx.Rngs(3), attention_dropout=0.1, attn_mask_type="causal", **options)
+    return fn.MultiHeadAttention(
+        H, HEADS, rngs=nnx.Rngs(3), attention_dropout=0.1, attn_mask_type="causal", **options
+    )
 
 
 def layer(**options):
@@ -71,21 +74,35 @@ def layer(**options):
 
 CASES = {
     "attention": (attention, {"x": X}, NNX),
-    "attention in groups, turned and normed": (lambda: attention(num_gqa_groups=2, rotary=True, qk_norm_type="RMSNorm"), {"x": X}, NNX),
+    "attention in groups, turned and normed": (
+        lambda: attention(num_gqa_groups=2, rotary=True, qk_norm_type="RMSNorm"),
+        {"x": X},
+        NNX,
+    ),
     "attention in groups": (lambda: attention(num_gqa_groups=2, input_layernorm=False), {"x": X}, NNX),
-    "attention across": (lambda: attention(cross=True), {"x": X, "encoded": SOURCE, "attn_mask_type": "no_mask"}, ACROSS),
+    "attention across": (
+        lambda: attention(cross=True),
+        {"x": X, "encoded": SOURCE, "attn_mask_type": "no_mask"},
+        ACROSS,
+    ),
     "layer": (layer, {"x": X}, NNX),
-}  # fmt: skip
+}
 
 
 def placed(options):
-    return {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+    return {
+        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
 
 
 def state_of(module):
     """All variables, the streams' counts among them, as bytes."""
     leaves = jax.tree.leaves(nnx.state(module))
-    return [np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a).tobytes() for a in leaves]
+    return [
+        np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a).tobytes()
+        for a in leaves
+    ]
 
 
 @pytest.fixture
@@ -159,11 +176,14 @@ FLAX = {
     "such a window beside a mask": ({"window_size": (1, 1)}, {"mask": zeros(B, 1, S, S, dtype=bool)}),
     "an unknown norm of queries": ({"qk_norm_type": "rms"}, {}),
     "an unknown way to turn": ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"}, {}),
-    "decoding with lengths": ({"attn_mask_type": "padding"}, {"decode": True, "sequence_descriptor": sums(3, 4)}),
+    "decoding with lengths": (
+        {"attn_mask_type": "padding"},
+        {"decode": True, "sequence_descriptor": sums(3, 4)},
+    ),
     "decoding with slopes": ({"attn_bias_type": "alibi"}, {"decode": True}),
     "a source of another batch": ({}, {"inputs_kv": zeros(B + 1, S, H)}),
     "a source of another rank": ({}, {"inputs_kv": zeros(S, H)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("groups", [None, 2])
@@ -175,8 +195,12 @@ def test_a_refused_call_of_flax_runs_nothing(groups, ran):
         for name, (own, given) in FLAX.items():
             ran[:] = []
             try:
-                fj.MultiHeadAttention(**fields, **own).apply(variables, **{"inputs_q": x, "inputs_kv": x, **placed(given)},
-                                                             deterministic=True, mutable=["cache"])
+                fj.MultiHeadAttention(**fields, **own).apply(
+                    variables,
+                    **{"inputs_q": x, "inputs_kv": x, **placed(given)},
+                    deterministic=True,
+                    mutable=["cache"],
+                )
                 wrong.append(f"{name}: taken")
             except Fp8kitError:
                 pass
@@ -192,8 +216,23 @@ def test_a_step_of_decoding_is_refused_before_it_runs(ran):
     ran[:] = []
     for given in ({"mask": zeros(B, 1, 1, S + 1, dtype=bool)}, {"bias": zeros(1, HEADS + 1, S, S)}):
         with pytest.raises(Fp8kitError):
-            module.apply(variables, x[:, :1], x[:, :1], **placed(given), decode=True, deterministic=True, mutable=["cache"])
+            module.apply(
+                variables,
+                x[:, :1],
+                x[:, :1],
+                **placed(given),
+                decode=True,
+                deterministic=True,
+                mutable=["cache"],
+            )
     one = x[:, :1]
     with pytest.raises(Fp8kitError):
-        module.apply(variables, one, one, **placed({"mask": zeros(B, 1, 1, S + 1, dtype=bool)}), decode=True, mutable=["cache"])
+        module.apply(
+            variables,
+            one,
+            one,
+            **placed({"mask": zeros(B, 1, 1, S + 1, dtype=bool)}),
+            decode=True,
+            mutable=["cache"],
+        )
     assert not ran

@@ -1,7 +1,9 @@
-"""What layers return beside y for a residual connection: x, whose gradient the norm's kernel adds, norm(x), and a bias to be added later.
-And what adds a residual itself: ``dense``, an MLP and an attention, within their last product.
+"""What layers return beside y for a residual connection: x, whose gradient the norm's kernel adds, norm(x),
+and a bias to be added later. And what adds a residual itself: ``dense``, an MLP and an attention, within
+their last product.
 
-The bits of whole layers are those of ``fp8kit.nn``: ``test_same_layers``. Here: the functions, over devices, and under JAX's transforms.
+The bits of whole layers are those of ``fp8kit.nn``: ``test_same_layers``. Here: the functions, over devices,
+and under JAX's transforms.
 """
 
 from __future__ import annotations
@@ -27,15 +29,35 @@ KEY = jax.random.key(3)
 
 def projected(x, gamma, kernel, sets, *, kernel_layout="io"):
     """A norm and a product, joined by a residual that starts at x and one that starts at norm(x)."""
-    y, normed, residual = fj.layernorm_dense(x, kernel, gamma, None, None, "rmsnorm", quantizer_set=sets[0], return_layernorm_output=True,
-                                             return_residual=True, kernel_layout=kernel_layout)
+    y, normed, residual = fj.layernorm_dense(
+        x,
+        kernel,
+        gamma,
+        None,
+        None,
+        "rmsnorm",
+        quantizer_set=sets[0],
+        return_layernorm_output=True,
+        return_residual=True,
+        kernel_layout=kernel_layout,
+    )
     return y.sum((2, 3))[..., None] + jnp.tanh(normed) + jnp.sin(residual)
 
 
 def mlp(x, gamma, k1, k2, b1, b2, sets):
     """Likewise an MLP, whose last bias the join adds."""
-    y, normed, residual, bias = fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_residual=True,
-                                                 return_layernorm_output=True, return_bias=True)
+    y, normed, residual, bias = fj.layernorm_mlp(
+        x,
+        gamma,
+        None,
+        (k1, k2),
+        (b1, b2),
+        "rmsnorm",
+        quantizer_sets=sets,
+        return_residual=True,
+        return_layernorm_output=True,
+        return_bias=True,
+    )
     return fj.dropout_add(y, jnp.sin(residual) + jnp.tanh(normed), bias)
 
 
@@ -47,8 +69,17 @@ def apart(x, gamma, k1, k2, b1, b2, sets):
 
 def joining(x, gamma, k1, k2, b1, b2, sets, join=True):
     """An MLP that adds x itself, or where XLA does; norm(x) comes back too."""
-    y, normed = fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_layernorm_output=True,
-                                 join_residual=join)
+    y, normed = fj.layernorm_mlp(
+        x,
+        gamma,
+        None,
+        (k1, k2),
+        (b1, b2),
+        "rmsnorm",
+        quantizer_sets=sets,
+        return_layernorm_output=True,
+        join_residual=join,
+    )
     return (y if join else y + x) + jnp.tanh(normed)
 
 
@@ -60,12 +91,26 @@ def adding(x, kernel, bias, residual, sets, join=True):
 
 def operands(recipe, *features):
     s, k = (64, 256) if recipe == "block" else (16, 64)
-    return draw(0, 8, s, k), draw(1, k, *features) / 8, draw(2, *features), draw(3, 8, s, *features), two(recipe)[0]
+    return (
+        draw(0, 8, s, k),
+        draw(1, k, *features) / 8,
+        draw(2, *features),
+        draw(3, 8, s, *features),
+        two(recipe)[0],
+    )
 
 
 def arguments(recipe, parts=1):
     s, h, f = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
-    return draw(0, 8, s, h), draw(5, h), draw(1, h, parts, f) / 8, draw(2, f, h) / 16, draw(3, parts, f), draw(4, h), two(recipe)
+    return (
+        draw(0, 8, s, h),
+        draw(5, h),
+        draw(1, h, parts, f) / 8,
+        draw(2, f, h) / 16,
+        draw(3, parts, f),
+        draw(4, h),
+        two(recipe),
+    )
 
 
 def gradients(function, args, wanted=None):
@@ -80,17 +125,27 @@ def test_it_is_what_xla_adds():
     jax.tree.map(lambda a, b: near(a, b, BITS), gradients(mlp, args), gradients(apart, args))
     x, kernel = args[0], draw(6, 64, 3, 64) / 8
     whole = gradients(projected, (x, args[1], kernel, args[-1]))
-    want = gradients(lambda x, gamma, kernel: fj.layernorm_dense(x, kernel, gamma, None, norm_type="rmsnorm").sum((2, 3))[..., None]
-                     + jnp.tanh(fj.rmsnorm(x, gamma)) + jnp.sin(x), (x, args[1], kernel))
+    want = gradients(
+        lambda x, gamma, kernel: (
+            fj.layernorm_dense(x, kernel, gamma, None, norm_type="rmsnorm").sum((2, 3))[..., None]
+            + jnp.tanh(fj.rmsnorm(x, gamma))
+            + jnp.sin(x)
+        ),
+        (x, args[1], kernel),
+    )
     jax.tree.map(lambda a, b: near(a, b, BITS), whole[1][:3], want[1])
-    turned = gradients(lambda x, gamma, kernel, sets: projected(x, gamma, kernel, sets, kernel_layout="oi"),
-                       (x, args[1], jnp.moveaxis(kernel, 0, 2), args[-1]), (0,))
+    turned = gradients(
+        lambda x, gamma, kernel, sets: projected(x, gamma, kernel, sets, kernel_layout="oi"),
+        (x, args[1], jnp.moveaxis(kernel, 0, 2), args[-1]),
+        (0,),
+    )
     near(turned[1][0], want[1][0], BITS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_an_mlp_adds_is_what_xla_adds(recipe):
-    """In float32: the same sums, but for their order. From the same cotangent come the same codes, and the same state."""
+    """In float32: the same sums, but for their order. From the same cotangent come the same codes, and the
+    same state."""
     args = arguments(recipe)
     g = draw(7, *args[0].shape)
 
@@ -98,7 +153,11 @@ def test_what_an_mlp_adds_is_what_xla_adds(recipe):
         y, back = jax.vjp(lambda *a: joining(*a, join), *args)
         return y, back(g)
 
-    jax.tree.map(lambda a, b: near(a, b, BITS), jax.jit(pulled, static_argnums=0)(True), jax.jit(pulled, static_argnums=0)(False))
+    jax.tree.map(
+        lambda a, b: near(a, b, BITS),
+        jax.jit(pulled, static_argnums=0)(True),
+        jax.jit(pulled, static_argnums=0)(False),
+    )
 
 
 @pytest.mark.parametrize("features", [(48,), (3, 16), ()], ids=str)
@@ -119,8 +178,8 @@ def test_what_a_product_adds_is_what_xla_adds(recipe, features):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_product_rounds_the_sum_once(recipe):
-    """In bfloat16: half a step of the sum, and float32's own error, though some sums are small beside the product. The residual alone is
-    differentiated."""
+    """In bfloat16: half a step of the sum, and float32's own error, though some sums are small beside the
+    product. The residual alone is differentiated."""
     x, kernel, bias, residual, sets = operands(recipe, 48)
     halves = [a.astype(jnp.bfloat16) for a in (x, kernel, bias, residual * 16)]
     y, back = jax.vjp(lambda r: adding(*halves[:3], r, sets), halves[3])
@@ -147,7 +206,9 @@ def test_what_is_used_alone(used):
     alone = (None, lambda x, gamma: fj.rmsnorm(x, gamma), lambda x, gamma: x + 0 * gamma)[used]
 
     def found(x, gamma, kernel):
-        return fj.layernorm_dense(x, kernel, gamma, None, norm_type="rmsnorm", return_layernorm_output=True, return_residual=True)[used]
+        return fj.layernorm_dense(
+            x, kernel, gamma, None, norm_type="rmsnorm", return_layernorm_output=True, return_residual=True
+        )[used]
 
     _, (dx, dgamma, dkernel) = gradients(found, (x, gamma, kernel))
     _, want = gradients(alone, (x, gamma))
@@ -165,7 +226,9 @@ def test_over_devices(recipe, axes):
     data, columns = ROWS if rows else (), JOINED if tensor else ()
     specs = [data, (), columns, ("tensor",) if tensor else (), (None, "tensor") if tensor else (), (), ()]
     for function in (mlp, joining):
-        test_sharding.check(function, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS)
+        test_sharding.check(
+            function, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS
+        )
     kernel = draw(6, x.shape[-1], 3, x.shape[-1]) / 16
     if recipe != "block":  # squares of 128 keep their scales in fours: a kernel of this width is not cut
         test_sharding.check(projected, (x, gamma, kernel, sets), [data, (), columns, ()])
@@ -180,7 +243,7 @@ SPLITS = {
     "contraction of three": (("data", None, "tensor"), ("tensor",), (), ROWS),
     "contraction and columns": ((None, None, "tensor"), ("tensor", "data"), ("data",), (None, None, "data")),
     "the residual alone": ((), (), (), ROWS),
-}  # fmt: skip
+}
 
 
 def split_case(recipe, split):
@@ -205,7 +268,8 @@ def test_a_product_over_an_explicit_mesh(recipe, split):
 
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
 def test_a_residual_joins_the_rounded_sum(recipe):
-    """In bfloat16, a contraction over devices: the bits of an addition behind it, which does not round the residual with every part."""
+    """In bfloat16, a contraction over devices: the bits of an addition behind it, which does not round the
+    residual with every part."""
     *args, sets = operands(recipe, 48)
     args = test_sharding.placed([a.astype(jnp.bfloat16) for a in args], SPLITS["contraction"])
     got, want = (jax.jit(adding, static_argnums=5)(*args, sets, join) for join in (True, False))
@@ -231,8 +295,12 @@ def test_every_device_of_a_split_by_hand_adds_its_own():
     """As it adds a bias."""
     x, kernel, bias, residual, sets = operands("high", 48)
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
-    local = jax.shard_map(lambda *a: jax.lax.psum(adding(*a, sets), "tensor"), mesh=mesh,
-                          in_specs=(P(None, None, "tensor"), P("tensor"), P(), P()), out_specs=P())
+    local = jax.shard_map(
+        lambda *a: jax.lax.psum(adding(*a, sets), "tensor"),
+        mesh=mesh,
+        in_specs=(P(None, None, "tensor"), P("tensor"), P(), P()),
+        out_specs=P(),
+    )
     near(jax.jit(local)(x, kernel, bias, residual), fj.dense(x, kernel) + 2 * (bias + residual), BITS)
 
 
@@ -254,7 +322,9 @@ def test_a_batch_of_products(recipe, features, mapped):
         return back(jnp.sin(y))
 
     for function in (one, pulled):
-        parts = [function(*(a[i] if own else a for a, own in zip(given, batched, strict=True))) for i in range(2)]
+        parts = [
+            function(*(a[i] if own else a for a, own in zip(given, batched, strict=True))) for i in range(2)
+        ]
         want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
         jax.tree.map(lambda a, b: near(a, b, BITS), jax.vmap(function, axes)(*given), want)
 
@@ -272,14 +342,20 @@ def test_under_shard_map(recipe, function):
     """Rows over 8 devices; with current scaling the MLP runs in stages, which share their amaxes."""
     x, *shared = arguments(recipe)
     mesh, specs = Mesh(np.array(jax.devices("cpu")[:8]), ("data",)), (P("data"), *[P()] * len(shared))
-    local = jax.shard_map(lambda x, *a: jax.lax.psum((function(x, *a) ** 2).sum(), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+    local = jax.shard_map(
+        lambda x, *a: jax.lax.psum((function(x, *a) ** 2).sum(), "data"),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P(),
+    )
     got = jax.jit(jax.value_and_grad(local, tuple(range(len(shared) + 1))))(x, *shared)
     jax.tree.map(lambda a, b: near(a, b, BITS), got, gradients(function, (x, *shared)))
 
 
 @pytest.mark.parametrize("function", [mlp, joining])
 def test_stages_give_the_same_bits(function):
-    """Current scaling on a mesh of one device, where the MLP runs in stages; in bfloat16, so that what is rounded twice shows."""
+    """Current scaling on a mesh of one device, where the MLP runs in stages; in bfloat16, so that what is
+    rounded twice shows."""
     *args, sets = arguments("current")
     args, g = [a.astype(jnp.bfloat16) for a in args], draw(7, *args[0].shape).astype(jnp.bfloat16)
 
@@ -291,7 +367,9 @@ def test_stages_give_the_same_bits(function):
     rows, count = P("data"), len(args) - 1
     specs = {"in_specs": (rows, rows, *[P()] * count), "out_specs": (rows, (rows, *[P()] * count))}
     got = jax.jit(jax.shard_map(pulled, mesh=mesh, **specs))(g, *args)
-    jax.tree.map(lambda a, b: assert_same_bits("stages", np.asarray(a), np.asarray(b)), got, jax.jit(pulled)(g, *args))
+    jax.tree.map(
+        lambda a, b: assert_same_bits("stages", np.asarray(a), np.asarray(b)), got, jax.jit(pulled)(g, *args)
+    )
 
 
 @pytest.mark.parametrize("joins", [False, True, "product"])
@@ -304,11 +382,24 @@ def test_scan_checkpoint_and_vmap_change_no_bits(recipe, joins):
     def layer(h, parts):
         (gamma, k1, k2, b1, b2), sets = parts
         if joins == "product":
-            return fj.dense(fj.dense(h, k1[:, 0], b1[0], quantizer_set=sets[0]), k2, b2, quantizer_set=sets[1], residual=h), None
+            return fj.dense(
+                fj.dense(h, k1[:, 0], b1[0], quantizer_set=sets[0]), k2, b2, quantizer_set=sets[1], residual=h
+            ), None
         if joins:
-            return fj.layernorm_mlp(h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, join_residual=True), None
-        y, h, bias = fj.layernorm_mlp(h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_residual=True,
-                                      return_bias=True)
+            return fj.layernorm_mlp(
+                h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, join_residual=True
+            ), None
+        y, h, bias = fj.layernorm_mlp(
+            h,
+            gamma,
+            None,
+            (k1, k2),
+            (b1, b2),
+            "rmsnorm",
+            quantizer_sets=sets,
+            return_residual=True,
+            return_bias=True,
+        )
         return fj.dropout_add(y, h, bias), None
 
     def one_by_one(x, stacked):
@@ -330,8 +421,13 @@ def test_scan_checkpoint_and_vmap_change_no_bits(recipe, joins):
 
     single = jax.jit(pulled)
     each = jax.tree.map(lambda *leaves: jnp.stack(leaves), single(batch[0]), single(batch[1]))
-    jax.tree.map(lambda a, b: assert_same_bits("vmap", np.asarray(a), np.asarray(b)), jax.jit(jax.vmap(pulled))(batch), each)
-    near(jax.vmap(lambda x: pulled(x)[0])(batch), each[0], BITS)  # without saved arrays a batch is further rows
+    jax.tree.map(
+        lambda a, b: assert_same_bits("vmap", np.asarray(a), np.asarray(b)),
+        jax.jit(jax.vmap(pulled))(batch),
+        each,
+    )
+    # without saved arrays a batch is further rows
+    near(jax.vmap(lambda x: pulled(x)[0])(batch), each[0], BITS)
 
 
 def test_what_does_not_fit_a_residual():
@@ -347,27 +443,51 @@ def test_what_does_not_fit_a_residual():
     calls = {
         "dense": lambda: fj.dense(x, kernel, return_bias=True, residual=residual),
         "DenseGeneral": lambda: flax_modules.DenseGeneral(48, return_bias=True).init(KEY, x, residual),
-        "dense (NNX)": lambda: nnx_modules.DenseGeneral(64, 48, rngs=nnx.Rngs(0))(x, return_bias=True, residual=residual),
+        "dense (NNX)": lambda: nnx_modules.DenseGeneral(64, 48, rngs=nnx.Rngs(0))(
+            x, return_bias=True, residual=residual
+        ),
     }
     for name, call in calls.items():
-        with pytest.raises(ArgumentError, match=rf"{name.split()[0]}: return_bias: got True, expected False with a residual"):
+        with pytest.raises(
+            ArgumentError, match=rf"{name.split()[0]}: return_bias: got True, expected False with a residual"
+        ):
             call()
-    with pytest.raises(ArgumentError, match="MultiHeadAttention: join_residual: got True, expected False with join_layernorm_output"):
-        flax_modules.MultiHeadAttention(16, 4, join_residual=True, join_layernorm_output=True).init(KEY, x[None], x[None])
+    with pytest.raises(
+        ArgumentError,
+        match="MultiHeadAttention: join_residual: got True, expected False with join_layernorm_output",
+    ):
+        flax_modules.MultiHeadAttention(16, 4, join_residual=True, join_layernorm_output=True).init(
+            KEY, x[None], x[None]
+        )
 
 
 @pytest.mark.parametrize("asked", ["return_residual", "return_bias"])
 def test_what_has_joined_does_not_come_back(asked):
-    x, gamma, kernels, more = draw(0, 16, 64), jnp.ones(64), (draw(1, 64, 1, 32), draw(2, 32, 64)), {asked: True, "join_residual": True}
+    x, gamma, kernels, more = (
+        draw(0, 16, 64),
+        jnp.ones(64),
+        (draw(1, 64, 1, 32), draw(2, 32, 64)),
+        {asked: True, "join_residual": True},
+    )
     calls = {
         "layernorm_mlp": lambda: fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", **more),
         "LayerNormMLP": lambda: flax_modules.LayerNormMLP(32, enable_layernorm=False, **more).init(KEY, x),
         "layernorm_mlp (NNX)": lambda: nnx_modules.LayerNormMLP(64, 32, rngs=nnx.Rngs(0))(x, **more),
-        "MultiHeadAttention": lambda: flax_modules.MultiHeadAttention(16, 4, **more).init(KEY, x[None], x[None]),
-        "MultiHeadAttention (NNX)": lambda: nnx_modules.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0))(x[None], **more),
+        "MultiHeadAttention": lambda: flax_modules.MultiHeadAttention(16, 4, **more).init(
+            KEY, x[None], x[None]
+        ),
+        "MultiHeadAttention (NNX)": lambda: nnx_modules.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0))(
+            x[None], **more
+        ),
     }
     for name, call in calls.items():
-        with pytest.raises(ArgumentError, match=rf"{name.split()[0]}: {asked}: got True, expected False with join_residual"):
+        with pytest.raises(
+            ArgumentError, match=rf"{name.split()[0]}: {asked}: got True, expected False with join_residual"
+        ):
             call()
-    with pytest.raises(ShapeError, match=r"norm_mlp: fc2: got 48 output features, expected 64, as x, to join"):
-        fj.layernorm_mlp(x, gamma, None, (kernels[0], draw(2, 32, 48)), norm_type="rmsnorm", join_residual=True)
+    with pytest.raises(
+        ShapeError, match=r"norm_mlp: fc2: got 48 output features, expected 64, as x, to join"
+    ):
+        fj.layernorm_mlp(
+            x, gamma, None, (kernels[0], draw(2, 32, 48)), norm_type="rmsnorm", join_residual=True
+        )

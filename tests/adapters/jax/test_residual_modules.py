@@ -27,18 +27,25 @@ KEY = jax.random.key(3)
 
 def layers(bias):
     options = {"use_bias": bias, "dtype": jnp.bfloat16}
-    flax = flax_modules.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False, **options)
+    flax = flax_modules.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False, **options
+    )
     x = draw(0, 2, 16, 64).astype(jnp.bfloat16)
     variables = flax.init(KEY, x, deterministic=True)
     definition, state = nnx.split(nnx_modules.TransformerLayer(64, 128, 4, rngs=nnx.Rngs(0), **options))
-    return x, ((lambda v, x: flax.apply(v, x, deterministic=True), variables), (lambda v, x: nnx.merge(definition, v)(x), state))
+    return x, (
+        (lambda v, x: flax.apply(v, x, deterministic=True), variables),
+        (lambda v, x: nnx.merge(definition, v)(x), state),
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_leaves_xla_nothing_to_add_or_to_copy(bias):
     x, found = layers(bias)
     for function, variables in found:
-        step = jax.jit(lambda v, x, g, function=function: (lambda y, pull: (y, pull(g)))(*jax.vjp(function, v, x)))
+        step = jax.jit(
+            lambda v, x, g, function=function: (lambda y, pull: (y, pull(g)))(*jax.vjp(function, v, x))
+        )
         lowered = step.lower(variables, x, x)
         assert not re.findall(r"stablehlo\.add .*tensor<2x16x64x", lowered.as_text())
         assert not re.findall(r"= bf16\[2,16,64\]\S* copy\(", lowered.compile().as_text())
@@ -48,8 +55,13 @@ def test_a_layer_leaves_xla_nothing_to_add_or_to_copy(bias):
 @pytest.mark.parametrize(("dims", "path"), [((), 0.0), ((1,), 0.0), ((), 0.5), ((1,), 0.5)])
 def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
     keys = iter(jax.random.split(KEY, 2))
-    module = SimpleNamespace(hidden_dropout=rate, hidden_dropout_dims=dims, dropout_rng_name="dropout", transpose_batch_sequence=False,
-                             make_rng=lambda name: next(keys))
+    module = SimpleNamespace(
+        hidden_dropout=rate,
+        hidden_dropout_dims=dims,
+        dropout_rng_name="dropout",
+        transpose_batch_sequence=False,
+        make_rng=lambda name: next(keys),
+    )
     x, bias, residual = draw(0, 16, 4, 8), draw(1, 8), draw(2, 16, 4, 8)
     branch = np.asarray(joined(module, x, bias, residual, False, path) - residual)
     whole = np.asarray(x + bias) / ((1 - rate) * (1 - path))
@@ -65,21 +77,41 @@ def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
     near(joined(module, x, bias, residual, True, path), x + bias + residual, BITS)
 
 
-@pytest.mark.parametrize("name", ["DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention"])
+@pytest.mark.parametrize(
+    "name", ["DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention"]
+)
 def test_modules_return_them(name):
     """Whatever takes a module apart: y is the same with the bias added, x comes back as it is."""
     x = draw(0, 2, 16, 64)
     kinds = {
-        "DenseGeneral": (("return_bias",), [{"features": 48}, {"features": 48, "enable_low_rank_adaptation": True}]),
-        "LayerNormDenseGeneral": (("return_residual",), [{"features": 48}, {"features": 48, "enable_layernorm": False}]),
-        "LayerNormMLP": (("return_residual", "return_bias"), [{}, {"enable_layernorm": False}, {"enable_low_rank_adaptation": True}]),
-        "MultiHeadAttention": (("return_residual", "return_bias"), [{}, {"num_gqa_groups": 2}, {"input_layernorm": False}]),
+        "DenseGeneral": (
+            ("return_bias",),
+            [{"features": 48}, {"features": 48, "enable_low_rank_adaptation": True}],
+        ),
+        "LayerNormDenseGeneral": (
+            ("return_residual",),
+            [{"features": 48}, {"features": 48, "enable_layernorm": False}],
+        ),
+        "LayerNormMLP": (
+            ("return_residual", "return_bias"),
+            [{}, {"enable_layernorm": False}, {"enable_low_rank_adaptation": True}],
+        ),
+        "MultiHeadAttention": (
+            ("return_residual", "return_bias"),
+            [{}, {"num_gqa_groups": 2}, {"input_layernorm": False}],
+        ),
     }
     asked, cases = kinds[name]
     for options in cases:
-        given = {"use_bias": True} | options | ({"head_dim": 16, "num_attention_heads": 4} if name == "MultiHeadAttention" else {})
+        given = (
+            {"use_bias": True}
+            | options
+            | ({"head_dim": 16, "num_attention_heads": 4} if name == "MultiHeadAttention" else {})
+        )
         inputs = (x, x) if name == "MultiHeadAttention" else (x,)
-        plain, more = (getattr(flax_modules, name)(**given, **dict.fromkeys(own, True)) for own in ((), asked))
+        plain, more = (
+            getattr(flax_modules, name)(**given, **dict.fromkeys(own, True)) for own in ((), asked)
+        )
         variables = jax.tree.map(lambda leaf: leaf + 0.25, plain.init(KEY, *inputs))
         want, got = plain.apply(variables, *inputs), list(more.apply(variables, *inputs))
         bias = got.pop() if "return_bias" in asked else 0.0
@@ -89,17 +121,30 @@ def test_modules_return_them(name):
         assert name == "DenseGeneral" or got == [None]
 
 
-APART = {"one operation": {}, "dropout": {"intermediate_dropout_rate": 0.5}, "adaptation": {"enable_low_rank_adaptation": True},
-         "no norm": {"enable_layernorm": False}, "logical axes": {"dot_1_input_axes": ("rows", None), "dot_2_input_axes": ("rows", None)}}
+APART = {
+    "one operation": {},
+    "dropout": {"intermediate_dropout_rate": 0.5},
+    "adaptation": {"enable_low_rank_adaptation": True},
+    "no norm": {"enable_layernorm": False},
+    "logical axes": {"dot_1_input_axes": ("rows", None), "dot_2_input_axes": ("rows", None)},
+}
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("case", APART)
 def test_a_module_that_joins(case, bias):
     """Whatever takes it apart: y is what it is without, and x; so are the gradients."""
-    x, g, options = draw(0, 16, 64), draw(7, 16, 64), {"intermediate_dim": 128, "use_bias": bias, "return_layernorm_output": True}
-    plain, joins = (flax_modules.LayerNormMLP(**options, **APART[case], join_residual=join) for join in (False, True))
-    variables = jax.tree.map(lambda leaf: leaf + 0.25, linen.unbox(plain.init({"params": KEY, "dropout": KEY}, x)))
+    x, g, options = (
+        draw(0, 16, 64),
+        draw(7, 16, 64),
+        {"intermediate_dim": 128, "use_bias": bias, "return_layernorm_output": True},
+    )
+    plain, joins = (
+        flax_modules.LayerNormMLP(**options, **APART[case], join_residual=join) for join in (False, True)
+    )
+    variables = jax.tree.map(
+        lambda leaf: leaf + 0.25, linen.unbox(plain.init({"params": KEY, "dropout": KEY}, x))
+    )
 
     def pulled(variables, x, join):
         def function(variables, x):
@@ -122,9 +167,13 @@ def test_a_module_of_nnx_that_joins(bias):
     near(module(x, join_residual=True), module(x) + x, BITS)
 
 
-PRODUCTS = {"one": {"features": 48}, "adaptation": {"features": 48, "enable_low_rank_adaptation": True},
-            "of three": {"features": (3, 16)}, "two summed": {"features": 48, "axis": (0, 2)},
-            "of three, adaptation": {"features": (3, 16), "enable_low_rank_adaptation": True}}
+PRODUCTS = {
+    "one": {"features": 48},
+    "adaptation": {"features": 48, "enable_low_rank_adaptation": True},
+    "of three": {"features": (3, 16)},
+    "two summed": {"features": 48, "axis": (0, 2)},
+    "of three, adaptation": {"features": (3, 16), "enable_low_rank_adaptation": True},
+}
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -133,8 +182,13 @@ def test_a_product_of_flax_that_joins(case, bias):
     x, module = draw(0, 4, 16, 64), flax_modules.DenseGeneral(**PRODUCTS[case], use_bias=bias)
     variables = jax.tree.map(lambda leaf: leaf + 0.25, module.init(KEY, x))
     residual = draw(3, *module.apply(variables, x).shape)
-    got, want = (gradients(lambda v, x, r, join=join: module.apply(v, x, r) if join else module.apply(v, x) + r, (variables, x, residual))
-                 for join in (True, False))
+    got, want = (
+        gradients(
+            lambda v, x, r, join=join: module.apply(v, x, r) if join else module.apply(v, x) + r,
+            (variables, x, residual),
+        )
+        for join in (True, False)
+    )
     jax.tree.map(lambda a, b: near(a, b, BITS), got, want)
 
 
@@ -145,9 +199,14 @@ def test_a_product_of_nnx_that_joins(bias):
     near(module(x, residual=residual), module(x) + residual, BITS)
 
 
-ATTENTIONS = {"packed": {}, "groups": {"num_gqa_groups": 2}, "three kernels": {"fuse_qkv_params": False},
-              "no norm": {"input_layernorm": False}, "rotary": {"enable_rotary_pos_emb": True},
-              "adaptation": {"low_rank_adaptation_scope": "all"}}
+ATTENTIONS = {
+    "packed": {},
+    "groups": {"num_gqa_groups": 2},
+    "three kernels": {"fuse_qkv_params": False},
+    "no norm": {"input_layernorm": False},
+    "rotary": {"enable_rotary_pos_emb": True},
+    "adaptation": {"low_rank_adaptation_scope": "all"},
+}
 
 
 @pytest.mark.parametrize("what", ["join_residual", "join_layernorm_output"])
@@ -156,9 +215,16 @@ ATTENTIONS = {"packed": {}, "groups": {"num_gqa_groups": 2}, "three kernels": {"
 def test_an_attention_that_joins(case, across, what):
     """Whatever its projections are: y is what it is without, and x or norm(x); so are the gradients."""
     x, encoded, g = draw(0, 2, 16, 64), draw(1, 2, 16, 64), draw(7, 2, 16, 64)
-    options = {"head_dim": 16, "num_attention_heads": 4, "use_bias": True, "return_layernorm_output": True} | ATTENTIONS[case]
+    options = {
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "use_bias": True,
+        "return_layernorm_output": True,
+    } | ATTENTIONS[case]
     plain, joins = (flax_modules.MultiHeadAttention(**options, **more) for more in ({}, {what: True}))
-    variables = jax.tree.map(lambda leaf: leaf + 0.25, linen.unbox(plain.init(KEY, x, encoded if across else x)))
+    variables = jax.tree.map(
+        lambda leaf: leaf + 0.25, linen.unbox(plain.init(KEY, x, encoded if across else x))
+    )
 
     def pulled(variables, x, encoded, join):
         def function(variables, x, encoded):
@@ -172,8 +238,13 @@ def test_an_attention_that_joins(case, across, what):
     jax.tree.map(lambda a, b: near(a, b, BITS), got, want)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2}, {"input_layernorm": False}, {"cross": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_gqa_groups": 2}, {"input_layernorm": False}, {"cross": True}], ids=str
+)
 def test_an_attention_of_nnx_that_joins(options):
-    x, module = draw(0, 2, 16, 64), nnx_modules.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0), use_bias=True, **options)
+    x, module = (
+        draw(0, 2, 16, 64),
+        nnx_modules.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0), use_bias=True, **options),
+    )
     inputs = (x, draw(1, 2, 8, 64)) if "cross" in options else (x,)
     near(module(*inputs, join_residual=True), module(*inputs) + x, BITS)

@@ -1,5 +1,6 @@
-"""The same bits as ``fp8kit.nn`` on the CPU and on a GPU: outputs, gradients and FP8 state of layers with weights, for the same weights (in
-the same layout), inputs and recipe, over several steps. On the GPU under the deterministic policy, which is captured when JAX traces."""
+"""The same bits as ``fp8kit.nn`` on the CPU and on a GPU: outputs, gradients and FP8 state of layers with
+weights, for the same weights (in the same layout), inputs and recipe, over several steps. On the GPU under
+the deterministic policy, which is captured when JAX traces."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SHAPE = (3, 5)
 
 
 def steps(module, function, params, recipe, dtype, gemms, device):
-    """Three steps through both doors; ``function(params, sets, x)``; params in the module's layout and names."""
+    """Three steps through both doors; ``function(params, sets, x)``; params in the module's layout and
+    names."""
     sets = fj.create_set(recipe, gemms) if recipe is not None else (fj.noop_quantizer_set,) * gemms
     sets = sets if isinstance(sets, tuple) else (sets,)
 
@@ -29,7 +31,10 @@ def steps(module, function, params, recipe, dtype, gemms, device):
         return y, pull(g)
 
     for seed in range(3):
-        x, g = draw(seed, (*SHAPE, K), dtype, 2.0**seed), draw(seed + 9, (*SHAPE, getattr(module, "out_features", K)), dtype, 2.0**-6)
+        x, g = (
+            draw(seed, (*SHAPE, K), dtype, 2.0**seed),
+            draw(seed + 9, (*SHAPE, getattr(module, "out_features", K)), dtype, 2.0**-6),
+        )
         want_y, want = native.step(module, recipe, x, g, device)
         y, (grads, sets, dx) = step(params, sets, x, g)
         assert_same_bits(f"step {seed}: y", np.asarray(y), want_y)
@@ -41,7 +46,9 @@ def steps(module, function, params, recipe, dtype, gemms, device):
                 for slot, (scale, history) in native.slots(module, product).items():
                     found = getattr(own, slot)
                     assert_same_bits(f"step {seed}: {slot}.scale", np.asarray(found.scale), scale)
-                    assert_same_bits(f"step {seed}: {slot}.amax_history", np.asarray(found.amax_history), history)
+                    assert_same_bits(
+                        f"step {seed}: {slot}.amax_history", np.asarray(found.amax_history), history
+                    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,20 +65,35 @@ def test_dense(recipe, dtype, device):
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layernorm_dense(recipe, norm, device):
-    module = nn.LayerNormLinear(K, N, normalization=norm, eps=1e-5, zero_centered_gamma=norm == "RMSNorm", device=device)
+    module = nn.LayerNormLinear(
+        K, N, normalization=norm, eps=1e-5, zero_centered_gamma=norm == "RMSNorm", device=device
+    )
 
     def function(p, sets, x):
-        return fj.layernorm_dense(x, p["weight"], p["layer_norm_weight"], p.get("layer_norm_bias"), p["bias"], norm.lower(),
-                                  norm == "RMSNorm", 1e-5, sets[0], kernel_layout="oi")
+        return fj.layernorm_dense(
+            x,
+            p["weight"],
+            p["layer_norm_weight"],
+            p.get("layer_norm_bias"),
+            p["bias"],
+            norm.lower(),
+            norm == "RMSNorm",
+            1e-5,
+            sets[0],
+            kernel_layout="oi",
+        )
 
     steps(module, function, random_parameters(module, "float32"), RECIPES[recipe], "float32", 1, device)
 
 
 # activation -> its names in JAX, its parameters; the first two with every recipe, each of the others with one
 MLPS = {
-    "gelu": (("gelu",), None), "swiglu": (("silu", "linear"), None), "srelu": (("squared_relu",), None),
-    "qgeglu": (("quick_gelu", "linear"), None), "clamped_swiglu": (("clamped_silu", "clamped_linear"), {"limit": 0.5}),
-}  # fmt: skip
+    "gelu": (("gelu",), None),
+    "swiglu": (("silu", "linear"), None),
+    "srelu": (("squared_relu",), None),
+    "qgeglu": (("quick_gelu", "linear"), None),
+    "clamped_swiglu": (("clamped_silu", "clamped_linear"), {"limit": 0.5}),
+}
 PAIRS = [(recipe, kind) for kind in ("gelu", "swiglu") for recipe in RECIPES]
 PAIRS += [("block", "srelu"), ("current", "qgeglu"), ("high", "clamped_swiglu")]
 
@@ -84,8 +106,20 @@ def test_layernorm_mlp(recipe, kind, device):
     def function(p, sets, x):
         kernels = p["fc1_weight"].reshape(len(types), F, K), p["fc2_weight"]
         biases = p["fc1_bias"].reshape(len(types), F), p["fc2_bias"]
-        return fj.layernorm_mlp(x, p["layer_norm_weight"], p["layer_norm_bias"], kernels, biases, "layernorm", False, 1e-5, types, sets,
-                                kernel_layout="oi", activation_params=numbers)
+        return fj.layernorm_mlp(
+            x,
+            p["layer_norm_weight"],
+            p["layer_norm_bias"],
+            kernels,
+            biases,
+            "layernorm",
+            False,
+            1e-5,
+            types,
+            sets,
+            kernel_layout="oi",
+            activation_params=numbers,
+        )
 
     steps(module, function, random_parameters(module, "float32"), RECIPES[recipe], "float32", 2, device)
 
@@ -122,8 +156,17 @@ def test_an_mlp_that_joins(recipe, device):
 
     def function(p, sets, x):
         kernels, biases = (p["fc1_weight"][None], p["fc2_weight"]), (p["fc1_bias"][None], p["fc2_bias"])
-        return fj.layernorm_mlp(x, p["layer_norm_weight"], p["layer_norm_bias"], kernels, biases, epsilon=1e-5, quantizer_sets=sets,
-                                kernel_layout="oi", join_residual=True)
+        return fj.layernorm_mlp(
+            x,
+            p["layer_norm_weight"],
+            p["layer_norm_bias"],
+            kernels,
+            biases,
+            epsilon=1e-5,
+            quantizer_sets=sets,
+            kernel_layout="oi",
+            join_residual=True,
+        )
 
     steps(module, function, random_parameters(module, "bfloat16"), RECIPES[recipe], "bfloat16", 2, device)
 

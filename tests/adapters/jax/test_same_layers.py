@@ -1,8 +1,10 @@
-"""A transformer layer through every door: Flax, NNX, PyTorch and ``fp8kit.nn``, with the same weights, on the CPU and on a GPU.
+"""A transformer layer through every door: Flax, NNX, PyTorch and ``fp8kit.nn``, with the same weights, on the
+CPU and on a GPU.
 
-The output, dx, the gradients of norms and biases and the FP8 state are the same bits. Kernels lie (in, out) in Flax and NNX, where the
-other doors have (out, in): their gradients are the same sums in another order. Without FP8 cuBLASLt may for that reason sum outputs in
-another order too (FP8 products have one layout), so that those layers are compared on the CPU.
+The output, dx, the gradients of norms and biases and the FP8 state are the same bits. Kernels lie (in, out)
+in Flax and NNX, where the other doors have (out, in): their gradients are the same sums in another order.
+Without FP8 cuBLASLt may for that reason sum outputs in another order too (FP8 products have one layout), so
+that those layers are compared on the CPU.
 """
 
 from __future__ import annotations
@@ -19,14 +21,30 @@ from fp8kit_jax import nnx as nnx_modules
 import fp8kit as fk
 from fp8kit.testing import assert_same_bits, epsilon, relative_error
 from tests.adapters.jax.native import RECIPES, draw, slots
-from tests.adapters.torch.twins import WIDTH, batches, native_step, numpy_of, same, same_state, torch_step, twins
+from tests.adapters.torch.twins import (
+    WIDTH,
+    batches,
+    native_step,
+    numpy_of,
+    same,
+    same_state,
+    torch_step,
+    twins,
+)
 
 pytestmark = pytest.mark.usefixtures("same_bits")
 INNER, HEADS, EPSILON = 64, 3, 1e-5
-OPTIONS = {"num_attention_heads": HEADS, "num_gqa_groups": HEADS, "attn_input_format": "bshd", "fuse_qkv_params": True,
-           "qkv_weight_interleaved": False, "layernorm_epsilon": EPSILON}  # fmt: skip
-# Two sums of 10 terms of random signs, whose magnitudes add up to about sqrt(10) times the sum: in float32 (Higham 2002, eq. 3.5), and by
-# one instruction of the tensor cores (docs/numerics.md). What is rounded to 16 bits then may differ by one step.
+OPTIONS = {
+    "num_attention_heads": HEADS,
+    "num_gqa_groups": HEADS,
+    "attn_input_format": "bshd",
+    "fuse_qkv_params": True,
+    "qkv_weight_interleaved": False,
+    "layernorm_epsilon": EPSILON,
+}
+# Two sums of 10 terms of random signs, whose magnitudes add up to about sqrt(10) times the sum: in float32
+# (Higham 2002, eq. 3.5), and by one instruction of the tensor cores (docs/numerics.md). What is rounded to 16
+# bits then may differ by one step.
 SUMS = {"cpu": 2 * 10 * 2.0**-24 * 10**0.5, "cuda": 2 * 2.0**-13 * 10**0.5}
 
 QKV, PROJ, MLP = "self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp"
@@ -42,14 +60,18 @@ PARAMETERS = {
     f"{MLP}.fc2_weight": ("mlp/wo_kernel",) * 2,
 }
 BIASES = {
-    f"{QKV}.bias": ("attention/qkv/bias",) * 2, f"{PROJ}.bias": ("attention/out/bias",) * 2,
-    f"{MLP}.fc1_bias": ("mlp/wi_bias",) * 2, f"{MLP}.fc2_bias": ("mlp/wo_bias",) * 2,
-}  # fmt: skip
+    f"{QKV}.bias": ("attention/qkv/bias",) * 2,
+    f"{PROJ}.bias": ("attention/out/bias",) * 2,
+    f"{MLP}.fc1_bias": ("mlp/wi_bias",) * 2,
+    f"{MLP}.fc2_bias": ("mlp/wo_bias",) * 2,
+}
 PLAIN = "self_attention.qkv"  # with the norm at the layer's end instead, in Flax
 ELSEWHERE = {
-    f"{PLAIN}.weight": ("attention/qkv/kernel",), f"{PLAIN}.bias": ("attention/qkv/bias",), "layernorm.weight": ("LayerNorm_0/scale",),
+    f"{PLAIN}.weight": ("attention/qkv/kernel",),
+    f"{PLAIN}.bias": ("attention/qkv/bias",),
+    "layernorm.weight": ("LayerNorm_0/scale",),
     "layernorm.bias": ("LayerNorm_0/ln_bias",),
-}  # fmt: skip
+}
 # native module, number of its product -> path of a slot's array in Flax, in NNX
 PRODUCTS = {
     (QKV, 0): ("fp8/attention/qkv/{}_{}", "fp8/attention/qkv/quantizers/{}_{}"),
@@ -60,16 +82,29 @@ PRODUCTS = {
 
 
 def flax_layer(x, bias, encoded=None, **options):
-    """``function(variables, x)`` of variables by their paths, with ``encoded`` where there is one, and their shapes."""
+    """``function(variables, x)`` of variables by their paths, with ``encoded`` where there is one, and their
+    shapes."""
     layer = flax_modules.TransformerLayer(
-        WIDTH, INNER, HEADS, layernorm_epsilon=EPSILON, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False,
-        scale_attn_logits=True, dtype=x.dtype, use_bias=bias, **options)  # fmt: skip
+        WIDTH,
+        INNER,
+        HEADS,
+        layernorm_epsilon=EPSILON,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        enable_relative_embedding=False,
+        scale_attn_logits=True,
+        dtype=x.dtype,
+        use_bias=bias,
+        **options,
+    )
     shapes = linen.unbox(jax.eval_shape(layer.init, jax.random.key(0), x, encoded))
     shapes = {**shapes["params"], "fp8": shapes.get(fj.FP8_COLLECTION_NAME, {})}
 
     def function(variables, x, encoded=None):
         params = traverse_util.unflatten_dict(variables, "/")
-        return layer.apply({fj.FP8_COLLECTION_NAME: params.pop("fp8", {}), "params": params}, x, encoded, deterministic=True)
+        return layer.apply(
+            {fj.FP8_COLLECTION_NAME: params.pop("fp8", {}), "params": params}, x, encoded, deterministic=True
+        )
 
     return function, traverse_util.flatten_dict(shapes, sep="/")
 
@@ -77,7 +112,10 @@ def flax_layer(x, bias, encoded=None, **options):
 def nnx_layer(x, bias):
     """Likewise."""
     made = nnx.eval_shape(
-        lambda: nnx_modules.TransformerLayer(WIDTH, INNER, HEADS, rngs=nnx.Rngs(0), epsilon=EPSILON, dtype=x.dtype, use_bias=bias))
+        lambda: nnx_modules.TransformerLayer(
+            WIDTH, INNER, HEADS, rngs=nnx.Rngs(0), epsilon=EPSILON, dtype=x.dtype, use_bias=bias
+        )
+    )
     layer, state = nnx.split(made)
     leaves, kind = jax.tree_util.tree_flatten_with_path(state)
     paths = ["/".join(part.key for part in path if hasattr(part, "key")) for path, _ in leaves]
@@ -91,9 +129,17 @@ def nnx_layer(x, bias):
 
 DOORS = {"flax": flax_layer, "nnx": nnx_layer}
 DTYPES = ("float32", "bfloat16")
-CASES = [("flax", "delayed", "float32", False), ("flax", "delayed", "bfloat16", True), ("flax", "block", "bfloat16", False)]
+CASES = [
+    ("flax", "delayed", "float32", False),
+    ("flax", "delayed", "bfloat16", True),
+    ("flax", "block", "bfloat16", False),
+]
 CASES += [("nnx", "delayed", "float32", True), ("nnx", "block", "float32", False)]
-CASES += [(door, "current", dtype, bias) for door in DOORS for dtype, bias in zip(DTYPES, (True, False), strict=True)]
+CASES += [
+    (door, "current", dtype, bias)
+    for door in DOORS
+    for dtype, bias in zip(DTYPES, (True, False), strict=True)
+]
 
 
 @pytest.mark.parametrize(("door", "recipe", "dtype", "bias"), CASES)
@@ -101,7 +147,10 @@ def test_a_transformer_layer(door, recipe, dtype, bias, device):
     same_layer(door, recipe, dtype, bias, device)
 
 
-@pytest.mark.parametrize(("door", "dtype", "bias"), [("flax", "bfloat16", True), ("flax", "float32", False), ("nnx", "bfloat16", False)])
+@pytest.mark.parametrize(
+    ("door", "dtype", "bias"),
+    [("flax", "bfloat16", True), ("flax", "float32", False), ("nnx", "bfloat16", False)],
+)
 def test_a_transformer_layer_without_fp8(door, dtype, bias):
     same_layer(door, "high", dtype, bias, "cpu")
 
@@ -113,23 +162,49 @@ def test_residuals_that_start_elsewhere(option, device):
 
 ACROSS = "inter_attention.layernorm_query"
 DECODER = {  # native parameter -> path in Flax
-    **{name: flax.replace("attention/", "self_attention/") for name, (flax, _) in (PARAMETERS | BIASES).items()},
-    **{f"{ACROSS}.layer_norm_{name}": f"encoder_decoder_attention/query/{own}" for name, own in (("weight", "scale"), ("bias", "ln_bias"))},
-    **{f"{module}.{name}": f"encoder_decoder_attention/{own}/{path}" for name, path in (("weight", "kernel"), ("bias", "bias"))
-       for module, own in ((ACROSS, "query"), ("inter_attention.key_value", "kv"), ("inter_attention.proj", "out"))},
-}  # fmt: skip
+    **{
+        name: flax.replace("attention/", "self_attention/")
+        for name, (flax, _) in (PARAMETERS | BIASES).items()
+    },
+    **{
+        f"{ACROSS}.layer_norm_{name}": f"encoder_decoder_attention/query/{own}"
+        for name, own in (("weight", "scale"), ("bias", "ln_bias"))
+    },
+    **{
+        f"{module}.{name}": f"encoder_decoder_attention/{own}/{path}"
+        for name, path in (("weight", "kernel"), ("bias", "bias"))
+        for module, own in (
+            (ACROSS, "query"),
+            ("inter_attention.key_value", "kv"),
+            ("inter_attention.proj", "out"),
+        )
+    },
+}
 
 
 @pytest.mark.parametrize(("recipe", "post"), [("current", False), ("block", True)])
 def test_a_decoder(recipe, post):
-    """In bfloat16, one step: the attention across adds its residual within its product, too. Beside the native layer alone."""
-    _, native = twins("TransformerLayer", "cpu", "bfloat16", **OPTIONS, layer_type="decoder", apply_residual_connection_post_layernorm=post)
+    """In bfloat16, one step: the attention across adds its residual within its product, too. Beside the
+    native layer alone."""
+    _, native = twins(
+        "TransformerLayer",
+        "cpu",
+        "bfloat16",
+        **OPTIONS,
+        layer_type="decoder",
+        apply_residual_connection_post_layernorm=post,
+    )
     x, encoded, g = (draw(seed, (2, n, WIDTH), "bfloat16") for seed, n in ((0, 5), (1, 7), (2, 5)))
     own = {name: value.numpy() for name, value in native.named_parameters()}
     assert own.keys() == DECODER.keys()
     with fj.autocast(enabled=True, recipe=RECIPES[recipe]):
-        function, shapes = flax_layer(x, True, encoded, apply_residual_connection_post_layernorm=post,
-                                      layer_type=flax_modules.TransformerLayerType.DECODER)
+        function, shapes = flax_layer(
+            x,
+            True,
+            encoded,
+            apply_residual_connection_post_layernorm=post,
+            layer_type=flax_modules.TransformerLayerType.DECODER,
+        )
         variables = {path: own[name].T.reshape(shapes[path].shape) for name, path in DECODER.items()}
         y, pull = jax.jit(lambda *a: jax.vjp(function, *a))(variables, x, encoded)
         found, *inputs = pull(g)
@@ -153,8 +228,17 @@ def test_dropout_by_the_same_keys(dtype, device):
     """Three steps of NNX's layer and of the native one, which draws by the keys of the former's streams."""
     drops = {"hidden_dropout": 0.25, "attention_dropout": 0.1}
     _, native = twins("TransformerLayer", device, dtype, **OPTIONS | drops, drop_path_rate=0.4)
-    layer = nnx_modules.TransformerLayer(WIDTH, INNER, HEADS, rngs=nnx.Rngs(0), epsilon=EPSILON, dtype=dtype, use_bias=True,
-                                         drop_path=0.4, **drops)
+    layer = nnx_modules.TransformerLayer(
+        WIDTH,
+        INNER,
+        HEADS,
+        rngs=nnx.Rngs(0),
+        epsilon=EPSILON,
+        dtype=dtype,
+        use_bias=True,
+        drop_path=0.4,
+        **drops,
+    )
     paths = {name: path for name, (_, path) in (PARAMETERS | BIASES).items()}
     own = {name: value.numpy() for name, value in native.named_parameters()}
     assert own.keys() == paths.keys()
@@ -176,11 +260,14 @@ def test_dropout_by_the_same_keys(dtype, device):
         with fj.autocast(enabled=True, recipe=RECIPES["current"]):
             y, (found, dx) = step(flat, rest, numpy_of(x), g)
         twin = whole(flat, rest)
-        streams = [twin.attention.core.dropout, *(twin.dropout, twin.path) * 2]  # in the order in which both layers draw
+        # in the order in which both layers draw
+        streams = [twin.attention.core.dropout, *(twin.dropout, twin.path) * 2]
         keys = iter([stream()[1] for stream in streams])
         rest = nnx.to_pure_dict(nnx.split(twin, nnx.Param, ...)[2])  # the next step has the next keys
         with fk.draw_from(lambda device, keys=keys: fk.tensor(fj.dropout_seed(next(keys)), device=device)):
-            want_y, want_dx, want = native_step(native, RECIPES["current"], x, torch.tensor(g.astype(np.float32)).to(x.dtype))
+            want_y, want_dx, want = native_step(
+                native, RECIPES["current"], x, torch.tensor(g.astype(np.float32)).to(x.dtype)
+            )
         assert next(keys, None) is None
         assert_same_bits(f"step {number}: y", np.asarray(y), want_y.numpy())
         assert_same_bits(f"step {number}: dx", np.asarray(dx), want_dx.numpy())
@@ -198,7 +285,11 @@ def same_layer(door, recipe, dtype, bias, device, **options):
     ours, native = twins("TransformerLayer", device, dtype, **OPTIONS | options, bias=bias)
     which, recipe = list(DOORS).index(door), RECIPES[recipe]
     kernels = max(SUMS[device], 0.0 if dtype == "float32" else epsilon(dtype))
-    parameters = {name: path for name, path in (PARAMETERS | BIASES | ELSEWHERE).items() if name in dict(native.named_parameters())}
+    parameters = {
+        name: path
+        for name, path in (PARAMETERS | BIASES | ELSEWHERE).items()
+        if name in dict(native.named_parameters())
+    }
     variables, step = {}, None
 
     def alike(what, got, value):
@@ -210,7 +301,11 @@ def same_layer(door, recipe, dtype, bias, device, **options):
     for number, x in enumerate(batches(device, dtype, shape=(2, 5, WIDTH))):
         y, dx, grads, g = torch_step(ours, ours, recipe, x)
         want_y, want_dx, want = native_step(native, recipe, x, g)
-        for name, mine, other in (("y", y, want_y.view), ("dx", dx, want_dx), *((name, grads[name], want[name]) for name in grads)):
+        for name, mine, other in (
+            ("y", y, want_y.view),
+            ("dx", dx, want_dx),
+            *((name, grads[name], want[name]) for name in grads),
+        ):
             same(mine, other, f"PyTorch, step {number}: {name}")
         same_state(ours, native)
 
@@ -231,11 +326,18 @@ def same_layer(door, recipe, dtype, bias, device, **options):
 
 
 def started(door, native, parameters, which, x, bias, options):
-    """The variables of a layer with the native one's weights and fresh state, and a step: y, the gradients of variables and x."""
+    """The variables of a layer with the native one's weights and fresh state, and a step: y, the gradients of
+    variables and x."""
     function, shapes = door(x, bias, **options)
-    fresh = {path: np.full(leaf.shape, path.endswith("_scale"), np.float32) for path, leaf in shapes.items() if path.startswith("fp8/")}
+    fresh = {
+        path: np.full(leaf.shape, path.endswith("_scale"), np.float32)
+        for path, leaf in shapes.items()
+        if path.startswith("fp8/")
+    }
     own = {name: value.numpy() for name, value in native.named_parameters()}
-    weights = {paths[which]: own[name].T.reshape(shapes[paths[which]].shape) for name, paths in parameters.items()}
+    weights = {
+        paths[which]: own[name].T.reshape(shapes[paths[which]].shape) for name, paths in parameters.items()
+    }
     assert fresh.keys() | weights.keys() == shapes.keys()
     assert own.keys() == parameters.keys()
 

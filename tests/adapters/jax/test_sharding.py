@@ -1,7 +1,8 @@
 """jit with NamedSharding over eight virtual devices: one device's results, nothing gathered that need not be.
 
-``check`` splits arguments, and searches the compiled program for collectives that move whole arrays. Results are sums in another order;
-gradients of products see y by its FP8 codes, so that a rounding of y moves some of them by a code: half a step of E5M2 each.
+``check`` splits arguments, and searches the compiled program for collectives that move whole arrays. Results
+are sums in another order; gradients of products see y by its FP8 codes, so that a rounding of y moves some of
+them by a code: half a step of E5M2 each.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ from fp8kit.spec import Meta
 from fp8kit.testing import assert_same_bits
 
 RECIPES = {
-    "high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
-}  # fmt: skip
+    "high": None,
+    "delayed": DelayedScaling(amax_history_len=3),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 MOVES = ("all-gather", "all-to-all", "collective-permute")
 BITS = 2.0**-19  # another order of float32 sums of at most 2^11 terms, relative to the largest value
-CODES = 2.0**-9  # some codes of E5M2 (half a step: 2^-3) among the 2^10 terms of a sum of random signs, relative to the largest
+# some codes of E5M2 (half a step: 2^-3) among the 2^10 terms of a sum of random signs, relative to the
+# largest
+CODES = 2.0**-9
 
 
 def draw(seed, *shape):
@@ -47,8 +53,10 @@ def mesh():
 
 
 def placed(args, specs):
-    return [jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
-            for a, own in zip(args, specs, strict=True)]
+    return [
+        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
+        for a, own in zip(args, specs, strict=True)
+    ]
 
 
 def near(got, want, bound):
@@ -58,7 +66,8 @@ def near(got, want, bound):
 
 @functools.cache
 def squares(function, count):
-    """Value and gradients of the sum of squares, jitted: for whole arguments a function is compiled once, however it is split beside."""
+    """Value and gradients of the sum of squares, jitted: for whole arguments a function is compiled once,
+    however it is split beside."""
     return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), tuple(range(count))))
 
 
@@ -67,7 +76,9 @@ def check(function, args, specs, bound=BITS, gathers=False):
     step = squares(function, len(args))
     compiled = step.lower(*placed(args, specs)).compile()
     jax.tree.map(lambda a, b: near(a, b, bound), compiled(*placed(args, specs)), step(*args))
-    found = [kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()]
+    found = [
+        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
+    ]
     assert bool(found) == gathers, found
     return compiled
 
@@ -81,28 +92,51 @@ SIZES = {"block": (64, 256, 1024)}  # sequence, width, inner width: squares of 1
 
 
 def mlp(x, gamma, k1, k2, b1, b2, sets):
-    return fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
+    return fj.layernorm_mlp(
+        x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets
+    )
 
 
 @pytest.mark.parametrize("axes", ["rows", "tensor", "both"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_mlp(recipe, axes):
-    """Rows by the data axis; by the tensor axis the first kernel's columns and the second one's rows, y a sum over devices."""
+    """Rows by the data axis; by the tensor axis the first kernel's columns and the second one's rows, y a sum
+    over devices."""
     s, h, f = SIZES.get(recipe, (16, 64, 128))
-    args = draw(0, 8, s, h), jnp.ones(h), draw(1, h, 2, f) / 8, draw(2, f, h) / 16, draw(3, 2, f), draw(4, h), two(recipe)
+    args = (
+        draw(0, 8, s, h),
+        jnp.ones(h),
+        draw(1, h, 2, f) / 8,
+        draw(2, f, h) / 16,
+        draw(3, 2, f),
+        draw(4, h),
+        two(recipe),
+    )
     rows, tensor = axes != "tensor", axes != "rows"
-    specs = [ROWS if rows else (), (), JOINED if tensor else (), ("tensor",) if tensor else (), COLUMNS if tensor else (), (), ()]
+    specs = [
+        ROWS if rows else (),
+        (),
+        JOINED if tensor else (),
+        ("tensor",) if tensor else (),
+        COLUMNS if tensor else (),
+        (),
+        (),
+    ]
 
     check(mlp, args, specs, CODES if recipe == "block" else BITS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_norm_and_three_projections_at_once(recipe):
-    """The kernel (H, 3, H) is split along its last dimension: of queries, keys and values each device has some."""
+    """The kernel (H, 3, H) is split along its last dimension: of queries, keys and values each device has
+    some."""
     s, h, n = {"block": (64, 256, 1024)}.get(recipe, (16, 64, 64))
     sets = two(recipe)[0]
-    compiled = check(lambda x, w, g, b, sets: fj.layernorm_dense(x, w, g, b, quantizer_set=sets),
-                     (draw(0, 8, s, h), draw(1, h, 3, n), jnp.ones(h), jnp.zeros(h), sets), (ROWS, JOINED, (), (), ()))
+    compiled = check(
+        lambda x, w, g, b, sets: fj.layernorm_dense(x, w, g, b, quantizer_set=sets),
+        (draw(0, 8, s, h), draw(1, h, 3, n), jnp.ones(h), jnp.zeros(h), sets),
+        (ROWS, JOINED, (), (), ()),
+    )
     assert compiled.output_shardings[1][1].spec == P(None, None, "tensor")
 
 
@@ -110,7 +144,12 @@ def test_a_norm_and_three_projections_at_once(recipe):
 def test_a_contraction_is_summed_over_devices(recipe):
     s, k = (64, 512) if recipe == "block" else (16, 64)
     args = draw(0, 8, s, k), draw(1, k, 48), draw(2, 48), two(recipe)[0]
-    check(lambda x, w, b, sets: fj.dense(x, w, b, quantizer_set=sets), args, (("data", None, "tensor"), ("tensor",), (), ()), CODES)
+    check(
+        lambda x, w, b, sets: fj.dense(x, w, b, quantizer_set=sets),
+        args,
+        (("data", None, "tensor"), ("tensor",), (), ()),
+        CODES,
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -124,11 +163,14 @@ HEADS = ("data", None, "tensor")
 Q, K, V = (draw(i, 8, 16, heads, d) for i, (heads, d) in enumerate([(4, 8), (2, 8), (2, 12)]))
 LENGTHS = fj.running_sums(jnp.array([16, 9, 1, 3, 16, 12, 5, 16]))
 ATTENTIONS = {
-    "groups": {}, "mask": {"attn_mask_type": "arbitrary", "mask": draw(5, 8, 1, 16, 16) > 1.0},
+    "groups": {},
+    "mask": {"attn_mask_type": "arbitrary", "mask": draw(5, 8, 1, 16, 16) > 1.0},
     "mask of heads": {"attn_mask_type": "arbitrary", "mask": draw(5, 1, 4, 1, 16) > 1.0},
     "padding": {"attn_mask_type": "padding_causal", "cu_seqlens_q": LENGTHS, "cu_seqlens_kv": LENGTHS},
-    "alibi": {"attn_bias_type": "alibi"}, "window": {"window_size": (3, 0)}, "sink": {"softmax_type": "off-by-one"},
-}  # fmt: skip
+    "alibi": {"attn_bias_type": "alibi"},
+    "window": {"window_size": (3, 0)},
+    "sink": {"softmax_type": "off-by-one"},
+}
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)
@@ -138,11 +180,22 @@ def test_attention_by_batches_and_heads(case):
 
 def test_attention_of_packed_arrays_biases_and_sinks():
     check(fj.dot_product_attention, (draw(0, 8, 16, 3, 4, 8),), (("data", None, None, "tensor"),))
-    check(lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b), (Q, K, V, draw(3, 1, 4, 16, 16)), (*(HEADS,) * 3, COLUMNS))
-    check(lambda q, k, v, s: fj.dot_product_attention(q, k, v, softmax_type="learnable", softmax_offset=s),
-          (Q, K, V, draw(3, 4)), (*(HEADS,) * 3, ("tensor",)))
+    check(
+        lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b),
+        (Q, K, V, draw(3, 1, 4, 16, 16)),
+        (*(HEADS,) * 3, COLUMNS),
+    )
+    check(
+        lambda q, k, v, s: fj.dot_product_attention(q, k, v, softmax_type="learnable", softmax_offset=s),
+        (Q, K, V, draw(3, 4)),
+        (*(HEADS,) * 3, ("tensor",)),
+    )
     turned = [a.swapaxes(0, 1) for a in (Q, K, V)]
-    check(lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd"), turned, ((None, "data", "tensor"),) * 3)
+    check(
+        lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd"),
+        turned,
+        ((None, "data", "tensor"),) * 3,
+    )
 
 
 KEY = jax.random.key(1)
@@ -162,7 +215,9 @@ def same_bits(got, want):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_dropped_attention_weights_are_those_of_one_device(split):
-    """Every device draws the numbers of its batches and heads in the whole: bit for bit, forward and backward, and nothing is gathered."""
+    """Every device draws the numbers of its batches and heads in the whole: bit for bit, forward and
+    backward, and nothing is gathered."""
+
     def dropped(q, k, v):
         return fj.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_key=KEY)
 
@@ -183,17 +238,34 @@ def test_dropped_weights_beside_every_rule(case, wide):
 
 def test_dropped_weights_of_packed_arrays_biases_and_sinks():
     dropped = {"dropout_rate": 0.3, "dropout_key": KEY}
-    check(lambda x: fj.dot_product_attention(x, **dropped), (draw(0, 8, 16, 3, 4, 8),), (("data", None, None, "tensor"),))
-    check(lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b, **dropped), (Q, K, V, draw(3, 1, 4, 16, 16)),
-          (*(HEADS,) * 3, COLUMNS))
-    check(lambda q, k, v, s: fj.dot_product_attention(q, k, v, softmax_type="learnable", softmax_offset=s, **dropped),
-          (Q, K, V, draw(3, 4)), (*(HEADS,) * 3, ("tensor",)))
+    check(
+        lambda x: fj.dot_product_attention(x, **dropped),
+        (draw(0, 8, 16, 3, 4, 8),),
+        (("data", None, None, "tensor"),),
+    )
+    check(
+        lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b, **dropped),
+        (Q, K, V, draw(3, 1, 4, 16, 16)),
+        (*(HEADS,) * 3, COLUMNS),
+    )
+    check(
+        lambda q, k, v, s: fj.dot_product_attention(
+            q, k, v, softmax_type="learnable", softmax_offset=s, **dropped
+        ),
+        (Q, K, V, draw(3, 4)),
+        (*(HEADS,) * 3, ("tensor",)),
+    )
     turned = [a.swapaxes(0, 1) for a in (Q, K, V)]
-    check(lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd", **dropped), turned, ((None, "data", "tensor"),) * 3)
+    check(
+        lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd", **dropped),
+        turned,
+        ((None, "data", "tensor"),) * 3,
+    )
 
 
 def test_directions_that_are_split_differently_drop_the_same_weights():
     """Forward by batches, backward by heads, each compiled by itself; and one of them whole."""
+
     def forward(q, k, v):
         return jax.vjp(lambda *a: fj.dot_product_attention(*a, dropout_rate=0.5, dropout_key=KEY), q, k, v)
 
@@ -206,7 +278,9 @@ def test_directions_that_are_split_differently_drop_the_same_weights():
 
 
 def test_under_shard_map_a_device_draws_for_its_own_part():
-    """The call is the device's own, its key what it is given: what one device draws for the part with that key."""
+    """The call is the device's own, its key what it is given: what one device draws for the part with that
+    key."""
+
     def dropped(q, k, v, key):
         return fj.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_key=key)
 
@@ -229,12 +303,20 @@ TARGETS = jnp.asarray(np.random.default_rng(0).integers(0, 30, (8, 5)), jnp.int3
 SMALL = {
     "rope": (lambda q: fj.rope(q, fj.rope_frequencies(8, 16)), (Q,), (HEADS,)),
     "residual": (lambda x, r, b: fj.dropout_add(x, r, b), (X, RESIDUAL, BIAS), (ROWS, ROWS, ())),
-    "dropout": (lambda x, r, b: fj.dropout_add(x, r, b, 0.3, jax.random.key(3)), (X, RESIDUAL, BIAS), (ROWS, ROWS, ())),
+    "dropout": (
+        lambda x, r, b: fj.dropout_add(x, r, b, 0.3, jax.random.key(3)),
+        (X, RESIDUAL, BIAS),
+        (ROWS, ROWS, ()),
+    ),
     "drop path": (lambda x, r: fj.drop_path(x, r, 0.4, jax.random.key(3)), (X, RESIDUAL), (ROWS, ROWS)),
     "mean loss": (lambda x: fj.fused_cross_entropy(x, TARGETS, 0.1), (LOGITS,), (ROWS,)),
     "losses": (lambda x: fj.fused_cross_entropy(x, TARGETS, 0.1, "none"), (LOGITS,), (ROWS,)),
     "l2norm": (fj.l2norm, (X,), (ROWS,)),
-    "gated activation": (lambda x: fj.activation(x, ("silu", "linear")), (draw(0, 8, 5, 2, 24),), (("data", None, None, "tensor"),)),
+    "gated activation": (
+        lambda x: fj.activation(x, ("silu", "linear")),
+        (draw(0, 8, 5, 2, 24),),
+        (("data", None, None, "tensor"),),
+    ),
 }
 
 
@@ -244,7 +326,8 @@ def test_small_functions(case):
 
 
 def test_the_words_of_dropout_are_those_of_the_kernels():
-    """Word i of (seed, offset) drops element i where it is below p 2^32: compared for parts that begin and end inside a group of four."""
+    """Word i of (seed, offset) drops element i where it is below p 2^32: compared for parts that begin and
+    end inside a group of four."""
     x, key = jnp.ones((7, 33)), jax.random.key(5)
     words = jax.random.key_data(key).astype(jnp.uint32)
     rng = jnp.concatenate([words, jnp.zeros(2, jnp.uint32)])
@@ -259,7 +342,12 @@ def test_the_words_of_dropout_are_those_of_the_kernels():
 def test_a_product_and_its_state(recipe, axes):
     """Rows and columns of one product; the state that comes back is that of one device, bit for bit."""
     rows, columns = axes
-    x, w, b, sets = draw(0, 4, 16, 32) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, 32, 48), draw(2, 48), two(recipe)[0]
+    x, w, b, sets = (
+        draw(0, 4, 16, 32) * jnp.exp2(jnp.arange(4.0))[:, None, None],
+        draw(1, 32, 48),
+        draw(2, 48),
+        two(recipe)[0],
+    )
 
     def loss(x, w, b, sets):
         return (fj.dense(x, w, b, quantizer_set=sets) ** 2).sum()
@@ -306,7 +394,16 @@ def test_casts(scaling, kind):
         assert_same_bits(scaling, np.asarray(got), np.asarray(want))
     if scaling in ("tensor", "row"):  # a device has a single row: one scale for all, or one each
         x = x[:8, 0]
-        local = jax.shard_map(lambda x: fj.quantize(x, scaling=scaling).scale_inv, mesh=devices, in_specs=P("data"), out_specs=P("data"))
+        local = jax.shard_map(
+            lambda x: fj.quantize(x, scaling=scaling).scale_inv,
+            mesh=devices,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
         want = fj.quantize(x, scaling=scaling).scale_inv
         got = jax.jit(local)(jax.device_put(x, NamedSharding(devices, P("data"))))
-        assert_same_bits("shard_map", np.asarray(got), np.tile(np.asarray(want), 8) if scaling == "tensor" else np.asarray(want))
+        assert_same_bits(
+            "shard_map",
+            np.asarray(got),
+            np.tile(np.asarray(want), 8) if scaling == "tensor" else np.asarray(want),
+        )

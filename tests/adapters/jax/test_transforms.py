@@ -1,4 +1,5 @@
-"""jit, grad, vmap, scan, checkpoint, donation, eval_shape and shard_map give what calls one by one give, FP8 state included."""
+"""jit, grad, vmap, scan, checkpoint, donation, eval_shape and shard_map give what calls one by one give, FP8
+state included."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from fp8kit.testing import assert_same_bits
 
 RECIPES = {
-    "high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
-}  # fmt: skip
+    "high": None,
+    "delayed": DelayedScaling(amax_history_len=3),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 K, N = 32, 48
 BITS = 2.0**-20  # another order of float32 sums of at most K * 8 terms, relative to the largest value
 
@@ -60,7 +64,11 @@ def unstacked(tree):
 def moved(recipe, x, w, b):
     """A state after one step, its scales no longer 1."""
     sets = quantizers(recipe)
-    return jax.grad(lambda s: (layer(x, w, b, s) ** 2).sum())(sets) if recipe is not None and recipe.delayed() else sets
+    return (
+        jax.grad(lambda s: (layer(x, w, b, s) ** 2).sum())(sets)
+        if recipe is not None and recipe.delayed()
+        else sets
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -68,7 +76,8 @@ def test_vmap_of_values_and_gradients_is_exact(recipe):
     x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
     sets = moved(RECIPES[recipe], x[0], w, b)
     each = jnp.stack([layer(x[i], w, b, sets) for i in range(4)])
-    flattened = recipe in ("high", "block")  # then BLAS may sum the longer matrix in another order, but where bits are promised
+    # then BLAS may sum the longer matrix in another order, but where bits are promised
+    flattened = recipe in ("high", "block")
     compare = alike if flattened else same
     compare("y", jax.vmap(layer, (0, None, None, None))(x, w, b, sets), each)
     with fk.deterministic():
@@ -81,7 +90,11 @@ def test_vmap_of_values_and_gradients_is_exact(recipe):
     want = [jax.grad(loss, (0, 1, 2))(x[i], w, b) for i in range(4)]
     compare("per-example gradients", grads, jax.tree.map(lambda *g: jnp.stack(g), *want))
     ws = jnp.stack([w * (i + 1) for i in range(4)])
-    same("batched weights", jax.vmap(layer, (None, 0, None, None))(x[0], ws, b, sets), jnp.stack([layer(x[0], v, b, sets) for v in ws]))
+    same(
+        "batched weights",
+        jax.vmap(layer, (None, 0, None, None))(x[0], ws, b, sets),
+        jnp.stack([layer(x[0], v, b, sets) for v in ws]),
+    )
 
 
 def test_vmap_of_rows_alone_is_the_same_bits():
@@ -147,7 +160,11 @@ def test_checkpoint_updates_a_state_once():
     def plain(w, sets):
         return (layer(x, w, b, sets) ** 2).sum()
 
-    same("remat", jax.jit(jax.value_and_grad(loss, (0, 1)))(w, sets), jax.jit(jax.value_and_grad(plain, (0, 1)))(w, sets))
+    same(
+        "remat",
+        jax.jit(jax.value_and_grad(loss, (0, 1)))(w, sets),
+        jax.jit(jax.value_and_grad(plain, (0, 1)))(w, sets),
+    )
 
 
 def test_donated_state_and_eval_shape():
@@ -156,13 +173,16 @@ def test_donated_state_and_eval_shape():
     sets = quantizers(RECIPES["delayed"])
     want = jax.grad(lambda s: (layer(x, w, b, s) ** 2).sum())(quantizers(RECIPES["delayed"]))
     shape = jax.eval_shape(step, sets)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shape) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), sets)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shape) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), sets
+    )
     same("donated", step(sets), want)
     assert sets.x.scale.is_deleted()
 
 
 def test_donated_parameters_and_optimizer_state_train_alike():
-    """A whole step whose parameters, FP8 state and input are donated gives what the step without donation gives, three times over."""
+    """A whole step whose parameters, FP8 state and input are donated gives what the step without donation
+    gives, three times over."""
     start = {"w": draw(1, K, N), "b": draw(2, N), "sets": quantizers(RECIPES["delayed"])}
 
     def step(state, x):
@@ -179,9 +199,12 @@ def test_donated_parameters_and_optimizer_state_train_alike():
 
 
 MODES = {
-    "disable_jit": lambda: jax.disable_jit(), "debug_nans": lambda: jax.debug_nans(True), "debug_infs": lambda: jax.debug_infs(True),
-    "x64": lambda: jax.enable_x64(True), "cleared": contextlib.nullcontext,
-}  # fmt: skip
+    "disable_jit": lambda: jax.disable_jit(),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "x64": lambda: jax.enable_x64(True),
+    "cleared": contextlib.nullcontext,
+}
 
 
 def regularized(recipe):
@@ -233,12 +256,15 @@ def test_second_derivatives_are_refused_by_name():
     with pytest.raises(AutogradError, match="linear: derivative: got a second one"):
         jax.hessian(lambda w: (fj.dense(x, w, b) ** 2).sum())(w)
     for forward in (lambda f: jax.jvp(f, (w,), (w,)), lambda f: jax.jacfwd(f)(w)):
-        with pytest.raises(AutogradError, match=r"linear: derivative: got one in forward mode \(jvp, jacfwd\), expected"):
+        with pytest.raises(
+            AutogradError, match=r"linear: derivative: got one in forward mode \(jvp, jacfwd\), expected"
+        ):
             forward(lambda w: fj.dense(x, w, b))
 
 
 def test_sums_of_pmap_and_gradients_of_vmapped_scans():
-    """Layers in a scan, elements in a vmap that share their state: the next state is that of the largest amax of all elements."""
+    """Layers in a scan, elements in a vmap that share their state: the next state is that of the largest amax
+    of all elements."""
     x, w, b = draw(0, 4, 16, K), draw(1, 2, K, K), draw(2, K)
     fresh = quantizers(RECIPES["delayed"])
     sets = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), fresh)
@@ -247,7 +273,9 @@ def test_sums_of_pmap_and_gradients_of_vmapped_scans():
         y, _ = jax.lax.scan(lambda x, own: (layer(x, own[0], b, own[1]), None), x, (w, sets))
         return (y**2).sum()
 
-    _, state = jax.jit(jax.grad(lambda w, sets: jax.vmap(deep, (None, None, 0))(w, sets, x).sum(), (0, 1)))(w, sets)
+    _, state = jax.jit(jax.grad(lambda w, sets: jax.vmap(deep, (None, None, 0))(w, sets, x).sum(), (0, 1)))(
+        w, sets
+    )
     each = [jax.jit(jax.grad(deep, 1))(w, sets, x[i]) for i in range(4)]
     for name in ("x", "kernel", "grad"):
         largest = np.max([np.asarray(getattr(own, name).amax_history) for own in each], 0)
@@ -257,7 +285,8 @@ def test_sums_of_pmap_and_gradients_of_vmapped_scans():
 
 
 def test_jacobians_are_rows_of_gradients():
-    """jacrev is a vmap of the pullback: every row is the gradient of one output. In float32 and for what has one row only, alike."""
+    """jacrev is a vmap of the pullback: every row is the gradient of one output. In float32 and for what has
+    one row only, alike."""
     x, w, b = draw(0, 3, K), draw(1, K, 4), draw(2, 4)
     got = jax.jit(jax.jacrev(lambda x: fj.dense(x, w, b)))(x)
     want = jnp.einsum("rs,ko->rosk", jnp.eye(3), w)
@@ -268,7 +297,11 @@ def test_jacobians_are_rows_of_gradients():
     near(rows, jnp.stack(each))
     sets = quantizers(RECIPES["current"])
     rows = jax.jacrev(lambda x: layer(x, w, b, sets)[0])(x)
-    same("jacrev in FP8", rows, jnp.stack([jax.grad(lambda v, i=i: layer(v, w, b, sets)[0, i])(x) for i in range(4)]))
+    same(
+        "jacrev in FP8",
+        rows,
+        jnp.stack([jax.grad(lambda v, i=i: layer(v, w, b, sets)[0, i])(x) for i in range(4)]),
+    )
 
 
 def squares(w, b, sets, x):
@@ -286,14 +319,17 @@ def on_one_device(recipe):
 @pytest.mark.parametrize("check", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shard_map_is_one_device(recipe, check):
-    """Rows over 8 devices: the state comes back once, its amaxes those of the whole batch, so that it is the one device's, bit for bit."""
+    """Rows over 8 devices: the state comes back once, its amaxes those of the whole batch, so that it is the
+    one device's, bit for bit."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
     arguments, (want_value, (want_dw, want_db, want_new)) = on_one_device(recipe)
 
     def local(w, b, sets, x):
         return jax.lax.psum(squares(w, b, sets, x), "data")
 
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P(), check_vma=check)
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P(), check_vma=check
+    )
     value, (dw, db, new) = jax.jit(jax.value_and_grad(sharded, (0, 1, 2)))(*arguments)
     same("state", new, want_new)
     for got, want in ((value, want_value), (dw, want_dw), (db, want_db)):
@@ -303,15 +339,22 @@ def test_shard_map_is_one_device(recipe, check):
 @pytest.mark.parametrize("split", [False, True], ids=["one axis", "both axes"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shard_map_over_two_axes(recipe, split):
-    """Of a mesh with two axes a program may use one: what is the same along the other is shared by nobody, and so is the state."""
+    """Of a mesh with two axes a program may use one: what is the same along the other is shared by nobody,
+    and so is the state."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
-    x, w, sets = draw(0, 64, K) * jnp.exp2(jnp.arange(64.0) // 16)[:, None], draw(1, K, 64), quantizers(RECIPES[recipe])
+    x, w, sets = (
+        draw(0, 64, K) * jnp.exp2(jnp.arange(64.0) // 16)[:, None],
+        draw(1, K, 64),
+        quantizers(RECIPES[recipe]),
+    )
 
     def loss(w, sets, x):
         return (fj.dense(x, w, quantizer_set=sets) ** 2).sum()
 
     axes, specs = (("data", "tensor"), P(None, "tensor")) if split else (("data",), P())
-    sharded = jax.shard_map(lambda *a: jax.lax.psum(loss(*a), axes), mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P())
+    sharded = jax.shard_map(
+        lambda *a: jax.lax.psum(loss(*a), axes), mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P()
+    )
     got, (dw, new) = jax.jit(jax.value_and_grad(sharded, (0, 1)))(w, sets, x)
     want, (want_dw, want_new) = jax.jit(jax.value_and_grad(loss, (0, 1)))(w, sets, x)
     same("state", new, want_new)
@@ -324,14 +367,18 @@ def test_shard_map_outside_of_jit(check):
     """Under the policy that is in force when it is called."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
     x, gamma = draw(0, 16, K), draw(1, K)
-    sharded = jax.shard_map(lambda x: fj.rmsnorm(x, gamma), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check)
+    sharded = jax.shard_map(
+        lambda x: fj.rmsnorm(x, gamma), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check
+    )
     for policy in (contextlib.nullcontext(), fk.deterministic()):
         with policy:
             same("y", [sharded(x)], [fj.rmsnorm(x, gamma)])
 
 
 def gated(gamma, kernels, sets, x):
-    y = fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
+    y = fj.layernorm_mlp(
+        x, gamma, None, kernels, norm_type="rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets
+    )
     return (y**2).sum()
 
 
@@ -339,7 +386,12 @@ def gated(gamma, kernels, sets, x):
 def mlp_on_one_device(recipe):
     """Arguments of ``gated``, of very different batches, and value and gradients."""
     found = RECIPES[recipe]
-    x, gamma, k1, k2 = draw(0, 8, 16, K) * jnp.exp2(jnp.arange(8.0))[:, None, None], draw(1, K), draw(2, K, 2, N), draw(3, N, K)
+    x, gamma, k1, k2 = (
+        draw(0, 8, 16, K) * jnp.exp2(jnp.arange(8.0))[:, None, None],
+        draw(1, K),
+        draw(2, K, 2, N),
+        draw(3, N, K),
+    )
     arguments = gamma, (k1, k2), (fj.noop_quantizer_set,) * 2 if found is None else fj.create_set(found, 2), x
     return arguments, jax.jit(jax.value_and_grad(gated, (0, 1, 2)))(*arguments)
 
@@ -347,13 +399,21 @@ def mlp_on_one_device(recipe):
 @pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
 def test_an_mlp_over_devices_is_one_device(recipe, manual):
-    """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so that the codes are the same."""
+    """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so
+    that the codes are the same."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
     (*shared, x), want = mlp_on_one_device(recipe)
     if manual:
-        summed = jax.shard_map(lambda *a: jax.lax.psum(gated(*a), "data"), mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P())
+        summed = jax.shard_map(
+            lambda *a: jax.lax.psum(gated(*a), "data"),
+            mesh=mesh,
+            in_specs=(P(), P(), P(), P("data")),
+            out_specs=P(),
+        )
         got = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(*shared, x)
     else:
         whole = jax.device_put(tuple(shared), NamedSharding(mesh, P()))
-        got = jax.jit(jax.value_and_grad(gated, (0, 1, 2)))(*whole, jax.device_put(x, NamedSharding(mesh, P("data"))))
+        got = jax.jit(jax.value_and_grad(gated, (0, 1, 2)))(
+            *whole, jax.device_put(x, NamedSharding(mesh, P("data")))
+        )
     jax.tree.map(near, got, want)

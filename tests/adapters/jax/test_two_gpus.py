@@ -1,8 +1,10 @@
-"""Two GPUs of one machine, by shard_map and by jit with NamedSharding: one GPU's results, the FP8 state's to the last bit.
+"""Two GPUs of one machine, by shard_map and by jit with NamedSharding: one GPU's results, the FP8 state's to
+the last bit.
 
-Products of FP8 codes are summed in the tensor cores' 14 bits, in an order that depends on the sizes: the bound of values is relative to the
-largest. Gradients see y by its codes of 2 bits (E5M2), neighbours 2^-2 apart: a rounding of 2^-8 moves one code in 2^6 by 2^-2 of it, which
-is 2^-5 of them all in the 2-norm; twice that is allowed. One element may be off by more, where a large one of y meets a large one of x.
+Products of FP8 codes are summed in the tensor cores' 14 bits, in an order that depends on the sizes: the
+bound of values is relative to the largest. Gradients see y by its codes of 2 bits (E5M2), neighbours 2^-2
+apart: a rounding of 2^-8 moves one code in 2^6 by 2^-2 of it, which is 2^-5 of them all in the 2-norm; twice
+that is allowed. One element may be off by more, where a large one of y meets a large one of x.
 """
 
 from __future__ import annotations
@@ -24,14 +26,19 @@ from fp8kit.testing import assert_same_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu2]
 RECIPES = {
-    "high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
-}  # fmt: skip
+    "high": None,
+    "delayed": DelayedScaling(amax_history_len=3),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 S, H, F = 64, 256, 1024
 VALUES, GRADIENTS = 2.0**-9, 2.0**-4
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(
+        jnp.bfloat16
+    )
 
 
 def mesh():
@@ -52,7 +59,11 @@ def alike(got, want):
 
 def same_state(got, want):
     for path, leaf in jax.tree_util.tree_leaves_with_path(want):
-        assert_same_bits(jax.tree_util.keystr(path), np.asarray(dict(jax.tree_util.tree_leaves_with_path(got))[path]), np.asarray(leaf))
+        assert_same_bits(
+            jax.tree_util.keystr(path),
+            np.asarray(dict(jax.tree_util.tree_leaves_with_path(got))[path]),
+            np.asarray(leaf),
+        )
 
 
 def two(recipe):
@@ -60,8 +71,15 @@ def two(recipe):
 
 
 def loss(k1, k2, sets, x):
-    y = fj.layernorm_mlp(x, jnp.ones(H, x.dtype), None, (k1, k2), norm_type="rmsnorm", activation_type=("silu", "linear"),
-                         quantizer_sets=sets)
+    y = fj.layernorm_mlp(
+        x,
+        jnp.ones(H, x.dtype),
+        None,
+        (k1, k2),
+        norm_type="rmsnorm",
+        activation_type=("silu", "linear"),
+        quantizer_sets=sets,
+    )
     return (y.astype(jnp.float32) ** 2).sum()
 
 
@@ -75,7 +93,9 @@ def test_an_mlp(recipe, way):
     with fk.deterministic():
         want, (*kernels, state) = jax.jit(step)(*args)
         if way == "shard_map":
-            local = jax.shard_map(lambda *a: jax.lax.psum(loss(*a), "both"), mesh=mesh(), in_specs=tuple(specs), out_specs=P())
+            local = jax.shard_map(
+                lambda *a: jax.lax.psum(loss(*a), "both"), mesh=mesh(), in_specs=tuple(specs), out_specs=P()
+            )
             step = jax.value_and_grad(local, (0, 1, 2))
         compiled = jax.jit(step).lower(*placed).compile()
         got, (*found, fresh) = compiled(*placed)
@@ -92,7 +112,11 @@ def test_an_mlp(recipe, way):
 @pytest.mark.parametrize("spec", [("both",), (None, None, "both")], ids=["batches", "heads"])
 def test_attention(spec):
     layers = [draw(i, 4, S, 4, 64) for i in range(3)]
-    step = jax.jit(jax.value_and_grad(lambda *a: (fj.dot_product_attention(*a).astype(jnp.float32) ** 2).sum(), (0, 1, 2)))
+    step = jax.jit(
+        jax.value_and_grad(
+            lambda *a: (fj.dot_product_attention(*a).astype(jnp.float32) ** 2).sum(), (0, 1, 2)
+        )
+    )
     placed = jax.device_put(layers, NamedSharding(mesh(), P(*spec)))
     compiled = step.lower(*placed).compile()
     assert "all-gather" not in compiled.as_text()
@@ -101,10 +125,16 @@ def test_attention(spec):
 
 
 def test_attention_with_dropout():
-    """Split by batches or by heads, in float32: the weights that one GPU drops. In bfloat16 cuDNN would draw there, but not for parts: both
-    splits drop the same weights."""
+    """Split by batches or by heads, in float32: the weights that one GPU drops. In bfloat16 cuDNN would draw
+    there, but not for parts: both splits drop the same weights."""
+
     def dropped(*layers):
-        return (fj.dot_product_attention(*layers, dropout_rate=0.5, dropout_key=jax.random.key(1)).astype(jnp.float32) ** 2).sum()
+        return (
+            fj.dot_product_attention(*layers, dropout_rate=0.5, dropout_key=jax.random.key(1)).astype(
+                jnp.float32
+            )
+            ** 2
+        ).sum()
 
     step = jax.jit(jax.value_and_grad(dropped, (0, 1, 2)))
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -121,8 +151,9 @@ def test_attention_with_dropout():
 
 
 def test_a_gpu_that_is_behind(monkeypatch):
-    """One GPU's first calls take a second longer. The other one is at a collective by then, and its next call, a first one too, must keep
-    nothing that the late one needs, the interpreter above all: all would stand still."""
+    """One GPU's first calls take a second longer. The other one is at a collective by then, and its next
+    call, a first one too, must keep nothing that the late one needs, the interpreter above all: all would
+    stand still."""
     plan = program.Program.plan
 
     def late(self, device):
@@ -133,7 +164,11 @@ def test_a_gpu_that_is_behind(monkeypatch):
     monkeypatch.setattr(program.Program, "plan", late)
     layers = [draw(i, 4, S, 2, 64) for i in range(3)]
     # the logarithm's gradient is 1 / sum: backward needs what all GPUs have summed
-    step = jax.jit(jax.value_and_grad(lambda *a: jnp.log((fj.dot_product_attention(*a).astype(jnp.float32) ** 2).sum()), (0, 1, 2)))
+    step = jax.jit(
+        jax.value_and_grad(
+            lambda *a: jnp.log((fj.dot_product_attention(*a).astype(jnp.float32) ** 2).sum()), (0, 1, 2)
+        )
+    )
     found = step(*jax.device_put(layers, NamedSharding(mesh(), P("both"))))
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(step(*layers)), strict=True):
         alike(got.astype(jnp.float32), want.astype(jnp.float32))

@@ -27,7 +27,7 @@ def _same_bits():
 
 @pytest.fixture(autouse=True)
 def _beside_jax(monkeypatch):
-    """Where other tests of the process have had JAX work, XLA's threads ask the device what torch's default mode of captures does not bear
-    of any thread: there it looks at the capturing one alone."""
+    """Where other tests of the process have had JAX work, XLA's threads ask the device what torch's default
+    mode of captures does not bear of any thread: there it looks at the capturing one alone."""
     if "jax" in sys.modules:
         monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, capture_error_mode="thread_local"))

@@ -23,16 +23,19 @@ from fp8kit.testing.compare import assert_same_bits, relative_error
 
 K, ROWS, STEPS = 32, 16, 3
 PLACE = torch.device("cpu")  # of this process; ``main`` says
-# By how much what two processes compute may be off (2-norm) from what one does with all rows. On a CPU: float32 sums in another order, and
-# once in a while a code of FP8 that falls on the other side because of them. On a GPU sums keep 14 bits, in an order that depends on the
-# number of rows: a relative 2^-13, which moves one E5M2 code in 2^11 by 2^-2 of it, 2^-7.5 of them all; twice that is allowed.
+# By how much what two processes compute may be off (2-norm) from what one does with all rows. On a CPU:
+# float32 sums in another order, and once in a while a code of FP8 that falls on the other side because of
+# them. On a GPU sums keep 14 bits, in an order that depends on the number of rows: a relative 2^-13, which
+# moves one E5M2 code in 2^11 by 2^-2 of it, 2^-7.5 of them all; twice that is allowed.
 APART = {"cpu": 1e-4, "cuda": 2.0**-6.5}
 AMAX_APART = {"cpu": 1e-3, "cuda": 2.0**-6.5}
 
 
 def model():
     torch.manual_seed(0)
-    return torch.nn.Sequential(Linear(K, 48, device="cpu"), torch.nn.GELU(), Linear(48, K, device="cpu")).to(PLACE)
+    return torch.nn.Sequential(Linear(K, 48, device="cpu"), torch.nn.GELU(), Linear(48, K, device="cpu")).to(
+        PLACE
+    )
 
 
 def batch(step, rank):
@@ -42,7 +45,8 @@ def batch(step, rank):
 
 
 def shard(*layers):
-    """``fully_shard`` each where this process computes; by itself torch takes the machine's accelerator, also for modules on the CPU."""
+    """``fully_shard`` each where this process computes; by itself torch takes the machine's accelerator, also
+    for modules on the CPU."""
     mesh = init_device_mesh(PLACE.type, (dist.get_world_size(),))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -72,7 +76,8 @@ def states(net):
 
 
 def train(net, opt, rank, recipe, gain=1.0, **options):
-    """STEPS of training; returns the losses. ``rank``: whose data, or of several ranks together; ``gain``: of the loss."""
+    """STEPS of training; returns the losses. ``rank``: whose data, or of several ranks together; ``gain``: of
+    the loss."""
     losses = []
     for step in range(STEPS):
         x = torch.cat([batch(step, r) for r in ([rank] if isinstance(rank, int) else rank)])
@@ -101,15 +106,21 @@ def ddp(rank, world):
 
 def single(rank, world):
     """DistributedDataParallel and ``fully_shard`` arrive where one process does that has the data of all."""
-    alone, gain = model(), 2.0**10  # no gradient is so small that E5M2, with the first step's scale of 1, has fewer bits for it
-    recipe, own_recipe = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=2, reduce_amax=False)
+    # no gradient is so small that E5M2, with the first step's scale of 1, has fewer bits for it
+    alone, gain = model(), 2.0**10
+    recipe, own_recipe = (
+        DelayedScaling(amax_history_len=2),
+        DelayedScaling(amax_history_len=2, reduce_amax=False),
+    )
     losses = train(alone, torch.optim.SGD(alone.parameters(), lr=0.1 / gain), range(world), own_recipe, gain)
     for how in ("ddp", "fsdp"):
         net = model()
         if how == "fsdp":
             shard(net[0], net[2], net)
         wrapped = DistributedDataParallel(net) if how == "ddp" else net
-        own = torch.tensor(train(wrapped, torch.optim.SGD(net.parameters(), lr=0.1 / gain), rank, recipe, gain), device=PLACE)
+        own = torch.tensor(
+            train(wrapped, torch.optim.SGD(net.parameters(), lr=0.1 / gain), rank, recipe, gain), device=PLACE
+        )
         dist.all_reduce(own)
         assert relative_error(own.cpu() / world, torch.tensor(losses)) < APART[PLACE.type], how
         for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
@@ -117,11 +128,18 @@ def single(rank, world):
             assert relative_error(whole.detach().cpu(), q.detach().cpu()) < APART[PLACE.type], (how, name)
         for (name, state), (_, other) in zip(states(net), states(alone), strict=True):
             same_everywhere(name, state.scale)
-            # a process's loss is the mean of its own rows: its gradients are ``world`` times those of the mean of all rows
+            # a process's loss is the mean of its own rows: its gradients are ``world`` times those of the
+            # mean of all rows
             times = 1 if state.scale.numel() % 3 == 0 else world
             scale, apart = state.scale.cpu(), AMAX_APART[PLACE.type]
-            assert relative_error(scale * torch.where(scale == 1, 1, times), other.scale.cpu()) < apart, (how, name)
-            assert relative_error(state.amax_history.cpu() / times, other.amax_history.cpu()) < apart, (how, name)
+            assert relative_error(scale * torch.where(scale == 1, 1, times), other.scale.cpu()) < apart, (
+                how,
+                name,
+            )
+            assert relative_error(state.amax_history.cpu() / times, other.amax_history.cpu()) < apart, (
+                how,
+                name,
+            )
 
 
 def held_in_fp8(rank, world):
@@ -129,7 +147,10 @@ def held_in_fp8(rank, world):
     with quantized_model_init():
         net = model()
     shard(net[0])
-    with autocast(recipe=DelayedScaling()), pytest.raises(NotImplementedError, match=r"weight0: got .* fully_shard"):
+    with (
+        autocast(recipe=DelayedScaling()),
+        pytest.raises(NotImplementedError, match=r"weight0: got .* fully_shard"),
+    ):
         net(batch(0, rank))
 
 
@@ -141,7 +162,10 @@ def ddp_recompute(rank, world):
         wrapped = DistributedDataParallel(net)
         call = (lambda x, w=wrapped: checkpoint(w, x, use_reentrant=False)) if recomputed else wrapped
         train(call, FusedAdam(net.parameters(), lr=1e-3), rank, DelayedScaling(amax_history_len=2))
-        results.append([p.detach().clone() for p in net.parameters()] + [part.clone() for _, s in states(net) for part in s.parts])
+        results.append(
+            [p.detach().clone() for p in net.parameters()]
+            + [part.clone() for _, s in states(net) for part in s.parts]
+        )
     for a, b in zip(*results, strict=True):
         assert_same_bits("recomputed", bits(a), bits(b))
 
@@ -149,8 +173,10 @@ def ddp_recompute(rank, world):
 def groups(rank, world):
     """A group of its own, and none at all."""
     own = [dist.new_group([r]) for r in range(world)][rank]
-    for recipe, options in ((DelayedScaling(amax_history_len=1), {"amax_reduction_group": own}),
-                            (DelayedScaling(amax_history_len=1, reduce_amax=False), {})):
+    for recipe, options in (
+        (DelayedScaling(amax_history_len=1), {"amax_reduction_group": own}),
+        (DelayedScaling(amax_history_len=1, reduce_amax=False), {}),
+    ):
         net = model()
         train(net, torch.optim.SGD(net.parameters(), lr=1e-3), rank, recipe, **options)
         wanted = scale_of(largest(batch(STEPS - 1, rank)))
@@ -158,9 +184,15 @@ def groups(rank, world):
 
 
 def sharded(rank, world):
-    """fully_shard: the weights that DistributedDataParallel arrives at, from shards; and the same FP8 state."""
+    """fully_shard: the weights that DistributedDataParallel arrives at, from shards; and the same FP8
+    state."""
     twin = model()
-    train(DistributedDataParallel(twin), FusedAdam(twin.parameters(), lr=1e-3), rank, DelayedScaling(amax_history_len=2))
+    train(
+        DistributedDataParallel(twin),
+        FusedAdam(twin.parameters(), lr=1e-3),
+        rank,
+        DelayedScaling(amax_history_len=2),
+    )
     net = model()
     shard(net[0], net[2], net)
     opt = FusedAdam(net.parameters(), lr=1e-3)
@@ -168,7 +200,8 @@ def sharded(rank, world):
     for (name, p), t in zip(net.named_parameters(), twin.parameters(), strict=True):
         assert p.to_local().shape[0] * world == t.shape[0], name
         assert opt.state[p]["exp_avg"].to_local().shape == p.to_local().shape
-        # both add two processes' float32 gradients and halve them: in whatever order, one rounding apart at most; Adam amplifies it
+        # both add two processes' float32 gradients and halve them: in whatever order, one rounding apart at
+        # most; Adam amplifies it
         assert relative_error(p.full_tensor().detach().cpu(), t.detach().cpu()) < 1e-4, name
     for (name, state), (_, other) in zip(states(net), states(twin), strict=True):
         same_everywhere(name, state.scale)
@@ -181,12 +214,18 @@ def sharded_parts(rank, world):
     for parts in (False, True):
         torch.manual_seed(0)
         layer = TransformerLayer(K, 48, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu").to(PLACE)
-        # a product that adds the residual is another algorithm's on a GPU; the whole layer's does so unless somebody watches
+        # a product that adds the residual is another algorithm's on a GPU; the whole layer's does so unless
+        # somebody watches
         for watched in (layer.self_attention.proj, layer.layernorm_mlp):
             watched.register_forward_hook(lambda *given: None)
         shard(*((layer.self_attention, layer.layernorm_mlp) if parts else ()), layer)
         opt = FusedAdam(layer.parameters(), lr=1e-3)
-        train(lambda x, layer=layer: layer(x[:, None].clone())[:, 0], opt, rank, DelayedScaling(amax_history_len=2))
+        train(
+            lambda x, layer=layer: layer(x[:, None].clone())[:, 0],
+            opt,
+            rank,
+            DelayedScaling(amax_history_len=2),
+        )
         found.append({name: bits(p.full_tensor()) for name, p in layer.named_parameters()})
     for name, whole in found[0].items():
         assert relative_error(found[1][name], whole) < 1e-4, name  # biases are added at another place
@@ -206,7 +245,9 @@ def main(rank, world, folder, place):
         torch.cuda.set_device(PLACE)
         options["device_id"] = PLACE
     backend = "nccl" if place == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, **options)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, **options
+    )
     try:
         for case in (ddp, single, ddp_recompute, groups, sharded, sharded_parts, held_in_fp8):
             case(rank, world)

@@ -1,4 +1,5 @@
-"""A small net in whose blocks activations are recomputed, and training steps of it, as arrays to be compared bit for bit."""
+"""A small net in whose blocks activations are recomputed, and training steps of it, as arrays to be compared
+bit for bit."""
 
 from __future__ import annotations
 
@@ -11,13 +12,18 @@ from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from fp8kit.testing.compare import assert_same_bits
 
 K = 32
-RECIPES = {"delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "plain": None, "block": Float8BlockScaling()}
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=3),
+    "current": Float8CurrentScaling(),
+    "plain": None,
+    "block": Float8BlockScaling(),
+}
 
 
 class Net(torch.nn.Module):
-    """Two times the same block, once in micro-batches. ``where``: the autocast is "around" the forward pass; "inside" the block, which
-    opens two; or "mixed", around the forward pass, and one of another recipe around what the block runs first. ``how``: called with
-    (block, x, first), runs the block; None is plainly."""
+    """Two times the same block, once in micro-batches. ``where``: the autocast is "around" the forward pass;
+    "inside" the block, which opens two; or "mixed", around the forward pass, and one of another recipe around
+    what the block runs first. ``how``: called with (block, x, first), runs the block; None is plainly."""
 
     def __init__(self, place, recipe, where, how):
         super().__init__()
@@ -27,7 +33,10 @@ class Net(torch.nn.Module):
 
     def scope(self, part):
         if self.where == "inside" or (part and self.where == "mixed"):
-            return autocast(enabled=self.recipe is not None, recipe=RECIPES["current"] if self.where == "mixed" else self.recipe)
+            return autocast(
+                enabled=self.recipe is not None,
+                recipe=RECIPES["current"] if self.where == "mixed" else self.recipe,
+            )
         return contextlib.nullcontext()
 
     def block(self, x, first=None):
@@ -39,12 +48,13 @@ class Net(torch.nn.Module):
 
     def forward(self, x, first=None):
         once = self.how(self.block, x, first)
-        return once if first is not None else self.how(self.block, once.tanh(), first)  # in micro-batches sums would have another order
+        # in micro-batches sums would have another order
+        return once if first is not None else self.how(self.block, once.tanh(), first)
 
 
 def steps(place, recipe, where, how, micro=False, walks=1, count=3):
-    """What ``count`` steps give: outputs, gradients, FP8 state. ``micro``: two micro-batches a step, with cached weights; ``walks``:
-    how often backward goes through each graph."""
+    """What ``count`` steps give: outputs, gradients, FP8 state. ``micro``: two micro-batches a step, with
+    cached weights; ``walks``: how often backward goes through each graph."""
     torch.manual_seed(0)
     net = Net(place, RECIPES[recipe], where, how)
     out = []
@@ -59,7 +69,12 @@ def steps(place, recipe, where, how, micro=False, walks=1, count=3):
                 loss.backward(retain_graph=walk + 1 < walks)
             out += [y, x.grad.clone()]
         out += [p.grad.clone() for p in net.parameters()]
-        out += [part.clone() for m in net.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts]
+        out += [
+            part.clone()
+            for m in net.modules()
+            for s in getattr(m, "fp8_meta", {}).values()
+            for part in s.parts
+        ]
     return [t.detach().clone().cpu().numpy() for t in out]
 
 

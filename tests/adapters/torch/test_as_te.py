@@ -1,4 +1,5 @@
-"""Programs written for Transformer Engine, with this door under its name. In processes of their own: names are not given back."""
+"""Programs written for Transformer Engine, with this door under its name. In processes of their own: names
+are not given back."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ PARTS = {
             else:
                 raise AssertionError(module)
     """,
-    # ``hasattr``, ``getattr`` with a default, and imports within ``try`` lead to a program's other path; who does not ask is told why
+    # ``hasattr``, ``getattr`` with a default, and imports within ``try`` lead to a program's other path; who
+    # does not ask is told why
     "probes say no where there is nothing": """
         import importlib
         import fp8kit_torch as ft
@@ -185,8 +187,13 @@ RUN = """
 
 
 def python(*arguments):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]), "PYTHONWARNINGS": "error"}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]),
+        "PYTHONWARNINGS": "error",
+    }
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
+    )
 
 
 def test_an_unchanged_script_runs(tmp_path):
@@ -214,7 +221,8 @@ def test_within_a_program(part, told):
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["nosuch.py"]])
 def test_without_a_program_the_usage_is_said(arguments, capsys):
-    assert importlib.import_module("fp8kit_torch.as_transformer_engine").main(arguments) == 2  # the door has a function of that name
+    # the door has a function of that name
+    assert importlib.import_module("fp8kit_torch.as_transformer_engine").main(arguments) == 2
     assert "usage" in capsys.readouterr().err
     assert "transformer_engine" not in sys.modules
 

@@ -11,7 +11,13 @@ import fp8kit as fk
 from fp8kit.plugins import SelectionPolicy, policy_context
 from fp8kit.testing.compare import assert_same_bits
 
-QUESTIONS = [a.is_fp8_available, a.is_fp8_block_scaling_available, a.is_mxfp8_available, a.is_nvfp4_available, a.is_bf16_available]
+QUESTIONS = [
+    a.is_fp8_available,
+    a.is_fp8_block_scaling_available,
+    a.is_mxfp8_available,
+    a.is_nvfp4_available,
+    a.is_bf16_available,
+]
 
 
 @pytest.mark.parametrize("ask", QUESTIONS, ids=lambda f: f.__name__)

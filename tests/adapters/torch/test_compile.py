@@ -1,4 +1,5 @@
-"""``torch.compile(fullgraph=True)``: the eager result and the eager FP8 state, with autocast around the function or inside of it."""
+"""``torch.compile(fullgraph=True)``: the eager result and the eager FP8 state, with autocast around the
+function or inside of it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def test_autocast_around(device, kind, recipe):
     "options",
     [
         {"fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "parallel_attention_mlp": True},
-        {"qk_norm_type": "L2Normalization", "activation": "clamped_swiglu", "activation_params": {"limit": 1.0}},
+        {
+            "qk_norm_type": "L2Normalization",
+            "activation": "clamped_swiglu",
+            "activation_params": {"limit": 1.0},
+        },
     ],
     ids=["parallel", "clamped"],
 )
@@ -74,9 +79,11 @@ def test_a_recipe_made_inside(device):
     same_steps(ours, native, compiled(function), RECIPES["delayed"], device)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it on inputs that are no leaves
+# torch.compile looks at it on inputs that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_block_and_a_recipe_of_each_step_compile_nothing_anew(device):
-    """An autocast object, and a recipe with the same fields, of its own in each step; another recipe once, and the first one again."""
+    """An autocast object, and a recipe with the same fields, of its own in each step; another recipe once,
+    and the first one again."""
     compiled = []
 
     def backend(graph, example):
@@ -85,18 +92,23 @@ def test_a_block_and_a_recipe_of_each_step_compile_nothing_anew(device):
 
     layer = torch.compile(ft.Linear(WIDTH, 32, device=device), backend=backend, fullgraph=True)
     x = torch.randn(16, WIDTH, device=device, requires_grad=True)
-    for make, count in ((lambda: DelayedScaling(amax_history_len=3), 1), (Float8CurrentScaling, 2),
-                        (lambda: DelayedScaling(amax_history_len=3), 2)):
+    for make, count in (
+        (lambda: DelayedScaling(amax_history_len=3), 1),
+        (Float8CurrentScaling, 2),
+        (lambda: DelayedScaling(amax_history_len=3), 2),
+    ):
         for _ in range(3):
             with ft.autocast(recipe=make()):
                 layer(x).sum().backward()
             assert len(compiled) == count
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it from showing only
+# Dynamo looks, and hides it from showing only
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_layers_share_one_compilation(device):
     def init(weight):
-        torch.nn.init.normal_(weight, 0.0, WIDTH**-0.5)  # keeps the size of what goes through, so that no scale stays at its start
+        # keeps the size of what goes through, so that no scale stays at its start
+        torch.nn.init.normal_(weight, 0.0, WIDTH**-0.5)
 
     layers = [ft.Linear(WIDTH, WIDTH, init_method=init, device=device) for _ in range(12)]
     count = CompileCounterWithBackend("aot_eager")
@@ -119,6 +131,7 @@ def test_one_module_used_twice(device):
         def function(x):
             with ft.autocast(recipe=RECIPES["delayed"]):
                 return module(module(x))
+
         return function
 
     for x in batches(device):
@@ -139,7 +152,8 @@ def pair(kind, device):
 
 
 def same_as_eager(ours, call_, eager, recipe, device, **options):
-    """Four steps, of micro-batches where ``options`` say so: outputs, gradients and FP8 states of both, bit for bit."""
+    """Four steps, of micro-batches where ``options`` say so: outputs, gradients and FP8 states of both, bit
+    for bit."""
     for i, x in enumerate(batches(device, steps=4)):
         given = {name: of(i) for name, of in options.items()}
         y, dx, grads, g = torch_step(eager, eager, recipe, x, **given)
@@ -157,7 +171,9 @@ def same_as_eager(ours, call_, eager, recipe, device, **options):
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
 def test_microbatches(device, kind, recipe):
     ours, eager = pair(kind, device)
-    same_as_eager(ours, compiled(ours), eager, RECIPES[recipe], device, is_first_microbatch=lambda i: i % 2 == 0)
+    same_as_eager(
+        ours, compiled(ours), eager, RECIPES[recipe], device, is_first_microbatch=lambda i: i % 2 == 0
+    )
 
 
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
@@ -195,21 +211,32 @@ def same_numbers(call_, eager, *given):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("options", [
-    {"hidden_dropout": (0.1, 0.3, 0.2), "attention_dropout": (0.0, 0.0, 0.0)},
-    {"hidden_dropout": (0.0, 0.0, 0.0), "attention_dropout": (0.1, 0.3, 0.2)},
-    {"hidden_dropout": (0.0, 0.0, 0.0), "attention_dropout": (0.0, 0.0, 0.0), "drop_path_rate": (0.1, 0.3, 0.2)},
-], ids=["hidden", "attention", "path"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden_dropout": (0.1, 0.3, 0.2), "attention_dropout": (0.0, 0.0, 0.0)},
+        {"hidden_dropout": (0.0, 0.0, 0.0), "attention_dropout": (0.1, 0.3, 0.2)},
+        {
+            "hidden_dropout": (0.0, 0.0, 0.0),
+            "attention_dropout": (0.0, 0.0, 0.0),
+            "drop_path_rate": (0.1, 0.3, 0.2),
+        },
+    ],
+    ids=["hidden", "attention", "path"],
+)
 def test_layers_of_different_dropouts(device, options):
     x = torch.randn(5, 3, WIDTH, device=device)
     for i in range(3):
-        layer = ft.TransformerLayer(WIDTH, 64, 2, device=device, **{name: values[i] for name, values in options.items()})
+        layer = ft.TransformerLayer(
+            WIDTH, 64, 2, device=device, **{name: values[i] for name, values in options.items()}
+        )
         same_numbers(compiled(layer), layer, x)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_changed_numbers_are_seen(device):
-    """A number of a spec that is another one at a later call, and again the first one, which compiles nothing anew."""
+    """A number of a spec that is another one at a later call, and again the first one, which compiles nothing
+    anew."""
     layer = ft.TransformerLayer(WIDTH, 64, 2, hidden_dropout=0.1, attention_dropout=0.1, device=device)
     count = CompileCounterWithBackend("aot_eager")
     call_, x = torch.compile(layer, fullgraph=True, backend=count), torch.randn(5, 3, WIDTH, device=device)
@@ -228,13 +255,25 @@ def test_changed_numbers_are_seen(device):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_packed_batches_of_other_longest_sequences(device):
-    layer = ft.TransformerLayer(WIDTH, 64, 2, attn_input_format="thd", self_attn_mask_type="padding_causal", hidden_dropout=0.0,
-                                attention_dropout=0.0, device=device)
+    layer = ft.TransformerLayer(
+        WIDTH,
+        64,
+        2,
+        attn_input_format="thd",
+        self_attn_mask_type="padding_causal",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        device=device,
+    )
     call_ = compiled(layer)
     for sums, longest in (([0, 3, 8], 5), ([0, 2, 8], 6), ([0, 4, 9, 10], 5), ([0, 1, 8], 7)):
         cu = torch.tensor(sums, dtype=torch.int32, device=device)
         options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-        same_numbers(functools.partial(call_, **options), functools.partial(layer, **options), torch.randn(sums[-1], WIDTH, device=device))
+        same_numbers(
+            functools.partial(call_, **options),
+            functools.partial(layer, **options),
+            torch.randn(sums[-1], WIDTH, device=device),
+        )
 
 
 def test_attentions_of_different_scales_and_windows(device):
@@ -246,7 +285,9 @@ def test_attentions_of_different_scales_and_windows(device):
     call_ = compiled(core)
     for window in ((1, 0), (2, 0), (3, 0)):
         options = {"window_size": window, "attn_mask_type": "causal"}
-        results.append(same_numbers(functools.partial(call_, **options), functools.partial(core, **options), *qkv))
+        results.append(
+            same_numbers(functools.partial(call_, **options), functools.partial(core, **options), *qkv)
+        )
     assert not any(torch.equal(one, other) for i, one in enumerate(results) for other in results[:i])
 
 
@@ -260,7 +301,11 @@ def test_recipes_of_different_epsilons(device):
 
 def test_functions_that_are_no_modules(device):
     logits, targets = torch.randn(4, 6, 16, device=device), torch.arange(24, device=device).reshape(4, 6) % 16
-    x, residual, bias = torch.randn(6, 16, device=device), torch.randn(6, 16, device=device), torch.randn(16, device=device)
+    x, residual, bias = (
+        torch.randn(6, 16, device=device),
+        torch.randn(6, 16, device=device),
+        torch.randn(16, device=device),
+    )
     for p in (0.1, 0.3):
         add = functools.partial(ft.dropout_add, p=p)
         same_numbers(compiled(add), add, x, residual, bias)
@@ -301,6 +346,7 @@ def test_calibration(device, kind, grad, inside):
     ours, _ = twins(kind, device)
     eager, _ = twins(kind, device)
     eager.load_state_dict(ours.state_dict())
+
     def scope():
         return ft.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"])
 
@@ -308,6 +354,7 @@ def test_calibration(device, kind, grad, inside):
         def function(x):
             with scope():
                 return module(x)
+
         return function
 
     def states(module):
@@ -353,13 +400,19 @@ def _recomputed(device):
 
 @pytest.mark.parametrize(
     ("make", "named"),
-    [(_fused, "fuse_wgrad_accumulation"), (_callable, "a recipe with callables"), (_recomputed, "checkpoint")],
+    [
+        (_fused, "fuse_wgrad_accumulation"),
+        (_callable, "a recipe with callables"),
+        (_recomputed, "checkpoint"),
+    ],
     ids=["main_grad", "callable", "checkpoint"],
 )
 def test_what_cannot_be_compiled_says_so(device, make, named):
     function, recipe = make(device)
-    with ft.autocast(enabled=recipe is not None, recipe=recipe), pytest.raises(
-            Exception, match=rf"fp8kit_torch: {named} is not supported within torch\.compile"):
+    with (
+        ft.autocast(enabled=recipe is not None, recipe=recipe),
+        pytest.raises(Exception, match=rf"fp8kit_torch: {named} is not supported within torch\.compile"),
+    ):
         compiled(function)(torch.randn(8, WIDTH, device=device))
 
 
@@ -390,5 +443,8 @@ def test_export(device, strict):
         want, program = module(x), torch.export.export(module, (x,), strict=strict)
     same(program.module()(x).detach(), want.detach(), "y")
     refused = r"delayed scaling is not supported within torch\.export"
-    with ft.autocast(recipe=RECIPES["delayed"]), pytest.raises(Unsupported if strict else NotImplementedError, match=refused):
+    with (
+        ft.autocast(recipe=RECIPES["delayed"]),
+        pytest.raises(Unsupported if strict else NotImplementedError, match=refused),
+    ):
         torch.export.export(module, (x,), strict=strict)

@@ -29,7 +29,9 @@ class LlamaLikeRMSNorm(nn.Module):
 
     def forward(self, x):
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+        return self.weight * (
+            wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        ).to(x.dtype)
 
 
 class GemmaLikeRMSNorm(LlamaLikeRMSNorm):
@@ -37,7 +39,11 @@ class GemmaLikeRMSNorm(LlamaLikeRMSNorm):
 
     def forward(self, x):
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight.float())).to(x.dtype)
+        return (
+            wide
+            * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            * (1 + self.weight.float())
+        ).to(x.dtype)
 
 
 class OddRMSNorm(LlamaLikeRMSNorm):
@@ -51,7 +57,12 @@ class Net(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, H), nn.Linear(H, D, bias=False)
-        self.rms, self.llama, self.gemma, self.odd = nn.RMSNorm(D), LlamaLikeRMSNorm(D), GemmaLikeRMSNorm(D), OddRMSNorm(D)
+        self.rms, self.llama, self.gemma, self.odd = (
+            nn.RMSNorm(D),
+            LlamaLikeRMSNorm(D),
+            GemmaLikeRMSNorm(D),
+            OddRMSNorm(D),
+        )
         self.head = nn.Linear(D, D, bias=False)
         self.head.weight = self.down_tied = nn.Parameter(torch.randn(D, D) / 8)
         self.twice = self.up
@@ -74,16 +85,28 @@ def bits(t):
 def test_parameters_are_the_same_objects_and_come_back_bit_for_bit():
     net = model()
     plain = dict(net.named_modules(remove_duplicate=False))
-    params, state = dict(net.named_parameters(remove_duplicate=False)), {n: t.clone() for n, t in net.state_dict().items()}
+    params, state = (
+        dict(net.named_parameters(remove_duplicate=False)),
+        {n: t.clone() for n, t in net.state_dict().items()},
+    )
     addresses = {n: p.data_ptr() for n, p in params.items()}
     assert convert(net) is net
     assert {n: type(m) for n, m in net.named_children()} == {
-        "norm": ConvertedNorm, "up": ConvertedLinear, "down": ConvertedLinear, "rms": ConvertedNorm, "llama": ConvertedNorm,
-        "gemma": ConvertedNorm, "odd": OddRMSNorm, "head": ConvertedLinear,
+        "norm": ConvertedNorm,
+        "up": ConvertedLinear,
+        "down": ConvertedLinear,
+        "rms": ConvertedNorm,
+        "llama": ConvertedNorm,
+        "gemma": ConvertedNorm,
+        "odd": OddRMSNorm,
+        "head": ConvertedLinear,
     }
     assert net.twice is net.up
     assert dict(net.named_parameters(remove_duplicate=False)).items() == params.items()
-    assert all(p is params[n] and p.data_ptr() == addresses[n] for n, p in net.named_parameters(remove_duplicate=False))
+    assert all(
+        p is params[n] and p.data_ptr() == addresses[n]
+        for n, p in net.named_parameters(remove_duplicate=False)
+    )
     assert net.state_dict().keys() == state.keys()
     assert net.gemma.spec.zero_centered_gamma
     assert not net.llama.spec.zero_centered_gamma
@@ -109,7 +132,9 @@ def test_outside_of_autocast_it_computes_what_it_did(dtype):
         assert relative_error(bits(p.grad), bits(grads[name])) < limit, name
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=["delayed", "current"]
+)
 def test_trains_in_fp8_under_an_optimiser_made_before(recipe):
     net, twin = model(), model()
     opt, other = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (net, twin))
@@ -125,7 +150,8 @@ def test_trains_in_fp8_under_an_optimiser_made_before(recipe):
             o.step()
             losses.append(loss.item())
     mine, plain = np.array(losses[::2]), np.array(losses[1::2])
-    assert (np.abs(mine - plain) < 0.05 * plain).all()  # FP8's relative error of 2**-4 an element, averaged over hundreds
+    # FP8's relative error of 2**-4 an element, averaged over hundreds
+    assert (np.abs(mine - plain) < 0.05 * plain).all()
     assert (mine != plain).all()
     assert bool(net.up.fp8_meta) == recipe.delayed()
     revert(net)
@@ -149,8 +175,15 @@ def test_filters_copies_devices_and_what_is_left_alone():
     class Special(nn.Linear):
         """Computes something else."""
 
-    others = nn.ModuleList([Special(4, 4), nn.LayerNorm(4, bias=False), nn.LayerNorm((2, 4)), nn.Linear(4, 4, dtype=torch.float64),
-                            nn.MultiheadAttention(4, 2)])
+    others = nn.ModuleList(
+        [
+            Special(4, 4),
+            nn.LayerNorm(4, bias=False),
+            nn.LayerNorm((2, 4)),
+            nn.Linear(4, 4, dtype=torch.float64),
+            nn.MultiheadAttention(4, 2),
+        ]
+    )
     replaced = nn.Linear(4, 4)
     replaced.forward = lambda x: x
     others.append(replaced)
@@ -160,16 +193,23 @@ def test_filters_copies_devices_and_what_is_left_alone():
     with pytest.raises(Fp8kitError, match="model"):
         convert(nn.Linear(4, 4))
     for wrong in (lambda module: True, 3):
-        with pytest.raises(ArgumentError, match=r"^convert: filter_fn: got .*, expected a function of a module and its name$"):
+        with pytest.raises(
+            ArgumentError, match=r"^convert: filter_fn: got .*, expected a function of a module and its name$"
+        ):
             convert(nn.Sequential(nn.Linear(4, 4)), wrong)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated", "ignore:Lazy modules")
 def test_weights_that_are_no_parameter_of_their_own_stay():
-    """torch makes them of others before each call, or at the first one. What stands before them is converted."""
-    made = {"pruned": prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), "spectral": nn.utils.spectral_norm(nn.Linear(8, 8)),
-            "weight norm": nn.utils.weight_norm(nn.Linear(8, 8)), "lazy": nn.LazyLinear(8),
-            "pruned norm": prune.random_unstructured(nn.LayerNorm(8), "weight", 0.5)}  # fmt: skip
+    """torch makes them of others before each call, or at the first one. What stands before them is
+    converted."""
+    made = {
+        "pruned": prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
+        "spectral": nn.utils.spectral_norm(nn.Linear(8, 8)),
+        "weight norm": nn.utils.weight_norm(nn.Linear(8, 8)),
+        "lazy": nn.LazyLinear(8),
+        "pruned norm": prune.random_unstructured(nn.LayerNorm(8), "weight", 0.5),
+    }
     for name, layer in made.items():
         net, kind, x = nn.Sequential(nn.Linear(8, 8), layer), type(layer), torch.ones(2, 8)
         convert(net)
@@ -191,11 +231,16 @@ def test_a_conversion_that_fails_replaces_nothing(monkeypatch):
 def test_a_conversion_of_nothing_is_told():
     """A warning where nothing was replaced; none for a model that is converted already."""
     plain = nn.Sequential(nn.ReLU(), nn.Dropout(0.1))
-    with pytest.warns(UserWarning, match=r"^convert: model: Sequential has no layer that was replaced: it computes as before$") as found:
+    with pytest.warns(
+        UserWarning,
+        match=r"^convert: model: Sequential has no layer that was replaced: it computes as before$",
+    ) as found:
         assert convert(plain) is plain
     assert found[0].filename == __file__
     some = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with pytest.warns(UserWarning, match=r"replaced; filter_fn left out 2 of its 2 modules: it computes as before$"):
+    with pytest.warns(
+        UserWarning, match=r"replaced; filter_fn left out 2 of its 2 modules: it computes as before$"
+    ):
         convert(some, lambda module, name: False)
     assert type(some[0]) is nn.Linear
     assert type(convert(convert(some))[0]) is ConvertedLinear
@@ -233,9 +278,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, LlamaLikeRMSNorm, InputsRMSNorm, WeightsRMSNorm])
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own, of the plain module
+# torch's own, of the plain module
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_norms_give_the_dtype_that_the_plain_ones_give(kind, compiled):
-    """Libraries have three ways where the input's dtype is not the weight's; what runs at conversion runs past the user's hooks."""
+    """Libraries have three ways where the input's dtype is not the weight's; what runs at conversion runs
+    past the user's hooks."""
     for weight in FLOATS:
         plain = kind(D).to(weight)
         hooked = []
@@ -246,7 +293,8 @@ def test_norms_give_the_dtype_that_the_plain_ones_give(kind, compiled):
         for x in inputs:
             try:
                 wanted[x.dtype] = net(x)
-            except RuntimeError:  # torch's LayerNorm takes 16 bits with a weight in float32, and no other pair
+            # torch's LayerNorm takes 16 bits with a weight in float32, and no other pair
+            except RuntimeError:
                 assert kind is nn.LayerNorm
         hooked.clear()
         convert(net)
@@ -261,9 +309,21 @@ def test_norms_give_the_dtype_that_the_plain_ones_give(kind, compiled):
                 assert relative_error(bits(y), bits(wanted[x.dtype])) < 2.0**-6  # a few roundings to bfloat16
 
 
-@pytest.mark.parametrize("wrong", [None, [1.0], torch.ones(2, D, dtype=torch.int64), torch.ones(2, D, dtype=torch.float64),
-                                   torch.ones(2, D + 1), torch.ones(())], ids=["none", "list", "ints", "float64", "features", "scalar"])
-@pytest.mark.parametrize("plain", [nn.Linear(D, H), nn.LayerNorm(D), nn.RMSNorm(D)], ids=["linear", "norm", "rms"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [1.0],
+        torch.ones(2, D, dtype=torch.int64),
+        torch.ones(2, D, dtype=torch.float64),
+        torch.ones(2, D + 1),
+        torch.ones(()),
+    ],
+    ids=["none", "list", "ints", "float64", "features", "scalar"],
+)
+@pytest.mark.parametrize(
+    "plain", [nn.Linear(D, H), nn.LayerNorm(D), nn.RMSNorm(D)], ids=["linear", "norm", "rms"]
+)
 def test_wrong_inputs_are_refused_by_name(plain, wrong):
     with pytest.raises(Fp8kitError, match="inp: got "):
         convert(nn.Sequential(plain))(wrong)
@@ -274,10 +334,14 @@ def test_checkpoints_of_either_load_into_the_other():
     with autocast(recipe=DelayedScaling(amax_history_len=4)):
         net(torch.randn(4, D)).sum().backward()
     state = net.state_dict()
-    assert {n for n in state if "_extra_state" in n} == {f"{n}._extra_state" for n in ("up", "twice", "down", "head")}
+    assert {n for n in state if "_extra_state" in n} == {
+        f"{n}._extra_state" for n in ("up", "twice", "down", "head")
+    }
     other = convert(model(1))
     other.load_state_dict(state)
-    assert_same_bits("scale", bits(other.up.fp8_meta["scaling_fwd"].scale), bits(net.up.fp8_meta["scaling_fwd"].scale))
+    assert_same_bits(
+        "scale", bits(other.up.fp8_meta["scaling_fwd"].scale), bits(net.up.fp8_meta["scaling_fwd"].scale)
+    )
     other.load_state_dict(model(2).state_dict())
     assert_same_bits("weight", bits(other.up.weight), bits(model(2).up.weight))
 
@@ -291,14 +355,21 @@ def test_converted_models_compile_in_one_graph():
 
 
 class AutocastRMSNorm(LlamaLikeRMSNorm):
-    """Casts nothing itself: within ``torch.autocast`` it gives what its device's lists make of it. ``mse_loss`` is in the CPU's, too."""
+    """Casts nothing itself: within ``torch.autocast`` it gives what its device's lists make of it.
+    ``mse_loss`` is in the CPU's, too."""
 
     def forward(self, x):
         square = nn.functional.mse_loss(x, torch.zeros_like(x), reduction="none").mean(-1, keepdim=True)
         return self.weight * (x * torch.rsqrt(square + self.variance_epsilon))
 
 
-NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "llama": LlamaLikeRMSNorm, "gemma": GemmaLikeRMSNorm, "lists": AutocastRMSNorm}
+NORMS = {
+    "layer": nn.LayerNorm,
+    "rms": nn.RMSNorm,
+    "llama": LlamaLikeRMSNorm,
+    "gemma": GemmaLikeRMSNorm,
+    "lists": AutocastRMSNorm,
+}
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -352,7 +423,9 @@ def test_within_torchs_autocast_and_compiled_too():
 def test_an_encoder_computes_in_fp8_in_inference_too(device, padded):
     """torch's fast path would read the layers' weights past them."""
     torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2).to(device).eval()
+    model = (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2).to(device).eval()
+    )
     x, mask = torch.randn(4, 16, 64, device=device), torch.zeros(4, 16, dtype=torch.bool, device=device)
     mask[:, 12:] = padded
     given = {"src_key_padding_mask": mask} if padded else {}
@@ -369,5 +442,7 @@ def test_an_encoder_computes_in_fp8_in_inference_too(device, padded):
         assert_same_bits("reverted", revert(model)(x, **given).cpu().numpy(), plain.cpu().numpy())
         if padded:
             convert(model.layers)
-            with pytest.raises(FormatError, match=r"got a nested tensor, .* convert it, not its layers alone"):
+            with pytest.raises(
+                FormatError, match=r"got a nested tensor, .* convert it, not its layers alone"
+            ):
                 model(x, **given)

@@ -1,4 +1,5 @@
-"""What the modules stand on: specs as texts, calls and their plans, the ops called directly, memory and streams."""
+"""What the modules stand on: specs as texts, calls and their plans, the ops called directly, memory and
+streams."""
 
 from __future__ import annotations
 
@@ -34,20 +35,36 @@ RECIPES = [
     Float8CurrentScaling(fp8_quant_bwd_grad=QParams(True, 1e-3)),
     Float8BlockScaling(True, Format.HYBRID, x_block_scaling_dim=2, w_block_scaling_dim=1),
 ]
-FC = [ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_", fp8=fp8_from_recipe(RECIPES[2]))]
+FC = [
+    ProductSpec(16, (32,), bias="deferred", prefix="fc1_"),
+    ProductSpec(32, (16,), prefix="fc2_", fp8=fp8_from_recipe(RECIPES[2])),
+]
 
 
-@pytest.mark.parametrize("value", [*RECIPES, LinearSpec(FC[1]), NormMLPSpec(NormSpec(16, epsilon=1 / 3), *FC),
-                                   EmbeddingSpec(3, 4, formats.bfloat16), ("linear", (1, 2.5, None), True)], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [
+        *RECIPES,
+        LinearSpec(FC[1]),
+        NormMLPSpec(NormSpec(16, epsilon=1 / 3), *FC),
+        EmbeddingSpec(3, 4, formats.bfloat16),
+        ("linear", (1, 2.5, None), True),
+    ],
+    ids=lambda v: type(v).__name__,
+)
 def test_texts_say_everything(value):
     assert decode(encode(value)) == value
     assert encode(decode(encode(value))) == encode(value)
 
 
 def test_a_text_is_the_same_in_another_process():
-    code = ("from fp8kit_torch.texts import encode; from fp8kit.ops.linear import LinearSpec; from fp8kit.ops.product import ProductSpec\n"
-            "print(encode(LinearSpec(ProductSpec(16, (24, 8), prefix='p_'))))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        "from fp8kit_torch.texts import encode; from fp8kit.ops.linear import LinearSpec; from fp8kit.ops.product import ProductSpec\n"
+        "print(encode(LinearSpec(ProductSpec(16, (24, 8), prefix='p_'))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert decode(done.stdout.strip()) == LinearSpec(ProductSpec(16, (24, 8), prefix="p_"))
 
 
@@ -62,7 +79,9 @@ def test_recipes_are_taken_apart_and_made_again(recipe):
 
 
 def test_blocks_are_aligned():
-    block = Block({"a": Meta((3,), formats.float32), "b": Meta((0, 4), formats.uint8), "c": Meta((300,), formats.uint8)})
+    block = Block(
+        {"a": Meta((3,), formats.float32), "b": Meta((0, 4), formats.uint8), "c": Meta((300,), formats.uint8)}
+    )
     assert [(name, offset) for name, offset, *_ in block.parts] == [("a", 0), ("b", 256), ("c", 256)]
     assert block.size == 256 + 512
 
@@ -79,18 +98,27 @@ def test_plans_are_kept():
 
 def test_an_op_gives_the_short_ways_bits(device):
     tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in ((5, 16), (24, 16), (24,))]
-    what = call("linear", LinearSpec(ProductSpec(16, (24,), fp8=fp8_from_recipe(RECIPES[1]))), ("x", "weight0", "bias0"), ("",))
+    what = call(
+        "linear",
+        LinearSpec(ProductSpec(16, (24,), fp8=fp8_from_recipe(RECIPES[1]))),
+        ("x", "weight0", "bias0"),
+        ("",),
+    )
     short = apply(what, tensors)["y"]
     y, *_ = OPS["linear"](tensors, None, [], what.text, "x,weight0,bias0", "")
     same(y, short, "y")
     g = torch.randn_like(y)
-    for got, want in zip(torch.autograd.grad(y, tensors, g), torch.autograd.grad(short, tensors, g), strict=True):
+    for got, want in zip(
+        torch.autograd.grad(y, tensors, g), torch.autograd.grad(short, tensors, g), strict=True
+    ):
         same(got, want, "gradient")
 
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(device, rows):
-    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in ((rows, 16), (24, 16), (24,))]
+    tensors = [
+        torch.randn(shape, device=device, requires_grad=True) for shape in ((rows, 16), (24, 16), (24,))
+    ]
     y = apply(call("linear", LinearSpec(ProductSpec(16, (24,))), ("x", "weight0", "bias0")), tensors)["y"]
     y.sum().backward()
     assert y.shape == (rows, 24)
@@ -112,9 +140,12 @@ def test_work_goes_to_torchs_stream():
 
 @pytest.mark.gpu
 def test_a_layer_waits_for_what_torchs_stream_does_before_it():
-    """A race: on a side stream the input is written only after a long sleep, and the layer's calls return before. Whatever went to another
-    stream would read the zeros that were there. Often enough for calls to become recordings, and these graphs."""
-    layer = ft.TransformerLayer(128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, device="cuda")
+    """A race: on a side stream the input is written only after a long sleep, and the layer's calls return
+    before. Whatever went to another stream would read the zeros that were there. Often enough for calls to
+    become recordings, and these graphs."""
+    layer = ft.TransformerLayer(
+        128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, device="cuda"
+    )
     values, dy = (torch.randn(64, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     x = torch.zeros_like(values)
 
@@ -129,7 +160,8 @@ def test_a_layer_waits_for_what_torchs_stream_does_before_it():
     stream, raced = torch.cuda.Stream(), 0
     x.copy_(values)
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):  # torch warns of a graph that another stream has begun, which its thread may yet hold for a moment
+    # torch warns of a graph that another stream has begun, which its thread may yet hold for a moment
+    with torch.cuda.stream(stream):
         want = [t.clone() for t in step()]
     torch.cuda.synchronize()  # x is zeroed on another stream
     for turn in range(12):
@@ -148,7 +180,8 @@ def test_a_layer_waits_for_what_torchs_stream_does_before_it():
 
 @pytest.mark.gpu
 def test_a_layer_takes_its_input_where_it_lies():
-    """By torch's allocator: a Linear's forward and backward need their results and the products' workspace, and no room for a copy of x."""
+    """By torch's allocator: a Linear's forward and backward need their results and the products' workspace,
+    and no room for a copy of x."""
     rows, columns = 1 << 18, 256
     layer = ft.Linear(columns, 16, params_dtype=torch.bfloat16, device="cuda")
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)  # 128 MiB, y 8 MiB

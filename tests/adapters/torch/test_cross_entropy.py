@@ -52,5 +52,7 @@ def test_old_names_other_layouts_and_refusals():
         parallel_cross_entropy(x, target, 1.5)
     with pytest.raises(ShapeError, match="inp"):
         parallel_cross_entropy(None, target)
-    with pytest.raises(ArgumentError, match="dist_process_group: got 'all', expected None or a process group of torch"):
+    with pytest.raises(
+        ArgumentError, match="dist_process_group: got 'all', expected None or a process group of torch"
+    ):
         parallel_cross_entropy(x, target, dist_process_group="all")

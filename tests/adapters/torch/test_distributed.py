@@ -1,4 +1,5 @@
-"""Two processes, on the CPU or on two GPUs: amaxes reduced over them, DistributedDataParallel, fully_shard. The checks are the worker's."""
+"""Two processes, on the CPU or on two GPUs: amaxes reduced over them, DistributedDataParallel, fully_shard.
+The checks are the worker's."""
 
 from __future__ import annotations
 
@@ -20,8 +21,17 @@ def work(tmp_path, place):
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.adapters.torch.distributed_worker"]
-    workers = [subprocess.Popen([*command, str(rank), str(WORLD), str(tmp_path), place], cwd=ROOT, env=env, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True) for rank in range(WORLD)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(WORLD), str(tmp_path), place],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
     try:
         results = [worker.communicate(timeout=200) for worker in workers]
     finally:
@@ -38,7 +48,9 @@ def test_processes_share_their_amaxes(tmp_path):
 
 @pytest.mark.gpu2
 def test_processes_with_a_gpu_each_share_their_amaxes(tmp_path):
-    assert torch.cuda.device_count() >= WORLD, f"a gpu2 test needs {WORLD} CUDA devices, torch finds {torch.cuda.device_count()}"
+    assert torch.cuda.device_count() >= WORLD, (
+        f"a gpu2 test needs {WORLD} CUDA devices, torch finds {torch.cuda.device_count()}"
+    )
     work(tmp_path, "cuda")
 
 

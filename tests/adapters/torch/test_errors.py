@@ -1,4 +1,5 @@
-"""Errors of the torch door call arguments what the caller calls them, and are the built-in kinds that a caller would guess."""
+"""Errors of the torch door call arguments what the caller calls them, and are the built-in kinds that a
+caller would guess."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_running_sums_on_the_cpu_are_looked_at(kind):
     padded = ft.DotProductAttention(H, D, attn_mask_type="padding")
     with pytest.raises(ValueError, match="DotProductAttention: cu_seqlens_kv: got "):
         padded(*[torch.ones(T, 2, H, D)] * 3, cu_seqlens_q=sums([0, 2, 4]), cu_seqlens_kv=lengths)
-    layer = ft.TransformerLayer(H * D, 16, H, attn_input_format="thd", self_attn_mask_type="padding", device="cpu")
+    layer = ft.TransformerLayer(
+        H * D, 16, H, attn_input_format="thd", self_attn_mask_type="padding", device="cpu"
+    )
     with ft.autocast(), pytest.raises(ArgumentError, match="cu_seqlens_q: got "):
         layer(x, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
     assert not any(module.fp8_meta for module in layer.modules() if hasattr(module, "fp8_meta"))
@@ -47,22 +50,58 @@ def test_no_sequences_at_all():
 
 def test_names_are_the_callers():
     for call, said in (
-        (lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4, dtype=torch.float64)), "^linear: inp: got float64"),
-        (lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4).bfloat16()), "^linear: inp: got bfloat16, expected float32, as weight: "),
-        (lambda: ft.Linear(4, 6, parameters_split=("a", "b"), device="cpu")(torch.ones(2, 4).half()),
-         "^linear: inp: got float16, expected float32, as weight0"),
-        (lambda: ft.TransformerLayer(8, 16, 2, device="cpu")(torch.ones(3, 8)), "^TransformerLayer: hidden_states: got shape"),
-        (lambda: ft.MultiheadAttention(8, 2, qkv_format="thd", attn_mask_type="padding", device="cpu")(torch.ones(3, 1, 8)),
-         "^MultiheadAttention: hidden_states: got shape"),
+        (
+            lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4, dtype=torch.float64)),
+            "^linear: inp: got float64",
+        ),
+        (
+            lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4).bfloat16()),
+            "^linear: inp: got bfloat16, expected float32, as weight: ",
+        ),
+        (
+            lambda: ft.Linear(4, 6, parameters_split=("a", "b"), device="cpu")(torch.ones(2, 4).half()),
+            "^linear: inp: got float16, expected float32, as weight0",
+        ),
+        (
+            lambda: ft.TransformerLayer(8, 16, 2, device="cpu")(torch.ones(3, 8)),
+            "^TransformerLayer: hidden_states: got shape",
+        ),
+        (
+            lambda: ft.MultiheadAttention(8, 2, qkv_format="thd", attn_mask_type="padding", device="cpu")(
+                torch.ones(3, 1, 8)
+            ),
+            "^MultiheadAttention: hidden_states: got shape",
+        ),
         (lambda: ft.DotProductAttention(2, 4, layer_number="x"), "layer_number: got 'x', expected an int"),
-        (lambda: ft.TransformerLayer(8, 16, 2, layer_number="x"), "^TransformerLayer: layer_number: got 'x', expected an int"),
-        (lambda: ft.TransformerLayer(8, 16, 2, attention_dropout="x"), "^TransformerLayer: attention_dropout: got 'x', expected a finite"),
-        (lambda: ft.DotProductAttention(2, (4, 4, 4)), r"^DotProductAttention: kv_channels: got \(4, 4, 4\), expected an int, or two"),
-        (lambda: ft.DotProductAttention(2, 4, softmax_scale="x"), "^DotProductAttention: softmax_scale: got 'x', expected a finite"),
-        (lambda: ft.Linear(4, 6, device="foo"), '^Linear: device: got \'foo\', expected a device of torch, such as "cpu" or "cuda:1"'),
-        (lambda: ft.InferenceParams(2, 8, dtype="foo"), "^InferenceParams: dtype: got 'foo', expected a torch.dtype"),
-        (lambda: ft.parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 7])), "targets: got 7 among them"),
-    ):  # fmt: skip
+        (
+            lambda: ft.TransformerLayer(8, 16, 2, layer_number="x"),
+            "^TransformerLayer: layer_number: got 'x', expected an int",
+        ),
+        (
+            lambda: ft.TransformerLayer(8, 16, 2, attention_dropout="x"),
+            "^TransformerLayer: attention_dropout: got 'x', expected a finite",
+        ),
+        (
+            lambda: ft.DotProductAttention(2, (4, 4, 4)),
+            r"^DotProductAttention: kv_channels: got \(4, 4, 4\), expected an int, or two",
+        ),
+        (
+            lambda: ft.DotProductAttention(2, 4, softmax_scale="x"),
+            "^DotProductAttention: softmax_scale: got 'x', expected a finite",
+        ),
+        (
+            lambda: ft.Linear(4, 6, device="foo"),
+            '^Linear: device: got \'foo\', expected a device of torch, such as "cpu" or "cuda:1"',
+        ),
+        (
+            lambda: ft.InferenceParams(2, 8, dtype="foo"),
+            "^InferenceParams: dtype: got 'foo', expected a torch.dtype",
+        ),
+        (
+            lambda: ft.parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 7])),
+            "targets: got 7 among them",
+        ),
+    ):
         with pytest.raises(Fp8kitError, match=said):
             call()
         with pytest.raises(ValueError, match=said):
@@ -74,15 +113,21 @@ LAYERS = {  # name -> (what makes it, the shape of its input, its first paramete
     "LayerNorm": (lambda: ft.LayerNorm(32, device="cpu"), (4, 32), "weight", ()),
     "LayerNormMLP": (lambda: ft.LayerNormMLP(32, 48, device="cpu"), (4, 32), "layer_norm_weight", ()),
     "GroupedLinear": (lambda: ft.GroupedLinear(2, 32, 48, device="cpu"), (4, 32), "weight0", ([2, 2],)),
-    "TransformerLayer": (lambda: ft.TransformerLayer(32, 64, 4, device="cpu"), (4, 2, 32), "layer_norm_weight", ()),
-}  # fmt: skip
+    "TransformerLayer": (
+        lambda: ft.TransformerLayer(32, 64, 4, device="cpu"),
+        (4, 2, 32),
+        "layer_norm_weight",
+        (),
+    ),
+}
 
 
 @pytest.mark.parametrize("first", [None, True])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, monkeypatch):
-    """Of another dtype, on another device, and a module that is deferred still; what the message says is done, and then it runs."""
+    """Of another dtype, on another device, and a module that is deferred still; what the message says is
+    done, and then it runs."""
     make, shape, parameter, more = LAYERS[name]
     options = {} if name == "LayerNorm" else {"is_first_microbatch": first}
 
@@ -93,14 +138,23 @@ def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, 
     layer, x = make(), torch.randn(shape)
     with monkeypatch.context() as patched:
         patched.setattr(Ready, "forward", lambda *args: pytest.fail("an operation ran"))
-        with pytest.raises(FormatError, match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "
-                                              r"\.to\(torch\.float32\), or the module, with \.to\(torch\.bfloat16\), .* torch\.autocast$"):
+        with pytest.raises(
+            FormatError,
+            match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "
+            r"\.to\(torch\.float32\), or the module, with \.to\(torch\.bfloat16\), .* torch\.autocast$",
+        ):
             call(layer, x.bfloat16())
         with pytest.raises(FormatError, match=": inp: got float64, expected float32"):
             call(layer, x.double())
-        with pytest.raises(BackendError, match=rf": inp: got device meta, expected device cpu, as {parameter}: move inp, with "):
+        with pytest.raises(
+            BackendError,
+            match=rf": inp: got device meta, expected device cpu, as {parameter}: move inp, with ",
+        ):
             call(layer, x.to("meta"))
-        with pytest.raises(BackendError, match=rf": {parameter}: got device meta, expected device cpu, as inp: reset_parameters\(\)"):
+        with pytest.raises(
+            BackendError,
+            match=rf": {parameter}: got device meta, expected device cpu, as inp: reset_parameters\(\)",
+        ):
             call(make().to("meta"), x)
     assert call(layer, x.bfloat16().to(torch.float32)).dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
@@ -113,7 +167,9 @@ def test_compiled_it_is_told_the_same(name):
     make, shape, parameter, more = LAYERS[name]
     if name == "GroupedLinear":  # a group's operation, whose inputs have its number
         parameter = "0_weight0"
-    with pytest.raises(Exception, match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "):
+    with pytest.raises(
+        Exception, match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "
+    ):
         torch.compile(make(), fullgraph=True, backend="aot_eager")(torch.randn(shape).bfloat16(), *more)
 
 
@@ -122,7 +178,11 @@ def test_tensors_without_memory_are_refused(recipe):
     """What torch traces with stands for values that are nowhere: reading them would end the process."""
     real = ft.Linear(32, 32, device="cpu")
     for _ in range(2):  # also where the plan is known already
-        with warnings.catch_warnings(), FakeTensorMode(), ft.autocast(enabled=recipe is not None, recipe=recipe):
+        with (
+            warnings.catch_warnings(),
+            FakeTensorMode(),
+            ft.autocast(enabled=recipe is not None, recipe=recipe),
+        ):
             warnings.simplefilter("ignore")  # torch's own, about the address, which it gives once a process
             layer = ft.Linear(32, 32, device="cpu")
             with pytest.raises(FormatError, match="inp: got a FakeTensor without memory"):
@@ -144,14 +204,19 @@ def test_a_refused_first_step_makes_no_caches(wrong):
     params.pre_step({"a": T, "b": T})
     core = ft.DotProductAttention(H, D, qkv_format="bshd", layer_number=1)
     layers = [torch.randn(2, T, H, D) for _ in range(3)]
-    refused = [layers[0].clone().requires_grad_(wrong == "grad"), *(t.to(torch.bfloat16) if wrong == "dtype" else t for t in layers[1:])]
+    refused = [
+        layers[0].clone().requires_grad_(wrong == "grad"),
+        *(t.to(torch.bfloat16) if wrong == "dtype" else t for t in layers[1:]),
+    ]
     with pytest.raises(Fp8kitError, match=r"^cached_attention: "):
         core(*refused, inference_params=params)
     assert params._caches == {}
     layers = [t.to(torch.bfloat16) for t in layers]
     expect = ft.DotProductAttention(H, D, qkv_format="bshd")(*layers)
     most = layers[2].abs().max().item()  # the probabilities and o are rounded to bfloat16
-    torch.testing.assert_close(core(*layers, inference_params=params), expect, rtol=2.0**-7, atol=2.0**-7 * most)
+    torch.testing.assert_close(
+        core(*layers, inference_params=params), expect, rtol=2.0**-7, atol=2.0**-7 * most
+    )
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -169,7 +234,11 @@ def test_a_recipe_that_is_none_is_refused_within_a_compiled_function_too(fullgra
 def test_what_is_settled_when_a_module_is_made():
     layer = ft.TransformerLayer(64, 128, 4, device="cpu")
     proj = layer.self_attention.proj
-    for module, name, value in ((layer.layernorm_mlp, "activation", "relu"), (proj, "use_bias", False), (proj, "apply_bias", None)):
+    for module, name, value in (
+        (layer.layernorm_mlp, "activation", "relu"),
+        (proj, "use_bias", False),
+        (proj, "apply_bias", None),
+    ):
         before = getattr(module, name)
         with pytest.raises(ArgumentError, match=f"{name}: got {value!r}, expected {before!r}: it is settled"):
             setattr(module, name, value)
@@ -187,7 +256,10 @@ def test_another_module_in_the_place_of_a_part(where):
 
 
 def test_a_hook_may_change_what_a_part_gives():
-    layer, x = ft.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"), torch.randn(3, 2, 64)
+    layer, x = (
+        ft.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"),
+        torch.randn(3, 2, 64),
+    )
     plain = layer(x)
     for part in (layer.layernorm_mlp, layer.self_attention, layer.self_attention.layernorm_qkv):
         with part.register_forward_hook(lambda module, given, out: tuple(out)):
@@ -211,7 +283,8 @@ def test_where_layers_lie_when_nobody_says(monkeypatch):
     monkeypatch.setenv("FP8KIT_DEVICE", "cuda")
     with monkeypatch.context() as usable:
         usable.setattr("fp8kit.arrays.usable", lambda *said: Device("cuda"))
-        assert default_device() == torch.device("cuda")  # torch's current one, which a process of several has set
+        # torch's current one, which a process of several has set
+        assert default_device() == torch.device("cuda")
     monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
     assert default_device().type == "cpu"
     monkeypatch.setenv("FP8KIT_DEVICE", "cuda:99")
@@ -223,7 +296,9 @@ def test_where_layers_lie_when_nobody_says(monkeypatch):
 def test_a_padding_mask_is_boolean(dtype):
     """Ones of integers are what other libraries keep, not what is masked out here."""
     layer = ft.TransformerLayer(H * D, 16, H, self_attn_mask_type="padding", device="cpu")
-    with pytest.raises(FormatError, match=r"attention_mask: got .*, expected torch.bool, True where masked out"):
+    with pytest.raises(
+        FormatError, match=r"attention_mask: got .*, expected torch.bool, True where masked out"
+    ):
         layer(torch.ones(T, 2, H * D), torch.ones(2, 1, 1, T, dtype=dtype))
     native = fk.nn.TransformerLayer(H * D, 16, H, self_attn_mask_type="padding", device="cpu")
     with pytest.raises(FormatError, match=r"attention_mask: got .*, expected bool, True where masked out"):
@@ -236,9 +311,13 @@ def test_names_of_transformer_engines_modules():
 
 
 def test_native_tensors_take_torchs_devices():
-    """With an index: without one it is the device that torch has made its current one, which the native library does not know."""
+    """With an index: without one it is the device that torch has made its current one, which the native
+    library does not know."""
     assert str(fk.tensor([1.0], device=torch.device("cpu")).device) == "cpu"
-    with pytest.raises(BackendError, match=r"^tensor: device: got device\(type='cuda'\), expected one with an index, as cuda:0$"):
+    with pytest.raises(
+        BackendError,
+        match=r"^tensor: device: got device\(type='cuda'\), expected one with an index, as cuda:0$",
+    ):
         fk.tensor([1.0], device=torch.device("cuda"))
     with pytest.raises(BackendError, match="a name like cpu"):
         fk.tensor([1.0], device=torch.device("meta"))

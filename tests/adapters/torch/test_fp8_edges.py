@@ -1,4 +1,5 @@
-"""``fp8_output`` and ``fp8_grad``: tensors in FP8 from one layer to the next, and to anything else by their values."""
+"""``fp8_output`` and ``fp8_grad``: tensors in FP8 from one layer to the next, and to anything else by their
+values."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_outputs_and_gradients_are_those_of_quantize(device, kind, recipe):
     layer, _ = pair(device, kind)
     plain = copy.deepcopy(layer)
     for step in range(3):
-        x, g = torch.randn(4, ROWS // 4, WIDTH, device=device) * 2**step, torch.randn(4, ROWS // 4, OUT, device=device)
+        x, g = (
+            torch.randn(4, ROWS // 4, WIDTH, device=device) * 2**step,
+            torch.randn(4, ROWS // 4, OUT, device=device),
+        )
         one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
         scales = {n: s.scale.cpu().clone() for n, s in layer.fp8_meta.items()}
         scales = scales or {"scaling_fwd": torch.ones(3), "scaling_bwd": torch.ones(2)}
@@ -54,20 +58,27 @@ def test_outputs_and_gradients_are_those_of_quantize(device, kind, recipe):
         given = {n: np.array([s[-1]]) if delayed else None for n, s in scales.items()}
         same(y.dequantize(), torch.from_numpy(cast(want, E4M3, recipe, given["scaling_fwd"])[1]), "y")
         assert isinstance(one.grad, ft.QuantizedTensor)
-        same(one.grad.dequantize(), torch.from_numpy(cast(two.grad, fmt, recipe, given["scaling_bwd"])[1]), "dx")
+        same(
+            one.grad.dequantize(),
+            torch.from_numpy(cast(two.grad, fmt, recipe, given["scaling_bwd"])[1]),
+            "dx",
+        )
         for name, p in plain.named_parameters():
             same(layer.get_parameter(name).grad, p.grad, name)
         if delayed:
             for name, value in (("scaling_fwd", want), ("scaling_bwd", two.grad)):
                 same(layer.fp8_meta[name].amax_history[-1, -1], value.detach().abs().max(), name)
-                same(layer.fp8_meta[name].amax_history[:, :2 if name == "scaling_fwd" else 1],
-                     plain.fp8_meta[name].amax_history[:, :2 if name == "scaling_fwd" else 1], name)
+                same(
+                    layer.fp8_meta[name].amax_history[:, : 2 if name == "scaling_fwd" else 1],
+                    plain.fp8_meta[name].amax_history[:, : 2 if name == "scaling_fwd" else 1],
+                    name,
+                )
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_the_next_linear_takes_the_codes(device, recipe):
-    """No cast of its input runs, and the product is the one of these codes: the same bits as from casting the values once more by powers
-    of two, whose codes are the same."""
+    """No cast of its input runs, and the product is the one of these codes: the same bits as from casting the
+    values once more by powers of two, whose codes are the same."""
     powers = {"current": Float8CurrentScaling(use_power_2_scales=True), "block": RECIPES["block"]}[recipe]
     layer, after = pair(device)
     other = copy.deepcopy(after)
@@ -108,14 +119,20 @@ def test_delayed_scaling_keeps_the_producers_scale(device):
         assert after.fp8_meta["scaling_fwd"].amax_history[-1, 1] > 0
 
 
-@pytest.mark.parametrize("after", ["gelu", "norm_mlp", "attention", "other recipe", "high precision", "autocast"])
+@pytest.mark.parametrize(
+    "after", ["gelu", "norm_mlp", "attention", "other recipe", "high precision", "autocast"]
+)
 def test_anything_else_sees_the_values(device, after):
     layer, linear = pair(device)
     steps = {
         "gelu": torch.nn.functional.gelu,
         "norm_mlp": ft.LayerNormMLP(OUT, 64, device=device),
-        "attention": lambda y: ft.DotProductAttention(2, OUT // 2)(*(y.reshape(ROWS // 2, 2, 2, OUT // 2),) * 3),
-        "other recipe": linear, "high precision": linear, "autocast": linear,
+        "attention": lambda y: ft.DotProductAttention(2, OUT // 2)(
+            *(y.reshape(ROWS // 2, 2, 2, OUT // 2),) * 3
+        ),
+        "other recipe": linear,
+        "high precision": linear,
+        "autocast": linear,
     }
     x = torch.randn(ROWS, WIDTH, device=device)
     with ft.autocast(recipe=RECIPES["current"]):
@@ -124,7 +141,10 @@ def test_anything_else_sees_the_values(device, after):
     recipe = {"other recipe": RECIPES["block"], "high precision": None}.get(after, RECIPES["current"])
     found = []
     for given in (y, values):
-        with torch.autocast(device, torch.bfloat16, enabled=after == "autocast"), ft.autocast(enabled=recipe is not None, recipe=recipe):
+        with (
+            torch.autocast(device, torch.bfloat16, enabled=after == "autocast"),
+            ft.autocast(enabled=recipe is not None, recipe=recipe),
+        ):
             found.append(steps[after](given))
     same(*found, "output")
     y.retain_grad()
@@ -147,7 +167,9 @@ def test_a_gradient_in_fp8_reaches_the_layer_before(device, recipe):
     assert isinstance(dy, ft.QuantizedTensor)
     assert type(layer.bias.grad) is torch.Tensor
     # sums of dy's values, in whatever order
-    torch.testing.assert_close(layer.bias.grad, dy.dequantize().sum(0), rtol=2.0**-18, atol=2.0**-20 * dy.abs().sum(0).max().item())
+    torch.testing.assert_close(
+        layer.bias.grad, dy.dequantize().sum(0), rtol=2.0**-18, atol=2.0**-20 * dy.abs().sum(0).max().item()
+    )
 
 
 @pytest.mark.parametrize("recipe", SCALED)
@@ -162,7 +184,14 @@ def test_recomputed_it_is_the_same(device, recipe):
             with ft.autocast(recipe=RECIPES[recipe]):
                 y = ft.checkpoint(block, x, use_reentrant=False) if again else block(x)
             y.sum().backward()
-        found.append([y, x.grad.dequantize(), layer.weight.grad, *(part for m in (layer, after) for part in (m.get_extra_state(),))])
+        found.append(
+            [
+                y,
+                x.grad.dequantize(),
+                layer.weight.grad,
+                *(part for m in (layer, after) for part in (m.get_extra_state(),)),
+            ]
+        )
     for got, want in zip(*found, strict=True):
         same(got, want, "result")
 
@@ -183,7 +212,10 @@ def test_where_fp8_is_off_it_asks_for_nothing(device):
 def test_compiled_it_says_so(device, option):
     layer, after = pair(device)
     x = torch.randn(ROWS, WIDTH, device=device)
-    with pytest.raises(Exception, match=rf"{option} is not supported within torch\.compile"), ft.autocast(recipe=RECIPES["current"]):
+    with (
+        pytest.raises(Exception, match=rf"{option} is not supported within torch\.compile"),
+        ft.autocast(recipe=RECIPES["current"]),
+    ):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(x, **{option: True})
     with ft.autocast(recipe=RECIPES["current"]):
         y = layer(x, fp8_output=True).detach()

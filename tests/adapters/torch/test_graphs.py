@@ -21,7 +21,12 @@ RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "current": Float8Curre
 
 def net():
     torch.manual_seed(0)
-    layers = Linear(K, 96, device="cuda"), torch.nn.GELU(), Linear(96, K, device="cuda"), LayerNormMLP(K, 128, device="cuda")
+    layers = (
+        Linear(K, 96, device="cuda"),
+        torch.nn.GELU(),
+        Linear(96, K, device="cuda"),
+        LayerNormMLP(K, 128, device="cuda"),
+    )
     return torch.nn.Sequential(*layers)
 
 
@@ -32,7 +37,9 @@ def sample():
 def steps(call, model, recipe):
     opt, out = torch.optim.SGD(model.parameters(), lr=1e-2), []
     for step in range(5):
-        x = torch.randn(ROWS, K, device="cuda", generator=torch.Generator("cuda").manual_seed(step), requires_grad=True)
+        x = torch.randn(
+            ROWS, K, device="cuda", generator=torch.Generator("cuda").manual_seed(step), requires_grad=True
+        )
         opt.zero_grad(set_to_none=False)
         with autocast(recipe=recipe):
             y = call(x)
@@ -40,7 +47,9 @@ def steps(call, model, recipe):
         opt.step()
         out += [y.detach().clone(), x.grad.clone()]
     out += [p.detach().clone() for p in model.parameters()]
-    return out + [part.clone() for m in model.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts]
+    return out + [
+        part.clone() for m in model.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts
+    ]
 
 
 @pytest.mark.gpu
@@ -52,14 +61,17 @@ def test_replays_equal_eager_steps(name):
         graphed = make_graphed_callables(model, sample(), enabled=True, recipe=RECIPES[name])
         assert graphed is model
         assert all(p.grad is None for p in model.parameters())
-        for i, (a, b) in enumerate(zip(steps(graphed, model, RECIPES[name]), steps(twin, twin, RECIPES[name]), strict=True)):
+        for i, (a, b) in enumerate(
+            zip(steps(graphed, model, RECIPES[name]), steps(twin, twin, RECIPES[name]), strict=True)
+        ):
             assert_same_bits(f"result {i}", a.cpu().numpy(), b.cpu().numpy())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), Float8BlockScaling()], ids=[*RECIPES, "block"])
 def test_a_captured_training_step_has_the_bits_of_eager_ones(recipe):
-    """``torch.cuda.graph`` around forward, loss, backward, the optimiser's step and the updates of the scales."""
+    """``torch.cuda.graph`` around forward, loss, backward, the optimiser's step and the updates of the
+    scales."""
     warm, inputs = 3, [torch.randn(8, 2, K, device="cuda") * 2.0**i for i in range(7)]
 
     def stepper(model):
@@ -76,8 +88,13 @@ def test_a_captured_training_step_has_the_bits_of_eager_ones(recipe):
         return step
 
     def all_of(model, y):
-        states = [part for m in model.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts]
-        return [t.detach().cpu().numpy() for t in (y, *model.parameters(), *(p.grad for p in model.parameters()), *states)]
+        states = [
+            part for m in model.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts
+        ]
+        return [
+            t.detach().cpu().numpy()
+            for t in (y, *model.parameters(), *(p.grad for p in model.parameters()), *states)
+        ]
 
     with fk.deterministic():
         torch.manual_seed(0)
@@ -123,8 +140,9 @@ def test_a_cpu_has_no_graphs(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["counted", "collected", "outlived"])
 def test_a_native_graph_that_is_let_go_does_not_end_a_capture(how):
-    """Its memory is freed and its graph destroyed, perhaps by the collector, while torch captures on this thread. A gradient that
-    it has left keeps its memory, which goes with the gradient, in a cycle: "outlived"."""
+    """Its memory is freed and its graph destroyed, perhaps by the collector, while torch captures on this
+    thread. A gradient that it has left keeps its memory, which goes with the gradient, in a cycle:
+    "outlived"."""
     layers = fk.nn.Sequential(*[fk.nn.Linear(K, K, device="cuda") for _ in range(3)])
     x, given = fk.tensor(np.ones((ROWS, K), np.float32), device="cuda"), torch.ones(4, device="cuda")
 

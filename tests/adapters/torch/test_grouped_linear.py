@@ -12,7 +12,12 @@ from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 
 K, N, SPLITS = 32, 48, [16, 0, 5, 32]
-RECIPES = {"plain": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+RECIPES = {
+    "plain": None,
+    "delayed": DelayedScaling(amax_history_len=3),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -58,7 +63,9 @@ def test_equals_one_linear_for_each_group(place, recipe, micro):
             if recipe == "delayed" and rows:
                 for state, slots in (("scaling_fwd", 3), ("scaling_bwd", 2)):
                     mine, own = grouped.fp8_meta[state], single.fp8_meta[state]
-                    assert_same_bits(f"{state} of {i}", bits(mine.scale[slots * i : slots * i + slots]), bits(own.scale))
+                    assert_same_bits(
+                        f"{state} of {i}", bits(mine.scale[slots * i : slots * i + slots]), bits(own.scale)
+                    )
                     history = mine.amax_history[:, slots * i : slots * i + slots]
                     assert_same_bits(f"{state} history of {i}", bits(history), bits(own.amax_history))
 
@@ -69,8 +76,10 @@ def test_high_precision_against_float64(place):
     y = grouped(x, SPLITS)
     start = 0
     for i, rows in enumerate(SPLITS):
-        part, w, b = (t.detach().double().cpu().numpy() for t in (x[start : start + rows], getattr(grouped, f"weight{i}"),
-                                                                  getattr(grouped, f"bias{i}")))
+        part, w, b = (
+            t.detach().double().cpu().numpy()
+            for t in (x[start : start + rows], getattr(grouped, f"weight{i}"), getattr(grouped, f"bias{i}"))
+        )
         slack = sum_slack(np.abs(part) @ np.abs(w.T) + np.abs(b), K)
         assert_close(f"group {i}", bits(y[start : start + rows]), part @ w.T + b, "float32", slack)
         start += rows
@@ -86,11 +95,16 @@ def test_calibration_returned_biases_and_checkpoints(place):
     assert [b is getattr(grouped, f"bias{i}") for i, b in enumerate(biases)] == [True] * len(SPLITS)
     for i, (single, rows) in enumerate(zip(singles, SPLITS, strict=True)):
         if rows:
-            assert_same_bits(f"scales {i}", bits(grouped.fp8_meta["scaling_fwd"].scale[3 * i : 3 * i + 3]),
-                             bits(single.fp8_meta["scaling_fwd"].scale))
+            assert_same_bits(
+                f"scales {i}",
+                bits(grouped.fp8_meta["scaling_fwd"].scale[3 * i : 3 * i + 3]),
+                bits(single.fp8_meta["scaling_fwd"].scale),
+            )
     other, _ = pair(place, return_bias=True)
     other.load_state_dict(grouped.state_dict())
-    assert_same_bits("loaded", bits(other.fp8_meta["scaling_fwd"].scale), bits(grouped.fp8_meta["scaling_fwd"].scale))
+    assert_same_bits(
+        "loaded", bits(other.fp8_meta["scaling_fwd"].scale), bits(grouped.fp8_meta["scaling_fwd"].scale)
+    )
     assert {n for n in grouped.state_dict() if "weight" in n} == {f"weight{i}" for i in range(len(SPLITS))}
 
 
@@ -101,7 +115,10 @@ def test_compiled_it_is_the_same(place, recipe):
     other.load_state_dict(eager.state_dict())
     call = torch.compile(other, fullgraph=True, backend="aot_eager")
     for _ in range(3):
-        x, g = torch.randn(sum(SPLITS), K, device=place, requires_grad=True), torch.randn(sum(SPLITS), N, device=place)
+        x, g = (
+            torch.randn(sum(SPLITS), K, device=place, requires_grad=True),
+            torch.randn(sum(SPLITS), N, device=place),
+        )
         twin = x.detach().clone().requires_grad_()
         for module, function, given in ((eager, eager, x), (other, call, twin)):
             module.zero_grad()
@@ -119,12 +136,18 @@ def test_compiled_it_calibrates_and_refuses_what_it_cannot_do(place):
     eager, _ = pair(place)
     other, _ = pair(place)
     other.load_state_dict(eager.state_dict())
-    call, x = torch.compile(other, fullgraph=True, backend="aot_eager"), torch.randn(sum(SPLITS), K, device=place)
+    call, x = (
+        torch.compile(other, fullgraph=True, backend="aot_eager"),
+        torch.randn(sum(SPLITS), K, device=place),
+    )
     with torch.no_grad(), autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
         assert_same_bits("y", bits(call(x, SPLITS)), bits(eager(x, SPLITS)))
     assert_same_bits("state", other.get_extra_state().numpy(), eager.get_extra_state().numpy())
     assert float(eager.fp8_meta["scaling_fwd"].scale[0]) != 1
-    with autocast(recipe=RECIPES["current"]), pytest.raises(Exception, match="is_first_microbatch of GroupedLinear is not supported"):
+    with (
+        autocast(recipe=RECIPES["current"]),
+        pytest.raises(Exception, match="is_first_microbatch of GroupedLinear is not supported"),
+    ):
         call(x, SPLITS, True)
     fused, _ = pair(place, fuse_wgrad_accumulation=True)
     with pytest.raises(Exception, match="fuse_wgrad_accumulation is not supported within"):
@@ -171,8 +194,12 @@ def test_weights_in_fp8(place, recipe):
     for i, (got, want) in enumerate(zip(*found, strict=True)):
         assert_same_bits(f"result {i}", bits(got), bits(want))
     y = held(x, SPLITS)
-    rows = torch.cat([part @ getattr(held, f"weight{i}").dequantize().t() + getattr(held, f"bias{i}")
-                      for i, part in enumerate(x.split(SPLITS))])
+    rows = torch.cat(
+        [
+            part @ getattr(held, f"weight{i}").dequantize().t() + getattr(held, f"bias{i}")
+            for i, part in enumerate(x.split(SPLITS))
+        ]
+    )
     torch.testing.assert_close(y, rows, rtol=2.0**-10, atol=2.0**-10)  # a GPU may round to TF32's 11 bits
     with pytest.raises(Exception, match="quantized_model_init is not supported within"):
         torch.compile(held, fullgraph=True, backend="aot_eager")(x, SPLITS)

@@ -1,4 +1,5 @@
-"""What an eager FP8 step costs the host beside kernels and torch: in calls of functions, which a busy machine does not change."""
+"""What an eager FP8 step costs the host beside kernels and torch: in calls of functions, which a busy machine
+does not change."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from fp8kit.backends.protocol import Kernels
 
 from .twins import RECIPES
 
-# (module, recipe) -> calls of Python and C functions that forward, backward and the updates of the state may take. A call takes about a
-# quarter of a microsecond. On a GPU an operation's own calls, about half of these, are passed over where its addresses are known.
+# (module, recipe) -> calls of Python and C functions that forward, backward and the updates of the state may
+# take. A call takes about a quarter of a microsecond. On a GPU an operation's own calls, about half of these,
+# are passed over where its addresses are known.
 MOST = {("Linear", "delayed"): 367, ("Linear", "current"): 336, ("LayerNormMLP", "delayed"): 545}
 
 
@@ -35,11 +37,15 @@ def test_calls_of_a_step(kind, recipe, monkeypatch):
     kernels, calls, launched = dispatch.kernels(arrays.CPU), [], []
     for name in dir(Kernels):
         if not name.startswith("_") and not name.endswith("workspace"):
-            monkeypatch.setattr(kernels, name, lambda *arguments, name=name: launched.append(name), raising=False)
+            monkeypatch.setattr(
+                kernels, name, lambda *arguments, name=name: launched.append(name), raising=False
+            )
     gc.collect()
     gc.disable()  # what other tests left behind is not this step's
     before = sys.getprofile()
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    sys.setprofile(
+        lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None
+    )
     try:
         step()
     finally:

@@ -1,4 +1,5 @@
-"""transformers' models in FP8: converted in place, trained by its Trainer and by accelerate, the FP8 products counted."""
+"""transformers' models in FP8: converted in place, trained by its Trainer and by accelerate, the FP8 products
+counted."""
 
 from __future__ import annotations
 
@@ -32,12 +33,37 @@ from fp8kit.testing.compare import assert_same_bits, relative_error
 from tests.house.source import ROOT
 
 VOCABULARY, LENGTH, STEPS, LAYERS = 64, 16, 4, 2
-_GPT2 = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=LAYERS, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-                   attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
-_LLAMA = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-                     num_key_value_heads=2, max_position_embeddings=LENGTH)
-_BERT = BertConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, intermediate_size=64,
-                   hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=LENGTH)
+_GPT2 = GPT2Config(
+    vocab_size=VOCABULARY,
+    n_positions=LENGTH,
+    n_embd=32,
+    n_layer=LAYERS,
+    n_head=2,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+_LLAMA = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=LENGTH,
+)
+_BERT = BertConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=2,
+    intermediate_size=64,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    max_position_embeddings=LENGTH,
+)
 
 # name -> (class, config, its linear layers, its norms)
 MODELS = {
@@ -45,8 +71,11 @@ MODELS = {
     "llama": (LlamaForCausalLM, _LLAMA, 7 * LAYERS + 1, 2 * LAYERS + 1),
     "bert": (BertForMaskedLM, _BERT, 6 * LAYERS + 2, 2 * LAYERS + 2),
 }
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning"),
-              pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
 
 
 def make(name):
@@ -87,8 +116,18 @@ def losses_of(trainer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_trains_in_fp8(name, tmp_path, products):
-    options = {"output_dir": str(tmp_path), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
-               "use_cpu": True, "save_strategy": "no", "learning_rate": 1e-2, "disable_tqdm": True, "seed": 1}
+    options = {
+        "output_dir": str(tmp_path),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "disable_tqdm": True,
+        "seed": 1,
+    }
     plain = losses_of(Trainer(make(name), TrainingArguments(**options), train_dataset=batches()))
     assert not products
     model = convert(make(name))
@@ -106,24 +145,53 @@ def test_trainer_trains_in_fp8(name, tmp_path, products):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainers_gradient_checkpointing_recomputes_in_fp8(name, tmp_path, products):
-    options = {"output_dir": str(tmp_path), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
-               "use_cpu": True, "save_strategy": "no", "learning_rate": 1e-2, "disable_tqdm": True, "seed": 1}
-    ways = [{}, *({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs} for kwargs in
-                  (None, {"use_reentrant": True}, {"use_reentrant": False, "context_fn": checkpoint_contexts}))]
+    options = {
+        "output_dir": str(tmp_path),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    ways = [
+        {},
+        *(
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+            for kwargs in (
+                None,
+                {"use_reentrant": True},
+                {"use_reentrant": False, "context_fn": checkpoint_contexts},
+            )
+        ),
+    ]
     losses, counts = [], []
     for further in ways:
         products.clear()
-        losses.append(losses_of(Fp8Trainer(convert(make(name)), TrainingArguments(**options, **further), train_dataset=batches())))
+        losses.append(
+            losses_of(
+                Fp8Trainer(
+                    convert(make(name)), TrainingArguments(**options, **further), train_dataset=batches()
+                )
+            )
+        )
         counts.append(len(products))
     assert all(found == losses[0] for found in losses)
-    inner = (MODELS[name][2] - (2 if name == "bert" else 1)) // LAYERS  # linear layers of a block, which is what is recomputed
+    # linear layers of a block, which is what is recomputed
+    inner = (MODELS[name][2] - (2 if name == "bert" else 1)) // LAYERS
     assert all(count - counts[0] == inner * LAYERS * STEPS for count in counts[1:])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_and_reverted(name, tmp_path):
     model = make(name).eval()
-    before, ids = {n: p.data_ptr() for n, p in model.named_parameters()}, torch.arange(LENGTH)[None] % VOCABULARY
+    before, ids = (
+        {n: p.data_ptr() for n, p in model.named_parameters()},
+        torch.arange(LENGTH)[None] % VOCABULARY,
+    )
     state = {n: t.clone() for n, t in model.state_dict().items()}
     with torch.no_grad():
         wanted = model(ids).logits
@@ -133,7 +201,9 @@ def test_converted_and_reverted(name, tmp_path):
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert_same_bits("reverted", revert(model)(ids).logits.numpy(), wanted.numpy())
-        assert_same_bits("loaded", type(model).from_pretrained(tmp_path).eval()(ids).logits.numpy(), wanted.numpy())
+        assert_same_bits(
+            "loaded", type(model).from_pretrained(tmp_path).eval()(ids).logits.numpy(), wanted.numpy()
+        )
     for key, tensor in model.state_dict().items():
         assert_same_bits(key, tensor.numpy(), state[key].numpy())
     if name == "gpt2":
@@ -144,7 +214,9 @@ def test_converted_and_reverted(name, tmp_path):
 def test_accelerate_trains_in_fp8(name, products):
     accelerator = Accelerator(cpu=True)
     model = convert(make(name), lambda module, path: path not in ("lm_head", "cls.predictions.decoder"))
-    model, opt, loader = accelerator.prepare(model, FusedAdam(model.parameters(), lr=1e-2), torch.utils.data.DataLoader(batches(), 2))
+    model, opt, loader = accelerator.prepare(
+        model, FusedAdam(model.parameters(), lr=1e-2), torch.utils.data.DataLoader(batches(), 2)
+    )
     losses = []
     for batch in loader:
         with autocast(recipe=DelayedScaling(amax_history_len=4)):
@@ -217,7 +289,8 @@ ACCELERATE = """
 
 @pytest.fixture(scope="module")
 def accelerated():
-    """Handler -> the traceback of what failed with it, of one process for both: the imports take longer than the trainings."""
+    """Handler -> the traceback of what failed with it, of one process for both: the imports take longer than
+    the trainings."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])}
     command = [sys.executable, "-c", textwrap.dedent(ACCELERATE), json.dumps(HANDLERS)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)

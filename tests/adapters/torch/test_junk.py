@@ -1,5 +1,5 @@
-"""Every argument of every public name of the torch door, given what it cannot be: the call works all the same, or is refused by an error of
-the right kind, with nothing changed."""
+"""Every argument of every public name of the torch door, given what it cannot be: the call works all the
+same, or is refused by an error of the right kind, with nothing changed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,46 @@ from tests.properties.conftest import FACTOR
 
 W = torch.linspace(-2, 2, 12).reshape(3, 4)
 JUNK = {
-    "None": None, "a word": "word", "-1": -1, "0": 0, "1.5": 1.5, "nan": float("nan"), "inf": float("inf"), "2**70": 2**70, "True": True,
-    "()": (), "[]": [], "{}": {}, "object": object(), "np.float64": np.float64(0.5), "1j": 1j, "array": np.zeros((2, 3), np.float32),
-    "[1, a]": [1, "a"], "(1, 2, 3)": (1, 2, 3), "{a: 1}": {"a": 1}, "a dtype": torch.float64, "a device": torch.device("cuda:99"),
-    "int8": torch.int8, "tensor": W, "meta": torch.zeros(3, 4, device="meta"), "empty": torch.zeros(0, 4), "float64": W.double(),
-    "int64": torch.ones(3, 4, dtype=torch.int64), "bool": W > 0, "complex": W + 0j, "turned": W.t(), "()-tensor": torch.tensor(1.5),
-    "grad": W.clone().requires_grad_(), "sparse": W.to_sparse(), "half": W.half(), "NaNs": torch.full((3, 4), float("nan")),
-    "5-d": torch.zeros(1, 1, 1, 1, 1), "strings": ["a", "b"], "[tensor]": [W], "a module": torch.nn.Identity(),
-}  # fmt: skip
+    "None": None,
+    "a word": "word",
+    "-1": -1,
+    "0": 0,
+    "1.5": 1.5,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "2**70": 2**70,
+    "True": True,
+    "()": (),
+    "[]": [],
+    "{}": {},
+    "object": object(),
+    "np.float64": np.float64(0.5),
+    "1j": 1j,
+    "array": np.zeros((2, 3), np.float32),
+    "[1, a]": [1, "a"],
+    "(1, 2, 3)": (1, 2, 3),
+    "{a: 1}": {"a": 1},
+    "a dtype": torch.float64,
+    "a device": torch.device("cuda:99"),
+    "int8": torch.int8,
+    "tensor": W,
+    "meta": torch.zeros(3, 4, device="meta"),
+    "empty": torch.zeros(0, 4),
+    "float64": W.double(),
+    "int64": torch.ones(3, 4, dtype=torch.int64),
+    "bool": W > 0,
+    "complex": W + 0j,
+    "turned": W.t(),
+    "()-tensor": torch.tensor(1.5),
+    "grad": W.clone().requires_grad_(),
+    "sparse": W.to_sparse(),
+    "half": W.half(),
+    "NaNs": torch.full((3, 4), float("nan")),
+    "5-d": torch.zeros(1, 1, 1, 1, 1),
+    "strings": ["a", "b"],
+    "[tensor]": [W],
+    "a module": torch.nn.Identity(),
+}
 ALLOWED = (Fp8kitError, NotImplementedError)
 
 
@@ -31,8 +63,11 @@ def state_of(value):
     """The bytes of the tensors in an argument, of a module its parameters and its FP8 state."""
     if isinstance(value, torch.nn.Module):
         found = {name: state_of(t) for name, t in [*value.named_parameters(), *value.named_buffers()]}
-        return found | {f"{name}.fp8": [state_of(p) for state in m.fp8_meta.values() for p in state.parts]
-                        for name, m in value.named_modules() if hasattr(m, "fp8_meta")}  # fmt: skip
+        return found | {
+            f"{name}.fp8": [state_of(p) for state in m.fp8_meta.values() for p in state.parts]
+            for name, m in value.named_modules()
+            if hasattr(m, "fp8_meta")
+        }
     if isinstance(value, torch.optim.Optimizer):
         return state_of([value.state_dict(), [p for group in value.param_groups for p in group["params"]]])
     if isinstance(value, dict):
@@ -40,7 +75,11 @@ def state_of(value):
     if isinstance(value, list | tuple):
         return [state_of(part) for part in value]
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-        return (value.dtype, value.shape, value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return (
+            value.dtype,
+            value.shape,
+            value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, ft.InferenceParams):
         return {name: state_of(part) for name, part in vars(value).items()}
     return repr(value) if isinstance(value, int | float | str | bytes | None) else None
@@ -51,7 +90,9 @@ STEP = 1 if FACTOR else 3  # every how many of them in the default run, others f
 
 def chosen(place):
     """The junk for an argument by its place: None, and some of the rest, or all of it."""
-    return {label: junk for i, (label, junk) in enumerate(JUNK.items()) if i == 0 or (i + place) % STEP == 0}.items()
+    return {
+        label: junk for i, (label, junk) in enumerate(JUNK.items()) if i == 0 or (i + place) % STEP == 0
+    }.items()
 
 
 def spoilt(name):
@@ -74,7 +115,9 @@ def complaint(name, argument, label, run, given):
         if state_of(given) != before:
             return f"{name}: {argument}={label}: refused after a change"
         said = str(error)
-        if not re.match(r"[\w.]+: .+: got .*, expected ", said, re.DOTALL) and not isinstance(error, NotImplementedError):
+        if not re.match(r"[\w.]+: .+: got .*, expected ", said, re.DOTALL) and not isinstance(
+            error, NotImplementedError
+        ):
             return f"{name}: {argument}={label}: said {said!r}"
     except Exception as error:
         return f"{name}: {argument}={label}: {type(error).__name__} {str(error)[:120]!r}"

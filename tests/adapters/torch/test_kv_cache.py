@@ -1,4 +1,5 @@
-"""Attention over a cache as torch ops, and under ``torch.compile``: the eager bits, and no compilation for a longer cache."""
+"""Attention over a cache as torch ops, and under ``torch.compile``: the eager bits, and no compilation for a
+longer cache."""
 
 from __future__ import annotations
 
@@ -18,19 +19,28 @@ from fp8kit.ops.attention import AttentionSpec
 from .twins import KINDS, RECIPES, WIDTH, same
 
 PAGED = {"is_paged": True, "total_num_pages": 33, "page_size": 5}
-# prompts, steps of one token, one that joins and one that ends; on to where more of the cache is read at once (``kv_steps``)
+# prompts, steps of one token, one that joins and one that ends; on to where more of the cache is read at once
+# (``kv_steps``)
 STEPS = [{"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 2, "a": 1, "c": 60}, *[{"c": 1, "b": 1}] * 7]
 
 
 def layer_of(form, device):
     mask = "padding_causal" if form == "thd" else "causal"
-    options = KINDS["TransformerLayer"] | {"attn_input_format": form, "fuse_qkv_params": True, "self_attn_mask_type": mask}
+    options = KINDS["TransformerLayer"] | {
+        "attn_input_format": form,
+        "fuse_qkv_params": True,
+        "self_attn_mask_type": mask,
+    }
     return ft.TransformerLayer(**options, layer_number=1, device=device)
 
 
 def tokens(form, step, device):
     longest, count = max(step.values()), len(step)
-    shape = {"sbhd": (longest, count, WIDTH), "bshd": (count, longest, WIDTH), "thd": (sum(step.values()), WIDTH)}[form]
+    shape = {
+        "sbhd": (longest, count, WIDTH),
+        "bshd": (count, longest, WIDTH),
+        "thd": (sum(step.values()), WIDTH),
+    }[form]
     return torch.randn(shape, device=device)
 
 
@@ -42,9 +52,14 @@ def same_caches(got, want):
 
 @pytest.mark.parametrize(
     ("form", "paged", "recipe", "backend"),
-    [("sbhd", {}, "current", "aot_eager"), ("bshd", PAGED, "delayed", "aot_eager"), ("thd", {}, "current", "aot_eager"),
-     ("thd", PAGED, "high", "aot_eager"), ("sbhd", PAGED, "current", "inductor")],
-)  # fmt: skip
+    [
+        ("sbhd", {}, "current", "aot_eager"),
+        ("bshd", PAGED, "delayed", "aot_eager"),
+        ("thd", {}, "current", "aot_eager"),
+        ("thd", PAGED, "high", "aot_eager"),
+        ("sbhd", PAGED, "current", "inductor"),
+    ],
+)
 def test_compiled_steps_are_the_eager_ones(device, form, paged, recipe, backend):
     layer = layer_of(form, device)
     angles = ft.RotaryPositionEmbedding(12, device=device)(80)
@@ -67,8 +82,11 @@ def test_compiled_steps_are_the_eager_ones(device, form, paged, recipe, backend)
     for cache in copied:
         cache.pre_step(STEPS[-1])
     with torch.no_grad():
-        same(function(x, inference_params=copied[1], rotary_pos_emb=angles), layer(x, inference_params=copied[0], rotary_pos_emb=angles),
-             "a copy")  # fmt: skip
+        same(
+            function(x, inference_params=copied[1], rotary_pos_emb=angles),
+            layer(x, inference_params=copied[0], rotary_pos_emb=angles),
+            "a copy",
+        )
     same_caches(copied[1], copied[0])
     assert caches[1].sequences != copied[1].sequences
 
@@ -82,7 +100,11 @@ def test_eager_and_compiled_steps_take_turns(device):
         for cache in caches:
             cache.pre_step(step)
         with torch.no_grad():
-            same((function, layer)[number % 2](x, inference_params=caches[1]), layer(x, inference_params=caches[0]), step)
+            same(
+                (function, layer)[number % 2](x, inference_params=caches[1]),
+                layer(x, inference_params=caches[0]),
+                step,
+            )
     same_caches(caches[1], caches[0])
 
 
@@ -98,15 +120,23 @@ def test_what_compiled_steps_refuse(device):
             function(x, inference_params=cache)
         cache.pre_step({"a": 3})
         cache.pre_step({"a": 3})
-        with pytest.raises(ShapeError, match=r"got 1, whose cache holds 3 of sequence 'a', expected the 6 tokens before this step"):
+        with pytest.raises(
+            ShapeError,
+            match=r"got 1, whose cache holds 3 of sequence 'a', expected the 6 tokens before this step",
+        ):
             function(x, inference_params=cache)
         cache.reset()
         cache.pre_step({"a": 3})
-        with pytest.raises(ShapeError, match=r"layers: got batch 1 and 2 positions, expected batch 1 and at least 3 positions"):
+        with pytest.raises(
+            ShapeError,
+            match=r"layers: got batch 1 and 2 positions, expected batch 1 and at least 3 positions",
+        ):
             function(x[:, :2], inference_params=cache)
         function(x, inference_params=cache)
     cache.pre_step({"a": 3})
-    with pytest.raises(Exception, match="a tensor that requires a gradient, expected inference under no_grad"):
+    with pytest.raises(
+        Exception, match="a tensor that requires a gradient, expected inference under no_grad"
+    ):
         function(x, inference_params=cache)
     assert cache._stepped == set()
     with pytest.raises(AutogradError):
@@ -115,14 +145,36 @@ def test_what_compiled_steps_refuse(device):
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_opcheck(device, form, monkeypatch):
-    params = ft.InferenceParams(3, 20, 2, 8, torch.float32, is_paged=True, total_num_pages=20, page_size=4, qkv_format=form, device=device)
+    params = ft.InferenceParams(
+        3,
+        20,
+        2,
+        8,
+        torch.float32,
+        is_paged=True,
+        total_num_pages=20,
+        page_size=4,
+        qkv_format=form,
+        device=device,
+    )
     params.pre_step({"a": 5, "b": 3})
-    q, k, v = (tokens(form, {"a": 5, "b": 3}, device)[..., : heads * 8].unflatten(-1, (heads, 8)).clone() for heads in (4, 2, 2))
+    q, k, v = (
+        tokens(form, {"a": 5, "b": 3}, device)[..., : heads * 8].unflatten(-1, (heads, 8)).clone()
+        for heads in (4, 2, 2)
+    )
     given = params.inputs(1, 2, (8, 8), params.dtype)
     caches = [given.pop("k_cache").zero_(), given.pop("v_cache").zero_()]
     inputs = {"q": q, "k": k, "v": v} | {name: tensor.clone() for name, tensor in given.items()}
-    spec = AttentionSpec(4, 8, 2, form, "padding_causal_bottom_right", layout="separate", max_seqlen_q=LONGEST[0],
-                         max_seqlen_kv=LONGEST[1])
+    spec = AttentionSpec(
+        4,
+        8,
+        2,
+        form,
+        "padding_causal_bottom_right",
+        layout="separate",
+        max_seqlen_q=LONGEST[0],
+        max_seqlen_kv=LONGEST[1],
+    )
     text = call("cached_attention", spec, (*inputs, "k_cache", "v_cache")).text
     with monkeypatch.context() as patched:
         patched.setattr(params, "stepped", lambda number: None)  # the checks take the step several times
@@ -134,9 +186,27 @@ def test_opcheck(device, form, monkeypatch):
 
     o = cached_attention_(list(inputs.values()), *caches, longest, text)
     with torch.no_grad():
-        core = ft.DotProductAttention(4, 8, 2, qkv_format=form, attn_mask_type="padding_causal" if form == "thd" else "causal",
-                                      layer_number=1, device=device)
-        own = ft.InferenceParams(3, 20, 2, 8, torch.float32, is_paged=True, total_num_pages=20, page_size=4, qkv_format=form, device=device)
+        core = ft.DotProductAttention(
+            4,
+            8,
+            2,
+            qkv_format=form,
+            attn_mask_type="padding_causal" if form == "thd" else "causal",
+            layer_number=1,
+            device=device,
+        )
+        own = ft.InferenceParams(
+            3,
+            20,
+            2,
+            8,
+            torch.float32,
+            is_paged=True,
+            total_num_pages=20,
+            page_size=4,
+            qkv_format=form,
+            device=device,
+        )
         own.pre_step({"a": 5, "b": 3})
         same(o, core(q, k, v, inference_params=own), "o")
     params.stepped(1)
@@ -146,7 +216,9 @@ def test_opcheck(device, form, monkeypatch):
 def test_what_the_host_reads_stays_with_it():
     """Whatever torch's default device is."""
     with torch.device("meta"):
-        params = ft.InferenceParams(2, 16, 4, WIDTH // 4, qkv_format="bshd", device="cpu", dtype=torch.float32)
+        params = ft.InferenceParams(
+            2, 16, 4, WIDTH // 4, qkv_format="bshd", device="cpu", dtype=torch.float32
+        )
         state = ft.Linear(16, 16, device="cpu").fp8_meta
     assert params.handle.device.type == "cpu"
     assert all(kept.handle.device.type == "cpu" for kept in state.values())
@@ -155,7 +227,11 @@ def test_what_the_host_reads_stays_with_it():
 def test_a_handle_of_nothing():
     params = ft.InferenceParams(1, 4, qkv_format="bshd", device="cpu")
     handle = params.handle
-    text = call("cached_attention", AttentionSpec(2, 8, 2, "bshd", "padding", max_seqlen_kv=1), ("q", "k", "v")).text
+    text = call(
+        "cached_attention", AttentionSpec(2, 8, 2, "bshd", "padding", max_seqlen_kv=1), ("q", "k", "v")
+    ).text
     del params
-    with pytest.raises(ArgumentError, match=r"^take_step_: handle: got \d+, expected InferenceParams that are alive"):
+    with pytest.raises(
+        ArgumentError, match=r"^take_step_: handle: got \d+, expected InferenceParams that are alive"
+    ):
         take_step_(torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1, 2, 8), handle, 1, text)

@@ -1,5 +1,5 @@
-"""Memory of a step through the torch door: large buffers come when they are first asked for and go as soon as they are no longer needed,
-with the same bits."""
+"""Memory of a step through the torch door: large buffers come when they are first asked for and go as soon as
+they are no longer needed, with the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def apart(monkeypatch):
 
 def most_of(step):
     """The most that torch's CPU allocator gives out during ``step``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         step()
     held = most = 0
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
@@ -38,10 +40,16 @@ def most_of(step):
 
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
 def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
-    """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step allocates."""
+    """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step
+    allocates."""
     peaks.hollow(monkeypatch)
-    sizes, inits = (peaks.HIDDEN, peaks.FFN, peaks.HEADS), {"init_method": lambda t: t, "output_layer_init_method": lambda t: t}
-    layer = ft.TransformerLayer(*sizes, params_dtype=torch.bfloat16, device="cpu", hidden_dropout=0.0, attention_dropout=0.0, **inits)
+    sizes, inits = (
+        (peaks.HIDDEN, peaks.FFN, peaks.HEADS),
+        {"init_method": lambda t: t, "output_layer_init_method": lambda t: t},
+    )
+    layer = ft.TransformerLayer(
+        *sizes, params_dtype=torch.bfloat16, device="cpu", hidden_dropout=0.0, attention_dropout=0.0, **inits
+    )
     x, dy = (torch.empty(peaks.SEQUENCE, peaks.BATCH, peaks.HIDDEN, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
 
@@ -62,7 +70,8 @@ def layer_of(kind, device, **options):
 
 
 def steps(layer, recipe, device, call=None, walks=(True, False)):
-    """Bits of the output and of all gradients, a list for each walk of two steps; ``walks``: whether each one keeps the graph."""
+    """Bits of the output and of all gradients, a list for each walk of two steps; ``walks``: whether each one
+    keeps the graph."""
     found = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -78,10 +87,17 @@ def steps(layer, recipe, device, call=None, walks=(True, False)):
     return found
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("Linear", {}), ("LayerNormLinear", {}), ("LayerNormMLP", {}), ("LayerNormMLP", {"checkpoint": True}),
-    ("TransformerLayer", {"hidden_dropout": 0.1}),
-], ids=["linear", "split", "mlp", "recompute", "layer"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Linear", {}),
+        ("LayerNormLinear", {}),
+        ("LayerNormMLP", {}),
+        ("LayerNormMLP", {"checkpoint": True}),
+        ("TransformerLayer", {"hidden_dropout": 0.1}),
+    ],
+    ids=["linear", "split", "mlp", "recompute", "layer"],
+)
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
 def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, apart):
     want = steps(layer_of(kind, device, **options), recipe, device)
@@ -106,7 +122,9 @@ def test_recomputation_gives_the_same_bits(device, reentrant, apart):
 def test_compiled_layers_give_the_bits_of_eager_ones(device, apart):
     apart()
     want = steps(layer_of("LayerNormMLP", device), "current", device)
-    assert steps(torch.compile(layer_of("LayerNormMLP", device), backend="aot_eager"), "current", device) == want
+    assert (
+        steps(torch.compile(layer_of("LayerNormMLP", device), backend="aot_eager"), "current", device) == want
+    )
 
 
 def test_main_grad_goes_on_where_it_lies(device, apart):
@@ -156,7 +174,8 @@ def test_a_second_backward_through_what_is_gone_is_torchs_own_error(apart, monke
 
 
 def test_memory_goes_back_within_backward(apart, monkeypatch):
-    """While fc1's weight gradient is computed nobody holds fc1's output any more, nor what fc2's products read."""
+    """While fc1's weight gradient is computed nobody holds fc1's output any more, nor what fc2's products
+    read."""
     apart()
     layer, x = layer_of("LayerNormMLP", "cpu"), torch.randn(16, 48, requires_grad=True)
     seen, backward = [], Buffers.__setitem__

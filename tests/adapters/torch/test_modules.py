@@ -18,9 +18,13 @@ from .twins import RECIPES, WIDTH, batches, numpy_of, same, scope, torch_step, t
 def test_wrong_input_is_refused_before_anything_runs(device, scaled):
     layer = ft.Linear(WIDTH, 56, device=device)
     with ft.autocast(enabled=scaled, recipe=RECIPES["delayed"]):
-        with pytest.raises(ShapeError, match=r"Linear: inp: got shape \(4, 47\), expected a last dimension of 48"):
+        with pytest.raises(
+            ShapeError, match=r"Linear: inp: got shape \(4, 47\), expected a last dimension of 48"
+        ):
             layer(torch.ones(4, 47, device=device))
-        with pytest.raises(FormatError, match=r"linear: inp: got float16, expected float32, as weight: cast inp"):
+        with pytest.raises(
+            FormatError, match=r"linear: inp: got float16, expected float32, as weight: cast inp"
+        ):
             layer(torch.ones(4, WIDTH, device=device, dtype=torch.float16))
         with pytest.raises(FormatError, match=r"got (torch\.)?complex64, expected"):
             layer(torch.ones(4, WIDTH, device=device, dtype=torch.complex64))
@@ -58,7 +62,10 @@ def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
     moved = rf"inp: got device {place}, expected device {device}.*, as layer_norm_weight: move inp"
     with pytest.raises(BackendError, match=moved), scope(ft, RECIPES[recipe]):
         layer(torch.ones(4, WIDTH, device=place), is_first_microbatch=first)
-    with pytest.raises(FormatError, match=r"inp: got float16, expected float32, as layer_norm_weight: cast"), scope(ft, RECIPES[recipe]):
+    with (
+        pytest.raises(FormatError, match=r"inp: got float16, expected float32, as layer_norm_weight: cast"),
+        scope(ft, RECIPES[recipe]),
+    ):
         layer(torch.ones(4, WIDTH, dtype=torch.float16, device=device), is_first_microbatch=first)
     for name, parts in before.items():
         for got, want in zip(layer.fp8_meta[name].parts, parts, strict=True):
@@ -68,11 +75,23 @@ def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"self_attn_mask_type": "caucal"}, r"attn_mask_type: got 'caucal', expected one of no_mask, causal,"),
+        (
+            {"self_attn_mask_type": "caucal"},
+            r"attn_mask_type: got 'caucal', expected one of no_mask, causal,",
+        ),
         ({"window_size": (2,)}, r"window_size: got \(2,\), expected \(left, right\)"),
-        ({"core_attention_bias_type": "scale"}, r"core_attention_bias_type: got 'scale', expected one of no_bias,"),
-        ({"attention_mask": torch.zeros(1, 1, 5, 5, dtype=torch.bool)}, r"attention_mask: got a tensor, expected None with 'causal'"),
-        ({"encoder_output": torch.zeros(5, 3, WIDTH)}, r"encoder_output: got a tensor, expected None with layer_type 'encoder'"),
+        (
+            {"core_attention_bias_type": "scale"},
+            r"core_attention_bias_type: got 'scale', expected one of no_bias,",
+        ),
+        (
+            {"attention_mask": torch.zeros(1, 1, 5, 5, dtype=torch.bool)},
+            r"attention_mask: got a tensor, expected None with 'causal'",
+        ),
+        (
+            {"encoder_output": torch.zeros(5, 3, WIDTH)},
+            r"encoder_output: got a tensor, expected None with layer_type 'encoder'",
+        ),
     ],
     ids=["mask type", "window", "bias", "mask", "encoder"],
 )
@@ -94,7 +113,10 @@ def test_an_unknown_mask_type_in_a_constructor():
 @pytest.mark.parametrize(("blocks", "have", "least"), [(False, (8, 6), "8.9"), (True, (8, 9), "9.0")])
 def test_a_gpu_without_fp8(monkeypatch, blocks, have, least):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: have)
-    with pytest.raises(BackendError, match=rf"linear: device: got cuda:0 of compute capability {have[0]}.{have[1]}, expected {least}"):
+    with pytest.raises(
+        BackendError,
+        match=rf"linear: device: got cuda:0 of compute capability {have[0]}.{have[1]}, expected {least}",
+    ):
         ready.want_fp8("linear", blocks, torch.device("cuda", 0))
     ready.want_fp8("linear", blocks, torch.device("cpu"))
 
@@ -152,8 +174,16 @@ def test_unknown_arguments():
 def test_names_of_parameters():
     layer = ft.TransformerLayer(WIDTH, 64, 4, device="cpu")
     names = {name for name, _ in layer.named_parameters()}
-    qkv = {f"layernorm_qkv.{part}_{what}" for part in ("query", "key", "value") for what in ("weight", "bias")}
-    own = {*qkv, "layernorm_qkv.layer_norm_weight", "layernorm_qkv.layer_norm_bias", "proj.weight", "proj.bias"}
+    qkv = {
+        f"layernorm_qkv.{part}_{what}" for part in ("query", "key", "value") for what in ("weight", "bias")
+    }
+    own = {
+        *qkv,
+        "layernorm_qkv.layer_norm_weight",
+        "layernorm_qkv.layer_norm_bias",
+        "proj.weight",
+        "proj.bias",
+    }
     mlp = {"layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"}
     assert names == {f"self_attention.{n}" for n in own} | {f"layernorm_mlp.{n}" for n in mlp}
 
@@ -193,8 +223,16 @@ def test_not_contiguous(device):
 
 def test_torch_autocast(device):
     ours, _ = twins("TransformerLayer", device)
-    lower = ft.TransformerLayer(WIDTH, 64, 4, num_gqa_groups=2, hidden_dropout=0, attention_dropout=0, device=device,
-                                params_dtype=torch.bfloat16)
+    lower = ft.TransformerLayer(
+        WIDTH,
+        64,
+        4,
+        num_gqa_groups=2,
+        hidden_dropout=0,
+        attention_dropout=0,
+        device=device,
+        params_dtype=torch.bfloat16,
+    )
     lower.load_state_dict(ours.state_dict())
     x = torch.randn(5, 3, WIDTH, device=device)
     with torch.autocast(device, torch.bfloat16):
@@ -232,7 +270,8 @@ def test_main_grad(device, recipe):
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
 @pytest.mark.parametrize("lower", [False, True], ids=["bfloat16", "autocast"])
 def test_main_grad_is_not_rounded_on_its_way(device, recipe, lower):
-    """float32 sums of products of bfloat16 operands: what float32 operands of the same values give, added in float32."""
+    """float32 sums of products of bfloat16 operands: what float32 operands of the same values give, added in
+    float32."""
     dtype = torch.float32 if lower else torch.bfloat16
     fused = ft.LayerNormLinear(WIDTH, 64, fuse_wgrad_accumulation=True, params_dtype=dtype, device=device)
     other = ft.LayerNormLinear(WIDTH, 64, params_dtype=dtype, device=device)
@@ -248,14 +287,24 @@ def test_main_grad_is_not_rounded_on_its_way(device, recipe, lower):
     found, rounded = fused.weight.main_grad - start, other.weight.grad.float()
     assert not torch.equal(found, found.bfloat16().float())  # it was never of 16 bits
     # one rounding to bfloat16 (2^-9), and float32's of adding what start is
-    torch.testing.assert_close(found, rounded, rtol=2.0**-8, atol=2.0**-23 * (start.abs().max() + rounded.abs().max()).item())
+    torch.testing.assert_close(
+        found, rounded, rtol=2.0**-8, atol=2.0**-23 * (start.abs().max() + rounded.abs().max()).item()
+    )
 
 
 def test_main_grad_that_does_not_fit(device):
-    layer, x = ft.Linear(WIDTH, 56, fuse_wgrad_accumulation=True, device=device), torch.randn(4, WIDTH, device=device)
-    for wrong in (torch.zeros(56, WIDTH, device=device, dtype=torch.float16), torch.zeros(WIDTH, 56, device=device).t()):
+    layer, x = (
+        ft.Linear(WIDTH, 56, fuse_wgrad_accumulation=True, device=device),
+        torch.randn(4, WIDTH, device=device),
+    )
+    for wrong in (
+        torch.zeros(56, WIDTH, device=device, dtype=torch.float16),
+        torch.zeros(WIDTH, 56, device=device).t(),
+    ):
         layer.weight.main_grad = wrong
-        with pytest.raises(Fp8kitError, match=r"weight0\.main_grad: got .*, expected contiguous torch\.float32 \(56, 48\)"):
+        with pytest.raises(
+            Fp8kitError, match=r"weight0\.main_grad: got .*, expected contiguous torch\.float32 \(56, 48\)"
+        ):
             layer(x)
     layer.weight.main_grad = torch.zeros(56, WIDTH, device=device)
     y = layer(x)
@@ -279,12 +328,16 @@ def test_cuda_without_cuda_is_one_error(monkeypatch):
         "TransformerLayer": lambda: ft.TransformerLayer(16, 16, 2, device="cuda"),
     }
     for name, make in makes.items():
-        with pytest.raises(BackendError, match=rf"^{name}: device: got cuda.*, expected a CUDA device, but .* device=\"cpu\""):
+        with pytest.raises(
+            BackendError, match=rf"^{name}: device: got cuda.*, expected a CUDA device, but .* device=\"cpu\""
+        ):
             make()
 
 
 def test_sequential_and_a_training_loop(device):
-    model = torch.nn.Sequential(ft.LayerNormLinear(WIDTH, 64, device=device), torch.nn.GELU(), ft.Linear(64, 4, device=device))
+    model = torch.nn.Sequential(
+        ft.LayerNormLinear(WIDTH, 64, device=device), torch.nn.GELU(), ft.Linear(64, 4, device=device)
+    )
     target, x = torch.randn(32, 4, device=device), torch.randn(32, WIDTH, device=device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
@@ -302,11 +355,13 @@ def test_sequential_and_a_training_loop(device):
 def test_second_derivatives_are_refused(device):
     ours, _ = twins("Linear", device)
     x = torch.randn(4, WIDTH, device=device, requires_grad=True)
-    for made in (ours(x).square().sum(), ours(x).sum()):  # the latter's cotangent requires no gradient, and dx depends on the weight
+    # the latter's cotangent requires no gradient, and dx depends on the weight
+    for made in (ours(x).square().sum(), ours(x).sum()):
         (grad,) = torch.autograd.grad(made, x, create_graph=True)
         with pytest.raises(RuntimeError, match="fp8kit_torch: gradients of gradients are not there"):
             (made + grad.square().sum()).backward()
-    with pytest.raises(RuntimeError, match="gradients of gradients"):  # would take what is not there for zeros
+    # would take what is not there for zeros
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
         torch.autograd.functional.hessian(lambda x: ours(x).square().sum(), x.detach())
     with pytest.raises(RuntimeError, match="gradients of gradients"):
         torch.autograd.functional.jvp(ours, x.detach(), x.detach())
@@ -325,30 +380,44 @@ def test_rope_alone(device):
     y = ft.apply_rotary_pos_emb(t, angles)
     a = angles[..., :2].double().cpu()
     left, right = t.double().cpu()[..., :2], t.double().cpu()[..., 2:4]
-    want = torch.cat([left * a.cos() - right * a.sin(), right * a.cos() + left * a.sin(), t.double().cpu()[..., 4:]], -1)
+    want = torch.cat(
+        [left * a.cos() - right * a.sin(), right * a.cos() + left * a.sin(), t.double().cpu()[..., 4:]], -1
+    )
     torch.testing.assert_close(y.double().cpu(), want, rtol=0, atol=4 * 2.0**-23 * t.abs().max().item())
     assert numpy_of(torch.autograd.grad(y.sum(), t)[0]).shape == (6, 2, 3, 8)
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel_attention_mlp": True}, {"layer_type": "decoder"}, {"output_layernorm": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"parallel_attention_mlp": True}, {"layer_type": "decoder"}, {"output_layernorm": True}]
+)
 def test_hooks_of_the_parts_of_a_layer_run(device, options):
     """Forward, before and after, and backward; what one returns in place of an input or an output is used."""
     torch.manual_seed(3)
-    layer = ft.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device=device, **options)
+    layer = ft.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device=device, **options
+    )
     x, seen = torch.randn(6, 2, 64, device=device, requires_grad=True), []
-    given = {"encoder_output": torch.randn(5, 2, 64, device=device)} if options.get("layer_type") == "decoder" else {}
+    given = (
+        {"encoder_output": torch.randn(5, 2, 64, device=device)}
+        if options.get("layer_type") == "decoder"
+        else {}
+    )
     plain = layer(x, **given)
     for name, module in layer.named_modules():
         module.register_forward_pre_hook(lambda module, args, name=name: seen.append(("before", name)))
         module.register_forward_hook(lambda module, args, out, name=name: seen.append(("after", name)))
         if "." not in name:
-            module.register_full_backward_hook(lambda module, into, out, name=name: seen.append(("backward", name)))
+            module.register_full_backward_hook(
+                lambda module, into, out, name=name: seen.append(("backward", name))
+            )
     y = layer(x, **given)
     # the branch itself adds its last bias then: one rounding of the sum more
     torch.testing.assert_close(y, plain, rtol=8 * 2.0**-23, atol=8 * 2.0**-23)
     y.sum().backward()
     names, whens = [name for name, _ in layer.named_modules()], ("before", "after", "backward")
-    assert sorted(seen) == sorted((when, n) for when in whens for n in names if when != "backward" or "." not in n)
+    assert sorted(seen) == sorted(
+        (when, n) for when in whens for n in names if when != "backward" or "." not in n
+    )
     layer.layernorm_mlp.register_forward_hook(lambda module, args, out: out._replace(y=out.y * 0))
     layer.self_attention.proj.register_forward_hook(lambda module, args, out: out * 0)
     assert not torch.equal(layer(x, **given), plain)
@@ -372,14 +441,18 @@ def scaled_class(part):
 
 
 def scaled_by_all(part):
-    return torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0.5 if module is part else None)
+    return torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 0.5 if module is part else None
+    )
 
 
 @pytest.mark.parametrize("scaled", [scaled_hook, scaled_forward, scaled_class, scaled_by_all])
 def test_who_changes_a_branch_changes_no_residual(scaled, device):
     """A product adds the residual only where nobody has a hand in what it gives."""
     torch.manual_seed(3)
-    layer = ft.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, bias=False, device=device)
+    layer = ft.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, bias=False, device=device
+    )
     half, x = copy.deepcopy(layer), torch.randn(6, 2, 64, device=device)
     with torch.no_grad():
         half.self_attention.proj.weight.mul_(0.5)  # a power of 2: the same bits
@@ -401,6 +474,7 @@ def test_checks_wait_for_what_hooks_bring(device):
     plain, mlp, attention = layer(x), layer.layernorm_mlp, layer.self_attention
     own = {name: p.detach().clone() for name, p in layer.named_parameters()}
     for parent, prefix in ((mlp, "layernorm_mlp."), (attention, "self_attention.")):
+
         def bring(module, args, prefix=prefix):
             for name, _ in list(module.named_parameters()):
                 part, _, last = name.rpartition(".")
@@ -408,24 +482,32 @@ def test_checks_wait_for_what_hooks_bring(device):
 
         parent.to("meta")
         parent.register_forward_pre_hook(bring)
-    torch.testing.assert_close(layer(x), plain, rtol=8 * 2.0**-23, atol=8 * 2.0**-23)  # biases are added within the branches
+    # biases are added within the branches
+    torch.testing.assert_close(layer(x), plain, rtol=8 * 2.0**-23, atol=8 * 2.0**-23)
 
 
 SAID = {
     "Linear(in_features=4, out_features=8, bias=False)": lambda: ft.Linear(4, 8, bias=False, device="cpu"),
-    "Linear(in_features=4, out_features=8, bias=True, parameters_split={'a': 4, 'b': 4}, fuse_wgrad_accumulation=True)":
-        lambda: ft.Linear(4, 8, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu"),
-    "LayerNormLinear(in_features=4, out_features=8, bias=True, normalization=RMSNorm, eps=1e-05, return_bias=True)":
-        lambda: ft.LayerNormLinear(4, 8, normalization="RMSNorm", return_bias=True, device="cpu"),
-    "LayerNormMLP(hidden_size=4, ffn_hidden_size=8, bias=True, activation=swiglu, normalization=LayerNorm, eps=1e-06, checkpoint=True)":
-        lambda: ft.LayerNormMLP(4, 8, 1e-6, activation="swiglu", checkpoint=True, device="cpu"),
+    "Linear(in_features=4, out_features=8, bias=True, parameters_split={'a': 4, 'b': 4}, fuse_wgrad_accumulation=True)": lambda: (
+        ft.Linear(4, 8, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu")
+    ),
+    "LayerNormLinear(in_features=4, out_features=8, bias=True, normalization=RMSNorm, eps=1e-05, return_bias=True)": lambda: (
+        ft.LayerNormLinear(4, 8, normalization="RMSNorm", return_bias=True, device="cpu")
+    ),
+    "LayerNormMLP(hidden_size=4, ffn_hidden_size=8, bias=True, activation=swiglu, normalization=LayerNorm, eps=1e-06, checkpoint=True)": lambda: (
+        ft.LayerNormMLP(4, 8, 1e-6, activation="swiglu", checkpoint=True, device="cpu")
+    ),
     "LayerNorm(4, eps=1e-05)": lambda: ft.LayerNorm(4, device="cpu"),
-    "RMSNorm(4, eps=0.001, zero_centered_gamma=True)": lambda: ft.RMSNorm([4], 1e-3, zero_centered_gamma=True, device="cpu"),
+    "RMSNorm(4, eps=0.001, zero_centered_gamma=True)": lambda: ft.RMSNorm(
+        [4], 1e-3, zero_centered_gamma=True, device="cpu"
+    ),
     "L2Normalization(eps=1e-06)": ft.L2Normalization,
-    "GroupedLinear(num_gemms=2, in_features=4, out_features=8, bias=True)": lambda: ft.GroupedLinear(2, 4, 8, device="cpu"),
+    "GroupedLinear(num_gemms=2, in_features=4, out_features=8, bias=True)": lambda: ft.GroupedLinear(
+        2, 4, 8, device="cpu"
+    ),
     "DotProductAttention(num_attention_heads=4, kv_channels=8, num_gqa_groups=2, attn_mask_type=causal, qkv_format=thd, window_size=(3, 0))":  # noqa: E501
-        lambda: ft.DotProductAttention(4, 8, 2, qkv_format="thd", window_size=(3, 0)),
-}  # fmt: skip
+    lambda: ft.DotProductAttention(4, 8, 2, qkv_format="thd", window_size=(3, 0)),
+}
 
 
 @pytest.mark.parametrize("said", SAID)
@@ -436,9 +518,19 @@ def test_modules_say_what_they_are(said):
 def test_layers_say_what_they_are_made_of():
     weights = "LayerNormLinear(in_features=8, out_features=24, bias=True, normalization=LayerNorm, eps=1e-05, parameters_split="
     core = "DotProductAttention(num_attention_heads=2, kv_channels=4, num_gqa_groups=2, attn_mask_type=causal, qkv_format=sbhd)"
-    lines = repr(ft.TransformerLayer(8, 16, 2, hidden_dropout=0.0, attention_dropout=0.0, layer_type="decoder", device="cpu")).splitlines()
+    lines = repr(
+        ft.TransformerLayer(
+            8, 16, 2, hidden_dropout=0.0, attention_dropout=0.0, layer_type="decoder", device="cpu"
+        )
+    ).splitlines()
     assert lines[:6] == [
-        "TransformerLayer(", "  hidden_size=8, layer_type=decoder, hidden_dropout=0.0", "  (self_attention): MultiheadAttention(",
+        "TransformerLayer(",
+        "  hidden_size=8, layer_type=decoder, hidden_dropout=0.0",
+        "  (self_attention): MultiheadAttention(",
         "    hidden_size=8, attention_type=self, input_layernorm=True, return_bias=True",
-        f"    (layernorm_qkv): {weights}{{'query': 8, 'key': 8, 'value': 8}})", f"    (core_attention): {core}"]  # fmt: skip
-    assert lines[-2].startswith("  (layernorm_mlp): LayerNormMLP(hidden_size=8, ffn_hidden_size=16, bias=True, activation=gelu, ")
+        f"    (layernorm_qkv): {weights}{{'query': 8, 'key': 8, 'value': 8}})",
+        f"    (core_attention): {core}",
+    ]
+    assert lines[-2].startswith(
+        "  (layernorm_mlp): LayerNormMLP(hidden_size=8, ffn_hidden_size=16, bias=True, activation=gelu, "
+    )

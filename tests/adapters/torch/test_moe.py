@@ -58,7 +58,12 @@ def test_mask_map(dtype, more):
     back = moe.moe_unpermute(y, row_id_map, probs, (TOKENS, HIDDEN))
     g = draw(5, TOKENS, HIDDEN, dtype=dtype)
     back.backward(g)
-    total, size, dy, dp = np.zeros((TOKENS, HIDDEN)), np.zeros((TOKENS, HIDDEN)), np.zeros((rows, HIDDEN)), np.zeros((TOKENS, EXPERTS))
+    total, size, dy, dp = (
+        np.zeros((TOKENS, HIDDEN)),
+        np.zeros((TOKENS, HIDDEN)),
+        np.zeros((rows, HIDDEN)),
+        np.zeros((TOKENS, EXPERTS)),
+    )
     for r, (t, e) in enumerate(pairs[:rows]):
         p = f64(probs)[t, e]
         total[t] += p * f64(y)[r]
@@ -101,7 +106,13 @@ def test_index_map(rows):
         weights = weights + p64[t, k] * torch.nn.functional.one_hot(torch.tensor(t), TOKENS)
     (x64 * weights[:, None]).backward(g.double())
     assert_close("dx", f64(x.grad), f64(x64.grad), "float32", sum_slack(10 * np.abs(f64(g)), 4))
-    assert_close("dprobs", f64(probs.grad), f64(p64.grad), "float32", sum_slack(HIDDEN * np.abs(f64(x) * f64(g)).max(), HIDDEN))
+    assert_close(
+        "dprobs",
+        f64(probs.grad),
+        f64(p64.grad),
+        "float32",
+        sum_slack(HIDDEN * np.abs(f64(x) * f64(g)).max(), HIDDEN),
+    )
 
 
 def test_probs_travel_with_their_rows_and_padding_fills_experts_up():
@@ -111,7 +122,9 @@ def test_probs_travel_with_their_rows_and_padding_fills_experts_up():
     rows, weights, _ = moe.moe_permute_with_probs(x, probs, mask, len(pairs))
     assert_same_bits("probs", f64(weights), np.array([f64(probs)[p] for p in pairs]))
     counts = mask.sum(0)
-    padded, pad_weights, row_id_map, offsets, new_counts = moe.moe_permute_and_pad_with_probs(x, probs, mask, counts, 4)
+    padded, pad_weights, row_id_map, offsets, new_counts = moe.moe_permute_and_pad_with_probs(
+        x, probs, mask, counts, 4
+    )
     assert new_counts.tolist() == [-(-int(c) // 4) * 4 for c in counts]
     start = 0
     for e, (have, want) in enumerate(zip(counts.tolist(), new_counts.tolist(), strict=True)):
@@ -119,14 +132,22 @@ def test_probs_travel_with_their_rows_and_padding_fills_experts_up():
         assert_same_bits(f"expert {e}", f64(padded)[start : start + have], f64(x)[tokens])
         assert not padded[start + have : start + want].any()
         assert not pad_weights[start + have : start + want].any()
-        assert_same_bits(f"probs of expert {e}", f64(pad_weights)[start : start + have], f64(probs)[tokens, e])
+        assert_same_bits(
+            f"probs of expert {e}", f64(pad_weights)[start : start + have], f64(probs)[tokens, e]
+        )
         start += want
     back = moe.moe_unpermute(padded, row_id_map, restore_shape=x.shape, pad_offsets=offsets)
     plain = moe.moe_unpermute(rows, row_id_map, restore_shape=x.shape)
     assert_same_bits("unpermuted", f64(back), f64(plain))
     (pad_weights * torch.arange(len(pad_weights))).sum().backward()
-    where = {p: i for i, p in enumerate((t, e) for e in range(EXPERTS) for t in [*[t for t in range(TOKENS) if mask[t, e]],
-             *[-1] * int(new_counts[e] - counts[e])])}
+    where = {
+        p: i
+        for i, p in enumerate(
+            (t, e)
+            for e in range(EXPERTS)
+            for t in [*[t for t in range(TOKENS) if mask[t, e]], *[-1] * int(new_counts[e] - counts[e])]
+        )
+    }
     wanted = np.array([[where.get((t, e), 0) for e in range(EXPERTS)] for t in range(TOKENS)], float)
     assert_same_bits("dprobs", f64(probs.grad), wanted)
 

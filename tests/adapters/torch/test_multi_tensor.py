@@ -40,7 +40,11 @@ def flag(device, value=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", [multi_tensor_scale, multi_tensor_scale_tensor])
 def test_scale(device, dtype, op):
-    sources, results, noop = some(device, dtype), [torch.empty(s, device=device) for s in SHAPES], flag(device)
+    sources, results, noop = (
+        some(device, dtype),
+        [torch.empty(s, device=device) for s in SHAPES],
+        flag(device),
+    )
     factor = 0.25 if op is multi_tensor_scale else torch.tensor([0.25], device=device)
     multi_tensor_applier(op, noop, [sources, results], factor)
     for got, want in zip(results, sources, strict=True):
@@ -63,7 +67,9 @@ def test_norms(device, dtype):
     norm, norms = multi_tensor_applier(multi_tensor_l2norm, noop, [tensors], True)
     torch.testing.assert_close(norm.double(), each.norm().reshape(1), **close)
     torch.testing.assert_close(norms.double(), each, **close)
-    norm, norms = multi_tensor_applier(multi_tensor_unscale_l2norm, noop, [tensors], torch.tensor([0.125], device=device), False)
+    norm, norms = multi_tensor_applier(
+        multi_tensor_unscale_l2norm, noop, [tensors], torch.tensor([0.125], device=device), False
+    )
     torch.testing.assert_close(norm.double(), 0.125 * each.norm().reshape(1), **close)
     assert norms.numel() == 0
     assert float(multi_tensor_l2norm(1, noop, [[]])[0]) == 0
@@ -86,8 +92,15 @@ def test_adam_is_the_optimisers(device, mode, kind):
         lists = [grads, mine, m, v] + ([masters] if kind != "plain" else [])
         common = (0.9, 0.999, 1e-8)
         if kind == "capturable":
-            numbers = (torch.tensor([1e-2], device=device), *common, torch.tensor([step], dtype=torch.int32, device=device), mode, 1, 0.1,
-                       torch.ones(1, device=device))
+            numbers = (
+                torch.tensor([1e-2], device=device),
+                *common,
+                torch.tensor([step], dtype=torch.int32, device=device),
+                mode,
+                1,
+                0.1,
+                torch.ones(1, device=device),
+            )
             multi_tensor_applier(multi_tensor_adam_capturable_master, flag(device), lists, *numbers)
         else:
             multi_tensor_applier(multi_tensor_adam, flag(device), lists, 1e-2, *common, step, mode, 1, 0.1)
@@ -106,29 +119,48 @@ def test_adam_without_bias_correction_and_with_a_loss_scale(device):
     (g,), (p,) = [torch.full((4,), 8.0, device=device)], [torch.zeros(4, device=device)]
     m, v = torch.zeros(4, device=device), torch.zeros(4, device=device)
     one = torch.ones(1, device=device)
-    multi_tensor_adam_capturable(1, flag(device), [[g], [p], [m], [v]], one * 0.5, 0.5, 0.75, 0.0, one.int(), 1, 0, 0.0, one * 0.25)
+    multi_tensor_adam_capturable(
+        1, flag(device), [[g], [p], [m], [v]], one * 0.5, 0.5, 0.75, 0.0, one.int(), 1, 0, 0.0, one * 0.25
+    )
     same(m, torch.full((4,), 1.0), "m")  # 0.5 * 2
     same(v, torch.full((4,), 1.0), "v")  # 0.25 * 4
     same(p, torch.full((4,), -0.5), "p")
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.25}],
-                         ids=["plain", "momentum", "nesterov", "dampening"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.25}],
+    ids=["plain", "momentum", "nesterov", "dampening"],
+)
 def test_sgd_is_torchs(device, options):
     params, mine = [p.requires_grad_() for p in some(device)], some(device)
     opt = torch.optim.SGD(params, lr=0.1, weight_decay=0.01, **options)
-    buffers, copies = [torch.zeros(s, device=device) for s in SHAPES], [torch.zeros(s, device=device, dtype=torch.bfloat16) for s in SHAPES]
+    buffers, copies = (
+        [torch.zeros(s, device=device) for s in SHAPES],
+        [torch.zeros(s, device=device, dtype=torch.bfloat16) for s in SHAPES],
+    )
     for step in range(3):
         grads = some(device, seed=step + 1)
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
         opt.step()
-        numbers = (0.01, options.get("momentum", 0.0), options.get("dampening", 0.0), 0.1, options.get("nesterov", False), step == 0, False)
-        multi_tensor_applier(multi_tensor_sgd, flag(device), [[g * 4 for g in grads], mine, buffers, copies], *numbers, 0.25)
+        numbers = (
+            0.01,
+            options.get("momentum", 0.0),
+            options.get("dampening", 0.0),
+            0.1,
+            options.get("nesterov", False),
+            step == 0,
+            False,
+        )
+        multi_tensor_applier(
+            multi_tensor_sgd, flag(device), [[g * 4 for g in grads], mine, buffers, copies], *numbers, 0.25
+        )
     before = [p.clone() for p in mine]
     multi_tensor_sgd(1, flag(device, 1), [grads, mine, buffers], *numbers, 0.25)
     for p, q, old, copy in zip(params, mine, before, copies, strict=True):
-        torch.testing.assert_close(q, p.detach(), rtol=8 * ULP, atol=8 * ULP)  # a rounding or two a step, in another order
+        # a rounding or two a step, in another order
+        torch.testing.assert_close(q, p.detach(), rtol=8 * ULP, atol=8 * ULP)
         same(q, old, "skipped")
         same(copy, q.bfloat16(), "copy")
 
@@ -142,13 +174,18 @@ def test_what_does_not_fit_is_refused(device):
     with pytest.raises(ShapeError, match="same shape"):
         multi_tensor_scale(1, flag(device), [a[:1], a[1:2]], 1.0)
     with pytest.raises(FormatError, match="moments"):
-        multi_tensor_adam(1, flag(device), [a, a, [t.half() for t in a], a], 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+        multi_tensor_adam(
+            1, flag(device), [a, a, [t.half() for t in a], a], 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0
+        )
     with pytest.raises(FormatError, match="gradients and parameters"):
-        multi_tensor_adam(1, flag(device), [a, [t.double() for t in a], a, a], 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+        multi_tensor_adam(
+            1, flag(device), [a, [t.double() for t in a], a, a], 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0
+        )
 
 
 def calls(lists, noop, number):
-    """Each function on (gradients, parameters, moments, moments); ``number``: a tensor (1,) where one may be."""
+    """Each function on (gradients, parameters, moments, moments); ``number``: a tensor (1,) where one may
+    be."""
     yield lambda: multi_tensor_scale(1, noop, lists[:2], number)
     yield lambda: multi_tensor_adam(1, noop, lists, number, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
     yield lambda: multi_tensor_adam(1, noop, lists, 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0, number)
@@ -159,7 +196,10 @@ def test_tensors_of_two_devices_are_refused(device):
     """One of a list's, the flag, a number; with nothing changed."""
     with contextlib.nullcontext() if torch.device(device).type == "cuda" else FakeTensorMode():
         strange = torch.zeros(SHAPES[1], device="cpu" if torch.device(device).type == "cuda" else "cuda")
-        one, noop = torch.zeros(1, device=strange.device), torch.zeros(1, dtype=torch.int32, device=strange.device)
+        one, noop = (
+            torch.zeros(1, device=strange.device),
+            torch.zeros(1, dtype=torch.int32, device=strange.device),
+        )
     number = torch.ones(1, device=device)
     for place in range(4):
         lists, good = [some(device, seed=i) for i in range(4)], flag(device)
@@ -174,10 +214,14 @@ def test_tensors_of_two_devices_are_refused(device):
                 same(t, o, "refused")
     lists = [some(device, seed=i) for i in range(4)]
     for call in calls(lists, noop, number):
-        with pytest.raises(BackendError, match=r"noop_flag: got device .*, expected device .*, as tensor_lists"):
+        with pytest.raises(
+            BackendError, match=r"noop_flag: got device .*, expected device .*, as tensor_lists"
+        ):
             call()
     for call in list(calls(lists, flag(device), one))[:3]:
-        with pytest.raises(BackendError, match=r"(scale|lr|inv_scale): got device .*, expected device .*, as tensor_lists"):
+        with pytest.raises(
+            BackendError, match=r"(scale|lr|inv_scale): got device .*, expected device .*, as tensor_lists"
+        ):
             call()
 
 
@@ -188,7 +232,9 @@ def test_elements_that_share_memory_are_refused(device):
         lists[0][0][:] = float("inf")
         lists[place][1] = shared
         before = [[t.clone() for t in own] for own in lists]
-        for call in list(calls(lists, noop, torch.ones(1, device=device)))[0 if place < 2 else 1 : None if place < 3 else 3]:
+        for call in list(calls(lists, noop, torch.ones(1, device=device)))[
+            0 if place < 2 else 1 : None if place < 3 else 3
+        ]:
             with pytest.raises(ShapeError, match="memory of its own for each element"):
                 call()
         assert not noop.any()
@@ -205,7 +251,10 @@ def test_adam_in_any_memory_layout(device):
     for place in range(4):
         wanted = [[t.clone() for t in own] for own in plain]
         lists = [[t.clone() for t in own] for own in plain]
-        lists[place] = [torch.empty(t.shape[::-1], device=device).permute(*range(t.ndim)[::-1]).copy_(t) for t in lists[place]]
+        lists[place] = [
+            torch.empty(t.shape[::-1], device=device).permute(*range(t.ndim)[::-1]).copy_(t)
+            for t in lists[place]
+        ]
         for given in (wanted, lists):
             multi_tensor_adam(1, flag(device), given, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
         for own, right in zip(lists, wanted, strict=True):

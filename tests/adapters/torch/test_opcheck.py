@@ -1,4 +1,5 @@
-"""torch's own checks of every op of the door, forward and backward: schema, fake tensors, registration, tracing."""
+"""torch's own checks of every op of the door, forward and backward: schema, fake tensors, registration,
+tracing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ from .twins import same
 
 
 def _operands(device):
-    """One call of every operation: name -> (spec, inputs, names of those that want a gradient, GEMMs, scaled)."""
+    """One call of every operation: name -> (spec, inputs, names of those that want a gradient, GEMMs,
+    scaled)."""
+
     def r(*shape):
         return torch.randn(shape, device=device)
 
@@ -49,33 +52,83 @@ def _operands(device):
     fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
     norms = {"x": r(2, 3, 16), "norm_weight": r(16), "norm_bias": r(16)}
     own = {"weight0": r(24, 16), "bias0": r(24)}
-    codes, codes16 = (torch.arange(rows * 16, device=device).reshape(rows, 16).to(torch.uint8) % 64 for rows in (6, 16))
+    codes, codes16 = (
+        torch.arange(rows * 16, device=device).reshape(rows, 16).to(torch.uint8) % 64 for rows in (6, 16)
+    )
     return {
-        "linear": (LinearSpec(quantised), {"x": r(2, 3, 16), **own, "residual": r(2, 3, 24)}, "x weight0 bias0 residual", ("",), True),
+        "linear": (
+            LinearSpec(quantised),
+            {"x": r(2, 3, 16), **own, "residual": r(2, 3, 24)},
+            "x weight0 bias0 residual",
+            ("",),
+            True,
+        ),
         "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",), True),
         "norm": (norm, norms, "x norm_weight norm_bias", (), False),
-        "norm_linear": (NormLinearSpec(norm, plain, True, True), norms | own, "x norm_weight norm_bias weight0 bias0", (), False),
+        "norm_linear": (
+            NormLinearSpec(norm, plain, True, True),
+            norms | own,
+            "x norm_weight norm_bias weight0 bias0",
+            (),
+            False,
+        ),
         "norm_mlp": (
             NormMLPSpec(norm, fc1, fc2, joins=True),
-            norms | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
-            "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0", (), False,
+            norms
+            | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
+            "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0",
+            (),
+            False,
         ),
         "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", (), False),
-        "dropout_add": (DropoutAddSpec(16, 0.25), {"x": r(6, 16), "bias": r(16), "residual": r(6, 16),
-                                                   "rng": torch.tensor([3, 4], device=device)}, "x bias residual", (), False),
-        "drop_path": (DropPathSpec(16, 0.25), {"x": r(3, 2, 16), "residual": r(3, 2, 16), "rng": torch.tensor([3, 4], device=device)},
-                      "x residual", (), False),
+        "dropout_add": (
+            DropoutAddSpec(16, 0.25),
+            {"x": r(6, 16), "bias": r(16), "residual": r(6, 16), "rng": torch.tensor([3, 4], device=device)},
+            "x bias residual",
+            (),
+            False,
+        ),
+        "drop_path": (
+            DropPathSpec(16, 0.25),
+            {"x": r(3, 2, 16), "residual": r(3, 2, 16), "rng": torch.tensor([3, 4], device=device)},
+            "x residual",
+            (),
+            False,
+        ),
         "split_heads": (SplitHeadsSpec((("q", 4), ("k", 2)), 8, 2), {"x": r(5, 2, 48)}, "x", (), False),
         "add": (AddSpec(), {"a": r(6, 16), "b": r(16)}, "a b", (), False),
         "rope": (RopeSpec(((2, 8, "freqs"),)), {"x": r(5, 2, 16), "freqs": r(5, 8)}, "x", (), False),
-        "cross_entropy": (CrossEntropySpec(16), {"logits": r(6, 16), "targets": torch.arange(6, device=device)}, "logits", (), False),
-        "embedding": (EmbeddingSpec(10, 4, float32), {"ids": torch.arange(6, device=device), "table": r(10, 4)}, "table", (), False),
+        "cross_entropy": (
+            CrossEntropySpec(16),
+            {"logits": r(6, 16), "targets": torch.arange(6, device=device)},
+            "logits",
+            (),
+            False,
+        ),
+        "embedding": (
+            EmbeddingSpec(10, 4, float32),
+            {"ids": torch.arange(6, device=device), "table": r(10, 4)},
+            "table",
+            (),
+            False,
+        ),
         "activation": (ActivationSpec("swiglu", 16), {"x": r(6, 16)}, "x", (), False),
         "quantize": (QuantizeSpec(fk.E4M3, (6, 16)), {"x": r(6, 16)}, "", (), False),
-        "dequantize": (DequantizeSpec(fk.E4M3, (6, 16), "float32"), {"q": codes, "scale_inv": r(1)}, "", (), False),
-        "fp8_gemm": (Fp8GemmSpec(16, 16, "float32", fk.E4M3, fk.E4M3),
-                     {"a": codes16, "b": codes16 + 1, "a_scale_inv": r(1), "b_scale_inv": r(1)}, "", (), False),
-    }  # fmt: skip
+        "dequantize": (
+            DequantizeSpec(fk.E4M3, (6, 16), "float32"),
+            {"q": codes, "scale_inv": r(1)},
+            "",
+            (),
+            False,
+        ),
+        "fp8_gemm": (
+            Fp8GemmSpec(16, 16, "float32", fk.E4M3, fk.E4M3),
+            {"a": codes16, "b": codes16 + 1, "a_scale_inv": r(1), "b_scale_inv": r(1)},
+            "",
+            (),
+            False,
+        ),
+    }
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -87,9 +140,11 @@ def test_opcheck(device, name):
     slots = torch.ones(3, device=device)
     scale = slots if scaled else None
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    if not scaled:  # the gradient of a quantised call also changes a live module's state: test_autocast_around
+    # the gradient of a quantised call also changes a live module's state: test_autocast_around
+    if not scaled:
         checks = (*checks, "test_aot_dispatch_dynamic")
-    torch.use_deterministic_algorithms(True)  # fills what an operation leaves undefined, between the parts of the saved block
+    # fills what an operation leaves undefined, between the parts of the saved block
+    torch.use_deterministic_algorithms(True)
     try:
         opcheck(OPS[name], (tensors, scale, [], text, ",".join(needs), ""), test_utils=checks)
     finally:
@@ -132,14 +187,18 @@ def test_opcheck_of_backward(device, name):
     with _Calls(operation) as calls, torch.autograd.set_multithreading_enabled(False):
         y.backward(torch.randn_like(y))
     (given,) = calls.seen
-    opcheck(BACKWARD_OPS[name], given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+    opcheck(
+        BACKWARD_OPS[name], given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
     made = [n for n in needs if n in what.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs).grads]
     for n, grad in zip(made, BACKWARD_OPS[name](*given), strict=False):  # amaxes come after them
         same(grad, inputs[n].grad, n)
 
 
 def test_every_backward_is_checked():
-    assert {name for name, op in OPERATIONS.items() if name in OPS and type(op).backward is not Operation.backward} <= set(DIFFERENTIABLE)
+    assert {
+        name for name, op in OPERATIONS.items() if name in OPS and type(op).backward is not Operation.backward
+    } <= set(DIFFERENTIABLE)
 
 
 def test_opcheck_of_state(device):
@@ -153,7 +212,11 @@ def test_opcheck_of_state(device):
 
 
 def test_opcheck_of_calibration(device):
-    x, weight, bias = torch.randn(6, 16, device=device), torch.randn(32, 16, device=device), torch.randn(32, device=device)
+    x, weight, bias = (
+        torch.randn(6, 16, device=device),
+        torch.randn(32, 16, device=device),
+        torch.randn(32, device=device),
+    )
     fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
     spec = NormMLPSpec(NormSpec(16), fc1, fc2, "relu")
     opcheck(amax_of, (x,))

@@ -50,16 +50,23 @@ def groups(params):
 
 
 def adam_slack(lr, steps=STEPS):
-    """A step moves a weight by at most about lr (1 - beta1) / sqrt(1 - beta2) < 4 lr (Kingma & Ba 2015, 2.1), with an error of 32 u."""
+    """A step moves a weight by at most about lr (1 - beta1) / sqrt(1 - beta2) < 4 lr (Kingma & Ba 2015, 2.1),
+    with an error of 32 u."""
     return steps * 32 * 2.0**-24 * (4 * lr + 4)
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"capturable": True}], ids=["plain", "masters", "capturable"])
+@pytest.mark.parametrize(
+    "options", [{}, {"master_weights": True}, {"capturable": True}], ids=["plain", "masters", "capturable"]
+)
 def test_adam_in_float32(place, adam_w_mode, options):
     params, twins = make(place=place)
-    opt = FusedAdam(groups(params), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), adam_w_mode=adam_w_mode, **options)
-    twin = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(groups(twins), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95))
+    opt = FusedAdam(
+        groups(params), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), adam_w_mode=adam_w_mode, **options
+    )
+    twin = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(
+        groups(twins), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95)
+    )
     versions = [p._version for p in params]
     for step in range(STEPS):
         give(params, step)
@@ -70,7 +77,9 @@ def test_adam_in_float32(place, adam_w_mode, options):
         assert all(p.grad is None for p in params)
     for i, (p, t) in enumerate(zip(params, twins, strict=True)):
         assert_close(f"parameter {i}", f64(p), f64(t), "float32", adam_slack(3e-2))
-        assert_close(f"exp_avg {i}", f64(opt.state[p]["exp_avg"]), f64(twin.state[t]["exp_avg"]), "float32", 1e-5)
+        assert_close(
+            f"exp_avg {i}", f64(opt.state[p]["exp_avg"]), f64(twin.state[t]["exp_avg"]), "float32", 1e-5
+        )
         assert p._version == versions[i] + STEPS
 
 
@@ -117,17 +126,24 @@ def test_remainders_hold_exactly_what_the_master_has_more(place):
     for i, (p, t) in enumerate(zip(params, others, strict=True)):
         kept = opt.state[p]["master_param"]
         assert kept.dtype == torch.int16
-        assert_same_bits(f"master {i}", f64(optimizer_state.join(p.detach(), kept)), f64(twin.state[t]["master_param"]))
-    bits = torch.tensor([0x3F808000, 0x3F807FFF, 0x3F818000, -0x407F8000, 0x3F800000], dtype=torch.int32, device=place)
+        assert_same_bits(
+            f"master {i}", f64(optimizer_state.join(p.detach(), kept)), f64(twin.state[t]["master_param"])
+        )
+    bits = torch.tensor(
+        [0x3F808000, 0x3F807FFF, 0x3F818000, -0x407F8000, 0x3F800000], dtype=torch.int32, device=place
+    )
     master, lower = bits.view(torch.float32), torch.zeros_like(bits, dtype=torch.int16)
     upper = torch.zeros_like(master, dtype=torch.bfloat16)
     optimizer_state.split(master, upper, lower)
     assert torch.equal(optimizer_state.join(upper, lower).view(torch.int32), bits)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11), (torch.uint8, 2.0**-4)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11), (torch.uint8, 2.0**-4)]
+)
 def test_states_in_fewer_bits(place, dtype, error):
-    """Against the same with float32 states: an exp_avg differs by the roundings of its steps, the older ones decayed."""
+    """Against the same with float32 states: an exp_avg differs by the roundings of its steps, the older ones
+    decayed."""
     params, _ = make(place=place)
     others = copy.deepcopy(params)
     opt, twin = FusedAdam(params, lr=1e-2, exp_avg_dtype=dtype), FusedAdam(others, lr=1e-2)
@@ -182,8 +198,11 @@ def test_state_comes_back_and_continues_with_the_same_bits(place, kind):
         params, _ = make(dtype, place)
         if kind == "sgd":
             return params, FusedSGD(params, lr=1e-2, momentum=0.9)
-        options = {"packed": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.bfloat16},
-                   "remainders": {"store_param_remainders": True}, "capturable": {"capturable": True}}.get(kind, {})
+        options = {
+            "packed": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.bfloat16},
+            "remainders": {"store_param_remainders": True},
+            "capturable": {"capturable": True},
+        }.get(kind, {})
         return params, FusedAdam(groups(params), lr=1e-2, master_weights=True, **options)
 
     def go(params, opt, steps):
@@ -202,7 +221,8 @@ def test_state_comes_back_and_continues_with_the_same_bits(place, kind):
     again.load_state_dict(saved)
     go(others, again, range(3, 5))
     for i, (p, q) in enumerate(zip(params, others, strict=True)):
-        # a float16 state is read back from its float32 values: the factor is found anew, one rounding apart at most
+        # a float16 state is read back from its float32 values: the factor is found anew, one rounding apart
+        # at most
         limit = 2.0**-22 * np.abs(f64(p)).max(initial=0) if kind == "packed" else 0
         assert np.abs(f64(p) - f64(q)).max(initial=0) <= limit, i
         assert opt.state[p].keys() == again.state[q].keys()
@@ -235,8 +255,11 @@ def test_capturable_takes_the_loss_scale_on_the_device(place):
         assert_close(f"parameter {i}", f64(p), f64(t), "float32", adam_slack(1e-2))
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.2}, {"momentum": 0.8, "nesterov": True}],
-                         ids=["plain", "momentum", "dampened", "nesterov"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.2}, {"momentum": 0.8, "nesterov": True}],
+    ids=["plain", "momentum", "dampened", "nesterov"],
+)
 @pytest.mark.parametrize("after", [False, True], ids=["wd-before", "wd-after"])
 def test_sgd(place, options, after):
     params, twins = make(place=place)
@@ -258,7 +281,9 @@ def test_sgd(place, options, after):
         for group in twin.param_groups:
             group["weight_decay"] = group.get("weight_decay_", group["weight_decay"])
     for i, (p, t) in enumerate(zip(params, twins, strict=True)):
-        assert_close(f"parameter {i}", f64(p), f64(t), "float32", STEPS * 8 * 2.0**-24 * (np.abs(f64(t)) + 40 * 3e-2))
+        assert_close(
+            f"parameter {i}", f64(p), f64(t), "float32", STEPS * 8 * 2.0**-24 * (np.abs(f64(t)) + 40 * 3e-2)
+        )
 
 
 def test_closures_schedules_and_deprecated_arguments():
@@ -282,7 +307,10 @@ def test_closures_schedules_and_deprecated_arguments():
 
 
 def test_copies_continue_like_the_original():
-    for make_one in (lambda ps: FusedAdam(ps, lr=1e-2, exp_avg_dtype=torch.float16), lambda ps: FusedSGD(ps, lr=1e-2, momentum=0.9)):
+    for make_one in (
+        lambda ps: FusedAdam(ps, lr=1e-2, exp_avg_dtype=torch.float16),
+        lambda ps: FusedSGD(ps, lr=1e-2, momentum=0.9),
+    ):
         params, _ = make()
         opt = make_one(params)
         give(params, 0)

@@ -18,7 +18,10 @@ def test_there_and_back(dtype, align):
     x = torch.arange(24 * 3, dtype=torch.float32).reshape(24, 3).to(dtype).requires_grad_()
     out, padded = Fp8Padding(4, align)(x, splits)
     assert padded == [-(-n // step) * step for n in splits]
-    parts = [np.pad(p.detach().float().numpy(), ((0, q - len(p)), (0, 0))) for p, q in zip(x.split(splits), padded, strict=True)]
+    parts = [
+        np.pad(p.detach().float().numpy(), ((0, q - len(p)), (0, 0)))
+        for p, q in zip(x.split(splits), padded, strict=True)
+    ]
     assert_same_bits("padded", out.detach().float().numpy(), np.concatenate(parts))
     back = Fp8Unpadding(4, align)(out, splits)
     assert_same_bits("back", back.detach().float().numpy(), x.detach().float().numpy())

@@ -1,4 +1,5 @@
-"""Weights that are held in FP8: the bits of casting them at each step, values to everything else, updates through float32 masters."""
+"""Weights that are held in FP8: the bits of casting them at each step, values to everything else, updates
+through float32 masters."""
 
 from __future__ import annotations
 
@@ -15,11 +16,7 @@ from fp8kit.formats import E4M3
 
 from .twins import RECIPES, WIDTH, batches, same, torch_step
 
-KINDS = {
-    "Linear": (WIDTH, 40),
-    "LayerNormLinear": (WIDTH, 40),
-    "LayerNormMLP": (WIDTH, 64),
-}
+KINDS = {"Linear": (WIDTH, 40), "LayerNormLinear": (WIDTH, 40), "LayerNormMLP": (WIDTH, 64)}
 SCALED = ["delayed", "current", "block"]
 
 
@@ -30,13 +27,19 @@ def pair(kind, device, recipe, dtype=torch.float32, **options):
     plain = getattr(ft, kind)(*KINDS[kind], device=device, params_dtype=dtype, **options)
     with torch.no_grad():
         for name, parameter in held.named_parameters():
-            own = parameter.get_high_precision_init_val() if isinstance(parameter, ft.QuantizedTensor) else parameter
+            own = (
+                parameter.get_high_precision_init_val()
+                if isinstance(parameter, ft.QuantizedTensor)
+                else parameter
+            )
             plain.get_parameter(name).copy_(own)
     return held, plain
 
 
 def held_names(module):
-    return [name for name, parameter in module.named_parameters() if isinstance(parameter, ft.QuantizedTensor)]
+    return [
+        name for name, parameter in module.named_parameters() if isinstance(parameter, ft.QuantizedTensor)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,7 +63,8 @@ def test_values_are_those_of_quantize(device, recipe):
     scaling = "block_128x128" if recipe == "block" else "tensor"
     wanted = fk.quantize(plain.weight.detach().cpu().numpy(), E4M3, scaling=scaling).dequantize()
     same(held.weight.dequantize(), torch.from_numpy(wanted), "values")
-    product = held(torch.eye(WIDTH, device=device))  # in high precision; a GPU may round its inputs to TF32's 11 bits
+    # in high precision; a GPU may round its inputs to TF32's 11 bits
+    product = held(torch.eye(WIDTH, device=device))
     torch.testing.assert_close(product, held.weight.dequantize().t(), rtol=2.0**-10, atol=0)
     y = held(torch.randn(4, WIDTH, device=device))
     y.sum().backward()
@@ -87,7 +91,9 @@ def test_training(device, recipe, optimizer):
 
     def made(module):
         if optimizer == "adam":
-            return ft.optimizers.FusedAdam(module.parameters(), lr=1e-2, weight_decay=0.1, master_weights=True)
+            return ft.optimizers.FusedAdam(
+                module.parameters(), lr=1e-2, weight_decay=0.1, master_weights=True
+            )
         if optimizer == "sgd":
             return ft.optimizers.FusedSGD(module.parameters(), lr=1e-2, momentum=0.9)
         return torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -107,7 +113,9 @@ def test_training(device, recipe, optimizer):
         y2, _, _, _ = torch_step(held, held, RECIPES[recipe], x, g)
         if optimizer == "adam":
             same(y2, y, "y")
-        else:  # the weight itself is rounded at each step: E4M3's step is 2^-3 of a value, far more than what is lost
+        # the weight itself is rounded at each step: E4M3's step is 2^-3 of a value, far more than what is
+        # lost
+        else:
             assert (y2 - y).norm() < 2.0**-3 * y.norm()
         for one in (ours, other):
             one.step()
@@ -123,7 +131,8 @@ def test_training(device, recipe, optimizer):
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 def test_torchs_optimisers_write_lists_alike(device, kind):
-    """``foreach`` and ``fused`` write a list of parameters in one operation; a value may round to the neighbouring code of E4M3."""
+    """``foreach`` and ``fused`` write a list of parameters in one operation; a value may round to the
+    neighbouring code of E4M3."""
     results = []
     held, _ = pair("LayerNormMLP", device, "current")
     for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
@@ -133,7 +142,9 @@ def test_torchs_optimisers_write_lists_alike(device, kind):
         torch_step(layer, layer, RECIPES["current"], torch.randn(8, WIDTH, device=device))
         opt.step()
         assert len(held_names(layer)) == 2
-        results.append([p.dequantize() if isinstance(p, ft.QuantizedTensor) else p.detach() for p in layer.parameters()])
+        results.append(
+            [p.dequantize() if isinstance(p, ft.QuantizedTensor) else p.detach() for p in layer.parameters()]
+        )
     for i, start in enumerate(held.parameters()):
         assert not torch.equal(results[0][i], start.detach())
         for other in results[1:]:
@@ -142,7 +153,8 @@ def test_torchs_optimisers_write_lists_alike(device, kind):
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_values_in_another_dtype_and_other_values(device, recipe):
-    """Decoded to float32 nothing is rounded: the codes times 2^-k of the block's or the tensor's scale, as ``quantize`` has them."""
+    """Decoded to float32 nothing is rounded: the codes times 2^-k of the block's or the tensor's scale, as
+    ``quantize`` has them."""
     held, _ = pair("Linear", device, recipe, torch.bfloat16)
     weight = held.weight
     exact = weight.dequantize(dtype=torch.float32)
@@ -156,11 +168,19 @@ def test_values_in_another_dtype_and_other_values(device, recipe):
     assert weight.grad.dtype is torch.bfloat16
     values = torch.randn(weight.shape, device=device)
     assert weight.quantize_(values) is weight
-    same(weight.dequantize(dtype=torch.float32), ft.QuantizedTensor.of(values, weight._fp8).dequantize(), "cast anew")
+    same(
+        weight.dequantize(dtype=torch.float32),
+        ft.QuantizedTensor.of(values, weight._fp8).dequantize(),
+        "cast anew",
+    )
     before = weight.side(False)[0].clone()
-    for error, call in ((ArgumentError, lambda: weight.dequantize(dtype=torch.int8)), (ShapeError, lambda: weight.quantize_(values[1:])),
-                        (ArgumentError, lambda: weight.quantize_(3)), (FormatError, lambda: weight.quantize_(values.to_sparse())),
-                        (NotImplementedError, lambda: weight.quantize_(values, noop_flag=values))):
+    for error, call in (
+        (ArgumentError, lambda: weight.dequantize(dtype=torch.int8)),
+        (ShapeError, lambda: weight.quantize_(values[1:])),
+        (ArgumentError, lambda: weight.quantize_(3)),
+        (FormatError, lambda: weight.quantize_(values.to_sparse())),
+        (NotImplementedError, lambda: weight.quantize_(values, noop_flag=values)),
+    ):
         with pytest.raises(error):
             call()
     same(weight.side(False)[0], before, "codes")
@@ -169,13 +189,19 @@ def test_values_in_another_dtype_and_other_values(device, recipe):
 def test_averages_of_weights_are_written(device):
     """torch's averaged models use ``torch._foreach_lerp_``."""
     held, _ = pair("Linear", device, "current")
-    average = torch.optim.swa_utils.AveragedModel(held, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average = torch.optim.swa_utils.AveragedModel(
+        held, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
     start = held.weight.dequantize().detach().clone()
     average.update_parameters(held)
     with torch.no_grad():
         held.weight.mul_(3)
     average.update_parameters(held)
-    same(average.module.weight.dequantize(), ft.QuantizedTensor.of(2 * start, held.weight._fp8).dequantize(), "average")
+    same(
+        average.module.weight.dequantize(),
+        ft.QuantizedTensor.of(2 * start, held.weight._fp8).dequantize(),
+        "average",
+    )
 
 
 def test_a_move_that_fails_changes_nothing(device):
@@ -218,7 +244,9 @@ def test_saved_copied_and_moved(device):
     with torch.no_grad():
         held.weight.mul_(2)
         # the codes stay; their values are rounded to bfloat16 before and after, by 2^-8 each
-        torch.testing.assert_close(held.weight.dequantize().float(), 2 * other.weight.dequantize(), rtol=2.0**-7, atol=0)
+        torch.testing.assert_close(
+            held.weight.dequantize().float(), 2 * other.weight.dequantize(), rtol=2.0**-7, atol=0
+        )
         held.weight.zero_()
     assert not held.weight.dequantize().any()
 
@@ -235,7 +263,8 @@ def test_under_torchs_autocast(device, recipe):
                 y = module(x)
             y.backward(g)
             found.append((y, *(p.grad for p in module.parameters())))
-        # casting the weight from bfloat16 instead of float32 moves a code where the two round differently, by a step of 2^-3
+        # casting the weight from bfloat16 instead of float32 moves a code where the two round differently, by
+        # a step of 2^-3
         for got, want in zip(found[1], found[0], strict=True):
             assert got.dtype is want.dtype
             assert (got.float() - want.float()).norm() < 2.0**-5 * want.float().norm()
@@ -244,7 +273,8 @@ def test_under_torchs_autocast(device, recipe):
 @pytest.mark.parametrize("init", ["current", "delayed"])
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_recipes_of_one_format_may_differ(device, init, recipe):
-    """A weight's scale is its own, so what quantized_model_init was told and what the autocast says need the same format alone."""
+    """A weight's scale is its own, so what quantized_model_init was told and what the autocast says need the
+    same format alone."""
     with ft.quantized_model_init(recipe=RECIPES[init], preserve_high_precision_init_val=True):
         held = ft.Linear(WIDTH, 40, device=device)
     with ft.quantized_model_init(recipe=RECIPES[recipe]):
@@ -273,7 +303,9 @@ def test_made_later(device):
 
 def test_a_transformer_layer_trains(device):
     with ft.fp8_model_init(recipe=RECIPES["current"]):
-        layer = ft.TransformerLayer(WIDTH, 64, 4, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, device=device)
+        layer = ft.TransformerLayer(
+            WIDTH, 64, 4, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, device=device
+        )
     assert len(held_names(layer)) == 4
     optimizer = ft.optimizers.FusedAdam(layer.parameters(), lr=3e-3, master_weights=True)
     x, target = torch.randn(6, 2, WIDTH, device=device), torch.randn(6, 2, WIDTH, device=device)
@@ -292,17 +324,27 @@ def test_a_transformer_layer_trains(device):
 def test_what_does_not_fit_says_so(device):
     held, _ = pair("Linear", device, "current")
     x = torch.randn(4, WIDTH, device=device)
-    with ft.autocast(recipe=RECIPES["block"]), pytest.raises(RecipeError, match=r"Linear: weight: got FP8 as \('E4M3', None\)"):
+    with (
+        ft.autocast(recipe=RECIPES["block"]),
+        pytest.raises(RecipeError, match=r"Linear: weight: got FP8 as \('E4M3', None\)"),
+    ):
         held(x)
     with pytest.raises(RecipeError, match="recipe"), ft.quantized_model_init(recipe=3):
         pass
     with ft.quantized_model_init():
-        for make in (lambda: ft.TransformerLayer(WIDTH, 64, 4, device=device),
-                     lambda: ft.Linear(WIDTH, 40, parameters_split=("a", "b"), device=device)):
-            with pytest.raises(NotImplementedError, match=r"\d weights for 1 products in .*, expected one a product"):
+        for make in (
+            lambda: ft.TransformerLayer(WIDTH, 64, 4, device=device),
+            lambda: ft.Linear(WIDTH, 40, parameters_split=("a", "b"), device=device),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=r"\d weights for 1 products in .*, expected one a product"
+            ):
                 make()
     held.weight = torch.nn.Parameter(torch.zeros(40, WIDTH, device=device))  # as fully_shard does
-    with pytest.raises(NotImplementedError, match=r"Linear: weight0: got a Parameter, expected the QuantizedTensor .* fully_shard"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"Linear: weight0: got a Parameter, expected the QuantizedTensor .* fully_shard",
+    ):
         held(x)
 
 

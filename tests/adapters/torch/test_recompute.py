@@ -46,7 +46,10 @@ def test_a_retained_graph_is_recomputed_each_time(place, recipe, how):
 
 @pytest.mark.parametrize("how", [reentrant, other])
 def test_cached_weights_are_those_of_the_first_pass(place, how):
-    same_all(steps(place, "delayed", "around", how, micro=True), steps(place, "delayed", "around", None, micro=True))
+    same_all(
+        steps(place, "delayed", "around", how, micro=True),
+        steps(place, "delayed", "around", None, micro=True),
+    )
 
 
 @pytest.mark.parametrize("first", [None, True], ids=["plain", "cached"])
@@ -61,7 +64,9 @@ def test_a_whole_layer(place, recipe, first):
 
     for seed, x in enumerate(batches(place)):
         torch.manual_seed(seed)
-        y, dx, grads, g = torch_step(plain, plain, ALL[recipe], x, torch.ones_like(x), is_first_microbatch=first)
+        y, dx, grads, g = torch_step(
+            plain, plain, ALL[recipe], x, torch.ones_like(x), is_first_microbatch=first
+        )
         torch.manual_seed(seed)
         y2, dx2, grads2, _ = torch_step(other, again, ALL[recipe], x, g)
         same(y2, y, "y")
@@ -79,7 +84,9 @@ def test_it_keeps_the_input_alone(place):
 
     def saved(function):
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel() * t.element_size()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel() * t.element_size()) or t, lambda t: t
+        ):
             function(x)
         return sum(sizes)
 
@@ -89,7 +96,9 @@ def test_it_keeps_the_input_alone(place):
 def test_compiled_it_says_what_it_does_not_do(place):
     layer = Linear(K, K, device=place)
     with pytest.raises(Exception, match=r"checkpoint is not supported within torch\.compile"):
-        torch.compile(lambda x: checkpoint(layer, x), fullgraph=True, backend="aot_eager")(torch.randn(4, K, device=place))
+        torch.compile(lambda x: checkpoint(layer, x), fullgraph=True, backend="aot_eager")(
+            torch.randn(4, K, device=place)
+        )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,5 +1,5 @@
-"""A call that is refused is refused before anything runs: FP8 state, torch's generator, parameters and caches keep their bits, and the next
-good call gives the bits that it would have given without the bad one."""
+"""A call that is refused is refused before anything runs: FP8 state, torch's generator, parameters and caches
+keep their bits, and the next good call gives the bits that it would have given without the bad one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,14 @@ def made(make, device):
     return make(device)
 
 
-DOOR = Door(TransformerEngineBaseModule, placed, lambda: ft.autocast(enabled=True, recipe=RECIPE), whole_state, state_of, step)
+DOOR = Door(
+    TransformerEngineBaseModule,
+    placed,
+    lambda: ft.autocast(enabled=True, recipe=RECIPE),
+    whole_state,
+    state_of,
+    step,
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,13 +86,22 @@ def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
 @pytest.mark.parametrize("kind", [ft.Linear, ft.LayerNormLinear, ft.LayerNormMLP])
 def test_a_layer_that_refuses_its_input_keeps_its_state(device, kind, first):
     """Shapes and dtypes of the input, and words for flags; the weight's cast and its cache come after it."""
-    module, other = (made(lambda d: kind(H, FFN, device=d, params_dtype=torch.float32), device) for _ in range(2))
+    module, other = (
+        made(lambda d: kind(H, FFN, device=d, params_dtype=torch.float32), device) for _ in range(2)
+    )
     good = {"inp": X}
     before = whole_state(module)
-    for bad in ({"inp": np.zeros((S, H + 1), np.float32)}, {"inp": np.zeros((S, H), np.float16)}, {"inp": np.zeros((), np.float32)},
-                {"is_first_microbatch": "yes"}):
+    for bad in (
+        {"inp": np.zeros((S, H + 1), np.float32)},
+        {"inp": np.zeros((S, H), np.float16)},
+        {"inp": np.zeros((), np.float32)},
+        {"is_first_microbatch": "yes"},
+    ):
         for _ in range(2):
-            options = {name: placed(value, device) for name, value in ({"is_first_microbatch": first} | good | bad).items()}
+            options = {
+                name: placed(value, device)
+                for name, value in ({"is_first_microbatch": first} | good | bad).items()
+            }
             with pytest.raises(Fp8kitError), ft.autocast(enabled=True, recipe=RECIPE):
                 module(**options)
             assert whole_state(module) == before
@@ -97,7 +113,13 @@ def test_groups_are_refused_before_any_runs(device):
     """Sizes, dtypes, a weight of the last group that is unlike the others."""
     module = made(lambda d: ft.GroupedLinear(3, H, FFN, device=d, params_dtype=torch.float32), device)
     x, before = placed(X[:, 0], device), whole_state(module)
-    for inp, splits in ((x, [2, 2, 1]), (x, [2, 4]), (x, [3, -1, 4]), (x.half(), [2, 2, 2]), (x[:, 1:], [2, 2, 2])):
+    for inp, splits in (
+        (x, [2, 2, 1]),
+        (x, [2, 4]),
+        (x, [3, -1, 4]),
+        (x.half(), [2, 2, 2]),
+        (x[:, 1:], [2, 2, 2]),
+    ):
         with pytest.raises(Fp8kitError), ft.autocast(enabled=True, recipe=RECIPE):
             module(inp, splits)
         assert whole_state(module) == before
@@ -110,14 +132,30 @@ def test_groups_are_refused_before_any_runs(device):
 
 
 PARAMETERS = {  # module -> parameters of its parts, and of which none is like the others
-    "layer": (lambda d: layer(d, qk_norm_type="RMSNorm"), ["self_attention.layernorm_qkv.key_weight", "self_attention.q_norm.weight",
-                                                         "self_attention.proj.bias", "layernorm_mlp.layer_norm_bias",
-                                                         "layernorm_mlp.fc2_weight"]),
-    "output norm": (lambda d: layer(d, output_layernorm=True), ["self_attention.qkv.value_weight", "layernorm.weight"]),
+    "layer": (
+        lambda d: layer(d, qk_norm_type="RMSNorm"),
+        [
+            "self_attention.layernorm_qkv.key_weight",
+            "self_attention.q_norm.weight",
+            "self_attention.proj.bias",
+            "layernorm_mlp.layer_norm_bias",
+            "layernorm_mlp.fc2_weight",
+        ],
+    ),
+    "output norm": (
+        lambda d: layer(d, output_layernorm=True),
+        ["self_attention.qkv.value_weight", "layernorm.weight"],
+    ),
     "parallel": (lambda d: layer(d, parallel_attention_mlp=True), ["layernorm_mlp.fc1_weight"]),
-    "decoder": (lambda d: layer(d, layer_type="decoder"), ["inter_attention.key_value.key_weight", "inter_attention.proj.weight"]),
-    "groups": (lambda d: ft.GroupedLinear(3, H, FFN, device=d, params_dtype=torch.float32), ["weight2", "bias1"]),
-}  # fmt: skip
+    "decoder": (
+        lambda d: layer(d, layer_type="decoder"),
+        ["inter_attention.key_value.key_weight", "inter_attention.proj.weight"],
+    ),
+    "groups": (
+        lambda d: ft.GroupedLinear(3, H, FFN, device=d, params_dtype=torch.float32),
+        ["weight2", "bias1"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
@@ -128,7 +166,9 @@ def test_a_part_that_is_unlike_the_others_is_found_before_any_runs(device, case)
         for spoil in (lambda t: t.half(), lambda t: t.to("meta")):
             module = made(make, device)
             part, _, last = name.rpartition(".")
-            module.get_submodule(part)._parameters[last] = torch.nn.Parameter(spoil(module.get_parameter(name).detach()))
+            module.get_submodule(part)._parameters[last] = torch.nn.Parameter(
+                spoil(module.get_parameter(name).detach())
+            )
             options = {"encoder_output": placed(SOURCE, device)} if case == "decoder" else {}
             options |= {"m_splits": [2, 2, 2]} if case == "groups" else {}
             before = whole_state(module)
@@ -140,7 +180,8 @@ def test_a_part_that_is_unlike_the_others_is_found_before_any_runs(device, case)
 @pytest.mark.parametrize("first", [None, True])
 @pytest.mark.parametrize("kind", [ft.Linear, ft.LayerNormLinear, ft.LayerNormMLP])
 def test_a_first_call_that_is_refused_makes_no_state(device, kind, first):
-    """For a weight of another shape, and for float64, which no operation takes: no FP8 state, no cached weight."""
+    """For a weight of another shape, and for float64, which no operation takes: no FP8 state, no cached
+    weight."""
     module = made(lambda d: kind(H, FFN, device=d, params_dtype=torch.float32), device)
     name = next(n for n in ("weight", "fc2_weight") if hasattr(module, n))
     good, x = getattr(module, name), placed(X, device)
@@ -157,9 +198,15 @@ def test_a_first_call_that_is_refused_makes_no_state(device, kind, first):
 
 def test_weights_held_by_another_recipe_are_refused_before_there_is_a_state(device):
     with ft.quantized_model_init(recipe=Float8BlockScaling()):
-        layers = [made(lambda d: ft.Linear(128, 128, device=d), device), made(lambda d: ft.GroupedLinear(2, 128, 128, device=d), device)]
+        layers = [
+            made(lambda d: ft.Linear(128, 128, device=d), device),
+            made(lambda d: ft.GroupedLinear(2, 128, 128, device=d), device),
+        ]
     for module, more in zip(layers, ((), ([16, 16],)), strict=True):
-        with pytest.raises(RecipeError, match="as the recipe of this autocast"), ft.autocast(enabled=True, recipe=RECIPE):
+        with (
+            pytest.raises(RecipeError, match="as the recipe of this autocast"),
+            ft.autocast(enabled=True, recipe=RECIPE),
+        ):
             module(torch.ones(32, 128, device=device), *more)
         assert not module.fp8_meta
 
@@ -170,16 +217,26 @@ def test_dropout_is_refused_before_it_draws(device):
     core = ft.DotProductAttention(HEADS, H // HEADS, attention_dropout=0.5, device=device)
     q = torch.zeros(S, B, HEADS, H // HEADS, device=device)
     before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else None
-    for call in (lambda: ft.dropout_add(x, x[1:], p=0.5), lambda: ft.dropout_add(x, x.half(), p=0.5),
-                 lambda: core(q, q[1:], q), lambda: core(q, q, q.half()), lambda: core(q, q, q, core_attention_bias=q)):
+    for call in (
+        lambda: ft.dropout_add(x, x[1:], p=0.5),
+        lambda: ft.dropout_add(x, x.half(), p=0.5),
+        lambda: core(q, q[1:], q),
+        lambda: core(q, q, q.half()),
+        lambda: core(q, q, q, core_attention_bias=q),
+    ):
         with pytest.raises(Fp8kitError):
             call()
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1] is None or torch.equal(before[1], torch.cuda.get_rng_state())
 
 
-@pytest.mark.parametrize(("options", "argument"), [({"attn_mask_type": "arbitrary"}, "attention_mask"),
-                                                   ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias")])
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"attn_mask_type": "arbitrary"}, "attention_mask"),
+        ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias"),
+    ],
+)
 def test_what_is_missing_has_the_users_name(options, argument):
     with pytest.raises(ShapeError, match=f"MultiheadAttention: {argument}: got None, expected"):
         ft.MultiheadAttention(32, 4, device="cpu")(torch.zeros(5, 2, 32), **options)
@@ -227,13 +284,19 @@ WRONG_STATES = {
     "a word for a count": lambda saved: saved["param_groups"][1].update(step="three"),
     "another shape": lambda saved: saved["state"][2].update({n: torch.zeros(6) for n in saved["state"][2]}),
     "complex": lambda saved: saved["state"][2].update({n: t + 0j for n, t in saved["state"][2].items()}),
-    "sparse": lambda saved: saved["state"][2].update({n: t.to_sparse() for n, t in saved["state"][2].items()}),
-    "no values": lambda saved: saved["state"][2].update({n: t.to("meta") for n, t in saved["state"][2].items()}),
+    "sparse": lambda saved: saved["state"][2].update(
+        {n: t.to_sparse() for n, t in saved["state"][2].items()}
+    ),
+    "no values": lambda saved: saved["state"][2].update(
+        {n: t.to("meta") for n, t in saved["state"][2].items()}
+    ),
     "a word for a state": lambda saved: saved["state"].update({2: "none"}),
     "one moment": lambda saved: saved["state"][2].pop("exp_avg_sq"),
     "a master where there is none": lambda saved: saved["state"][2].update(master_param=torch.zeros(5)),
-    "remainders where there are none": lambda saved: saved["state"][2].update(exp_avg=torch.zeros(5, dtype=torch.int16)),
-}  # fmt: skip
+    "remainders where there are none": lambda saved: saved["state"][2].update(
+        exp_avg=torch.zeros(5, dtype=torch.int16)
+    ),
+}
 
 
 @pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
@@ -257,7 +320,8 @@ def test_an_optimizer_that_refuses_a_state_keeps_its_own(device, make):
 
 @pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
 def test_an_optimizer_whose_parameter_was_exchanged_takes_no_step(device, make):
-    """Its ``data`` by another shape, whose states would be too short, or by other strides; a group's number taken away."""
+    """Its ``data`` by another shape, whose states would be too short, or by other strides; a group's number
+    taken away."""
     params = [torch.nn.Parameter(torch.linspace(-1, 1, n, device=device)) for n in (3, 4, 5)]
     optimizer = make([{"params": params[:2]}, {"params": params[2:]}])
     for param in params:
@@ -287,9 +351,14 @@ def test_a_main_grad_at_an_odd_address(device):
     with ft.autocast(enabled=True, recipe=RECIPE):
         if device == "cpu":
             module(placed(X, device)).sum().backward()
-            assert all(weight.main_grad.any() for weight in (module.layernorm_mlp.fc1_weight, module.self_attention.proj.weight))
+            assert all(
+                weight.main_grad.any()
+                for weight in (module.layernorm_mlp.fc1_weight, module.self_attention.proj.weight)
+            )
             return
-        with pytest.raises(Fp8kitError, match=r"\.main_grad: got address 0x[0-9a-f]+, expected a multiple of 16 bytes"):
+        with pytest.raises(
+            Fp8kitError, match=r"\.main_grad: got address 0x[0-9a-f]+, expected a multiple of 16 bytes"
+        ):
             module(placed(X, device))
     assert whole_state(module) == before
 
@@ -300,6 +369,9 @@ def test_a_missing_main_grad_is_found_before_the_layer_runs(device):
         parameter.main_grad = torch.zeros_like(parameter)
     del module.layernorm_mlp.fc2_weight.main_grad
     before = whole_state(module)
-    with pytest.raises(Fp8kitError, match=r"fc2_weight0\.main_grad"), ft.autocast(enabled=True, recipe=RECIPE):
+    with (
+        pytest.raises(Fp8kitError, match=r"fc2_weight0\.main_grad"),
+        ft.autocast(enabled=True, recipe=RECIPE),
+    ):
         module(placed(X, device))
     assert whole_state(module) == before

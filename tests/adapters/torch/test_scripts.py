@@ -1,4 +1,5 @@
-"""A layer's pass by its script gives the bits of the plain way, and is taken for nothing but what it is like."""
+"""A layer's pass by its script gives the bits of the plain way, and is taken for nothing but what it is
+like."""
 
 from __future__ import annotations
 
@@ -80,9 +81,16 @@ def ran(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("options", [{}, {"hidden_dropout": 0.2, "attention_dropout": 0.1, "drop_path_rate": 0.3},
-                                     {"parallel_attention_mlp": True}, {"fuse_qkv_params": False, "output_layernorm": True}],
-                         ids=["usual", "dropout", "parallel", "apart"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hidden_dropout": 0.2, "attention_dropout": 0.1, "drop_path_rate": 0.3},
+        {"parallel_attention_mlp": True},
+        {"fuse_qkv_params": False, "output_layernorm": True},
+    ],
+    ids=["usual", "dropout", "parallel", "apart"],
+)
 def test_a_script_gives_the_bits_of_the_plain_way(device, recipe, options, ran):
     ours = layer(device, **options)
     other = plain(ours)
@@ -121,20 +129,41 @@ def _frozen(module):
 
 
 def _loaded(module):
-    module.load_state_dict({name: value * 2 if value.is_floating_point() else value for name, value in module.state_dict().items()})
+    module.load_state_dict(
+        {
+            name: value * 2 if value.is_floating_point() else value
+            for name, value in module.state_dict().items()
+        }
+    )
 
 
 def _other_part(module):
-    module.self_attention.proj = ft.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, return_bias=True, device="cpu")
+    module.self_attention.proj = ft.Linear(
+        HIDDEN, HIDDEN, params_dtype=torch.bfloat16, return_bias=True, device="cpu"
+    )
     with torch.no_grad():
         for parameter in module.self_attention.proj.parameters():
             parameter.fill_(0.01)
 
 
-CHANGES = {change.__name__.strip("_").replace("_", " "): change for change in (
-    _half_the_dropout, _other_mask, _other_weight, _other_parameter, _turned_weight, _frozen, _loaded, _other_part)}  # fmt: skip
-CHANGES |= {"eval": lambda module: module.eval(), "part in eval": lambda module: module.self_attention.core_attention.eval(),
-            "reset": lambda module: [torch.manual_seed(3), module.self_attention.layernorm_qkv.reset_parameters()]}
+CHANGES = {
+    change.__name__.strip("_").replace("_", " "): change
+    for change in (
+        _half_the_dropout,
+        _other_mask,
+        _other_weight,
+        _other_parameter,
+        _turned_weight,
+        _frozen,
+        _loaded,
+        _other_part,
+    )
+}
+CHANGES |= {
+    "eval": lambda module: module.eval(),
+    "part in eval": lambda module: module.self_attention.core_attention.eval(),
+    "reset": lambda module: [torch.manual_seed(3), module.self_attention.layernorm_qkv.reset_parameters()],
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -209,14 +238,19 @@ def test_what_backward_does_not_want_is_not_gone_through(ran):
             leaf = x.clone().requires_grad_()
             with ft.autocast(recipe=RECIPES["delayed"]):
                 y = module(leaf * 1)
-            found.append(torch.autograd.grad(y, [module.get_parameter(name) for name in names] or [leaf], x * 3))
+            found.append(
+                torch.autograd.grad(y, [module.get_parameter(name) for name in names] or [leaf], x * 3)
+            )
         for own, wanted in zip(*found, strict=True):
             same(own, wanted, names)
         alike(ours, other, RECIPES["delayed"])  # the states too: of what was not gone through no amaxes came
     assert len(ran) == 7
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning", "ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is:DeprecationWarning",
+    "ignore:Sparse CSR tensor support is in beta:UserWarning",
+)
 def test_forward_mode_is_refused_as_ever(ran):
     ours, x = layer(), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16)
     for _ in range(2):
@@ -271,7 +305,9 @@ def test_nobody_who_looks_on_is_passed_by(hooked, ran, monkeypatch):
         handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: seen.append(1))
     elif hooked == "class":
         forward = ft.Linear.forward
-        monkeypatch.setattr(ft.Linear, "forward", lambda *given, **named: seen.append(1) or forward(*given, **named))
+        monkeypatch.setattr(
+            ft.Linear, "forward", lambda *given, **named: seen.append(1) or forward(*given, **named)
+        )
     else:
         forward = proj.forward
         proj.forward = lambda *given, **named: seen.append(1) or forward(*given, **named)
@@ -327,7 +363,9 @@ def test_what_autograd_promises_holds(ran):
     with pytest.raises(RuntimeError, match="gradients of gradients are not there"):
         first.sum().backward()
     packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or len(packed) - 1, lambda i: packed[i]):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t) or len(packed) - 1, lambda i: packed[i]
+    ):
         y = ours(leaf)
     (found,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
     assert packed

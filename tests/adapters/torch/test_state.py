@@ -27,7 +27,8 @@ RECIPE = RECIPES["delayed"]
 
 
 def wait_for_walks():
-    """Until backward passes that have raised are gone: a device's thread of the engine may let go of one a moment later."""
+    """Until backward passes that have raised are gone: a device's thread of the engine may let go of one a
+    moment later."""
     gc.collect()
     end = time.monotonic() + 10
     while _WALKS and time.monotonic() < end:
@@ -70,7 +71,11 @@ def test_saved_and_loaded(device):
     for path, module in ours.named_modules():
         for name, part in getattr(module, "fp8_meta", {}).items():
             for field in ("scale", "scale_inv", "amax_history"):
-                same(getattr(other.get_submodule(path).fp8_meta[name], field), getattr(part, field), (path, name, field))
+                same(
+                    getattr(other.get_submodule(path).fp8_meta[name], field),
+                    getattr(part, field),
+                    (path, name, field),
+                )
 
 
 def test_plain_weights_load(device):
@@ -83,8 +88,11 @@ def test_a_wrong_state_changes_nothing(device):
     ours = trained(device, "Linear")
     before = ours.get_extra_state()
     wide = trained(device, "LayerNormMLP").get_extra_state()
-    for wrong, message in ((torch.tensor([1, 2, 3], dtype=torch.uint8), "another layout"), (wide, "expected float32"),
-                           (torch.zeros(3), "one-dimensional uint8")):
+    for wrong, message in (
+        (torch.tensor([1, 2, 3], dtype=torch.uint8), "another layout"),
+        (wide, "expected float32"),
+        (torch.zeros(3), "one-dimensional uint8"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             ours.set_extra_state(wrong)
     same(ours.get_extra_state(), before, "state")
@@ -125,7 +133,9 @@ def test_an_exception_drops_the_step(device):
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "grouped"])
 @pytest.mark.parametrize("direction", ["before", "after"])
 def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monkeypatch):
-    """It fails after some layers have recorded: in a hook between them, or within a layer whose own amax is recorded already."""
+    """It fails after some layers have recorded: in a hook between them, or within a layer whose own amax is
+    recorded already."""
+
     class Fail(torch.autograd.Function):
         failing = True
 
@@ -147,6 +157,7 @@ def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monk
 
     def step(layers, x):
         with ft.autocast(recipe=RECIPE):
+
             def run(x):
                 given = ([4, 4],) if how == "grouped" else ()
                 x = layers[0](x, *given)
@@ -268,7 +279,8 @@ class _Slow(dict):
 
 
 def test_a_pass_has_a_thread_for_each_device(monkeypatch):
-    """Four threads that record in one pass at the same moment: one callback at its end, and all states updated by it."""
+    """Four threads that record in one pass at the same moment: one callback at its end, and all states
+    updated by it."""
     queued, updated = [], []
     monkeypatch.setattr(state, "_WALKS", _Slow(4))
     monkeypatch.setattr(state, "_pass_now", lambda: -7)  # of no pass that there ever was

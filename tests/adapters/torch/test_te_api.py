@@ -1,4 +1,5 @@
-"""``te.ops``, ``general_gemm``, ``FP8GlobalStateManager``, the packed rotary embedding: against the modules and formulas they stand for."""
+"""``te.ops``, ``general_gemm``, ``FP8GlobalStateManager``, the packed rotary embedding: against the modules
+and formulas they stand for."""
 
 from __future__ import annotations
 
@@ -19,10 +20,23 @@ from .twins import RECIPES, WIDTH, same
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_sequence_is_its_operations(device, recipe):
     whole = fusible.Sequential(
-        fusible.LayerNorm(WIDTH, device=device), fusible.Linear(WIDTH, 64, device=device), fusible.MakeExtraOutput(),
-        fusible.SwiGLU(), fusible.BasicLinear(32, WIDTH, device=device), fusible.Bias(WIDTH, device=device), fusible.AddExtraInput(),
-        fusible.ConstantScale(0.5), fusible.Reshape((-1, WIDTH // 2)), fusible.Dropout(0.0), fusible.Identity())
-    norm, first, second = ft.LayerNorm(WIDTH, device=device), ft.Linear(WIDTH, 64, device=device), ft.Linear(32, WIDTH, device=device)
+        fusible.LayerNorm(WIDTH, device=device),
+        fusible.Linear(WIDTH, 64, device=device),
+        fusible.MakeExtraOutput(),
+        fusible.SwiGLU(),
+        fusible.BasicLinear(32, WIDTH, device=device),
+        fusible.Bias(WIDTH, device=device),
+        fusible.AddExtraInput(),
+        fusible.ConstantScale(0.5),
+        fusible.Reshape((-1, WIDTH // 2)),
+        fusible.Dropout(0.0),
+        fusible.Identity(),
+    )
+    norm, first, second = (
+        ft.LayerNorm(WIDTH, device=device),
+        ft.Linear(WIDTH, 64, device=device),
+        ft.Linear(32, WIDTH, device=device),
+    )
     norm.load_state_dict(whole[0].state_dict())
     with torch.no_grad():
         whole[1].bias.normal_()
@@ -37,22 +51,52 @@ def test_a_sequence_is_its_operations(device, recipe):
         z = (second(torch.nn.functional.silu(gate) * linear) + extra) * 0.5
     same(middle, h, "extra output")
     # the product's input is rounded once or twice on its way; in FP8 a code may move by a step of 2^-3
-    assert relative_error(y.detach().reshape(6, WIDTH).cpu(), z.detach().cpu()) < (1e-5 if recipe == "high" else 2.0**-5)
+    assert relative_error(y.detach().reshape(6, WIDTH).cpu(), z.detach().cpu()) < (
+        1e-5 if recipe == "high" else 2.0**-5
+    )
     (y.sum() + middle.sum()).backward()
     assert all(p.grad is not None for p in whole.parameters())
 
 
-@pytest.mark.parametrize("name", ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU",
-                                  "ClampedSwiGLU"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GELU",
+        "QGELU",
+        "ReLU",
+        "SReLU",
+        "SiLU",
+        "GLU",
+        "GEGLU",
+        "QGEGLU",
+        "ReGLU",
+        "SReGLU",
+        "SwiGLU",
+        "ClampedSwiGLU",
+    ],
+)
 def test_activations_are_those_of_the_mlp(device, name):
     """An MLP whose first weight and norm change nothing gives act(x) W2^T."""
     kind = getattr(fusible, name)
     activation = {"ClampedSwiGLU": "clamped_swiglu"}.get(name, name.lower())
     x = torch.randn(5, 32, device=device) * 3
     y = kind()(x)
-    plain = {"gelu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"), "qgelu": lambda t: t * torch.sigmoid(1.702 * t),
-             "relu": torch.relu, "srelu": lambda t: torch.relu(t) ** 2, "silu": torch.nn.functional.silu, "glu": torch.sigmoid}
-    gates = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "glu"}
+    plain = {
+        "gelu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        "qgelu": lambda t: t * torch.sigmoid(1.702 * t),
+        "relu": torch.relu,
+        "srelu": lambda t: torch.relu(t) ** 2,
+        "silu": torch.nn.functional.silu,
+        "glu": torch.sigmoid,
+    }
+    gates = {
+        "geglu": "gelu",
+        "qgeglu": "qgelu",
+        "reglu": "relu",
+        "sreglu": "srelu",
+        "swiglu": "silu",
+        "glu": "glu",
+    }
     wide = x.double()
     if activation == "clamped_swiglu":
         a, b = wide.chunk(2, -1)
@@ -67,11 +111,13 @@ def test_activations_are_those_of_the_mlp(device, name):
 
 
 def test_operations_refuse_what_they_do_not_do():
-    for make, word in ((lambda: fusible.Linear(8, 8, sequence_parallel=True), "sequence_parallel"),
-                       (lambda: fusible.GELU(cache_quantized_input=True), "cache_quantized_input"),
-                       (lambda: fusible.SwiGLU(glu_interleave_size=32), "glu_interleave_size"),
-                       (lambda: fusible.Bias(8, tensor_parallel=True), "tensor_parallel"),
-                       (lambda: fusible.RMSNorm(8, sm_margin=2), "sm_margin")):
+    for make, word in (
+        (lambda: fusible.Linear(8, 8, sequence_parallel=True), "sequence_parallel"),
+        (lambda: fusible.GELU(cache_quantized_input=True), "cache_quantized_input"),
+        (lambda: fusible.SwiGLU(glu_interleave_size=32), "glu_interleave_size"),
+        (lambda: fusible.Bias(8, tensor_parallel=True), "tensor_parallel"),
+        (lambda: fusible.RMSNorm(8, sm_margin=2), "sm_margin"),
+    ):
         with pytest.raises(NotImplementedError, match=word):
             make()
     with pytest.raises(Fp8kitError, match=r"extra_inputs: got 0, expected 1"):
@@ -83,20 +129,29 @@ def test_operations_refuse_what_they_do_not_do():
 def test_general_gemm(device, kind, layout):
     m, n, k = 24, 32, 48
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    x, w, g = (torch.randn(shape, device=device).to(dtype) for shape in ((2, m // 2, k), (n, k), (2, m // 2, n)))
+    x, w, g = (
+        torch.randn(shape, device=device).to(dtype) for shape in ((2, m // 2, k), (n, k), (2, m // 2, n))
+    )
     A, B = {"TN": (w, x), "NN": (w, g), "NT": (x, g)}[layout]
     if kind in RECIPES:
         fp8 = fp8_from_recipe(RECIPES[kind])
         blocks = ft.quantized.held_as(fp8, "x")
-        A, B = (ft.QuantizedTensor.of(t, fp8) if t is w else ft.QuantizedTensor.cast(t, blocks) for t in (A, B))
+        A, B = (
+            ft.QuantizedTensor.of(t, fp8) if t is w else ft.QuantizedTensor.cast(t, blocks) for t in (A, B)
+        )
     a, b = (t.dequantize() if kind in RECIPES else t for t in (A, B))
     a, b = (t.detach().double().cpu().reshape(-1, t.shape[-1]) for t in (a, b))
     want = {"TN": lambda: b @ a.T, "NN": lambda: b @ a, "NT": lambda: b.T @ a}[layout]()
-    size = {"TN": lambda: b.abs() @ a.abs().T, "NN": lambda: b.abs() @ a.abs(), "NT": lambda: b.abs().T @ a.abs()}[layout]()
+    size = {
+        "TN": lambda: b.abs() @ a.abs().T,
+        "NN": lambda: b.abs() @ a.abs(),
+        "NT": lambda: b.abs().T @ a.abs(),
+    }[layout]()
     y, *rest = general_gemm(A, B, layout=layout, out_dtype=torch.float32, use_split_accumulator=True)
     assert rest == [None] * 3
     assert y.shape == ((n, k) if layout == "NT" else (2, m // 2, n if layout == "TN" else k))
-    # a GPU rounds float32 operands to TF32's 11 bits; codes turned by blocks are cast anew along the contraction, by 2^-4 of a value
+    # a GPU rounds float32 operands to TF32's 11 bits; codes turned by blocks are cast anew along the
+    # contraction, by 2^-4 of a value
     slack = 2.0**-10 if kind in ("float32", "bfloat16", "current") or layout == "TN" else 2.0**-3
     assert ((y.double().cpu().reshape(want.shape) - want).abs() <= slack * size + 1e-9).all()
     twice = y.clone()
@@ -104,13 +159,20 @@ def test_general_gemm(device, kind, layout):
     general_gemm(A, B, layout=layout, out=twice, accumulate=True, use_split_accumulator=True)
     torch.testing.assert_close(twice, 2 * y, rtol=2.0**-20, atol=2.0**-20 * float(size.max()))
     if dtype is torch.float32:
-        added, *_ = general_gemm(A, B, layout=layout, bias=bias, out_dtype=torch.float32, use_split_accumulator=True)
+        added, *_ = general_gemm(
+            A, B, layout=layout, bias=bias, out_dtype=torch.float32, use_split_accumulator=True
+        )
         torch.testing.assert_close(added, y + bias, rtol=2.0**-20, atol=2.0**-20 * float(size.max()))
 
 
 def test_general_gemm_refuses():
     a, b = torch.ones(4, 8), torch.ones(2, 8)
-    for options, word in (({"gelu": True}, "gelu"), ({"ub": 3}, "ub"), ({"alpha": 2.0}, "alpha"), ({"quantization_params": 1}, "quantiz")):
+    for options, word in (
+        ({"gelu": True}, "gelu"),
+        ({"ub": 3}, "ub"),
+        ({"alpha": 2.0}, "alpha"),
+        ({"quantization_params": 1}, "quantiz"),
+    ):
         with pytest.raises(NotImplementedError, match=word):
             general_gemm(a, b, **options)
     with pytest.raises(ShapeError, match="one contraction"):
@@ -203,12 +265,21 @@ def test_modules_within_are_attributes_of_the_door():
         ft.ops.AllReduce  # noqa: B018
 
 
-@pytest.mark.parametrize("layer", [lambda: ft.Linear(16, 16), lambda: ft.MultiheadAttention(32, 2), lambda: ft.DotProductAttention(2, 16),
-                                   lambda: ft.TransformerLayer(32, 64, 2)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: ft.Linear(16, 16),
+        lambda: ft.MultiheadAttention(32, 2),
+        lambda: ft.DotProductAttention(2, 16),
+        lambda: ft.TransformerLayer(32, 64, 2),
+    ],
+)
 def test_methods_about_groups_and_late_gradients(layer, tmp_path):
     """Accepted where there is nothing to do, else refused."""
     made = layer()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         alone = torch.distributed.group.WORLD
         made.set_tensor_parallel_group(alone)
@@ -217,9 +288,14 @@ def test_methods_about_groups_and_late_gradients(layer, tmp_path):
         assert ft.parallel_cross_entropy(logits, classes, dist_process_group=alone).shape == (2,)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-            for call in (made.set_tensor_parallel_group, lambda group: made.set_context_parallel_group(group, [0, 1], None),
-                         lambda group: ft.parallel_cross_entropy(logits, classes, dist_process_group=group)):
-                with pytest.raises(NotImplementedError, match=r"_group: got a group of 2 processes, expected one process"):
+            for call in (
+                made.set_tensor_parallel_group,
+                lambda group: made.set_context_parallel_group(group, [0, 1], None),
+                lambda group: ft.parallel_cross_entropy(logits, classes, dist_process_group=group),
+            ):
+                with pytest.raises(
+                    NotImplementedError, match=r"_group: got a group of 2 processes, expected one process"
+                ):
                     call(alone)
     finally:
         torch.distributed.destroy_process_group()
@@ -229,7 +305,9 @@ def test_methods_about_groups_and_late_gradients(layer, tmp_path):
     made.backward_dw()
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("Linear", (16, 16)), ("LayerNorm", (16,)), ("LayerNormMLP", (16, 16))])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("Linear", (16, 16)), ("LayerNorm", (16,)), ("LayerNormMLP", (16, 16))]
+)
 def test_a_dtype_that_fp8kit_has_not(device, kind, sizes):
     layer = getattr(ft, kind)(*sizes, device=device)
     with pytest.raises(FormatError, match="inp: got complex64, expected a dtype of fp8kit"):

@@ -17,17 +17,29 @@ from fp8kit.testing.compare import assert_same_bits
 
 
 def model():
-    layers = {"fc": Linear(16, 32, device="cpu"), "mlp": LayerNormMLP(32, 48, device="cpu"), "norm": RMSNorm(32, device="cpu"),
-              "core_attention": DotProductAttention(2, 16)}
+    layers = {
+        "fc": Linear(16, 32, device="cpu"),
+        "mlp": LayerNormMLP(32, 48, device="cpu"),
+        "norm": RMSNorm(32, device="cpu"),
+        "core_attention": DotProductAttention(2, 16),
+    }
     return torch.nn.ModuleDict(layers)
 
 
 def te_extra(gemms, seed=0, **changes):
     """What a Transformer Engine module pickles, without its recipe's class."""
     rng = np.random.default_rng(seed)
-    shapes = {"scale_fwd": (3 * gemms,), "amax_history_fwd": (5, 3 * gemms), "scale_bwd": (2 * gemms,), "amax_history_bwd": (5, 2 * gemms)}
-    return {"recipe": None, **{n: torch.from_numpy(rng.random(s).astype(np.float32) + 0.5) for n, s in shapes.items()},
-            "extra_fp8_variables": {}} | changes
+    shapes = {
+        "scale_fwd": (3 * gemms,),
+        "amax_history_fwd": (5, 3 * gemms),
+        "scale_bwd": (2 * gemms,),
+        "amax_history_bwd": (5, 2 * gemms),
+    }
+    return {
+        "recipe": None,
+        **{n: torch.from_numpy(rng.random(s).astype(np.float32) + 0.5) for n, s in shapes.items()},
+        "extra_fp8_variables": {},
+    } | changes
 
 
 def as_tensor(state):
@@ -36,14 +48,21 @@ def as_tensor(state):
 
 def te_dict(seed=0):
     rng = np.random.default_rng(seed)
-    state = {n: torch.from_numpy(rng.standard_normal(t.shape).astype(np.float32)) for n, t in model().state_dict().items()
-             if "_extra_state" not in n}
+    state = {
+        n: torch.from_numpy(rng.standard_normal(t.shape).astype(np.float32))
+        for n, t in model().state_dict().items()
+        if "_extra_state" not in n
+    }
     buffer = io.BytesIO()
     torch.save(te_extra(2, 2), buffer)
     buffer.seek(0)
     nothing = torch.empty(0, dtype=torch.uint8)
-    return state | {"fc._extra_state": as_tensor(te_extra(1, 1)), "mlp._extra_state": buffer, "norm._extra_state": nothing,
-                    "core_attention._extra_state": as_tensor(te_extra(0))}
+    return state | {
+        "fc._extra_state": as_tensor(te_extra(1, 1)),
+        "mlp._extra_state": buffer,
+        "norm._extra_state": nothing,
+        "core_attention._extra_state": as_tensor(te_extra(0)),
+    }
 
 
 WAYS = [load_state_dict, torch.nn.Module.load_state_dict]  # by name, and a program's own call
@@ -78,11 +97,20 @@ def test_the_loaded_scale_is_the_one_that_quantises():
     cast = lambda t, s: (t * s).clamp(-448, 448).to(torch.float8_e4m3fn).double() / s  # noqa: E731
     for got, scale in ((y, 2.0), (plain, 1.0)):
         wanted = cast(x, scale) @ cast(state["weight"], scale).t()
-        assert (got.double() - wanted).abs().max() < 2.0**-10 * wanted.abs().max()  # fast accumulation may keep 14 bits
+        # fast accumulation may keep 14 bits
+        assert (got.double() - wanted).abs().max() < 2.0**-10 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("value", [as_tensor(te_extra(2)), b"none", torch.arange(64, dtype=torch.uint8), torch.ones(3),
-                                   pickle.dumps(print)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        as_tensor(te_extra(2)),
+        b"none",
+        torch.arange(64, dtype=torch.uint8),
+        torch.ones(3),
+        pickle.dumps(print),
+    ],
+)
 def test_an_extra_state_that_is_nobody_saved_is_refused(value):
     """Another module's, and what nobody saved; nothing is run and the FP8 state stays."""
     net = Linear(16, 32, device="cpu")
@@ -103,11 +131,16 @@ def test_plain_layers_load_without_extra_states():
     load_state_dict(net, plain.state_dict())
 
 
-@pytest.mark.parametrize(("changes", "word"), [
-    ({"scale_fwd": torch.ones(6)}, "slots"), ({"amax_history_bwd": torch.zeros(4)}, "slots"),
-    ({"scale_bwd": torch.tensor([1.0, -1])}, "positive"), ({"scale_bwd": torch.tensor([1.0, torch.nan])}, "positive"),
-    ({"scale_fwd": [1, 2, 3]}, "float32"),
-])
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"scale_fwd": torch.ones(6)}, "slots"),
+        ({"amax_history_bwd": torch.zeros(4)}, "slots"),
+        ({"scale_bwd": torch.tensor([1.0, -1])}, "positive"),
+        ({"scale_bwd": torch.tensor([1.0, torch.nan])}, "positive"),
+        ({"scale_fwd": [1, 2, 3]}, "float32"),
+    ],
+)
 def test_what_does_not_fit_is_refused(changes, word):
     with pytest.raises(CheckpointError, match=word):
         convert_extra_state(as_tensor(te_extra(1, **changes)), 1)

@@ -39,7 +39,11 @@ def te_state(monkeypatch):
     rng = np.random.default_rng(0)
     arrays = {"scale_fwd": (3,), "amax_history_fwd": (4, 3), "scale_bwd": (2,), "amax_history_bwd": (4, 2)}
     state = {n: torch.from_numpy(rng.random(s).astype(np.float32)) for n, s in arrays.items()}
-    return {"recipe": DelayedScaling(), **state, "extra_fp8_variables": {"num_gemms": 1, "fp8_checkpoint": True}}
+    return {
+        "recipe": DelayedScaling(),
+        **state,
+        "extra_fp8_variables": {"num_gemms": 1, "fp8_checkpoint": True},
+    }
 
 
 def as_tensor(data):
@@ -76,10 +80,19 @@ class Bomb:
         return self.what
 
 
-@pytest.mark.parametrize("bomb", [
-    Bomb(eval, "1/0"), Bomb(exec, "raise SystemExit"), Bomb(getattr, "", "join"), Bomb(io.open, "/dev/null"),
-    Bomb(torch.load, "x"), Bomb(__import__, "os"), Bomb(torch.hub.load, "a", "b"),
-], ids=lambda b: b.what[0].__name__)
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        Bomb(eval, "1/0"),
+        Bomb(exec, "raise SystemExit"),
+        Bomb(getattr, "", "join"),
+        Bomb(io.open, "/dev/null"),
+        Bomb(torch.load, "x"),
+        Bomb(__import__, "os"),
+        Bomb(torch.hub.load, "a", "b"),
+    ],
+    ids=lambda b: b.what[0].__name__,
+)
 @pytest.mark.parametrize("saved", [False, True], ids=["pickle", "torch.save"])
 def test_nothing_is_called(bomb, saved):
     value = io.BytesIO()
@@ -93,20 +106,38 @@ def test_inner_pickles_are_not_run_either():
     inner = io.BytesIO()
     torch.save(Bomb(eval, "1/0"), inner, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_extra_state(as_tensor(pickle.dumps({"scale_fwd": Bomb(torch.storage._load_from_bytes, inner.getvalue())})))
+        read_extra_state(
+            as_tensor(pickle.dumps({"scale_fwd": Bomb(torch.storage._load_from_bytes, inner.getvalue())}))
+        )
 
 
 def test_tensors_may_not_reach_beyond_their_storage():
     storage = torch.zeros(4).untyped_storage()
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
-    for offset, size, stride in ((0, (5,), (1,)), (-1, (1,), (1,)), (3, (2,), (1,)), (0, (2,), (9,)), (0, (2,), (-1,))):
+    for offset, size, stride in (
+        (0, (5,), (1,)),
+        (-1, (1,), (1,)),
+        (3, (2,), (1,)),
+        (0, (2,), (9,)),
+        (0, (2,), (-1,)),
+    ):
         bad = Bomb(torch._utils._rebuild_tensor_v2, typed, offset, size, stride, False, {})
         with pytest.raises(CheckpointError, match="tensor"):
             read_extra_state(as_tensor(pickle.dumps({"scale_fwd": bad})))
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3), "x", as_tensor(b"garbage"), as_tensor(b"PK garbage"), as_tensor(pickle.dumps([1])),
-                                   as_tensor(pickle.dumps({"scale_fwd": 3}))], ids=["float", "text", "garbage", "zip", "list", "number"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(3),
+        "x",
+        as_tensor(b"garbage"),
+        as_tensor(b"PK garbage"),
+        as_tensor(pickle.dumps([1])),
+        as_tensor(pickle.dumps({"scale_fwd": 3})),
+    ],
+    ids=["float", "text", "garbage", "zip", "list", "number"],
+)
 def test_what_is_not_an_extra_state_is_refused(value):
     with pytest.raises(CheckpointError, match="_extra_state"):
         read_extra_state(value)

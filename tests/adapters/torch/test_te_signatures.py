@@ -1,5 +1,5 @@
-"""Signatures of all that has Transformer Engine's name, against ``te_signatures.txt``; and that arguments by position do what they do by
-name, refusals among it."""
+"""Signatures of all that has Transformer Engine's name, against ``te_signatures.txt``; and that arguments by
+position do what they do by name, refusals among it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS
 
 from .twins import same
 
-TEXT = Path(__file__).with_name("te_signatures.txt").read_text()  # Transformer Engine 2.20, a line for each class, method and function
+# Transformer Engine 2.20, a line for each class, method and function
+TEXT = Path(__file__).with_name("te_signatures.txt").read_text()
 # (where, argument) -> (Transformer Engine's default, the default here); all others are the same
 DIFFERENCES = {
     # None is CUDA where it is usable, else the CPU, on which "cuda" could not run
     ("*", "device"): ("cuda", None),
-    # both may be left out where ``_input``, the deprecated name, is given; an ArgumentError or ShapeError says so otherwise
+    # both may be left out where ``_input``, the deprecated name, is given; an ArgumentError or ShapeError
+    # says so otherwise
     ("parallel_cross_entropy", "inp"): (Parameter.empty, None),
     ("parallel_cross_entropy", "target"): (Parameter.empty, None),
     # torch's word for a number that must be there, which torch itself has given up; None is refused by name
@@ -50,7 +52,9 @@ def value(node):
 
 
 def parameters(made):
-    defaults = [Parameter.empty] * (len(made.args) - len(made.defaults)) + [value(node) for node in made.defaults]
+    defaults = [Parameter.empty] * (len(made.args) - len(made.defaults)) + [
+        value(node) for node in made.defaults
+    ]
     for own, default in zip(made.args, defaults, strict=True):
         yield Parameter(own.arg, Parameter.POSITIONAL_OR_KEYWORD, default=default)
     if made.vararg:
@@ -75,29 +79,55 @@ def test_arguments_have_transformer_engines_names_order_and_defaults(name):
     """What comes by position means the same; what is here only comes by keyword."""
     want, found = [], ours(name)
     for p in THEIRS[name]:
-        before, after = DIFFERENCES.get((name, p.name)) or DIFFERENCES.get(("*", p.name)) or (p.default, p.default)
+        before, after = (
+            DIFFERENCES.get((name, p.name)) or DIFFERENCES.get(("*", p.name)) or (p.default, p.default)
+        )
         if name not in NAMED or p.kind is not Parameter.VAR_KEYWORD:
             want.append(p.replace(default=after) if p.default == before else p)
-    assert [p for p in found if p.kind is not Parameter.KEYWORD_ONLY] == [p for p in want if p.kind is not Parameter.KEYWORD_ONLY]
+    assert [p for p in found if p.kind is not Parameter.KEYWORD_ONLY] == [
+        p for p in want if p.kind is not Parameter.KEYWORD_ONLY
+    ]
     assert [p for p in want if p not in found] == []
 
 
 def test_the_differences_are_there():
     """Each that is listed, so that the list stays true."""
     for (where, argument), (before, after) in DIFFERENCES.items():
-        names = [name for name in (THEIRS if where == "*" else [where]) if argument in {p.name for p in THEIRS[name]}]
-        pairs = {(p.default, q.default) for name in names for p in THEIRS[name] for q in ours(name) if p.name == q.name == argument}
+        names = [
+            name
+            for name in (THEIRS if where == "*" else [where])
+            if argument in {p.name for p in THEIRS[name]}
+        ]
+        pairs = {
+            (p.default, q.default)
+            for name in names
+            for p in THEIRS[name]
+            for q in ours(name)
+            if p.name == q.name == argument
+        }
         assert (before, after) in pairs, (where, argument)
 
 
-SIZES = {"in_features": 32, "out_features": 32, "hidden_size": 32, "ffn_hidden_size": 64, "num_gemms": 2, "num_attention_heads": 4,
-         "kv_channels": 8, "normalized_shape": 32, "device": "cpu"}  # fmt: skip
-LATER = {name: table for name, table in CONSTRUCTOR.items() if name not in ("LayerNorm", "RMSNorm")} | {"GroupedLinear": GROUPED}
+SIZES = {
+    "in_features": 32,
+    "out_features": 32,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_gemms": 2,
+    "num_attention_heads": 4,
+    "kv_channels": 8,
+    "normalized_shape": 32,
+    "device": "cpu",
+}
+LATER = {name: table for name, table in CONSTRUCTOR.items() if name not in ("LayerNorm", "RMSNorm")} | {
+    "GroupedLinear": GROUPED
+}
 
 
 @pytest.mark.parametrize("name", LATER)
 def test_what_has_no_effect_is_refused_by_place_too(name):
-    """All defaults by position make the module; with another value in the place of an argument without effect its name is said."""
+    """All defaults by position make the module; with another value in the place of an argument without effect
+    its name is said."""
     names = [p.name for p in ours(name) if p.kind is not Parameter.KEYWORD_ONLY]
     plain = [SIZES.get(p.name, p.default) for p in ours(name) if p.kind is not Parameter.KEYWORD_ONLY]
     where = {"device": "cpu"} if "device" not in names else {}
@@ -117,10 +147,20 @@ def test_what_has_no_effect_is_refused_by_place_too(name):
 def test_arguments_mean_the_same_by_place_and_by_name():
     """Two layers of which one is told by position, to the last argument that has an effect."""
     options = SIZES | {
-        "layer_type": "decoder", "fuse_qkv_params": True, "activation": "swiglu", "normalization": "RMSNorm", "num_gqa_groups": 2,
-        "params_dtype": torch.float32, "attn_input_format": "bshd", "qk_norm_type": "RMSNorm", "softmax_type": "off-by-one",
-        "enc_dec_attn_mask_type": "causal", "enc_dec_window_size": (3, 0), "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    }  # fmt: skip
+        "layer_type": "decoder",
+        "fuse_qkv_params": True,
+        "activation": "swiglu",
+        "normalization": "RMSNorm",
+        "num_gqa_groups": 2,
+        "params_dtype": torch.float32,
+        "attn_input_format": "bshd",
+        "qk_norm_type": "RMSNorm",
+        "softmax_type": "off-by-one",
+        "enc_dec_attn_mask_type": "causal",
+        "enc_dec_window_size": (3, 0),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     made = []
     for by_place in (True, False):
         torch.manual_seed(3)
@@ -136,12 +176,20 @@ def test_arguments_mean_the_same_by_place_and_by_name():
     same(made[0](x, *places), made[1](x, **call), "y")
     plain = made[1](x, encoder_output=e)
     assert not torch.equal(plain, made[1](x, **call))
-    same(made[0](x, *[e if p.name == "encoder_output" else p.default for p in ours("TransformerLayer.forward")[1:]]), plain, "y")
+    same(
+        made[0](
+            x, *[e if p.name == "encoder_output" else p.default for p in ours("TransformerLayer.forward")[1:]]
+        ),
+        plain,
+        "y",
+    )
 
 
 def test_attention_takes_its_options_by_place():
     torch.manual_seed(0)
-    layer = ft.MultiheadAttention(32, 4, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding", device="cpu")
+    layer = ft.MultiheadAttention(
+        32, 4, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding", device="cpu"
+    )
     x, sums = torch.randn(9, 32), torch.tensor([0, 4, 9], dtype=torch.int32)
     call = {"cu_seqlens_q": sums, "cu_seqlens_kv": sums, "max_seqlen_q": 5, "max_seqlen_kv": 5}
     places = [call.get(p.name, p.default) for p in ours("MultiheadAttention.forward")[1:] if p.name != "part"]
@@ -150,8 +198,18 @@ def test_attention_takes_its_options_by_place():
     assert {name: named[name] for name in CORE_OPTIONS} == CORE_OPTIONS
 
 
-@pytest.mark.parametrize("argument", ["fp8_output", "bf16_backward", "num_splits", "score_mod", "score_mod_bprop", "score_mod_tensors",
-                                      "score_mod_bprop_tensors"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "fp8_output",
+        "bf16_backward",
+        "num_splits",
+        "score_mod",
+        "score_mod_bprop",
+        "score_mod_tensors",
+        "score_mod_bprop_tensors",
+    ],
+)
 def test_what_has_no_effect_on_a_call_is_refused_by_place_too(argument):
     core, q = ft.DotProductAttention(4, 8, device="cpu"), torch.zeros(3, 2, 4, 8)
     known = ours("DotProductAttention.forward")
@@ -169,7 +227,10 @@ def test_an_output_of_the_groups_is_refused_by_place_too():
 
 def test_a_norms_dtype_has_two_names():
     for kind in (ft.LayerNorm, ft.RMSNorm):
-        norms = [kind(16, dtype=torch.bfloat16, device="cpu"), kind(16, 1e-5, None, torch.bfloat16, device="cpu")]
+        norms = [
+            kind(16, dtype=torch.bfloat16, device="cpu"),
+            kind(16, 1e-5, None, torch.bfloat16, device="cpu"),
+        ]
         assert [norm.weight.dtype for norm in norms] == [torch.bfloat16] * 2
         with pytest.raises(ArgumentError, match=r"dtype: got .*beside params_dtype"):
             kind(16, params_dtype=torch.float32, dtype=torch.bfloat16, device="cpu")
@@ -177,9 +238,18 @@ def test_a_norms_dtype_has_two_names():
             kind(16, sm_margin=4, device="cpu")
 
 
-@pytest.mark.parametrize(("argument", "wrong"), [("enc_dec_attn_mask_type", "causal"), ("enc_dec_window_size", (2, 2)),
-                                                 ("enc_dec_bottom_right_diagonal", False)])
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("enc_dec_attn_mask_type", "causal"),
+        ("enc_dec_window_size", (2, 2)),
+        ("enc_dec_bottom_right_diagonal", False),
+    ],
+)
 def test_an_encoder_refuses_what_is_about_an_encoders_output(argument, wrong):
     ft.TransformerLayer(32, 64, 4, layer_type="decoder", device="cpu", **{argument: wrong})
-    with pytest.raises(ArgumentError, match=f"TransformerLayer: {argument}: got .*expected (None|'no_mask') with layer_type 'encoder'"):
+    with pytest.raises(
+        ArgumentError,
+        match=f"TransformerLayer: {argument}: got .*expected (None|'no_mask') with layer_type 'encoder'",
+    ):
         ft.TransformerLayer(32, 64, 4, device="cpu", **{argument: wrong})

@@ -8,7 +8,16 @@ import functools
 
 import pytest
 import torch
-from fp8kit_torch import GroupedLinear, LayerNormMLP, Linear, autocast, checkpoint_contexts, convert, recompute, torch_checkpoint
+from fp8kit_torch import (
+    GroupedLinear,
+    LayerNormMLP,
+    Linear,
+    autocast,
+    checkpoint_contexts,
+    convert,
+    recompute,
+    torch_checkpoint,
+)
 from fp8kit_torch import checkpoint as own_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import (
@@ -63,7 +72,9 @@ def to_the_end(block, x, first):
 
 
 def sequential(block, x, first, use_reentrant):
-    return checkpoint_sequential([lambda t: t * 2, Block(block, first), lambda t: t.sin()], 2, x, use_reentrant=use_reentrant).tanh()
+    return checkpoint_sequential(
+        [lambda t: t * 2, Block(block, first), lambda t: t.sin()], 2, x, use_reentrant=use_reentrant
+    ).tanh()
 
 
 def sequential_plain(block, x, first):
@@ -75,7 +86,8 @@ def wrapped(block, x, first, impl):
 
 
 def selective(block, x, first):
-    """What the user calls after the layers is saved, by how many there were of its kind: a layer has no such call in one pass only."""
+    """What the user calls after the layers is saved, by how many there were of its kind: a layer has no such
+    call in one pass only."""
     aten = torch.ops.aten
     saved = [aten.clone.default, aten.zeros.default, aten.ones.default, aten.mul.Tensor]
 
@@ -86,11 +98,18 @@ def selective(block, x, first):
         t = block(t, first).clone() * torch.ones(1, device=t.device)
         return t * (torch.zeros(1, device=t.device) + 1)
 
-    return checkpoint(more, x, first, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    return checkpoint(
+        more,
+        x,
+        first,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+    )
 
 
 def beneath_hooks(block, x, first):
     """What the block saves goes through hooks of the user's own."""
+
     def hooked(t, first):
         with torch.autograd.graph.saved_tensors_hooks(lambda s: s.clone(), lambda s: s):
             return block(t, first)
@@ -131,14 +150,20 @@ def older(block, x, first):
 
 
 HOWS = {
-    "other": other, "reentrant": reentrant, "contexts": with_contexts, "to-the-end": to_the_end, "older": older, "hooks": beneath_hooks,
+    "other": other,
+    "reentrant": reentrant,
+    "contexts": with_contexts,
+    "to-the-end": to_the_end,
+    "older": older,
+    "hooks": beneath_hooks,
     "wrapper": functools.partial(wrapped, impl=CheckpointImpl.NO_REENTRANT),
     "reentrant-wrapper": functools.partial(wrapped, impl=CheckpointImpl.REENTRANT),
-    "other-in-other": functools.partial(nest, other, other), "reentrant-in-other": functools.partial(nest, other, reentrant),
+    "other-in-other": functools.partial(nest, other, other),
+    "reentrant-in-other": functools.partial(nest, other, reentrant),
     "other-in-reentrant": functools.partial(nest, reentrant, other),
     "reentrant-in-reentrant": functools.partial(nest, reentrant, reentrant),
     "own-in-other": functools.partial(nest, other, lambda block, x, first: own_checkpoint(block, x, first)),
-}  # fmt: skip
+}
 plainly = functools.cache(steps)
 
 
@@ -169,12 +194,18 @@ def test_a_selective_one(place, where):
 
 @pytest.mark.parametrize("how", ["other", "contexts", "other-in-other"])
 def test_a_retained_graph_is_recomputed_each_time(place, how):
-    same_all(steps(place, "delayed", "inside", HOWS[how], walks=2), plainly(place, "delayed", "inside", None, walks=2))
+    same_all(
+        steps(place, "delayed", "inside", HOWS[how], walks=2),
+        plainly(place, "delayed", "inside", None, walks=2),
+    )
 
 
 @pytest.mark.parametrize("how", ["other", "reentrant"])
 def test_micro_batches_and_cached_weights(place, how):
-    same_all(steps(place, "delayed", "around", HOWS[how], micro=True), plainly(place, "delayed", "around", None, micro=True))
+    same_all(
+        steps(place, "delayed", "around", HOWS[how], micro=True),
+        plainly(place, "delayed", "around", None, micro=True),
+    )
 
 
 class Split(GroupedLinear):
@@ -197,7 +228,9 @@ def test_groups(place, recipe, use_reentrant):
             with autocast(recipe=RECIPES[recipe]):
                 y = how(layer, x)
             y.square().sum().backward()
-            found[-1] += [t.detach().cpu().numpy() for t in (y, x.grad, layer.weight0.grad, layer.get_extra_state())]
+            found[-1] += [
+                t.detach().cpu().numpy() for t in (y, x.grad, layer.weight0.grad, layer.get_extra_state())
+            ]
     same_all(*found)
 
 
@@ -211,7 +244,9 @@ def test_a_whole_layer_with_dropout(place, use_reentrant):
         for layer, call in calls:
             torch.manual_seed(seed)
             y, dx, grads, _ = torch_step(layer, call, ALL["delayed"], x, torch.ones_like(x))
-            states = {path: m.get_extra_state() for path, m in layer.named_modules() if hasattr(m, "fp8_meta")}
+            states = {
+                path: m.get_extra_state() for path, m in layer.named_modules() if hasattr(m, "fp8_meta")
+            }
             found.append({"y": y, "dx": dx, **grads, **states})
         for name, wanted in found[0].items():
             same(found[1][name], wanted, name)
@@ -227,7 +262,12 @@ def test_autocast_off_in_the_first_pass_and_on_around_backward(place, use_reentr
             with autocast(enabled=False):
                 y = how(layer, x)
             y.square().sum().backward()
-        found.append([t.detach().cpu().numpy() for t in (y, x.grad, *(p.grad for p in layer.parameters()), layer.get_extra_state())])
+        found.append(
+            [
+                t.detach().cpu().numpy()
+                for t in (y, x.grad, *(p.grad for p in layer.parameters()), layer.get_extra_state())
+            ]
+        )
     same_all(*found)
 
 
@@ -240,6 +280,7 @@ def test_high_precision_beside_an_autocast_within(place, use_reentrant):
         one, two = Linear(K, K, device=place), Linear(K, K, device=place)
         found.append([])
         for _ in range(2):
+
             def function(t, one=one, two=two):
                 with fk.autocast(recipe=RECIPES["delayed"]):
                     t = one(t)
@@ -248,14 +289,18 @@ def test_high_precision_beside_an_autocast_within(place, use_reentrant):
             x = torch.randn(16, K, device=place, requires_grad=True)
             y = how(function, x)
             y.sum().backward()
-            found[-1] += [t.detach().cpu().numpy() for t in (y, x.grad, one.weight.grad, two.weight.grad, one.get_extra_state())]
+            found[-1] += [
+                t.detach().cpu().numpy()
+                for t in (y, x.grad, one.weight.grad, two.weight.grad, one.get_extra_state())
+            ]
     same_all(*found)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_without_gradients_it_is_inference(place, use_reentrant):
-    """A first pass that nothing will come back to changes no state, and neither does what runs without gradients in one that is
-    differentiated; in the reentrant one, where no layer can tell, that is a part of the step."""
+    """A first pass that nothing will come back to changes no state, and neither does what runs without
+    gradients in one that is differentiated; in the reentrant one, where no layer can tell, that is a part of
+    the step."""
     layer, x = Linear(K, K, device=place), torch.randn(16, K, device=place, requires_grad=True)
     with autocast(recipe=RECIPES["delayed"]):
         layer(x)
@@ -279,12 +324,16 @@ def test_without_gradients_it_is_inference(place, use_reentrant):
 
 
 def test_a_model_in_ddp(place, tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         found = []
         for recomputed in (False, True):
             torch.manual_seed(0)
-            blocks = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(K, K), torch.nn.GELU()) for _ in range(3)]).to(place)
+            blocks = torch.nn.Sequential(
+                *[torch.nn.Sequential(torch.nn.Linear(K, K), torch.nn.GELU()) for _ in range(3)]
+            ).to(place)
             convert(blocks)
             model = torch.nn.parallel.DistributedDataParallel(Chain(blocks, recomputed))
             found.append([])
@@ -292,7 +341,10 @@ def test_a_model_in_ddp(place, tmp_path):
                 model.zero_grad()
                 for micro in range(2):
                     x = torch.randn(16, K, device=place)
-                    with contextlib.nullcontext() if micro else model.no_sync(), autocast(recipe=RECIPES["delayed"]):
+                    with (
+                        contextlib.nullcontext() if micro else model.no_sync(),
+                        autocast(recipe=RECIPES["delayed"]),
+                    ):
                         model(x).square().mean().backward()
                 found[-1] += [p.grad.clone().cpu().numpy() for p in model.parameters()]
                 found[-1] += [block[0].get_extra_state().numpy() for block in blocks]
@@ -330,13 +382,20 @@ def test_another_function_in_the_second_pass_is_refused(place, use_reentrant):
     for function in (fickle, late) if not use_reentrant else (fickle,):
         calls.clear()
         with autocast(recipe=Float8CurrentScaling()):
-            y = checkpoint(function, x, use_reentrant=use_reentrant, **({} if use_reentrant else {"determinism_check": "none"}))
+            y = checkpoint(
+                function,
+                x,
+                use_reentrant=use_reentrant,
+                **({} if use_reentrant else {"determinism_check": "none"}),
+            )
             with pytest.raises(AutogradError, match="the same layers in the same order"):
                 y.exp().sum().backward()
 
 
 def test_a_checkpoint_that_is_not_known_is_refused_where_it_would_leave_fp8(place):
-    """Its second pass runs outside of the autocast: gradients of another pass than the one that gave the loss."""
+    """Its second pass runs outside of the autocast: gradients of another pass than the one that gave the
+    loss."""
+
     class Unknown(torch.autograd.Function):
         @staticmethod
         def forward(ctx, function, x):
@@ -379,8 +438,8 @@ def test_a_state_that_was_copied_in_inference_mode_is_updated(place):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_within_a_compiled_function_later_scales_are_refused(place, use_reentrant):
-    """There torch's compiler computes forward once more in backward, from the scales as they are by then. Where it need not compile
-    everything, the checkpoint is an eager one."""
+    """There torch's compiler computes forward once more in backward, from the scales as they are by then.
+    Where it need not compile everything, the checkpoint is an eager one."""
     for recipe, fullgraph in (("current", True), ("delayed", False), ("delayed", True)):
         torch._dynamo.reset()
         found = []
@@ -392,8 +451,13 @@ def test_within_a_compiled_function_later_scales_are_refused(place, use_reentran
                 call = functools.partial(checkpoint, net, use_reentrant=use_reentrant)
                 call = torch.compile(call, backend="aot_eager", fullgraph=fullgraph)
             if compiled and fullgraph and recipe == "delayed":
-                with autocast(recipe=RECIPES[recipe]), pytest.raises(
-                        Exception, match=r"a checkpoint with delayed scaling is not supported within torch\.compile"):
+                with (
+                    autocast(recipe=RECIPES[recipe]),
+                    pytest.raises(
+                        Exception,
+                        match=r"a checkpoint with delayed scaling is not supported within torch\.compile",
+                    ),
+                ):
                     call(x)
                 break
             for _ in range(2):
@@ -407,15 +471,25 @@ def test_within_a_compiled_function_later_scales_are_refused(place, use_reentran
 
 
 def test_torchs_own_names():
-    """What is read of torch's checkpoint is where it is looked for; where a later torch has it elsewhere, that is said."""
+    """What is read of torch's checkpoint is where it is looked for; where a later torch has it elsewhere,
+    that is said."""
     found = []
 
     def function(x):
-        found.append((len(torch_checkpoint.frames(None)), len(list(torch_checkpoint.contexts(None))), torch_checkpoint.again()))
+        found.append(
+            (
+                len(torch_checkpoint.frames(None)),
+                len(list(torch_checkpoint.contexts(None))),
+                torch_checkpoint.again(),
+            )
+        )
         return x.exp()
 
     x = torch.ones(3, requires_grad=True)
-    for use_reentrant, wanted in ((False, [(1, 0, False), (0, 0, True)]), (True, [(0, 1, False), (0, 0, False)])):
+    for use_reentrant, wanted in (
+        (False, [(1, 0, False), (0, 0, True)]),
+        (True, [(0, 1, False), (0, 0, False)]),
+    ):
         found.clear()
         checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
         assert found == wanted

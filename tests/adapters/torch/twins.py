@@ -1,4 +1,5 @@
-"""The same module through both doors, and a step of it: what the torch door gives is compared with the native one bit for bit."""
+"""The same module through both doors, and a step of it: what the torch door gives is compared with the native
+one bit for bit."""
 
 from __future__ import annotations
 
@@ -23,15 +24,23 @@ RECIPES = {
 WIDTH = 48
 KINDS: dict[str, dict[str, Any]] = {
     "Linear": {"in_features": WIDTH, "out_features": 56},
-    "LayerNormLinear": {"in_features": WIDTH, "out_features": 56, "parameters_split": {"query": 24, "key": 32}},
+    "LayerNormLinear": {
+        "in_features": WIDTH,
+        "out_features": 56,
+        "parameters_split": {"query": 24, "key": 32},
+    },
     "LayerNormMLP": {"hidden_size": WIDTH, "ffn_hidden_size": 40},
     "LayerNorm": {"normalized_shape": WIDTH},
     "RMSNorm": {"normalized_shape": WIDTH},
     "TransformerLayer": {
-        "hidden_size": WIDTH, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_gqa_groups": 2, "hidden_dropout": 0.0,
+        "hidden_size": WIDTH,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_gqa_groups": 2,
+        "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
-}  # fmt: skip
+}
 
 
 def scope(door, recipe):
@@ -73,7 +82,11 @@ def same_state(ours, native):
     for path, module in native.named_modules():
         for name, state in getattr(module, "fp8_meta", {}).items():
             for field in ("scale", "scale_inv", "amax_history"):
-                same(getattr(ours.get_submodule(path).fp8_meta[name], field), state.views[field], (path, name, field))
+                same(
+                    getattr(ours.get_submodule(path).fp8_meta[name], field),
+                    state.views[field],
+                    (path, name, field),
+                )
                 count += 1
     return count
 
@@ -103,7 +116,8 @@ def torch_step(ours, call, recipe, x, g=None, **options):
 
 
 def same_steps(ours, native, call, recipe, device, dtype="float32", around=None, **options):
-    """Three steps through both doors, everything compared. ``around``: the recipe of the autocast that the test itself enters."""
+    """Three steps through both doors, everything compared. ``around``: the recipe of the autocast that the
+    test itself enters."""
     for x in batches(device, dtype):
         y, dx, grads, g = torch_step(ours, call, around, x, **options)
         yn, dxn, gradsn = native_step(native, recipe, x, g, **options)
@@ -112,4 +126,6 @@ def same_steps(ours, native, call, recipe, device, dtype="float32", around=None,
         for name, grad in grads.items():
             same(grad, gradsn[name], name)
         states = same_state(ours, native)
-        assert (states > 0) == (recipe is not None and recipe.delayed() and bool(getattr(native, "fp8_meta", True)))
+        assert (states > 0) == (
+            recipe is not None and recipe.delayed() and bool(getattr(native, "fp8_meta", True))
+        )
