@@ -99,7 +99,8 @@ def measure(options: argparse.Namespace) -> int:
     unknown = sorted(set(options.parts) - set(names))
     if unknown:
         options.refuse(
-            f"argument PART: no such part: {', '.join(unknown)}; --list names them{meant(unknown[0], names).rstrip('?')}"
+            f"argument PART: no such part: {', '.join(unknown)}; --list names "
+            f"them{meant(unknown[0], names).rstrip('?')}"
         )
     if options.out is None:
         options.refuse("the following arguments are required: --out")

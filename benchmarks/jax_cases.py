@@ -170,7 +170,8 @@ class Jitted:
 
     def values(self) -> tuple[Any, Any]:
         """y and dx in float32."""
-        return tuple(np.asarray(a.astype(jnp.float32)) for a in self.results[:2])  # type: ignore[return-value]
+        found = self.results[:2]
+        return tuple(np.asarray(a.astype(jnp.float32)) for a in found)  # type: ignore[return-value]
 
 
 class Native:

@@ -8,7 +8,7 @@ from benchmarks.targets import CALLABLES, shown
 from fp8kit.bench import report as reports
 from fp8kit.bench.problem import SAME_BITS
 from fp8kit.bench.report import Report, Row
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/h200/benchmarks.json"
@@ -71,9 +71,7 @@ def block(text: str) -> str:
     """What stands between the markers of a document. Fp8kitError where it does not have both of them,
     once."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise Fp8kitError(
-            expected("table", "document", "no such pair", f"one {BEGIN} and one {END} after it")
-        )
+        raise Fp8kitError("table", "document", "no such pair", f"one {BEGIN} and one {END} after it")
     return text.partition(BEGIN)[2].partition(END)[0]
 
 

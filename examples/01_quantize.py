@@ -22,7 +22,8 @@ def main() -> None:
 
     q = fk.quantize(x, fk.E4M3)
     print(
-        f"codes {q.data.dtype} {q.data.shape}, scale_inv {q.scale_inv}, largest value of the format {q.format.max}"
+        f"codes {q.data.dtype} {q.data.shape}, scale_inv {q.scale_inv}, "
+        f"largest value of the format {q.format.max}"
     )
     quiet = np.delete(x, 3, axis=0)
     for scaling in ("tensor", "row", "block_1x128", "block_128x128", "mx_1x32"):

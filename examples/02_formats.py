@@ -29,7 +29,8 @@ def main() -> None:
     for fmt in (fk.E4M3, fk.E5M2, fk.E2M1, *own):
         error = np.linalg.norm(host(fk.quantize(x, fmt)) - values) / np.linalg.norm(values)
         print(
-            f"{fmt.name} {fmt.bits} bits, {fmt.smallest_subnormal:.3g} ... {fmt.max:.5g}, epsilon {fmt.epsilon:.4f}, error {error:.4f}"
+            f"{fmt.name} {fmt.bits} bits, {fmt.smallest_subnormal:.3g} ... {fmt.max:.5g}, "
+            f"epsilon {fmt.epsilon:.4f}, error {error:.4f}"
         )
 
     # 1.03 lies between 1 and 1.125: a quarter of the way
@@ -39,7 +40,8 @@ def main() -> None:
     for offset in range(2):
         drawn = host(fk.quantize(between, fk.E4M3, scale=1.0, rounding="stochastic", rng=(7, offset)))
         print(
-            f"stochastic, rng (7, {offset}): mean {drawn.mean():.4f} of 1.0300, {len(np.unique(drawn))} different values"
+            f"stochastic, rng (7, {offset}): mean {drawn.mean():.4f} of 1.0300, "
+            f"{len(np.unique(drawn))} different values"
         )
     again = host(fk.quantize(between, fk.E4M3, scale=1.0, rounding="stochastic", rng=(7, 1)))
     print(f"the same rng again: {'the same' if np.array_equal(again, drawn) else 'other'} bits")

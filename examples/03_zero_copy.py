@@ -26,17 +26,20 @@ def main() -> None:
     q = fk.quantize(x, fk.E4M3, scale=1.0)
     native = torch.from_dlpack(q)
     print(
-        f"quantize(torch tensor).data: {type(q.data).__module__} {q.data.dtype}; the Float8Tensor itself crosses as {native.dtype}"
+        f"quantize(torch tensor).data: {type(q.data).__module__} {q.data.dtype}; the Float8Tensor itself "
+        f"crosses as {native.dtype}"
     )
     print(
-        f"torch's own cast gives the same codes: {torch.equal(native.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))}"
+        "torch's own cast gives the same codes: "
+        f"{torch.equal(native.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))}"
     )
     taken = fk.Float8Tensor(native, np.ones(1, np.float32), fk.E4M3)
     print(f"torch float8 -> Float8Tensor: same memory {arrays.as_view(taken.data).ptr == native.data_ptr()}")
 
     host = np.arange(6, dtype=np.float32).reshape(2, 3)
     print(
-        f"numpy -> fp8kit: same memory {fk.tensor(host).view.ptr == host.ctypes.data}, strides kept {fk.tensor(host.T).view.strides}"
+        f"numpy -> fp8kit: same memory {fk.tensor(host).view.ptr == host.ctypes.data}, "
+        f"strides kept {fk.tensor(host.T).view.strides}"
     )
 
     if default_device().kind == "cuda":

@@ -30,7 +30,8 @@ def main() -> None:
         error = np.linalg.norm(y.numpy() - exact) / np.linalg.norm(exact)
         scale = layer.fp8_meta["scaling_fwd"].scale
         print(
-            f"step {step}: relative error {error:.4f}, next scales: input {float(scale[0]):.1f}, weight {float(scale[1]):.1f}"
+            f"step {step}: relative error {error:.4f}, next scales: input {float(scale[0]):.1f}, "
+            f"weight {float(scale[1]):.1f}"
         )
     wanted = dy.numpy().T @ x.numpy()
     error = np.linalg.norm(layer.weight.grad.numpy() - wanted) / np.linalg.norm(wanted)

@@ -55,7 +55,8 @@ def main() -> None:
             print(f"{name:8} step {step}: {errors}")
         y = run(recipe, layer, loud, dy, 6)[-1][0]
         print(
-            f"{name:8} y of the rows beside the outlier: {error(np.delete(y, 3, 0), np.delete(x @ w.T, 3, 0)):.4f}"
+            f"{name:8} y of the rows beside the outlier: "
+            f"{error(np.delete(y, 3, 0), np.delete(x @ w.T, 3, 0)):.4f}"
         )
 
 

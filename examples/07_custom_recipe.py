@@ -49,7 +49,8 @@ def main() -> None:
                 layer(fk.tensor(batch, device=layer.weight.device))
             scales.append(float(layer.fp8_meta["scaling_fwd"].scale[0]))
         print(
-            f"{name}: {recipe.short_name()}: scales of the input {', '.join(f'{scale:.6g}' for scale in scales)}"
+            f"{name}: {recipe.short_name()}: scales of the input "
+            f"{', '.join(f'{scale:.6g}' for scale in scales)}"
         )
 
 

@@ -46,7 +46,8 @@ def main() -> None:
     print(f"window (3, 0)    {notice(window=(3, 0))}")
     print(f"window (1, 1)    {notice(mask='no_mask', window=(1, 1))}")
     print(
-        f"arbitrary        {notice(mask='arbitrary', attention_mask=np.broadcast_to(hidden, (1, 1, S, S)).copy())}"
+        "arbitrary        "
+        f"{notice(mask='arbitrary', attention_mask=np.broadcast_to(hidden, (1, 1, S, S)).copy())}"
     )
     lengths = np.array([0, 5, 12], np.int32)  # 5 tokens and 7
     print(f"padding, 5 and 7 {notice(mask='padding', cu_seqlens_q=lengths, cu_seqlens_kv=lengths)}")

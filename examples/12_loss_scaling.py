@@ -46,7 +46,8 @@ def main() -> None:
         optimizer.zero_grad()
         moved = np.abs(layer.weight.numpy().astype(np.float32) - before).max()
         print(
-            f"step {step}: factor 2^{np.log2(factor):.0f}, largest gradient {seen:.3g}, the weight moved by {moved:.3g}"
+            f"step {step}: factor 2^{np.log2(factor):.0f}, largest gradient {seen:.3g}, "
+            f"the weight moved by {moved:.3g}"
         )
 
 

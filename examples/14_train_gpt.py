@@ -38,7 +38,8 @@ def main(steps: int = 200) -> None:
         optimizer.zero_grad()
         if step % max(1, steps // 10) == 0 or step == steps - 1:
             print(
-                f"step {step}: {loss.item():.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f})"
+                f"step {step}: {loss.item():.3f} nats/byte (bytes by frequency alone: "
+                f"{corpus.unigram_entropy():.3f})"
             )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "gpt.safetensors")

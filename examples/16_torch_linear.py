@@ -30,8 +30,8 @@ def main() -> None:
         error = ((out - exact).norm() / exact.norm()).item()
         forward, backward = model.fp8_meta["scaling_fwd"].scale, model.fp8_meta["scaling_bwd"].scale
         print(
-            f"step {step}: loss {loss.item():.3f}, error {error:.4f}, next scales: input {forward[0]:.1f}, weight {forward[1]:.1f}, "
-            f"gradient {backward[0]:.1f}"
+            f"step {step}: loss {loss.item():.3f}, error {error:.4f}, next scales: input {forward[0]:.1f}, "
+            f"weight {forward[1]:.1f}, gradient {backward[0]:.1f}"
         )
 
     wanted = 2 * exact.t() @ inp

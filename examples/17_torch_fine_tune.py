@@ -52,7 +52,8 @@ def main(steps: int = 30) -> None:
         name for name, module in model.named_modules() if isinstance(module, te.TransformerEngineBaseModule)
     ]
     print(
-        f"{len(layers)} layers in FP8, {count} parameters before and {sum(p.numel() for p in model.parameters())} after"
+        f"{len(layers)} layers in FP8, {count} parameters before and "
+        f"{sum(p.numel() for p in model.parameters())} after"
     )
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
     fp8_recipe = te.DelayedScaling(amax_history_len=16)

@@ -92,10 +92,12 @@ def main(steps: int = 120) -> None:
         if n % max(1, steps // 10) == 0 or n == steps - 1:
             speed = (n + 1) * SEQUENCES * LENGTH / (time.perf_counter() - began)
             print(
-                f"step {n}: {loss:.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f}), {speed:.0f} bytes/s"
+                f"step {n}: {loss:.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f}), "
+                f"{speed:.0f} bytes/s"
             )
     print(
-        f"scales of the first product: input {float(states[0][0].x.scale[0]):g}, gradient {float(states[0][0].grad.scale[0]):g}"
+        f"scales of the first product: input {float(states[0][0].x.scale[0]):g}, "
+        f"gradient {float(states[0][0].grad.scale[0]):g}"
     )
 
 

@@ -81,7 +81,8 @@ def main(steps: int = 120) -> None:
                 print(f"step {n}: {loss:.3f} nats/byte")
         unseen = jnp.stack([jax.jit(loss_of)(params, metas, *batch(corpus.validation, n)) for n in range(4)])
     print(
-        f"validation: {unseen.mean():.3f} nats/byte (bytes by frequency alone: {corpus.unigram_entropy():.3f})"
+        f"validation: {unseen.mean():.3f} nats/byte (bytes by frequency alone: "
+        f"{corpus.unigram_entropy():.3f})"
     )
     print(f"quantised tensors: {len(jax.tree.leaves(metas)) // 2}")
 

@@ -81,13 +81,15 @@ def main(steps: int = 30, out: str = "runs/kernel_lab") -> None:
             )
             codes = [case for case, what in found.failures if name == "stochastic" and what.startswith("q")]
             print(
-                f"{name}: mean {mean:.4f}; {found.implementation}: of {found.cases} cases {len(codes)} have other codes than nearest"
+                f"{name}: mean {mean:.4f}; {found.implementation}: of {found.cases} cases {len(codes)} have "
+                "other codes than nearest"
             )
             wrong += [failure for failure in found.failures if failure[0] not in codes] + [mean] * (
                 abs(mean - to) > 0.01
             )
             print(
-                f"{name}: {lab.measure('quantize_transpose', device, None if device.kind == 'cuda' else (256, 512))}"
+                f"{name}: "
+                f"{lab.measure('quantize_transpose', device, None if device.kind == 'cuda' else (256, 512))}"
             )
             losses.append(train(size, corpus, fp8_recipe(size), name, device).losses)
         print(

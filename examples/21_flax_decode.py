@@ -78,7 +78,8 @@ def main(count: int = 32) -> None:
     )
     print(f"logits byte by byte and at once: {apart:.4%} of the largest apart")
     print(
-        f"cache: {', '.join(sorted({path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(cache)}))}"
+        "cache: "
+        f"{', '.join(sorted({path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(cache)}))}"
     )
 
 

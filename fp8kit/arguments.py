@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, expected, meant
+from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, meant
 
 _NO_NUMBER = bool | np.timedelta64  # though Python and NumPy count them among the ints
 
@@ -24,7 +24,7 @@ def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Argume
     """A bool, or 0 or 1."""
     if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise kind(expected(operation, name, shown(value), "True or False"))
+    raise kind(operation, name, shown(value), "True or False")
 
 
 def integer(
@@ -45,9 +45,7 @@ def integer(
         (False, True): f" <= {most}",
         (True, True): f" in [{least}, {most}]",
     }
-    raise kind(
-        expected(operation, name, shown(value), f"an int{limits[least is not None, most is not None]}")
-    )
+    raise kind(operation, name, shown(value), f"an int{limits[least is not None, most is not None]}")
 
 
 def number(
@@ -73,7 +71,7 @@ def number(
         if least == -math.inf
         else f" and {'>= ' if above is None else '> '}{least if above is None else above:g}"
     )
-    raise kind(expected(operation, name, shown(value), f"a finite number{lower}{upper}"))
+    raise kind(operation, name, shown(value), f"a finite number{lower}{upper}")
 
 
 def choice(
@@ -82,7 +80,7 @@ def choice(
     """One of some words."""
     words = tuple(options)
     if not isinstance(value, str) or value not in words:
-        raise kind(expected(operation, name, shown(value), f"one of {', '.join(words)}{meant(value, words)}"))
+        raise kind(operation, name, shown(value), f"one of {', '.join(words)}{meant(value, words)}")
     return value
 
 
@@ -104,7 +102,7 @@ def function(
         except ValueError:  # a function that does not say what it takes
             pass
     if not fits:
-        raise kind(expected(operation, name, shown(value), said))
+        raise kind(operation, name, shown(value), said)
     return value  # type: ignore[no-any-return]
 
 
@@ -114,7 +112,7 @@ def listed(
     """What an iterable holds; a string and an array are none."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | np.ndarray):
         return list(value)
-    raise kind(expected(operation, name, shown(value), wanted))
+    raise kind(operation, name, shown(value), wanted)
 
 
 def sizes(operation: str, values: Iterable[Any], kind: type[Fp8kitError]) -> tuple[int, ...]:
@@ -122,7 +120,7 @@ def sizes(operation: str, values: Iterable[Any], kind: type[Fp8kitError]) -> tup
     try:
         return tuple(map(operator.index, values))
     except TypeError:
-        raise kind(expected(operation, "arguments", shown(values), "ints")) from None
+        raise kind(operation, "arguments", shown(values), "ints") from None
 
 
 def path(operation: str, value: Any) -> str:
@@ -131,7 +129,7 @@ def path(operation: str, value: Any) -> str:
         text = os.fspath(value)
         if isinstance(text, str) and "\0" not in text and os.path.basename(text):
             return text
-    raise CheckpointError(expected(operation, "path", shown(value), f"a path: {operation}(path, module)"))
+    raise CheckpointError(operation, "path", shown(value), f"a path: {operation}(path, module)")
 
 
 # --- rules: checks of arguments by their names --------------------------------------------------------------

@@ -29,7 +29,7 @@ from fp8kit.devices import (
     synchronize,
     usable,
 )
-from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
+from fp8kit.errors import BackendError, FormatError, ShapeError
 from fp8kit.formats import DType
 
 __all__ = [
@@ -136,14 +136,14 @@ class ArrayView:
         try:
             shape = tuple(map(index, shape))
         except TypeError:
-            raise ShapeError(expected("reshape", "shape", shown(shape), "ints")) from None
+            raise ShapeError("reshape", "shape", shown(shape), "ints") from None
         if -1 in shape:
             rest = -math.prod(shape)
             at = shape.index(-1)
             shape = (*shape[:at], size // rest if rest else 0, *shape[at + 1 :])
         if math.prod(shape) != size or not self.contiguous or min(shape, default=0) < 0:
             raise ShapeError(
-                expected("reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})")
+                "reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})"
             )
         return ArrayView(self.ptr, shape, self.dtype, self.device, self.owner)
 
@@ -166,12 +166,10 @@ class ArrayView:
             extent = self.shape[dim]
         except (TypeError, IndexError):
             raise ShapeError(
-                expected(
-                    "slice", "dim, start, length", shown((dim, start, length)), f"ints within {self.shape}"
-                )
+                "slice", "dim, start, length", shown((dim, start, length)), f"ints within {self.shape}"
             ) from None
         if min(start, length) < 0 or start + length > extent:
-            raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {extent}"))
+            raise ShapeError("slice", f"range along dim {dim}", (start, length), f"within {extent}")
         strides = self.strides
         dim %= len(strides)
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
@@ -190,7 +188,7 @@ class ArrayView:
         permutation."""
         strides = self.strides
         if sorted(sizes("transpose", axes, ShapeError)) != list(range(len(strides))):
-            raise ShapeError(expected("transpose", "axes", axes, f"each of 0 ... {len(strides) - 1} once"))
+            raise ShapeError("transpose", "axes", axes, f"each of 0 ... {len(strides) - 1} once")
         return ArrayView(
             self.ptr,
             tuple(self.shape[a] for a in axes),
@@ -212,7 +210,7 @@ class ArrayView:
         if not isinstance(dtype, DType):
             dtype = formats.dtype(dtype)
         if dtype.itemsize != self.dtype.itemsize:
-            raise FormatError(expected("view", "dtype", dtype, f"{self.dtype.itemsize} bytes an element"))
+            raise FormatError("view", "dtype", dtype, f"{self.dtype.itemsize} bytes an element")
         return ArrayView(self.ptr, self.shape, dtype, self.device, self.owner, self._strides)
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -238,7 +236,7 @@ class ArrayView:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.device.kind != "cpu":
             raise FormatError(
-                expected("__array__", "array", f"device {self.device}", "the CPU; .numpy() copies from a GPU")
+                "__array__", "array", f"device {self.device}", "the CPU; .numpy() copies from a GPU"
             )
         own = self.numpy()
         return np.array(own, dtype) if copy else np.asarray(own, dtype)
@@ -265,9 +263,8 @@ class ArrayView:
         copy: bool | None = None,
     ) -> object:
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(
-                expected("__dlpack__", "dl_device", dl_device, f"{self.__dlpack_device__()}: it is not moved")
-            )
+            here = self.__dlpack_device__()
+            raise BufferError(f"__dlpack__: dl_device: got {dl_device}, expected {here}: it is not moved")
         if stream is not None and stream != -1 and self.device.kind != "cpu":
             provider(self.device).order_after(stream, self.device)
         return dlpack.export(_duplicate(self) if copy else self, max_version)
@@ -331,7 +328,7 @@ def zero_(view: ArrayView) -> None:
     read-only memory."""
     view = as_view(view)
     if not view.contiguous:
-        raise ShapeError(expected("zero_", "view", f"strides {view.strides}", "C-contiguous"))
+        raise ShapeError("zero_", "view", f"strides {view.strides}", "C-contiguous")
     _want_writable("zero_", "view", view)
     provider(view.device).fill_zero(view, current_stream(view.device))
 
@@ -341,9 +338,7 @@ def copy(dst: ArrayView, src: ArrayView) -> None:
     ShapeError for others, FormatError for a ``dst`` in read-only memory."""
     dst, src = as_view(dst), as_view(src)
     if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
-        raise ShapeError(
-            expected("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}")
-        )
+        raise ShapeError("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}")
     _want_writable("copy", "dst", dst)
     where = src.device if src.device.kind != "cpu" else dst.device
     provider(where).copy(dst, src, current_stream(where))
@@ -351,7 +346,7 @@ def copy(dst: ArrayView, src: ArrayView) -> None:
 
 def _want_writable(operation: str, argument: str, view: ArrayView) -> None:
     if not view.writable:
-        raise FormatError(expected(operation, argument, "read-only memory", "memory that may be written"))
+        raise FormatError(operation, argument, "read-only memory", "memory that may be written")
 
 
 def _duplicate(view: ArrayView) -> ArrayView:
@@ -376,7 +371,7 @@ def assign(dst: ArrayView, src: ArrayView) -> None:
     """Copy between views of the same dtype and shape on one device, both with any strides, by the device's
     own library."""
     if dst.dtype is not src.dtype or dst.shape != src.shape or dst.device != src.device:
-        raise ShapeError(expected("assign", "dst", dst, repr(src)))
+        raise ShapeError("assign", "dst", dst, repr(src))
     _want_writable("assign", "dst", dst)
     bits = _BITS[dst.dtype.itemsize]
     native = provider(dst.device).native
@@ -409,7 +404,7 @@ def as_view(array: Any, operation: str = "as_view", argument: str = "array") -> 
     try:
         return _view_of(array)
     except (FormatError, BackendError) as error:
-        raise renamed(error, operation, argument) from None
+        raise error.renamed(operation, argument) from None
 
 
 def _view_of(array: Any) -> ArrayView:
@@ -421,7 +416,7 @@ def _view_of(array: Any) -> ArrayView:
         kind = formats.dtype(array.dtype)
         if any(s % kind.itemsize for s in array.strides):
             got = f"dtype {array.dtype.str}, strides {array.strides}"
-            raise FormatError(expected("as_view", "array", got, "strides of whole elements"))
+            raise FormatError("as_view", "array", got, "strides of whole elements")
         strides = None if array.flags.c_contiguous else tuple(s // kind.itemsize for s in array.strides)
         return ArrayView(array.ctypes.data, array.shape, kind, CPU, array, strides)
     if type(array).__module__.partition(".")[0] == "cupy":
@@ -431,12 +426,10 @@ def _view_of(array: Any) -> ArrayView:
     if hasattr(type(array), "__cuda_array_interface__"):
         return _from_cuda_interface(array)
     raise FormatError(
-        expected(
-            "as_view",
-            "array",
-            _kind(array),
-            "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__",
-        )
+        "as_view",
+        "array",
+        _kind(array),
+        "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__",
     )
 
 
@@ -466,7 +459,7 @@ def _from_cuda_interface(array: Any) -> ArrayView:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         got = f"{type(array).__name__} with a __cuda_array_interface__ that is incomplete ({error})"
         raise FormatError(
-            expected("as_view", "array", got, "typestr, shape and data, as the interface has it")
+            "as_view", "array", got, "typestr, shape and data, as the interface has it"
         ) from None
     return ArrayView(
         ptr,
@@ -502,5 +495,5 @@ def as_sizes(shape: int | Sequence[int]) -> Shape:
         isinstance(n, int | np.integer) and not isinstance(n, bool | np.timedelta64) and 0 <= n < 2**63
         for n in extents
     ):
-        raise ShapeError(expected("shape", "shape", shown(shape), "non-negative integers"))
+        raise ShapeError("shape", "shape", shown(shape), "non-negative integers")
     return tuple(map(index, extents))

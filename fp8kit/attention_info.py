@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fp8kit import arrays, formats
 from fp8kit.arrays import Device, Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, BackendError, ShapeError, expected, meant
+from fp8kit.errors import ArgumentError, BackendError, ShapeError, meant
 from fp8kit.formats import DType
 from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
@@ -120,13 +120,11 @@ def question(text: str = "") -> Question:
     for word in text.split():
         name, equals, value = word.partition("=")
         if not equals:
-            raise ArgumentError(expected(_OP, repr(word), "no =", "key=value, such as heads=32"))
+            raise ArgumentError(_OP, repr(word), "no =", "key=value, such as heads=32")
         if name not in KEYS:
-            raise ArgumentError(
-                expected(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS)) + meant(name, KEYS))
-            )
+            raise ArgumentError(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS)) + meant(name, KEYS))
         if name in given:
-            raise ArgumentError(expected(_OP, name, "two values", "one"))
+            raise ArgumentError(_OP, name, "two values", "one")
         given[name] = value
     said = {name: given.get(name, key.default) for name, key in KEYS.items()}
     said |= {name: said[other] for name, other in _SAME.items() if name not in given}
@@ -135,7 +133,7 @@ def question(text: str = "") -> Question:
         try:
             found[name] = KEYS[name].read(value)
         except (ValueError, KeyError):
-            raise ArgumentError(expected(_OP, name, repr(value), KEYS[name].wanted)) from None
+            raise ArgumentError(_OP, name, repr(value), KEYS[name].wanted) from None
     return _checked(found, " ".join(f"{name}={value}" for name, value in said.items()))
 
 
@@ -248,7 +246,10 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         if first == rest:  # nothing speaks against the first path
             taken = engine.FIRST if device is not None else f"{rest}; on one {engine.FIRST} would be asked"
         else:
-            taken = f"{'' if device is not None else f'{rest}; on one '}{engine.LAST}, not {engine.FIRST}: {_line(first)}"
+            taken = (
+                f"{'' if device is not None else f'{rest}; on one '}{engine.LAST}, not {engine.FIRST}: "
+                f"{_line(first)}"
+            )
         rows.append((direction, "missing" if device is None else "runs", taken))
     return rows
 

@@ -18,7 +18,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from fp8kit.errors import Fp8kitError, RecipeError, expected
+from fp8kit.errors import Fp8kitError, RecipeError
 from fp8kit.recipe import DelayedScaling, Recipe
 
 
@@ -80,9 +80,7 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
     stack = _thread.stack
     if not _thread.active:
         raise Fp8kitError(
-            expected(
-                "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
-            )
+            "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
         )
     if training or stack[-1][1].calibrating:
         key = type(state), id(recipe)
@@ -137,16 +135,12 @@ class autocast(ContextDecorator):
                     if isinstance(flag, Recipe)
                     else (repr(flag), "")
                 )
-                raise RecipeError(expected("autocast", name, got, f"a bool{more}"))
+                raise RecipeError("autocast", name, got, f"a bool{more}")
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError(
-                expected("autocast", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling()")
-            )
+            raise RecipeError("autocast", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling()")
         if amax_reduction_group is not None:
             group = repr(amax_reduction_group)
-            raise RecipeError(
-                expected("autocast", "amax_reduction_group", group, "None: groups are not supported yet")
-            )
+            raise RecipeError("autocast", "amax_reduction_group", group, "None: groups are not supported yet")
         self.enabled = enabled
         self.calibrating = calibrating
         self.check_finite = check_finite
@@ -170,9 +164,7 @@ class autocast(ContextDecorator):
         if not thread.stack or thread.stack[-1][0] is not self:
             got = "an autocast that is not this thread's innermost one"
             raise Fp8kitError(
-                expected(
-                    "autocast", "exit", got, "exits in the reverse order of entering, in the same thread"
-                )
+                "autocast", "exit", got, "exits in the reverse order of entering, in the same thread"
             )
         depth = thread.stack.pop()[1].depth
         if depth != thread.active:

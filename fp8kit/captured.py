@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 
 Read = Callable[[], list[Any]]
 Look = Callable[[], tuple[list[str], Read, object]]  # names, what reads the values, what must stay alive
@@ -38,8 +38,11 @@ class Held(NamedTuple):
         name, got, wanted = next(
             (one for one in several if one[1] != one[2]), ("arrays", len(now), len(self.values))
         )
-        said = f"{shown(wanted)}, as at the capture: the graph would go on with that; make a new graph after a change"
-        raise ArgumentError(expected("graph", name, shown(got), said))
+        said = (
+            f"{shown(wanted)}, as at the capture: the graph would go on with that; "
+            "make a new graph after a change"
+        )
+        raise ArgumentError("graph", name, shown(got), said)
 
 
 class _Thread(threading.local):

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fp8kit import formats
-from fp8kit.errors import CheckpointError, expected
+from fp8kit.errors import CheckpointError
 
 HostArray = np.ndarray[Any, Any]
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
@@ -88,7 +88,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, 
             return {name: _array(file, name, entry, first) for name, entry in entries.items()}, metadata
     except OSError as error:
         raise CheckpointError(
-            expected("load", "path", os.fspath(path), f"a readable file ({error.strerror})")
+            "load", "path", os.fspath(path), f"a readable file ({error.strerror})"
         ) from error
     except _Bad as bad:
         raise CheckpointError(
@@ -143,7 +143,7 @@ def _entry(name: str, said: Any) -> _Entry:
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise _Bad(f"{name!r} has shape {shape!r} at bytes {places!r}")
     if not isinstance(code, str) or code not in CODES:
-        raise CheckpointError(expected("load", name, f"dtype {code}", f"one of {', '.join(CODES)}"))
+        raise CheckpointError("load", name, f"dtype {code}", f"one of {', '.join(CODES)}")
     dtype = CODES[code]
     if len(places) != 2 or places[1] - places[0] != math.prod(shape) * dtype.itemsize:
         raise _Bad(f"{name!r}, {dtype.name} {tuple(shape)}, lies at bytes {places}")

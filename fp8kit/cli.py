@@ -87,15 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
 
     sizes = "; ".join(
-        f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, {size.steps} steps"
+        f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, "
+        f"{size.steps} steps"
         for size in PRESETS.values()
     )
     demo = command(
         "demo",
         "train a small GPT in high precision and in FP8, and compare",
         f"Sizes: {sizes}. "
-        "Bounds are meant for whole runs: with few --steps neither model has learned enough, and the exit status is 1. "
-        f"Without bounds, to see that it runs: {', '.join(size.name for size in PRESETS.values() if not size.judged)}.",
+        "Bounds are meant for whole runs: with few --steps neither model has learned enough, "
+        "and the exit status is 1. Without bounds, to see that it runs: "
+        f"{', '.join(size.name for size in PRESETS.values() if not size.judged)}.",
     )
     demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
     demo.add_argument(
@@ -191,8 +193,9 @@ def _train(options: argparse.Namespace) -> int:
     keep, resume = out / "training.safetensors", options.resume
     precision = high_precision(device).name
     print(
-        f"{size.name} on {device}, {f'FP8 beside {precision}' if recipe else precision}: {size.layers} layers of {size.hidden}, "
-        f"{size.steps} steps of {size.tokens:,} bytes, seed {options.seed}\n{corpus}"
+        f"{size.name} on {device}, {f'FP8 beside {precision}' if recipe else precision}: "
+        f"{size.layers} layers of {size.hidden}, {size.steps} steps of {size.tokens:,} bytes, "
+        f"seed {options.seed}\n{corpus}"
     )
     # stopped before its first save: the same command, again and again, ends with the run
     if resume and not keep.exists():
@@ -220,7 +223,8 @@ def _train(options: argparse.Namespace) -> int:
         write_statistics(out / "scales.csv", run.statistics)
     serialization.save(out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
     print(
-        f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})"
+        f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy "
+        f"{corpus.unigram_entropy():.4f})"
     )
     print(f"results are in {out}/")
     return 0
@@ -336,7 +340,8 @@ def _want_plugins() -> None:
     ]
     if failed:
         raise Fp8kitError(
-            f"got {', '.join(failed)}, expected modules that register themselves; `fp8kit plugins list` shows where"
+            f"got {', '.join(failed)}, expected modules that register themselves; "
+            "`fp8kit plugins list` shows where"
         )
 
 

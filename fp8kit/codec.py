@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import Format
 
 Rounding = Literal["nearest", "stochastic"]
@@ -80,13 +80,11 @@ def encode(
     """
     v = np.asarray(values)
     if v.dtype.kind not in "fV" or v.dtype.itemsize > 8:
-        raise FormatError(expected("encode", "values", v.dtype, "float64 or a narrower floating dtype"))
+        raise FormatError("encode", "values", v.dtype, "float64 or a narrower floating dtype")
     if rounding not in ("nearest", "stochastic"):
-        raise FormatError(expected("encode", "rounding", repr(rounding), '"nearest" or "stochastic"'))
+        raise FormatError("encode", "rounding", repr(rounding), '"nearest" or "stochastic"')
     if not saturate and fmt.nan_code is None:
-        raise FormatError(
-            expected("encode", "saturate", f"False for {fmt}, which has no Inf and no NaN", "True")
-        )
+        raise FormatError("encode", "saturate", f"False for {fmt}, which has no Inf and no NaN", "True")
     v = v.astype(np.float64)
     codes = _round_up_or_down(np.abs(v), fmt, None if rounding == "nearest" else _check_words(words, v.shape))
     if saturate:
@@ -124,5 +122,5 @@ def _round_up_or_down(a: Array, fmt: Format, words: Array | None) -> Array:
 def _check_words(words: Any, shape: tuple[int, ...]) -> Array:
     if words is None or np.shape(words) != shape or np.asarray(words).dtype != np.uint32:
         got = "None" if words is None else f"{np.asarray(words).dtype} {np.shape(words)}"
-        raise ShapeError(expected("encode", "words", got, f"uint32 {shape}"))
+        raise ShapeError("encode", "words", got, f"uint32 {shape}")
     return np.asarray(words)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from fp8kit.arguments import shown
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 if TYPE_CHECKING:
     from fp8kit.arrays import ArrayView
@@ -42,16 +42,14 @@ def device(value: object, operation: str = "device", argument: str = "value") ->
     if isinstance(value, str) or foreign:
         kind, _, at = str(value).partition(":")
         if foreign and kind == "cuda" and not at:  # PyTorch's current one, of which nothing is known here
-            raise BackendError(expected(operation, argument, shown(value), "one with an index, as cuda:0"))
+            raise BackendError(operation, argument, shown(value), "one with an index, as cuda:0")
         if (
             kind in _LOADERS
             and (not at or (at.isdecimal() and len(at) < 6))
             and (kind != "cpu" or not int(at or 0))
         ):
             return Device(kind, int(at or 0))
-    raise BackendError(
-        expected(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1")
-    )
+    raise BackendError(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1")
 
 
 def usable(value: object, operation: str = "device", argument: str = "value") -> Device:
@@ -60,8 +58,11 @@ def usable(value: object, operation: str = "device", argument: str = "value") ->
     where = device(value, operation, argument)
     count = provider(where).count()
     if where.index >= count:
-        wanted = f"cpu, or a device that is here: {count} of {where.kind} are (`fp8kit info` lists what is missing)"
-        raise BackendError(expected(operation, argument, str(where), wanted))
+        wanted = (
+            f"cpu, or a device that is here: {count} of {where.kind} are (`fp8kit info` lists what is "
+            "missing)"
+        )
+        raise BackendError(operation, argument, str(where), wanted)
     return where
 
 
@@ -142,12 +143,10 @@ def provider(where: Device) -> DeviceProvider:
     try:
         found = _PROVIDERS.get(where.kind)
     except (AttributeError, TypeError, ValueError):  # what is none, or cannot be hashed
-        raise BackendError(
-            expected("device", "value", shown(where), "a Device, such as arrays.CPU")
-        ) from None
+        raise BackendError("device", "value", shown(where), "a Device, such as arrays.CPU") from None
     if found is None:
         if where.kind not in _LOADERS:
-            raise BackendError(expected("device", "kind", repr(where.kind), f"one of {', '.join(_LOADERS)}"))
+            raise BackendError("device", "kind", repr(where.kind), f"one of {', '.join(_LOADERS)}")
         try:
             found = importlib.import_module(_LOADERS[where.kind]).provider
         except ImportError as error:

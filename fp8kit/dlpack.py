@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8kit import formats
-from fp8kit.errors import BackendError, FormatError, expected
+from fp8kit.errors import BackendError, FormatError
 
 if TYPE_CHECKING:
     from fp8kit.arrays import ArrayView
@@ -107,9 +107,7 @@ def device_code(kind: str) -> int:
     try:
         return _DEVICE_CODES[kind]
     except KeyError:
-        raise BackendError(
-            expected("dlpack", "device", repr(kind), f"one of {', '.join(_DEVICE_CODES)}")
-        ) from None
+        raise BackendError("dlpack", "device", repr(kind), f"one of {', '.join(_DEVICE_CODES)}") from None
 
 
 def array_at(
@@ -144,7 +142,7 @@ def export(view: ArrayView, max_version: tuple[int, int] | None) -> object:
     kind = view.dtype
     if kind.dlpack[1] < 8:
         raise FormatError(
-            expected("dlpack", "dtype", kind.name, "a type of at least 8 bits; export its codes as uint8")
+            "dlpack", "dtype", kind.name, "a type of at least 8 bits; export its codes as uint8"
         )
     stand_in = array_at(view.ptr, view.shape, view.strides, np.dtype(f"u{kind.itemsize}"), (view.owner,))
     stand_in.flags.writeable = view.writable
@@ -171,12 +169,10 @@ def import_(array: Any) -> ArrayView:
     except Exception as error:  # the producer's own kinds: whatever they are, there is no array here
         wanted = _TRACED if type(array).__name__.endswith("Tracer") else _WANTED
         raise FormatError(
-            expected(
-                "dlpack", "array", f"{type(array).__name__} that does not say its device ({error})", wanted
-            )
+            "dlpack", "array", f"{type(array).__name__} that does not say its device ({error})", wanted
         ) from error
     if code not in _DEVICE_KINDS:
-        raise BackendError(expected("dlpack", "device", f"type {code}", f"one of {', '.join(_DEVICE_CODES)}"))
+        raise BackendError("dlpack", "device", f"type {code}", f"one of {', '.join(_DEVICE_CODES)}")
     where = arrays.Device(_DEVICE_KINDS[code], index)
     # None means the host has no streams; 0 is ambiguous on CUDA and forbidden, 1 is its legacy default stream
     stream = {} if where.kind == "cpu" else {"stream": arrays.current_stream(where) or 1}
@@ -186,7 +182,7 @@ def import_(array: Any) -> ArrayView:
     element = (int(tensor.dtype.code), int(tensor.dtype.bits))
     if tensor.dtype.lanes != 1 or element[1] < 8:
         got = f"type code {element[0]}, {element[1]} bits, {tensor.dtype.lanes} lanes"
-        raise FormatError(expected("dlpack", "dtype", got, "1 lane of at least 8 bits"))
+        raise FormatError("dlpack", "dtype", got, "1 lane of at least 8 bits")
     kind = formats.dtype_from_dlpack(*element)
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
@@ -224,9 +220,7 @@ def _ask(array: Any, stream: dict[str, int]) -> Any:
             return array.__dlpack__(**stream)
     except (AttributeError, BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise FormatError(
-            expected(
-                "dlpack", "array", f"{type(array).__name__} that does not export itself ({error})", _WANTED
-            )
+            "dlpack", "array", f"{type(array).__name__} that does not export itself ({error})", _WANTED
         ) from error
 
 
@@ -237,7 +231,5 @@ def _managed(capsule: Any) -> tuple[_Managed, bytes]:
     except ValueError:  # no capsule
         name = type(capsule).__name__
     if name not in _CAPSULES:
-        raise FormatError(
-            expected("dlpack", "capsule", repr(name), "an unused dltensor or dltensor_versioned")
-        )
+        raise FormatError("dlpack", "capsule", repr(name), "an unused dltensor or dltensor_versioned")
     return _CAPSULES[name][0].from_address(_capsule_pointer(capsule, name)), name

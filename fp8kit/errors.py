@@ -1,8 +1,8 @@
 """The errors that fp8kit raises on purpose.
 
-Every message names the operation, the argument, what came and what was expected; ``expected`` builds it so
-that the wording is the same everywhere. Each class is also the built-in kind a caller would guess (ValueError
-or RuntimeError).
+``ShapeError("linear", "x", "shape (3, 5)", "(tokens, 4)")`` carries its four fields and reads ``linear: x:
+got shape (3, 5), expected (tokens, 4)``; an error of one argument is that sentence. Each class is also the
+built-in kind a caller would guess (ValueError, RuntimeError or NotImplementedError).
 """
 
 from __future__ import annotations
@@ -11,10 +11,51 @@ import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Self
 
 
 class Fp8kitError(Exception):
-    """Base of every error that fp8kit raises on purpose."""
+    """Base of every error that fp8kit raises on purpose.
+
+    Made of (operation, argument, got, wanted), which are then its fields, or of one sentence.
+    """
+
+    # no __init__ of its own: torch.compile traces code that raises
+
+    @property
+    def operation(self) -> str | None:
+        """What refused; None for an error that was made of a sentence, as the other three."""
+        return self.args[0] if len(self.args) == 4 else None
+
+    @property
+    def argument(self) -> str | None:
+        """Which of its arguments."""
+        return self.args[1] if len(self.args) == 4 else None
+
+    @property
+    def got(self) -> Any:
+        """What came."""
+        return self.args[2] if len(self.args) == 4 else None
+
+    @property
+    def wanted(self) -> str | None:
+        """What was expected."""
+        return self.args[3] if len(self.args) == 4 else None
+
+    def __str__(self) -> str:
+        if len(self.args) != 4:
+            return super().__str__()
+        return f"{self.operation}: {self.argument}: got {self.got}, expected {self.wanted}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def renamed(self, operation: str, argument: str) -> Self:
+        """The same refusal as one of ``operation``'s ``argument``: what a caller sees of a check further
+        down. A sentence follows the two names."""
+        if self.argument is None:
+            return type(self)(f"{operation}: {argument}: {self}")
+        return type(self)(operation, argument, self.got, self.wanted)
 
 
 class ShapeError(Fp8kitError, ValueError):
@@ -33,6 +74,10 @@ class RecipeError(Fp8kitError, ValueError):
     """A recipe has an unknown, contradictory or unsupported field."""
 
 
+class UnsupportedError(Fp8kitError, NotImplementedError):
+    """A correct call of something that fp8kit does not have; the message says why."""
+
+
 class BackendError(Fp8kitError, RuntimeError):
     """An engine, a device or a library that the call needs is missing or failed."""
 
@@ -47,11 +92,6 @@ class AutogradError(Fp8kitError, RuntimeError):
 
 class NonFiniteError(Fp8kitError, ArithmeticError):
     """A value became Inf or NaN where ``autocast(check_finite=True)`` looks for that."""
-
-
-def expected(operation: str, argument: str, got: object, wanted: str) -> str:
-    """The one sentence of a refusal: ``linear: x: got shape (3, 5), expected (tokens, 4)``."""
-    return f"{operation}: {argument}: got {got}, expected {wanted}"
 
 
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
@@ -74,13 +114,6 @@ def not_installed(who: str, extra: str, *modules: str) -> str:
     return f"{who} needs {' and '.join(absent)}, not installed here; {install(extra)}" if absent else ""
 
 
-def renamed(error: Fp8kitError, operation: str, argument: str) -> Fp8kitError:
-    """The same refusal, of ``expected``'s form, as the one of ``operation``'s ``argument``: what a caller
-    sees of a check further down."""
-    *_, rest = str(error).split(": ", 2)
-    return type(error)(f"{operation}: {argument}: {rest if rest.startswith('got ') else error}")
-
-
 @contextmanager
 def on_behalf_of(operation: str, **names: str) -> Iterator[None]:
     """Within, or in the function that this decorates, refusals are ``operation``'s: of its arguments, which
@@ -88,7 +121,6 @@ def on_behalf_of(operation: str, **names: str) -> Iterator[None]:
     try:
         yield
     except Fp8kitError as error:
-        own, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
-        if own == operation or not rest.startswith("got "):
+        if error.argument is None or error.operation == operation:
             raise
-        raise type(error)(f"{operation}: {names.get(argument, argument)}: {rest}") from None
+        raise error.renamed(operation, names.get(error.argument, error.argument)) from None

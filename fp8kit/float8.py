@@ -19,7 +19,7 @@ from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import CannotTake, block_shapes
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
 
 # scaling -> size of a tile of a matrix (rows, columns)
@@ -68,16 +68,14 @@ def quantize(
     except FormatError:
         if not hasattr(x, "dtype") or str(x.dtype).removeprefix("torch.") in _FLOATS:
             raise
-        raise FormatError(expected("quantize", "x", x.dtype, f"one of {', '.join(_FLOATS)}")) from None
+        raise FormatError("quantize", "x", x.dtype, f"one of {', '.join(_FLOATS)}") from None
     if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few
-        raise FormatError(expected("quantize", "x", view.dtype.name, f"one of {', '.join(_FLOATS)}"))
+        raise FormatError("quantize", "x", view.dtype.name, f"one of {', '.join(_FLOATS)}")
     if not isinstance(format, Format):
-        raise FormatError(expected("quantize", "format", shown(format), _WANTED))
+        raise FormatError("quantize", "format", shown(format), _WANTED)
     saturate = flag("quantize", "saturate", saturate, FormatError)
     if not saturate and format.nan_code is None:
-        raise FormatError(
-            expected("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True")
-        )
+        raise FormatError("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True")
     where = view.device
     state = _rng(rounding, rng, where)
     rows = arrays.contiguous(view).rows()
@@ -122,13 +120,13 @@ class Float8Tensor:
     def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
         codes = arrays.as_view(data, "Float8Tensor", "data")
         if not isinstance(format, Format):
-            raise FormatError(expected("Float8Tensor", "format", shown(format), _WANTED))
+            raise FormatError("Float8Tensor", "format", shown(format), _WANTED)
         if codes.dtype is not formats.uint8 and codes.dtype.format != format:
             raise FormatError(
-                expected("Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}")
+                "Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}"
             )
         if not codes.contiguous:
-            raise ShapeError(expected("Float8Tensor", "data", f"strides {codes.strides}", "C-contiguous"))
+            raise ShapeError("Float8Tensor", "data", f"strides {codes.strides}", "C-contiguous")
         native = codes.dtype is not formats.uint8
         self._codes = codes.view(formats.uint8)
         self._data = arrays.to_library(self._codes, data) if native else data
@@ -139,16 +137,11 @@ class Float8Tensor:
         self._scale_inv = inverse = arrays.as_view(scale_inv, "Float8Tensor", "scale_inv")
         self.scale_inv = scale_inv
         if inverse.dtype is not formats.float32:
-            raise FormatError(expected("Float8Tensor", "scale_inv", inverse.dtype.name, "float32"))
+            raise FormatError("Float8Tensor", "scale_inv", inverse.dtype.name, "float32")
         if inverse.size != math.prod(grid) or not inverse.contiguous or inverse.device != codes.device:
             got = f"{inverse.shape}, strides {inverse.strides}, on {inverse.device}"
             raise ShapeError(
-                expected(
-                    "Float8Tensor",
-                    "scale_inv",
-                    got,
-                    f"{grid} for {scaling!r}, C-contiguous, on {codes.device}",
-                )
+                "Float8Tensor", "scale_inv", got, f"{grid} for {scaling!r}, C-contiguous, on {codes.device}"
             )
 
     @property
@@ -181,7 +174,7 @@ class Float8Tensor:
         """The transposed matrix over the same memory, as ``a @ b.T`` wants it. ShapeError unless
         2-dimensional."""
         if self.ndim != 2:
-            raise ShapeError(expected("Float8Tensor.T", "shape", self.shape, "2 dimensions"))
+            raise ShapeError("Float8Tensor.T", "shape", self.shape, "2 dimensions")
         turned = self._like(self._codes, self._scale_inv)
         turned._flipped = not self._flipped
         return turned
@@ -191,7 +184,7 @@ class Float8Tensor:
         the data's library."""
         kind = formats.dtype(dtype, "dequantize", "dtype")
         if kind not in formats.HIGH_PRECISION:
-            raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
+            raise FormatError("dequantize", "dtype", kind.name, "float32, bfloat16 or float16")
         out = self._wide(kind)
         return arrays.to_library(out.transpose(1, 0) if self._flipped else out, self._data)
 
@@ -211,39 +204,30 @@ class Float8Tensor:
         scaled by rows and one by the tensor, or along K; ShapeError where the inner sizes differ.
         """
         if not isinstance(other, Float8Tensor):
-            raise FormatError(expected("matmul", "other", shown(other), _BOTH))
+            raise FormatError("matmul", "other", shown(other), _BOTH)
         fast_accumulate = flag("matmul", "fast_accumulate", fast_accumulate, FormatError)
         if other.ndim != 2 or self.ndim < 1 or self.shape[-1] != other.shape[0]:
-            raise ShapeError(
-                expected("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)")
-            )
+            raise ShapeError("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)")
         pair = (self.format, other.format)
         if any(f not in (E4M3, E5M2) for f in pair) or pair == (E5M2, E5M2):
             wanted = "E4M3 or E5M2 on each side, at most one E5M2"
-            raise FormatError(expected("matmul", "formats", f"{self.format} @ {other.format}", wanted))
+            raise FormatError("matmul", "formats", f"{self.format} @ {other.format}", wanted)
         blocks = any(t.scaling not in ("tensor", "row") for t in (self, other))
         if self.scaling != other.scaling and not blocks:
             raise FormatError(
-                expected(
-                    "matmul",
-                    "scaling",
-                    f"{self.scaling!r} @ {other.scaling!r}",
-                    "the same for both, or blocks",
-                )
+                "matmul", "scaling", f"{self.scaling!r} @ {other.scaling!r}", "the same for both, or blocks"
             )
         if self.scaling == "row" and not blocks and (self._flipped or not other._flipped):
             raise FormatError(
-                expected(
-                    "matmul", "scaling", '"row" along the contraction', "a @ b.T with a and b scaled by rows"
-                )
+                "matmul", "scaling", '"row" along the contraction', "a @ b.T with a and b scaled by rows"
             )
         if self.device != other.device:
-            raise FormatError(expected("matmul", "other", other.device, f"an array on {self.device}"))
+            raise FormatError("matmul", "other", other.device, f"an array on {self.device}")
         where = self.device
         default = formats.float32 if where.kind == "cpu" else formats.bfloat16
         kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype")
         if kind not in formats.HIGH_PRECISION:
-            raise FormatError(expected("matmul", "dtype", kind.name, "float32, bfloat16 or float16"))
+            raise FormatError("matmul", "dtype", kind.name, "float32, bfloat16 or float16")
         kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
         a = self._view() if self._flipped else self._codes.rows()
         b = other._view().transpose(1, 0)
@@ -283,7 +267,7 @@ class Float8Tensor:
 
     def __rmatmul__(self, other: object) -> Any:
         if hasattr(other, "shape"):
-            raise FormatError(expected("matmul", "self", shown(other), _BOTH))
+            raise FormatError("matmul", "self", shown(other), _BOTH)
         return NotImplemented
 
     def reshape(self, *shape: int) -> Float8Tensor:
@@ -293,13 +277,11 @@ class Float8Tensor:
         ShapeError for another number of elements, a transposed tensor, or rows that would be cut or joined.
         """
         if self._flipped:
-            raise ShapeError(
-                expected("Float8Tensor.reshape", "self", "a transposed tensor", "one in row-major order")
-            )
+            raise ShapeError("Float8Tensor.reshape", "self", "a transposed tensor", "one in row-major order")
         codes = self._codes.reshape(*shape)
         if self.scaling != "tensor" and codes.shape[-1:] != self.shape[-1:]:
             wanted = f"last dimension {self.shape[-1:]} (scaling {self.scaling!r})"
-            raise ShapeError(expected("Float8Tensor.reshape", "shape", shape, wanted))
+            raise ShapeError("Float8Tensor.reshape", "shape", shape, wanted)
         return self._like(codes, self._scale_inv)
 
     def __getitem__(self, index: int | slice) -> Float8Tensor:
@@ -313,17 +295,18 @@ class Float8Tensor:
             or not (whole or isinstance(index, slice))
             or self.scaling not in ("tensor", "row")
         ):
-            got = f"{index!r} of shape {self.shape}{', transposed' if self._flipped else ''}, scaling {self.scaling!r}"
+            got = (
+                f"{index!r} of shape {self.shape}{', transposed' if self._flipped else ''}, "
+                f"scaling {self.scaling!r}"
+            )
             raise ShapeError(
-                expected(
-                    "Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'
-                )
+                "Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'
             )
         count = self.shape[0]
         if isinstance(index, slice):
             start, stop, step = index.indices(count)
             if step != 1:
-                raise ShapeError(expected("Float8Tensor[...]", "step", step, "1"))
+                raise ShapeError("Float8Tensor[...]", "step", step, "1")
             part = self._codes.slice(0, start, max(stop - start, 0))
         else:
             start = int(index) + (count if index < 0 else 0)
@@ -343,9 +326,7 @@ class Float8Tensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         # NumPy would make an array of Python objects, element by element
-        raise FormatError(
-            expected("__array__", "self", repr(self), "dequantize() for its values, data for its codes")
-        )
+        raise FormatError("__array__", "self", repr(self), "dequantize() for its values, data for its codes")
 
     def __dlpack__(self, **options: Any) -> object:
         kind = formats.dtype_of_format(self.format)
@@ -418,9 +399,7 @@ def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
     choice("quantize", "rounding", rounding, ("nearest", "stochastic"), FormatError)
     if (rng is None) != (rounding == "nearest"):
         raise FormatError(
-            expected(
-                "quantize", "rng", shown(rng), 'int64 (seed, offset) with "stochastic", None with "nearest"'
-            )
+            "quantize", "rng", shown(rng), 'int64 (seed, offset) with "stochastic", None with "nearest"'
         )
     if rng is None:
         return None
@@ -430,11 +409,9 @@ def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
         )
     state = arrays.as_view(rng, "quantize", "rng")
     if state.dtype is not formats.int64 or state.size != 2:
-        raise FormatError(
-            expected("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)")
-        )
+        raise FormatError("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)")
     if state.device.kind == "cpu" and (state.numpy() < 0).any():
-        raise FormatError(expected("quantize", "rng", state.numpy().tolist(), "no negative seed or offset"))
+        raise FormatError("quantize", "rng", state.numpy().tolist(), "no negative seed or offset")
     return arrays.to(arrays.contiguous(state), where)
 
 
@@ -446,15 +423,15 @@ def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
     if view.dtype is not formats.float32:
-        raise FormatError(expected("quantize", "scale", view.dtype.name, "float32"))
+        raise FormatError("quantize", "scale", view.dtype.name, "float32")
     if not fits:
-        raise ShapeError(expected("quantize", "scale", f"shape {view.shape}", f"shape {grid}"))
+        raise ShapeError("quantize", "scale", f"shape {view.shape}", f"shape {grid}")
     if view.device.kind == "cpu":
         with np.errstate(all="ignore"):
             fit = np.isfinite(view.numpy()) & (view.numpy() > 0) & np.isfinite(1 / view.numpy())
         if not fit.all():
             wanted = "finite positive float32 numbers whose inverse is finite too (above 2^-128 = 2.94e-39)"
-            raise FormatError(expected("quantize", "scale", shown(scale), wanted))
+            raise FormatError("quantize", "scale", shown(scale), wanted)
     return arrays.to(arrays.contiguous(view), where).reshape(*grid)
 
 
@@ -467,7 +444,7 @@ def _numbers(scale: Any) -> np.ndarray[Any, Any]:
                 return given.astype(np.float32)
     except (TypeError, ValueError, OverflowError):  # nested unevenly
         pass
-    raise FormatError(expected("quantize", "scale", shown(scale), "numbers, or an array of float32"))
+    raise FormatError("quantize", "scale", shown(scale), "numbers, or an array of float32")
 
 
 def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:

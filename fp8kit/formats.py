@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8kit.arguments import flag, integer, shown
-from fp8kit.errors import FormatError, expected, meant
+from fp8kit.errors import FormatError, meant
 
 Special = Literal["ieee", "fn", "none"]
 
@@ -55,24 +55,18 @@ class Format:
         if self.bias < 0:
             object.__setattr__(self, "bias", 2 ** max(self.exponent_bits - 1, 0) - 1)
         if not isinstance(self.special, str) or self.special not in ("ieee", "fn", "none"):
-            raise FormatError(expected("Format", "special", repr(self.special), '"ieee", "fn" or "none"'))
+            raise FormatError("Format", "special", repr(self.special), '"ieee", "fn" or "none"')
         if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 8:
             got = f"E{self.exponent_bits}M{self.mantissa_bits}, {self.bits} bits"
-            raise FormatError(
-                expected("Format", self.name, got, "at least 1 exponent bit and at most 8 bits")
-            )
+            raise FormatError("Format", self.name, got, "at least 1 exponent bit and at most 8 bits")
         if self.special == "ieee" and self.exponent_bits < 2:
-            raise FormatError(
-                expected("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"')
-            )
+            raise FormatError("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"')
         if self.special == "ieee" and self.mantissa_bits < 1:
             raise FormatError(
-                expected(
-                    "Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'
-                )
+                "Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'
             )
         if not self.max > 0:
-            raise FormatError(expected("Format", self.name, "no value above 0", "at least one"))
+            raise FormatError("Format", self.name, "no value above 0", "at least one")
 
     @property
     def bits(self) -> int:
@@ -234,12 +228,7 @@ def dtype(
         known = [kind.name for kind in among] or list(DTYPES)
         near = meant(_SHORT.get(value, value), known) if found is None and isinstance(value, str) else ""
         raise FormatError(
-            expected(
-                operation,
-                argument,
-                shown(value) if found is None else found,
-                f"one of {', '.join(known)}{near}",
-            )
+            operation, argument, shown(value) if found is None else found, f"one of {', '.join(known)}{near}"
         )
     return found
 
@@ -265,7 +254,7 @@ def dtype_from_dlpack(code: int, bits: int) -> DType:
         return _BY_DLPACK[(code, bits)]
     except (KeyError, TypeError, ValueError):
         raise FormatError(
-            expected("dlpack", "dtype", f"type code {code}, {bits} bits", "a type in fp8kit.formats.DTYPES")
+            "dlpack", "dtype", f"type code {code}, {bits} bits", "a type in fp8kit.formats.DTYPES"
         ) from None
 
 
@@ -273,5 +262,5 @@ def dtype_of_format(fmt: Format) -> DType | None:
     """The array dtype whose elements are codes of ``fmt``, None for a user-defined format. FormatError for
     what is no Format."""
     if not isinstance(fmt, Format):
-        raise FormatError(expected("dtype_of_format", "fmt", shown(fmt), "a Format"))
+        raise FormatError("dtype_of_format", "fmt", shown(fmt), "a Format")
     return next((d for d in DTYPES.values() if d.format == fmt), None)

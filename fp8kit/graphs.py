@@ -20,7 +20,7 @@ from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy
-from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.formats import DType
 
 
@@ -107,7 +107,7 @@ class Graph:
         scope = current()
         if scope is not None and (scope.enabled or scope.calibrating):
             wanted = "autocast within the function: its end is a part of the step"
-            raise Fp8kitError(expected("graph", "call", "a call within autocast", wanted))
+            raise Fp8kitError("graph", "call", "a call within autocast", wanted)
         given = (args, options)
         with self._lock:
             views = self._looked_at(given)
@@ -129,7 +129,7 @@ class Graph:
         """ArgumentError where the host has changed what the recording holds."""
         policy = get_policy()
         if policy is not made.policy and policy != made.policy:
-            raise ArgumentError(expected("graph", "policy", policy, f"{made.policy}, as at the capture"))
+            raise ArgumentError("graph", "policy", policy, f"{made.policy}, as at the capture")
         for held in made.held:
             held.check()
 
@@ -157,14 +157,15 @@ class Graph:
             if len(devices) > 1 or not hasattr(arrays.provider(next(iter(devices))), "capture"):
                 got = ", ".join(sorted(map(str, devices)))
                 raise BackendError(
-                    expected(
-                        "graph", "arguments", f"device {got}", "arrays on one CUDA device: a graph is CUDA's"
-                    )
+                    "graph", "arguments", f"device {got}", "arrays on one CUDA device: a graph is CUDA's"
                 )
             self._known = found
         elif found != self._known:
-            wanted = f"{arguments.shown(self._known)}, as at the first call: make a graph for each shape, dtype and value"
-            raise Fp8kitError(expected("graph", "arguments", arguments.shown(found), wanted))
+            wanted = (
+                f"{arguments.shown(self._known)}, as at the first call: make a graph for each shape, "
+                "dtype and value"
+            )
+            raise Fp8kitError("graph", "arguments", arguments.shown(found), wanted)
         return views
 
     def _call(self, given: Any, views: list[ArrayView]) -> Any:
@@ -179,7 +180,8 @@ class Graph:
         device = views[0].device if views else dispatch.default_device()
         inputs = [arrays.empty(view.shape, view.dtype, view.device) for view in views]
         with captured.capture() as held:
-            outputs, recording = arrays.provider(device).capture(device, lambda: self._call(given, inputs))  # type: ignore[attr-defined]
+            capture = arrays.provider(device).capture  # type: ignore[attr-defined]
+            outputs, recording = capture(device, lambda: self._call(given, inputs))
         return _Captured(recording, inputs, _mapped(outputs, _detached), get_policy(), held)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp8kit.arguments import choice, flag, integer
 from fp8kit.arrays import Shape
-from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import FormatError, Fp8kitError, ShapeError
 from fp8kit.formats import DType, int32
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.spec import Meta
@@ -59,12 +59,7 @@ class Steps:
     ) -> None:
         if custom_cache_manager is not None:
             raise Fp8kitError(
-                expected(
-                    _OP,
-                    "custom_cache_manager",
-                    repr(custom_cache_manager),
-                    "None: nothing else is supported yet",
-                )
+                _OP, "custom_cache_manager", repr(custom_cache_manager), "None: nothing else is supported yet"
             )
         _positive(max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
         sizes = {
@@ -82,9 +77,7 @@ class Steps:
         )
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
             if (value is None) == self.is_paged:
-                raise Fp8kitError(
-                    expected(_OP, name, value, "a positive int with is_paged=True, None without")
-                )
+                raise Fp8kitError(_OP, name, value, "a positive int with is_paged=True, None without")
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
         self.num_heads_kv, self.head_dim_k, self.head_dim_v = (
             num_heads_kv,
@@ -144,29 +137,22 @@ class Steps:
                 f"{len(step_dict)} sequences" if isinstance(step_dict, Mapping) else type(step_dict).__name__
             )
             raise ShapeError(
-                expected(
-                    _OP,
-                    "step_dict",
-                    got,
-                    f"a mapping of 1 to {self.max_batch_size} sequence ids to new tokens",
-                )
+                _OP, "step_dict", got, f"a mapping of 1 to {self.max_batch_size} sequence ids to new tokens"
             )
         lengths = {}
         for name, count in step_dict.items():
             _positive(**{f"step_dict[{name!r}]": count})
             if count > self.max_ctx_len:
                 raise ShapeError(
-                    expected(
-                        _OP,
-                        f"step_dict[{name!r}]",
-                        count,
-                        f"at most max_ctx_len = {self.max_ctx_len} new tokens",
-                    )
+                    _OP, f"step_dict[{name!r}]", count, f"at most max_ctx_len = {self.max_ctx_len} new tokens"
                 )
             lengths[name] = self.sequences.get(name, 0) + int(count)
             if lengths[name] > self.max_sequence_length:
-                wanted = f"at most {self.max_sequence_length} with the {self.sequences.get(name, 0)} there are: max_sequence_length"
-                raise ShapeError(expected(_OP, f"step_dict[{name!r}]", count, wanted))
+                wanted = (
+                    f"at most {self.max_sequence_length} with the {self.sequences.get(name, 0)} there are: "
+                    "max_sequence_length"
+                )
+                raise ShapeError(_OP, f"step_dict[{name!r}]", count, wanted)
         new, (pages, free) = (
             {name: int(count) for name, count in step_dict.items()},
             self._handed_out(lengths),
@@ -185,9 +171,7 @@ class Steps:
         wanted = sum(-(-length // self.page_size) for length in lengths.values())
         if wanted > self.total_num_pages:
             got = f"{self.total_num_pages} pages of {self.page_size} tokens"
-            raise ShapeError(
-                expected(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step")
-            )
+            raise ShapeError(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step")
         free, handed = list(self._free), {}
         for name, pages in self._pages.items():
             if name not in lengths:
@@ -257,14 +241,12 @@ class Steps:
         ``apply_rotary_pos_emb``. ShapeError where ``batch`` is not the step's."""
         starts = self._sent("starts")
         if integer(_OP, "batch", batch) != starts.shape[0]:
-            raise ShapeError(
-                expected(_OP, "batch", batch, f"{starts.shape[0]}, the sequences of the last pre_step")
-            )
+            raise ShapeError(_OP, "batch", batch, f"{starts.shape[0]}, the sequences of the last pre_step")
         return starts
 
     def _sent(self, name: str) -> Any:
         if not self._on_device:
-            raise Fp8kitError(expected(_OP, "inference_params", "no step", "pre_step before each step"))
+            raise Fp8kitError(_OP, "inference_params", "no step", "pre_step before each step")
         return self._on_device[name]
 
     # --- caches ---------------------------------------------------------------------------------------------
@@ -275,14 +257,11 @@ class Steps:
         for name in ("num_heads_kv", "head_dim_k", "dtype"):
             if getattr(self, name) is None:
                 raise Fp8kitError(
-                    expected(_OP, name, None, "a value, where memory is made before a layer says its own")
+                    _OP, name, None, "a value, where memory is made before a layer says its own"
                 )
-        self._cache(
-            integer(_OP, "layer_number", layer_number),
-            self.num_heads_kv,
-            (self.head_dim_k, self.head_dim_v),
-            self.dtype,
-        )  # type: ignore[arg-type]
+        number = integer(_OP, "layer_number", layer_number)
+        dims = self.head_dim_k, self.head_dim_v
+        self._cache(number, self.num_heads_kv, dims, self.dtype)  # type: ignore[arg-type]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Any, Any]:
         """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in
@@ -290,9 +269,7 @@ class Steps:
         pages, totals = self._sent("pages"), self._sent("cu_seqlens_kv")
         if integer(_OP, "layer_number", layer_number) not in self._caches:
             raise Fp8kitError(
-                expected(
-                    _OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"
-                )
+                _OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"
             )
         found = []
         for cache in self._caches[layer_number][:2]:
@@ -305,12 +282,7 @@ class Steps:
         """Fp8kitError for a layer without a number."""
         if isinstance(layer_number, bool) or not isinstance(layer_number, int):
             raise Fp8kitError(
-                expected(
-                    operation,
-                    "layer_number",
-                    layer_number,
-                    "an int, each layer its own, with inference_params",
-                )
+                operation, "layer_number", layer_number, "an int, each layer its own, with inference_params"
             )
 
     def check_step(
@@ -335,44 +307,43 @@ class Steps:
         self.check_layer(operation, layer_number)
         if layer_number in self._stepped:
             wanted = "pre_step before each step, and a number of its own for each layer"
-            raise Fp8kitError(expected(operation, "layer_number", f"{layer_number} twice in a step", wanted))
+            raise Fp8kitError(operation, "layer_number", f"{layer_number} twice in a step", wanted)
         written = self._written.get(layer_number, {})
         for name, length in self.sequences.items():
             if written.get(name, 0) != length - self._new[name]:
                 got = f"{layer_number}, whose cache holds {written.get(name, 0)} of sequence {name!r}"
-                wanted = f"the {length - self._new[name]} tokens before this step: each layer takes each step of pre_step"
-                raise ShapeError(expected(operation, "layer_number", got, wanted))
+                wanted = (
+                    f"the {length - self._new[name]} tokens before this step: "
+                    "each layer takes each step of pre_step"
+                )
+                raise ShapeError(operation, "layer_number", got, wanted)
         if qkv_format != self.qkv_format:
             raise Fp8kitError(
-                expected(
-                    operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"
-                )
+                operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"
             )
         tokens, longest = sum(self._new.values()), self.max_seqlen_q
         if len(leading) != len(qkv_format) - 2:
             raise ShapeError(
-                expected(
-                    operation,
-                    "layers",
-                    f"leading dimensions {leading}",
-                    f"{len(qkv_format) - 2} of them, {qkv_format}",
-                )
+                operation,
+                "layers",
+                f"leading dimensions {leading}",
+                f"{len(qkv_format) - 2} of them, {qkv_format}",
             )
         if qkv_format == "thd":
             if leading[0] < tokens:
                 raise ShapeError(
-                    expected(operation, "tokens", leading[0], f"at least {tokens}, the new ones of pre_step")
+                    operation, "tokens", leading[0], f"at least {tokens}, the new ones of pre_step"
                 )
         else:
             rows, batch = leading if qkv_format == "sbhd" else leading[::-1]
             if batch != self.batch_size or rows < longest:
                 wanted = f"batch {self.batch_size} and at least {longest} positions, as pre_step said"
-                raise ShapeError(expected(operation, "layers", f"batch {batch} and {rows} positions", wanted))
+                raise ShapeError(operation, "layers", f"batch {batch} and {rows} positions", wanted)
         for size, own in (("num_heads_kv", groups), ("head_dim_k", dims[0]), ("head_dim_v", dims[1])):
             if getattr(self, size) not in (None, own):
-                raise ShapeError(expected(operation, size, own, f"{getattr(self, size)} as inference_params"))
+                raise ShapeError(operation, size, own, f"{getattr(self, size)} as inference_params")
         if self.dtype not in (None, dtype):
-            raise FormatError(expected(operation, "dtype", dtype, f"{self.dtype} as inference_params"))
+            raise FormatError(operation, "dtype", dtype, f"{self.dtype} as inference_params")
         rows = min(self.max_ctx_len, _power_of_two(longest)) if qkv_format == "thd" else 0
         columns = min(self.max_sequence_length, _power_of_two(max(_LEAST, self.max_seqlen_kv)))
         shapes = self._cache_shapes(groups, dims)
@@ -414,7 +385,10 @@ class Steps:
         room = (
             f"{self.total_num_pages} {'pages' if self.is_paged else 'sequences'} of {self.page_size} tokens"
         )
-        return f"InferenceParams({room}, {self.qkv_format}, {self.device}, layers {sorted(self._caches)}, {self.sequences})"
+        return (
+            f"InferenceParams({room}, {self.qkv_format}, {self.device}, layers {sorted(self._caches)}, "
+            f"{self.sequences})"
+        )
 
 
 def cached_mask(operation: str, mask: str) -> str:
@@ -422,12 +396,10 @@ def cached_mask(operation: str, mask: str) -> str:
     for "arbitrary"."""
     if mask == "arbitrary":
         raise Fp8kitError(
-            expected(
-                operation,
-                "attn_mask_type",
-                repr(mask),
-                "a causal or padding mask or no_mask, with inference_params",
-            )
+            operation,
+            "attn_mask_type",
+            repr(mask),
+            "a causal or padding mask or no_mask, with inference_params",
         )
     return "padding_causal_bottom_right" if "causal" in mask else "padding"
 

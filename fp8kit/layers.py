@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, AutogradError, ShapeError, expected
+from fp8kit.errors import ArgumentError, AutogradError, ShapeError
 
 # --- arguments that have one supported value: Transformer Engine's default ----------------------------------
 
@@ -156,7 +156,7 @@ def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTH
         wanted = usual.get(name)
         if value is not wanted and not (isinstance(value, str) and value == wanted):
             got = array if hasattr(value, "shape") else shown(value)
-            raise ArgumentError(expected(operation, name, got, f"{wanted!r} with layer_type 'encoder'"))
+            raise ArgumentError(operation, name, got, f"{wanted!r} with layer_type 'encoder'")
 
 
 def known_options(operation: str, given: Iterable[str]) -> None:
@@ -178,7 +178,7 @@ def layout_of(operation: str, given: Mapping[str, Any]) -> tuple[str, dict[str, 
     )
     if there not in _FORMS:
         wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
-        raise ArgumentError(expected(operation, "layers", " and ".join(there) or None, wanted))
+        raise ArgumentError(operation, "layers", " and ".join(there) or None, wanted)
     layout, names = _FORMS[there]
     return layout, dict(zip(names, there, strict=True))
 
@@ -240,9 +240,7 @@ def turning(
             inputs["freqs" if part == "q" or same else "k_freqs"] = angles = placed("rotary_pos_emb", own)
             if cache is not None and angles.shape[0] < cache.max_seqlen_kv:
                 wanted = f"at least the {cache.max_seqlen_kv} of the longest sequence in the cache"
-                raise ShapeError(
-                    expected(operation, "rotary_pos_emb", f"{angles.shape[0]} positions", wanted)
-                )
+                raise ShapeError(operation, "rotary_pos_emb", f"{angles.shape[0]} positions", wanted)
     if core.qkv_format == "thd":
         side = "q" if "q" in parts or cache is not None else "kv"
         for own_name, argument in (
@@ -268,9 +266,7 @@ def pair_of(operation: str, argument: str, value: Any) -> Sequence[Any]:
     another length."""
     pair = value if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2:
-        raise ShapeError(
-            expected(operation, argument, f"{len(pair)} of them", "one, or a pair for queries and keys")
-        )
+        raise ShapeError(operation, argument, f"{len(pair)} of them", "one, or a pair for queries and keys")
     return pair
 
 
@@ -284,12 +280,13 @@ def want_padding(
     """ShapeError for the shape of a padding mask that is not (b, 1, 1, s), s of ``lengths``, of queries and
     keys, where they are known."""
     if len(shape) != 4 or tuple(shape[1:3]) != (1, 1):
-        raise ShapeError(
-            expected(operation, "attention_mask", f"shape {tuple(shape)}", "(batch, 1, 1, sequence)")
-        )
+        raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", "(batch, 1, 1, sequence)")
     if lengths is not None and shape[3] != lengths[of_keys]:
-        wanted = f"(batch, 1, 1, {lengths[of_keys]}) for {'keys' if of_keys else 'queries'}, a pair where the lengths differ"
-        raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(shape)}", wanted))
+        wanted = (
+            f"(batch, 1, 1, {lengths[of_keys]}) for {'keys' if of_keys else 'queries'}, "
+            "a pair where the lengths differ"
+        )
+        raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", wanted)
 
 
 # --- recomputation ------------------------------------------------------------------------------------------
@@ -322,9 +319,7 @@ class Pass:
         if kept is None or kept.owner is not owner:
             got = f"{type(owner).__name__} as FP8 layer {self.position}"
             raise AutogradError(
-                expected(
-                    "checkpoint", "function", got, "the same layers in the same order as in the first pass"
-                )
+                "checkpoint", "function", got, "the same layers in the same order as in the first pass"
             )
         self.position += 1
         return kept

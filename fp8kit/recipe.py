@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fp8kit import formats
-from fp8kit.errors import RecipeError, expected, meant
+from fp8kit.errors import RecipeError, meant
 
 HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[HostArray], HostArray]
@@ -81,23 +81,19 @@ class _Strict:
         for name in kwargs:
             if name not in known:
                 raise RecipeError(
-                    expected(
-                        cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"
-                    )
+                    cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"
                 )
         if len(args) > len(known):
             raise RecipeError(
-                expected(cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}")
+                cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}"
             )
         for name in known[: len(args)]:
             if name in kwargs:
-                raise RecipeError(
-                    expected(cls.__name__, name, "a value by position and by name", "one value")
-                )
+                raise RecipeError(cls.__name__, name, "a value by position and by name", "one value")
         return super().__new__(cls)
 
     def _refuse(self, field: str, wanted: str) -> RecipeError:
-        return RecipeError(expected(type(self).__name__, field, repr(getattr(self, field)), wanted))
+        return RecipeError(type(self).__name__, field, repr(getattr(self, field)), wanted)
 
     def _want(self, kind: type, *names: str) -> None:
         """Refuse fields whose value is not a ``kind`` (a bool is no int here)."""
@@ -246,7 +242,8 @@ class DelayedScaling(Recipe):
 
         amax      = max(amax_history)      "max"          or   amax_history[0]     "most_recent"
         scale     = fp8_max * 2 ** -margin / amax         kept where amax is 0, Inf or NaN
-                    2^-126 where that is less, so that 1 / scale is finite and no float32 saturates; FLT_MAX where that overflows
+                    2^-126 where that is less, so that 1 / scale is finite and no float32 saturates;
+                    FLT_MAX where that overflows
         scale_inv = 1 / scale
         history   = roll(history, -1): row 0 becomes the newest row, H - 1, and row 0 starts again at 0
 
@@ -376,7 +373,8 @@ class Float8BlockScaling(Recipe):
     technical report, section 3.3.2) ::
 
         amax      = max(max|block|, amax_epsilon)
-        scale     = fp8_max / amax, 1 where amax is 0, Inf or NaN; the largest value of the tensor's dtype where that overflows
+        scale     = fp8_max / amax, 1 where amax is 0, Inf or NaN;
+                    the largest value of the tensor's dtype where that overflows
                     rounded down to a power of two with power_2_scale
         scale_inv = 1 / scale, float32
 

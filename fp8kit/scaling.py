@@ -17,7 +17,7 @@ import numpy as np
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import CheckpointError, RecipeError, expected
+from fp8kit.errors import CheckpointError, RecipeError
 from fp8kit.formats import float32
 from fp8kit.recipe import DELAYED_SCALES, DelayedScaling, Recipe
 
@@ -328,14 +328,12 @@ def _scales(
     wrong = np.flatnonzero(used & np.isfinite(amax) & (amax > 0) & ~fits)
     if wrong.size:
         got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale"
-        raise RecipeError(expected(type(recipe).__name__, "scaling_factor_compute_algo", got, wanted))
+        raise RecipeError(type(recipe).__name__, "scaling_factor_compute_algo", got, wanted)
     return np.where(fits, np.clip(answer, _LEAST, _MOST), scale)
 
 
 def _answer(recipe: DelayedScaling, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
     array = np.asarray(value, np.float32)
     if array.shape != shape:
-        raise RecipeError(
-            expected(type(recipe).__name__, name, f"a result of shape {array.shape}", f"shape {shape}")
-        )
+        raise RecipeError(type(recipe).__name__, name, f"a result of shape {array.shape}", f"shape {shape}")
     return array

@@ -20,7 +20,7 @@ import numpy as np
 from fp8kit import arguments, arrays, checkpoint_format
 from fp8kit.arrays import ArrayView
 from fp8kit.checkpoint_format import HostArray
-from fp8kit.errors import CheckpointError, FormatError, expected
+from fp8kit.errors import CheckpointError, FormatError
 
 _BESIDE = ".tmp"
 
@@ -54,7 +54,7 @@ class Bundle:
         for name, part in parts.items():
             if not callable(getattr(_stateful("Bundle", part), "check_state_dict", None)):
                 raise CheckpointError(
-                    expected("Bundle", name, arguments.shown(part), "something with check_state_dict")
+                    "Bundle", name, arguments.shown(part), "something with check_state_dict"
                 )
         self.parts = parts
 
@@ -120,23 +120,18 @@ def save(
         usable = False
     if not usable:
         raise CheckpointError(
-            expected(
-                "save",
-                "path",
-                arguments.shown(str(target), 200),
-                "a file, old or new, in a folder that exists",
-            )
+            "save", "path", arguments.shown(str(target), 200), "a file, old or new, in a folder that exists"
         )
     state = module if isinstance(module, Mapping) else _stateful("save", module).state_dict()
     host = {_name(name): _host(name, array) for name, array in state.items()}
     if metadata is not None and not isinstance(metadata, Mapping):
         raise CheckpointError(
-            expected("save", "metadata", arguments.shown(metadata), "a mapping of strings to strings")
+            "save", "metadata", arguments.shown(metadata), "a mapping of strings to strings"
         )
     texts = dict(metadata or {})
     for name, text in texts.items():
         if not all(isinstance(s, str) and _is_text(s) for s in (name, text)):
-            raise CheckpointError(expected("save", f"metadata[{name!r}]", repr(text), "a string"))
+            raise CheckpointError("save", f"metadata[{name!r}]", repr(text), "a string")
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_BESIDE}")
     try:
         with open(beside, "xb") as file:
@@ -234,16 +229,14 @@ def _stateful(operation: str, module: Any) -> Any:
     has = all(callable(getattr(module, name, None)) for name in ("state_dict", "load_state_dict"))
     if isinstance(module, type) or not has:
         wanted = "a module, an optimiser, or a mapping of names to arrays"
-        raise CheckpointError(expected(operation, "module", arguments.shown(module), wanted))
+        raise CheckpointError(operation, "module", arguments.shown(module), wanted)
     return module
 
 
 def mapping(operation: str, state: Any) -> Mapping[str, Any]:
     """A state as it is; CheckpointError unless it is a mapping of names to arrays."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(
-            expected(operation, "state", arguments.shown(state), "a mapping of names to arrays")
-        )
+        raise CheckpointError(operation, "state", arguments.shown(state), "a mapping of names to arrays")
     return state
 
 
@@ -257,14 +250,14 @@ def array(operation: str, name: str, value: Any) -> ArrayView:
             if hasattr(value, "state_dict")
             else f"an array ({error})"
         )
-        raise CheckpointError(expected(operation, name, arguments.shown(value), wanted)) from None
+        raise CheckpointError(operation, name, arguments.shown(value), wanted) from None
 
 
 def _name(name: Any) -> str:
     """An array's name as it is; CheckpointError for one that the format cannot hold."""
     if not isinstance(name, str) or name == checkpoint_format.METADATA or not _is_text(name):
         wanted = f"a string of characters, other than {checkpoint_format.METADATA}"
-        raise CheckpointError(expected("save", "name", arguments.shown(name), wanted))
+        raise CheckpointError("save", "name", arguments.shown(name), wanted)
     return name
 
 
@@ -276,9 +269,7 @@ def _is_text(text: str) -> bool:
 def _host(name: str, value: Any) -> HostArray:
     view = array("save", name, value)
     if view.dtype not in checkpoint_format.CODES.values():
-        raise CheckpointError(
-            expected("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has")
-        )
+        raise CheckpointError("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has")
     return np.ascontiguousarray(view.numpy()).reshape(view.shape)
 
 

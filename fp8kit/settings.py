@@ -5,15 +5,20 @@ variable                     meaning (default)
 ===========================  ================================================================================
 FP8KIT_CACHE_DIR             folder of compiled kernels (``$XDG_CACHE_HOME/fp8kit`` or ``~/.cache/fp8kit``)
 FP8KIT_DETERMINISTIC         1: start with ``fk.deterministic(True)`` (0)
-FP8KIT_DEVICE                device that ``device=None`` means: cpu, cuda or cuda:N (cuda where usable, else cpu)
+FP8KIT_DEVICE                device that ``device=None`` means: cpu, cuda or cuda:N (cuda where usable,
+                             else cpu)
 FP8KIT_PREFER                preferred kind of implementation: default, vendor or reference (vendor)
-FP8KIT_STRICT                1: never take a second choice when the first implementation cannot take a call (0)
+FP8KIT_STRICT                1: never take a second choice when the first implementation cannot take a
+                             call (0)
 FP8KIT_ALLOW_VENDORS         comma-separated vendors that may be used (all)
 FP8KIT_DENY_VENDORS          comma-separated vendors that may not be used (none)
 FP8KIT_PER_OP                order for single kernels: ``gemm=impl:cuda.gemm|reference;amax=reference`` (none)
-FP8KIT_PLUGIN_MODULES        comma-separated modules whose ``register(registry)`` is called, besides installed plugins (none)
-FP8KIT_REPLAYS               0: go through every call anew, none is done again from a recording or a script; to find faults (1)
-FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's logging says)
+FP8KIT_PLUGIN_MODULES        comma-separated modules whose ``register(registry)`` is called, besides
+                             installed plugins (none)
+FP8KIT_REPLAYS               0: go through every call anew, none is done again from a recording or a
+                             script; to find faults (1)
+FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's
+                             logging says)
 ===========================  ================================================================================
 
 The variables of TransformerEngine-FL are read where ours are not set: TE_FL_PREFER, TE_FL_STRICT,
@@ -33,7 +38,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from fp8kit.errors import Fp8kitError, expected, meant
+from fp8kit.errors import Fp8kitError, meant
 
 # TransformerEngine-FL's name of a variable, and of a kind
 _ALIASES = {
@@ -75,7 +80,7 @@ def _text(name: str, default: str = "") -> str:
 def _flag(name: str, default: str = "0") -> bool:
     value = _text(name, default).lower()
     if value not in ("0", "1", "", "true", "false"):
-        raise Fp8kitError(expected("environment", _source(name), repr(value), "0 or 1"))
+        raise Fp8kitError("environment", _source(name), repr(value), "0 or 1")
     return value in ("1", "true")
 
 
@@ -93,7 +98,7 @@ def cache_dir() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "fp8kit"
     except RuntimeError as error:  # a user without a home folder
         raise Fp8kitError(
-            expected("environment", "FP8KIT_CACHE_DIR", "nothing", f"a folder that can be written ({error})")
+            "environment", "FP8KIT_CACHE_DIR", "nothing", f"a folder that can be written ({error})"
         ) from None
 
 
@@ -131,7 +136,7 @@ def prefer() -> str:
     value = KIND_ALIASES.get(value, value)
     if value not in _KINDS:
         raise Fp8kitError(
-            expected("environment", _source("FP8KIT_PREFER"), repr(value), "default, vendor or reference")
+            "environment", _source("FP8KIT_PREFER"), repr(value), "default, vendor or reference"
         )
     return value
 
@@ -174,7 +179,7 @@ def per_op(kernels: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
             continue
         kernel, equals, tokens = item.partition("=")
         if not equals or not tokens.strip():
-            raise Fp8kitError(expected("environment", source, repr(item), "kernel=token|token"))
+            raise Fp8kitError("environment", source, repr(item), "kernel=token|token")
         if source != "FP8KIT_PER_OP" and kernel.strip() not in kernels:
             log.warning("%s: %s is no kernel of fp8kit and is left out", source, kernel.strip())
             continue
@@ -194,7 +199,7 @@ def log_level() -> str | None:
     value = _text("FP8KIT_LOG_LEVEL").upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR", ""):
         raise Fp8kitError(
-            expected("environment", _source("FP8KIT_LOG_LEVEL"), repr(value), "DEBUG, INFO, WARNING or ERROR")
+            "environment", _source("FP8KIT_LOG_LEVEL"), repr(value), "DEBUG, INFO, WARNING or ERROR"
         )
     return value or None
 
@@ -215,7 +220,10 @@ def warn(vendors: Collection[str]) -> None:
     known = {vendor.casefold() for vendor in vendors}
     for name in ("FP8KIT_ALLOW_VENDORS", "FP8KIT_DENY_VENDORS"):
         for vendor in sorted(each for each in _names(name) if each.casefold() not in known):
-            there = f"there are {', '.join(sorted(known))}; fk.use_backend chooses an engine, FP8KIT_PREFER a kind"
+            there = (
+                f"there are {', '.join(sorted(known))}; fk.use_backend chooses an engine, "
+                "FP8KIT_PREFER a kind"
+            )
             log.warning(
                 "%s: no implementation has the vendor %r: %s%s",
                 _source(name),

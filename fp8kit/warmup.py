@@ -48,8 +48,8 @@ class Warmup:
         one_by_one = sum(seconds for _, seconds in self.compiled)
         if self.compiled or self.found:
             lines.append(
-                f"{len(self.compiled)} variants compiled in {self.compile_seconds:.2f} s (one by one {one_by_one:.2f} s), "
-                f"{self.found} were in the cache"
+                f"{len(self.compiled)} variants compiled in {self.compile_seconds:.2f} s (one by one "
+                f"{one_by_one:.2f} s), {self.found} were in the cache"
             )
         if self.step_seconds is not None:
             lines.append(f"two steps of the layer: {self.step_seconds:.2f} s")
@@ -95,7 +95,7 @@ def warmup(
     from fp8kit.autograd import tensor
     from fp8kit.backends import dispatch
     from fp8kit.backends.activation import ACTIVATIONS
-    from fp8kit.errors import FormatError, RecipeError, ShapeError, expected
+    from fp8kit.errors import FormatError, RecipeError, ShapeError
     from fp8kit.ops.quant import fp8_from_recipe
     from fp8kit.recipe import DelayedScaling
     from fp8kit.recipe import Recipe as AnyRecipe
@@ -106,7 +106,7 @@ def warmup(
     ffn = 4 * hidden if ffn is None else integer("warmup", "ffn", ffn, 1, 2**31, ShapeError)
     heads = max(1, hidden // 64) if heads is None else integer("warmup", "heads", heads, 1, 2**31, ShapeError)
     if hidden % heads:
-        raise ShapeError(expected("warmup", "hidden", hidden, f"a multiple of {heads} heads"))
+        raise ShapeError("warmup", "hidden", hidden, f"a multiple of {heads} heads")
     count = (
         len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024)
     )
@@ -114,7 +114,7 @@ def warmup(
     choice("warmup", "activation", activation, ACTIVATIONS, FormatError)
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):
-        raise RecipeError(expected("warmup", "recipe", repr(recipe), "a Recipe or None"))
+        raise RecipeError("warmup", "recipe", repr(recipe), "a Recipe or None")
     blocks, tell = fp8_from_recipe(rule).blocks, say or (lambda line: None)
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
@@ -140,10 +140,12 @@ def warmup(
         begin = time.perf_counter()
     if where.kind == "cpu":
         tell(
-            "on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's functions that are not kept yet"
+            "on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's "
+            "functions that are not kept yet"
         )
     tell(
-        f"two steps on {where}: a layer of {hidden}/{ffn}/{heads}, {kind.name}, {rule.short_name()}, {sequence} x {batch} tokens"
+        f"two steps on {where}: a layer of {hidden}/{ffn}/{heads}, {kind.name}, {rule.short_name()}, "
+        f"{sequence} x {batch} tokens"
     )
     layer = nn.TransformerLayer(
         hidden,
@@ -219,7 +221,8 @@ def _compiled(
         return name, seconds, path in before
 
     tell(
-        f"{len(wanted)} variants for {arch}, {threads} at once, compiled where the cache does not have them yet"
+        f"{len(wanted)} variants for {arch}, {threads} at once, compiled where the cache does not have them "
+        "yet"
     )
     order = sorted(wanted, key=lambda variant: -len(manifest.text(variant[0])))
     with ThreadPoolExecutor(threads) as pool:

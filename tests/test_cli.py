@@ -63,8 +63,8 @@ def test_info_says_once_that_there_is_no_driver(monkeypatch, capsys):
 
 
 EXAMPLE = (
-    "heads=32 groups=8 head_dim=128 sequence=2048 batch=4 dtype=bfloat16 mask=causal window=128,0 bias=none softmax=vanilla "
-    "dropout=0.1 layout=sbhd"
+    "heads=32 groups=8 head_dim=128 sequence=2048 batch=4 dtype=bfloat16 mask=causal window=128,0 bias=none "
+    "softmax=vanilla dropout=0.1 layout=sbhd"
 )
 # question -> what speaks against cuDNN before it is asked
 QUESTIONS = {
@@ -72,12 +72,20 @@ QUESTIONS = {
     "": None,
     "layout=thd mask=padding_causal sequence=100 head_dim_v=64": None,
     "dtype=float32": "dtype float32: cuDNN takes bfloat16 and float16",
-    "bias=alibi softmax=learnable": "bias 'alibi': only the unfused path has it; softmax_type 'learnable': only the unfused path has it",
+    "bias=alibi softmax=learnable": (
+        "bias 'alibi': only the unfused path has it; softmax_type 'learnable': only the unfused path has it"
+    ),
     "bias=post_scale_bias mask=no_mask": "bias 'post_scale_bias': only the unfused path has it",
-    "mask=arbitrary head_dim=20": "head_dim 20: cuDNN takes multiples of 8 up to 256; mask 'arbitrary': only the unfused path reads a mask "
-    "array",
-    "mask=causal_bottom_right sequence=64 sequence_kv=32": "a row that sees no column: cuDNN gives NaN for it",
-    "mask=no_mask window=8,-1 bottom_right=false sequence=64 sequence_kv=32": "a row that sees no column: cuDNN gives NaN for it",
+    "mask=arbitrary head_dim=20": (
+        "head_dim 20: cuDNN takes multiples of 8 up to 256; mask 'arbitrary': "
+        "only the unfused path reads a mask array"
+    ),
+    "mask=causal_bottom_right sequence=64 sequence_kv=32": (
+        "a row that sees no column: cuDNN gives NaN for it"
+    ),
+    "mask=no_mask window=8,-1 bottom_right=false sequence=64 sequence_kv=32": (
+        "a row that sees no column: cuDNN gives NaN for it"
+    ),
 }
 
 
@@ -110,8 +118,11 @@ def test_info_reads_words_together_or_apart(capsys):
 
 REFUSED = {
     "heads": "'heads': got no =, expected key=value",
-    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, sequence_kv, batch, dtype, "
-    "mask, window, bottom_right, bias, softmax, dropout, layout; did you mean heads?",
+    "head=8": (
+        "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, "
+        "sequence_kv, batch, dtype, mask, window, bottom_right, bias, softmax, dropout, layout; "
+        "did you mean heads?"
+    ),
     "heads=8 heads=4": "heads: got two values, expected one",
     "heads=many": "heads: got 'many', expected a positive number",
     "groups=0": "groups: got '0', expected a positive number below 2^31, a divisor of heads",
@@ -121,7 +132,9 @@ REFUSED = {
     "mask=square": "mask: got 'square', expected one of no_mask, causal,",
     "window=3": "window: got '3', expected left,right",
     "window=3,-2": "window: got '3,-2', expected left,right",
-    "window=3,4": "window: got (3, 4), expected right -1 or 0: mask 'causal' sees nothing right of the diagonal",
+    "window=3,4": (
+        "window: got (3, 4), expected right -1 or 0: mask 'causal' sees nothing right of the diagonal"
+    ),
     "bottom_right=maybe": "bottom_right: got 'maybe', expected one of default, true, false",
     "bottom_right=true": "bottom_right: got True, expected None or False with mask 'causal'",
     "bias=some": "bias: got 'some', expected one of none, no_bias,",
@@ -177,7 +190,8 @@ def test_train_writes_a_checkpoint(tmp_path, capsys):
     )
     said = capsys.readouterr().out
     assert said.startswith(
-        "tiny on cpu, FP8 beside float32: 2 layers of 32, 3 steps of 256 bytes, seed 0\ntext: the Python standard lib"
+        "tiny on cpu, FP8 beside float32: 2 layers of 32, 3 steps of 256 bytes, seed 0\n"
+        "text: the Python standard lib"
     )
     assert "nats/byte" in said
     assert "replaces" not in said
@@ -190,9 +204,9 @@ def test_train_writes_a_checkpoint(tmp_path, capsys):
     again = ["train", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert cli.main([*again, "--steps", "5", "--resume"]) == 1
     assert capsys.readouterr().err == (
-        f"fp8kit train: resume: {tmp_path / 'training.safetensors'} is of another training: steps: 3 in the file, 5 here; "
-        "the same options continue it, another folder starts anew; the learning rate follows the number of steps, "
-        "so that a training cannot be made longer\n"
+        f"fp8kit train: resume: {tmp_path / 'training.safetensors'} is of another training: "
+        "steps: 3 in the file, 5 here; the same options continue it, another folder starts anew; "
+        "the learning rate follows the number of steps, so that a training cannot be made longer\n"
     )
     assert cli.main([*again, "--steps", "2", "--precision", "high"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -286,8 +300,8 @@ def test_info_tells_of_a_plugin_that_failed(monkeypatch, capsys):
     row = rows_of(said.out)["environment"]["FP8KIT_PLUGIN_MODULES"]
     assert row.startswith("bad      got math (fp8kit.errors.BackendError: plugin: math: got <module 'math'")
     assert (
-        "a_module_that_is_not_there (ModuleNotFoundError: No module named 'a_module_that_is_not_there'), expected modules"
-        in row
+        "a_module_that_is_not_there (ModuleNotFoundError: No module named 'a_module_that_is_not_there'), "
+        "expected modules" in row
     )
     assert said.err.splitlines()[-1] == "fp8kit info: FP8KIT_PLUGIN_MODULES: see environment"
 
@@ -345,9 +359,8 @@ def test_a_stopped_training_says_how_to_go_on(monkeypatch, tmp_path, capsys):
         assert cli.main(words) == 130
         said = capsys.readouterr().err.splitlines()
         assert said[0] == "FP8 0/6 first step: compiles or loads kernels"
-        assert (
-            said[-1]
-            == "fp8kit train: interrupted; nothing is saved yet (--save-every 2): the same command starts anew"
+        assert said[-1] == (
+            "fp8kit train: interrupted; nothing is saved yet (--save-every 2): the same command starts anew"
         )
     with monkeypatch.context() as patched:
         stopped_at(patched, 4)
@@ -501,11 +514,12 @@ def test_warmup_on_a_cpu_says_what_it_is_at(capsys):
     said = capsys.readouterr()
     lines = said.err.splitlines()
     assert lines[0].startswith(
-        "fp8kit warmup: on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's"
+        "fp8kit warmup: on the CPU: nothing is compiled for a GPU; the first step compiles the reference "
+        "engine's"
     )
-    assert (
-        lines[1]
-        == "fp8kit warmup: two steps on cpu: a layer of 32/128/2, bfloat16, delayed(HYBRID, h1024, max), 32 x 4 tokens"
+    assert lines[1] == (
+        "fp8kit warmup: two steps on cpu: a layer of 32/128/2, bfloat16, delayed(HYBRID, h1024, max), "
+        "32 x 4 tokens"
     )
     assert [line.partition(", ")[0] for line in lines[2:]] == [
         f"fp8kit warmup: step {n}: forward done" for n in (1, 2)
@@ -568,7 +582,10 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
         (["train", "--preset", "tiny", "--device", "gpu"], "fp8kit train: --device: got 'gpu'"),
         (
             ["warmup", "--layer", "1,2"],
-            "argument --layer: got '1,2', expected 3 or 5 positive numbers: HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]",
+            (
+                "argument --layer: got '1,2', expected 3 or 5 positive numbers: "
+                "HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]"
+            ),
         ),
         (["warmup", "--layer", "0,1,2"], "argument --layer: got '0,1,2', expected 3 or 5 positive numbers"),
         (

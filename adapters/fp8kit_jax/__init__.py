@@ -85,7 +85,9 @@ _INSTEAD = {
     "recipe": "fp8kit.recipe has the recipes",
     "fp8_autocast": "it is autocast",
     "fused_attn": "it is dot_product_attention",
-    "SequenceDescriptor": "lengths go to cu_seqlens_q and cu_seqlens_kv, in Flax to sequence_descriptor as they are",
+    "SequenceDescriptor": (
+        "lengths go to cu_seqlens_q and cu_seqlens_kv, in Flax to sequence_descriptor as they are"
+    ),
     "grouped_dense": "grouped products are not there",
     "grouped_gemm": "grouped products are not there",
     "cpp_extensions": "it is an inner part of Transformer Engine",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8kit.arguments import shown
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.activation import ActivationSpec
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.norm_mlp import activation_numbers
@@ -46,12 +46,7 @@ def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, 
     parts = len(activation_type)
     if x.ndim < 2 or x.shape[-2] != parts:
         raise ShapeError(
-            expected(
-                "activation",
-                "x",
-                f"shape {x.shape}",
-                f"(..., {parts}, features) for {tuple(activation_type)}",
-            )
+            "activation", "x", f"shape {x.shape}", f"(..., {parts}, features) for {tuple(activation_type)}"
         )
     width = parts * x.shape[-1]
     return apply(
@@ -74,9 +69,9 @@ def activation_of(
     name = ACTIVATION_TYPES.get(words) if all(isinstance(word, str) for word in words) else None
     if name is None:
         known = ", ".join(map(str, ACTIVATION_TYPES))
-        raise FormatError(expected(operation, "activation_type", shown(activation_type), f"one of {known}"))
+        raise FormatError(operation, "activation_type", shown(activation_type), f"one of {known}")
     if params is not None and not isinstance(params, Mapping):
         raise FormatError(
-            expected(operation, argument, type(params).__name__, "a mapping of names to numbers, or None")
+            operation, argument, type(params).__name__, "a mapping of names to numbers, or None"
         )
     return name, activation_numbers(operation, name, params)

@@ -13,7 +13,7 @@ import numpy as np
 from fp8kit import formats
 from fp8kit.arguments import number, shown
 from fp8kit.arrays import ArrayView, as_view
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError
 from fp8kit.ops.values import check_indices, check_sequences
 from fp8kit.spec import Meta
 
@@ -28,7 +28,7 @@ def as_array(operation: str, argument: str, value: Any) -> Any:
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise FormatError(expected(operation, argument, "None" if value is None else shown(value), "an array"))
+    raise FormatError(operation, argument, "None" if value is None else shown(value), "an array")
 
 
 def meta_of(operation: str, argument: str, value: Any) -> Meta:
@@ -60,7 +60,7 @@ def want_alike(operation: str, x: Any, **parameters: Any) -> None:
         and jnp.issubdtype(x.dtype, jnp.floating)
     ):
         name, dtype = next(iter(dtypes.items()))
-        raise FormatError(expected(operation, "x", x.dtype.name, f"{dtype.name} as {name}"))
+        raise FormatError(operation, "x", x.dtype.name, f"{dtype.name} as {name}")
 
 
 def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ShapeError, expected, meant
+from fp8kit.errors import ShapeError, meant
 from fp8kit.ops.attention import FORMATS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
@@ -159,9 +159,7 @@ def _settled(
         not isinstance(window_size, tuple | list) or not all(isinstance(n, int) for n in window_size)
     ):
         raise ShapeError(
-            expected(
-                op, "window_size", shown(window_size), "(left, right), each -1 (unbounded) or more, or None"
-            )
+            op, "window_size", shown(window_size), "(left, right), each -1 (unbounded) or more, or None"
         )
     choice(op, "attn_mask_type", attn_mask_type, (*MASKS, *ALIASES))
     choice(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
@@ -178,12 +176,10 @@ def _settled(
         for a, count in zip(layers, packed, strict=True)
     ):
         wanted = f"{dims} dimensions each for {qkv_format!r}, or packed with 3 or 2 before the heads"
-        raise ShapeError(expected("dot_product_attention", "shapes", [a.shape for a in layers], wanted))
+        raise ShapeError("dot_product_attention", "shapes", [a.shape for a in layers], wanted)
     if dropout_rate and dropout_key is None:
         raise ShapeError(
-            expected(
-                "dot_product_attention", "dropout_key", None, f"a JAX key with dropout_rate {dropout_rate}"
-            )
+            "dot_product_attention", "dropout_key", None, f"a JAX key with dropout_rate {dropout_rate}"
         )
     biased = attn_bias_type or ("no_bias" if bias is None else "post_scale_bias")
     heads, head_dim = layers[0].shape[-2:]
@@ -258,7 +254,7 @@ def beside_mask(
     left, right = window or (-1, -1)
     if right > 0:
         wanted = f"right -1 or 0: mask {kind!r} sees nothing right of the diagonal"
-        raise ShapeError(expected(operation, "window_size", shown(window), wanted))
+        raise ShapeError(operation, "window_size", shown(window), wanted)
     return "arbitrary", (left, 0), kind.endswith("bottom_right")
 
 
@@ -267,7 +263,7 @@ def running_sums(lengths: Any) -> Any:
     lengths = as_array("running_sums", "lengths", lengths)
     if lengths.ndim != 1 or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ShapeError(
-            expected("running_sums", "lengths", f"{lengths.dtype} {lengths.shape}", "integers (sequences,)")
+            "running_sums", "lengths", f"{lengths.dtype} {lengths.shape}", "integers (sequences,)"
         )
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jax.lax.cumsum(jnp.asarray(lengths, jnp.int32))])
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8kit.arguments import Rule, check, flag, integer, named, number, one, optional, shown
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit_jax.activations import ACTIVATION_TYPES
 
@@ -50,7 +50,7 @@ def probability(operation: str, name: str, value: Any) -> None:
 def factor(operation: str, name: str, value: Any) -> None:
     """A finite number that is not 0."""
     if number(operation, name, value, least=-float("inf")) == 0:
-        raise ArgumentError(expected(operation, name, shown(value), "a finite number that is not 0"))
+        raise ArgumentError(operation, name, shown(value), "a finite number that is not 0")
 
 
 def dtype(operation: str, name: str, value: Any) -> None:
@@ -65,7 +65,7 @@ def dtype(operation: str, name: str, value: Any) -> None:
             return
     except (TypeError, ValueError):
         pass
-    raise ArgumentError(expected(operation, name, shown(value), "float32, bfloat16 or float16"))
+    raise ArgumentError(operation, name, shown(value), "float32, bfloat16 or float16")
 
 
 def activations(operation: str, name: str, value: Any) -> None:
@@ -75,16 +75,14 @@ def activations(operation: str, name: str, value: Any) -> None:
         or not all(isinstance(word, str) for word in value)
         or tuple(value) not in ACTIVATION_TYPES
     ):
-        raise ArgumentError(
-            expected(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}")
-        )
+        raise ArgumentError(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}")
 
 
 def window(operation: str, name: str, value: Any) -> None:
     """(left, right), each -1 or more."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ArgumentError(
-            expected(operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None")
+            operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"
         )
     for reach in value:
         integer(operation, name, reach, -1, 2**31 - 1)
@@ -93,16 +91,16 @@ def window(operation: str, name: str, value: Any) -> None:
 RULES: dict[str, Rule] = {
     **named(
         flag,
-        """use_bias enable_low_rank_adaptation zero_centered_gamma return_layernorm_output return_residual return_bias
-        enable_layernorm input_layernorm enable_rotary_pos_emb fuse_qkv_params scale_attn_logits scaled_query_init float32_logits
-        float32_attention_logits enable_relative_embedding qk_norm_before_rope cross rotary
-        join_residual join_layernorm_output""",
+        """use_bias enable_low_rank_adaptation zero_centered_gamma return_layernorm_output return_residual
+        return_bias enable_layernorm input_layernorm enable_rotary_pos_emb fuse_qkv_params
+        scale_attn_logits scaled_query_init float32_logits float32_attention_logits
+        enable_relative_embedding qk_norm_before_rope cross rotary join_residual join_layernorm_output""",
     ),
     **named(optional(flag), "transpose_batch_sequence bottom_right_diagonal"),
     **named(
         size,
-        """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size mlp_hidden_size in_features
-        num_features num_buckets max_distance""",
+        """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size
+        mlp_hidden_size in_features num_features num_buckets max_distance""",
     ),
     **named(optional(size), "num_gqa_groups"),
     **named(length, "max_seqlen_q max_seqlen_kv"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from fp8kit.arguments import flag, shown
 from fp8kit.backends.protocol import BLOCK
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
@@ -68,7 +68,7 @@ def dense(
     features = shape[matrix.ndim - 1 :] or (1,)
     product = _product(weight, layout, found, bias, later=later)
     if residual is not None and residual.shape != shape:
-        raise ShapeError(expected("dense", "residual", f"shape {residual.shape}", f"shape {shape}, as y"))
+        raise ShapeError("dense", "residual", f"shape {residual.shape}", f"shape {shape}, as y")
     inputs = {
         "x": matrix,
         "weight0": weight,
@@ -118,7 +118,7 @@ def layernorm_dense(
     _layout(op, kernel_layout)
     io = kernel_layout == "io"
     if kernel.ndim < 2:
-        raise ShapeError(expected(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions"))
+        raise ShapeError(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions")
     features = kernel.shape[1:] if io else kernel.shape[:-1]
     product = _product(kernel, kernel_layout, found, bias)
     spec = NormLinearSpec(
@@ -182,7 +182,7 @@ def layernorm_mlp(
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise ShapeError(expected(op, argument, shown(pair), "two, one for each product"))
+            raise ShapeError(op, argument, shown(pair), "two, one for each product")
     (k1, k2), (b1, b2) = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)), biases
     want_alike(
         op,
@@ -194,16 +194,16 @@ def layernorm_mlp(
     )
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
-        raise ShapeError(expected(op, "biases", "one", "two or none"))
+        raise ShapeError(op, "biases", "one", "two or none")
     b2 = None if b2 is None else as_array(op, "biases[1]", b2)
     _layout(op, kernel_layout)
     io, parts = kernel_layout == "io", len(activation_type)
     if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
         wanted = f"(hidden, {parts}, intermediate)" if io else f"({parts}, intermediate, hidden)"
-        raise ShapeError(expected(op, "kernels[0]", f"shape {k1.shape}", wanted))
+        raise ShapeError(op, "kernels[0]", f"shape {k1.shape}", wanted)
     first, second = (settle(op, one) for one in quantizer_sets)
     if first.recipe != second.recipe:
-        raise FormatError(expected(op, "quantizer_sets", "two recipes", "the same recipe for both"))
+        raise FormatError(op, "quantizer_sets", "two recipes", "the same recipe for both")
     fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2, "fc2_", later)
     norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
@@ -249,15 +249,15 @@ def check_join(operation: str, joins: bool, what: str = "join_residual", **asked
     ``asked`` for."""
     for name, value in asked.items():
         if joins and value:
-            raise ArgumentError(expected(operation, name, value, f"False with {what}"))
+            raise ArgumentError(operation, name, value, f"False with {what}")
 
 
 def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:
     """The spec of a norm over x's last dimension."""
     if not isinstance(norm_type, str) or norm_type not in NORMS:
-        raise FormatError(expected(operation, "norm_type", repr(norm_type), " or ".join(NORMS)))
+        raise FormatError(operation, "norm_type", repr(norm_type), " or ".join(NORMS))
     if x.ndim < 1:
-        raise ShapeError(expected(operation, "x", "a scalar", "shape (..., features)"))
+        raise ShapeError(operation, "x", "a scalar", "shape (..., features)")
     zero_centered_gamma = flag(operation, "zero_centered_gamma", zero_centered_gamma)
     return NormSpec(
         x.shape[-1], NORMS[norm_type], as_number(operation, "epsilon", epsilon), zero_centered_gamma
@@ -266,13 +266,13 @@ def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_cente
 
 def _beta(operation: str, norm_type: str, beta: Any) -> Any:
     if norm_type == "rmsnorm" and beta is not None:
-        raise ShapeError(expected(operation, "beta", "an array", "None with rmsnorm"))
+        raise ShapeError(operation, "beta", "an array", "None with rmsnorm")
     return beta
 
 
 def _layout(operation: str, layout: str) -> None:
     if not isinstance(layout, str) or layout not in ("io", "oi"):
-        raise FormatError(expected(operation, "kernel_layout", repr(layout), '"io" or "oi"'))
+        raise FormatError(operation, "kernel_layout", repr(layout), '"io" or "oi"')
 
 
 def _product(
@@ -281,7 +281,7 @@ def _product(
     """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``later``: its bias is added by a later
     operation."""
     if weight.ndim < 2:
-        raise ShapeError(expected("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions"))
+        raise ShapeError("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions")
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
     mode = "none" if bias is None else "deferred" if later else "add"
     return ProductSpec(k, (math.prod(features),), layout, mode, fp8_of(found), prefix=prefix)
@@ -293,7 +293,7 @@ def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any
         return None
     bias = as_array(operation, name, bias)
     if bias.size != math.prod(shape):
-        raise ShapeError(expected(operation, name, f"shape {bias.shape}", f"shape {shape}"))
+        raise ShapeError(operation, name, f"shape {bias.shape}", f"shape {shape}")
     return bias.reshape(shape)
 
 
@@ -323,13 +323,11 @@ def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any
         xs, ks = ([range(array.ndim)[d] for d in own] for array, own in zip((x, kernel), dims, strict=True))
     except (IndexError, TypeError, ValueError):
         wanted = f"dimensions of x {x.shape} and kernel {kernel.shape}"
-        raise ShapeError(expected(operation, "contracting_dims", shown(dims), wanted)) from None
+        raise ShapeError(operation, "contracting_dims", shown(dims), wanted) from None
     summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
         got = f"{summed} along its dimensions {tuple(ks)} (shape {kernel.shape})"
-        raise ShapeError(
-            expected(operation, "kernel", got, f"{wanted}, as x along {tuple(xs)} (shape {x.shape})")
-        )
+        raise ShapeError(operation, "kernel", got, f"{wanted}, as x along {tuple(xs)} (shape {x.shape})")
     rows, columns = ([d for d in range(a.ndim) if d not in own] for a, own in ((x, xs), (kernel, ks)))
     leading, trailing = tuple(x.shape[d] for d in rows), tuple(kernel.shape[d] for d in columns)
     size = math.prod(x.shape[d] for d in xs)

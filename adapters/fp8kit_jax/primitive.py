@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from fp8kit import formats
 from fp8kit.arrays import CPU, Device
-from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.spec import Meta
 from fp8kit_jax import calls, manual, sharding
 from fp8kit_jax.program import Program, prepare
@@ -107,11 +107,9 @@ def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
     ):
         shape, dtype = wire(meta, seen)
         if tuple(aval.shape) != shape:
-            raise ShapeError(
-                expected(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}")
-            )
+            raise ShapeError(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}")
         if aval.dtype != dtype:
-            raise FormatError(expected(program.operation, name, aval.dtype.name, dtype.name))
+            raise FormatError(program.operation, name, aval.dtype.name, dtype.name)
     # what is the same on all devices joins what is not
     widest = max(avals, key=lambda aval: len(manual.varying(aval)))
     return [_like(widest, meta, shape) for meta, shape in _both(program, "results")]
@@ -124,7 +122,7 @@ def _no_tangents(primals: Any, tangents: Any, *, program: Program, split: Any) -
     """Gradients are rules of ``rules.apply``; what asks this primitive for a derivative wants one that is not
     there."""
     asked = "a second one, or forward mode (jvp, hessian)"
-    raise AutogradError(expected(program.operation, "derivative", asked, "first ones, by grad or vjp"))
+    raise AutogradError(program.operation, "derivative", asked, "first ones, by grad or vjp")
 
 
 ad.primitive_jvps[call_p] = _no_tangents
@@ -163,7 +161,7 @@ def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> A
         if mesh.size != axes.num_devices:
             got = f"shardings over {axes.num_devices} devices, none of an argument with a mesh"
             raise BackendError(
-                expected(program.operation, "mesh", got, "a NamedSharding, or jax.set_mesh around the call")
+                program.operation, "mesh", got, "a NamedSharding, or jax.set_mesh around the call"
             )
         ctx = ctx.replace(
             module_context=ctx.module_context.replace(axis_context=replace(axes, abstract_mesh=mesh))

@@ -20,7 +20,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import SelectionPolicy
 from fp8kit.backends.policy import policy_context, policy_from_text
-from fp8kit.errors import BackendError, FormatError, expected
+from fp8kit.errors import BackendError, FormatError
 from fp8kit.formats import FORMATS, Format
 from fp8kit.spec import Meta, Operation, Plan, Signature
 
@@ -41,7 +41,7 @@ def register_specs(*specs: type) -> None:
     """Make frozen dataclasses known that specs are made of."""
     for kind in specs:
         if not dataclasses.is_dataclass(kind):
-            raise FormatError(expected("register_operation", "specs", kind.__name__, "frozen dataclasses"))
+            raise FormatError("register_operation", "specs", kind.__name__, "frozen dataclasses")
         _SPECS[kind.__name__] = kind
 
 
@@ -157,9 +157,7 @@ def _encode(value: Any) -> Any:
         }
         if type(value).__name__ not in _SPECS:
             raise FormatError(
-                expected(
-                    "fp8kit_jax", "spec", type(value).__name__, "a type that register_operation was told of"
-                )
+                "fp8kit_jax", "spec", type(value).__name__, "a type that register_operation was told of"
             )
         return {"is": type(value).__name__, **fields}
     if isinstance(value, tuple | list):
@@ -168,9 +166,7 @@ def _encode(value: Any) -> Any:
         return {"set": sorted(value)}
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise FormatError(
-        expected("fp8kit_jax", "spec", repr(value), "numbers, text, formats, tuples and known specs")
-    )
+    raise FormatError("fp8kit_jax", "spec", repr(value), "numbers, text, formats, tuples and known specs")
 
 
 def _decode(value: Any) -> Any:
@@ -203,18 +199,13 @@ def prepare(text: str, device: Device) -> Step:
     found = json.loads(text)
     if found.get("form") != FORM:
         raise BackendError(
-            expected(
-                "fp8kit.run",
-                "program",
-                f"form {found.get('form')}",
-                f"form {FORM}: compiled by another fp8kit",
-            )
+            "fp8kit.run", "program", f"form {found.get('form')}", f"form {FORM}: compiled by another fp8kit"
         )
     program: Program = _decode(found["program"])
     plan = program.plan(device)
     if program.scratch(plan) != _decode(found["scratch"]):
         wanted = f"{program.scratch(plan)}: compiled by another fp8kit or for another kind of device"
-        raise BackendError(expected("fp8kit.run", "temporaries", _decode(found["scratch"]), wanted))
+        raise BackendError("fp8kit.run", "temporaries", _decode(found["scratch"]), wanted)
     provider, op, face, signature = arrays.provider(device), program.op, program.face, program.signature
     groups = [_parts(program.arguments), _parts(program.results), _parts(program.scratch(plan))]
     zeroed = [name for name, meta in program.results if meta.zero]

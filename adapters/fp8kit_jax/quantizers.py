@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit.arguments import integer, shown
-from fp8kit.errors import RecipeError, expected
+from fp8kit.errors import RecipeError
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit_jax.arguments import as_array
@@ -68,13 +68,11 @@ def settle(operation: str, given: QuantizerSet | None) -> QuantizerSet:
     out, and where delayed scaling lacks its state or has one of another shape."""
     found = QuantizerSet(recipe=recipe_in_force()) if given is None else given
     if not isinstance(found, QuantizerSet):
-        raise RecipeError(
-            expected(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
-        )
+        raise RecipeError(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
     check_recipe(operation, found.recipe)
     if isinstance(found.recipe, DelayedScaling) and None in (found.x, found.kernel, found.grad):
         wanted = "a QuantizerSet with its slots (create_set), for delayed scaling has state"
-        raise RecipeError(expected(operation, "quantizer_set", "no slots", wanted))
+        raise RecipeError(operation, "quantizer_set", "no slots", wanted)
     for name in ("x", "kernel", "grad"):
         _check_slot(operation, f"quantizer_set.{name}", getattr(found, name))
     return found
@@ -84,7 +82,7 @@ def _check_slot(operation: str, argument: str, slot: Any) -> None:
     if slot is None:
         return
     if not isinstance(slot, Slot):
-        raise RecipeError(expected(operation, argument, shown(slot), "a Slot"))
+        raise RecipeError(operation, argument, shown(slot), "a Slot")
     for part, value in slot._asdict().items():
         array = as_array(operation, f"{argument}.{part}", value)
         fits = (
@@ -94,9 +92,7 @@ def _check_slot(operation: str, argument: str, slot: Any) -> None:
         )
         if not fits:
             wanted = "float32 (1,)" if part == "scale" else "float32 (steps,), at least one"
-            raise RecipeError(
-                expected(operation, f"{argument}.{part}", f"{array.dtype} {array.shape}", wanted)
-            )
+            raise RecipeError(operation, f"{argument}.{part}", f"{array.dtype} {array.shape}", wanted)
 
 
 def scaling_of(found: QuantizerSet) -> Scaling | None:

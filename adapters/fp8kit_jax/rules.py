@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import AutogradError, FormatError, RecipeError, ShapeError, expected
+from fp8kit.errors import AutogradError, FormatError, RecipeError, ShapeError
 from fp8kit.formats import int64
 from fp8kit.spec import Meta, Operation
 from fp8kit_jax import explicit, manual, primitive, shared
@@ -110,7 +110,7 @@ def apply(
             raise
         asked = "one in forward mode (jvp, jacfwd)"
         raise AutogradError(
-            expected(operation.name, "derivative", asked, "one in reverse mode: grad, vjp, jacrev")
+            operation.name, "derivative", asked, "one in reverse mode: grad, vjp, jacrev"
         ) from None
 
 
@@ -120,12 +120,10 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
         try:
             meta = primitive.meta_of(value)
         except FormatError:
-            raise FormatError(expected(static.operation, name, value.dtype, "a dtype of fp8kit")) from None
+            raise FormatError(static.operation, name, value.dtype, "a dtype of fp8kit") from None
         if not all(isinstance(n, int) for n in meta.shape):
             raise ShapeError(
-                expected(
-                    static.operation, name, f"shape {meta.shape}", "sizes that are known when it is traced"
-                )
+                static.operation, name, f"shape {meta.shape}", "sizes that are known when it is traced"
             )
         meta = meta._replace(shape=flat.get(name, meta.shape))
         if name in static.pairs and meta.dtype.name == "uint32":
@@ -244,7 +242,7 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
         return inputs, state
     if static.scaling is None:
         raise RecipeError(
-            expected(static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state")
+            static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state"
         )
     amaxes = arrays["amax"] | {name: value for name, value in found.items() if name.endswith("_amax")}
     return inputs, next_state(

@@ -11,7 +11,7 @@ from typing import Any
 from fp8kit.arguments import shown
 from fp8kit.autocast import autocast as scope
 from fp8kit.autocast import current
-from fp8kit.errors import RecipeError, expected
+from fp8kit.errors import RecipeError
 from fp8kit.recipe import DelayedScaling, Recipe
 
 
@@ -33,9 +33,7 @@ class MeshResource:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
-                raise RecipeError(
-                    expected("MeshResource", field.name, repr(value), "the name of a mesh axis or None")
-                )
+                raise RecipeError("MeshResource", field.name, repr(value), "the name of a mesh axis or None")
 
 
 class _Thread(threading.local):
@@ -61,20 +59,18 @@ def check_recipe(operation: str, recipe: Any) -> None:
     host callables, or with ``reduce_amax=False``."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(
-            expected(operation, "recipe", shown(recipe), "a Recipe, such as recipe.DelayedScaling(), or None")
+            operation, "recipe", shown(recipe), "a Recipe, such as recipe.DelayedScaling(), or None"
         )
     if isinstance(recipe, DelayedScaling):
         if recipe.host_update:
             raise RecipeError(
-                expected(
-                    operation,
-                    "recipe",
-                    "a recipe with callables",
-                    "amax_compute_algo 'max' or 'most_recent' in JAX",
-                )
+                operation,
+                "recipe",
+                "a recipe with callables",
+                "amax_compute_algo 'max' or 'most_recent' in JAX",
             )
         if not recipe.reduce_amax:
-            raise RecipeError(expected(operation, "recipe", "reduce_amax=False", "reduce_amax=True in JAX"))
+            raise RecipeError(operation, "recipe", "reduce_amax=False", "reduce_amax=True in JAX")
 
 
 def autocast(
@@ -91,9 +87,7 @@ def autocast(
     """
     check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
-        raise RecipeError(
-            expected("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None")
-        )
+        raise RecipeError("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None")
     scope(enabled=enabled, recipe=recipe)  # refuses
     return _within(enabled, recipe, mesh_resource)
 

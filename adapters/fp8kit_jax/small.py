@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8kit.arguments import choice, flag, integer, number, shown
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.drop_path import DropPathSpec
@@ -42,7 +42,7 @@ def layernorm(
     x = as_array("layernorm", "x", x)
     want_alike("layernorm", x, gamma=gamma, beta=beta)
     if isinstance(norm_type, str) and norm_type == "rmsnorm" and beta is not None:
-        raise ShapeError(expected("layernorm", "beta", "an array", "None with rmsnorm"))
+        raise ShapeError("layernorm", "beta", "an array", "None with rmsnorm")
     spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma)
     return apply(norm, spec, {"x": x, "norm_weight": gamma, "norm_bias": beta})["y"]
 
@@ -57,7 +57,7 @@ def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
     """x / sqrt(sum of x^2 + epsilon) over the last dimension. ``x``: h (..., N). Returns alike."""
     x = as_array("l2norm", "x", x)
     if x.ndim < 1:
-        raise ShapeError(expected("l2norm", "x", "a scalar", "shape (..., features)"))
+        raise ShapeError("l2norm", "x", "a scalar", "shape (..., features)")
     return apply(norm, L2NormSpec(x.shape[-1], epsilon=as_number("l2norm", "epsilon", epsilon)), {"x": x})[
         "y"
     ]
@@ -77,15 +77,13 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     """
     logits = as_array("softmax", "logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise FormatError(expected("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16"))
+        raise FormatError("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16")
     if logits.ndim < 1:
-        raise ShapeError(expected("softmax", "logits", "a scalar", "shape (..., classes)"))
+        raise ShapeError("softmax", "logits", "a scalar", "shape (..., classes)")
     scale_factor = as_number("softmax", "scale_factor", scale_factor, least=-float("inf"))
     mask = None if mask is None else as_array("softmax", "mask", mask)
     if mask is not None and not _broadcasts(mask.shape, logits.shape):
-        raise ShapeError(
-            expected("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}")
-        )
+        raise ShapeError("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}")
     keep = None if mask is None else mask == 0
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
     if keep is None:
@@ -119,7 +117,7 @@ def fused_cross_entropy(
     """
     logits = as_array("fused_cross_entropy", "logits", logits)
     if logits.ndim < 1:
-        raise ShapeError(expected("fused_cross_entropy", "logits", "a scalar", "shape (..., classes)"))
+        raise ShapeError("fused_cross_entropy", "logits", "a scalar", "shape (..., classes)")
     spec = CrossEntropySpec(
         logits.shape[-1],
         reduction,
@@ -153,12 +151,10 @@ def rope(
     x = as_array("rope", "x", x)
     if x.ndim < 3:
         raise ShapeError(
-            expected(
-                "rope",
-                "x",
-                f"shape {x.shape}",
-                "(batch, sequence, heads, features), or (tokens, heads, features)",
-            )
+            "rope",
+            "x",
+            f"shape {x.shape}",
+            "(batch, sequence, heads, features), or (tokens, heads, features)",
         )
     heads, dim = x.shape[-2:]
     choice("rope", "qkv_format", qkv_format, FORMATS)
@@ -188,7 +184,7 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
         flag("rope_frequencies", "interleaved", interleaved),
     )
     if dim % 2:
-        raise ShapeError(expected("rope_frequencies", "dim", dim, "an even number"))
+        raise ShapeError("rope_frequencies", "dim", dim, "an even number")
     inverse = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
     whole = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
@@ -203,7 +199,7 @@ def rng_words(key: Any) -> Any:
     if not wide or not (
         jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype.kind in "iu" and key.size)
     ):
-        raise FormatError(expected("rng", "key", shown(key), "a JAX key"))
+        raise FormatError("rng", "key", shown(key), "a JAX key")
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     flat = data.reshape(-1)[:4].astype(jnp.uint32)
     return jnp.concatenate([flat, jnp.zeros(4 - flat.shape[0], jnp.uint32)])
@@ -218,7 +214,7 @@ def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
     """
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if np.shape(key) not in (((),) if typed else ((2,), (4,))):
-        raise FormatError(expected("dropout_seed", "key", f"shape {np.shape(key)}", "one JAX key"))
+        raise FormatError("dropout_seed", "key", f"shape {np.shape(key)}", "one JAX key")
     return np.asarray(rng_words(key)).view(np.int64)
 
 
@@ -237,9 +233,9 @@ def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.
     in [0, 1), with ``key``, a JAX key, where it is not 0. Returns h like x."""
     x, rate = as_array("dropout_add", "x", x), as_number("dropout_add", "rate", rate, below=1.0)
     if x.ndim < 1:
-        raise ShapeError(expected("dropout_add", "x", "a scalar", "shape (..., features)"))
+        raise ShapeError("dropout_add", "x", "a scalar", "shape (..., features)")
     if rate and key is None:
-        raise ShapeError(expected("dropout_add", "key", None, f"a JAX key with rate {rate}"))
+        raise ShapeError("dropout_add", "key", None, f"a JAX key with rate {rate}")
     spec = DropoutAddSpec(x.shape[-1], rate)
     inputs = {"x": x, "residual": residual, "bias": bias} | (rng_inputs(key) if rate else {})
     return apply(dropout_add_operation, spec, inputs, pairs=("rng",))["y"]
@@ -254,7 +250,7 @@ def drop_path(
     x, rate = as_array("drop_path", "x", x), as_number("drop_path", "rate", rate, above=0.0, below=1.0)
     if key is None or x.ndim < 1:
         raise ShapeError(
-            expected("drop_path", "key, x", f"{key}, shape {x.shape}", "a JAX key and shape (..., features)")
+            "drop_path", "key, x", f"{key}, shape {x.shape}", "a JAX key and shape (..., features)"
         )
     choice("drop_path", "qkv_format", qkv_format, FORMATS)
     spec = DropPathSpec(x.shape[-1], rate, qkv_format)

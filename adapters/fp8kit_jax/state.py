@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.recipe import DELAYED_SCALES, DelayedScaling
 from fp8kit_jax import manual
 from fp8kit_jax.division import divide
@@ -143,7 +143,7 @@ def update_collections(new: Any, original: Any) -> Any:
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, Mapping):
             raise ArgumentError(
-                expected("update_collections", name, shown(value), "a mapping, such as a collection of Flax")
+                "update_collections", name, shown(value), "a mapping, such as a collection of Flax"
             )
     return _merged(new, original)
 

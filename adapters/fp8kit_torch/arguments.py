@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, UnsupportedError
 from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS, FORWARD
 from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.views import FLOATS
@@ -37,8 +37,8 @@ def only(operation: str, supported: Mapping[str, tuple[Any, Any]]) -> None:
     for name, (value, default) in supported.items():
         alike = value is default or (isinstance(value, str | int | float | None) and value == default)
         if not alike:
-            raise NotImplementedError(
-                expected(operation, name, shown(value), f"{default!r}: nothing else is supported yet")
+            raise UnsupportedError(
+                operation, name, shown(value), f"{default!r}: nothing else is supported yet"
             )
 
 
@@ -46,7 +46,7 @@ def positive(operation: str, **sizes: Any) -> None:
     """Fp8kitError for sizes that are not positive integers."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise ArgumentError(expected(operation, name, shown(value), "an int of at least 1"))
+            raise ArgumentError(operation, name, shown(value), "an int of at least 1")
 
 
 def want_plain(
@@ -59,7 +59,7 @@ def want_plain(
         ("fp8_grad", fp8_grad),
     ):
         if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
-            raise ArgumentError(expected(operation, name, shown(value), "True or False"))
+            raise ArgumentError(operation, name, shown(value), "True or False")
 
 
 def not_compiled(what: str) -> NotImplementedError:
@@ -94,12 +94,7 @@ def want_parameters(
     if all(own is None or (own.dtype is dtype and own.device == device) for own in parameters.values()):
         if dtype not in FLOATS:
             raise FormatError(
-                expected(
-                    operation,
-                    "inp",
-                    f"{dtype_name(dtype)}, as the parameters",
-                    "float32, bfloat16 or float16",
-                )
+                operation, "inp", f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"
             )
         return
     there = {name: own for name, own in parameters.items() if own is not None}
@@ -122,26 +117,19 @@ def unlike_devices(operation: str, parameters: Mapping[str, str], inp: str) -> B
     name, device = next((name, device) for name, device in parameters.items() if device != inp)
     if device == "meta":
         return BackendError(
-            expected(
-                operation,
-                name,
-                "device meta",
-                f"device {inp}, as inp: reset_parameters() makes what was deferred",
-            )
+            operation,
+            name,
+            "device meta",
+            f"device {inp}, as inp: reset_parameters() makes what was deferred",
         )
     if len(set(parameters.values())) > 1:
         return BackendError(
-            expected(
-                operation,
-                name,
-                f"device {device}",
-                f"device {inp}, as inp: move the module, with .to({inp!r})",
-            )
+            operation, name, f"device {device}", f"device {inp}, as inp: move the module, with .to({inp!r})"
         )
     move = f"move inp, with .to({device!r})" + (
         "" if inp == "meta" else f", or the module, with .to({inp!r})"
     )
-    return BackendError(expected(operation, "inp", f"device {inp}", f"device {device}, as {name}: {move}"))
+    return BackendError(operation, "inp", f"device {inp}", f"device {device}, as {name}: {move}")
 
 
 def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> FormatError:
@@ -150,17 +138,15 @@ def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> Fo
     name, dtype = next((name, dtype) for name, dtype in parameters.items() if dtype != inp)
     if len(set(parameters.values())) > 1:
         return FormatError(
-            expected(
-                operation,
-                name,
-                dtype,
-                f"{inp}, as inp: one dtype for all parameters, as module.to(dtype) gives them",
-            )
+            operation,
+            name,
+            dtype,
+            f"{inp}, as inp: one dtype for all parameters, as module.to(dtype) gives them",
         )
     cast = f"cast inp, with .to(torch.{dtype})"
     if inp in map(dtype_name, FLOATS):
         cast += f", or the module, with .to(torch.{inp}), or call it within torch.autocast"
-    return FormatError(expected(operation, "inp", inp, f"{dtype}, as {name}: {cast}"))
+    return FormatError(operation, "inp", inp, f"{dtype}, as {name}: {cast}")
 
 
 def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
@@ -179,11 +165,11 @@ def want_input(
         tensor(operation, argument, value)
     if value.ndim < 1 or value.shape[-1] != features:
         raise ShapeError(
-            expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}")
+            operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"
         )
     if qkv_format is not None and value.ndim != len(qkv_format) - 1:
         wanted = f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"
-        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", wanted))
+        raise ShapeError(operation, argument, f"shape {tuple(value.shape)}", wanted)
     return value
 
 

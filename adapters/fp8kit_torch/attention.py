@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected, on_behalf_of
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
 from fp8kit.layers import (
     LAYERS,
     PARTS,
@@ -137,12 +137,7 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
         )
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ArgumentError(
-                expected(
-                    op,
-                    "hidden_size",
-                    hidden_size,
-                    f"a multiple of {num_attention_heads} heads, or kv_channels",
-                )
+                op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels"
             )
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         core = DotProductAttention(
@@ -169,9 +164,7 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
         self.attention_type, self.rotary_pos_interleaved = attention_type, bool(rotary_pos_interleaved)
         self.qk_norm_before_rope = bool(qk_norm_before_rope)
         if self.return_layernorm_output and not self.input_layernorm:
-            raise ArgumentError(
-                expected(op, "return_layernorm_output", True, "input_layernorm=True beside it")
-            )
+            raise ArgumentError(op, "return_layernorm_output", True, "input_layernorm=True beside it")
         self.q_norm, self.k_norm = _qk_norms(op, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         # weights kept apart are always joined as q, k, v
         self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)
@@ -345,7 +338,7 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "a tensor") if cross else ("a tensor", "None")
             raise ArgumentError(
-                expected(operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention")
+                operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention"
             )
         source = None
         if self.key_value is not None:
@@ -367,26 +360,17 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
         at = self.core_attention.qkv_format.find("b")
         if at >= 0 and source.shape[at] != x.shape[at]:
             raise ShapeError(
-                expected(
-                    operation,
-                    "encoder_output",
-                    f"shape {tuple(source.shape)}",
-                    f"a batch of {x.shape[at]}, as hidden_states",
-                )
+                operation,
+                "encoder_output",
+                f"shape {tuple(source.shape)}",
+                f"a batch of {x.shape[at]}, as hidden_states",
             )
         if source.device != x.device:
             raise BackendError(
-                expected(
-                    operation,
-                    "encoder_output",
-                    f"device {source.device}",
-                    f"device {x.device}, as hidden_states",
-                )
+                operation, "encoder_output", f"device {source.device}", f"device {x.device}, as hidden_states"
             )
         if source.dtype is not x.dtype and autocast_dtype(x) is None:
-            raise FormatError(
-                expected(operation, "encoder_output", source.dtype, f"{x.dtype}, as hidden_states")
-            )
+            raise FormatError(operation, "encoder_output", source.dtype, f"{x.dtype}, as hidden_states")
 
     def _settled(
         self, x: Tensor, source: Tensor | None, options: Mapping[str, Any], rotary_pos_emb: Any

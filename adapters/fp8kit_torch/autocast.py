@@ -13,7 +13,7 @@ import torch
 
 from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
-from fp8kit.errors import RecipeError, expected
+from fp8kit.errors import RecipeError
 from fp8kit.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -69,12 +69,10 @@ class autocast(_autocast):
                 if not isinstance(amax_reduction_group, known):
                     group = repr(amax_reduction_group)
                     raise RecipeError(
-                        expected(
-                            "autocast",
-                            "amax_reduction_group",
-                            group,
-                            "None or a process group of torch.distributed",
-                        )
+                        "autocast",
+                        "amax_reduction_group",
+                        group,
+                        "None or a process group of torch.distributed",
                     )
             super().__init__(enabled, calibrating, recipe)
         self.amax_reduction_group = amax_reduction_group

@@ -34,7 +34,10 @@ def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
     if place.kind == "cuda":
         have = get_device_compute_capability()
         if have < least:
-            return f"compute capability {least[0]}.{least[1]} or higher is needed, {torch.cuda.get_device_name()} has {have[0]}.{have[1]}"
+            return (
+                f"compute capability {least[0]}.{least[1]} or higher is needed, "
+                f"{torch.cuda.get_device_name()} has {have[0]}.{have[1]}"
+            )
         if not arrays.available("cuda"):
             return "fp8kit's CUDA engine cannot be loaded; `fp8kit info` lists what is missing"
     for name in kernels:

@@ -13,7 +13,7 @@ import torch
 
 from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional
 from fp8kit.backends.activation import ACTIVATIONS
-from fp8kit.errors import ArgumentError, FormatError, expected
+from fp8kit.errors import ArgumentError, FormatError, UnsupportedError
 from fp8kit.layers import QK_NORMS
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 
@@ -38,11 +38,11 @@ def tensor(operation: str, name: str, value: Any) -> torch.Tensor:
     """A dense tensor of any shape and dtype. ArgumentError for what is none, FormatError for a sparse or
     nested one."""
     if not isinstance(value, torch.Tensor):
-        raise ArgumentError(expected(operation, name, shown(value), "a torch.Tensor"))
+        raise ArgumentError(operation, name, shown(value), "a torch.Tensor")
     if value.layout is not torch.strided:
-        raise FormatError(expected(operation, name, value.layout, "a dense tensor"))
+        raise FormatError(operation, name, value.layout, "a dense tensor")
     if value.is_nested:
-        raise FormatError(expected(operation, name, "a nested tensor", f"a dense tensor{_NESTED}"))
+        raise FormatError(operation, name, "a nested tensor", f"a dense tensor{_NESTED}")
     return value
 
 
@@ -54,18 +54,11 @@ def of_one(operation: str, name: str, group: object) -> None:
     known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
     if not isinstance(group, known) or (count := torch.distributed.get_world_size(group)) < 1:
         raise ArgumentError(
-            expected(
-                operation,
-                name,
-                shown(group),
-                "None or a process group of torch.distributed with this process",
-            )
+            operation, name, shown(group), "None or a process group of torch.distributed with this process"
         )
     if count != 1:
-        raise NotImplementedError(
-            expected(
-                operation, name, f"a group of {count} processes", "one process: nothing else is supported yet"
-            )
+        raise UnsupportedError(
+            operation, name, f"a group of {count} processes", "one process: nothing else is supported yet"
         )
 
 
@@ -86,9 +79,7 @@ def device(operation: str, name: str, value: Any) -> torch.device:
             return torch.device(value)
     except (RuntimeError, ValueError):
         pass
-    raise ArgumentError(
-        expected(operation, name, shown(value), 'a device of torch, such as "cpu" or "cuda:1"')
-    )
+    raise ArgumentError(operation, name, shown(value), 'a device of torch, such as "cpu" or "cuda:1"')
 
 
 def instance(kind: type, wanted: str) -> Rule:
@@ -96,7 +87,7 @@ def instance(kind: type, wanted: str) -> Rule:
 
     def rule(operation: str, name: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ArgumentError(expected(operation, name, shown(value), wanted))
+            raise ArgumentError(operation, name, shown(value), wanted)
         return value
 
     return rule
@@ -114,7 +105,7 @@ def splits(operation: str, name: str, value: Any) -> None:
     ):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise ArgumentError(expected(operation, name, shown(value), "a list of numbers of rows"))
+        raise ArgumentError(operation, name, shown(value), "a list of numbers of rows")
     for rows in value:
         integer(operation, name, rows, 0, 2**31 - 1)
 
@@ -124,7 +115,7 @@ def window(operation: str, name: str, value: Any) -> None:
     whole = isinstance(value, tuple | list) and len(value) == 2
     if not whole or any(isinstance(n, bool) or not isinstance(n, int) or not -1 <= n < 2**31 for n in value):
         raise ArgumentError(
-            expected(operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None")
+            operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"
         )
 
 
@@ -132,7 +123,7 @@ def channels(operation: str, name: str, value: Any) -> None:
     """Features of a head, or (of q and k, of v)."""
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
-        raise ArgumentError(expected(operation, name, shown(value), "an int, or two: of q and k, and of v"))
+        raise ArgumentError(operation, name, shown(value), "an int, or two: of q and k, and of v")
     for features in pair:
         size(operation, name, features)
 
@@ -146,9 +137,7 @@ def mask(operation: str, name: str, value: Any) -> None:
 def init(operation: str, name: str, value: Any) -> None:
     """What fills a tensor."""
     if isinstance(value, torch.nn.Module):
-        raise ArgumentError(
-            expected(operation, name, type(value).__name__, "a function that fills a tensor, or None")
-        )
+        raise ArgumentError(operation, name, type(value).__name__, "a function that fills a tensor, or None")
     function(operation, name, value)
 
 
@@ -193,7 +182,7 @@ def count(operation: str, name: str, value: Any) -> None:
 def betas(operation: str, name: str, value: Any) -> None:
     """Two numbers in [0, 1)."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ArgumentError(expected(operation, name, shown(value), "two numbers"))
+        raise ArgumentError(operation, name, shown(value), "two numbers")
     for beta in value:
         probability(operation, name, beta)
 
@@ -204,20 +193,21 @@ _MASK = one(*MASKS, *MASK_ALIASES)
 CONSTRUCTED: dict[str, Rule] = {
     **named(
         flag,
-        """bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output checkpoint input_layernorm
-        fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved qk_norm_before_rope apply_residual_connection_post_layernorm
-        output_layernorm parallel_attention_mlp interleaved set_parallel_mode accumulate_into_main_grad is_paged""",
+        """bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output checkpoint
+        input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved qk_norm_before_rope
+        apply_residual_connection_post_layernorm output_layernorm parallel_attention_mlp interleaved
+        set_parallel_mode accumulate_into_main_grad is_paged""",
     ),
     **named(optional(flag), "bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     **named(
         size,
-        """in_features out_features hidden_size ffn_hidden_size num_attention_heads num_gemms dim size max_batch_size
-        max_sequence_length""",
+        """in_features out_features hidden_size ffn_hidden_size num_attention_heads num_gemms dim size
+        max_batch_size max_sequence_length""",
     ),
     **named(
         optional(size),
-        """seq_length micro_batch_size num_gqa_groups align_size seq_len_interpolation_factor num_heads_kv head_dim_k
-        head_dim_v total_num_pages page_size max_ctx_len pretrained_max_position_embeddings""",
+        """seq_length micro_batch_size num_gqa_groups align_size seq_len_interpolation_factor num_heads_kv
+        head_dim_k head_dim_v total_num_pages page_size max_ctx_len pretrained_max_position_embeddings""",
     ),
     **named(number, "eps layernorm_epsilon qk_norm_eps"),
     **named(probability, "attention_dropout hidden_dropout drop_path_rate"),
@@ -244,7 +234,8 @@ CONSTRUCTED: dict[str, Rule] = {
 CALLED: dict[str, Rule] = {
     **named(
         flag,
-        "fp8_output fp8_grad checkpoint_core_attention fast_zero_fill interleaved fused training reduce_loss defer_init",
+        "fp8_output fp8_grad checkpoint_core_attention fast_zero_fill interleaved fused training reduce_loss "
+        "defer_init",
     ),
     **named(
         optional(flag),
@@ -252,14 +243,14 @@ CALLED: dict[str, Rule] = {
     ),
     **named(
         tensor,
-        "inp logits targets ids table x t freqs qkv q_freqs k_freqs probs routing_map row_id_map tokens_per_expert split_sizes "
-        "sorted_index",
+        "inp logits targets ids table x t freqs qkv q_freqs k_freqs probs routing_map row_id_map "
+        "tokens_per_expert split_sizes sorted_index",
     ),
     **named(
         optional(tensor),
-        """query_layer key_layer value_layer qkv_layer kv_layer cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded
-        cu_seqlens_kv_padded core_attention_bias alibi_slopes encoder_output start_positions cu_seqlens cu_seqlens_padded residual bias
-        merging_probs pad_offsets target""",
+        """query_layer key_layer value_layer qkv_layer kv_layer cu_seqlens_q cu_seqlens_kv
+        cu_seqlens_q_padded cu_seqlens_kv_padded core_attention_bias alibi_slopes encoder_output
+        start_positions cu_seqlens cu_seqlens_padded residual bias merging_probs pad_offsets target""",
     ),
     **named(optional(mask), "attention_mask enc_dec_attn_mask rotary_pos_emb"),
     **named(optional(window), "window_size enc_dec_window_size"),
@@ -281,8 +272,8 @@ CALLED: dict[str, Rule] = {
 OPTIMISED: dict[str, Rule] = {
     **named(
         flag,
-        """bias_correction adam_w_mode capturable master_weights use_decoupled_grad store_param_remainders amsgrad nesterov
-        wd_after_momentum materialize_master_grads""",
+        """bias_correction adam_w_mode capturable master_weights use_decoupled_grad store_param_remainders
+        amsgrad nesterov wd_after_momentum materialize_master_grads""",
     ),
     **named(optional(flag), "set_grad_none"),
     **named(number, "eps weight_decay momentum dampening"),

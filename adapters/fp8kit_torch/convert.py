@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8kit.arguments import function
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import ProductSpec
@@ -206,12 +206,10 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
         )
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
         raise ArgumentError(
-            expected(
-                "convert",
-                "model",
-                type(model).__name__,
-                "a model that contains layers: no layer can replace itself",
-            )
+            "convert",
+            "model",
+            type(model).__name__,
+            "a model that contains layers: no layer can replace itself",
         )
     swapped: dict[nn.Module, nn.Module] = {}
     places, chosen, left = list(_children(model)), [], 0
@@ -237,7 +235,8 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     if not swapped and not any(isinstance(child, _Converted) for _, _, child, _ in places):
         why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
         warnings.warn(
-            f"convert: model: {type(model).__name__} has no layer that was replaced{why}: it computes as before",
+            f"convert: model: {type(model).__name__} has no layer that was replaced{why}: "
+            "it computes as before",
             stacklevel=2,
         )
     return model
@@ -321,7 +320,8 @@ def _results(plain: nn.Module) -> dict[tuple[torch.dtype, torch.dtype], torch.dt
     """The dtype of a norm's result by those of its input and its weight where they differ: libraries have
     three ways, x's, the weight's and the wider one. Where the plain module refuses such a pair there is none.
     """
-    found = {pair: _result(plain, *pair, plain.weight.device) for pair in itertools.permutations(FLOATS, 2)}  # type: ignore[arg-type]
+    pairs = itertools.permutations(FLOATS, 2)
+    found = {pair: _result(plain, *pair, plain.weight.device) for pair in pairs}  # type: ignore[arg-type]
     return {pair: dtype for pair, dtype in found.items() if dtype is not None}
 
 
@@ -340,7 +340,8 @@ def _result(
         twin.__dict__["_parameters"] = own
         with contextlib.suppress(TypeError, RuntimeError, ValueError):
             row = torch.zeros(1, plain.weight.numel(), dtype=x, device=device)  # type: ignore[operator]
-            return type(plain).forward(twin, row).dtype  # type: ignore[no-any-return]  # past hooks, which are for the user's calls
+            # past hooks, which are for the user's calls
+            return type(plain).forward(twin, row).dtype  # type: ignore[no-any-return]
     return None
 
 

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit_torch.checks import CALLED, check, of_one
 from fp8kit_torch.functional import cross_entropy
 
@@ -42,19 +42,19 @@ def parallel_cross_entropy(
     op = "parallel_cross_entropy"
     if _input is not None:
         if inp is not None:
-            raise FormatError(expected(op, "_input", "inp and _input", "one of them"))
+            raise FormatError(op, "_input", "inp and _input", "one of them")
         warnings.warn(
             "parallel_cross_entropy: _input is deprecated, use inp", DeprecationWarning, stacklevel=2
         )
         inp = _input
     if inp is None or target is None:
-        raise ShapeError(expected(op, "inp" if inp is None else "target", None, "a tensor"))
+        raise ShapeError(op, "inp" if inp is None else "target", None, "a tensor")
     if not torch.compiler.is_compiling():
         check(op, CALLED, locals())
     of_one(op, "dist_process_group", dist_process_group)
     if inp.ndim < 1 or target.numel() != inp.numel() // max(inp.size(-1), 1):
         raise ShapeError(
-            expected(op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token")
+            op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"
         )
     targets = target.reshape(inp.shape[:-1])
     loss = cross_entropy(
@@ -63,4 +63,5 @@ def parallel_cross_entropy(
     return loss.reshape(()) if reduce_loss else loss.reshape(target.shape)
 
 
-cross_entropy.parallel_cross_entropy = parallel_cross_entropy  # type: ignore[attr-defined]  # Transformer Engine has a module of that name
+# Transformer Engine has a module of that name
+cross_entropy.parallel_cross_entropy = parallel_cross_entropy  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.kv_steps import cached_mask
 from fp8kit.layers import MISPLACED, Settled, alibi_slopes, layout_of, pair_of, want_padding
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
@@ -39,7 +39,7 @@ _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so
 def one_of(operation: str, argument: str, value: str, allowed: tuple[str, ...]) -> str:
     """``value``, which must be one of ``allowed``; Fp8kitError otherwise."""
     if value not in allowed:
-        raise ArgumentError(expected(operation, argument, repr(value), f"one of {', '.join(allowed)}"))
+        raise ArgumentError(operation, argument, repr(value), f"one of {', '.join(allowed)}")
     return value
 
 
@@ -103,9 +103,7 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
         refuse(op, CONSTRUCTOR[op], locals())
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % groups:
-            raise ArgumentError(
-                expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads")
-            )
+            raise ArgumentError(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads")
         self.num_attention_heads, self.kv_channels, self.num_gqa_groups = (
             num_attention_heads,
             kv_channels,
@@ -302,7 +300,7 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
         bias = one_of(op, "core_attention_bias_type", of("core_attention_bias_type", "no_bias"), BIASES)
         interleave = of("qkv_interleave_dim", -3)
         if interleave not in (-3, -2) or (interleave == -2 and layout == "q_kv"):
-            raise ArgumentError(expected(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer"))
+            raise ArgumentError(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer")
         if interleave == -2 and layout == "qkv":
             layout = "qkv_interleaved"
         first = next(iter(layers.values()))
@@ -315,18 +313,14 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
                 given["mask"] = options["attention_mask"]
                 if not isinstance(given["mask"], Tensor):
                     raise ArgumentError(
-                        expected(
-                            op, "attention_mask", type(given["mask"]).__name__, f"a tensor with {mask!r}"
-                        )
+                        op, "attention_mask", type(given["mask"]).__name__, f"a tensor with {mask!r}"
                     )
             else:
                 raise ArgumentError(
-                    expected(
-                        op,
-                        "attention_mask",
-                        "a tensor",
-                        f"None with {mask!r}, or a padding mask without cu_seqlens",
-                    )
+                    op,
+                    "attention_mask",
+                    "a tensor",
+                    f"None with {mask!r}, or a padding mask without cu_seqlens",
                 )
         beside: dict[str, Tensor] = {name: value.detach().to(device) for name, value in given.items()}
         if bias == "alibi" and of("alibi_slopes") is None:
@@ -341,9 +335,7 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
         )
         if said is not None and said != gaps:
             raise ArgumentError(
-                expected(
-                    op, "pad_between_seqs", said, "True with cu_seqlens_*_padded, False without, or None"
-                )
+                op, "pad_between_seqs", said, "True with cu_seqlens_*_padded, False without, or None"
             )
         corner, window = of("bottom_right_diagonal"), of("window_size")
         corner = self.bottom_right_diagonal if corner is None else bool(corner)
@@ -406,16 +398,14 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
         why = "with inference_params, whose step says the lengths"
         if self.attention_type == "cross":
-            raise ArgumentError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
+            raise ArgumentError(op, "attention_type", "'cross'", "'self', with inference_params")
         if bias not in ("no_bias", "alibi"):
             raise ArgumentError(
-                expected(
-                    op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"
-                )
+                op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"
             )
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
             if name in inputs:
-                raise ArgumentError(expected(op, name, "a tensor", f"None {why}"))
+                raise ArgumentError(op, name, "a tensor", f"None {why}")
         return cached_mask(op, mask)
 
 
@@ -432,12 +422,7 @@ def _window(operation: str, window_size: Any) -> tuple[int, int]:
     window = tuple(window_size) if isinstance(window_size, tuple | list) else ()
     if len(window) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in window):
         raise ArgumentError(
-            expected(
-                operation,
-                "window_size",
-                repr(window_size),
-                "(left, right), each -1 (unbounded) or more, or None",
-            )
+            operation, "window_size", repr(window_size), "(left, right), each -1 (unbounded) or more, or None"
         )
     return window[0], window[1]
 
@@ -470,12 +455,10 @@ def counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None
     ):
         want_padding(operation, mask.shape, lengths, bool(found))
         if mask.dtype not in (torch.bool, torch.uint8):
-            raise FormatError(
-                expected(operation, "attention_mask", mask.dtype, "torch.bool, True where masked out")
-            )
+            raise FormatError(operation, "attention_mask", mask.dtype, "torch.bool, True where masked out")
         rows = mask[:, 0, 0] != 0
         if not torch.compiler.is_compiling() and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
-            raise ShapeError(expected(operation, "attention_mask", *MISPLACED))
+            raise ShapeError(operation, "attention_mask", *MISPLACED)
         sums = (~rows).sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         found[name] = torch.nn.functional.pad(sums, (1, 0))
     return found
@@ -518,10 +501,10 @@ def _longest(operation: str, side: str, given: int | None, inputs: dict[str, Ten
     lengths = inputs.get(f"cu_seqlens_{side}")
     if lengths is None:
         raise ArgumentError(
-            expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'")
+            operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"
         )
     if torch.compiler.is_compiling():
-        raise ArgumentError(expected(operation, f"max_seqlen_{side}", None, "an int, within torch.compile"))
+        raise ArgumentError(operation, f"max_seqlen_{side}", None, "an int, within torch.compile")
     if lengths.ndim != 1 or not lengths.numel() or lengths.is_meta:
         return _STEP  # refused with the shapes
     sums = lengths.cpu().numpy()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fp8kit.errors import CheckpointError, expected
+from fp8kit.errors import CheckpointError
 
 _WIDTH = 8
 
@@ -37,9 +37,7 @@ def pack(parts: Mapping[str, Tensor]) -> Tensor:
 def unpack(state: Tensor) -> dict[str, Tensor]:
     """What ``pack`` packed, in memory of its own. CheckpointError for anything else, a pickle among it."""
     if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-        raise CheckpointError(
-            expected("_extra_state", "state", type(state).__name__, "a one-dimensional uint8 tensor")
-        )
+        raise CheckpointError("_extra_state", "state", type(state).__name__, "a one-dimensional uint8 tensor")
     data = state.detach().cpu().contiguous()
     if data.numel() == 0:
         return {}
@@ -57,6 +55,6 @@ def unpack(state: Tensor) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         wanted = "a state that fp8kit_torch saved"
         raise CheckpointError(
-            expected("_extra_state", "state", f"{len(raw)} bytes of another layout", wanted)
+            "_extra_state", "state", f"{len(raw)} bytes of another layout", wanted
         ) from None
     return found

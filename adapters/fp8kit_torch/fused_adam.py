@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from fp8kit import arrays
 from fp8kit.arguments import flag
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check, tensor
@@ -28,7 +28,8 @@ class FusedAdam(Fused):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), or with L2 regularisation
     (Kingma & Ba 2015) ::
 
-        m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2           (g = grad + weight_decay w where not adam_w_mode)
+        m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2
+                                             (g = grad + weight_decay w where not adam_w_mode)
         w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 
     * ``params``: float32, bfloat16 or float16 parameters, contiguous, or groups of them; ``lr``, ``betas``,
@@ -102,13 +103,11 @@ class FusedAdam(Fused):
         ):
             if self.dtypes[key] not in choice:
                 raise FormatError(
-                    expected(
-                        name, f"{key}'s dtype", self.dtypes[key], f"one of {', '.join(map(str, choice))}"
-                    )
+                    name, f"{key}'s dtype", self.dtypes[key], f"one of {', '.join(map(str, choice))}"
                 )
         if capturable and (set(self.dtypes.values()) != {torch.float32} or store_param_remainders):
             raise FormatError(
-                expected(name, "capturable", "states that are not float32", "float32 states, no remainders")
+                name, "capturable", "states that are not float32", "float32 states, no remainders"
             )
         self.adam_w_mode, self.capturable, self.master_weights = (
             bool(adam_w_mode),
@@ -140,12 +139,7 @@ class FusedAdam(Fused):
             devices = {param.device for param in group["params"]}
             if len(devices) != 1:
                 raise ArgumentError(
-                    expected(
-                        "FusedAdam",
-                        "param_groups",
-                        f"a group on {len(devices)} devices",
-                        "one, with capturable",
-                    )
+                    "FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one, with capturable"
                 )
             group["lr"] = (
                 torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop()).reshape(1).clone()
@@ -165,13 +159,11 @@ class FusedAdam(Fused):
         """ArgumentError for what is no parameter of a group, and no name of a state."""
         if not any(param is one for group in self.param_groups for one in group["params"]):
             raise ArgumentError(
-                expected(
-                    f"FusedAdam.{method}", "param", type(param).__name__, "a parameter of this optimizer"
-                )
+                f"FusedAdam.{method}", "param", type(param).__name__, "a parameter of this optimizer"
             )
         if not isinstance(state_name, str) or state_name not in self._names(param):
             wanted = f"one of {', '.join(self._names(param))}"
-            raise ArgumentError(expected(f"FusedAdam.{method}", "state_name", repr(state_name)[:60], wanted))
+            raise ArgumentError(f"FusedAdam.{method}", "state_name", repr(state_name)[:60], wanted)
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the
@@ -182,9 +174,7 @@ class FusedAdam(Fused):
         )
         if store_param_remainders and not self.store_param_remainders:
             raise ArgumentError(
-                expected(
-                    "FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"
-                )
+                "FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"
             )
         for name in self._names(param):
             if self._remainder(param, name):
@@ -202,9 +192,7 @@ class FusedAdam(Fused):
         self._known("get_unscaled_state", param, state_name)
         if state_name not in self.state[param]:
             wanted = f"one of {', '.join(self.state[param]) or 'none yet: initialize_state'}"
-            raise ArgumentError(
-                expected("FusedAdam.get_unscaled_state", "state_name", repr(state_name), wanted)
-            )
+            raise ArgumentError("FusedAdam.get_unscaled_state", "state_name", repr(state_name), wanted)
         state = self.state[param][state_name]
         if state.dtype in (torch.float32, torch.int16):
             return state
@@ -225,12 +213,10 @@ class FusedAdam(Fused):
         ):
             got = f"{unscaled_state.dtype} {tuple(unscaled_state.shape)}"
             raise ShapeError(
-                expected(
-                    "FusedAdam.set_scaled_state",
-                    state_name,
-                    got,
-                    f"float32 {tuple(param.shape)}, int16 for remainders",
-                )
+                "FusedAdam.set_scaled_state",
+                state_name,
+                got,
+                f"float32 {tuple(param.shape)}, int16 for remainders",
             )
         if state_name not in state:
             state[state_name] = torch.zeros_like(param, dtype=dtype)
@@ -356,12 +342,10 @@ class FusedAdam(Fused):
         known = self._names(param)
         for wanted in known[:2]:  # a master may be missing: it starts at the parameter
             if wanted not in state:
-                raise CheckpointError(expected(operation, shown_as, f"no {wanted!r}", "both moments"))
+                raise CheckpointError(operation, shown_as, f"no {wanted!r}", "both moments")
         if name not in known:
             raise CheckpointError(
-                expected(
-                    operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor was told"
-                )
+                operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor was told"
             )
         super().check_state(operation, param, name, shown_as, state)
         if (state[name].dtype is torch.int16) != self._remainder(param, name):
@@ -370,7 +354,7 @@ class FusedAdam(Fused):
                 if self._remainder(param, name)
                 else "floating, without store_param_remainders"
             )
-            raise CheckpointError(expected(operation, shown_as, state[name].dtype, wanted))
+            raise CheckpointError(operation, shown_as, state[name].dtype, wanted)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with states kept in the dtypes that the constructor was told, not in the parameters'.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import listed
-from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
 from fp8kit_torch.views import FLOATS
@@ -31,10 +31,10 @@ class Fused(torch.optim.Optimizer):
         check(type(self).__name__, OPTIMISED, {**defaults, "set_grad_none": set_grad_none})
         wanted = "parameters, (name, parameter)s, or groups of them"
         if isinstance(params, Tensor):
-            raise ArgumentError(expected(type(self).__name__, "params", shown(params), wanted))
+            raise ArgumentError(type(self).__name__, "params", shown(params), wanted)
         params = listed(type(self).__name__, "params", params, wanted)
         if not params:
-            raise ArgumentError(expected(type(self).__name__, "params", "none", wanted))
+            raise ArgumentError(type(self).__name__, "params", "none", wanted)
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(
@@ -50,7 +50,7 @@ class Fused(torch.optim.Optimizer):
         name = type(self).__name__
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise ArgumentError(
-                expected(name, "params", shown(param_group), "parameters, or groups, dicts with their params")
+                name, "params", shown(param_group), "parameters, or groups, dicts with their params"
             )
         check(name, OPTIMISED, param_group)
         before = len(self.param_groups)
@@ -62,17 +62,15 @@ class Fused(torch.optim.Optimizer):
             if isinstance(error, Fp8kitError):
                 raise
             raise ArgumentError(
-                expected(name, "params", shown(param_group["params"]), f"parameters ({error})")
+                name, "params", shown(param_group["params"]), f"parameters ({error})"
             ) from None
 
     def _check_group(self, name: str) -> None:
         for param in self.param_groups[-1]["params"]:
             if param.dtype not in FLOATS:
-                raise FormatError(expected(name, "params", param.dtype, "float32, bfloat16 or float16"))
+                raise FormatError(name, "params", param.dtype, "float32, bfloat16 or float16")
             if not stored.local(param.detach()).is_contiguous():
-                raise ShapeError(
-                    expected(name, "params", f"strides {param.stride()}", "contiguous parameters")
-                )
+                raise ShapeError(name, "params", f"strides {param.stride()}", "contiguous parameters")
 
     def check_state_dict(self, state_dict: Any) -> None:
         """CheckpointError for what is no state of this optimizer with its groups, whose ``states`` have the
@@ -95,7 +93,7 @@ class Fused(torch.optim.Optimizer):
         if not isinstance(parts[0], Mapping) or held != wanted:
             got = f"groups of {held} parameters" if groups else shown(state_dict)
             raise CheckpointError(
-                expected(op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters")
+                op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters"
             )
         params = [param for group in self.param_groups for param in group["params"]]
         for group in groups:
@@ -105,9 +103,7 @@ class Fused(torch.optim.Optimizer):
         ):
             state = parts[0].get(index, {})
             if not isinstance(state, Mapping):
-                raise CheckpointError(
-                    expected(op, f"state[{index!r}]", shown(state), "a mapping of names to states")
-                )
+                raise CheckpointError(op, f"state[{index!r}]", shown(state), "a mapping of names to states")
             for name in self.states & state.keys():
                 self.check_state(op, param, name, f"state[{index!r}][{name!r}]", state)
 
@@ -118,12 +114,10 @@ class Fused(torch.optim.Optimizer):
         for name in self.numbers:
             if name not in group:
                 raise error(
-                    expected(
-                        operation,
-                        "param_groups",
-                        f"a group without {name!r}",
-                        f"one with {', '.join(self.numbers)}",
-                    )
+                    operation,
+                    "param_groups",
+                    f"a group without {name!r}",
+                    f"one with {', '.join(self.numbers)}",
                 )
         check(operation, OPTIMISED, group)
 
@@ -134,9 +128,7 @@ class Fused(torch.optim.Optimizer):
         value = state[name]
         right = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
         if not right or not (value.is_floating_point() or value.dtype is torch.int16) or value.is_meta:
-            raise CheckpointError(
-                expected(operation, shown_as, shown(value), f"numbers of shape {tuple(param.shape)}")
-            )
+            raise CheckpointError(operation, shown_as, shown(value), f"numbers of shape {tuple(param.shape)}")
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self._own}
@@ -152,9 +144,7 @@ class Fused(torch.optim.Optimizer):
         if self.set_grad_none is not None:
             if set_to_none not in (None, self.set_grad_none):
                 wanted = f"{self.set_grad_none}, as set_grad_none"
-                raise ArgumentError(
-                    expected(f"{type(self).__name__}.zero_grad", "set_to_none", set_to_none, wanted)
-                )
+                raise ArgumentError(f"{type(self).__name__}.zero_grad", "set_to_none", set_to_none, wanted)
             set_to_none = self.set_grad_none
         for group in self.param_groups:
             for param in group["params"]:
@@ -181,19 +171,17 @@ class Fused(torch.optim.Optimizer):
             data, g = stored.local(param.detach()), stored.local(grad.detach())
             if not data.is_contiguous():
                 raise ShapeError(
-                    expected(
-                        type(self).__name__, "params", f"strides {data.stride()}", "contiguous parameters"
-                    )
+                    type(self).__name__, "params", f"strides {data.stride()}", "contiguous parameters"
                 )
             for name, state in self.state[param].items() if param in self.state else ():
                 if name in self.states and state is not None and state.shape != param.shape:
                     got = f"a parameter of shape {tuple(param.shape)}"
                     raise ShapeError(
-                        expected(type(self).__name__, "params", got, f"{tuple(state.shape)}, as its {name}")
+                        type(self).__name__, "params", got, f"{tuple(state.shape)}, as its {name}"
                     )
             if g.is_sparse or g.dtype not in FLOATS or g.shape != data.shape or g.device != data.device:
                 got = f"{g.layout} {g.dtype} {tuple(g.shape)} on {g.device}"
                 wanted = f"dense, floating, {tuple(data.shape)} on {data.device}"
-                raise ShapeError(expected(type(self).__name__, self.grad_name, got, wanted))
+                raise ShapeError(type(self).__name__, self.grad_name, got, wanted)
             found.setdefault(data.device, []).append((param, data, g.contiguous()))
         return found

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from fp8kit import arrays
 from fp8kit.arguments import number
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check
@@ -58,9 +58,7 @@ class FusedSGD(Fused):
     ) -> None:
         check("FusedSGD", OPTIMISED | {"lr": number}, locals())
         if nesterov and (momentum == 0 or dampening != 0):
-            raise ArgumentError(
-                expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening")
-            )
+            raise ArgumentError("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening")
         only("FusedSGD", {"materialize_master_grads": (materialize_master_grads, True)})
         self.wd_after_momentum = bool(wd_after_momentum)
         defaults = {

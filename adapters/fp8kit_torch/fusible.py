@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit_torch import linear, norm
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import only, positive, refuse, want_input
@@ -241,7 +241,7 @@ class Dropout(BasicOperation):
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ArgumentError(expected("ops.Dropout", "p", p, "a probability in [0, 1)"))
+            raise ArgumentError("ops.Dropout", "p", p, "a probability in [0, 1)")
         self.dropout_probability = float(p)
 
     def forward(self, inp: Tensor) -> Tensor:
@@ -312,9 +312,7 @@ class Sequential(torch.nn.Sequential):
         only("ops.Sequential", {"op_kwargs": (op_kwargs, None)})
         wanted = [getattr(module, "num_extra_inputs", 0) for module in self]
         if sum(wanted) != len(extra_inputs):
-            raise ArgumentError(
-                expected("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors")
-            )
+            raise ArgumentError("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors")
         x, given, made = input, iter(extra_inputs), []
         for module, count in zip(self, wanted, strict=True):
             out = module(x, *(next(given) for _ in range(count)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8kit import formats
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit_torch.arguments import only
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.quantized import QuantizedTensor
@@ -78,7 +78,7 @@ def general_gemm(
         },
     )
     if layout not in _LAYOUTS:
-        raise ShapeError(expected(op, "layout", repr(layout), f"one of {', '.join(_LAYOUTS)}"))
+        raise ShapeError(op, "layout", repr(layout), f"one of {', '.join(_LAYOUTS)}")
     own, b_turned, a_turned = _LAYOUTS[layout]
     fp8 = isinstance(A, QuantizedTensor) and isinstance(B, QuantizedTensor)
     if not fp8:
@@ -89,24 +89,22 @@ def general_gemm(
     depths = {"TN": (a_columns, b_columns), "NN": (a_rows, b_columns), "NT": (a_rows, b_rows)}[layout]
     if depths[0] != depths[1] or A.device != B.device:
         got = f"{tuple(A.shape)} on {A.device}, {tuple(B.shape)} on {B.device}"
-        raise ShapeError(expected(op, "A, B", got, f"one contraction, and one device, with layout {layout}"))
+        raise ShapeError(op, "A, B", got, f"one contraction, and one device, with layout {layout}")
     shape = (
         (b_columns, a_columns) if layout == "NT" else (*B.shape[:-1], a_rows if layout == "TN" else a_columns)
     )
     dtype = (B.dtype if out_dtype is None else out_dtype) if out is None else out.dtype
     if kind_of(dtype) not in formats.HIGH_PRECISION or (accumulate and out is None):
         raise FormatError(
-            expected(
-                op,
-                "out",
-                f"{dtype}, {'none' if out is None else 'given'}",
-                "h or float32, and given to accumulate",
-            )
+            op,
+            "out",
+            f"{dtype}, {'none' if out is None else 'given'}",
+            "h or float32, and given to accumulate",
         )
     y = torch.empty(shape, dtype=dtype, device=B.device) if out is None else out
     if tuple(y.shape) != tuple(shape) or not y.is_contiguous():
         raise ShapeError(
-            expected(op, "out", f"shape {tuple(y.shape)}, strides {y.stride()}", f"contiguous {tuple(shape)}")
+            op, "out", f"shape {tuple(y.shape)}, strides {y.stride()}", f"contiguous {tuple(shape)}"
         )
     result, added = as_view(y).rows(), None if bias is None else as_view(bias.contiguous())
     kernels, stream, onto = (
@@ -120,13 +118,13 @@ def general_gemm(
     space = as_view(torch.empty(max(size, 1), dtype=torch.uint8, device=B.device))
     if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):
         if A.dtype is not B.dtype:
-            raise FormatError(expected(op, "A", A.dtype, f"{B.dtype}, as B"))
+            raise FormatError(op, "A", A.dtype, f"{B.dtype}, as B")
         left, right = (as_view(t.contiguous()).rows() for t in (B, A))
         kernels.gemm(left, right, result, own, added, onto, space, stream)
         return y, None, None, None
     (b, b_inv, b_quant), (a, a_inv, a_quant) = B.side(b_turned), A.side(a_turned)
     if (a_quant.tile is None) != (b_quant.tile is None):
-        raise FormatError(expected(op, "A, B", "scales of a tensor and of blocks", "the same kind of scales"))
+        raise FormatError(op, "A, B", "scales of a tensor and of blocks", "the same kind of scales")
     operands = as_view(b), as_view(a), result, b_quant.format, a_quant.format, as_view(b_inv), as_view(a_inv)
     if b_quant.tile is None:
         kernels.fp8_gemm(*operands, added, onto, not use_split_accumulator, space, stream)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current, touch_forward
-from fp8kit.errors import ArgumentError, BackendError, RecipeError, expected
+from fp8kit.errors import ArgumentError, BackendError, RecipeError
 from fp8kit.recipe import Recipe
 from fp8kit_torch.arguments import only, refuse
 from fp8kit_torch.autocast import autocast
@@ -97,25 +97,23 @@ def make_graphed_callables(
     samples = sample_args if isinstance(modules, tuple) else (sample_args,)
     for module in given:
         if not isinstance(module, nn.Module):
-            raise ArgumentError(expected(op, "modules", type(module).__name__, "torch.nn.Modules"))
+            raise ArgumentError(op, "modules", type(module).__name__, "torch.nn.Modules")
     on = _either(op, "enabled", enabled, fp8_enabled) or False
     watching = _either(op, "calibrating", calibrating, fp8_calibrating) or False
     scope = autocast(on, watching, _either(op, "recipe", recipe, fp8_recipe))
     found = scope.recipe
     if not torch.cuda.is_available():
-        raise BackendError(expected(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs"))
+        raise BackendError(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs")
     for tensor in (
         *(t for module in given for t in (*module.parameters(), *module.buffers())),
         *torch.utils._pytree.tree_leaves(samples),
     ):
         if isinstance(tensor, Tensor) and not tensor.is_cuda:
             raise BackendError(
-                expected(
-                    op,
-                    "modules, sample_args",
-                    f"a tensor on {tensor.device}",
-                    "a CUDA device: a CPU has no graphs",
-                )
+                op,
+                "modules, sample_args",
+                f"a tensor on {tensor.device}",
+                "a CUDA device: a CPU has no graphs",
             )
     layers = [_layers(module) for module in given]
     # a capture must not find that a state is not there yet, or not as long as it should be
@@ -157,7 +155,7 @@ _NEUTRAL: dict[str, Any] = {
 def _either(op: str, name: str, value: Any, old: Any) -> Any:
     """An argument that has a deprecated name as well."""
     if value is not None and old is not None:
-        raise RecipeError(expected(op, f"fp8_{name}", old, f"None beside {name}"))
+        raise RecipeError(op, f"fp8_{name}", old, f"None beside {name}")
     return old if value is None else value
 
 
@@ -224,9 +222,7 @@ def _updating(
         if scope is None or not (scope.enabled or scope.calibrating):
             ScalingState.commit_forward(recipe, states)
         elif scope.recipe != recipe:
-            raise RecipeError(
-                expected("make_graphed_callables", "recipe", scope.recipe, f"{recipe}, as captured")
-            )
+            raise RecipeError("make_graphed_callables", "recipe", scope.recipe, f"{recipe}, as captured")
         else:
             for state in states:
                 touch_forward(state, recipe, captured)

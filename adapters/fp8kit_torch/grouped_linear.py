@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import AutocastState, current
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8
@@ -154,12 +154,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         rows = x.reshape(-1, self.in_features)
         if len(splits) != self.num_gemms or min(splits) < 0 or sum(splits) != rows.shape[0]:
             wanted = f"{self.num_gemms} numbers of rows that sum to {rows.shape[0]}"
-            raise ShapeError(expected("GroupedLinear", "m_splits", splits, wanted))
+            raise ShapeError("GroupedLinear", "m_splits", splits, wanted)
         if is_first_microbatch not in (None, True, False):
             raise ArgumentError(
-                expected(
-                    "GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
-                )
+                "GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
             )
         if not torch.compiler.is_compiling():
             self._want_groups_alike(x)
@@ -188,9 +186,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             named = {f"{kind}{i}": getattr(self, f"{kind}{i}") for i in range(self.num_gemms)}
             for name, own in named.items():
                 if own.shape != shape:
-                    raise ShapeError(
-                        expected("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {shape}")
-                    )
+                    raise ShapeError("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {shape}")
             arguments.want_parameters("GroupedLinear", named, x)
 
     def _group(self, i: int, x: Tensor, first: bool | None, main: Fused | None) -> Tensor:

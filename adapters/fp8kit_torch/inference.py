@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8kit.arrays import Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.kv_steps import Steps
 from fp8kit_torch.arguments import only
@@ -78,7 +78,7 @@ class InferenceParams(Steps):
         kind = next((kind for kind in HIGH_PRECISION if dtype_of(kind) is dtype), None)
         if dtype is not None and kind is None:
             names = ", ".join(known.name for known in HIGH_PRECISION)
-            raise ArgumentError(expected("InferenceParams", "dtype", dtype, f"one of {names}"))
+            raise ArgumentError("InferenceParams", "dtype", dtype, f"one of {names}")
         super().__init__(
             max_batch_size,
             max_sequence_length,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fp8kit.errors import ArgumentError, AutogradError, ShapeError, expected
+from fp8kit.errors import ArgumentError, AutogradError, ShapeError
 from fp8kit.kv_steps import Steps
 from fp8kit_torch.apply import described
 from fp8kit_torch.memory import NOTHING
@@ -48,7 +48,7 @@ def take_step_(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int
     """
     steps = _LIVE.get(int(handle))
     if steps is None:
-        raise ArgumentError(expected("take_step_", "handle", int(handle), "InferenceParams that are alive"))
+        raise ArgumentError("take_step_", "handle", int(handle), "InferenceParams that are alive")
     spec = call_by(call).spec
     leading = tuple(layer.shape[: 1 if spec.packed else 2])
     dims = spec.head_dim, spec.head_dim_v
@@ -73,7 +73,7 @@ def cached_attention_(
     tensors = [*(t if t.is_contiguous() else t.contiguous() for t in inputs), k_cache, v_cache]
     for name, cache in zip(_CACHES, tensors[-2:], strict=True):
         if not cache.is_contiguous():
-            raise ShapeError(expected("cached_attention_", name, f"strides {cache.stride()}", "C-contiguous"))
+            raise ShapeError("cached_attention_", name, f"strides {cache.stride()}", "C-contiguous")
     outputs, _, _ = (
         _with_lengths(call, *longest.tolist()).ready(tensors, ()).forward(tensors, NOTHING, NOTHING)
     )
@@ -107,7 +107,7 @@ def trace_cached(spec: str, inputs: Mapping[str, Tensor], handle: Tensor, layer_
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
     if torch.is_grad_enabled() and wanted:
         raise AutogradError(
-            expected(_OP, ", ".join(wanted), "a tensor that requires a gradient", "inference under no_grad()")
+            _OP, ", ".join(wanted), "a tensor that requires a gradient", "inference under no_grad()"
         )
     names = [name for name in inputs if name not in _CACHES]
     text, _ = described("cached_attention", spec, (*names, *_CACHES), (), False, policy_now().text)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import integer, listed, shown
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse, want_input, want_plain
@@ -31,15 +31,13 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
         sizes = dict(parameters_split)
     else:
         if isinstance(parameters_split, torch.Tensor):
-            raise ArgumentError(
-                expected(operation, "parameters_split", "a tensor", "names, or names -> sizes")
-            )
+            raise ArgumentError(operation, "parameters_split", "a tensor", "names, or names -> sizes")
         names = tuple(listed(operation, "parameters_split", parameters_split, "names, or names -> sizes"))
         sizes = {name: out_features // max(len(names), 1) for name in names}
     for name, size in sizes.items():
         if not isinstance(name, str):
             raise ArgumentError(
-                expected(operation, "parameters_split", shown(parameters_split), "names, or names -> sizes")
+                operation, "parameters_split", shown(parameters_split), "names, or names -> sizes"
             )
         integer(operation, f"parameters_split[{name!r}]", size, 1)
     named = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
@@ -50,7 +48,7 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
         or min(named.values()) < 1
     ):
         wanted = f"different names whose sizes sum to {out_features}"
-        raise ArgumentError(expected(operation, "parameters_split", repr(parameters_split), wanted))
+        raise ArgumentError(operation, "parameters_split", repr(parameters_split), wanted)
     return named
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Device, Shape, contiguous_strides
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError
 from fp8kit.formats import DType, float32
 from fp8kit.scratch import Buffers, Scratch, large
 from fp8kit.spec import Meta
@@ -60,7 +60,7 @@ NOTHING = Placed({})
 def place_of(device: torch.device) -> Device:
     """torch's device as fp8kit's; FormatError for one that is neither CPU nor CUDA."""
     if device.type not in KINDS:
-        raise FormatError(expected("fp8kit_torch", "tensor", f"device {device}", "cpu or cuda"))
+        raise FormatError("fp8kit_torch", "tensor", f"device {device}", "cpu or cuda")
     return Device(device.type, device.index or 0)
 
 

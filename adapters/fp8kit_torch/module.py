@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import AutocastState, current, touch_forward
-from fp8kit.errors import ArgumentError, AutogradError, expected
+from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 from fp8kit.layers import Kept
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
@@ -60,8 +60,11 @@ def as_branch(given: Any) -> Branch:
 def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
     """A part of a layer that computes in FP8. ArgumentError for another module in its place."""
     if not isinstance(part, TransformerEngineBaseModule):
-        wanted = "a module of fp8kit_torch or a subclass, which knows what the layer asks of it; a hook may change what it gives"
-        raise ArgumentError(expected(layer, name, f"a {type(part).__name__}", wanted))
+        wanted = (
+            "a module of fp8kit_torch or a subclass, which knows what the layer asks of it; "
+            "a hook may change what it gives"
+        )
+        raise ArgumentError(layer, name, f"a {type(part).__name__}", wanted)
     return part
 
 
@@ -107,12 +110,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         ``Linear``); ``options``: further fields of the spec."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise ArgumentError(
-                expected(
-                    type(self).__name__,
-                    "is_first_microbatch",
-                    repr(is_first_microbatch),
-                    "True, False or None",
-                )
+                type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
             )
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         weights: Held8 = {}
@@ -168,7 +166,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             wanted = "the first one's: torch.utils.checkpoint and fp8kit_torch.checkpoint bring it"
             raise AutogradError(
-                expected(type(self).__name__, "autocast", "none in the second pass of a checkpoint", wanted)
+                type(self).__name__, "autocast", "none in the second pass of a checkpoint", wanted
             )
 
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
@@ -186,10 +184,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                     f"a {type(weight).__name__}",
                     "the QuantizedTensor that quantized_model_init made: fully_shard, or another ",
                 )
-                raise NotImplementedError(
-                    expected(
-                        type(self).__name__, name, got, wanted + "parameter in its place, is not supported"
-                    )
+                raise UnsupportedError(
+                    type(self).__name__, name, got, wanted + "parameter in its place, is not supported"
                 )
             found[name] = weight
         state = current()
@@ -246,17 +242,15 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                     if isinstance(main, torch.Tensor)
                     else "no such tensor"
                 )
-                wanted = f"contiguous {some} {tuple(weight.shape)} on {weight.device}, with fuse_wgrad_accumulation"
-                raise ArgumentError(expected(type(self).__name__, f"{name}.main_grad", got, wanted))
+                wanted = (
+                    f"contiguous {some} {tuple(weight.shape)} on {weight.device}, "
+                    "with fuse_wgrad_accumulation"
+                )
+                raise ArgumentError(type(self).__name__, f"{name}.main_grad", got, wanted)
             if aligned and main.data_ptr() % 16:  # where cuBLASLt's products cannot write
                 got = f"address {main.data_ptr():#x}"
                 raise ArgumentError(
-                    expected(
-                        type(self).__name__,
-                        f"{name}.main_grad",
-                        got,
-                        "a multiple of 16 bytes, in FP8 on a GPU",
-                    )
+                    type(self).__name__, f"{name}.main_grad", got, "a multiple of 16 bytes, in FP8 on a GPU"
                 )
         return Fused(weights, first is True, some, aligned)
 

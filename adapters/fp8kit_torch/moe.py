@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit_torch.checks import CALLED, check, shown
 
 _UNPERMUTED = CALLED | {"probs": CALLED["merging_probs"]}
@@ -42,7 +42,7 @@ def moe_permute(
     elif map_type == "index":
         row_id_map = _map_of_index(routing_map, num_out_tokens)
     else:
-        raise FormatError(expected("moe_permute", "map_type", repr(map_type), '"mask" or "index"'))
+        raise FormatError("moe_permute", "map_type", repr(map_type), '"mask" or "index"')
     return _Permute.apply(inp, row_id_map), row_id_map
 
 
@@ -77,10 +77,10 @@ def moe_permute_and_pad_with_probs(
     if tokens_per_expert.shape != routing_map.shape[1:]:
         got = tuple(tokens_per_expert.shape)
         raise ShapeError(
-            expected("moe_permute_and_pad_with_probs", "tokens_per_expert", got, f"({routing_map.size(1)},)")
+            "moe_permute_and_pad_with_probs", "tokens_per_expert", got, f"({routing_map.size(1)},)"
         )
     if align_size < 1:
-        raise ShapeError(expected("moe_permute_and_pad_with_probs", "align_size", align_size, "at least 1"))
+        raise ShapeError("moe_permute_and_pad_with_probs", "align_size", align_size, "at least 1")
     counts = tokens_per_expert.to(device=inp.device, dtype=torch.int64)
     padded = (counts + align_size - 1) // align_size * align_size
     fill = padded - counts
@@ -116,29 +116,29 @@ def moe_unpermute(
     if not torch.compiler.is_compiling():
         check(op, _UNPERMUTED, locals())
     if map_type not in ("mask", "index"):
-        raise FormatError(expected(op, "map_type", repr(map_type), '"mask" or "index"'))
+        raise FormatError(op, "map_type", repr(map_type), '"mask" or "index"')
     if probs is not None:
         if merging_probs is not None:
-            raise FormatError(expected(op, "probs", "probs and merging_probs", "one of them"))
+            raise FormatError(op, "probs", "probs and merging_probs", "one of them")
         warnings.warn(
             "moe_unpermute: probs is deprecated, use merging_probs", DeprecationWarning, stacklevel=2
         )
         merging_probs = probs
     if inp.ndim != 2 or not inp.is_floating_point():
-        raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (rows, hidden)"))
+        raise ShapeError(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (rows, hidden)")
     for name, t in (
         ("row_id_map", row_id_map),
         ("merging_probs", merging_probs),
         ("pad_offsets", pad_offsets),
     ):
         if t is not None and t.device != inp.device:
-            raise BackendError(expected(op, name, f"device {t.device}", f"device {inp.device}, as inp"))
+            raise BackendError(op, name, f"device {t.device}", f"device {inp.device}, as inp")
     if row_id_map.ndim != 2 or row_id_map.shape[1:] != (2,) or row_id_map.dtype != torch.int32:
         got = f"{row_id_map.dtype} {tuple(row_id_map.shape)}"
-        raise ShapeError(expected(op, "row_id_map", got, "what moe_permute returned, int32 (rows, 2)"))
+        raise ShapeError(op, "row_id_map", got, "what moe_permute returned, int32 (rows, 2)")
     if merging_probs is not None and (merging_probs.ndim != 2 or not merging_probs.is_floating_point()):
         got = f"{merging_probs.dtype} {tuple(merging_probs.shape)}"
-        raise ShapeError(expected(op, "merging_probs", got, "floating (tokens, experts or topk)"))
+        raise ShapeError(op, "merging_probs", got, "floating (tokens, experts or topk)")
     if pad_offsets is not None:
         if (
             pad_offsets.ndim != 1
@@ -151,9 +151,7 @@ def moe_unpermute(
         ):
             got = f"{pad_offsets.dtype} {tuple(pad_offsets.shape)}"
             raise ShapeError(
-                expected(
-                    op, "pad_offsets", got, "what moe_permute_and_pad_with_probs returned, int64 (experts,)"
-                )
+                op, "pad_offsets", got, "what moe_permute_and_pad_with_probs returned, int64 (experts,)"
             )
         if inp.size(0) < row_id_map.size(0) or (
             inp.device.type == "cpu"
@@ -161,38 +159,27 @@ def moe_unpermute(
             and int(pad_offsets.max()) + row_id_map.size(0) > inp.size(0)
         ):
             raise ShapeError(
-                expected(
-                    op,
-                    "inp",
-                    f"{inp.size(0)} rows",
-                    f"{row_id_map.size(0)}, as in row_id_map, and their padding",
-                )
+                op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map, and their padding"
             )
         row_id_map = _padded(row_id_map, pad_offsets, inp.size(0))
     if row_id_map.size(0) != inp.size(0):
-        raise ShapeError(
-            expected(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map")
-        )
+        raise ShapeError(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map")
     tokens = inp.size(0) if merging_probs is None else merging_probs.size(0)
     if restore_shape is not None:
         if not isinstance(restore_shape, tuple | list) or not all(
             type(n) is int and n >= 0 for n in restore_shape
         ):
-            raise ArgumentError(
-                expected(op, "restore_shape", shown(restore_shape), f"(tokens, {inp.size(1)})")
-            )
+            raise ArgumentError(op, "restore_shape", shown(restore_shape), f"(tokens, {inp.size(1)})")
         if (
             len(restore_shape) != 2
             or restore_shape[1] != inp.size(1)
             or (merging_probs is not None and restore_shape[0] != tokens)
         ):
             raise ShapeError(
-                expected(
-                    op,
-                    "restore_shape",
-                    tuple(restore_shape),
-                    f"(tokens, {inp.size(1)}), tokens as in merging_probs",
-                )
+                op,
+                "restore_shape",
+                tuple(restore_shape),
+                f"(tokens, {inp.size(1)}), tokens as in merging_probs",
             )
         tokens = restore_shape[0]
     return _Unpermute.apply(inp, row_id_map, merging_probs, tokens)
@@ -218,7 +205,7 @@ def moe_sort_chunks_by_index_with_probs(
     rows = _chunk_rows("moe_sort_chunks_by_index_with_probs", inp, split_sizes, sorted_index)
     if probs.shape[:1] != inp.shape[:1]:
         raise ShapeError(
-            expected("moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)")
+            "moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)"
         )
     return inp.index_select(0, rows), probs.index_select(0, rows)
 
@@ -228,7 +215,7 @@ def moe_sort_chunks_by_index_with_probs(
 
 def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = None) -> None:
     if inp.ndim != 2 or not inp.is_floating_point():
-        raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (tokens, hidden)"))
+        raise ShapeError(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (tokens, hidden)")
     if (
         routing_map.ndim != 2
         or routing_map.size(0) != inp.size(0)
@@ -236,18 +223,16 @@ def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = Non
         or routing_map.is_complex()
     ):
         got = f"{routing_map.dtype} {tuple(routing_map.shape)}"
-        raise ShapeError(
-            expected(op, "routing_map", got, f"bool or integer ({inp.size(0)}, experts or topk)")
-        )
+        raise ShapeError(op, "routing_map", got, f"bool or integer ({inp.size(0)}, experts or topk)")
     if probs is not None and (probs.shape != routing_map.shape or not probs.is_floating_point()):
         got = f"{probs.dtype} {tuple(probs.shape)}"
-        raise ShapeError(expected(op, "probs", got, f"floating {tuple(routing_map.shape)}"))
+        raise ShapeError(op, "probs", got, f"floating {tuple(routing_map.shape)}")
 
 
 def _map_of_mask(op: str, mask: Tensor, rows: int) -> Tensor:
     """The map of a mask (tokens, experts), expert after expert."""
     if not isinstance(rows, int) or rows < 0:
-        raise ShapeError(expected(op, "num_out_tokens", rows, "an int >= 0: the number of rows"))
+        raise ShapeError(op, "num_out_tokens", rows, "an int >= 0: the number of rows")
     tokens, experts = mask.shape
     taken = (mask != 0).t().reshape(-1)
     place = taken.cumsum(0) - 1
@@ -287,21 +272,16 @@ def _padded(row_id_map: Tensor, pad_offsets: Tensor, rows: int) -> Tensor:
 def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """The row of ``inp`` that each row of the result is."""
     if inp.ndim != 2:
-        raise ShapeError(expected(op, "inp", f"shape {tuple(inp.shape)}", "(rows, features)"))
+        raise ShapeError(op, "inp", f"shape {tuple(inp.shape)}", "(rows, features)")
     for name, t in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
         if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool or t.is_meta:
-            raise FormatError(expected(op, name, f"{t.dtype} on {t.device}", "integers with values"))
+            raise FormatError(op, name, f"{t.dtype} on {t.device}", "integers with values")
     if split_sizes.ndim != 1 or sorted_index.shape != split_sizes.shape:
         wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
-        raise ShapeError(expected(op, "sorted_index", tuple(sorted_index.shape), wanted))
+        raise ShapeError(op, "sorted_index", tuple(sorted_index.shape), wanted)
     if split_sizes.device.type == "cpu" and int(split_sizes.sum()) != inp.size(0):
         raise ShapeError(
-            expected(
-                op,
-                "split_sizes",
-                f"{int(split_sizes.sum())} rows together",
-                f"{inp.size(0)}, the rows of inp",
-            )
+            op, "split_sizes", f"{int(split_sizes.sum())} rows together", f"{inp.size(0)}, the rows of inp"
         )
     sizes, order = (t.to(device=inp.device, dtype=torch.int64) for t in (split_sizes, sorted_index))
     starts, sorted_sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
@@ -372,7 +352,9 @@ class _Unpermute(torch.autograd.Function):
         return _sum(rows, row_id_map, tokens).to(inp.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, Tensor | None, None]:
         row_id_map, *rest = ctx.saved_tensors
         drows = _gather(grad, row_id_map)
         if not rest:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8kit import arrays
 from fp8kit.arguments import flag, function, integer, number
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
 from fp8kit_torch.views import FLOATS, as_view
 
@@ -55,7 +55,7 @@ def _flag(operation: str, name: str, value: Any) -> None:
         or value.is_complex()
         or value.is_meta
     ):
-        raise ArgumentError(expected(operation, name, shown(value), "a tensor (1,) on the device"))
+        raise ArgumentError(operation, name, shown(value), "a tensor (1,) on the device")
 
 
 def _step(operation: str, name: str, value: Any) -> None:
@@ -96,7 +96,7 @@ def _lists(
     device."""
     wanted = f"{' or '.join(map(str, counts))} lists of floating tensors"
     if not isinstance(lists, list | tuple) or not all(isinstance(one, list | tuple) for one in lists):
-        raise ArgumentError(expected(operation, "tensor_lists", shown(lists), wanted))
+        raise ArgumentError(operation, "tensor_lists", shown(lists), wanted)
     found = [list(one) for one in lists]
     for t in (t for one in found for t in one):
         if (
@@ -105,36 +105,32 @@ def _lists(
             or not t.is_floating_point()
             or t.is_meta
         ):
-            raise FormatError(expected(operation, "tensor_lists", shown(t), wanted))
+            raise FormatError(operation, "tensor_lists", shown(t), wanted)
     if len(found) not in counts or len({len(one) for one in found}) > 1:
         got, wanted = (
             f"{len(found)} lists of {[len(one) for one in found]} tensors",
             " or ".join(map(str, counts)),
         )
-        raise ShapeError(expected(operation, "tensor_lists", got, f"{wanted} lists of as many tensors each"))
+        raise ShapeError(operation, "tensor_lists", got, f"{wanted} lists of as many tensors each")
     for row in zip(*found, strict=True):
         if len({t.shape for t in row}) > 1:
             raise ShapeError(
-                expected(
-                    operation, "tensor_lists", [tuple(t.shape) for t in row], "the same shape in each list"
-                )
+                operation, "tensor_lists", [tuple(t.shape) for t in row], "the same shape in each list"
             )
     for t in (t for one in found[written:] for t in one):
         if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise ShapeError(
-                expected(
-                    operation, "tensor_lists", f"strides {t.stride()}", "memory of its own for each element"
-                )
+                operation, "tensor_lists", f"strides {t.stride()}", "memory of its own for each element"
             )
     places = {t.device for one in found for t in one}
     if len(places) > 1:
         raise BackendError(
-            expected(operation, "tensor_lists", ", ".join(sorted(map(str, places))), "tensors on one device")
+            operation, "tensor_lists", ", ".join(sorted(map(str, places))), "tensors on one device"
         )
     for name, value in beside.items() if places else ():
         if isinstance(value, Tensor) and value.device not in places:
             raise BackendError(
-                expected(operation, name, f"device {value.device}", f"device {places.pop()}, as tensor_lists")
+                operation, name, f"device {value.device}", f"device {places.pop()}, as tensor_lists"
             )
     return found
 
@@ -215,13 +211,11 @@ def multi_tensor_adam(
     lists = _lists(op, tensor_lists, (4, 5), 1, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
     for tensor in (*lists[0], *lists[1]):
         if tensor.dtype not in FLOATS:
-            raise FormatError(
-                expected(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16")
-            )
+            raise FormatError(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16")
     for kept in lists[2:]:
         for tensor in kept:
             if tensor.dtype is not torch.float32:
-                raise FormatError(expected(op, "moments and masters", tensor.dtype, "float32"))
+                raise FormatError(op, "moments and masters", tensor.dtype, "float32")
     # the kernel writes rows without gaps
     given, lists = lists, [lists[0], *([t.contiguous() for t in one] for one in lists[1:])]
     grads, params, means, squares = lists[:4]

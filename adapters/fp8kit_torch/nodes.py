@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError
 from fp8kit.recipe import Recipe
 from fp8kit_torch.memory import NOTHING, Placed
 from fp8kit_torch.once import once
@@ -57,8 +57,9 @@ class Fused(NamedTuple):
                         if alike
                         else f"{main.dtype} {tuple(main.shape)} at backward"
                     )
-                    wanted = f"contiguous {self.dtype} {tuple(parameter.shape)}{' at a multiple of 16 bytes' * self.aligned}, as at forward"
-                    raise FormatError(expected("main_grad", name, got, wanted))
+                    place = " at a multiple of 16 bytes" * self.aligned
+                    wanted = f"contiguous {self.dtype} {tuple(parameter.shape)}{place}, as at forward"
+                    raise FormatError("main_grad", name, got, wanted)
                 found[name] = main
         return found
 
@@ -148,7 +149,8 @@ class _One(torch.autograd.Function):
 
 
 _one_once = once(_One.backward)
-_One._backward_cls.apply = _One.backward  # type: ignore[attr-defined]  # what torch's ``apply`` of a node comes to
+# what torch's ``apply`` of a node comes to
+_One._backward_cls.apply = _One.backward  # type: ignore[attr-defined]
 # what ``_One.apply`` comes to outside of functorch's transforms
 _enter = super(torch.autograd.Function, _One).apply
 _within: Callable[[], bool] = torch._C._are_functorch_transforms_active

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import listed
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import autocast_dtype, only, positive, want_input
@@ -57,29 +57,23 @@ class _Norm(ParameterModule):
         parallel = None if sequence_parallel is False else sequence_parallel  # both say no
         only(operation, {"sequence_parallel": (parallel, None), "sm_margin": (sm_margin, 0)})
         if params_dtype is not None and dtype is not None:
-            raise ArgumentError(
-                expected(operation, "dtype", dtype, "None beside params_dtype, its other name")
-            )
+            raise ArgumentError(operation, "dtype", dtype, "None beside params_dtype, its other name")
         if (normalized_shape is None) == (hidden_size is None):
             raise ArgumentError(
-                expected(
-                    operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"
-                )
+                operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"
             )
         extent: Any = hidden_size if normalized_shape is None else normalized_shape
         whole = isinstance(extent, int)
         if isinstance(extent, torch.Tensor):
-            raise ArgumentError(
-                expected(operation, "normalized_shape", "a tensor", "an int, or a sequence of one")
-            )
+            raise ArgumentError(operation, "normalized_shape", "a tensor", "an int, or a sequence of one")
         shape = (
             (extent,)
             if whole
             else tuple(listed(operation, "normalized_shape", extent, "an int, or a sequence of one"))
         )
         if len(shape) != 1:
-            raise NotImplementedError(
-                expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet")
+            raise UnsupportedError(
+                operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"
             )
         positive(operation, normalized_shape=shape[0])
         self._spec = NormSpec(shape[0], self.normalization, float(eps), bool(zero_centered_gamma))
@@ -138,7 +132,7 @@ class L2Normalization(Watched):
         if not torch.compiler.is_compiling():
             check("L2Normalization", CALLED, locals())
         if not inp.ndim:
-            raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))
+            raise ShapeError("L2Normalization", "inp", "no dimension", "at least one")
         return run("norm", spec_for("L2NormSpec", inp.shape[-1], "L2Normalization", self.eps), {"x": inp})[
             "y"
         ]

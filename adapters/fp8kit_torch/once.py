@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-_REFUSAL = b"fp8kit_torch: gradients of gradients are not there: what a backward pass gave, with create_graph=True, is differentiated"
+_REFUSAL = (
+    b"fp8kit_torch: gradients of gradients are not there: what a backward pass gave, with create_graph=True, "
+    b"is differentiated"
+)
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import current, touch_forward
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch import state as states
 from fp8kit_torch.memory import NOTHING, Block, Placed, scale_views
@@ -118,7 +118,8 @@ def make(name: str) -> tuple[Any, Any]:
         scales = scale_views(found.back, late[0], ready.place) if late else NOTHING
         grads, row = ready.backward(inner, held, arrived, scales, NOTHING)
         own = dict(zip(wanted, grads, strict=True))
-        return [*(own[n] for n in wanted if n in ready.signature.grads), *([] if row is None else [row])]  # type: ignore[list-item]
+        named = (own[n] for n in wanted if n in ready.signature.grads)
+        return [*named, *([] if row is None else [row])]  # type: ignore[list-item]
 
     @backward.register_fake
     def _(
@@ -228,7 +229,7 @@ def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
         return
     own = states.named(int(handle))
     if own is None:
-        raise ArgumentError(expected("record_", "handle", int(handle), "a state of a module that is alive"))
+        raise ArgumentError("record_", "handle", int(handle), "a state of a module that is alive")
     if when == BACKWARD:
         states.finish_backward(decode(recipe), own)
         return

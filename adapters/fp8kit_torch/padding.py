@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 
 ALIGN = 16  # rows: what FP8 products want, for every recipe that there is
@@ -38,20 +38,18 @@ class _Splits(torch.nn.Module):
         if not torch.compiler.is_compiling():
             check(name, CALLED, locals())
         if inp.ndim < 1:
-            raise ShapeError(expected(name, "inp", "no dimension", "(..., features)"))
+            raise ShapeError(name, "inp", "no dimension", "(..., features)")
         splits = [int(rows) for rows in m_splits]
         if len(splits) != self.num_gemms or min(splits) < 0:
-            raise ShapeError(expected(name, "m_splits", splits, f"{self.num_gemms} numbers of rows"))
+            raise ShapeError(name, "m_splits", splits, f"{self.num_gemms} numbers of rows")
         filled = padded_splits(splits, self.align_size)
         rows = inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
         if rows.size(0) != sum(filled if padded else splits):
             raise ShapeError(
-                expected(
-                    name,
-                    "inp",
-                    tuple(inp.shape),
-                    f"{sum(filled if padded else splits)} rows, the sum of m_splits",
-                )
+                name,
+                "inp",
+                tuple(inp.shape),
+                f"{sum(filled if padded else splits)} rows, the sum of m_splits",
             )
         return rows, splits, filled
 

@@ -13,7 +13,7 @@ from torch.utils._device import DeviceContext
 
 from fp8kit import arrays, settings
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ArgumentError, BackendError, expected
+from fp8kit.errors import ArgumentError, BackendError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit_torch import checks
 from fp8kit_torch.reprs import described
@@ -45,7 +45,7 @@ def placed(operation: str, device: Any) -> torch.device:
     device that torch does not have."""
     where = default_device() if device is None else checks.device(operation, "device", device)
     if where.type not in ("cpu", "cuda", "meta"):
-        raise BackendError(expected(operation, "device", where, "cpu, cuda or meta"))
+        raise BackendError(operation, "device", where, "cpu, cuda or meta")
     if where.type == "cuda" and not torch.cuda.is_available():
         why = (
             "this build of torch has no CUDA"
@@ -53,21 +53,11 @@ def placed(operation: str, device: Any) -> torch.device:
             else "torch finds no usable CUDA device"
         )
         raise BackendError(
-            expected(
-                operation,
-                "device",
-                where,
-                f'a CUDA device, but {why}; device="cpu" computes the same, slowly',
-            )
+            operation, "device", where, f'a CUDA device, but {why}; device="cpu" computes the same, slowly'
         )
     if where.type == "cuda" and where.index is not None and where.index >= torch.cuda.device_count():
         raise BackendError(
-            expected(
-                operation,
-                "device",
-                where,
-                f"one of the {torch.cuda.device_count()} CUDA devices that are here",
-            )
+            operation, "device", where, f"one of the {torch.cuda.device_count()} CUDA devices that are here"
         )
     return where
 
@@ -89,7 +79,7 @@ class Watched(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SETTLED and self.__dict__.get(name, value) != value:
             got, wanted = repr(value), f"{self.__dict__[name]!r}: it is settled when the module is made"
-            raise ArgumentError(expected(type(self).__name__, name, got, wanted))
+            raise ArgumentError(type(self).__name__, name, got, wanted)
         super().__setattr__(name, value)
         if (
             name != "training"
@@ -124,7 +114,7 @@ class ParameterModule(Watched):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
             names = ", ".join(kind.name for kind in HIGH_PRECISION)
-            raise ArgumentError(expected(type(self).__name__, "params_dtype", dtype, f"one of {names}"))
+            raise ArgumentError(type(self).__name__, "params_dtype", dtype, f"one of {names}")
         where = placed(type(self).__name__, device)
         self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
         self._inits[name] = init

@@ -27,7 +27,7 @@ from fp8kit.backends.policy import (
     process_policy,
     traced_policy,
 )
-from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
+from fp8kit.errors import BackendError, FormatError, ShapeError
 from fp8kit.formats import DType, float32
 from fp8kit.ops.linear import weight_cast
 from fp8kit.ops.products import product_of
@@ -182,9 +182,7 @@ class Call:
             if not has_kind(dtype):
                 argument = argument_of(self.operation.name, name, self.names)
                 raise FormatError(
-                    expected(
-                        self.operation.name, argument, dtype_name(dtype), "a dtype of fp8kit, such as float32"
-                    )
+                    self.operation.name, argument, dtype_name(dtype), "a dtype of fp8kit, such as float32"
                 )
         return [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
@@ -202,7 +200,7 @@ class Call:
         name, other = next(
             (name, t.device) for name, t in zip(rest, tensors[1:], strict=True) if t.device != device
         )
-        raise BackendError(expected(operation, name, f"device {other}", f"device {device}, as {first}"))
+        raise BackendError(operation, name, f"device {other}", f"device {device}, as {first}")
 
     @contextmanager
     def _in_the_users_words(self, kinds: Sequence[tuple[Any, DType]]) -> Iterator[None]:
@@ -211,8 +209,8 @@ class Call:
         try:
             yield
         except (ShapeError, FormatError) as error:
-            _, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
-            if argument not in self.names and not rest.startswith("got None"):
+            argument = error.argument
+            if argument is None or (argument not in self.names and error.got is not None):
                 raise
             operation, dtypes = (
                 self.operation.name,
@@ -226,7 +224,7 @@ class Call:
             ):
                 named = {argument_of(operation, name, self.names): dtype for name, dtype in own.items()}
                 raise unlike_dtypes(operation, named, dtypes["x"]) from None
-            raise renamed(error, operation, argument_of(operation, argument, self.names)) from None
+            raise error.renamed(operation, argument_of(operation, argument, self.names)) from None
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy. BackendError where that is not what the caller's task has in
@@ -236,14 +234,15 @@ class Call:
         if policy is self.policy:
             return dispatch.kernels(place)
         if apart() and torch._C._current_graph_task_id() == -1:
-            got = f"the policy {policy.text} of a block within an asyncio task (or of a context copied into this thread)"
+            got = (
+                f"the policy {policy.text} of a block within an asyncio task (or of a context copied into "
+                "this thread)"
+            )
             raise BackendError(
-                expected(
-                    self.operation.name,
-                    "policy",
-                    got,
-                    "a block around the event loop: torch.compile reads no other",
-                )
+                self.operation.name,
+                "policy",
+                got,
+                "a block around the event loop: torch.compile reads no other",
             )
         with policy_context(self.policy):
             return dispatch.kernels(place)

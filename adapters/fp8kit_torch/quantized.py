@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from fp8kit.arguments import flag
 from fp8kit.backends.protocol import BLOCK
-from fp8kit.errors import ArgumentError, RecipeError, ShapeError, expected
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, Quant, fp8_from_recipe
@@ -103,9 +103,7 @@ class QuantizedTensor(torch.Tensor):
         tensor's. The gradient passes through. ArgumentError for another dtype."""
         if dtype is not None and dtype not in FLOATS:
             raise ArgumentError(
-                expected(
-                    "QuantizedTensor.dequantize", "dtype", shown(dtype), "float32, bfloat16, float16 or None"
-                )
+                "QuantizedTensor.dequantize", "dtype", shown(dtype), "float32, bfloat16, float16 or None"
             )
         return _Decode.apply(self, dtype)
 
@@ -116,12 +114,7 @@ class QuantizedTensor(torch.Tensor):
         check("QuantizedTensor.quantize_", {"tensor": checks.tensor}, {"tensor": tensor})
         if tensor.shape != self.shape:
             raise ShapeError(
-                expected(
-                    "QuantizedTensor.quantize_",
-                    "tensor",
-                    f"shape {tuple(tensor.shape)}",
-                    f"{tuple(self.shape)}",
-                )
+                "QuantizedTensor.quantize_", "tensor", f"shape {tuple(tensor.shape)}", f"{tuple(self.shape)}"
             )
         with torch.no_grad():
             self.copy_(tensor)
@@ -142,7 +135,7 @@ class QuantizedTensor(torch.Tensor):
         if not self.fits(fp8.w):
             got, wanted = ((quant.format.name, quant.tile) for quant in (self._fp8.w, fp8.w))
             raise RecipeError(
-                expected(operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast")
+                operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"
             )
         return {f"{prefix}{name}": part for name, part in self._parts.items()}
 
@@ -399,12 +392,10 @@ def quantized_model_init(
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise RecipeError(
-            expected(
-                "quantized_model_init",
-                "recipe",
-                repr(recipe),
-                "a Recipe, such as recipe.DelayedScaling(), or None",
-            )
+            "quantized_model_init",
+            "recipe",
+            repr(recipe),
+            "a Recipe, such as recipe.DelayedScaling(), or None",
         )
     before = _thread.stack
     _thread.stack = [

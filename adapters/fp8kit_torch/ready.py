@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.errors import BackendError, FormatError, expected
+from fp8kit.errors import BackendError, FormatError
 from fp8kit.formats import DType
 from fp8kit.ops.product import ProductSpec
 from fp8kit.replays import replays
@@ -38,7 +38,7 @@ def want_fp8(operation: str, blocks: bool, device: torch.device) -> None:
             what = "FP8 with scales of blocks" if blocks else "FP8"
             wanted = f"{least[0]}.{least[1]} or higher for {what}, or autocast(enabled=False)"
             raise BackendError(
-                expected(operation, "device", f"{device} of compute capability {have[0]}.{have[1]}", wanted)
+                operation, "device", f"{device} of compute capability {have[0]}.{have[1]}", wanted
             )
 
 
@@ -112,9 +112,7 @@ class Ready:
         ]
         if missing:
             raise FormatError(
-                expected(
-                    call.operation.name, missing[0], "a tensor that requires a gradient", "one that does not"
-                )
+                call.operation.name, missing[0], "a tensor that requires a gradient", "one that does not"
             )
 
     def forward(
@@ -146,7 +144,9 @@ class Ready:
             held += self._run_forward(tensors, scales, amaxes, outputs, block, held, stream)
             return outputs, row, held
         key = (stream, at, scales.at, amaxes.at, *[t.data_ptr() for t in (*tensors, *outputs, *held)])
-        again.run(key, self._run_forward, tensors, scales, amaxes, outputs, block, held, stream)  # type: ignore[union-attr]
+        again.run(  # type: ignore[union-attr]
+            key, self._run_forward, tensors, scales, amaxes, outputs, block, held, stream
+        )
         return outputs, row, held
 
     def _run_forward(
@@ -185,7 +185,7 @@ class Ready:
             argument = argument_of(self.operation.name, name, names)
             wanted = "a tensor with memory of its own: a DTensor's to_local(), a real one for a FakeTensor"
             raise FormatError(
-                expected(self.operation.name, argument, f"a {type(tensor).__name__} without memory", wanted)
+                self.operation.name, argument, f"a {type(tensor).__name__} without memory", wanted
             )
         return 0
 
@@ -228,7 +228,9 @@ class Ready:
                 *[t.data_ptr() for t in (*kept, *held, *made)],
                 *[None if g is None else (g.data_ptr(), g.dtype) for g in arrived],
             )
-            again.run(key, self._run_backward, kept, held, arrived, scales, amaxes, made, into, apart, stream)  # type: ignore[union-attr]
+            again.run(  # type: ignore[union-attr]
+                key, self._run_backward, kept, held, arrived, scales, amaxes, made, into, apart, stream
+            )
         if self.direct:
             return made, row  # type: ignore[return-value]
         return [

@@ -25,7 +25,7 @@ from fp8kit.arguments import flag
 from fp8kit.arguments import function as callable_
 from fp8kit.autocast import AutocastState, _thread, resumed
 from fp8kit.backends.policy import get_policy, policy_context
-from fp8kit.errors import ArgumentError, AutogradError, expected
+from fp8kit.errors import ArgumentError, AutogradError
 from fp8kit.layers import Kept, Pass, Passes
 from fp8kit_torch import torch_checkpoint as torchs
 from fp8kit_torch.arguments import not_compiled, only
@@ -99,12 +99,10 @@ def idle() -> bool:
         if not _firsts():
             if torchs.again():
                 raise AutogradError(
-                    expected(
-                        "torch.utils.checkpoint",
-                        "function",
-                        "layers of FP8 in the second pass alone",
-                        "the same layers in the same order as in the first pass",
-                    )
+                    "torch.utils.checkpoint",
+                    "function",
+                    "layers of FP8 in the second pass alone",
+                    "the same layers in the same order as in the first pass",
                 )
             return True
     return False
@@ -253,9 +251,7 @@ def checkpoint(
     AutogradError in backward where the second pass does not run the FP8 layers of the first.
     """
     if not callable(function):
-        raise ArgumentError(
-            expected("checkpoint", "function", type(function).__name__, "a module or another callable")
-        )
+        raise ArgumentError("checkpoint", "function", type(function).__name__, "a module or another callable")
     if not torch.compiler.is_compiling():
         check("checkpoint", _RULES, locals())
     only(
@@ -268,9 +264,7 @@ def checkpoint(
         return function(*args, **kwargs)
     if debug:
         raise ArgumentError(
-            expected(
-                "checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"
-            )
+            "checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"
         )
     # torch restores the random state of the devices of positional tensors only, and its older variant
     # differentiates only these
@@ -293,9 +287,7 @@ def checkpoint(
         )
     if context_fn is not noop_context_fn or determinism_check != "default":
         raise ArgumentError(
-            expected(
-                "checkpoint", "context_fn, determinism_check", "given", "defaults with use_reentrant=True"
-            )
+            "checkpoint", "context_fn, determinism_check", "given", "defaults with use_reentrant=True"
         )
     passes = iter((own,))
 

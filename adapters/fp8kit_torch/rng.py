@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import integer
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 
 
 def get_rng_state() -> Tensor:
@@ -54,28 +54,22 @@ class CudaRNGStatesTracker:
         )
         if not right:
             wanted = "a mapping of names to states, as get_states gave"
-            raise ArgumentError(
-                expected("CudaRNGStatesTracker.set_states", "states", type(states).__name__, wanted)
-            )
+            raise ArgumentError("CudaRNGStatesTracker.set_states", "states", type(states).__name__, wanted)
         self.states_ = dict(states)
 
     @staticmethod
     def _named(method: str, name: object) -> None:
         if not isinstance(name, str):
-            raise ArgumentError(
-                expected(f"CudaRNGStatesTracker.{method}", "name", type(name).__name__, "a word")
-            )
+            raise ArgumentError(f"CudaRNGStatesTracker.{method}", "name", type(name).__name__, "a word")
 
     def add(self, name: str, seed: int) -> None:
         """A new state by the name, started from ``seed``. Fp8kitError for a name or a seed that is taken."""
         seed = integer("CudaRNGStatesTracker.add", "seed", seed, -(2**63), 2**64 - 1)
         self._named("add", name)
         if seed in self.seeds_:
-            raise ArgumentError(expected("CudaRNGStatesTracker.add", "seed", seed, "one that no state has"))
+            raise ArgumentError("CudaRNGStatesTracker.add", "seed", seed, "one that no state has")
         if name in self.states_:
-            raise ArgumentError(
-                expected("CudaRNGStatesTracker.add", "name", repr(name), "one that no state has")
-            )
+            raise ArgumentError("CudaRNGStatesTracker.add", "name", repr(name), "one that no state has")
         before = get_rng_state()
         if torch.cuda.is_available():
             torch.cuda.manual_seed(seed)
@@ -93,7 +87,7 @@ class CudaRNGStatesTracker:
         if name not in self.states_:
             known = ", ".join(self.states_) or "none was added"
             raise ArgumentError(
-                expected("CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})")
+                "CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})"
             )
         before = get_rng_state()
         set_rng_state(self.states_[name])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import integer
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.rope import check_tokens
 from fp8kit_torch.apply import run
@@ -49,13 +49,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
         super().__init__()
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             wanted = "both or neither of it and pretrained_max_position_embeddings"
-            raise ArgumentError(
-                expected(op, "seq_len_interpolation_factor", seq_len_interpolation_factor, wanted)
-            )
+            raise ArgumentError(op, "seq_len_interpolation_factor", seq_len_interpolation_factor, wanted)
         self.rotated = int(dim * rotary_percent)
         if self.rotated % 2 or self.rotated == 0:
             raise ArgumentError(
-                expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them")
+                op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"
             )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -83,9 +81,7 @@ def angles(operation: str, argument: str, freqs: Tensor, device: torch.device) -
     """Angles as the operation takes them: float32 (s, 1, 1, r) or (s, r) as (s, r), on ``device``. ShapeError
     otherwise."""
     if freqs.ndim not in (2, 4) or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
-        raise ShapeError(
-            expected(operation, argument, f"shape {tuple(freqs.shape)}", "(positions, 1, 1, features)")
-        )
+        raise ShapeError(operation, argument, f"shape {tuple(freqs.shape)}", "(positions, 1, 1, features)")
     return freqs.detach().to(device).reshape(freqs.shape[0], freqs.shape[-1])
 
 
@@ -132,12 +128,10 @@ def apply_rotary_pos_emb(
         check(op, CALLED, locals())
     only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
     if tensor_format not in FORMATS:
-        raise ArgumentError(
-            expected(op, "tensor_format", repr(tensor_format), f"one of {', '.join(FORMATS)}")
-        )
+        raise ArgumentError(op, "tensor_format", repr(tensor_format), f"one of {', '.join(FORMATS)}")
     if t.ndim != len(tensor_format):
         raise ShapeError(
-            expected(op, "t", f"shape {tuple(t.shape)}", f"{len(tensor_format)} dimensions, {tensor_format}")
+            op, "t", f"shape {tuple(t.shape)}", f"{len(tensor_format)} dimensions, {tensor_format}"
         )
     inputs = {"x": t, "freqs": angles(op, "freqs", freqs, t.device)}
     for name, value in (
@@ -181,7 +175,7 @@ def apply_fused_qkv_rotary_pos_emb(
     sizes = [int(n) for n in qkv_split_arg_list]
     only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cu_seqlens": (cu_seqlens, None)})
     if tensor_format not in ("sbhd", "bshd"):
-        raise ArgumentError(expected(op, "tensor_format", repr(tensor_format), "sbhd or bshd"))
+        raise ArgumentError(op, "tensor_format", repr(tensor_format), "sbhd or bshd")
     if (
         qkv.ndim != 4
         or len(sizes) != 3
@@ -191,7 +185,7 @@ def apply_fused_qkv_rotary_pos_emb(
         or sizes[1] != sizes[2]
     ):
         wanted = "(s, b, groups, features) whose features are those of some queries, of a key and of a value"
-        raise ShapeError(expected(op, "qkv", f"shape {tuple(qkv.shape)} of {sizes}", wanted))
+        raise ShapeError(op, "qkv", f"shape {tuple(qkv.shape)} of {sizes}", wanted)
     q, k, v = (part.reshape(*qkv.shape[:2], -1, sizes[1]) for part in qkv.split(sizes, -1))
     turned = [
         apply_rotary_pos_emb(t, freqs, tensor_format, start_positions, interleaved)

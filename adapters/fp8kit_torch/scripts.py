@@ -314,7 +314,8 @@ def _written(kind: Kind, seen: Seen, x: Tensor, y: Any) -> Script | None:
             return None
         places |= {id(tensor): count + i for i, tensor in enumerate(outputs)}
         saved = len(step.ready.kept) + len(step.ready.saved_apart.apart) + bool(step.ready.saved_apart.parts)
-        links.append(_Link(step, part, takes, sources, count, len(outputs), [], saved))  # type: ignore[arg-type]
+        link = _Link(step, part, takes, sources, count, len(outputs), [], saved)  # type: ignore[arg-type]
+        links.append(link)
         count += len(outputs)
     if places.get(id(y), 0) <= len(kind.parameters) or (len(links) > 1 and _work(kind, x) > _LARGEST):
         return None

@@ -132,7 +132,8 @@ def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
     there are several processes and the recipe says so, their amaxes are reduced before."""
     form = recipe.fp8_format
     fp8_max = (form.forward if forward else form.backward).max
-    if _DISTRIBUTED and dist.GroupMember.WORLD is not None and recipe.delayed() and recipe.reduce_amax:  # type: ignore[attr-defined]
+    several = _DISTRIBUTED and dist.GroupMember.WORLD is not None  # type: ignore[attr-defined]
+    if several and recipe.delayed() and recipe.reduce_amax:
         _reduce(states)
     scaling.update(recipe, states, fp8_max, _stream)
 

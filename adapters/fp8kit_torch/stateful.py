@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp8kit.errors import expected
+from fp8kit.errors import UnsupportedError
 from fp8kit.ops.quant import Fp8
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
@@ -66,7 +66,7 @@ class StatefulModule(ParameterModule):
             wanted = (
                 "one a product, which has one scale (no parameters_split; fuse_qkv_params=True in attention)"
             )
-            raise NotImplementedError(expected("quantized_model_init", "weights", got, wanted))
+            raise UnsupportedError("quantized_model_init", "weights", got, wanted)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for weight in weights.values():
             if not weight.is_meta and not isinstance(weight, QuantizedTensor):

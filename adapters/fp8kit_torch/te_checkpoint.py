@@ -36,7 +36,8 @@ def from_transformer_engine(module: nn.Module, state_dict: Mapping[str, Any]) ->
         if last != _SUFFIX:
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
                 raise CheckpointError(
-                    f"{key}: got {type(value).__name__}, expected a plain tensor (FP8 weights: saved dequantized)"
+                    f"{key}: got {type(value).__name__}, expected a plain tensor (FP8 weights: "
+                    "saved dequantized)"
                 )
             found[key] = value
             continue

@@ -23,27 +23,35 @@ _MASTERS = "FusedAdam(master_weights=True) casts its masters to weights in FP8"
 
 # why -> names; a name means the same in whatever module of Transformer Engine it is
 _NAMES = {
-    _PARALLEL: """initialize_ub destroy_ub UserBufferQuantizationMode gather_along_first_dim reduce_scatter_along_first_dim
-        symmetric_all_reduce prepare_te_modules_for_fsdp AllGather AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine
-        ep_finalize EpBuffer""",
-    _QUANTIZER: """DType Quantizer Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer HybridQuantizer IdentityQuantizer
-        QuantizerRole QuantizerRequest DelayedScalingRequest HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor
-        IdentityTensorStorage QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage
-        GroupedTensor GroupedTensorStorage prepare_for_saving restore_from_saved restore_from_func_ctx Quantize""",
-    _RECIPE: """MXFP8BlockScaling NVFP4BlockScaling CustomRecipe MXFP8Quantizer NVFP4Quantizer MXFP8Tensor MXFP8TensorStorage NVFP4Tensor
-        NVFP4TensorStorage""",
-    _MASTERS: "quantize_master_weights cast_master_weights_to_fp8 replace_raw_data post_all_gather_processing multi_tensor_adam_fp8",
-    "linear, norm and attention layers are modules of their own": "FusedMLAQUpProjRopeQuant general_grouped_gemm",
+    _PARALLEL: """initialize_ub destroy_ub UserBufferQuantizationMode gather_along_first_dim
+        reduce_scatter_along_first_dim symmetric_all_reduce prepare_te_modules_for_fsdp AllGather
+        AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer""",
+    _QUANTIZER: """DType Quantizer Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer
+        HybridQuantizer IdentityQuantizer QuantizerRole QuantizerRequest DelayedScalingRequest
+        HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
+        QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage
+        GroupedTensor GroupedTensorStorage prepare_for_saving restore_from_saved restore_from_func_ctx
+        Quantize""",
+    _RECIPE: """MXFP8BlockScaling NVFP4BlockScaling CustomRecipe MXFP8Quantizer NVFP4Quantizer MXFP8Tensor
+        MXFP8TensorStorage NVFP4Tensor NVFP4TensorStorage""",
+    _MASTERS: (
+        "quantize_master_weights cast_master_weights_to_fp8 replace_raw_data post_all_gather_processing "
+        "multi_tensor_adam_fp8"
+    ),
+    "linear, norm and attention layers are modules of their own": (
+        "FusedMLAQUpProjRopeQuant general_grouped_gemm"
+    ),
     "the activation is not there": "ScaledSReLU SiTUGLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU",
-    "layers are fused as they are written": """register_forward_fusion register_backward_fusion register_forward_backward_fusion
-        FusedOperation OperationFuser""",
-    "the router is not there; plain torch computes it": """fused_topk_with_score_function fused_compute_score_for_moe_aux_loss
-        fused_moe_aux_loss""",
+    "layers are fused as they are written": """register_forward_fusion register_backward_fusion
+        register_forward_backward_fusion FusedOperation OperationFuser""",
+    "the router is not there; plain torch computes it": """fused_topk_with_score_function
+        fused_compute_score_for_moe_aux_loss fused_moe_aux_loss""",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
     "activations are not offloaded": "ManualOffloadSynchronizer",
     "weights are not interleaved": "interleave_glu_tensor deinterleave_glu_tensor",
-    "it is an inner part of Transformer Engine": """jit constants TE_DType get_fp8_te_dtype set_jit_fusion_options no_torch_dynamo
-        bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused get_bias_dropout_add""",
+    "it is an inner part of Transformer Engine": """jit constants TE_DType get_fp8_te_dtype
+        set_jit_fusion_options no_torch_dynamo bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused
+        get_bias_dropout_add""",
 }
 WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 

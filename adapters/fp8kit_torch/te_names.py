@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from fp8kit import recipe as recipes
-from fp8kit.errors import BackendError, RecipeError, expected
+from fp8kit.errors import BackendError, RecipeError
 from fp8kit_torch.te_later import WHY, missing
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
@@ -84,7 +84,7 @@ class _OldDelayedScaling(type):
             value = kwargs.pop(name, neutral)
             if (tuple(value) if isinstance(value, list) else value) != neutral:
                 raise RecipeError(
-                    expected("DelayedScaling", name, value, f"{neutral}, the only value that it has left")
+                    "DelayedScaling", name, value, f"{neutral}, the only value that it has left"
                 )
         return recipes.DelayedScaling(*args, **kwargs)
 
@@ -143,7 +143,10 @@ class _Distribution(importlib.metadata.Distribution):
         """The METADATA, and nothing else."""
         if filename != "METADATA":
             return None
-        return f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {STANDS_FOR}\nSummary: fp8kit_torch under another name\n"
+        return (
+            f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {STANDS_FOR}\n"
+            "Summary: fp8kit_torch under another name\n"
+        )
 
     def locate_file(self, path: Any) -> Any:
         """There are no files."""
@@ -203,12 +206,10 @@ def as_transformer_engine() -> ModuleType:
         if isinstance(getattr(known, "__fp8kit__", None), _Finder):
             return known
         raise BackendError(
-            expected(
-                "as_transformer_engine",
-                "transformer_engine",
-                "imported already",
-                "a call before its first import",
-            )
+            "as_transformer_engine",
+            "transformer_engine",
+            "imported already",
+            "a call before its first import",
         )
     recipe = _module("transformer_engine.common.recipe", [recipes])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]

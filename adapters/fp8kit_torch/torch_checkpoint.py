@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.utils import checkpoint
 
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 Hook = Callable[..., Any]
 _FIRST, _LATER = "_checkpoint_hook.", "_recomputation_hook."  # where its hooks are made
@@ -34,9 +34,7 @@ def _torchs(where: Any, name: str) -> Any:
     """What torch has by that name. BackendError for a torch that has not."""
     if not hasattr(where, name):
         got = f"{torch.__version__}, which has no {getattr(where, '__name__', where)}.{name}"
-        raise BackendError(
-            expected("fp8kit_torch", "torch", got, "torch 2.11 to 2.13, whose checkpoint fp8kit knows")
-        )
+        raise BackendError("fp8kit_torch", "torch", got, "torch 2.11 to 2.13, whose checkpoint fp8kit knows")
     return getattr(where, name)
 
 
@@ -100,8 +98,11 @@ def _frame_of(pack: Any) -> Any:
     )
     if not hasattr(held, "recompute_fn"):
         got = f"{pack.__qualname__} of torch {torch.__version__}"
-        wanted = "torch 2.11 to 2.13, whose checkpoint fp8kit knows; or layers of FP8 outside of torch.utils.checkpoint"
-        raise BackendError(expected("torch.utils.checkpoint", "hooks", got, wanted))
+        wanted = (
+            "torch 2.11 to 2.13, whose checkpoint fp8kit knows; or layers of FP8 outside of "
+            "torch.utils.checkpoint"
+        )
+        raise BackendError("torch.utils.checkpoint", "hooks", got, wanted)
     return held
 
 

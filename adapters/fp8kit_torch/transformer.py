@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks
 
-from fp8kit.errors import ArgumentError, expected, on_behalf_of
+from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers import ACROSS, sequence_starts, want_no_encoder
 from fp8kit.ops.values import check_sequences
 from fp8kit_torch.apply import rehearse, run
@@ -66,9 +66,9 @@ _PARTS = {
 class TransformerLayer(TransformerEngineMethods, Watched):
     """One layer, norms before the branches ::
 
-        a = x + dropout(self_attention(norm(x)))          child self_attention
-        a = a + dropout(inter_attention(norm(a), e))      child inter_attention, with layer_type "decoder" only
-        y = a + dropout(mlp(norm(a)))                     child layernorm_mlp
+        a = x + dropout(self_attention(norm(x)))         child self_attention
+        a = a + dropout(inter_attention(norm(a), e))     child inter_attention, with layer_type "decoder" only
+        y = a + dropout(mlp(norm(a)))                    child layernorm_mlp
 
     * ``hidden_size`` H, ``ffn_hidden_size``, ``num_attention_heads``, ``num_gqa_groups``, ``kv_channels``: as
       the children.
@@ -173,7 +173,7 @@ class TransformerLayer(TransformerEngineMethods, Watched):
         decoder = layer_type == "decoder"
         if decoder and attn_input_format == "thd":
             raise ArgumentError(
-                expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'")
+                op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"
             )
         if not decoder:
             want_no_encoder(
@@ -191,9 +191,7 @@ class TransformerLayer(TransformerEngineMethods, Watched):
         }
         for argument, (value, usual) in alone.items():
             if parallel_attention_mlp and value != usual:
-                raise ArgumentError(
-                    expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
-                )
+                raise ArgumentError(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = (
             hidden_size,
             float(hidden_dropout),
@@ -392,7 +390,7 @@ class TransformerLayer(TransformerEngineMethods, Watched):
             check(op, CALLED, locals() | options)
         x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)
         if self.inter_attention is not None and encoder_output is None:
-            raise ArgumentError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))
+            raise ArgumentError(op, "encoder_output", None, "a tensor with layer_type 'decoder'")
         if self.inter_attention is None:
             want_no_encoder(
                 op,

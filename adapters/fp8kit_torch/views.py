@@ -9,7 +9,7 @@ import torch
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Device, contiguous_strides
-from fp8kit.errors import ArgumentError, FormatError, expected
+from fp8kit.errors import ArgumentError, FormatError
 from fp8kit.formats import DType
 from fp8kit.spec import Meta
 
@@ -41,7 +41,7 @@ def dtype_of(kind: DType) -> torch.dtype:
     except (KeyError, TypeError):
         known = ", ".join(k.name for k in _TORCH)
         raise FormatError(
-            expected("dtype_of", "kind", getattr(kind, "name", repr(kind)[:60]), f"one of {known}")
+            "dtype_of", "kind", getattr(kind, "name", repr(kind)[:60]), f"one of {known}"
         ) from None
 
 
@@ -54,9 +54,7 @@ def kind_of(dtype: torch.dtype) -> DType:
     """The fp8kit dtype of a torch dtype; FormatError where there is none."""
     kind = _DTYPES.get(dtype)
     if kind is None:
-        raise FormatError(
-            expected("fp8kit_torch", "dtype", f"{dtype}", f"one of {', '.join(map(str, _DTYPES))}")
-        )
+        raise FormatError("fp8kit_torch", "dtype", f"{dtype}", f"one of {', '.join(map(str, _DTYPES))}")
     return kind
 
 
@@ -76,18 +74,14 @@ def as_view(tensor: torch.Tensor) -> ArrayView:
         )
     except (AttributeError, TypeError, RuntimeError):
         raise FormatError(
-            expected(
-                "as_view", "tensor", type(tensor).__name__, "a dense torch.Tensor with memory of its own"
-            )
+            "as_view", "tensor", type(tensor).__name__, "a dense torch.Tensor with memory of its own"
         ) from None
     if kind is None or device.type not in ("cpu", "cuda"):
         raise FormatError(
-            expected(
-                "as_view",
-                "tensor",
-                f"{tensor.dtype} on {device}",
-                f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}",
-            )
+            "as_view",
+            "tensor",
+            f"{tensor.dtype} on {device}",
+            f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}",
         )
     shape = tuple(tensor.shape)
     kept = None if strides == contiguous_strides(shape) else strides
@@ -99,12 +93,10 @@ def empty_like_metas(metas: Mapping[str, Meta], like: torch.Tensor) -> list[torc
     meta asks for them."""
     if not isinstance(metas, Mapping) or not all(isinstance(meta, Meta) for meta in metas.values()):
         raise ArgumentError(
-            expected(
-                "empty_like_metas", "metas", type(metas).__name__, "a mapping of names to fp8kit.spec.Metas"
-            )
+            "empty_like_metas", "metas", type(metas).__name__, "a mapping of names to fp8kit.spec.Metas"
         )
     if not isinstance(like, torch.Tensor):
-        raise ArgumentError(expected("empty_like_metas", "like", type(like).__name__, "a torch.Tensor"))
+        raise ArgumentError("empty_like_metas", "like", type(like).__name__, "a torch.Tensor")
     return [
         (torch.zeros if meta.zero else torch.empty)(
             meta.shape, dtype=dtype_of(meta.dtype), device=like.device

@@ -10,7 +10,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
 from fp8kit.autograd.tensors import Tensor, owned, unchanged
-from fp8kit.errors import AutogradError, ShapeError, expected
+from fp8kit.errors import AutogradError, ShapeError
 
 
 class Context:
@@ -120,7 +120,8 @@ class Function:
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) != len(inputs):
                 raise AutogradError(
-                    f"{cls.__name__}.backward: got {len(grads)} gradients, expected {len(inputs)}, one per input"
+                    f"{cls.__name__}.backward: got {len(grads)} gradients, expected {len(inputs)}, "
+                    "one per input"
                 )
             out: list[ArrayView | None] = []
             for i, (x, edge, grad) in enumerate(zip(inputs, edges, grads, strict=True)):
@@ -130,7 +131,7 @@ class Function:
                 view = arrays.contiguous(arrays.as_view(grad, f"{cls.__name__}.backward", f"gradient {i}"))
                 if (view.shape, view.dtype, view.device) != (x.shape, x.dtype, x.device):
                     got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, x))
-                    raise ShapeError(expected(f"{cls.__name__}.backward", f"gradient {i}", got, wanted))
+                    raise ShapeError(f"{cls.__name__}.backward", f"gradient {i}", got, wanted)
                 out.append(owned(edge, view))
             return out
 

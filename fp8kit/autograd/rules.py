@@ -16,7 +16,7 @@ from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
 from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
-from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.formats import DType, int64, uint8
 from fp8kit.replays import Replays, replays
 from fp8kit.scratch import Buffers, large, scratch
@@ -146,7 +146,11 @@ def plan_for(
         )
         outputs, passes = plan.signature.outputs, plan.signature.passes
         names = [name for name, meta in outputs.items() if meta.dtype.floating and not meta.zero]
-        names += [name for name, source in passes.items() if metas[source].dtype.floating]  # type: ignore[union-attr]
+        names += [
+            name
+            for name, source in passes.items()
+            if metas[source].dtype.floating  # type: ignore[union-attr]
+        ]
         again = None if saved.apart or forward.apart else replays(kernels)
         backward_again = None if saved.apart or apart or back.apart else replays(kernels)
         found = _PLANS[key] = Ready(
@@ -233,12 +237,10 @@ def apply(
         elif view.device != device:
             argument = name_in(owner, name, value)
             raise BackendError(
-                expected(
-                    operation.name,
-                    argument,
-                    f"device {view.device}",
-                    f"device {device}, where the other inputs are",
-                )
+                operation.name,
+                argument,
+                f"device {view.device}",
+                f"device {device}, where the other inputs are",
             )
     assert device is not None
     if draw is not None:
@@ -332,12 +334,10 @@ def rehearse(
         if view.device != device:
             argument = name_in(owner, name, inputs[name])
             raise BackendError(
-                expected(
-                    operation.name,
-                    argument,
-                    f"device {view.device}",
-                    f"device {device}, where the other inputs are",
-                )
+                operation.name,
+                argument,
+                f"device {view.device}",
+                f"device {device}, where the other inputs are",
             )
     try:
         operation.infer(
@@ -364,10 +364,10 @@ def _renamed(
 ) -> ShapeError | FormatError:
     """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input, be it there or
     missing."""
-    start, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
-    if start != operation or (argument not in inputs and not rest.startswith("got None")):
+    argument = error.argument
+    if argument is None or error.operation != operation or (argument not in inputs and error.got is not None):
         return error
-    return type(error)(f"{operation}: {name_in(owner, argument, inputs.get(argument))}: {rest}")
+    return error.renamed(operation, name_in(owner, argument, inputs.get(argument)))
 
 
 def _tell(unrecorded: tape.Probe, name: str, inputs: Mapping[str, Any], owner: object) -> None:
@@ -435,7 +435,8 @@ def _record(
         if type(saved) is Buffers:  # what backward is done with is given up, unless another one is to come
             if not left:
                 raise AutogradError(
-                    f"{operation.name}: an earlier backward failed half-way; run forward again, or pass retain_graph=True"
+                    f"{operation.name}: an earlier backward failed half-way; run forward again, "
+                    "or pass retain_graph=True"
                 )
             left = tape.retaining()
             held = dict(saved) if left else saved

@@ -101,7 +101,8 @@ def run(
             backward = node.backward
             if backward is None:
                 raise AutogradError(
-                    f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time"
+                    f"{node.name}: backward was already run through this graph; "
+                    "pass retain_graph=True the first time"
                 )
             # before the call: a node that fails half-way has something to discard too
             if node.finish is not None:

@@ -14,7 +14,7 @@ from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
 from fp8kit.backends import dispatch
-from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
+from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.ops.dropout_add import AddSpec, add
 
@@ -43,8 +43,8 @@ class HookHandle:
 
 
 _ELSEWHERE = (
-    "the tape has what fk.nn computes, + and reshape; fk.Function makes an operation of your own, and .data or .numpy() is the "
-    "array, off the tape"
+    "the tape has what fk.nn computes, + and reshape; fk.Function makes an operation of your own, "
+    "and .data or .numpy() is the array, off the tape"
 )
 
 
@@ -84,7 +84,7 @@ class Tensor:
             requires_grad = flag("tensor", "requires_grad", requires_grad)
         if requires_grad and not view.dtype.floating:
             raise FormatError(
-                expected("tensor", "requires_grad", f"True for dtype {view.dtype.name}", "a floating dtype")
+                "tensor", "requires_grad", f"True for dtype {view.dtype.name}", "a floating dtype"
             )
         self.view = view
         self.requires_grad = requires_grad
@@ -132,7 +132,7 @@ class Tensor:
     def item(self) -> float:
         """The only element as a Python number; waits for the device. ShapeError when there are several."""
         if self.view.size != 1:
-            raise ShapeError(expected("item", "tensor", f"shape {self.shape}", "one element"))
+            raise ShapeError("item", "tensor", f"shape {self.shape}", "one element")
         return float(self.numpy().reshape(-1)[0])
 
     def detach(self) -> Tensor:
@@ -160,7 +160,7 @@ class Tensor:
         memory is read-only.
         """
         if not self.view.writable:
-            raise FormatError(expected("copy_", "tensor", "read-only memory", "memory that may be written"))
+            raise FormatError("copy_", "tensor", "read-only memory", "memory that may be written")
         view = source.view if isinstance(source, Tensor) else arrays.as_view(source, "copy_", "source")
         if tape.is_grad_enabled() and (
             self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)
@@ -169,11 +169,11 @@ class Tensor:
                 "copy_: a change in place is not recorded, and a gradient is required here; use no_grad()"
             )
         if view.shape != self.shape:
-            raise ShapeError(expected("copy_", "source", f"shape {view.shape}", f"shape {self.shape}"))
+            raise ShapeError("copy_", "source", f"shape {view.shape}", f"shape {self.shape}")
         if view.dtype is not self.dtype and not (
             view.dtype in formats.HIGH_PRECISION and self.dtype in formats.HIGH_PRECISION
         ):
-            raise FormatError(expected("copy_", "source", view.dtype.name, self.dtype.name))
+            raise FormatError("copy_", "source", view.dtype.name, self.dtype.name)
         view = arrays.to(view, self.device)
         if view.dtype is self.dtype and self.view.contiguous:
             arrays.copy(self.view, arrays.contiguous(view))
@@ -218,7 +218,7 @@ class Tensor:
             view = arrays.contiguous(arrays.as_view(answer, "register_hook", "the hook's answer"))
             if (view.shape, view.dtype, view.device) != (gradient.shape, gradient.dtype, gradient.device):
                 got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, gradient))
-                raise ShapeError(expected("register_hook", "the hook's answer", got, wanted))
+                raise ShapeError("register_hook", "the hook's answer", got, wanted)
             return fresh(view)
 
         if isinstance(edge.target, Node):
@@ -256,24 +256,23 @@ class Tensor:
         retain_graph = flag("backward", "retain_graph", retain_graph)
         if edge is None:
             raise AutogradError(
-                "backward: this tensor was computed without anything that requires a gradient, or under no_grad"
+                "backward: this tensor was computed without anything that requires a gradient, "
+                "or under no_grad"
             )
         if gradient is None:
             if self.view.size != 1:
                 raise ShapeError(
-                    expected(
-                        "backward",
-                        "gradient",
-                        "nothing",
-                        f"an array of shape {self.shape}: the tensor has several elements",
-                    )
+                    "backward",
+                    "gradient",
+                    "nothing",
+                    f"an array of shape {self.shape}: the tensor has several elements",
                 )
             gradient = np.ones(self.shape, self.dtype.numpy)
         view = arrays.as_view(gradient, "backward", "gradient")
         if view.shape != self.shape:
-            raise ShapeError(expected("backward", "gradient", f"shape {view.shape}", f"shape {self.shape}"))
+            raise ShapeError("backward", "gradient", f"shape {view.shape}", f"shape {self.shape}")
         if view.dtype is not self.dtype:
-            raise FormatError(expected("backward", "gradient", view.dtype.name, self.dtype.name))
+            raise FormatError("backward", "gradient", view.dtype.name, self.dtype.name)
         root = owned(edge, arrays.to(arrays.contiguous(view), self.device))
         tape.run([(edge, root)], add_views, retain_graph)
 
@@ -333,7 +332,8 @@ class Tensor:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"{type(self).__name__} cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()"
+            f"{type(self).__name__} cannot be pickled: it is memory by address; use fk.save and fk.load, "
+            "or numpy()"
         )
 
     def __fp8kit_view__(self) -> ArrayView:
@@ -342,9 +342,7 @@ class Tensor:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.device.kind != "cpu":
             raise FormatError(
-                expected(
-                    "__array__", "tensor", f"device {self.device}", "the CPU; .numpy() copies from a GPU"
-                )
+                "__array__", "tensor", f"device {self.device}", "the CPU; .numpy() copies from a GPU"
             )
         return (
             np.asarray(self.numpy(), dtype=dtype) if copy is not True else np.array(self.numpy(), dtype=dtype)
@@ -362,7 +360,7 @@ class Tensor:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise ShapeError(expected("len", "tensor", "no dimension", "at least one"))
+            raise ShapeError("len", "tensor", "no dimension", "at least one")
         return self.shape[0]
 
     def __bool__(self) -> bool:
@@ -425,8 +423,8 @@ def unchanged(operation: str, argument: str, value: Tensor, owner: object = None
     def check() -> None:
         if version.count != then:
             raise AutogradError(
-                f"{operation}: {name_in(owner, argument, value)}: got a value changed in place since the forward pass "
-                f"(version {version.count}), expected it as backward needs it (version {then})"
+                f"{operation}: {name_in(owner, argument, value)}: got a value changed in place since the "
+                f"forward pass (version {version.count}), expected it as backward needs it (version {then})"
             )
 
     return check
@@ -469,7 +467,7 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise FormatError(
-                expected("tensor", "array", shown(array), f"nested numbers of one length ({error})")
+                "tensor", "array", shown(array), f"nested numbers of one length ({error})"
             ) from None
         if dtype is None and array.dtype == np.float64:
             array = array.astype(np.float32)
@@ -495,7 +493,7 @@ def _converted(view: ArrayView, kind: DType, where: Device) -> ArrayView:
     FormatError for other dtypes."""
     if view.dtype not in (*formats.HIGH_PRECISION, formats.float64) or kind not in formats.HIGH_PRECISION:
         wanted = "float64, float32, bfloat16 or float16 to become one of the last three"
-        raise FormatError(expected("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted))
+        raise FormatError("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted)
     view = arrays.contiguous(view)
     if where.kind != "cpu":  # a GPU converts sooner than the host, which would load its engine for that
         if view.dtype is formats.float64 and view.device.kind == "cpu":  # half the bytes

@@ -3,7 +3,7 @@
 With u the input, sigma(z) = 1 / (1 + exp(-z)), and for gated ones u the first half of the columns, v the
 second (GLU family: Shazeer 2020):
 
-==============  =============================================================================================================
+==============  =============================================================================================
 gelu            u sigma(2 sqrt(2 / pi) (u + 0.044715 u^3)), the tanh form of Hendrycks & Gimpel 2016
 qgelu           u sigma(1.702 u), their sigmoid form
 silu            u sigma(u)
@@ -13,8 +13,9 @@ glu             sigma(u) v (Dauphin et al. 2017)
 geglu, qgeglu   gelu(u) v, qgelu(u) v
 reglu, sreglu   relu(u) v, srelu(u) v
 swiglu          silu(u) v
-clamped_swiglu  c sigma(alpha c) (d + glu_linear_offset), c = min(u, limit), d = v held in [-limit, limit] (OpenAI's gpt-oss)
-==============  =============================================================================================================
+clamped_swiglu  c sigma(alpha c) (d + glu_linear_offset), c = min(u, limit), d = v held in
+                [-limit, limit] (OpenAI's gpt-oss)
+==============  =============================================================================================
 
 Names, parameters and defaults are Transformer Engine's. Beyond its limit a clamped input has the gradient 0,
 at the limit that of the inside.

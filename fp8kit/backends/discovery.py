@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fp8kit import settings
 from fp8kit.backends.registry import IN_TREE, LOCK, OpRegistry
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 PLUGIN_GROUP = "fp8kit.plugins"
 PLUGIN_MODULES_ENV = "FP8KIT_PLUGIN_MODULES"
@@ -122,7 +122,7 @@ def _want_own_names(name: str, registry: OpRegistry, before: set[Any]) -> None:
         for impl in impls:
             if impl not in before and impl.engine in IN_TREE:
                 wanted = f"another engine than fp8kit's own {', '.join(IN_TREE)}"
-                raise BackendError(expected("plugin", name, f"impl_id {impl.impl_id!r}", wanted))
+                raise BackendError("plugin", name, f"impl_id {impl.impl_id!r}", wanted)
 
 
 def _from_entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
@@ -137,7 +137,12 @@ def _from_entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
 
 def _from_variable() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     for module in settings.plugin_modules():
-        yield module, PLUGIN_MODULES_ENV, module, lambda module=module: importlib.import_module(module)  # type: ignore[misc]
+        yield (
+            module,
+            PLUGIN_MODULES_ENV,
+            module,
+            lambda module=module: importlib.import_module(module),  # type: ignore[misc]
+        )
 
 
 def _function(name: str, found: Any) -> Callable[[OpRegistry], Any]:
@@ -148,10 +153,5 @@ def _function(name: str, found: Any) -> Callable[[OpRegistry], Any]:
     if callable(found):
         return found  # type: ignore[no-any-return]
     raise BackendError(
-        expected(
-            "plugin",
-            name,
-            repr(found),
-            f"a module with {' or '.join(_FUNCTIONS)}(registry), or such a function",
-        )
+        "plugin", name, repr(found), f"a module with {' or '.join(_FUNCTIONS)}(registry), or such a function"
     )

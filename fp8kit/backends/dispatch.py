@@ -18,7 +18,7 @@ from fp8kit.backends.policy import _CURRENT, SelectionPolicy, Switch, get_policy
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, Kind, OpImpl, OpRegistry
 from fp8kit.devices import lacking
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 __all__ = [
     "CannotTake",
@@ -156,7 +156,7 @@ def default_device() -> Device:
         if usable:
             return Device(usable[0])
         wanted = f"one of the engine's devices usable here: {', '.join(sorted(served))}"
-        raise BackendError(expected("device", "None", f"use_backend({backend!r})", wanted))
+        raise BackendError("device", "None", f"use_backend({backend!r})", wanted)
     if named is not None:
         return named
     return Device("cuda") if arrays.available("cuda") else arrays.CPU
@@ -167,7 +167,7 @@ def _want_device(backend: str, *kinds: str) -> None:
     here."""
     if not any(map(arrays.available, kinds)):
         wanted = f"an engine whose device is here: {'; '.join(map(lacking, kinds))}"
-        raise BackendError(expected("use_backend", "name", repr(backend), wanted))
+        raise BackendError("use_backend", "name", repr(backend), wanted)
 
 
 def use_backend(name: str | None) -> Switch:
@@ -196,5 +196,5 @@ def deterministic(enabled: bool = True) -> Switch:
     Holds from now on; as ``with fk.deterministic():`` for a block. The CPU engine always is deterministic.
     """
     if not isinstance(enabled, bool):
-        raise BackendError(expected("deterministic", "enabled", repr(enabled), "True or False"))
+        raise BackendError("deterministic", "enabled", repr(enabled), "True or False")
     return Switch(deterministic=enabled)

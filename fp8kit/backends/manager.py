@@ -24,7 +24,7 @@ from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, CannotTake, OpImpl, OpRegistry
 from fp8kit.devices import lacking
-from fp8kit.errors import BackendError, expected, meant
+from fp8kit.errors import BackendError, meant
 from fp8kit.replays import Replays
 
 log = logging.getLogger("fp8kit")
@@ -153,7 +153,7 @@ class OpManager:
         does not matter."""
         if op_name not in KERNELS:
             wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
-            raise BackendError(expected("candidates", "op_name", repr(op_name), wanted))
+            raise BackendError("candidates", "op_name", repr(op_name), wanted)
         self.ensure_initialized(device.kind)
         return self._ranked(op_name, device, policies.get_policy() if policy is None else policy, arch)
 
@@ -277,12 +277,7 @@ class OpManager:
             own = IN_TREE.get(policy.backend or "")
             here = f"; {lacking(own)}" if own is not None and not arrays.available(own) else ""
             raise BackendError(
-                expected(
-                    name,
-                    "array",
-                    f"device {device}",
-                    f"a device that an allowed engine serves ({reasons}){here}",
-                )
+                name, "array", f"device {device}", f"a device that an allowed engine serves ({reasons}){here}"
             )
         for impl, why in refused:
             if impl.engine not in IN_TREE and why.startswith(_UNFIT):
@@ -302,7 +297,7 @@ class OpManager:
         where = arrays.CPU if device is None else arrays.device(device)
         if op_name not in KERNELS:
             wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
-            raise BackendError(expected("resolve", "op_name", repr(op_name), wanted))
+            raise BackendError("resolve", "op_name", repr(op_name), wanted)
         return getattr(self.kernels(where), op_name)  # type: ignore[no-any-return]
 
     def resolve_candidates(self, op_name: str, device: Device | str | None = None) -> list[OpImpl]:
@@ -314,7 +309,7 @@ class OpManager:
                 "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
             )
             raise BackendError(
-                expected(op_name, "device", where, f"a device that an allowed engine serves ({reasons})")
+                op_name, "device", where, f"a device that an allowed engine serves ({reasons})"
             )
         return usable
 

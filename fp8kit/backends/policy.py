@@ -27,7 +27,7 @@ from fp8kit import settings
 from fp8kit.arrays import Device
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
-from fp8kit.errors import BackendError, expected, meant, on_behalf_of
+from fp8kit.errors import BackendError, meant, on_behalf_of
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (
     Kind.DEFAULT.value,
@@ -71,9 +71,7 @@ class SelectionPolicy:
         object.__setattr__(self, "prefer", _kind("prefer", self.prefer))
         for name in ("strict", "deterministic"):
             if getattr(self, name) not in (False, True):  # 0 and 1 too; "0" would be true
-                raise BackendError(
-                    expected("SelectionPolicy", name, repr(getattr(self, name)), "True or False")
-                )
+                raise BackendError("SelectionPolicy", name, repr(getattr(self, name)), "True or False")
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name in ("allow_vendors", "deny_vendors"):
             object.__setattr__(self, name, _vendors(name, getattr(self, name)))
@@ -84,15 +82,11 @@ class SelectionPolicy:
         )
         object.__setattr__(self, "overrides", _pairs("overrides", self.overrides))
         if self.backend is not None and not isinstance(self.backend, str):
-            raise BackendError(
-                expected("SelectionPolicy", "backend", repr(self.backend), "an engine's name, or None")
-            )
+            raise BackendError("SelectionPolicy", "backend", repr(self.backend), "an engine's name, or None")
         for name, impl in self.overrides:
             if not isinstance(impl, OpImpl) or impl.op_name != name:
                 raise BackendError(
-                    expected(
-                        "SelectionPolicy", "overrides", f"{name!r}: {impl!r}", "an OpImpl of that kernel"
-                    )
+                    "SelectionPolicy", "overrides", f"{name!r}: {impl!r}", "an OpImpl of that kernel"
                 )
         object.__setattr__(self, "text", _text(self))
 
@@ -110,7 +104,7 @@ class SelectionPolicy:
         wrong = sorted(set(given) - set(known))
         if wrong:
             raise BackendError(
-                expected("SelectionPolicy", "from_dict", ", ".join(wrong), f"some of {', '.join(known)}")
+                "SelectionPolicy", "from_dict", ", ".join(wrong), f"some of {', '.join(known)}"
             )
         return cls(**given)
 
@@ -144,9 +138,7 @@ def _kind(name: str, value: Any) -> str:
     known = settings.KIND_ALIASES.get(value, value) if isinstance(value, str) else value
     known = known.value if isinstance(known, Kind) else known
     if known not in VALID_PREFER_VALUES:
-        raise BackendError(
-            expected("SelectionPolicy", name, repr(value), f"one of {', '.join(VALID_PREFER_VALUES)}")
-        )
+        raise BackendError("SelectionPolicy", name, repr(value), f"one of {', '.join(VALID_PREFER_VALUES)}")
     return str(known)
 
 
@@ -158,7 +150,7 @@ def _vendors(name: str, value: Any) -> frozenset[str] | None:
         or isinstance(value, str)
         or not all(isinstance(vendor, str) for vendor in value)
     ):
-        raise BackendError(expected("SelectionPolicy", name, repr(value), "a set of vendors' names"))
+        raise BackendError("SelectionPolicy", name, repr(value), "a set of vendors' names")
     return frozenset(vendor.casefold() for vendor in value)
 
 
@@ -167,7 +159,7 @@ def _pairs(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
-        raise BackendError(expected("SelectionPolicy", name, repr(value), "a mapping by kernel, or pairs"))
+        raise BackendError("SelectionPolicy", name, repr(value), "a mapping by kernel, or pairs")
     return tuple((kernel, said) for kernel, said in pairs)
 
 
@@ -178,7 +170,7 @@ def _tokens(op_name: str, tokens: Any) -> tuple[str, ...]:
         or not all(isinstance(token, str) for token in tokens)
     ):
         raise BackendError(
-            expected("SelectionPolicy", "per_op", f"{op_name}={tokens!r}", "a tuple of one token or more")
+            "SelectionPolicy", "per_op", f"{op_name}={tokens!r}", "a tuple of one token or more"
         )
     return tuple(_token(op_name, token) for token in tokens)
 
@@ -186,21 +178,16 @@ def _tokens(op_name: str, tokens: Any) -> tuple[str, ...]:
 def _token(op_name: str, token: str) -> str:
     if op_name in SERVES:
         wanted = f"{' or '.join(SERVES[op_name])}: a workspace goes with its kernel"
-        raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), wanted))
+        raise BackendError("SelectionPolicy", "per_op", repr(op_name), wanted)
     if op_name not in KERNELS:
         wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
-        raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), wanted))
+        raise BackendError("SelectionPolicy", "per_op", repr(op_name), wanted)
     kind, _, name = token.partition(":")
     known = settings.KIND_ALIASES.get(token, token)
     if known in VALID_PREFER_VALUES or (kind in ("vendor", "impl") and name):
         return known
     raise BackendError(
-        expected(
-            "SelectionPolicy",
-            "per_op",
-            repr(token),
-            f"{', '.join(VALID_PREFER_VALUES)}, vendor:NAME or impl:ID",
-        )
+        "SelectionPolicy", "per_op", repr(token), f"{', '.join(VALID_PREFER_VALUES)}, vendor:NAME or impl:ID"
     )
 
 
@@ -236,7 +223,7 @@ def policy_from_text(text: str) -> SelectionPolicy:
         policy = _KEPT.get(text) or _BY_TEXT.get(text)
         if policy is None:
             wanted = "overrides of this process that are still kept: compile anew"
-            raise BackendError(expected("policy", "overrides", said["overrides"], wanted))
+            raise BackendError("policy", "overrides", said["overrides"], wanted)
         _KEPT[text] = policy
         if len(_KEPT) > _KEPT_LIMIT:
             del _KEPT[next(iter(_KEPT))]
@@ -268,7 +255,7 @@ def _intern(policy: SelectionPolicy) -> SelectionPolicy:
     """Equal policies are one object, so that caches can be keyed by identity. BackendError for what is no
     policy."""
     if not isinstance(policy, SelectionPolicy):
-        raise BackendError(expected("policy", "policy", repr(policy), "a SelectionPolicy"))
+        raise BackendError("policy", "policy", repr(policy), "a SelectionPolicy")
     with LOCK:
         known = _INTERNED.pop(policy, policy)
         _INTERNED[known] = known  # the last used stands last

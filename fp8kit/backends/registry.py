@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fp8kit.backends.protocol import KERNELS, signature
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import DTYPES
 from fp8kit.settings import KIND_ALIASES
 
@@ -90,7 +90,7 @@ class OpImpl:
         def want(argument: str, fits: bool, wanted: str) -> None:
             if not fits:
                 raise BackendError(
-                    expected("OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})")
+                    "OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})"
                 )
 
         want("impl_id", isinstance(self.impl_id, str) and bool(self.engine), "a name: engine.kernel")
@@ -158,7 +158,7 @@ def check_signature(op_name: str, impl_id: str, fn: Callable[..., Any]) -> None:
         own = inspect.signature(fn)
     except (TypeError, ValueError) as error:
         wanted_function = f"a function whose signature can be read ({error})"
-        raise BackendError(expected("register_impl", "fn", f"{fn!r} of {impl_id}", wanted_function)) from None
+        raise BackendError("register_impl", "fn", f"{fn!r} of {impl_id}", wanted_function) from None
     given = list(own.parameters.values())
     names = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = any(p.kind is p.VAR_POSITIONAL for p in given)
@@ -169,9 +169,7 @@ def check_signature(op_name: str, impl_id: str, fn: Callable[..., Any]) -> None:
     ]
     if names[: len(wanted)] != wanted[: len(names)] or (len(names) < len(wanted) and not rest) or owed:
         raise BackendError(
-            expected(
-                "register_impl", "fn", f"{impl_id}{own}", f"the contract's {op_name}({', '.join(wanted)})"
-            )
+            "register_impl", "fn", f"{impl_id}{own}", f"the contract's {op_name}({', '.join(wanted)})"
         )
 
 
@@ -206,18 +204,16 @@ class OpRegistry:
         """Add one implementation. BackendError when its ``impl_id`` is taken for that kernel or its function
         has another signature than the contract's; nothing is added then."""
         if not isinstance(impl, OpImpl):
-            raise BackendError(expected("register_impl", "impl", repr(impl), "an OpImpl"))
+            raise BackendError("register_impl", "impl", repr(impl), "an OpImpl")
         check_signature(impl.op_name, impl.impl_id, impl.fn)
         with LOCK:
             known = self._impls.setdefault(impl.op_name, {})
             if impl.impl_id in known:
                 raise BackendError(
-                    expected(
-                        "register_impl",
-                        "impl_id",
-                        repr(impl.impl_id),
-                        f"one not yet registered for {impl.op_name}",
-                    )
+                    "register_impl",
+                    "impl_id",
+                    repr(impl.impl_id),
+                    f"one not yet registered for {impl.op_name}",
                 )
             known[impl.impl_id] = impl
             self._changed()

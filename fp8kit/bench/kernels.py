@@ -459,7 +459,8 @@ def measure(case: KernelCase, setting: Setting, kernels: Any | None = None) -> R
         row["of_bound"] = error = check(case, kernels, device)
         if not error < 1:
             row["status"] = (
-                f"WRONG: {'elements were not written' if math.isnan(error) else f'{error:.2f} of the error bound'}"
+                "WRONG: "
+                f"{'elements were not written' if math.isnan(error) else f'{error:.2f} of the error bound'}"
             )
         count = sets_of(case.nbytes, device)
         host, stream = inputs(case), arrays.current_stream(device)

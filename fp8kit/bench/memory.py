@@ -18,7 +18,7 @@ from fp8kit.autograd import tensor
 from fp8kit.bench.problem import RECIPES, Problem, native_module
 from fp8kit.bench.report import NO_TIME, Row, Setting
 from fp8kit.bench.sizes import Layer
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError
 from fp8kit.spec import Operation, Plan, Views
 
 # end of a kept tensor's name -> what it is; the first that fits
@@ -205,7 +205,7 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
     Fp8kitError for an unknown recipe.
     """
     if recipe not in RECIPES:
-        raise Fp8kitError(expected("ledger", "recipe", repr(recipe), f"one of {', '.join(RECIPES)}"))
+        raise Fp8kitError("ledger", "recipe", repr(recipe), f"one of {', '.join(RECIPES)}")
     peak = Peak(device)
     problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, device)
     module, rule = native_module(problem), RECIPES[recipe]
@@ -227,7 +227,7 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
 
     step(watch=True)
     if not found:
-        raise Fp8kitError(expected("ledger", "operations", "none that was seen", "the layer's"))
+        raise Fp8kitError("ledger", "operations", "none that was seen", "the layer's")
     most = peak.bytes(step)
     title = f"kept for backward, {recipe}, hidden {layer.hidden}, {layer.tokens} tokens"
     rows: list[Row] = [

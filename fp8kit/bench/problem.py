@@ -341,4 +341,7 @@ def verdict(case: str, kind: str, found: Mapping[str, float]) -> str:
     limits = bounds(case, kind)
     if found["error_y"] < limits[0] and found["error_dx"] < limits[1]:
         return "ok"
-    return f"WRONG: errors {found['error_y']:.3f}, {found['error_dx']:.3f}, bounds {limits[0]:.3f}, {limits[1]:.3f}"
+    return (
+        f"WRONG: errors {found['error_y']:.3f}, {found['error_dx']:.3f}, bounds {limits[0]:.3f}, "
+        f"{limits[1]:.3f}"
+    )

@@ -239,7 +239,9 @@ def _processor() -> str:
 def about_of(setting: Setting) -> dict[str, Any]:
     """What a run's figures depend on: machine, device, versions, how they are taken, and the sizes."""
     layers = {
-        name: f"hidden {size.hidden}, ffn {size.ffn}, heads {size.heads}, {size.sequence} x {size.batch} tokens"
+        name: (
+            f"hidden {size.hidden}, ffn {size.ffn}, heads {size.heads}, {size.sequence} x {size.batch} tokens"
+        )
         for name, size in setting.sizes.layers.items()
     }
     return {
@@ -267,8 +269,14 @@ def head(about: Mapping[str, Any]) -> str:
     layers = [f"{name}: {size}" for name, size in how["layers"].items()]
     return "\n".join(
         [
-            f"fp8kit {known['fp8kit']} on {about['device']}: {about['machine']}; Python {about['python']}, {used}",
-            f"{how['sizes']} sizes{small}; {how['rounds']} rounds of {how['calls']} calls, each after {how['warmups']} that do not count",
+            (
+                f"fp8kit {known['fp8kit']} on {about['device']}: {about['machine']}; "
+                f"Python {about['python']}, {used}"
+            ),
+            (
+                f"{how['sizes']} sizes{small}; {how['rounds']} rounds of {how['calls']} calls, "
+                f"each after {how['warmups']} that do not count"
+            ),
             *layers,
             f"modules, kernels, gemm and memory are of {next(iter(how['layers']))}",
             "",

@@ -36,7 +36,8 @@ x = fk.tensor(x, requires_grad=True, dtype="bfloat16", device=device)
 if warm:
     fk.warmup(hidden=sizes[0], ffn=sizes[1], heads=sizes[2], device=device)
 marks.append(time.time())
-layer = fk.nn.TransformerLayer(*sizes[:3], hidden_dropout=0.0, attention_dropout=0.0, params_dtype="bfloat16", device=device)
+options = dict(hidden_dropout=0.0, attention_dropout=0.0, params_dtype="bfloat16", device=device)
+layer = fk.nn.TransformerLayer(*sizes[:3], **options)
 marks.append(time.time())
 for _ in range(2):
     with fk.autocast(recipe=fk.recipe.DelayedScaling()):

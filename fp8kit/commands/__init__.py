@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, BackendError, expected, meant
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, meant
 
 # exit status of a command that ran and whose result is not what it must be, or that could not run here
 FAILED = 1
@@ -29,11 +29,12 @@ def device_of(options: argparse.Namespace) -> Device:
     try:
         device = arrays.device(options.device, options.command, "--device")
     except BackendError as error:
-        raise ArgumentError(str(error)) from None
+        raise ArgumentError(*error.args) from None
     usable = arrays.provider(device).count()
     if device.index >= usable:
         raise BackendError(
-            f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing"
+            f"--device: {device} is not usable, {usable} {device.kind} devices are; "
+            "`fp8kit info` lists what is missing"
         )
     return device
 
@@ -45,7 +46,7 @@ def folder(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArgumentError(
-            expected("results", "--out", path, f"a folder that can be made ({error.strerror})")
+            "results", "--out", path, f"a folder that can be made ({error.strerror})"
         ) from None
     return path
 
@@ -57,16 +58,16 @@ def writable(argument: str, path: Path) -> None:
         path.open("ab").close()
     except (OSError, ValueError) as error:
         wanted = f"a file that can be written ({getattr(error, 'strerror', None) or error})"
-        raise ArgumentError(expected("results", argument, path, wanted)) from None
+        raise ArgumentError("results", argument, path, wanted) from None
 
 
 def said(command: str, error: Exception) -> str:
     """A refusal as ``command`` says it: which operation refused is left out where that is the command, or an
     option of its own is named."""
     text = str(error)
-    operation, _, rest = text.partition(": ")
-    if operation == command or rest.startswith("--"):
-        text = rest
+    if isinstance(error, Fp8kitError) and error.argument is not None:
+        own = error.operation == command or error.argument.startswith("--")
+        text = text.removeprefix(f"{error.operation}: ") if own else text
     return text if text.startswith(f"fp8kit {command}") else f"fp8kit {command}: {text}"
 
 
@@ -126,6 +127,6 @@ def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
     parts = text.split(",")
     if len(parts) != count or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ArgumentError(
-            expected("argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas")
+            "argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas"
         )
     return tuple(int(part) for part in parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8kit.commands import FAILED, device_of, folder, minutes, numbers, writable
-from fp8kit.errors import ArgumentError, expected, meant
+from fp8kit.errors import ArgumentError, meant
 
 
 def add(commands: Any) -> None:
@@ -20,9 +20,10 @@ def add(commands: Any) -> None:
         help=what,
         description=f"{what[0].upper()}{what[1:]}.",
         epilog=(
-            "Parts: casts, training, layer, steps, modules, attention, kernels, gemm, host, start, memory, breakeven (all). Sizes are full on "
-            "a GPU and small on the CPU. Each row says how its result was checked: an error, a share of the allowed one (of_bound), or in "
-            "words; the part memory, which counts bytes, and the skeleton, which computes nothing, have no check."
+            "Parts: casts, training, layer, steps, modules, attention, kernels, gemm, host, start, memory, "
+            "breakeven (all). Sizes are full on a GPU and small on the CPU. Each row says how its result was "
+            "checked: an error, a share of the allowed one (of_bound), or in words; the part memory, "
+            "which counts bytes, and the skeleton, which computes nothing, have no check."
         ),
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="some of the parts (all)")
@@ -56,11 +57,11 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; the exit status is 1 where a part failed or a result is wrong."""
     if options.layer is not None and not options.memory:
-        raise ArgumentError(expected("bench", "--layer", repr(options.layer), "none without --memory"))
+        raise ArgumentError("bench", "--layer", repr(options.layer), "none without --memory")
     beside = {"part": " ".join(options.parts), "--minutes": options.minutes, "--out": options.out}
     for name, given in beside.items():
         if options.memory and given:
-            raise ArgumentError(expected("bench", name, given, "none beside --memory"))
+            raise ArgumentError("bench", name, given, "none beside --memory")
     from fp8kit.bench import report as reports
     from fp8kit.bench.parts import NATIVE
     from fp8kit.bench.sizes import Layer
@@ -69,9 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if unknown:
         names = [part.name for part in NATIVE]
         raise ArgumentError(
-            expected(
-                "bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"
-            )
+            "bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"
         )
     device = device_of(options)
     if options.out is not None:

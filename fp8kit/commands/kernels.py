@@ -17,7 +17,7 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
 from fp8kit.commands import device_of
-from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.lab import checks, sources, timing
 from fp8kit.lab.overrides import override
 from fp8kit.lab.sources import Found, Part
@@ -72,7 +72,8 @@ def add(commands: Any) -> None:
     check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
     bench = action(
         "bench",
-        f"time, and the share of a copy's speed; of products and attention GFLOP/s; exit status {UNCHECKED}: {_NO_GPU}",
+        f"time, and the share of a copy's speed; of products and attention GFLOP/s; exit status {UNCHECKED}: "
+        f"{_NO_GPU}",
         _bench,
         "name",
     )
@@ -180,7 +181,7 @@ def _show(options: argparse.Namespace) -> int:
     found = sources.find(options.name)
     if options.variant and not (options.ptx or options.sass):
         wanted = "--ptx or --sass beside it: all variants have one source"
-        raise ArgumentError(expected("kernels", "--variant", repr(options.variant), wanted))
+        raise ArgumentError("kernels", "--variant", repr(options.variant), wanted)
     for part in found.parts:
         if not (options.ptx or options.sass):
             print(f"// {part.entry.name}: {', '.join(part.functions)}; for {', '.join(found.operations)}")
@@ -298,7 +299,7 @@ def _same_source(a: Found, b: Found) -> tuple[Part, Part]:
     pairs = [(x, y) for x in a.parts for y in b.parts if x.like.name == y.like.name]
     if not pairs:
         wanted = f"a version of {' or '.join(part.like.name for part in a.parts)}, as {a.name} is"
-        raise ArgumentError(expected("kernels diff", "b", repr(b.name), wanted))
+        raise ArgumentError("kernels diff", "b", repr(b.name), wanted)
     return pairs[0]
 
 
@@ -345,7 +346,7 @@ def _look(found: Found, device: Device, lead: str = "") -> bool:
 def _watch(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if path.suffix != ".cu" or not path.is_file():
-        raise ArgumentError(expected("kernels watch", "file", repr(options.file), "a .cu file that is there"))
+        raise ArgumentError("kernels watch", "file", repr(options.file), "a .cu file that is there")
     return watch(path, _arch(options), options.rounds)
 
 

@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.errors import ArgumentError, expected, meant
+from fp8kit.errors import ArgumentError, meant
 from fp8kit.plugins.explanation import explain, listing, want_implementations
 
 _KINDS = ("cpu", "cuda")
@@ -48,7 +48,7 @@ def _list(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     if options.op not in KERNELS:
         wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(options.op, KERNELS)}"
-        raise ArgumentError(expected("plugins", "kernel", repr(options.op), wanted))
+        raise ArgumentError("plugins", "kernel", repr(options.op), wanted)
     print("\n".join(explain(options.op, kind).text() for kind in _kinds(options)))
     return 0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.testing.contract import Case, cases
 
 
@@ -27,7 +27,10 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "all right" if not self.failures else f"{len(self.failures)} WRONG"
-        return f"{self.operation}: {self.implementation} on {self.device}: {self.cases} cases, {verdict} ({self.seconds:.1f} s)"
+        return (
+            f"{self.operation}: {self.implementation} on {self.device}: {self.cases} cases, "
+            f"{verdict} ({self.seconds:.1f} s)"
+        )
 
 
 def chosen(operation: str, only: str = "") -> list[Case]:
@@ -45,12 +48,10 @@ def check(operation: str, device: Device | str, only: str = "") -> Report:
     wanted = chosen(operation, only)
     if not wanted:
         raise ArgumentError(
-            expected(
-                "check",
-                "operation",
-                f"{operation!r}" + (f" with cases {only!r}" if only else ""),
-                "an operation of the contract that writes arrays, and a word in a case's name",
-            )
+            "check",
+            "operation",
+            f"{operation!r}" + (f" with cases {only!r}" if only else ""),
+            "an operation of the contract that writes arrays, and a word in a case's name",
         )
     device = arrays.device(device)
     kernels = dispatch.kernels(device)

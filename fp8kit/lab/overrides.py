@@ -23,7 +23,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.backends.registry import Kind, OpImpl
-from fp8kit.errors import BackendError, expected, meant
+from fp8kit.errors import BackendError, meant
 from fp8kit.lab.outputs import views
 from fp8kit.lab.verify import on, verified
 from fp8kit.raw_kernels import manifest
@@ -100,18 +100,13 @@ def override(
     """
     if not isinstance(operation, str) or operation not in KERNELS:
         wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(operation, KERNELS)}"
-        raise BackendError(expected("override", "operation", repr(operation), wanted))
+        raise BackendError("override", "operation", repr(operation), wanted)
     if not isinstance(verify, bool):
-        raise BackendError(expected("override", "verify", repr(verify), "True or False"))
+        raise BackendError("override", "verify", repr(verify), "True or False")
     kind = _kind(implementation)
     if function is not None and kind not in ("cupy", "numba"):
         raise BackendError(
-            expected(
-                "override",
-                "function",
-                repr(function),
-                "None, but for a cupy.RawKernel or a numba.cuda kernel",
-            )
+            "override", "function", repr(function), "None, but for a cupy.RawKernel or a numba.cuda kernel"
         )
     if kind == "python":
         wants_original = _check_signature(operation, implementation)
@@ -155,7 +150,7 @@ def _kind(implementation: Any) -> str:
         return "numba"
     if callable(implementation):
         return "python"
-    raise BackendError(expected("override", "implementation", kind.__name__, _KINDS))
+    raise BackendError("override", "implementation", kind.__name__, _KINDS)
 
 
 # --- Python functions ---------------------------------------------------------------------------------------
@@ -170,14 +165,12 @@ def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
         given = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
         raise BackendError(
-            expected("override", "implementation", f"{name}, whose parameters are unknown", _KINDS)
+            "override", "implementation", f"{name}, whose parameters are unknown", _KINDS
         ) from None
     wants_original = bool(given) and given[0].name == "original"
     if wants_original and not any(p.name == "stream" for p in wanted):
         raise BackendError(
-            expected(
-                "override", "implementation", f"{name}(original, ...)", f"{text}: {operation} takes no arrays"
-            )
+            "override", "implementation", f"{name}(original, ...)", f"{text}: {operation} takes no arrays"
         )
     given = given[wants_original:]
     if any(p.kind is p.VAR_POSITIONAL for p in given):
@@ -185,7 +178,7 @@ def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
     if [p.name for p in given] != [p.name for p in wanted] or any(p.kind is p.KEYWORD_ONLY for p in given):
         got = f"{name}({', '.join(map(str, (p.name for p in given)))})"
         raise BackendError(
-            expected("override", "implementation", got, f"the contract's parameters of {operation}, {text}")
+            "override", "implementation", got, f"the contract's parameters of {operation}, {text}"
         )
     return wants_original
 
@@ -214,20 +207,17 @@ def _on_its_stream(
         count()
         if named:
             args = contract.bind(*args, **named).args
-        first = next((a for a in args if isinstance(a, ArrayView)), None) or next(
-            iter(views(dict(enumerate(args)))), None
-        )  # type: ignore[arg-type]
+        places: Any = dict(enumerate(args))
+        first = next((a for a in args if isinstance(a, ArrayView)), None) or next(iter(views(places)), None)
         with nullcontext() if first is None else on(first.device, args[-1]):
             answer = function(*args)
         if answer is not None:  # what was to be written is not written then
             got = f"{getattr(function, '__name__', operation)}, which returns {type(answer).__name__}"
             raise BackendError(
-                expected(
-                    "override",
-                    "implementation",
-                    got,
-                    f"results written into the arrays that {operation} is given",
-                )
+                "override",
+                "implementation",
+                got,
+                f"results written into the arrays that {operation} is given",
             )
 
     return call
@@ -245,9 +235,7 @@ def _replaced(
 
     if operation not in manifest.USES:
         raise BackendError(
-            expected(
-                "override", "implementation", "a kernel", f"a Python function: {operation} launches none"
-            )
+            "override", "implementation", "a kernel", f"a Python function: {operation} launches none"
         )
     if kind == "text":
         unit = read(implementation)
@@ -282,18 +270,14 @@ def _source_of(operation: str, unit: manifest.Unit) -> str:
     if len(touched) != 1:
         choices = "; or ".join(f"{', '.join(functions)} (as {source})" for source, functions in uses.items())
         got = f"{unit.name} with functions {', '.join(sorted(named)) or 'none'}"
-        raise BackendError(
-            expected("override", "implementation", got, f'extern "C" __global__ functions {choices}')
-        )
+        raise BackendError("override", "implementation", got, f'extern "C" __global__ functions {choices}')
     missing = set(uses[touched[0]]) - named
     if missing:
         raise BackendError(
-            expected(
-                "override",
-                "implementation",
-                f"{unit.name} without {', '.join(sorted(missing))}",
-                f"every function that {operation} takes from {touched[0]}",
-            )
+            "override",
+            "implementation",
+            f"{unit.name} without {', '.join(sorted(missing))}",
+            f"every function that {operation} takes from {touched[0]}",
         )
     return touched[0]
 
@@ -307,5 +291,5 @@ def _place_of(operation: str, function: str | None) -> tuple[str, str]:
     )
     if len(found) != 1:
         names = ", ".join(name for _, name in places)
-        raise BackendError(expected("override", "function", repr(function), f"one of {names}"))
+        raise BackendError("override", "function", repr(function), f"one of {names}")
     return found[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8kit.backends.cuda import compile as compiler
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.errors import ArgumentError, BackendError, expected, meant
+from fp8kit.errors import ArgumentError, BackendError, meant
 from fp8kit.lab.overrides import read
 from fp8kit.raw_kernels import manifest
 
@@ -46,7 +46,7 @@ class Part:
         fits = [v for v in self.entry.variants if asked.items() <= dict(v).items()]
         if not fits or (wanted and not asked):
             like = f"defines of {self.entry.name}, such as {said(self.entry.variants[0])}"
-            raise ArgumentError(expected("kernels", "variant", repr(wanted), like))
+            raise ArgumentError("kernels", "variant", repr(wanted), like)
         return max(fits, key=lambda v: sum(value in _PREFERRED for _, value in v))
 
     def compiled(self, defines: manifest.Defines, arch: str) -> compiler.CompiledKernel:
@@ -106,23 +106,16 @@ def find(name: str) -> Found:
         return _own(name, {f"{name}.cu": entries[f"{name}.cu"].functions})
     if name in KERNELS:
         raise ArgumentError(
-            expected(
-                "kernels",
-                "name",
-                repr(name),
-                "an operation that launches raw kernels; this one launches none",
-            )
+            "kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"
         )
     if name.endswith(".cu"):
         raise ArgumentError(
-            expected(
-                "kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"
-            )
+            "kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"
         )
     known = [*entries, *manifest.USES, *(f for entry in entries.values() for f in entry.functions)]
     hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
     raise ArgumentError(
-        expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}")
+        "kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"
     )
 
 
@@ -166,5 +159,6 @@ def sass(cubin: Path) -> str:
                 raise BackendError(f"kernels: {program} failed: {done.stderr.strip()}")
             return done.stdout
     raise BackendError(
-        "kernels: machine code needs nvdisasm or cuobjdump, neither is installed: pip install nvidia-cuda-nvdisasm"
+        "kernels: machine code needs nvdisasm or cuobjdump, neither is installed: "
+        "pip install nvidia-cuda-nvdisasm"
     )

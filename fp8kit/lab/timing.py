@@ -21,7 +21,7 @@ from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import AttentionExtras, Cast, block_shapes
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import E4M3, DType, bfloat16, float16, float32, int32, int64, uint8
 from fp8kit.lab.outputs import outputs, views
 from fp8kit.testing.attention import Rules
@@ -56,7 +56,10 @@ class Measurement:
         what = f"{self.operation}: {self.implementation} on {self.device}, {self.shape[0]} x {self.shape[1]}"
         if self.flops:
             return f"{what}: {self.seconds * 1e6:.1f} us, {self.flops / self.seconds / 1e9:,.1f} GFLOP/s"
-        return f"{what}: {self.seconds * 1e6:.1f} us, {rate:.1f} GB/s, {self.share:.0%} of the speed of a copy of {size:.1f} MiB"
+        return (
+            f"{what}: {self.seconds * 1e6:.1f} us, {rate:.1f} GB/s, {self.share:.0%} of the speed of a copy "
+            f"of {size:.1f} MiB"
+        )
 
 
 def measure(
@@ -68,21 +71,17 @@ def measure(
     dtype.
     """
     if operation not in ARGUMENTS:
-        raise ArgumentError(
-            expected("measure", "operation", repr(operation), f"one of {', '.join(ARGUMENTS)}")
-        )
+        raise ArgumentError("measure", "operation", repr(operation), f"one of {', '.join(ARGUMENTS)}")
     device, kind = arrays.device(device), formats.dtype(dtype, "measure", "dtype")
     if kind not in FLOATS:
-        raise FormatError(
-            expected("measure", "dtype", kind, f"one of {', '.join(each.name for each in FLOATS)}")
-        )
+        raise FormatError("measure", "dtype", kind, f"one of {', '.join(each.name for each in FLOATS)}")
     shape = SHAPES.get(device.kind, SHAPES["cpu"]) if shape is None else shape
     good = (
         isinstance(shape, list | tuple) and len(shape) == 2 and all(isinstance(size, int) for size in shape)
     )
     if not good or shape[0] < 1 or shape[1] < 128 or shape[1] % 128:
         raise ShapeError(
-            expected("measure", "shape", shape, "(rows, columns): a row or more, columns a multiple of 128")
+            "measure", "shape", shape, "(rows, columns): a row or more, columns a multiple of 128"
         )
     rows, columns = shape
     kernels = dispatch.kernels(device)

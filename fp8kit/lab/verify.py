@@ -200,8 +200,8 @@ def _compare_cast(output: Output, got: Array, want: Array, bound: Any, arguments
     if wrong.any():
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
         raise AssertionError(
-            f"{output.name}: {int(wrong.sum())} of {wrong.size} differ by more than a step of {fmt}, first at {at}: "
-            f"got {got[at]:#x} ({values[at]:g}), expected {want[at]:#x} ({right[at]:g})"
+            f"{output.name}: {int(wrong.sum())} of {wrong.size} differ by more than a step of {fmt}, "
+            f"first at {at}: got {got[at]:#x} ({values[at]:g}), expected {want[at]:#x} ({right[at]:g})"
         )
 
 

@@ -77,7 +77,8 @@ def run_demo(
     out.mkdir(parents=True, exist_ok=True)
     label = high_precision(device).name
     print(
-        f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} tokens (bytes)\n{corpus}",
+        f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} "
+        f"tokens (bytes)\n{corpus}",
         flush=True,
     )
     runs = [
@@ -114,7 +115,10 @@ def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, co
     """The table that the demo prints."""
     lines = [
         "",
-        f"{preset.name} on {device}: {parameter_count(runs[0].model):,} parameters, {preset.steps} steps of {preset.tokens:,} tokens",
+        (
+            f"{preset.name} on {device}: {parameter_count(runs[0].model):,} parameters, "
+            f"{preset.steps} steps of {preset.tokens:,} tokens"
+        ),
         str(corpus),
         "",
         f"{'':18}{'validation loss':>16}{'perplexity/byte':>17}{'time':>8}{'tokens/s':>12}",

@@ -11,7 +11,7 @@ from fp8kit import nn
 from fp8kit.arrays import Device
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Tensor, no_grad, tensor
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError
 from fp8kit.formats import DType
 from fp8kit.models.presets import Preset
 from fp8kit.recipe import Recipe
@@ -81,7 +81,7 @@ class GPT(nn.Module):
         """
         if len(ids.shape) != 2 or not 0 < ids.shape[1] <= self.context:
             raise ShapeError(
-                expected("GPT", "ids", f"shape {tuple(ids.shape)}", f"(sequences, length <= {self.context})")
+                "GPT", "ids", f"shape {tuple(ids.shape)}", f"(sequences, length <= {self.context})"
             )
         positions = (
             self._position_ids(*ids.shape)
@@ -108,9 +108,7 @@ class GPT(nn.Module):
         """Positions of a step's new tokens, int64 (sequences, length); those of padding are any."""
         if step.max_seqlen_kv > self.context or step.batch_size != sequences:
             got = f"{step.batch_size} sequences of up to {step.max_seqlen_kv} tokens"
-            raise ShapeError(
-                expected("GPT", "inference_params", got, f"{sequences} as ids, of up to {self.context}")
-            )
+            raise ShapeError("GPT", "inference_params", got, f"{sequences} as ids, of up to {self.context}")
         positions = step.get_seqlens_pre_step()[:, None] + np.arange(length)
         return tensor(np.minimum(positions, self.context - 1).astype(np.int64), device=self.device)
 
@@ -139,9 +137,9 @@ def generate(
     positive.
     """
     if not prompt:
-        raise ShapeError(expected("generate", "prompt", "no bytes", "at least one byte"))
+        raise ShapeError("generate", "prompt", "no bytes", "at least one byte")
     if not temperature > 0:
-        raise ShapeError(expected("generate", "temperature", temperature, "a positive number"))
+        raise ShapeError("generate", "temperature", temperature, "a positive number")
     generator = np.random.Generator(np.random.Philox(seed))
     text = bytearray(prompt)
     cache = nn.InferenceParams(1, model.context, device=model.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from fp8kit.errors import ArgumentError, expected, meant
+from fp8kit.errors import ArgumentError, meant
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,6 @@ def preset(name: str) -> Preset:
     """The preset of that name; ArgumentError that lists them where there is none."""
     if name not in PRESETS:
         raise ArgumentError(
-            expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}")
+            "preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"
         )
     return PRESETS[name]

@@ -22,7 +22,7 @@ import numpy as np
 
 from fp8kit import arrays, nn, serialization
 from fp8kit.arrays import Device
-from fp8kit.errors import CheckpointError, expected
+from fp8kit.errors import CheckpointError
 from fp8kit.models.gpt import GPT
 from fp8kit.models.presets import Preset
 from fp8kit.models.text import Corpus
@@ -136,11 +136,14 @@ class Checkpoint:
             got = (
                 f"a file of kind {said['fp8kit']!r}" if "fp8kit" in said else "a file that holds no training"
             )
-            raise CheckpointError(expected("resume", str(self.path), got, f"one of kind {KIND!r}"))
+            raise CheckpointError("resume", str(self.path), got, f"one of kind {KIND!r}")
         if unlike := differences(said, self.identity):
             cure = "the same options continue it, another folder starts anew"
             if any(name.startswith("steps:") for name in unlike):
-                cure += "; the learning rate follows the number of steps, so that a training cannot be made longer"
+                cure += (
+                    "; the learning rate follows the number of steps, so that a training cannot be made "
+                    "longer"
+                )
             raise CheckpointError(
                 f"resume: {self.path} is of another training: {'; '.join(unlike[:8])}; {cure}"
             )
@@ -174,15 +177,11 @@ class _Seen:
             n: (np.dtype(k), 1) for n, k in wanted.items()
         }:
             got = {name: f"{array.dtype} {array.shape}" for name, array in host.items()}
-            raise CheckpointError(
-                expected("load", "losses, statistics", got, "float64 (steps,) and uint8 (bytes,)")
-            )
+            raise CheckpointError("load", "losses, statistics", got, "float64 (steps,) and uint8 (bytes,)")
         try:
             statistics = [Statistic(*row) for row in json.loads(host["statistics"].tobytes())]
         except (ValueError, TypeError) as error:
-            raise CheckpointError(
-                expected("load", "statistics", "no JSON rows", f"what was saved ({error})")
-            ) from None
+            raise CheckpointError("load", "statistics", "no JSON rows", f"what was saved ({error})") from None
 
         def take() -> None:
             self.run.losses, self.run.statistics = host["losses"].tolist(), statistics

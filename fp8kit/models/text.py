@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import Fp8kitError, ShapeError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -34,7 +34,10 @@ class Corpus:
     validation: Bytes
 
     def __str__(self) -> str:
-        return f"text: the Python standard library, {self.train.size:,} bytes to train on and {self.validation.size:,} to validate"
+        return (
+            f"text: the Python standard library, {self.train.size:,} bytes to train on and "
+            f"{self.validation.size:,} to validate"
+        )
 
     def unigram_entropy(self) -> float:
         """Entropy of the validation part's byte frequencies in nats/byte: the loss of a model that knows
@@ -66,12 +69,10 @@ def standard_library(max_bytes: int = 16 << 20, root: Path | None = None) -> Cor
         parts[validation].append(text)
     if total < LEAST_BYTES or not parts[0] or not parts[1]:
         raise Fp8kitError(
-            expected(
-                "standard_library",
-                str(base),
-                f"{total} bytes of .py files",
-                f"at least {LEAST_BYTES} bytes of source",
-            )
+            "standard_library",
+            str(base),
+            f"{total} bytes of .py files",
+            f"at least {LEAST_BYTES} bytes of source",
         )
     return Corpus(*(np.frombuffer(b"".join(part), np.uint8) for part in parts))
 
@@ -80,7 +81,7 @@ def unigram_entropy(text: Bytes) -> float:
     """-sum p ln p over the byte frequencies p of ``text``, uint8 (n,), in nats/byte (Shannon 1948).
     ShapeError for an empty text."""
     if text.size == 0:
-        raise ShapeError(expected("unigram_entropy", "text", "no bytes", "at least one byte"))
+        raise ShapeError("unigram_entropy", "text", "no bytes", "at least one byte")
     counts = np.bincount(text, minlength=256)
     p = counts[counts > 0] / text.size
     return float(-(p * np.log(p)).sum())
@@ -94,7 +95,7 @@ def batch(text: Bytes, sequences: int, length: int, seed: int, step: int) -> tup
     be made again without making those before it. ShapeError where the text is not longer than ``length``.
     """
     if text.size <= length:
-        raise ShapeError(expected("batch", "text", f"{text.size} bytes", f"more than length={length}"))
+        raise ShapeError("batch", "text", f"{text.size} bytes", f"more than length={length}")
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
     starts = generator.integers(0, text.size - length, sequences)
     windows = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)

@@ -17,7 +17,7 @@ from fp8kit import arrays, formats, nn, optim
 from fp8kit.arrays import Device
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Tensor, no_grad, tensor
-from fp8kit.errors import ArgumentError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.formats import DType
 from fp8kit.models import text
 from fp8kit.models.gpt import GPT
@@ -70,7 +70,7 @@ def train(
     longer finite, CheckpointError for a file that is not of this very training; see ``Checkpoint``.
     """
     if not 0 <= seed < VALIDATION_SEED:
-        raise ArgumentError(expected("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})"))
+        raise ArgumentError("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})")
     nn.manual_seed(seed)
     run = Run(label, GPT(preset, high_precision(device), device), recipe)
     parameters = list(run.model.parameters())
@@ -89,7 +89,7 @@ def train(
     )
     if resume:
         if kept is None:
-            raise Fp8kitError(expected("train", "keep", None, "the file to resume from"))
+            raise Fp8kitError("train", "keep", None, "the file to resume from")
         kept.load()
         there = f"step {len(run.losses)} of {preset.steps}"
         end = (
@@ -158,7 +158,7 @@ def _drain(run: Run, pending: Sequence[Sequence[Tensor]]) -> None:
         run.losses.append(value)
         if not math.isfinite(value):
             raise Fp8kitError(
-                expected("train", f"loss of step {len(run.losses)} ({run.label})", value, "a finite number")
+                "train", f"loss of step {len(run.losses)} ({run.label})", value, "a finite number"
             )
 
 

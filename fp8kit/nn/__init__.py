@@ -1,8 +1,8 @@
 """Modules with Transformer Engine's names, arguments and parameter names, on the native tape.
 
-=========================  ===============================================================================================
+=========================  ========================================================================
 module                     what it computes
-=========================  ===============================================================================================
+=========================  ========================================================================
 Linear                     y = x W^T + b
 LayerNormLinear            y = norm(x) W^T + b, in one operation
 LayerNormMLP               y = act(norm(x) W1^T + b1) W2^T + b2, in one operation
@@ -15,7 +15,7 @@ Embedding                  rows of a table
 Dropout                    elements dropped, the others scaled up
 ModuleList, Sequential     modules in a row: kept, or called one after the other
 Module, Parameter          the bases of modules of your own, and what they train
-=========================  ===============================================================================================
+=========================  ========================================================================
 
 Functions: ``cross_entropy`` (the loss), ``apply_rotary_pos_emb``. ``InferenceParams`` keeps keys and values
 between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_state``, ``set_rng_state``,

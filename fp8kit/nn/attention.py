@@ -10,7 +10,7 @@ from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, rehearse
-from fp8kit.errors import ArgumentError, BackendError, ShapeError, expected, on_behalf_of
+from fp8kit.errors import ArgumentError, BackendError, ShapeError, on_behalf_of
 from fp8kit.layers import (
     LAYERS,
     PARTS,
@@ -115,7 +115,7 @@ class MultiheadAttention(Module):
             integer(op, "layer_number", layer_number)
         if kv_channels is None and hidden_size % num_attention_heads:
             wanted = f"a multiple of {num_attention_heads} heads, or kv_channels given"
-            raise ArgumentError(expected(op, "hidden_size", hidden_size, wanted))
+            raise ArgumentError(op, "hidden_size", hidden_size, wanted)
         hidden_size, num_attention_heads = int(hidden_size), int(num_attention_heads)
         channels = hidden_size // num_attention_heads if kv_channels is None else int(kv_channels)
         core = DotProductAttention(
@@ -144,9 +144,7 @@ class MultiheadAttention(Module):
             flag(op, "qkv_weight_interleaved", qkv_weight_interleaved),
         )
         if self.return_layernorm_output and not self.input_layernorm:
-            raise ArgumentError(
-                expected(op, "return_layernorm_output", True, "input_layernorm=True beside it")
-            )
+            raise ArgumentError(op, "return_layernorm_output", True, "input_layernorm=True beside it")
         self.q_norm, self.k_norm = _qk_norms(op, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         self._interleaved = fused and repeated  # weights kept apart are always joined as q, k, v
         # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want
@@ -269,7 +267,7 @@ class MultiheadAttention(Module):
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "an array") if cross else ("an array", "None")
             raise ArgumentError(
-                expected(operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention")
+                operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention"
             )
         source = None
         if self.key_value is not None:
@@ -284,15 +282,13 @@ class MultiheadAttention(Module):
             at = core.qkv_format.find("b")
             if at >= 0 and source.shape[at] != x.shape[at]:
                 wanted = f"a batch of {x.shape[at]}, as hidden_states"
-                raise ShapeError(expected(operation, "encoder_output", f"shape {source.shape}", wanted))
+                raise ShapeError(operation, "encoder_output", f"shape {source.shape}", wanted)
             if source.device != x.device:
                 raise BackendError(
-                    expected(
-                        operation,
-                        "encoder_output",
-                        f"device {source.device}",
-                        f"device {x.device}, as hidden_states",
-                    )
+                    operation,
+                    "encoder_output",
+                    f"device {source.device}",
+                    f"device {x.device}, as hidden_states",
                 )
         shapes = projected(
             core,

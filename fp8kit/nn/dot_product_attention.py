@@ -13,7 +13,7 @@ from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, rehearse
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import bool_, float32, int64, uint8
 from fp8kit.kv_steps import cached_mask
 from fp8kit.layers import Settled
@@ -101,16 +101,12 @@ class DotProductAttention(Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         pair = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         if len(pair) != 2:
-            raise ArgumentError(
-                expected(op, "kv_channels", shown(kv_channels), "an int, or two: of q and k, and of v")
-            )
+            raise ArgumentError(op, "kv_channels", shown(kv_channels), "an int, or two: of q and k, and of v")
         channels, channels_v = pair
         positive(op, num_attention_heads=num_attention_heads, kv_channels=channels, num_gqa_groups=groups)
         positive(op, kv_channels=channels_v)
         if num_attention_heads % groups:
-            raise ArgumentError(
-                expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads")
-            )
+            raise ArgumentError(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads")
         self.num_attention_heads, self.num_gqa_groups = int(num_attention_heads), int(groups)
         self.kv_channels: int | tuple[int, int] = (
             (int(channels), int(channels_v)) if isinstance(kv_channels, tuple) else int(channels)
@@ -257,7 +253,7 @@ class DotProductAttention(Module):
         bias = choice(op, "core_attention_bias_type", of("core_attention_bias_type", "no_bias"), BIASES)
         interleave = integer(op, "qkv_interleave_dim", of("qkv_interleave_dim", -3))
         if interleave not in (-3, -2) or (interleave == -2 and layout == "q_kv"):
-            raise ArgumentError(expected(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer"))
+            raise ArgumentError(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer")
         if interleave == -2 and layout == "qkv":
             layout = "qkv_interleaved"
         first = next(iter(layers.values()))
@@ -271,12 +267,10 @@ class DotProductAttention(Module):
                 given["mask"] = options["attention_mask"]
             else:
                 raise ArgumentError(
-                    expected(
-                        op,
-                        "attention_mask",
-                        "an array",
-                        f"None with {mask!r}, or a padding mask without cu_seqlens",
-                    )
+                    op,
+                    "attention_mask",
+                    "an array",
+                    f"None with {mask!r}, or a padding mask without cu_seqlens",
                 )
         for name, value in given.items():
             beside[name] = arrays.to(as_tensor(op, self.argument_names.get(name, name), value).view, device)
@@ -289,9 +283,7 @@ class DotProductAttention(Module):
         gaps, said = any(of(name) is not None for name in _SUMS[2:]), of("pad_between_seqs")
         if said is not None and flag(op, "pad_between_seqs", said) != gaps:
             raise ArgumentError(
-                expected(
-                    op, "pad_between_seqs", said, "True with cu_seqlens_*_padded, False without, or None"
-                )
+                op, "pad_between_seqs", said, "True with cu_seqlens_*_padded, False without, or None"
             )
         corner = of("bottom_right_diagonal")
         corner = self.bottom_right_diagonal if corner is None else _corner(op, corner)
@@ -305,7 +297,7 @@ class DotProductAttention(Module):
         step: dict[str, ArrayView] = {}
         if cache is not None:
             if not isinstance(cache, InferenceParams):
-                raise ArgumentError(expected(op, "inference_params", shown(cache), "InferenceParams or None"))
+                raise ArgumentError(op, "inference_params", shown(cache), "InferenceParams or None")
             mask, corner, asked = self._check_cached(op, mask, bias, beside), None, cached_attention
             leading = first.shape[: 1 if form == "thd" else 2]
             metas, longest = cache.check_step(
@@ -353,16 +345,14 @@ class DotProductAttention(Module):
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
         why = "with inference_params, whose step says the lengths"
         if self.attention_type == "cross":
-            raise ArgumentError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
+            raise ArgumentError(op, "attention_type", "'cross'", "'self', with inference_params")
         if bias not in ("no_bias", "alibi"):
             raise ArgumentError(
-                expected(
-                    op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"
-                )
+                op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"
             )
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
             if name in inputs:
-                raise ArgumentError(expected(op, name, "an array", f"None {why}"))
+                raise ArgumentError(op, name, "an array", f"None {why}")
         return cached_mask(op, mask)
 
 
@@ -406,12 +396,7 @@ def _window(operation: str, window_size: Any) -> tuple[int, int]:
         isinstance(n, bool) or not isinstance(n, int | np.integer) or n < -1 for n in window
     ):
         raise ArgumentError(
-            expected(
-                operation,
-                "window_size",
-                repr(window_size),
-                "(left, right), each -1 (unbounded) or more, or None",
-            )
+            operation, "window_size", repr(window_size), "(left, right), each -1 (unbounded) or more, or None"
         )
     return int(window[0]), int(window[1])
 
@@ -455,12 +440,10 @@ def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | Non
         view = as_tensor(operation, "attention_mask", mask).view
         layers.want_padding(operation, view.shape, lengths, bool(found))
         if view.dtype not in (bool_, uint8):
-            raise FormatError(
-                expected(operation, "attention_mask", view.dtype.name, "bool, True where masked out")
-            )
+            raise FormatError(operation, "attention_mask", view.dtype.name, "bool, True where masked out")
         rows = view.numpy()[:, 0, 0] != 0
         if (rows[:, :-1] & ~rows[:, 1:]).any():
-            raise ShapeError(expected(operation, "attention_mask", *layers.MISPLACED))
+            raise ShapeError(operation, "attention_mask", *layers.MISPLACED)
         found[name] = np.concatenate([[0], np.cumsum((~rows).sum(1))]).astype(np.int32)
     return found
 
@@ -474,7 +457,7 @@ def _longest(operation: str, side: str, given: int | None, inputs: Mapping[str, 
     lengths = inputs.get(f"cu_seqlens_{side}")
     if lengths is None:
         raise ArgumentError(
-            expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'")
+            operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"
         )
     if lengths.ndim != 1 or not lengths.size:
         return 64  # refused with the shapes

@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8kit.arguments import number
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.nn import random
 from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
 from fp8kit.nn.random import Init, init_of
@@ -63,7 +63,7 @@ class Dropout(Module):
         if not self.training or self._p == 0:
             return x
         if not x.shape:
-            raise ShapeError(expected("Dropout", "inp", "no dimension", "at least one"))
+            raise ShapeError("Dropout", "inp", "no dimension", "at least one")
         return apply(
             dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x}, owner=self, draw=random.next_rng
         )["y"]
@@ -94,7 +94,7 @@ def cross_entropy(
     """
     x = as_tensor("cross_entropy", "logits", logits)
     if not x.shape:
-        raise ShapeError(expected("cross_entropy", "logits", "no dimension", "(..., classes)"))
+        raise ShapeError("cross_entropy", "logits", "no dimension", "(..., classes)")
     try:
         spec = _loss_spec(x.shape[-1], reduction, label_smoothing, ignore_index)
     except (TypeError, ValueError):  # one that has no hash: refused by name

@@ -19,7 +19,7 @@ from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tape import watcher, watching
 from fp8kit.backends import dispatch
-from fp8kit.errors import NonFiniteError, expected
+from fp8kit.errors import NonFiniteError
 from fp8kit.formats import float32
 
 if TYPE_CHECKING:
@@ -101,12 +101,7 @@ def _look(where: _Where, what: str, values: Mapping[str, Any]) -> None:
         nans, infs = int(np.isnan(host).sum()), int(np.isinf(host).sum())
         if nans or infs:
             raise NonFiniteError(
-                expected(
-                    where.layer,
-                    f"{what} {name}",
-                    f"{nans} NaN and {infs} Inf of {host.size}",
-                    "finite numbers",
-                )
+                where.layer, f"{what} {name}", f"{nans} NaN and {infs} Inf of {host.size}", "finite numbers"
             )
 
 

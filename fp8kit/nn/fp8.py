@@ -18,7 +18,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import current, touch_forward
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, rehearse
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError
 from fp8kit.formats import float32
 from fp8kit.layers import Kept
 from fp8kit.nn import recompute
@@ -133,7 +133,8 @@ class Fp8Module(Module):
         errors of its own."""
         raise NotImplementedError
 
-    calibration_options: dict[str, Any] = {}  # noqa: RUF012  further options of ``make_spec`` while calibrating
+    # further options of ``make_spec`` while calibrating
+    calibration_options: dict[str, Any] = {}  # noqa: RUF012
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -153,12 +154,7 @@ class Fp8Module(Module):
         ``make_spec``."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise Fp8kitError(
-                expected(
-                    type(self).__name__,
-                    "is_first_microbatch",
-                    repr(is_first_microbatch),
-                    "True, False or None",
-                )
+                type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
             )
         state = current()
         if state is None or not (state.enabled or state.calibrating):

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8kit import layers
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 
 # gradients are not accumulated by the operations here
 _FUSED = ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")
@@ -36,5 +36,5 @@ def not_yet(operation: str, only: Mapping[str, tuple[Any, Any]]) -> None:
         plain = isinstance(value, bool | int | float | str | np.generic)
         if value is not supported and not (plain and value == supported):
             raise ArgumentError(
-                expected(operation, name, shown(value), f"{supported!r}: nothing else is supported yet")
+                operation, name, shown(value), f"{supported!r}: nothing else is supported yet"
             )

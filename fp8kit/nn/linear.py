@@ -8,7 +8,7 @@ from typing import Any
 from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.formats import DType
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
 from fp8kit.nn.later import CONSTRUCTOR, later, not_yet
@@ -31,12 +31,7 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
         isinstance(name, str) for name in parameters_split
     ):
         raise ArgumentError(
-            expected(
-                operation,
-                "parameters_split",
-                shown(parameters_split),
-                "names, or a mapping of names to sizes",
-            )
+            operation, "parameters_split", shown(parameters_split), "names, or a mapping of names to sizes"
         )
     if isinstance(parameters_split, Mapping):
         sizes = {
@@ -51,7 +46,7 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
     )
     if not names_fit or sum(named.values()) != out_features or min(named.values()) < 1:
         wanted = f"different names whose sizes sum to {out_features}"
-        raise ArgumentError(expected(operation, "parameters_split", repr(parameters_split), wanted))
+        raise ArgumentError(operation, "parameters_split", repr(parameters_split), wanted)
     return named
 
 
@@ -184,7 +179,9 @@ class Linear(LinearBase):
         if fp8_output is not False or fp8_grad is not False:
             not_yet("Linear", {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)})
         y = self.branch(as_tensor("Linear", "inp", inp), is_first_microbatch, self.bias_mode)
-        return (y, self.bias if self.use_bias else None) if self.return_bias else y  # type: ignore[attr-defined]
+        if not self.return_bias:
+            return y
+        return y, self.bias if self.use_bias else None  # type: ignore[attr-defined]
 
     def branch(
         self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: Tensor | None = None

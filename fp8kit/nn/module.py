@@ -16,7 +16,7 @@ from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.nn import finite
 from fp8kit.nn.random import Init
@@ -71,7 +71,7 @@ class Module:
             value is None or isinstance(value, Parameter)
         ):
             wanted = "a Parameter; load_state_dict copies values into it"
-            raise FormatError(expected(type(self).__name__, name, type(value).__name__, wanted))
+            raise FormatError(type(self).__name__, name, type(value).__name__, wanted)
         object.__setattr__(self, name, value)
 
     # --- the tree -------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class ModuleList(Module):
     def append(self, module: Module) -> None:
         """Add a module at the end; Fp8kitError for anything else."""
         if not isinstance(module, Module):
-            raise ArgumentError(expected(type(self).__name__, "modules", type(module).__name__, "Modules"))
+            raise ArgumentError(type(self).__name__, "modules", type(module).__name__, "Modules")
         vars(self)[str(len(self))] = module
 
     def __len__(self) -> int:
@@ -323,33 +323,29 @@ def as_tokens(
     x = as_tensor(operation, argument, value)
     if len(x.shape) != len(qkv_format) - 1 or x.shape[-1] != features:
         raise ShapeError(
-            expected(
-                operation,
-                argument,
-                f"shape {x.shape}",
-                f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}",
-            )
+            operation,
+            argument,
+            f"shape {x.shape}",
+            f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}",
         )
     if x.dtype is not dtype:
-        raise FormatError(expected(operation, argument, x.dtype.name, f"{dtype.name} as the parameters"))
+        raise FormatError(operation, argument, x.dtype.name, f"{dtype.name} as the parameters")
     return x
 
 
 def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
     """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own
     parameters have one dtype; None for any other refusal."""
-    operation, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
+    operation, argument, given = error.operation, error.argument or "", error.wanted
     own = {name: value.dtype.name for name, value in vars(module).items() if isinstance(value, Parameter)}
-    given = rest.removeprefix(f"got {own.get(argument)}, expected ")
     if (
         operation not in _OF_X
+        or error.got != own.get(argument)
         or len(set(own.values())) != 1
         or given not in [kind.name for kind in formats.HIGH_PRECISION]
     ):
         return None
-    return FormatError(
-        expected(operation, module.argument_names["x"], given, f"{own[argument]} as the parameters")
-    )
+    return FormatError(operation, module.argument_names["x"], given, f"{own[argument]} as the parameters")
 
 
 def positive(operation: str, **sizes: int) -> None:
@@ -387,9 +383,7 @@ def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, dev
         host.fill(init)
     else:
         raise ArgumentError(
-            expected(
-                "init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"
-            )
+            "init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"
         )
     return Parameter(arrays.to(arrays.as_view(host.astype(dtype.numpy)), device))
 

@@ -11,7 +11,7 @@ from fp8kit import arrays
 from fp8kit.arguments import flag, number, shown
 from fp8kit.arrays import Device
 from fp8kit.autograd import apply
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, Parameter, as_tensor, hints, make_parameter, positive, resolve
@@ -43,11 +43,12 @@ class _Norm(Module):
         later(operation, CONSTRUCTOR[self.normalization], other)
         if (normalized_shape is None) == (hidden_size is None):
             wanted = "exactly one of normalized_shape and hidden_size"
-            raise ArgumentError(expected(operation, "normalized_shape", shown(normalized_shape), wanted))
-        shape = arrays.as_sizes(hidden_size if normalized_shape is None else normalized_shape)  # type: ignore[arg-type]
+            raise ArgumentError(operation, "normalized_shape", shown(normalized_shape), wanted)
+        sizes = hidden_size if normalized_shape is None else normalized_shape
+        shape = arrays.as_sizes(sizes)  # type: ignore[arg-type]
         if len(shape) != 1:
             raise ArgumentError(
-                expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet")
+                operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"
             )
         positive(operation, normalized_shape=shape[0])
         dtype, where = resolve(operation, params_dtype, device)
@@ -102,7 +103,7 @@ class L2Normalization(Module):
         another dtype."""
         x = as_tensor("L2Normalization", "inp", inp)
         if not x.shape:
-            raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))
+            raise ShapeError("L2Normalization", "inp", "no dimension", "at least one")
         return apply(norm, _l2_spec(x.shape[-1], self.eps), {"x": x}, owner=self)["y"]
 
 

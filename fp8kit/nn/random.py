@@ -26,7 +26,6 @@ from fp8kit.errors import (
     FormatError,
     Fp8kitError,
     ShapeError,
-    expected,
 )
 from fp8kit.formats import int64
 
@@ -103,7 +102,7 @@ def next_rng(device: Device) -> ArrayView:
         out = _drawn(device) if _thread.source is None else _given(_thread.source, device)
     if out is None or out.device != device:
         wanted = "as many draws on the same devices as in the first pass"
-        raise AutogradError(expected("checkpoint", "function", f"another draw on {device}", wanted))
+        raise AutogradError("checkpoint", "function", f"another draw on {device}", wanted)
     for kept in _thread.keeping:
         kept.append(out)
     return out
@@ -157,26 +156,16 @@ def _given(source: Source, device: Device) -> ArrayView:
     it."""
     if captured.capturing():
         raise ArgumentError(
-            expected(
-                "draw_from",
-                "source",
-                "a draw within fk.graph",
-                "eager steps: replays would repeat the numbers",
-            )
+            "draw_from", "source", "a draw within fk.graph", "eager steps: replays would repeat the numbers"
         )
     pair = arrays.as_view(source(str(device)), "draw_from", "source")
     if pair.dtype is not int64:
-        raise FormatError(expected("draw_from", "source", f"dtype {pair.dtype.name}", "int64 (seed, offset)"))
+        raise FormatError("draw_from", "source", f"dtype {pair.dtype.name}", "int64 (seed, offset)")
     if pair.shape != (2,):
-        raise ShapeError(expected("draw_from", "source", f"shape {pair.shape}", "(2,): seed, offset"))
+        raise ShapeError("draw_from", "source", f"shape {pair.shape}", "(2,): seed, offset")
     if pair.device != device:
         raise BackendError(
-            expected(
-                "draw_from",
-                "source",
-                f"an array on {pair.device}",
-                f"one on {device}, where the operation runs",
-            )
+            "draw_from", "source", f"an array on {pair.device}", f"one on {device}, where the operation runs"
         )
     out = arrays.empty((2,), int64, device)
     arrays.copy(out, arrays.contiguous(pair))
@@ -211,34 +200,30 @@ def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
     shapes = {"seed": (), "host.counter": (4,), "host.key": (2,), "host.buffer": (4,), "host.rest": (3,)}
     serialization.mapping("set_rng_state", state)
     for name in shapes.keys() - set(state):
-        raise CheckpointError(expected("set_rng_state", name, "nothing", "an array from get_rng_state"))
+        raise CheckpointError("set_rng_state", name, "nothing", "an array from get_rng_state")
     values = {
         name: serialization.array("set_rng_state", name, array).numpy() for name, array in state.items()
     }
     devices: dict[Device, HostArray] = {}
     for name, value in values.items():
         if name not in shapes and not name.startswith(_DEVICE_PREFIX):
-            raise CheckpointError(
-                expected("set_rng_state", name, "an unknown entry", "entries from get_rng_state")
-            )
+            raise CheckpointError("set_rng_state", name, "an unknown entry", "entries from get_rng_state")
         if value.shape != shapes.get(name, (2,)) or value.dtype.kind not in "iu":
             wanted = f"integers of shape {shapes.get(name, (2,))}"
-            raise CheckpointError(expected("set_rng_state", name, f"{value.dtype} {value.shape}", wanted))
+            raise CheckpointError("set_rng_state", name, f"{value.dtype} {value.shape}", wanted)
         if name not in shapes:
             try:
                 where = arrays.device(name.removeprefix(_DEVICE_PREFIX))
                 arrays.provider(where)
             except Fp8kitError as error:
                 raise CheckpointError(
-                    expected("set_rng_state", name, "a device that is not here", f"a usable one ({error})")
+                    "set_rng_state", name, "a device that is not here", f"a usable one ({error})"
                 ) from None
             devices[where] = value.astype(np.int64)
     position, has_half, half = (int(v) for v in values["host.rest"])
     if not (int(values["seed"]) >= 0 and 0 <= position <= 4 and has_half in (0, 1) and 0 <= half < 2**32):
         raise CheckpointError(
-            expected(
-                "set_rng_state", "seed, host.rest", values["host.rest"].tolist(), "a state of get_rng_state"
-            )
+            "set_rng_state", "seed, host.rest", values["host.rest"].tolist(), "a state of get_rng_state"
         )
     new = _State(int(values["seed"]))
     new.host.bit_generator.state = {

@@ -20,7 +20,7 @@ from fp8kit.autograd import Tensor, is_grad_enabled, no_grad, set_grad_enabled
 from fp8kit.autograd.tape import Edge, Node, Probe, Watcher, probing, watcher, watching
 from fp8kit.autograd.tensors import fresh, owned, unchanged
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
-from fp8kit.errors import AutogradError, expected
+from fp8kit.errors import AutogradError
 from fp8kit.layers import Kept, Pass, Passes
 from fp8kit.nn import random
 
@@ -102,12 +102,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         shapes = [[(t.shape, t.dtype) for t in tensors] for tensors in (seconds, results)]
         if shapes[0] != shapes[1]:
             raise AutogradError(
-                expected(
-                    "checkpoint",
-                    "function",
-                    f"{shapes[0]} the second time",
-                    f"{shapes[1]}, as the first time",
-                )
+                "checkpoint", "function", f"{shapes[0]} the second time", f"{shapes[1]}, as the first time"
             )
         edges = [seconds[i].edge() for i in floating]
         return [

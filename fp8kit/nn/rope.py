@@ -11,7 +11,7 @@ from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.nn.later import not_yet
 from fp8kit.nn.module import Module, as_tensor, positive, resolve
 from fp8kit.ops.attention_spec import FORMATS
@@ -45,7 +45,7 @@ class RotaryPositionEmbedding(Module):
         op = "RotaryPositionEmbedding"
         positive(op, dim=dim)
         if number(op, "rotary_percent", rotary_percent, above=0.0) > 1:
-            raise ArgumentError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
+            raise ArgumentError(op, "rotary_percent", rotary_percent, "a number in (0, 1]")
         number(
             op,
             "rotary_base",
@@ -56,7 +56,7 @@ class RotaryPositionEmbedding(Module):
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             wanted = "both or neither of it and pretrained_max_position_embeddings"
             raise ArgumentError(
-                expected(op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted)
+                op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted
             )
         for name, value in (
             ("seq_len_interpolation_factor", seq_len_interpolation_factor),
@@ -67,7 +67,7 @@ class RotaryPositionEmbedding(Module):
         self.rotated = int(dim * rotary_percent)
         if self.rotated % 2 or self.rotated == 0:
             raise ArgumentError(
-                expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them")
+                op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"
             )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -115,7 +115,7 @@ def angles(operation: str, argument: str, freqs: Any) -> ArrayView:
     """Angles as the operation takes them: (s, 1, 1, r) or (s, r) as (s, r). ShapeError otherwise."""
     view = as_tensor(operation, argument, freqs).view
     if view.ndim not in (2, 4) or view.size != view.shape[0] * view.shape[-1]:
-        raise ShapeError(expected(operation, argument, f"shape {view.shape}", "(positions, 1, 1, features)"))
+        raise ShapeError(operation, argument, f"shape {view.shape}", "(positions, 1, 1, features)")
     return arrays.contiguous(view).reshape(view.shape[0], view.shape[-1])
 
 
@@ -150,9 +150,7 @@ def apply_rotary_pos_emb(
     interleaved = flag(op, "interleaved", interleaved)
     x = as_tensor(op, "t", t)
     if len(x.shape) != len(tensor_format):
-        raise ShapeError(
-            expected(op, "t", f"shape {x.shape}", f"{len(tensor_format)} dimensions, {tensor_format}")
-        )
+        raise ShapeError(op, "t", f"shape {x.shape}", f"{len(tensor_format)} dimensions, {tensor_format}")
     inputs: dict[str, Any] = {"x": x, "freqs": angles(op, "freqs", freqs)}
     for name, value in (
         ("start_positions", start_positions),

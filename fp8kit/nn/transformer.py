@@ -9,7 +9,7 @@ from typing import Any
 from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import ArgumentError, expected, on_behalf_of
+from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers import ACROSS, Ahead, known_options, sequence_starts, want_no_encoder
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention
@@ -41,9 +41,9 @@ _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_n
 class TransformerLayer(Module):
     """One layer, norms before the branches ::
 
-        a = x + dropout(self_attention(norm(x)))          child self_attention
-        a = a + dropout(inter_attention(norm(a), e))      child inter_attention, with layer_type "decoder" only
-        y = a + dropout(mlp(norm(a)))                     child layernorm_mlp
+        a = x + dropout(self_attention(norm(x)))         child self_attention
+        a = a + dropout(inter_attention(norm(a), e))     child inter_attention, with layer_type "decoder" only
+        y = a + dropout(mlp(norm(a)))                    child layernorm_mlp
 
     * ``hidden_size`` H, ``ffn_hidden_size``, ``num_attention_heads``, ``num_gqa_groups``, ``kv_channels``: as
       the children.
@@ -146,7 +146,7 @@ class TransformerLayer(Module):
         decoder = choice(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
         if decoder and attn_input_format == "thd":
             raise ArgumentError(
-                expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'")
+                op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"
             )
         if not decoder:
             want_no_encoder(
@@ -167,9 +167,7 @@ class TransformerLayer(Module):
         }
         for argument, (value, usual) in alone.items():
             if self.parallel_attention_mlp and value != usual:
-                raise ArgumentError(
-                    expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
-                )
+                raise ArgumentError(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
         self.hidden_size, self.name = int(hidden_size), name
         self.layer_number = None if layer_number is None else integer(op, "layer_number", layer_number)
         self.layer_type, self.attn_input_format = layer_type, attn_input_format
@@ -293,7 +291,7 @@ class TransformerLayer(Module):
         dtype = self.self_attention.proj.weight_inputs()["weight0"].dtype
         x = as_tokens(op, "hidden_states", hidden_states, self.attn_input_format, self.hidden_size, dtype)
         if self.inter_attention is not None and encoder_output is None:
-            raise ArgumentError(expected(op, "encoder_output", None, "an array with layer_type 'decoder'"))
+            raise ArgumentError(op, "encoder_output", None, "an array with layer_type 'decoder'")
         if self.inter_attention is None:
             want_no_encoder(
                 op,

@@ -1,22 +1,22 @@
 """Operations: differentiable units written once on top of the kernels, for every front door.
 
-======================  ==================================================================  ==========================
-operation               what it computes                                                    file
-======================  ==================================================================  ==========================
-linear, weight_cast     y = x W^T + b; the FP8 weight alone                                 linear.py, product.py
-norm                    LayerNorm, RMSNorm, L2 normalisation                                norm.py
-norm_linear             y = norm(x) W^T + b, the residual stream going through              norm_linear.py
-norm_mlp                y = act(norm(x) W1^T + b1) W2^T + b2, likewise                      norm_mlp.py
-attention               scaled dot product attention                                        attention.py
-cached_attention        attention over a cache of keys and values, which it extends         kv_cache.py
-rope                    rotary position embedding                                           rope.py
-dropout_add, add        residual + dropout(x + bias); a + b                                 dropout_add.py
-drop_path               residual + x, whole samples of x dropped                            drop_path.py
-split_heads             packed queries, keys and values apart                               split_heads.py
-embedding               rows of a table                                                     embedding.py
-activation              gelu, silu, swiglu... alone                                         activation.py
-quantize, dequantize    casts to FP8 codes and back                                         casts.py
-fp8_gemm                the product of two matrices of FP8 codes                            fp8_gemm.py
-cross_entropy           softmax cross entropy                                               cross_entropy.py
-======================  ==================================================================  ==========================
+======================  ===========================================================  =====================
+operation               what it computes                                             file
+======================  ===========================================================  =====================
+linear, weight_cast     y = x W^T + b; the FP8 weight alone                          linear.py, product.py
+norm                    LayerNorm, RMSNorm, L2 normalisation                         norm.py
+norm_linear             y = norm(x) W^T + b, the residual stream going through       norm_linear.py
+norm_mlp                y = act(norm(x) W1^T + b1) W2^T + b2, likewise               norm_mlp.py
+attention               scaled dot product attention                                 attention.py
+cached_attention        attention over a cache of keys and values, which it extends  kv_cache.py
+rope                    rotary position embedding                                    rope.py
+dropout_add, add        residual + dropout(x + bias); a + b                          dropout_add.py
+drop_path               residual + x, whole samples of x dropped                     drop_path.py
+split_heads             packed queries, keys and values apart                        split_heads.py
+embedding               rows of a table                                              embedding.py
+activation              gelu, silu, swiglu... alone                                  activation.py
+quantize, dequantize    casts to FP8 codes and back                                  casts.py
+fp8_gemm                the product of two matrices of FP8 codes                     fp8_gemm.py
+cross_entropy           softmax cross entropy                                        cross_entropy.py
+======================  ===========================================================  =====================
 """

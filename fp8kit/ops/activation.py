@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.backends.activation import ACTIVATIONS
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import uint8
 from fp8kit.ops.norm_mlp import activation_numbers
 from fp8kit.ops.product import row_count, want_rows
@@ -28,14 +28,10 @@ class ActivationSpec:
             object.__setattr__(self, "params", defaults)
         if len(self.params) != len(defaults):
             raise FormatError(
-                expected(
-                    "activation", "params", self.params, f"{len(defaults)} numbers for {self.activation}"
-                )
+                "activation", "params", self.params, f"{len(defaults)} numbers for {self.activation}"
             )
         if self.features % ACTIVATIONS[self.activation].parts:
-            raise ShapeError(
-                expected("activation", "features", self.features, f"an even number for {self.activation}")
-            )
+            raise ShapeError("activation", "features", self.features, f"an even number for {self.activation}")
 
 
 class Activation(Operation):

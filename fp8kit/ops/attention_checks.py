@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import Shape
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, batch_of, check_starts, length_of
 from fp8kit.ops.attention_views import Dense, lse_shape, meta_of, side_of
@@ -18,14 +18,14 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     layout = LAYOUTS[spec.layout]
     kind = meta_of(metas, next(iter(layout))).dtype
     if kind not in HIGH_PRECISION:
-        raise FormatError(expected("attention", next(iter(layout)), kind, "float32, bfloat16 or float16"))
+        raise FormatError("attention", next(iter(layout)), kind, "float32, bfloat16 or float16")
     # side of the product -> (input, leading dimensions) first seen there
     rows: dict[str, tuple[str, Shape]] = {}
     dims = 1 if spec.packed else 2
     for name, parts in layout.items():
         shape, dtype = meta_of(metas, name)[:2]
         if dtype is not kind:
-            raise FormatError(expected("attention", name, dtype, f"{kind} as the other inputs"))
+            raise FormatError("attention", name, dtype, f"{kind} as the other inputs")
         wanted = [
             (spec.width(parts),),
             *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else []),
@@ -34,28 +34,24 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
             letters = {"s": "sequence", "b": "batch", "t": "tokens"}
             leading = ", ".join(letters[letter] for letter in spec.qkv_format[:dims])
             forms = " or ".join(f"({leading}, {', '.join(map(str, last))})" for last in wanted)
-            raise ShapeError(expected("attention", name, f"shape {shape}", forms))
+            raise ShapeError("attention", name, f"shape {shape}", forms)
         _, seen = rows.setdefault(side_of(name), (name, shape[:dims]))
         if shape[:dims] != seen:
-            raise ShapeError(
-                expected("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v")
-            )
+            raise ShapeError("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v")
     if not spec.packed:
         batches = [batch_of(spec.qkv_format, shape) for _, shape in rows.values()]
         if any(batch != batches[0] for batch in batches):
             named = {name: batch for (name, _), batch in zip(rows.values(), batches, strict=True)}
-            raise ShapeError(expected("attention", "batch", f"{named}", "one batch size"))
+            raise ShapeError("attention", "batch", f"{named}", "one batch size")
         return kind
     lengths = meta_of(metas, "cu_seqlens_q").shape
     check_starts("attention", "cu_seqlens_q", lengths, max(shape[0] for _, shape in rows.values()))
     if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
         raise ShapeError(
-            expected(
-                "attention",
-                "max_seqlen_kv",
-                spec.max_seqlen_kv,
-                f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv",
-            )
+            "attention",
+            "max_seqlen_kv",
+            spec.max_seqlen_kv,
+            f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv",
         )
     return kind
 
@@ -126,14 +122,14 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
         meta = metas.get(name)
         if meta is None:
             if must:
-                raise ShapeError(expected("attention", name, None, f"{dtypes[0].name} {said} {why}{maker}"))
+                raise ShapeError("attention", name, None, f"{dtypes[0].name} {said} {why}{maker}")
             continue
         if not may:
-            raise ShapeError(expected("attention", name, f"shape {meta.shape}", f"None {why}"))
+            raise ShapeError("attention", name, f"shape {meta.shape}", f"None {why}")
         if meta.dtype not in dtypes:
-            raise FormatError(expected("attention", name, meta.dtype, " or ".join(d.name for d in dtypes)))
+            raise FormatError("attention", name, meta.dtype, " or ".join(d.name for d in dtypes))
         if meta.shape not in shapes:
-            raise ShapeError(expected("attention", name, f"shape {meta.shape}", said))
+            raise ShapeError("attention", name, f"shape {meta.shape}", said)
         if must or name != "rng":
             found.append(name)
     return tuple(found)

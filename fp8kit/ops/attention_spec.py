@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fp8kit.arrays import Shape
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError
 
 # layout -> input name -> the parts that lie in its last dimension, in this order
 LAYOUTS: dict[str, dict[str, str]] = {
@@ -154,7 +154,7 @@ def check(spec: AttentionSpec) -> None:
 
     def want(field: str, fits: bool, wanted: str) -> None:
         if not fits:
-            raise ShapeError(expected("attention", field, repr(getattr(spec, field)), wanted))
+            raise ShapeError("attention", field, repr(getattr(spec, field)), wanted)
 
     want("num_heads", spec.num_heads > 0, "at least 1")
     want("head_dim", spec.head_dim > 0, "at least 1")
@@ -205,9 +205,7 @@ def check_starts(operation: str, name: str, shape: Shape, tokens: int) -> int:
     of no sequence."""
     if len(shape) != 1 or shape[0] < (2 if tokens else 1):
         raise ShapeError(
-            expected(
-                operation, name, f"shape {shape}", "(batch + 1,)" + (", batch at least 1" if tokens else "")
-            )
+            operation, name, f"shape {shape}", "(batch + 1,)" + (", batch at least 1" if tokens else "")
         )
     return shape[0] - 1
 

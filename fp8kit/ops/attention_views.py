@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.backends.protocol import AttentionExtras
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, batch_of, length_of
 from fp8kit.spec import Meta, Metas, Plan, Views
 
@@ -45,7 +45,7 @@ def meta_of(metas: Metas, name: str) -> Meta:
     """The input's meta; ShapeError where there is none."""
     meta = metas.get(name)
     if meta is None:
-        raise ShapeError(expected("attention", name, None, "an array"))
+        raise ShapeError("attention", name, None, "an array")
     return meta
 
 

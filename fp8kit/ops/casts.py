@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import Shape
-from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
+from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -29,7 +29,7 @@ def meta_of(operation: str, name: str, metas: Metas) -> Meta:
     """The meta of an input that must be there; ShapeError where it is not."""
     meta = metas.get(name)
     if meta is None:
-        raise ShapeError(expected(operation, name, "nothing", "an array"))
+        raise ShapeError(operation, name, "nothing", "an array")
     return meta
 
 
@@ -63,7 +63,7 @@ class Quantize(Operation):
     def _checked(self, spec: QuantizeSpec, metas: Metas) -> tuple[Meta, Shape]:
         x = meta_of(self.name, "x", metas)
         if x.dtype not in formats.HIGH_PRECISION:
-            raise FormatError(expected(self.name, "x", x.dtype.name, "float32, bfloat16 or float16"))
+            raise FormatError(self.name, "x", x.dtype.name, "float32, bfloat16 or float16")
         return x, grid(x.shape, spec.tile)
 
     def infer(self, spec: QuantizeSpec, metas: Metas, needs: frozenset[str]) -> Signature:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8kit import formats
 from fp8kit.arguments import choice, integer, number
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32
 from fp8kit.ops.product import row_count, want_rows
 from fp8kit.ops.values import check_indices
@@ -48,9 +48,7 @@ class CrossEntropy(Operation):
             or targets.shape != logits.shape[:-1]
         ):
             got = "nothing" if targets is None else f"{targets.dtype.name} {targets.shape}"
-            raise FormatError(
-                expected(self.name, "targets", got, f"int32 or int64 of shape {logits.shape[:-1]}")
-            )
+            raise FormatError(self.name, "targets", got, f"int32 or int64 of shape {logits.shape[:-1]}")
         rows = row_count(logits)
         mean = spec.reduction == "mean"
         saved = {"lse": Meta((rows,), float32)} | ({"total": Meta((2,), float32)} if mean else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import int32, int64
 from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts
 from fp8kit.ops.product import want, want_rows
@@ -24,11 +24,9 @@ class DropPathSpec:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.p < 1.0:
-            raise FormatError(expected("drop_path", "p", self.p, "a probability in (0, 1)"))
+            raise FormatError("drop_path", "p", self.p, "a probability in (0, 1)")
         if self.format not in FORMATS:
-            raise ShapeError(
-                expected("drop_path", "format", repr(self.format), f"one of {', '.join(FORMATS)}")
-            )
+            raise ShapeError("drop_path", "format", repr(self.format), f"one of {', '.join(FORMATS)}")
 
 
 class DropPath(Operation):
@@ -47,16 +45,14 @@ class DropPath(Operation):
         x = want_rows(self.name, "x", metas, spec.features)
         if len(x.shape) != len(spec.format) - 1:
             raise ShapeError(
-                expected(
-                    self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features"
-                )
+                self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features"
             )
         want(self.name, "residual", metas, x.shape, x.dtype)
         want(self.name, "rng", metas, (2,), int64)
         starts = metas.get("starts")
         if (starts is None) == (spec.format == "thd"):
             got = None if starts is None else f"shape {starts.shape}"
-            raise ShapeError(expected(self.name, "starts", got, "int32 (batch + 1,) with 'thd', else None"))
+            raise ShapeError(self.name, "starts", got, "int32 (batch + 1,) with 'thd', else None")
         if starts is not None:
             want(self.name, "starts", metas, starts.shape, int32)
             return x, 1, check_starts(self.name, "starts", starts.shape, x.shape[0])

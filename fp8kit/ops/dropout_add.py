@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8kit.arguments import number
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION, int64, uint8
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -113,20 +113,16 @@ class Add(Operation):
     def _check(self, metas: Metas) -> tuple[Meta, Meta]:
         a, b = metas.get("a"), metas.get("b")
         if a is not None and a.dtype not in HIGH_PRECISION:
-            raise FormatError(
-                expected(self.name, "a", a.dtype.name, ", ".join(d.name for d in HIGH_PRECISION))
-            )
+            raise FormatError(self.name, "a", a.dtype.name, ", ".join(d.name for d in HIGH_PRECISION))
         if a is None or b is None or a.dtype is not b.dtype:
             raise FormatError(
-                expected(
-                    self.name,
-                    "b",
-                    None if b is None else b.dtype.name,
-                    f"the dtype of a ({None if a is None else a.dtype.name})",
-                )
+                self.name,
+                "b",
+                None if b is None else b.dtype.name,
+                f"the dtype of a ({None if a is None else a.dtype.name})",
             )
         if len(b.shape) > len(a.shape) or a.shape[len(a.shape) - len(b.shape) :] != b.shape:
-            raise ShapeError(expected(self.name, "b", f"shape {b.shape}", f"the end of a's shape {a.shape}"))
+            raise ShapeError(self.name, "b", f"shape {b.shape}", f"the end of a's shape {a.shape}")
         return a, b
 
     def infer(self, spec: AddSpec, metas: Metas, needs: frozenset[str]) -> Signature:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8kit import formats
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError
 from fp8kit.formats import DType
 from fp8kit.ops.product import want
 from fp8kit.ops.values import check_indices
@@ -32,9 +32,7 @@ class Embedding(Operation):
     def infer(self, spec: EmbeddingSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         ids = metas.get("ids")
         if ids is None or ids.dtype not in (formats.int32, formats.int64):
-            raise FormatError(
-                expected(self.name, "ids", None if ids is None else ids.dtype.name, "int32 or int64")
-            )
+            raise FormatError(self.name, "ids", None if ids is None else ids.dtype.name, "int32 or int64")
         table = want(self.name, "table", metas, (spec.vocabulary, spec.features), spec.dtype)
         grads = {"table": Meta(table.shape, table.dtype)} if "table" in needs else {}
         return Signature({"y": Meta((*ids.shape, spec.features), spec.dtype)}, {}, ("ids",), grads)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from fp8kit import formats
 from fp8kit.arrays import Shape
 from fp8kit.backends.dispatch import block_shapes
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError
 from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops.casts import meta_of, no_gradient
 from fp8kit.ops.product import want
@@ -53,7 +53,7 @@ class Fp8Gemm(Operation):
             kinds.append((depth, spec.tiles is None and given == (1,)))
         if kinds[0] != kinds[1]:
             got = f"{metas['a']}, {metas['b']}"
-            raise ShapeError(expected(self.name, "b", got, "a's contraction, and scales of the same kind"))
+            raise ShapeError(self.name, "b", got, "a's contraction, and scales of the same kind")
         return Signature({"out": Meta((spec.rows, spec.columns), formats.dtype(spec.dtype))})
 
     def plan(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:

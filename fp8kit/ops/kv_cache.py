@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
-from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
+from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.ops.attention_checks import check_extras, check_inputs
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
@@ -73,26 +73,19 @@ class CachedAttention(Operation):
         check(spec)
         if needs:
             raise AutogradError(
-                expected(
-                    _NAME,
-                    ", ".join(sorted(needs)),
-                    "an array that requires a gradient",
-                    "inference under no_grad()",
-                )
+                _NAME,
+                ", ".join(sorted(needs)),
+                "an array that requires a gradient",
+                "inference under no_grad()",
             )
         if not spec.padded:
-            raise ShapeError(expected(_NAME, "mask", repr(spec.mask), "one of the padding masks"))
+            raise ShapeError(_NAME, "mask", repr(spec.mask), "one of the padding masks")
         if spec.biased:
             raise ShapeError(
-                expected(
-                    _NAME,
-                    "bias",
-                    repr(spec.bias),
-                    "no_bias or alibi: a bias array does not grow with a sequence",
-                )
+                _NAME, "bias", repr(spec.bias), "no_bias or alibi: a bias array does not grow with a sequence"
             )
         if spec.max_seqlen_kv < 1:
-            raise ShapeError(expected(_NAME, "max_seqlen_kv", spec.max_seqlen_kv, "at least 1"))
+            raise ShapeError(_NAME, "max_seqlen_kv", spec.max_seqlen_kv, "at least 1")
         # of the inputs, which hold as many keys as queries
         new = dataclasses.replace(spec, max_seqlen_kv=spec.max_seqlen_q)
         kind = check_inputs(new, metas)
@@ -101,16 +94,14 @@ class CachedAttention(Operation):
         tokens = next(iter(leading.values()))
         # a size that torch.compile left open has no hash
         if any(other != tokens for other in leading.values()):
-            raise ShapeError(
-                expected(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each")
-            )
+            raise ShapeError(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each")
         dense = dense_of(new, metas)
         # keys and values come out of the cache so
         dense = dense._replace(spec=dataclasses.replace(dense.spec, zero_padded=True))
         check_extras(spec, metas, dense, kind)
         if metas.get("cu_seqlens_kv_padded") is not None:
             raise ShapeError(
-                expected(_NAME, "cu_seqlens_kv_padded", "an array", "None: the cache knows where keys lie")
+                _NAME, "cu_seqlens_kv_padded", "an array", "None: the cache knows where keys lie"
             )
         batch = lse_shape(dense)[0]
         _check_cache(spec, metas, batch, kind)
@@ -199,14 +190,14 @@ def _check_cache(spec: AttentionSpec, metas: Metas, batch: int, kind: DType) -> 
     for name, dim in (("k_cache", spec.head_dim), ("v_cache", spec.head_dim_v)):
         meta = meta_of(metas, name)
         if meta.dtype is not kind:
-            raise FormatError(expected(_NAME, name, meta.dtype, f"{kind} as the inputs"))
+            raise FormatError(_NAME, name, meta.dtype, f"{kind} as the inputs")
         size = size or (meta.shape[1] if len(meta.shape) == 4 else 1)
         if len(meta.shape) != 4 or meta.shape[1:] != (size, spec.num_gqa_groups, dim):
             raise ShapeError(
-                expected(_NAME, name, f"shape {meta.shape}", f"(pages, {size}, {spec.num_gqa_groups}, {dim})")
+                _NAME, name, f"shape {meta.shape}", f"(pages, {size}, {spec.num_gqa_groups}, {dim})"
             )
     if table.dtype is not formats.int32:
-        raise FormatError(expected(_NAME, "pages", table.dtype, "int32"))
+        raise FormatError(_NAME, "pages", table.dtype, "int32")
     if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] * size < spec.max_seqlen_kv:
         wanted = f"({batch}, pages of {size} for {spec.max_seqlen_kv} positions)"
-        raise ShapeError(expected(_NAME, "pages", f"shape {table.shape}", wanted))
+        raise ShapeError(_NAME, "pages", f"shape {table.shape}", wanted)

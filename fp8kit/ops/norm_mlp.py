@@ -17,7 +17,7 @@ from typing import Any
 from fp8kit.arguments import choice, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormStage
@@ -39,21 +39,17 @@ def activation_numbers(
     """
     row = ACTIVATIONS[choice(operation, "activation", activation, ACTIVATIONS, FormatError)]
     if params is not None and not isinstance(params, Mapping):
-        raise FormatError(
-            expected(operation, "activation_params", shown(params), "a mapping of names to numbers")
-        )
+        raise FormatError(operation, "activation_params", shown(params), "a mapping of names to numbers")
     given = dict(params or {})
     unknown = [name for name in given if name not in row.params]
     if unknown:
         wanted = f"names out of {', '.join(row.params)}" if row.params else f"none for {activation}"
-        raise FormatError(expected(operation, "activation_params", ", ".join(map(repr, unknown)), wanted))
+        raise FormatError(operation, "activation_params", ", ".join(map(repr, unknown)), wanted)
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-            raise FormatError(
-                expected(operation, f"activation_params[{name!r}]", repr(value), "a finite number")
-            )
+            raise FormatError(operation, f"activation_params[{name!r}]", repr(value), "a finite number")
         if name == "limit" and value <= 0:
-            raise FormatError(expected(operation, "activation_params['limit']", value, "a positive number"))
+            raise FormatError(operation, "activation_params['limit']", value, "a positive number")
     return tuple(float(given.get(name, default)) for name, default in row.params.items())
 
 
@@ -83,16 +79,16 @@ class NormMLPSpec:
             object.__setattr__(self, "activation_params", defaults)
         if len(self.activation_params) != len(defaults):
             wanted = f"{len(defaults)} numbers for {self.activation}"
-            raise FormatError(expected("norm_mlp", "activation_params", self.activation_params, wanted))
+            raise FormatError("norm_mlp", "activation_params", self.activation_params, wanted)
         parts = ACTIVATIONS[self.activation].parts
         if self.fc1.out_features != parts * self.fc2.in_features:
             wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
-            raise ShapeError(expected("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted))
+            raise ShapeError("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted)
         if self.joins and self.residual:
-            raise FormatError(expected("norm_mlp", "joins", True, "False with residual"))
+            raise FormatError("norm_mlp", "joins", True, "False with residual")
         if self.joins and self.norm.features != self.fc2.out_features:
             got = f"{self.fc2.out_features} output features"
-            raise ShapeError(expected("norm_mlp", "fc2", got, f"{self.norm.features}, as x, to join"))
+            raise ShapeError("norm_mlp", "fc2", got, f"{self.norm.features}, as x, to join")
         if self.fc1.bias == "add":
             object.__setattr__(self, "fc1", replace(self.fc1, bias="deferred"))
 

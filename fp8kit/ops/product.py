@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.ops.quant import Fp8
 from fp8kit.spec import Meta, Metas, Views
@@ -108,9 +108,7 @@ class Product:
     def check(self, operation: str, metas: Metas) -> None:
         """ShapeError or FormatError where weights, biases, FP8 inputs or ``main_grad`` do not fit."""
         if self.grad_dtype not in (self.dtype, formats.float32):
-            raise FormatError(
-                expected(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32")
-            )
+            raise FormatError(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32")
         for name, n in zip(self.weights, self.spec.segments, strict=True):
             want(operation, name, metas, self._weight_shape(n), self.dtype)
         for name, n in zip(self.biases, self.spec.segments, strict=self.spec.bias != "none"):
@@ -387,7 +385,7 @@ def given(views: Views, name: str) -> ArrayView:
     """The view of that name; ShapeError where there is none."""
     view = views.get(name)
     if view is None:
-        raise ShapeError(expected("product", name, None, "an array"))
+        raise ShapeError("product", name, None, "an array")
     return view
 
 
@@ -402,13 +400,13 @@ def want(operation: str, name: str, metas: Metas, shape: tuple[int | None, ...],
         + ")"
     )
     if meta is None:
-        raise ShapeError(expected(operation, name, "nothing", f"shape {wanted}, {dtype.name}"))
+        raise ShapeError(operation, name, "nothing", f"shape {wanted}, {dtype.name}")
     if len(meta.shape) != len(shape) or any(
         w is not None and w != n for n, w in zip(meta.shape, shape, strict=True)
     ):
-        raise ShapeError(expected(operation, name, f"shape {meta.shape}", f"shape {wanted}"))
+        raise ShapeError(operation, name, f"shape {meta.shape}", f"shape {wanted}")
     if meta.dtype is not dtype:
-        raise FormatError(expected(operation, name, meta.dtype.name, dtype.name))
+        raise FormatError(operation, name, meta.dtype.name, dtype.name)
     return meta
 
 
@@ -417,17 +415,13 @@ def want_rows(operation: str, name: str, metas: Metas, columns: int) -> Meta:
     meta = metas.get(name)
     if meta is None or len(meta.shape) < 1 or meta.shape[-1] != columns:
         raise ShapeError(
-            expected(
-                operation,
-                name,
-                "nothing" if meta is None else f"shape {meta.shape}",
-                f"a last dimension of {columns}",
-            )
+            operation,
+            name,
+            "nothing" if meta is None else f"shape {meta.shape}",
+            f"a last dimension of {columns}",
         )
     if meta.dtype not in formats.HIGH_PRECISION:
-        raise FormatError(
-            expected(operation, name, meta.dtype.name, ", ".join(d.name for d in formats.HIGH_PRECISION))
-        )
+        raise FormatError(operation, name, meta.dtype.name, ", ".join(d.name for d in formats.HIGH_PRECISION))
     return meta
 
 

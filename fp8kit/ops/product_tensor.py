@@ -146,9 +146,9 @@ class TensorProduct(Product):
         if self.spec.input_cached:
             return
         scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs)
-        inv = (saved if self.keeps else scratch)[self.x_inv]
+        inv: Any = (saved if self.keeps else scratch)[self.x_inv]
         q, q_t = scratch.get(self.x_q), saved.get(self.x_qt)
-        quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)  # type: ignore[arg-type]
+        quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)
 
     def cast_weight(
         self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int
@@ -203,7 +203,9 @@ class TensorProduct(Product):
                 q_t = None if w_qt is None else w_qt.slice(1, start, rows)
             if not self.oi:
                 q, q_t = q_t, q
-            yield given(inputs, name), Cast(self.fp8.w.format, q, q_t, scale, scale_inv, amax, rule)  # type: ignore[arg-type]
+            weight = given(inputs, name)
+            cast = Cast(self.fp8.w.format, q, q_t, scale, scale_inv, amax, rule)  # type: ignore[arg-type]
+            yield weight, cast
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
@@ -378,7 +380,9 @@ class TensorProduct(Product):
             saved[self.x_given_inv if self.spec.input_cached else self.x_inv],
         )
         if not self.oi:
-            a, a_format, a_inv, b, b_format, b_inv = b, b_format, b_inv, a, a_format, a_inv  # type: ignore[assignment]
+            a, b = b, a  # type: ignore[assignment]
+            a_format, b_format = b_format, a_format
+            a_inv, b_inv = b_inv, a_inv
         k.fp8_gemm(
             a,
             b,

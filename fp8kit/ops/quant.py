@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import BLOCK, Cast, Rule
-from fp8kit.errors import FormatError, RecipeError, expected
+from fp8kit.errors import FormatError, RecipeError
 from fp8kit.formats import Format
 
 if TYPE_CHECKING:
@@ -41,15 +41,11 @@ class Quant:
 
     def __post_init__(self) -> None:
         if self.source not in ("scale", "current", "amax", "block"):
-            raise FormatError(
-                expected("Quant", "source", repr(self.source), '"scale", "current", "amax" or "block"')
-            )
+            raise FormatError("Quant", "source", repr(self.source), '"scale", "current", "amax" or "block"')
         tiles = ((1, BLOCK), (BLOCK, BLOCK)) if self.source == "block" else (None,)
         if self.tile not in tiles:
             raise FormatError(
-                expected(
-                    "Quant", "tile", self.tile, f"{' or '.join(map(str, tiles))} for source {self.source!r}"
-                )
+                "Quant", "tile", self.tile, f"{' or '.join(map(str, tiles))} for source {self.source!r}"
             )
 
     @property
@@ -79,13 +75,11 @@ class Fp8:
         tiles = [quant.tile for quant in (self.x, self.w, self.g)]
         if (None in tiles and set(tiles) != {None}) or tiles.count((BLOCK, BLOCK)) > 1:
             raise FormatError(
-                expected(
-                    "Fp8", "tiles of x, w, g", tiles, "none, or blocks for all and (128, 128) for at most one"
-                )
+                "Fp8", "tiles of x, w, g", tiles, "none, or blocks for all and (128, 128) for at most one"
             )
         if self.blocks and (self.fprop_fast or self.dgrad_fast or self.wgrad_fast):
             raise FormatError(
-                expected("Fp8", "accumulation", "fast", "the split accumulator for operands scaled by blocks")
+                "Fp8", "accumulation", "fast", "the split accumulator for operands scaled by blocks"
             )
 
     @property
@@ -129,12 +123,10 @@ def fp8_from_recipe(recipe: Recipe) -> Fp8:
             fprop_fast=False,
         )
     raise RecipeError(
-        expected(
-            "autocast",
-            "recipe",
-            type(recipe).__name__,
-            "DelayedScaling, Float8CurrentScaling or Float8BlockScaling",
-        )
+        "autocast",
+        "recipe",
+        type(recipe).__name__,
+        "DelayedScaling, Float8CurrentScaling or Float8BlockScaling",
     )
 
 

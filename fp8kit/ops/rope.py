@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.attention_spec import FORMATS, check_starts
 from fp8kit.ops.values import check_sequences
@@ -64,14 +64,10 @@ class Rope(Operation):
 
     def infer(self, spec: RopeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         if spec.qkv_format not in FORMATS:
-            raise ShapeError(
-                expected("rope", "qkv_format", repr(spec.qkv_format), f"one of {', '.join(FORMATS)}")
-            )
+            raise ShapeError("rope", "qkv_format", repr(spec.qkv_format), f"one of {', '.join(FORMATS)}")
         if spec.alternating and len({heads for heads, *_ in spec.segments}) != 1:
             raise ShapeError(
-                expected(
-                    "rope", "segments", spec.segments, "equally many heads in each, where they alternate"
-                )
+                "rope", "segments", spec.segments, "equally many heads in each, where they alternate"
             )
         x = _want("x", metas, HIGH_PRECISION)
         packed = spec.qkv_format == "thd"
@@ -82,22 +78,18 @@ class Rope(Operation):
                 f"({'tokens' if packed else 'sequence, batch'}, {', '.join(map(str, last))})"
                 for last in wanted
             )
-            raise ShapeError(expected("rope", "x", f"shape {x.shape}", f"{forms}, heads and features not 0"))
+            raise ShapeError("rope", "x", f"shape {x.shape}", f"{forms}, heads and features not 0")
         for name in spec.angles:
             shape = _want(name, metas, (formats.float32,)).shape
             most = min(dim for _, dim, used in spec.segments if used == name)
             if len(shape) != 2 or shape[1] % 2 or not 0 < shape[1] <= most:
-                raise ShapeError(
-                    expected("rope", name, f"shape {shape}", f"(positions, an even number up to {most})")
-                )
+                raise ShapeError("rope", name, f"shape {shape}", f"(positions, an even number up to {most})")
             if not packed and shape[0] < x.shape[spec.qkv_format.index("s")]:
                 raise ShapeError(
-                    expected(
-                        "rope",
-                        name,
-                        f"shape {shape}",
-                        f"at least {x.shape[spec.qkv_format.index('s')]} positions",
-                    )
+                    "rope",
+                    name,
+                    f"shape {shape}",
+                    f"at least {x.shape[spec.qkv_format.index('s')]} positions",
                 )
         batch = None if packed else x.shape[spec.qkv_format.index("b")]
         if packed:
@@ -108,19 +100,17 @@ class Rope(Operation):
             if metas.get(name) is None:
                 continue
             if not packed:
-                raise ShapeError(
-                    expected("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}")
-                )
+                raise ShapeError("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}")
             shape, sums = (
                 _want(name, metas, (formats.int32,)).shape,
                 _want("cu_seqlens", metas, (formats.int32,)).shape,
             )
             if shape != sums:
-                raise ShapeError(expected("rope", name, f"shape {shape}", f"{sums}, as cu_seqlens"))
+                raise ShapeError("rope", name, f"shape {shape}", f"{sums}, as cu_seqlens")
         if metas.get("start_positions") is not None:
             shape = _want("start_positions", metas, (formats.int32,)).shape
             if shape != (batch,):
-                raise ShapeError(expected("rope", "start_positions", f"shape {shape}", f"({batch},)"))
+                raise ShapeError("rope", "start_positions", f"shape {shape}", f"({batch},)")
         like = Meta(x.shape, x.dtype)
         kept = (
             *spec.angles,
@@ -209,7 +199,7 @@ def _segments(spec: RopeSpec, x: ArrayView, y: ArrayView) -> Iterator[tuple[str,
 def _want(name: str, metas: Metas, dtypes: tuple[formats.DType, ...]) -> Meta:
     meta = metas.get(name)
     if meta is None:
-        raise ShapeError(expected("rope", name, None, "an array"))
+        raise ShapeError("rope", name, None, "an array")
     if meta.dtype not in dtypes:
-        raise FormatError(expected("rope", name, meta.dtype, " or ".join(d.name for d in dtypes)))
+        raise FormatError("rope", name, meta.dtype, " or ".join(d.name for d in dtypes))
     return meta

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError
 from fp8kit.ops.product import want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -36,9 +36,7 @@ class SplitHeads(Operation):
     def infer(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         for part, heads in spec.parts:
             if heads % spec.groups:
-                raise ShapeError(
-                    expected(self.name, part, f"{heads} heads", f"a multiple of {spec.groups} groups")
-                )
+                raise ShapeError(self.name, part, f"{heads} heads", f"a multiple of {spec.groups} groups")
         x = want_rows(self.name, "x", metas, sum(heads for _, heads in spec.parts) * spec.head_dim)
         outputs = {part: Meta((*x.shape[:-1], heads, spec.head_dim), x.dtype) for part, heads in spec.parts}
         # zeroed: the place of a part that nothing was made of

@@ -15,7 +15,7 @@ import numpy as np
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, length_of
 from fp8kit.spec import Views
 
@@ -31,19 +31,15 @@ def check_sums(
     lengths = np.diff(values)
     if values.size and (values[0] != 0 or (lengths < 0).any()):
         raise ArgumentError(
-            expected(
-                operation, name, _shown(values), "running sums: 0 first, then none less than the one before"
-            )
+            operation, name, _shown(values), "running sums: 0 first, then none less than the one before"
         )
     if total is not None and values.size and values[-1] > total:
         raise ArgumentError(
-            expected(operation, name, _shown(values), f"running sums up to {total}, the rows that there are")
+            operation, name, _shown(values), f"running sums up to {total}, the rows that there are"
         )
     if longest is not None and (lengths > longest).any():
         raise ArgumentError(
-            expected(
-                operation, name, _shown(values), f"sequences of at most {longest}, not of {lengths.max()}"
-            )
+            operation, name, _shown(values), f"sequences of at most {longest}, not of {lengths.max()}"
         )
 
 
@@ -59,7 +55,7 @@ def check_starts_fit(
         wanted = (
             f"places in [0, {total}] with room for each sequence of {_shown(sums)} before the next starts"
         )
-        raise ArgumentError(expected(operation, name, _shown(values), wanted))
+        raise ArgumentError(operation, name, _shown(values), wanted)
 
 
 def check_sequences(
@@ -106,7 +102,7 @@ def check_indices(
             if ignored is not None
             else f"indices in [0, {count})"
         )
-        raise ArgumentError(expected(operation, name, f"{int(values[wrong][0])} among them", wanted))
+        raise ArgumentError(operation, name, f"{int(values[wrong][0])} among them", wanted)
 
 
 def _host(view: ArrayView | None) -> np.ndarray[Any, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8kit.arguments import number
 from fp8kit.autograd import Tensor
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.optim.base import Batch, Group, Hyper, Optimizer, rate
 
 
@@ -43,9 +43,7 @@ class AdamW(Optimizer):
         try:
             beta1, beta2 = group["betas"]
         except (TypeError, ValueError):
-            raise ArgumentError(
-                expected("AdamW", "hyperparameters: betas", group["betas"], "two numbers")
-            ) from None
+            raise ArgumentError("AdamW", "hyperparameters: betas", group["betas"], "two numbers") from None
         return (
             rate("AdamW", group["lr"]),
             number("AdamW", "betas", beta1, 1),

@@ -19,7 +19,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.derived import renewing
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, ShapeError
 from fp8kit.formats import float32, int64
 
 Group = dict[str, Any]
@@ -153,23 +153,16 @@ class Optimizer:
         for group in groups:
             if not isinstance(group, Mapping):
                 raise ArgumentError(
-                    expected(
-                        name,
-                        "param_groups",
-                        shown(group),
-                        'a dict with "params" in each place, or tensors alone',
-                    )
+                    name, "param_groups", shown(group), 'a dict with "params" in each place, or tensors alone'
                 )
             if "params" not in group:
                 raise ArgumentError(
-                    expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each')
+                    name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'
                 )
             unknown = set(group) - {"params", *defaults}
             if unknown:
                 raise ArgumentError(
-                    expected(
-                        name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"
-                    )
+                    name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"
                 )
             whole: Group = {
                 **defaults,
@@ -179,17 +172,15 @@ class Optimizer:
             for param in whole["params"]:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
-                    raise ArgumentError(expected(name, "params", what, "different tensors that require grad"))
+                    raise ArgumentError(name, "params", what, "different tensors that require grad")
                 seen.add(id(param))
                 if not param.view.contiguous or not param.view.writable:
                     what = f"strides {param.view.strides} or memory that is read-only"
-                    raise ArgumentError(
-                        expected(name, "params", what, "C-contiguous memory that may be written")
-                    )
+                    raise ArgumentError(name, "params", what, "C-contiguous memory that may be written")
             self.flat(whole)
             self.param_groups.append(whole)
         if not seen:
-            raise ArgumentError(expected(name, "params", "nothing", "at least one tensor"))
+            raise ArgumentError(name, "params", "nothing", "at least one tensor")
         self._states: dict[Tensor, _State] = {}
 
     # --- what a subclass gives ------------------------------------------------------------------------------
@@ -346,7 +337,7 @@ class Optimizer:
         grad = arrays.contiguous(arrays.as_view(param.grad, type(self).__name__, "grad"))
         if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
             got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (grad, param))
-            raise ShapeError(expected(type(self).__name__, "grad", got, wanted))
+            raise ShapeError(type(self).__name__, "grad", got, wanted)
         return grad
 
     def _one(self, argument: str, value: Any) -> ArrayView:
@@ -358,7 +349,7 @@ class Optimizer:
         if view.size != 1 or view.dtype is not float32 or devices != {view.device}:
             got = f"{view.dtype.name} {view.shape} on {view.device}"
             wanted = f"one float32 element on {', '.join(map(str, devices))}"
-            raise ShapeError(expected(type(self).__name__, argument, got, wanted))
+            raise ShapeError(type(self).__name__, argument, got, wanted)
         return view.reshape(1)
 
     # --- state ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from fp8kit import arrays
 from fp8kit.arguments import integer, listed, number
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.formats import HIGH_PRECISION, float32, uint8
 from fp8kit.optim.scaler import GradScaler
 
@@ -27,19 +27,17 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     operation = "clip_grad_norm_"
     limit = number(operation, "max_norm", max_norm)
     if limit == 0:
-        raise ArgumentError(expected(operation, "max_norm", max_norm, "a positive number"))
+        raise ArgumentError(operation, "max_norm", max_norm, "a positive number")
     given = listed(operation, "params", params, "tensors, such as model.parameters()")
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ArgumentError(expected(operation, "scaler", type(scaler).__name__, "a GradScaler or None"))
+        raise ArgumentError(operation, "scaler", type(scaler).__name__, "a GradScaler or None")
     for param in given:
         if not isinstance(param, Tensor):
-            raise ArgumentError(expected(operation, "params", type(param).__name__, "Tensors"))
+            raise ArgumentError(operation, "params", type(param).__name__, "Tensors")
     grads = [arrays.as_view(param.grad, operation, "params") for param in given if param.grad is not None]
     if not grads:
         raise ArgumentError(
-            expected(
-                operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"
-            )
+            operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"
         )
     for grad in grads:
         if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
@@ -48,19 +46,15 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
                 if not grad.contiguous
                 else "a gradient in read-only memory"
             )
-            raise ArgumentError(
-                expected(operation, "params", what, "C-contiguous gradients that may be written")
-            )
+            raise ArgumentError(operation, "params", what, "C-contiguous gradients that may be written")
         if grad.dtype not in HIGH_PRECISION:
             raise ArgumentError(
-                expected(
-                    operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"
-                )
+                operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"
             )
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
         where = ", ".join(sorted(map(str, devices)))
-        raise ArgumentError(expected(operation, "params", f"gradients on {where}", "gradients on one device"))
+        raise ArgumentError(operation, "params", f"gradients on {where}", "gradients on one device")
     (device,) = devices
     kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     norm = arrays.empty((1,), float32, device)
@@ -83,7 +77,7 @@ def warmup_cosine(step: int, lr: float, warmup_steps: int, total_steps: int, min
     lr, min_lr = number("warmup_cosine", "lr", lr), number("warmup_cosine", "min_lr", min_lr)
     if not 0 <= warmup_steps <= total_steps:
         raise ArgumentError(
-            expected("warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]")
+            "warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]"
         )
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

@@ -18,7 +18,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh, record
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, BackendError, CheckpointError, FormatError, expected
+from fp8kit.errors import ArgumentError, BackendError, CheckpointError, FormatError
 from fp8kit.formats import HIGH_PRECISION, float32
 from fp8kit.optim.base import Optimizer, Taking
 
@@ -78,7 +78,7 @@ class GradScaler:
             }
         if self._views["scale"].device != device:
             raise BackendError(
-                expected("GradScaler", "device", device, f"{self._views['scale'].device}, where its state is")
+                "GradScaler", "device", device, f"{self._views['scale'].device}, where its state is"
             )
         return self._views
 
@@ -103,9 +103,7 @@ class GradScaler:
         """
         if not isinstance(loss, Tensor) or loss.dtype not in HIGH_PRECISION:
             got = loss.dtype.name if isinstance(loss, Tensor) else shown(loss)
-            raise FormatError(
-                expected("GradScaler.scale", "loss", got, "a Tensor of float32, bfloat16 or float16")
-            )
+            raise FormatError("GradScaler.scale", "loss", got, "a Tensor of float32, bfloat16 or float16")
         captured.hold(self, self._held)
         if not self.enabled:
             return loss
@@ -159,19 +157,17 @@ class GradScaler:
             return
         if optimizer in self._unscaled or optimizer in self._found:
             got = "one that was unscaled or stepped"
-            raise ArgumentError(expected("GradScaler.unscale_", "optimizer", got, "one call before its step"))
+            raise ArgumentError("GradScaler.unscale_", "optimizer", got, "one call before its step")
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             if param.grad is None:
                 continue
             if param.dtype is not float32:
-                raise FormatError(expected("GradScaler.unscale_", "gradients", param.dtype.name, "float32"))
+                raise FormatError("GradScaler.unscale_", "gradients", param.dtype.name, "float32")
             grad = arrays.as_view(param.grad)
             if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
                 what = f"strides {grad.strides}" if not grad.contiguous else "read-only memory"
                 raise FormatError(
-                    expected(
-                        "GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"
-                    )
+                    "GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"
                 )
         self._look(optimizer, optimizer.taking(), True)
         self._unscaled.add(optimizer)
@@ -252,5 +248,5 @@ class GradScaler:
 def _optimizer(operation: str, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
-            expected(f"GradScaler.{operation}", "optimizer", shown(optimizer), "an Optimizer, such as AdamW")
+            f"GradScaler.{operation}", "optimizer", shown(optimizer), "an Optimizer, such as AdamW"
         )

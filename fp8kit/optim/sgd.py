@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8kit.arguments import number
 from fp8kit.autograd import Tensor
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError
 from fp8kit.optim.base import Batch, Group, Hyper, Optimizer, rate
 
 
@@ -58,7 +58,7 @@ class SGD(Optimizer):
             or (nesterov and (momentum == 0 or dampening != 0))
         ):
             raise ArgumentError(
-                expected("SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening")
+                "SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening"
             )
         return (
             rate("SGD", group["lr"]),

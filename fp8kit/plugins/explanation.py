@@ -18,7 +18,7 @@ from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, SERVES, OpImpl
-from fp8kit.errors import ArgumentError, BackendError, expected, meant
+from fp8kit.errors import ArgumentError, BackendError, meant
 
 
 class Row(NamedTuple):
@@ -164,7 +164,8 @@ def _device(kind: str) -> Iterator[str]:
         for first, line in zip([name, *[""] * len(mine)], about.lines(mine), strict=False):
             yield f"  {first:30}{line}"
         if about.chosen is None:
-            yield f"  {'' if mine else name:30}  {'no bytes' if name in SERVES else 'no implementation may be used'}"
+            why = "no bytes" if name in SERVES else "no implementation may be used"
+            yield f"  {'' if mine else name:30}  {why}"
 
 
 def want_implementations(name: str) -> list[OpImpl]:
@@ -176,5 +177,5 @@ def want_implementations(name: str) -> list[OpImpl]:
     if not found:
         known = [*dispatch.engines(), *(impl.impl_id for impls in every for impl in impls)]
         wanted = f"an implementation's id, or an engine: {', '.join(dispatch.engines())}{meant(name, known)}"
-        raise ArgumentError(expected("plugins", "name", repr(name), wanted))
+        raise ArgumentError("plugins", "name", repr(name), wanted)
     return found

@@ -1,16 +1,19 @@
 // functions: act_fwd, act_bwd
-// variants: ACT=gelu,qgelu,relu,silu,srelu,geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16; TILES=mixed
+// variants: ACT=gelu,qgelu,relu,silu,srelu; T=f32,bf16,f16; TILES=mixed
+// variants: ACT=geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16; TILES=mixed
 // variants: ACT=gelu,qgelu,relu,silu,geglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2,none
 //
-// y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either orientation, or both, with amax
-// and column sums, in one pass.
+// y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either
+// orientation, or both, with amax and column sums, in one pass.
 //
-// A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8 columns of a tile: 16-byte reads,
-// 8 neighbouring codes of q a write; the transposed codes are turned in registers and pass through shared memory, so that q_t is written
-// 64 bytes a row. Elements outside x are read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there. TILES=e4m3,
-// e5m2, none: only whole tiles of aligned arrays, wanted as codes of that format in both orientations, or for their amax and sums alone, not
-// as T. Nothing is asked there of an element, and rows come through shared memory: where one has been used, the same row of the next tile
-// is on its way. The gradient of a gated activation, whose rows do not fit, still asks for them and reads them into registers.
+// A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8
+// columns of a tile: 16-byte reads, 8 neighbouring codes of q a write; the transposed codes are turned in
+// registers and pass through shared memory, so that q_t is written 64 bytes a row. Elements outside x are
+// read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there. TILES=e4m3, e5m2,
+// none: only whole tiles of aligned arrays, wanted as codes of that format in both orientations, or for their
+// amax and sums alone, not as T. Nothing is asked there of an element, and rows come through shared memory:
+// where one has been used, the same row of the next tile is on its way. The gradient of a gated activation,
+// whose rows do not fit, still asks for them and reads them into registers.
 
 #include "rows.cuh"
 
@@ -22,7 +25,8 @@ template <typename A, typename B> struct Same { static constexpr bool value = fa
 template <typename A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool WHOLE = !Same<TILES, mixed>::value;
 
-// Of tiles, in forward: i32 where T is float32, else i64, which leave enough registers; in backward i32 does for all.
+// Of tiles, in forward: i32 where T is float32, else i64, which leave enough registers; in
+// backward i32 does for all.
 template <int BYTES> struct IndexOf { typedef i64 type; };
 template <> struct IndexOf<4> { typedef i32 type; };
 typedef IndexOf<sizeof(T)>::type Index;
@@ -38,20 +42,28 @@ DEVICE Cast known(Cast cast) {
   return cast;
 }
 
-// 2**x within 2 ulp, 1 / x within 1 ulp. Flushing the subnormal results is harmless: here they are added to 1, or multiply a number
-// of moderate size.
+// 2**x within 2 ulp, 1 / x within 1 ulp. Flushing the subnormal results is harmless: here they are added to
+// 1, or multiply a number of moderate size.
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // NaN passes through, unlike fmaxf and fminf.
-DEVICE float max_nan(float x, float y) { float z; asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y)); return z; }
+DEVICE float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
 DEVICE float clamp_nan(float x, float low, float high) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(max_nan(x, low)), "f"(high));
   return y;
 }
 
-// An activation has `value(u)`, `gradient(u, dy)` = dy * slope, and, where it is gated, what the second half v of the columns becomes:
-// `factor(v)`, and whether its gradient passes there.
+// An activation has `value(u)`, `gradient(u, dy)` = dy * slope, and, where it is gated, what the second half
+// v of the columns becomes: `factor(v)`, and whether its gradient passes there.
 struct Params { float limit, alpha, offset; };
 #define VALUE static __device__ __forceinline__ float value(float x, const Params& p)
 #define GRADIENT static __device__ __forceinline__ float gradient(float x, float dy, const Params& p)
@@ -62,16 +74,22 @@ struct plain {
   static __device__ __forceinline__ bool passes(float v, const Params& p) { return true; }
 };
 
-// The smooth activations are x * sigmoid(w(x)), with e = exp(-w): value = x / (1 + e), |error| <= 2**-21 |x|; -Inf gives -0 since x is
-// held finite there. Their slope is s + s x w'(x) (1 - s), s = 1 / (1 + e) and 1 - s = e s, which cancels nothing, |error| <= 2**-20; for 16
-// bits the difference does, with an error of 2**-22 |x w'(x)|, and costs less. x is clamped first to where exp(-w) is finite and the slope is
-// within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
-// They rise where x > 0, as value / x does; value(1) > 0.7, and where x < 0 the value is within 0.3 of 0. So values of x up to H (1 - 2**-16),
-// H > 1, are below that of H, by more than both errors and before they are rounded.
+// The smooth activations are x * sigmoid(w(x)), with e = exp(-w): value = x / (1 + e), |error| <= 2**-21 |x|;
+// -Inf gives -0 since x is held finite there. Their slope is s + s x w'(x) (1 - s), s = 1 / (1 + e) and
+// 1 - s = e s, which cancels nothing, |error| <= 2**-20; for 16 bits the difference does, with an error of
+// 2**-22 |x w'(x)|, and costs less. x is clamped first to where exp(-w) is finite and the slope is within
+// 2**-110 of its limit 0 or 1, so Inf does not meet 0.
+// They rise where x > 0, as value / x does; value(1) > 0.7, and where x < 0 the value is within 0.3 of
+// 0. So values of x up to H (1 - 2**-16), H > 1, are below that of H, by more than both errors and
+// before they are rounded.
 constexpr float LOG2_E = 1.4426950408889634f, LEAST = -3.0e38f, MOST_W = 80.0f;
 
 // x held between -far and far; NaN passes through.
-DEVICE float within(float x, float far) { float y; asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(far)); return y; }
+DEVICE float within(float x, float far) {
+  float y;
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(far));
+  return y;
+}
 
 template <typename W> struct smooth : plain {  // w = x (LINEAR + CUBIC x**2), x clamped to FAR
   static constexpr bool rises = true;
@@ -91,7 +109,9 @@ template <typename W> struct smooth : plain {  // w = x (LINEAR + CUBIC x**2), x
 struct silu_w { static constexpr float LINEAR = 1.0f, CUBIC = 0.0f, FAR = 80.0f; };
 struct qgelu_w { static constexpr float LINEAR = 1.702f, CUBIC = 0.0f, FAR = 47.0f; };
 // the tanh form: 0.5 (1 + tanh(u)) is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3)
-struct gelu_w { static constexpr float LINEAR = 1.5957691216057308f, CUBIC = LINEAR * 0.044715f, FAR = 10.0f; };
+struct gelu_w {
+  static constexpr float LINEAR = 1.5957691216057308f, CUBIC = LINEAR * 0.044715f, FAR = 10.0f;
+};
 
 struct sigmoid : plain {
   VALUE { return reciprocal_fast(1.0f + exp2_fast(-LOG2_E * x)); }
@@ -116,7 +136,9 @@ struct clamped : plain {  // c sigmoid(alpha c), c = min(x, limit)
     const float e = exp2_fast(-LOG2_E * w), s = reciprocal_fast(1.0f + e);
     return x > p.limit ? 0.0f : dy * (s + w * (s * (e * s)));
   }
-  static __device__ __forceinline__ float factor(float v, const Params& p) { return clamp_nan(v, -p.limit, p.limit) + p.offset; }
+  static __device__ __forceinline__ float factor(float v, const Params& p) {
+    return clamp_nan(v, -p.limit, p.limit) + p.offset;
+  }
   static __device__ __forceinline__ bool passes(float v, const Params& p) { return !(fabsf(v) > p.limit); }
 };
 
@@ -145,15 +167,17 @@ typedef gate<clamped> clamped_swiglu;
 
 constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
 
-// Blocks that shall fit a multiprocessor: as many as the registers allow without spilling, for 4 x 8 elements of each array where those
-// do not pass through shared memory. Backward in float16, and that of relu, would spill one or two of 80 there.
+// Blocks that shall fit a multiprocessor: as many as the registers allow without spilling, for 4 x 8 elements
+// of each array where those do not pass through shared memory. Backward in float16, and that of relu, would
+// spill one or two of 80 there.
 static __device__ constexpr int bwd_blocks() {
   if (sizeof(T) == 4) return 3 - PARTS;
   if (__CUDA_ARCH__ < 900) return 2;
   if (PARTS == 1) return WHOLE && (Same<T, f16>::value || Same<ACT, relu>::value) ? 2 : 3;
   return __CUDA_ARCH__ == 900 ? 2 : 1;
 }
-constexpr int BWD_BLOCKS = bwd_blocks();  // by registers; with 100 KB of shared memory (8.9, 12.x) one less fits of those for whole tiles
+// by registers; with 100 KB of shared memory (8.9, 12.x) one less fits of those for whole tiles
+constexpr int BWD_BLOCKS = bwd_blocks();
 constexpr int FWD_BLOCKS = sizeof(T) == 4 || PARTS == 2 ? 2 : 4;
 
 // Where the calling thread stands: 4 rows from `row`, 8 columns from `column` of y.
@@ -170,14 +194,17 @@ DEVICE Place place(i64 row_tile, i64 column_tile) {
   return at;
 }
 
-// The shared tile of transposed codes: column 8 a + b, rows 4 ty ... 4 ty + 3 lie in word 132 a + 16 b + ty. 132 keeps the 16-byte
-// alignment of reads and spreads the writes of a warp over 16 banks.
+// The shared tile of transposed codes: column 8 a + b, rows 4 ty ... 4 ty + 3 lie in word 132 a + 16 b + ty.
+// 132 keeps the 16-byte alignment of reads and spreads the writes of a warp over 16 banks.
 constexpr int TILE_WORDS = 16 * 132;
 
-// The tile's codes into q and q_t, `shift` columns to the right; columns of the output from `end` on belong to others. All threads call.
-DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& at, i64 shift, i64 q_end, i64 t_end, u32* tile) {
+// The tile's codes into q and q_t, `shift` columns to the right; columns of the output from `end` on belong
+// to others. All threads call.
+DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& at, i64 shift, i64 q_end,
+                       i64 t_end, u32* tile) {
   const bool wide_q = rows_aligned<8>(cast.q + shift, cast.q_stride);
-  if (cast.q != nullptr) write_q<WHOLE>(cast.q, cast.q_stride, codes, at.row, shift + at.column, cast.q_rows, q_end, wide_q);
+  if (cast.q != nullptr)
+    write_q<WHOLE>(cast.q, cast.q_stride, codes, at.row, shift + at.column, cast.q_rows, q_end, wide_q);
   if (cast.q_t == nullptr) return;
   u32 columns[8];
   transpose_codes(codes, columns);
@@ -200,8 +227,9 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
   }
 }
 
-// x: (M, PARTS * F), y: (M, F). For an amax alone of an activation that rises, eight values are worked out only where one x of them is above
-// `beneath`: 2**-16 under the highest that the warp has seen, once that is above 1. NaN is above everything.
+// x: (M, PARTS * F), y: (M, F). For an amax alone of an activation that rises, eight values are worked out
+// only where one x of them is above `beneath`: 2**-16 under the highest that the warp has seen, once that is
+// above 1. NaN is above everything.
 extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS)
 act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
         f64 alpha, f64 offset, Cast given) {
@@ -212,34 +240,42 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
   float highest = 0.0f, beneath = -INF;
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
-  const u32 block = given.known_amax != nullptr ? blockIdx.x : block_from_the_end();  // the pass that took the amax went from the end
-  const Index column_tile = block % (u32)column_tiles, first_tile = (Index)(block / (u32)column_tiles) * (Index)tiles;
+  // the pass that took the amax went from the end
+  const u32 block = given.known_amax != nullptr ? blockIdx.x : block_from_the_end();
+  const Index column_tile = block % (u32)column_tiles,
+              first_tile = (Index)(block / (u32)column_tiles) * (Index)tiles;
   const Index end_tile = first_tile + (Index)tiles;
   const i64 width = PARTS * F;
-  const bool wide = WHOLE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)), wide_y = rows_aligned<16>(y, F);
+  const bool wide = WHOLE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)),
+             wide_y = rows_aligned<16>(y, F);
   const float scale = cast_scale(cast);
   const int valid = WHOLE ? 8 : columns_left(place(0, column_tile).column, F);
   float shifts[PARTS][8];
 #pragma unroll
   for (int p = 0; p < PARTS; ++p)
-    floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid, rows_aligned<16>(bias, p * F), shifts[p]);
+    floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid,
+            rows_aligned<16>(bias, p * F), shifts[p]);
   Peak<T> peak;
 
-  alignas(16) __shared__ T ahead[4][PARTS][WHOLE ? THREADS * 8 : 8];  // whole tiles' rows pass through here, others' through registers
-  const u32 pitch = (u32)(width / 8), half = (u32)(F / 8);  // in eights, of which whole tiles have less than 2**32
+  // whole tiles' rows pass through here, others' through registers
+  alignas(16) __shared__ T ahead[4][PARTS][WHOLE ? THREADS * 8 : 8];
+  // in eights, of which whole tiles have less than 2**32
+  const u32 pitch = (u32)(width / 8), half = (u32)(F / 8);
   u32 next = (u32)place(first_tile, column_tile).row * pitch + (u32)place(first_tile, column_tile).column / 8;
   Eight<T> in[PARTS][4];  // of the tile; where a row has been used, the same row of the next tile is fetched
   const auto fetch = [&](int k, Index t) {
     if (WHOLE) {
 #pragma unroll
-      for (int p = 0; p < PARTS && t < end_tile; ++p) copy8_async(ahead[k][p] + threadIdx.x * 8, x + (u64)(next + k * pitch + p * half) * 8);
+      for (int p = 0; p < PARTS && t < end_tile; ++p)
+        copy8_async(ahead[k][p] + threadIdx.x * 8, x + (u64)(next + k * pitch + p * half) * 8);
       end_of_copies();
       return;
     }
     const Place at = place(t, column_tile);
     const int here = t < end_tile && (WHOLE || at.row + k < M) ? valid : 0;
 #pragma unroll
-    for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
+    for (int p = 0; p < PARTS; ++p)
+      in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
   };
   const auto arrived = [&](int k) {
     if (!WHOLE) return;
@@ -247,9 +283,11 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) in[p][k] = read8(ahead[k][p] + threadIdx.x * 8, 8, true);
   };
-  const auto skimmed = [&](int k, Index t) {  // true, which spares the compiler's remark on code that is not reached
+  // true, which spares the compiler's remark on code that is not reached
+  const auto skimmed = [&](int k, Index t) {
     if (k == 1) {
-      highest = __int_as_float(__reduce_max_sync(~0u, __float_as_int(highest)));  // no number below 0 is in it
+      // no number below 0 is in it
+      highest = __int_as_float(__reduce_max_sync(~0u, __float_as_int(highest)));
       if (highest > 1.0f) beneath = highest * (1.0f - 0x1p-16f);
     }
     float v[8], top = beneath;
@@ -293,10 +331,11 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
   block_amax(cast.amax, peak.amax(), shared);
 }
 
-// dy: (M, F), x and dx: (M, PARTS * F). partial: float32 (row blocks, PARTS * F), the column sums of each block's rows, or null.
+// dy: (M, F), x and dx: (M, PARTS * F). partial: float32 (row blocks, PARTS * F), the column sums of
+// each block's rows, or null.
 extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS)
-act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
-        f64 alpha, f64 offset, Cast given) {
+act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles,
+        i64 tiles, f64 limit, f64 alpha, f64 offset, Cast given) {
   start_early();
   constexpr bool SURE = WHOLE && PARTS == 1;  // a gated one's registers do not allow it
   const Params params{(float)limit, (float)alpha, (float)offset};
@@ -307,16 +346,19 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
   const u32 block = block_from_the_end();
   const i32 column_tile = block % (u32)column_tiles, row_block = block / (u32)column_tiles;
   const i32 first_tile = row_block * (i32)tiles, end_tile = first_tile + (i32)tiles;
-  alignas(16) __shared__ T ahead[4][2][SURE ? THREADS * 8 : 8];  // the thread's parts of the next rows of dy and x
+  // the thread's parts of the next rows of dy and x
+  alignas(16) __shared__ T ahead[4][2][SURE ? THREADS * 8 : 8];
   const i64 width = PARTS * F;
-  const bool wide = SURE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)), wide_dy = SURE || rows_aligned<16>(dy, F);
+  const bool wide = SURE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)),
+             wide_dy = SURE || rows_aligned<16>(dy, F);
   const bool wide_dx = rows_aligned<16>(dx, width) && rows_aligned<16>(dx, F);
   const float scale = cast_scale(cast);
   const int valid = SURE ? 8 : columns_left(place(0, column_tile).column, F);
   float shifts[PARTS][8], sums[PARTS][8];
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) {
-    floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid, rows_aligned<16>(bias, p * F), shifts[p]);
+    floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid,
+            rows_aligned<16>(bias, p * F), shifts[p]);
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[p][j] = 0.0f;
   }
@@ -324,7 +366,8 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
 
   const u32 pitch = (u32)(F / 8);  // in eights, of which whole tiles have less than 2**32
   u32 next = (u32)place(first_tile, column_tile).row * pitch + (u32)place(first_tile, column_tile).column / 8;
-  const auto fetch = [&](int k, bool more) {  // where a row has been used, the same row of the next tile is fetched
+  // where a row has been used, the same row of the next tile is fetched
+  const auto fetch = [&](int k, bool more) {
     if (more) {
       copy8_async(ahead[k][0] + threadIdx.x * 8, dy + (u64)(next + k * pitch) * 8);
       copy8_async(ahead[k][1] + threadIdx.x * 8, x + (u64)(next + k * pitch) * 8);
@@ -345,7 +388,8 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
       const int here = SURE || at.row + k < M ? valid : 0;
       up[k] = read8(dy + (at.row + k) * F + at.column, here, wide_dy);
 #pragma unroll
-      for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
+      for (int p = 0; p < PARTS; ++p)
+        in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -371,7 +415,8 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
       for (int p = 0; p < PARTS; ++p) {
         const bool there = SURE || at.row + k < M;
         const Eight<T> out = there ? rounded8<T>(d[p]) : Eight<T>{};
-        if (!SURE && dx != nullptr && there) write8(dx + (at.row + k) * width + p * F + at.column, valid, wide_dx, out);
+        if (!SURE && dx != nullptr && there)
+          write8(dx + (at.row + k) * width + p * F + at.column, valid, wide_dx, out);
         peak.add(out);
 #pragma unroll
         for (int j = 0; j < 8; ++j) sums[p][j] += value(out, j);

@@ -6,7 +6,8 @@
 
 constexpr int AHEAD = 4;  // times eight elements that a thread has under way
 
-// The largest magnitude of x[start] ... x[end - 1], from the end; thread `at` of `count` takes every count-th eight.
+// The largest magnitude of x[start] ... x[end - 1], from the end; thread `at` of `count`
+// takes every count-th eight.
 DEVICE float amax_of_range(const T* x, i64 start, i64 end, i64 at, i64 count) {
   const i64 eights = rows_aligned<16>(x + start, 0) ? (end - start) / 8 : 0;
   Peak<T> peak;
@@ -33,10 +34,11 @@ extern "C" __global__ void __launch_bounds__(256) amax_tensor(const T* x, float*
 }
 
 // amax[i, j] over tiles of tile_rows x tile_columns. A warp takes `chunk` rows of one tile at a time.
-extern "C" __global__ void __launch_bounds__(256) amax_tiles(const T* x, float* amax, i64 rows, i64 columns, i64 tile_rows,
-                                                             i64 tile_columns, i64 chunk) {
+extern "C" __global__ void __launch_bounds__(256)
+amax_tiles(const T* x, float* amax, i64 rows, i64 columns, i64 tile_rows, i64 tile_columns, i64 chunk) {
   constexpr int W = 16 / sizeof(T);
-  const i64 across = ceil_div(columns, tile_columns), down = ceil_div(rows, tile_rows), chunks = ceil_div(tile_rows, chunk);
+  const i64 across = ceil_div(columns, tile_columns), down = ceil_div(rows, tile_rows),
+            chunks = ceil_div(tile_rows, chunk);
   const bool wide = rows_aligned<16>(x, columns) && (tile_columns % W == 0 || across == 1);
   const u32 lane = threadIdx.x % 32;
   for (i64 job = first() / 32; job < across * down * chunks; job += step() / 32) {
@@ -74,10 +76,12 @@ struct AmaxTable {
 };
 
 // amax[t][0] = max(amax[t][0], max|x[t]|); a block takes AMAX_PIECE elements of one tensor.
-extern "C" __global__ void __launch_bounds__(256) amax_many(i64 count, const __grid_constant__ AmaxTable table) {
+extern "C" __global__ void __launch_bounds__(256)
+amax_many(i64 count, const __grid_constant__ AmaxTable table) {
   start_early();
   __shared__ float shared[32];
   const int t = tensor_of(table.first, count);
-  const i64 start = (i64)(blockIdx.x - table.first[t]) * AMAX_PIECE, end = min64(start + AMAX_PIECE, table.size[t]);
+  const i64 start = (i64)(blockIdx.x - table.first[t]) * AMAX_PIECE,
+            end = min64(start + AMAX_PIECE, table.size[t]);
   block_amax(table.amax[t], amax_of_range(table.x[t], start, end, threadIdx.x, 256), shared);
 }

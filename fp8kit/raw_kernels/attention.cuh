@@ -1,10 +1,11 @@
-// What a row of the attention sees and what its scores are: the rule stands here once, for forward, backward and the padding round cuDNN.
-// T is the dtype of q, k, v, o and of the bias.
+// What a row of the attention sees and what its scores are: the rule stands here once, for forward, backward
+// and the padding round cuDNN. T is the dtype of q, k, v, o and of the bias.
 #pragma once
 #include "philox.cuh"
 #include "sequences.cuh"
 
-// The host packs this (backends/cuda/attention_rules.py). Arrays that are absent are null; a stride of 0 broadcasts.
+// The host packs this (backends/cuda/attention_rules.py). Arrays that are absent are null;
+// a stride of 0 broadcasts.
 struct Rules {
   const i32 *cu_q, *cu_kv;  // running sums of true lengths (b + 1)
   const u8* mask;           // not 0: masked out
@@ -22,25 +23,29 @@ struct Rules {
   const i64* rng;
   i64 threshold;
   f64 inverse_keep;
-  const i32* dropout_place;  // first batch, first head and heads of the attention whose words are drawn; null: this one's
+  // first batch, first head and heads of the attention whose words are drawn; null: this one's
+  const i32* dropout_place;
   i64 heads, s_q, s_kv;
 };
 
-// A query row: it sees columns first ... last - 1 (but for the mask array). `place`: the column on its diagonal. `sink`: its further
-// score, -Inf where it has none. `stats`: its index in lse (b, h, s_q).
+// A query row: it sees columns first ... last - 1 (but for the mask array). `place`: the column on its
+// diagonal. `sink`: its further score, -Inf where it has none. `stats`: its index in lse (b, h, s_q).
 struct Row {
   i64 batch, head, i, place, first, last, stats;
   float sink;
 };
 
 // A batch's length, in 0 ... whole whatever `cu` holds.
-DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) { return cu == nullptr ? whole : min64(whole, length_of(cu, batch)); }
+DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) {
+  return cu == nullptr ? whole : min64(whole, length_of(cu, batch));
+}
 
 DEVICE Row make_row(const Rules& rules, i64 batch, i64 head, i64 i) {
   Row row;
   row.batch = batch, row.head = head, row.i = i;
   row.stats = (batch * rules.heads + head) * rules.s_q + i;
-  const i64 rows = true_length(rules.cu_q, batch, rules.s_q), columns = true_length(rules.cu_kv, batch, rules.s_kv);
+  const i64 rows = true_length(rules.cu_q, batch, rules.s_q),
+            columns = true_length(rules.cu_kv, batch, rules.s_kv);
   const bool exists = i < rows;
   row.place = i + (rules.bottom_right ? columns - rows : 0);
   row.first = rules.left < 0 ? 0 : max64(0, row.place - rules.left);
@@ -53,7 +58,8 @@ DEVICE bool sees(const Row& row, i64 j) { return j >= row.first && j < row.last;
 
 // The score of a column in the row's range, from q k^T: -Inf where the mask array masks it out.
 DEVICE float score(const Rules& rules, const Row& row, i64 j, float product) {
-  if (rules.mask != nullptr && rules.mask[row.batch * rules.mask_batch + row.head * rules.mask_head + row.i * rules.mask_row + j])
+  if (rules.mask != nullptr &&
+      rules.mask[row.batch * rules.mask_batch + row.head * rules.mask_head + row.i * rules.mask_row + j])
     return -INF;
   float s = (float)rules.scale * product;
   if (rules.bias != nullptr) {
@@ -67,15 +73,18 @@ DEVICE float score(const Rules& rules, const Row& row, i64 j, float product) {
   return s;
 }
 
-// Dropout's factors of columns j ... j + 3: inverse_keep where the word is at least `threshold`, else 0; 1 without dropout.
+// Dropout's factors of columns j ... j + 3: inverse_keep where the word is at least `threshold`,
+// else 0; 1 without dropout.
 DEVICE void dropout_factors(const Rules& rules, const Row& row, i64 j, float (&factor)[4]) {
   if (rules.rng == nullptr) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) factor[n] = 1.0f;
     return;
   }
-  i64 drawn = row.stats;  // the row's index where words are counted: here, where the compiler keeps it out of make_row's registers
-  if (const i32* at = rules.dropout_place) drawn = ((at[0] + row.batch) * at[2] + at[1] + row.head) * rules.s_q + row.i;
+  // the row's index where words are counted: here, where the compiler keeps it out of make_row's registers
+  i64 drawn = row.stats;
+  if (const i32* at = rules.dropout_place)
+    drawn = ((at[0] + row.batch) * at[2] + at[1] + row.head) * rules.s_q + row.i;
   u32 words[4];
   philox_words<4>(load_rng(rules.rng), (u64)(drawn * rules.s_kv + j), words);
 #pragma unroll

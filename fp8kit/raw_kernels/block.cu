@@ -1,24 +1,29 @@
-// Current scaling by blocks of 128: a matrix and its transpose, each cast with its own scales, in one pass; of one matrix or of many.
+// Current scaling by blocks of 128: a matrix and its transpose, each cast with its own scales, in one pass;
+// of one matrix or of many.
 //
 // functions: block_quantize, block_quantize_many
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "fp8.cuh"
 #include "scale.cuh"
 
-constexpr int B = 128, E = 8;  // a block's square; a thread takes 8 rows of 8 columns, sixteen threads a row of threads
+// a block's square; a thread takes 8 rows of 8 columns, sixteen threads a row of threads
+constexpr int B = 128, E = 8;
 
-// What holds for all squares of a launch. square: a square has one scale, else 128 neighbours along the contraction have one.
+// What holds for all squares of a launch. square: a square has one scale, else 128 neighbours along
+// the contraction have one.
 struct Rule {
   float fp8_max, epsilon, value_for_inf;
   bool square, power_2;
 };
 
-// Square `tile`, squares across first, by a block of 256 threads: x (rows, columns) into q (q_rows, across * 128) and q_t (qt_rows,
-// down * 128), down x across being the squares that cover x; either may be null, together with its scales. With squares scale_inv is
-// (ceil(q_rows / 128), across up to 4), else (across, q_rows); likewise for q_t.
-DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns, i64 q_rows,
-                            i64 qt_rows, const Rule& rule) {
-  __shared__ uint2 turned[B][B / E];  // q_t's square, 8 rows of x an entry; entry e of column c lies at place e ^ (c / 8)
+// Square `tile`, squares across first, by a block of 256 threads: x (rows, columns) into q (q_rows,
+// across * 128) and q_t (qt_rows, down * 128), down x across being the squares that cover x; either may be
+// null, together with its scales. With squares scale_inv is (ceil(q_rows / 128), across up to 4), else
+// (across, q_rows); likewise for q_t.
+DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
+                            i64 rows, i64 columns, i64 q_rows, i64 qt_rows, const Rule& rule) {
+  // q_t's square, 8 rows of x an entry; entry e of column c lies at place e ^ (c / 8)
+  __shared__ uint2 turned[B][B / E];
   __shared__ float column_amax[8][B];
   __shared__ float row_scale[B], column_scale[B];
   __shared__ float shared[32];
@@ -37,11 +42,13 @@ DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q
       load_bytes<E * sizeof(T)>(from, raw[r]);
     } else {
 #pragma unroll
-      for (int c = 0; c < E; ++c) raw[r][c] = row + r < rows && column + c < columns ? from[c] : from_float<T>(0.0f);
+      for (int c = 0; c < E; ++c)
+        raw[r][c] = row + r < rows && column + c < columns ? from[c] : from_float<T>(0.0f);
     }
   }
 
-  // amaxes of the square's rows and columns, then its scales; a row of x lies in sixteen lanes, a column in all warps
+  // amaxes of the square's rows and columns, then its scales; a row of x lies in sixteen
+  // lanes, a column in all warps
   float high[E] = {};
 #pragma unroll
   for (int r = 0; r < E; ++r) {
@@ -74,17 +81,20 @@ DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q
   (by_row ? row_scale : column_scale)[line] = own;
 
   float* inverses = by_row ? scale_inv : scale_inv_t;
-  const i64 lines = by_row ? q_rows : qt_rows;                                          // rows of q or q_t
-  const i64 outer = by_row ? tile_row : tile_column, inner = by_row ? tile_column : tile_row;  // along them, and along the contraction
+  const i64 lines = by_row ? q_rows : qt_rows;  // rows of q or q_t
+  // along them, and along the contraction
+  const i64 outer = by_row ? tile_row : tile_column, inner = by_row ? tile_column : tile_row;
   if (inverses != nullptr) {
-    const bool real = rule.square || outer * B + line < (by_row ? rows : columns);  // padding's scale is 1, whatever epsilon says
+    // padding's scale is 1, whatever epsilon says
+    const bool real = rule.square || outer * B + line < (by_row ? rows : columns);
     const float inverse = real ? __fdiv_rn(1.0f, own) : 1.0f;
     if (!rule.square) {
       if (outer * B + line < lines) inverses[inner * lines + outer * B + line] = inverse;
     } else {
       const i64 tiles = by_row ? across : down, padded = ceil_div(tiles, 4) * 4;
       if (line == 0) inverses[outer * padded + inner] = inverse;
-      else if (inner + 1 == tiles && tiles - 1 + line < padded) inverses[outer * padded + tiles - 1 + line] = 1.0f;
+      else if (inner + 1 == tiles && tiles - 1 + line < padded)
+        inverses[outer * padded + tiles - 1 + line] = 1.0f;
     }
   }
   __syncthreads();
@@ -126,9 +136,10 @@ DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q
 }
 
 // A one-dimensional grid, a block a square.
-extern "C" __global__ void __launch_bounds__(256) block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
-                                                                 i64 rows, i64 columns, i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max,
-                                                                 f64 epsilon, f64 value_for_inf, i64 power_2) {
+extern "C" __global__ void __launch_bounds__(256)
+block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
+               i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
+               i64 power_2) {
   const Rule rule = {(float)fp8_max, (float)epsilon, (float)value_for_inf, square != 0, power_2 != 0};
   quantize_square(blockIdx.x, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows, qt_rows, rule);
 }
@@ -141,14 +152,17 @@ struct BlockTable {
   float* scale_inv[BLOCK_TENSORS];
   u8* q_t[BLOCK_TENSORS];
   float* scale_inv_t[BLOCK_TENSORS];
-  u32 rows[BLOCK_TENSORS], columns[BLOCK_TENSORS], q_rows[BLOCK_TENSORS], qt_rows[BLOCK_TENSORS], first[BLOCK_TENSORS];
+  u32 rows[BLOCK_TENSORS], columns[BLOCK_TENSORS], q_rows[BLOCK_TENSORS], qt_rows[BLOCK_TENSORS],
+      first[BLOCK_TENSORS];
 };
 
 // The same for a list of matrices.
-extern "C" __global__ void __launch_bounds__(256) block_quantize_many(i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf, i64 power_2,
-                                                                      i64 count, const __grid_constant__ BlockTable table) {
+extern "C" __global__ void __launch_bounds__(256)
+block_quantize_many(i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf, i64 power_2, i64 count,
+                    const __grid_constant__ BlockTable table) {
   const Rule rule = {(float)fp8_max, (float)epsilon, (float)value_for_inf, square != 0, power_2 != 0};
   const int t = tensor_of(table.first, count);
-  quantize_square(blockIdx.x - table.first[t], table.x[t], table.q[t], table.scale_inv[t], table.q_t[t], table.scale_inv_t[t],
-                  table.rows[t], table.columns[t], table.q_rows[t], table.qt_rows[t], rule);
+  quantize_square(blockIdx.x - table.first[t], table.x[t], table.q[t], table.scale_inv[t], table.q_t[t],
+                  table.scale_inv_t[t], table.rows[t], table.columns[t], table.q_rows[t], table.qt_rows[t],
+                  rule);
 }

@@ -1,5 +1,6 @@
-// What every kernel starts from: integer names, element types, vector access, reductions, amax. No CUDA header is included, so that a
-// kernel compiles in well under 0.1 s. Arithmetic is IEEE: nothing here flushes subnormals or approximates a division.
+// What every kernel starts from: integer names, element types, vector access, reductions, amax. No CUDA
+// header is included, so that a kernel compiles in well under 0.1 s. Arithmetic is IEEE: nothing here flushes
+// subnormals or approximates a division.
 #pragma once
 
 typedef unsigned char u8;
@@ -18,7 +19,7 @@ struct f16 { u16 bits; };
 
 #define INF __int_as_float(0x7F800000)
 
-// --- element types ---------------------------------------------------------------------------------------------------------
+// --- element types -----------------------------------------------------------------------------------------
 
 DEVICE float to_float(f32 x) { return x; }
 DEVICE float to_float(f64 x) { return __double2float_rn(x); }
@@ -29,15 +30,23 @@ DEVICE float to_float(f16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h
 template <typename X> __device__ X from_float(float x);
 template <> __device__ __forceinline__ f32 from_float<f32>(float x) { return x; }
 template <> __device__ __forceinline__ f64 from_float<f64>(float x) { return x; }
-template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) { bf16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
-template <> __device__ __forceinline__ f16 from_float<f16>(float x) { f16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
+template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+  bf16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <> __device__ __forceinline__ f16 from_float<f16>(float x) {
+  f16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
 
 // The value that x has once it is stored as an X.
 template <typename X> DEVICE float rounded(float x) { return to_float(from_float<X>(x)); }
 
-// --- vector access ---------------------------------------------------------------------------------------------------------
-// load<N> and store<N> move N neighbours at once, in the widest accesses that N * sizeof(X) bytes allow (at most 16 bytes each). The
-// address must be a multiple of min(N * sizeof(X), 16).
+// --- vector access -----------------------------------------------------------------------------------------
+// load<N> and store<N> move N neighbours at once, in the widest accesses that N * sizeof(X) bytes allow (at
+// most 16 bytes each). The address must be a multiple of min(N * sizeof(X), 16).
 
 template <int BYTES> struct Words;  // the built-in vector type of that many bytes
 template <> struct Words<2> { typedef u16 type; };
@@ -49,7 +58,8 @@ template <int BYTES, typename X> DEVICE void load_bytes(const X* from, X* to) {
   constexpr int step = BYTES < 16 ? BYTES : 16;
   typedef typename Words<step>::type word;
 #pragma unroll
-  for (int i = 0; i < BYTES / step; ++i) reinterpret_cast<word*>(to)[i] = reinterpret_cast<const word*>(from)[i];
+  for (int i = 0; i < BYTES / step; ++i)
+    reinterpret_cast<word*>(to)[i] = reinterpret_cast<const word*>(from)[i];
 }
 
 template <int N, typename X> DEVICE void load(const X* from, float (&to)[N]) {
@@ -66,7 +76,8 @@ template <int N, typename X> DEVICE void store(X* to, const float (&from)[N]) {
   load_bytes<N * sizeof(X)>(raw, to);
 }
 
-// The same for the end of a row or an unaligned one: only `valid` elements exist, the others read as 0 and are not written.
+// The same for the end of a row or an unaligned one: only `valid` elements exist, the others read
+// as 0 and are not written.
 template <int N, typename X> DEVICE void load_some(const X* from, i64 valid, float (&to)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) to[i] = i < valid ? to_float(from[i]) : 0.0f;
@@ -83,9 +94,10 @@ template <int BYTES, typename X> DEVICE bool rows_aligned(const X* base, i64 str
   return (reinterpret_cast<u64>(base) | (u64)(stride * (i64)sizeof(X))) % BYTES == 0;
 }
 
-// --- reductions ------------------------------------------------------------------------------------------------------------
-// All in a fixed order: the same input gives the same bits. Every thread of the warp (block) must call; every one gets the result.
-// `shared` is 32 floats; two calls in a row may use the same 32, a barrier stands at both ends.
+// --- reductions --------------------------------------------------------------------------------------------
+// All in a fixed order: the same input gives the same bits. Every thread of the warp (block) must
+// call; every one gets the result. `shared` is 32 floats; two calls in a row may use the same 32, a
+// barrier stands at both ends.
 
 DEVICE float warp_sum(float x) {
 #pragma unroll
@@ -126,19 +138,20 @@ DEVICE float block_max(float x, float* shared) {
   return x;
 }
 
-// --- amax ------------------------------------------------------------------------------------------------------------------
+// --- amax --------------------------------------------------------------------------------------------------
 
 // max(amax, |x|), where fmaxf drops a NaN x.
 DEVICE float amax_of(float amax, float x) { return fmaxf(amax, fabsf(x)); }
 
-// Max-accumulate a non-negative float. The bits of such floats are ordered as the floats are, and a maximum does not depend on the
-// order of its arguments: allowed in deterministic mode.
+// Max-accumulate a non-negative float. The bits of such floats are ordered as the floats are, and a maximum
+// does not depend on the order of its arguments: allowed in deterministic mode.
 DEVICE void atomic_amax(float* to, float amax) {
   if (amax > 0.0f) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
 }
 
-// The block's amax into *to (nothing where `to` is null), one atomic a block. The threads' numbers are amaxes: +0 or more, none of them NaN.
-// `shared`: 32 floats that no thread reads any more; whoever uses them again puts a barrier between.
+// The block's amax into *to (nothing where `to` is null), one atomic a block. The threads' numbers are
+// amaxes: +0 or more, none of them NaN. `shared`: 32 floats that no thread reads any more; whoever uses them
+// again puts a barrier between.
 DEVICE void block_amax(float* to, float amax, float* shared) {
   if (to == nullptr) return;
   const u32 rank = thread_rank(), warps = (block_threads() + 31) / 32;
@@ -150,20 +163,22 @@ DEVICE void block_amax(float* to, float amax, float* shared) {
   if (rank == 0) atomic_amax(to, __uint_as_float(bits));
 }
 
-// --- small arithmetic ------------------------------------------------------------------------------------------------------
+// --- small arithmetic --------------------------------------------------------------------------------------
 
 DEVICE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 DEVICE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 DEVICE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 
-// The order in which a pass walks its arrays: one over what another pass has written begins where that one ended, since the L2 cache still
-// has it. Some walk from the end, so that those behind them, which walk from the start, find what they wrote last.
+// The order in which a pass walks its arrays: one over what another pass has written begins where that one
+// ended, since the L2 cache still has it. Some walk from the end, so that those behind them, which walk from
+// the start, find what they wrote last.
 DEVICE u32 block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
 
-// A kernel that begins with start_early() is launched before the one in front of it on the stream has ended, as soon as all blocks of that
-// one have called let_next_start() or ended: its own blocks then stand ready (programmatic dependent launch, CUDA Programming Guide). Behind
-// start_early() it sees all that was written before it; nothing that another kernel writes is to be read above it, nor through a
-// __restrict__ pointer to const, which the compiler may do. Before compute capability 9.0 both do nothing.
+// A kernel that begins with start_early() is launched before the one in front of it on the stream has ended,
+// as soon as all blocks of that one have called let_next_start() or ended: its own blocks then stand ready
+// (programmatic dependent launch, CUDA Programming Guide). Behind start_early() it sees all that was written
+// before it; nothing that another kernel writes is to be read above it, nor through a __restrict__ pointer to
+// const, which the compiler may do. Before compute capability 9.0 both do nothing.
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -177,12 +192,14 @@ DEVICE void start_early() {
 #endif
 }
 
-// Index of the calling thread in a one-dimensional grid, and how many there are: `for (i64 i = first(); i < n; i += step())`.
+// Index of the calling thread in a one-dimensional grid, and how many there are:
+// `for (i64 i = first(); i < n; i += step())`.
 DEVICE i64 first() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 DEVICE i64 step() { return (i64)gridDim.x * blockDim.x; }
 
-// --- lists of tensors -------------------------------------------------------------------------------------------------------
-// A launch over several tensors takes a table of them by value; tensor t's blocks are first[t] ... first[t + 1] - 1.
+// --- lists of tensors --------------------------------------------------------------------------------------
+// A launch over several tensors takes a table of them by value; tensor t's blocks are
+// first[t] ... first[t + 1] - 1.
 
 // The tensor that the block belongs to: the last whose first block is not after it.
 DEVICE int tensor_of(const u32* first, i64 count) {

@@ -1,7 +1,8 @@
 // functions: convert
 // variants: T=f32,bf16,f16,f64
 //
-// Copies between strided arrays, from T to another type: float64 goes through float32, each step rounded to nearest even.
+// Copies between strided arrays, from T to another type: float64 goes through float32, each step
+// rounded to nearest even.
 
 #include "layout.cuh"
 #include "rows.cuh"
@@ -19,9 +20,10 @@ template <typename Y, typename X> DEVICE void convert_to(const X* x, void* y, co
   *to = from_float<Y>(to_float(x[at.from]));
 }
 
-// y's type: 0 float32, 1 bfloat16, 2 float16. unit: 8 where both sides are aligned to 16 bytes and rows are multiples of 8 (and T is no
-// float64), else 1.
-extern "C" __global__ void __launch_bounds__(256) convert(const T* x, void* y, i64 units, i64 type, const __grid_constant__ Layout layout) {
+// y's type: 0 float32, 1 bfloat16, 2 float16. unit: 8 where both sides are aligned to 16 bytes and rows are
+// multiples of 8 (and T is no float64), else 1.
+extern "C" __global__ void __launch_bounds__(256)
+convert(const T* x, void* y, i64 units, i64 type, const __grid_constant__ Layout layout) {
   for (i64 i = first(); i < units; i += step()) {
     const Offsets at = offsets_of(layout, (u64)i);
     if (type == 0)

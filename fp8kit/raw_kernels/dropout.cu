@@ -1,8 +1,9 @@
 // functions: dropout_add, column_sums, sum_partials
 // variants: T=f32,bf16,f16
 //
-// Dropout with bias and residual, its gradient, and sums over rows. The mask is never stored: Philox gives element i of the output the same
-// word each time (philox.cuh); it is kept where that word is at least `threshold`, and multiplied by `factor` = 1 / (1 - p).
+// Dropout with bias and residual, its gradient, and sums over rows. The mask is never stored: Philox gives
+// element i of the output the same word each time (philox.cuh); it is kept where that word is at least
+// `threshold`, and multiplied by `factor` = 1 / (1 - p).
 
 #include "philox.cuh"
 #include "rows.cuh"
@@ -18,7 +19,8 @@ DEVICE void drop8(float (&x)[8], const i64* rng, u64 index, u32 threshold, float
 
 // y = residual + dropout(x + bias) over n elements in rows of N, from the end; y may be x.
 extern "C" __global__ void __launch_bounds__(256)
-dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, i64 n, i64 N, i64 threshold, f64 factor) {
+dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, i64 n, i64 N,
+            i64 threshold, f64 factor) {
   start_early();
   const bool wide = rows_aligned<16>(x, 0) && rows_aligned<16>(y, 0) && rows_aligned<16>(residual, 0);
   const bool wide_bias = rows_aligned<16>(bias, 0) && N % 8 == 0;
@@ -26,7 +28,8 @@ dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, 
   for (i64 e = first(); e <= last; e += step()) {
     const i64 i = (last - e) * 8;
     const int valid = columns_left(i, n);
-    const Eight<T> in = read8(x + i, valid, wide), stream = read8(residual + i, residual == nullptr ? 0 : valid, wide);
+    const Eight<T> in = read8(x + i, valid, wide),
+                   stream = read8(residual + i, residual == nullptr ? 0 : valid, wide);
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = value(in, j);
@@ -53,13 +56,15 @@ dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, 
 
 constexpr int AHEAD = 4;  // rows of a thread of column_sums that are on their way together
 
-// dx = dropout's gradient of dy, and the sums of its columns before rounding: partial (row blocks, N), float32. Either may be null. A
-// block of 32 x 8 threads takes 256 columns of `rows` rows.
-extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restrict__ dy, T* __restrict__ dx, float* partial, const i64* rng,
-                                                              i64 M, i64 N, i64 rows, i64 column_blocks, i64 threshold, f64 factor) {
+// dx = dropout's gradient of dy, and the sums of its columns before rounding: partial (row blocks, N),
+// float32. Either may be null. A block of 32 x 8 threads takes 256 columns of `rows` rows.
+extern "C" __global__ void __launch_bounds__(256)
+column_sums(const T* __restrict__ dy, T* __restrict__ dx, float* partial, const i64* rng, i64 M, i64 N,
+            i64 rows, i64 column_blocks, i64 threshold, f64 factor) {
   __shared__ float of_warps[8][257];
   let_next_start();
-  const i64 row_block = blockIdx.x / column_blocks, column0 = blockIdx.x % column_blocks * 256, column = column0 + threadIdx.x * 8;
+  const i64 row_block = blockIdx.x / column_blocks, column0 = blockIdx.x % column_blocks * 256,
+            column = column0 + threadIdx.x * 8;
   const int valid = columns_left(column, N);
   const bool wide = rows_aligned<16>(dy, N), wide_dx = rows_aligned<16>(dx, N);
   const i64 end = min64(M, (row_block + 1) * rows);
@@ -67,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restric
   for (i64 top = row_block * rows + threadIdx.y; top < end; top += 8 * AHEAD) {
     Eight<T> in[AHEAD];
 #pragma unroll
-    for (int k = 0; k < AHEAD; ++k) in[k] = read8(dy + (top + 8 * k) * N + column, top + 8 * k < end ? valid : 0, wide);
+    for (int k = 0; k < AHEAD; ++k)
+      in[k] = read8(dy + (top + 8 * k) * N + column, top + 8 * k < end ? valid : 0, wide);
 #pragma unroll
     for (int k = 0; k < AHEAD; ++k) {
       if (top + 8 * k >= end) break;
@@ -94,9 +100,10 @@ extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restric
   }
 }
 
-// Column sums of partial (blocks, gridDim.y, N), float32, into out (and `second` from the second row of each pair), in a fixed order.
-// A block of 32 x 16 threads takes 32 columns.
-extern "C" __global__ void __launch_bounds__(512) sum_partials(const float* partial, T* out, T* second, i64 blocks, i64 N) {
+// Column sums of partial (blocks, gridDim.y, N), float32, into out (and `second` from the second row of each
+// pair), in a fixed order. A block of 32 x 16 threads takes 32 columns.
+extern "C" __global__ void __launch_bounds__(512)
+sum_partials(const float* partial, T* out, T* second, i64 blocks, i64 N) {
   start_early();
   __shared__ float sums[16][33];
   const i64 column = (i64)blockIdx.x * 32 + threadIdx.x;

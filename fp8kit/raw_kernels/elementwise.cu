@@ -1,14 +1,16 @@
 // functions: add, move1, move2, move4, rng_next
 // variants: T=f32,bf16,f16
 //
-// Small things: sums of two arrays, copies between strided arrays (`moveN`, of N-byte elements), and the generator's next state.
+// Small things: sums of two arrays, copies between strided arrays (`moveN`, of N-byte elements), and
+// the generator's next state.
 
 #include "layout.cuh"
 #include "rows.cuh"
 
 // out = a + b over n elements; b has `period` elements, a divisor of n, and repeats.
 extern "C" __global__ void __launch_bounds__(256) add(const T* a, const T* b, T* out, i64 n, i64 period) {
-  const bool wide = rows_aligned<16>(a, 0) && rows_aligned<16>(out, 0), wide_b = rows_aligned<16>(b, 0) && (n == period || period % 8 == 0);
+  const bool wide = rows_aligned<16>(a, 0) && rows_aligned<16>(out, 0),
+             wide_b = rows_aligned<16>(b, 0) && (n == period || period % 8 == 0);
   for (i64 i = first() * 8; i < n; i += step() * 8) {
     const int valid = columns_left(i, n);
     const Eight<T> left = read8(a + i, valid, wide);
@@ -29,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) add(const T* a, const T* b, T*
   }
 }
 
-// --- strided copies --------------------------------------------------------------------------------------------------------
+// --- strided copies ----------------------------------------------------------------------------------------
 
 template <typename W> DEVICE void move(const W* x, W* y, i64 units, const Layout& layout) {
   for (i64 i = first(); i < units; i += step()) {
@@ -41,13 +43,16 @@ template <typename W> DEVICE void move(const W* x, W* y, i64 units, const Layout
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) move1(const u8* x, u8* y, i64 units, const __grid_constant__ Layout layout) {
+extern "C" __global__ void __launch_bounds__(256)
+move1(const u8* x, u8* y, i64 units, const __grid_constant__ Layout layout) {
   move(x, y, units, layout);
 }
-extern "C" __global__ void __launch_bounds__(256) move2(const u16* x, u16* y, i64 units, const __grid_constant__ Layout layout) {
+extern "C" __global__ void __launch_bounds__(256)
+move2(const u16* x, u16* y, i64 units, const __grid_constant__ Layout layout) {
   move(x, y, units, layout);
 }
-extern "C" __global__ void __launch_bounds__(256) move4(const u32* x, u32* y, i64 units, const __grid_constant__ Layout layout) {
+extern "C" __global__ void __launch_bounds__(256)
+move4(const u32* x, u32* y, i64 units, const __grid_constant__ Layout layout) {
   move(x, y, units, layout);
 }
 

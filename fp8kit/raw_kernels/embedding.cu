@@ -1,8 +1,8 @@
 // functions: embedding_fwd, embedding_bwd
 // variants: T=f32,bf16,f16
 //
-// Embedding look-up, and its gradient without floating-point atomics: a block owns some rows of the table and looks for the tokens that
-// name them, so every sum runs in the order of the tokens.
+// Embedding look-up, and its gradient without floating-point atomics: a block owns some rows of the table and
+// looks for the tokens that name them, so every sum runs in the order of the tokens.
 
 #include "rows.cuh"
 
@@ -27,7 +27,8 @@ embedding_fwd(const void* ids, const T* table, T* out, i64 M, i64 N, i64 V, i64 
 
 constexpr int THREADS = 256, ROWS = 16, COLUMNS = 2 * THREADS, IDS = 4 * THREADS, LIST = 2 * IDS;
 
-// Two neighbouring elements as floats; `pair`: the address is a multiple of two elements. `valid` of them (1 or 2) exist.
+// Two neighbouring elements as floats; `pair`: the address is a multiple of two elements.
+// `valid` of them (1 or 2) exist.
 DEVICE float2 read2(const T* from, int valid, bool pair) {
   if (!pair) return make_float2(to_float(from[0]), valid > 1 ? to_float(from[1]) : 0.0f);
   float two[2];
@@ -35,17 +36,21 @@ DEVICE float2 read2(const T* from, int valid, bool pair) {
   return make_float2(two[0], two[1]);
 }
 
-// Block b owns rows ROWS * (b / column_blocks) and the next ROWS - 1, and COLUMNS columns of the table, two a thread. It reads IDS ids at a
-// time, lists those that are its own in their order, and adds the listed rows of dout to its float32 sums in shared memory.
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_bwd(const void* ids, const T* dout, T* dtable, i64 M, i64 N, i64 V,
-                                                                    i64 column_blocks, i64 wide_ids) {
+// Block b owns rows ROWS * (b / column_blocks) and the next ROWS - 1, and COLUMNS columns of the table, two a
+// thread. It reads IDS ids at a time, lists those that are its own in their order, and adds the listed rows
+// of dout to its float32 sums in shared memory.
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_bwd(const void* ids, const T* dout, T* dtable, i64 M, i64 N, i64 V, i64 column_blocks,
+              i64 wide_ids) {
   __shared__ float2 sums[ROWS][THREADS];
   __shared__ u32 token[LIST];
   __shared__ u8 row_of[LIST];
   __shared__ int of_warps[THREADS / 32];
-  const i64 row0 = blockIdx.x / column_blocks * ROWS, column = blockIdx.x % column_blocks * COLUMNS + threadIdx.x * 2;
+  const i64 row0 = blockIdx.x / column_blocks * ROWS,
+            column = blockIdx.x % column_blocks * COLUMNS + threadIdx.x * 2;
   const int valid = (int)min64(N - column, 2);
-  const bool pair = valid == 2 && rows_aligned<2 * sizeof(T)>(dout, N), pair_out = valid == 2 && rows_aligned<2 * sizeof(T)>(dtable, N);
+  const bool pair = valid == 2 && rows_aligned<2 * sizeof(T)>(dout, N),
+             pair_out = valid == 2 && rows_aligned<2 * sizeof(T)>(dtable, N);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) sums[r][threadIdx.x] = make_float2(0.0f, 0.0f);
 

@@ -1,11 +1,12 @@
 // FP8 and its narrower relatives: encoding and decoding.
-// E4M3 and E5M2 use the hardware's conversion (PTX cvt.rn.satfinite.e4m3x2.f32, sm_89 and later): nearest even, |v| beyond the
-// largest finite value and Inf become it, NaN becomes 0x7F. Any other format, stochastic rounding and non-saturating casts go through
-// exact integer arithmetic on the float's bits.
+// E4M3 and E5M2 use the hardware's conversion (PTX cvt.rn.satfinite.e4m3x2.f32, sm_89 and later): nearest
+// even, |v| beyond the largest finite value and Inf become it, NaN becomes 0x7F. Any other format, stochastic
+// rounding and non-saturating casts go through exact integer arithmetic on the float's bits.
 #pragma once
 #include "common.cuh"
 
-// The two formats as types, so that -DFORMAT=e4m3 chooses one. In the PTX instruction the first source fills the upper byte.
+// The two formats as types, so that -DFORMAT=e4m3 chooses one. In the PTX instruction the first
+// source fills the upper byte.
 struct e4m3 {
   static constexpr float MAX = 448.0f;
   static __device__ __forceinline__ u16 pair(float low, float high) {
@@ -92,7 +93,8 @@ template <int N> DEVICE void store_codes_some(u8* to, i64 valid, const u32 (&wor
     if (i < valid) to[i] = (u8)(words[i / 4] >> (8 * (i % 4)));
 }
 
-// Any ExMy of at most 8 bits (fp8kit.formats.Format), as the host passes it by value. Codes ascend with magnitude below the sign bit.
+// Any ExMy of at most 8 bits (fp8kit.formats.Format), as the host passes it by value. Codes ascend with
+// magnitude below the sign bit.
 struct Narrow {
   i32 mantissa_bits;
   i32 lowest;         // exponent of the smallest normal value
@@ -110,8 +112,9 @@ struct Narrow {
 
 DEVICE u8 overflowed(const Narrow& f, i32 sign) { return (u8)(f.over_code | (f.over_signed ? sign : 0)); }
 
-// v rounded to nearest even, or, with `stochastic`, away from zero iff word < fraction * 2**32, fraction being |v|'s exact place between its
-// two neighbours. Rounding comes before the decision on overflow, as if the exponent range went on.
+// v rounded to nearest even, or, with `stochastic`, away from zero iff word < fraction * 2**32, fraction
+// being |v|'s exact place between its two neighbours. Rounding comes before the decision on overflow, as if
+// the exponent range went on.
 DEVICE u8 encode(const Narrow& f, float v, bool stochastic, u32 word) {
   const u32 magnitude = __float_as_uint(v) & 0x7FFFFFFFu;
   const bool negative = __float_as_uint(v) >> 31;
@@ -138,7 +141,8 @@ DEVICE u8 encode(const Narrow& f, float v, bool stochastic, u32 word) {
   } else {
     rest = shift <= 62 ? (u64)mantissa << (62 - shift) : 1ull;
   }
-  // a normal value's steps hold the leading one, which counts as one exponent field where field 0 is the subnormals'
+  // a normal value's steps hold the leading one, which counts as one exponent field where
+  // field 0 is the subnormals'
   i32 code = ((binade - f.lowest) << f.mantissa_bits) + steps - (f.zero ? 0 : 1 << f.mantissa_bits);
   const u64 half = 1ull << 61;
   code += stochastic ? ((u64)word << 30) < rest : rest > half || (rest == half && (code & 1));

@@ -1,4 +1,5 @@
-// What cuBLASLt leaves to do: cropping a padded product, adding a bias of another dtype, products without a contraction.
+// What cuBLASLt leaves to do: cropping a padded product, adding a bias of another dtype,
+// products without a contraction.
 //
 // functions: finish
 // variants: T=f32; B=f32,bf16,f16
@@ -6,10 +7,11 @@
 // variants: T=f16; B=f16
 #include "common.cuh"
 
-// out[i, j] = product[i, j] + bias[j] + addend[i, j], rounded once. product (null: zeros), bias and addend may be null. Strides in elements,
-// addend's as out's. product and addend may be out's own memory.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* product, const B* bias, const T* addend, T* out, i64 rows,
-                                                         i64 columns, i64 product_stride, i64 out_stride) {
+// out[i, j] = product[i, j] + bias[j] + addend[i, j], rounded once. product (null: zeros), bias and addend
+// may be null. Strides in elements, addend's as out's. product and addend may be out's own memory.
+extern "C" __global__ void __launch_bounds__(256)
+finish(const float* product, const B* bias, const T* addend, T* out, i64 rows, i64 columns,
+       i64 product_stride, i64 out_stride) {
   for (i64 i = first(); i < rows * columns; i += step()) {
     const i64 row = i / columns, column = i % columns;
     float value = product != nullptr ? product[row * product_stride + column] : 0.0f;

@@ -2,8 +2,9 @@
 #pragma once
 #include "common.cuh"
 
-// Shape and strides (in elements) of both sides, innermost dimension last. unit: neighbours that one thread copies, 8 / size of an element
-// when both innermost strides are 1 and everything is aligned to 8 bytes, else 1.
+// Shape and strides (in elements) of both sides, innermost dimension last. unit: neighbours that
+// one thread copies, 8 / size of an element when both innermost strides are 1 and everything is
+// aligned to 8 bytes, else 1.
 struct Layout {
   i64 shape[5], from[5], to[5], unit;
 };

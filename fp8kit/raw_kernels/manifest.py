@@ -98,7 +98,8 @@ def foreign(content: str, name: str = "text.cu", folder: Path | None = None) -> 
                 )
                 if path is None:
                     raise ValueError(
-                        f"{name}: header {header!r} is neither in {folder or 'a folder of its own'} nor among fp8kit's"
+                        f"{name}: header {header!r} is neither in {folder or 'a folder of its own'} nor "
+                        "among fp8kit's"
                     )
                 found[header] = path.read_text(encoding="utf-8")
                 queue.append(found[header])
@@ -122,12 +123,13 @@ def stands_for(unit: Unit, like: Source) -> Source:
     for function, (codes, *_) in read.items():
         if function not in like.parameters:
             raise ValueError(
-                f"{unit.name}: function {function!r} is not in {like.name}, which has {', '.join(like.functions)}"
+                f"{unit.name}: function {function!r} is not in {like.name}, "
+                f"which has {', '.join(like.functions)}"
             )
         if codes != like.parameters[function]:
             raise ValueError(
-                f"{unit.name}: {function}: parameters {codes!r}, in {like.name} they are {like.parameters[function]!r} "
-                "(q: a pointer or 64-bit integer, d: a double, s: a structure)"
+                f"{unit.name}: {function}: parameters {codes!r}, in {like.name} they are "
+                f"{like.parameters[function]!r} (q: a pointer or 64-bit integer, d: a double, s: a structure)"
             )
     return _source(unit.name, tuple(read), like.variants, read)
 
@@ -157,7 +159,8 @@ def source(name: str) -> Source:
     kernels = _kernels(name, content)
     if set(functions) != set(kernels) or len(set(variants)) != len(variants):
         raise ValueError(
-            f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; variants must not repeat"
+            f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; "
+            "variants must not repeat"
         )
     return _source(name, functions, variants, kernels)
 
@@ -234,7 +237,8 @@ def _parameters(name: str, function: str, declared: str) -> tuple[str, tuple[str
             codes += "s"
         else:
             raise ValueError(
-                f"{name}: {function}: {parameter!r} is neither a pointer, i64, u64 nor f64 (a structure must come last)"
+                f"{name}: {function}: {parameter!r} is neither a pointer, i64, u64 nor f64 "
+                "(a structure must come last)"
             )
     return codes, tuple(pointed)
 
@@ -254,7 +258,9 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "amax_many": "amax.cu: amax_many",
         "scale_from_amax": "scales.cu: scale_from_amax",
         "update_delayed_": "scales.cu: update_delayed",
-        "quantize": "quantize.cu: quantize_fp8; quantize_any.cu: quantize_any; amax.cu: amax_tensor, amax_tiles",
+        "quantize": (
+            "quantize.cu: quantize_fp8; quantize_any.cu: quantize_any; amax.cu: amax_tensor, amax_tiles"
+        ),
         "dequantize": "quantize.cu: dequantize_fp8; quantize_any.cu: dequantize_any",
         "quantize_transpose": "quantize.cu: quantize_transpose; dropout.cu: sum_partials",
         "quantize_transpose_many": "quantize.cu: quantize_transpose_many",
@@ -270,11 +276,15 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "dropout_add": "dropout.cu: dropout_add",
         "dropout_bwd": "dropout.cu: column_sums, sum_partials",
         "drop_path": "drop_path.cu: drop_path",
-        "attention_fwd": "attention.cu: attention_softmax; attention_padding.cu: attention_clean, attention_zero_padding, "
-        "attention_lse_padding, attention_lengths",
-        "attention_bwd": "attention.cu: attention_softmax_bwd, attention_dbias, attention_doffset_partial, attention_doffset, "
-        "attention_store; attention_padding.cu: attention_clean, attention_zero_padding, attention_lse_padding, "
-        "attention_lengths",
+        "attention_fwd": (
+            "attention.cu: attention_softmax; attention_padding.cu: attention_clean, attention_zero_padding, "
+            "attention_lse_padding, attention_lengths"
+        ),
+        "attention_bwd": (
+            "attention.cu: attention_softmax_bwd, attention_dbias, attention_doffset_partial, "
+            "attention_doffset, attention_store; attention_padding.cu: attention_clean, "
+            "attention_zero_padding, attention_lse_padding, attention_lengths"
+        ),
         "unpack_sequences": "sequences.cu: unpack_sequences",
         "pack_sequences": "sequences.cu: pack_sequences",
         "cache_append_": "kv_cache.cu: cache_append",

@@ -1,22 +1,25 @@
 // functions: norm_bwd
 // variants: T=f32,bf16,f16
 //
-// Gradients of a normalisation (norm.cuh). With xhat = (x - mean) * rstd and d = dy * g: dx = rstd * (d - mean(d) - xhat * mean(d * xhat))
-// + residual over each row, without mean(d) for RMSNorm; dweight = sum of dy * xhat and dbias = sum of dy over the rows.
+// Gradients of a normalisation (norm.cuh). With xhat = (x - mean) * rstd and d = dy * g:
+// dx = rstd * (d - mean(d) - xhat * mean(d * xhat)) + residual over each row, without mean(d) for RMSNorm;
+// dweight = sum of dy * xhat and dbias = sum of dy over the rows.
 //
-// A thread keeps one chunk of columns, and their sums over all rows it meets. Rows on their way lie in shared memory, `stages` deep, where a
-// thread reads only what it copied itself. Rows are whole chunks that start at multiples of 16 bytes; norm_any.cu takes the others.
+// A thread keeps one chunk of columns, and their sums over all rows it meets. Rows on their way lie in shared
+// memory, `stages` deep, where a thread reads only what it copied itself. Rows are whole chunks that start at
+// multiples of 16 bytes; norm_any.cu takes the others.
 
 #include "norm.cuh"
 
 constexpr int THREADS = 1024, MOST_STAGES = 4;
 
-// The blocks walk the rows from the last one on, blockDim.y at a time; N <= 8 blockDim.x. partial: float32 (blocks, 1 or 2, N), each
-// block's sums. dx may be dy or residual: a thread has its elements of a row before it writes them. Dynamic shared memory: `stages` (2 to 4)
-// times three chunks a thread, and at least 64 bytes a thread.
+// The blocks walk the rows from the last one on, blockDim.y at a time; N <= 8 blockDim.x. partial: float32
+// (blocks, 1 or 2, N), each block's sums. dx may be dy or residual: a thread has its elements of a row
+// before it writes them. Dynamic shared memory: `stages` (2 to 4) times three chunks a thread, and at
+// least 64 bytes a thread.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
-         i64 M, i64 N, i64 stages, f64 gain, i64 with_bias) {
+norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd,
+         const T* residual, T* dx, float* partial, i64 M, i64 N, i64 stages, f64 gain, i64 with_bias) {
   start_early();
   extern __shared__ uint4 dynamic[];
   __shared__ float shared[MOST_STAGES][32][2];
@@ -65,7 +68,8 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
     }
     row_totals(sums, shared[stage]);
     const float along = sums[0] * share, level = mean == nullptr ? 0.0f : sums[1] * share;
-    asm volatile("" ::: "memory");  // read again: the registers are wanted elsewhere while the row's threads wait for each other
+    // read again: the registers are wanted elsewhere while the row's threads wait for each other
+    asm volatile("" ::: "memory");
     up = read8(kept, there ? 8 : 0, true), in = read8(kept + input_pitch, there ? 8 : 0, true);
     const Eight<T> stream = read8(kept + 2 * input_pitch, there && residual != nullptr ? 8 : 0, true);
     float out[8];

@@ -6,15 +6,19 @@
 // variants: T=bf16; CHUNKS=12; COLUMNS=3072
 // variants: T=bf16; CHUNKS=16; COLUMNS=4096
 //
-// Normalisation forward (norm.cuh), written as T, as FP8 codes in either orientation, or both. A row stays in registers, CHUNKS chunks a
-// thread, and where a chunk has been used the same chunk of the thread's next row is fetched. Rows are whole chunks that start at
-// multiples of 16 bytes, and so does all that is written (q: 8); norm_any.cu takes the others. With COLUMNS N is known, and only whole tiles
-// are taken, wanted as E4M3 codes in both orientations and not as T: nothing is asked of a chunk there, nor an address worked out for it.
+// Normalisation forward (norm.cuh), written as T, as FP8 codes in either orientation, or both. A row stays
+// in registers, CHUNKS chunks a thread, and where a chunk has been used the same chunk of the thread's
+// next row is fetched. Rows are whole chunks that start at multiples of 16 bytes, and so does all that is
+// written (q: 8); norm_any.cu takes the others. With COLUMNS N is known, and only whole tiles are taken,
+// wanted as E4M3 codes in both orientations and not as T: nothing is asked of a chunk there, nor an
+// address worked out for it.
 
 #include "norm.cuh"
 
-// Blocks that shall fit a multiprocessor, by the registers that hold a thread's part of a row: they leave 40 and more for the rest.
-constexpr int KEPT = CHUNKS * 2 * sizeof(T), THREADS = KEPT < 32 ? 256 : 512, BLOCKS = KEPT < 16 ? 4 : KEPT < 24 ? 3 : KEPT < 32 ? 2 : 1;
+// Blocks that shall fit a multiprocessor, by the registers that hold a thread's part of a row: they leave
+// 40 and more for the rest.
+constexpr int KEPT = CHUNKS * 2 * sizeof(T), THREADS = KEPT < 32 ? 256 : 512,
+              BLOCKS = KEPT < 16 ? 4 : KEPT < 24 ? 3 : KEPT < 32 ? 2 : 1;
 constexpr bool KNOWN = COLUMNS > 0;  // the columns are: whole tiles alone
 
 // 16 rows of four columns of codes out of the tile, which has `pitch` words a row, into q_t.
@@ -35,19 +39,20 @@ DEVICE void write_turned(const Cast& cast, const u32* tile, u32 pitch, i64 colum
     if (KNOWN || column + j < cast.t_rows) store_codes<16>(to, columns[j]);
 }
 
-// The blocks walk the tiles of `rows` rows (16, 32 or 64 where q_t is wanted), of which the threads take blockDim.y at a time. Dynamic
-// shared memory: `chunks` chunks of gains and biases as floats, 64 bytes each, then where q_t is wanted the tile's codes, `chunks` chunks
-// a row; columns from N on are zeros.
+// The blocks walk the tiles of `rows` rows (16, 32 or 64 where q_t is wanted), of which the threads take
+// blockDim.y at a time. Dynamic shared memory: `chunks` chunks of gains and biases as floats, 64 bytes each,
+// then where q_t is wanted the tile's codes, `chunks` chunks a row; columns from N on are zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* rstd, i64 M, i64 columns, i64 chunks, i64 rows, i64 tiles,
-         f64 epsilon, f64 gain, Cast cast) {
+norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* rstd, i64 M, i64 columns,
+         i64 chunks, i64 rows, i64 tiles, f64 epsilon, f64 gain, Cast cast) {
   start_early();
   extern __shared__ uint4 dynamic[];
   __shared__ float shared[2][32][1], maxima[32];
   float4* gains = reinterpret_cast<float4*>(dynamic);  // halves of chunks: two of gains, two of biases
   uint2* codes_tile = reinterpret_cast<uint2*>(gains + 4 * chunks);
   u32 turn = 0;  // sums use the two rooms by turns
-  const u32 N = KNOWN ? COLUMNS : (u32)columns, whole = N / 8, width = KNOWN ? whole : (u32)chunks, end = (u32)M, tall = (u32)rows;
+  const u32 N = KNOWN ? COLUMNS : (u32)columns, whole = N / 8, width = KNOWN ? whole : (u32)chunks,
+            end = (u32)M, tall = (u32)rows;
   const u32 lanes = KNOWN ? COLUMNS / 8 / CHUNKS : blockDim.x;
   if (KNOWN) {
     __builtin_assume(cast.q != nullptr && cast.q_t != nullptr);
@@ -98,7 +103,8 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
       if (KNOWN || row < end) keep_stats(mean, rstd, row, s);
 
       const u32 next = r + blockDim.y < tall ? row + blockDim.y : (tile + gridDim.x) * tall + threadIdx.y;
-      const T* const from = x + (i64)(KNOWN && next >= end ? row : next) * N;  // behind the last row, one that is there
+      // behind the last row, one that is there
+      const T* const from = x + (i64)(KNOWN && next >= end ? row : next) * N;
       T* const to = y + (i64)row * N;
       u8* const q = cast.q + (i64)row * cast.q_stride;
 #pragma unroll
@@ -107,11 +113,14 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
         const bool there = KNOWN || (row < end && chunk < whole), in_tile = KNOWN || chunk < width;
         const u32 place = in_tile ? chunk : 0;
         unpack_anew(in[v]);
-        const float4 g0 = gains[place], g1 = gains[width + place], b0 = gains[2 * width + place], b1 = gains[3 * width + place];
-        const float g[8] = {g0.x, g0.y, g0.z, g0.w, g1.x, g1.y, g1.z, g1.w}, b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
+        const float4 g0 = gains[place], g1 = gains[width + place], b0 = gains[2 * width + place],
+                     b1 = gains[3 * width + place];
+        const float g[8] = {g0.x, g0.y, g0.z, g0.w, g1.x, g1.y, g1.z, g1.w},
+                    b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
         const Eight<T> out = normalized8(in[v], s, g, b);
         in[v] = read8(from + chunk * 8, KNOWN || (next < end && chunk < whole) ? 8 : 0, true);
-        if (KNOWN && v % 2) __syncwarp();  // the compiler may start two chunks at once: more would not find registers
+        // the compiler may start two chunks at once: more would not find registers
+        if (KNOWN && v % 2) __syncwarp();
         if (!KNOWN && y != nullptr && there) write8(to + chunk * 8, 8, true, out);
         if (there) peak.add(out);
         if (cast.wanted()) {
@@ -119,8 +128,10 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
           encode8(cast, out, scale, codes);
 #pragma unroll
           for (int k = 0; k < 2; ++k) codes[k] = there ? codes[k] : 0;
-          if (KNOWN || (cast.q != nullptr && row < cast.q_rows && chunk * 8 < cast.q_columns)) store_codes<8>(q + chunk * 8, codes);
-          if (KNOWN || (cast.q_t != nullptr && in_tile)) codes_tile[r * width + chunk] = make_uint2(codes[0], codes[1]);
+          if (KNOWN || (cast.q != nullptr && row < cast.q_rows && chunk * 8 < cast.q_columns))
+            store_codes<8>(q + chunk * 8, codes);
+          if (KNOWN || (cast.q_t != nullptr && in_tile))
+            codes_tile[r * width + chunk] = make_uint2(codes[0], codes[1]);
         }
       }
       row = next;
@@ -128,9 +139,11 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
     if (cast.q_t != nullptr) {
       __syncthreads();
       const u32 sixteens = tall / 16, places = 2 * width * sixteens;
-      for (u32 i = thread_rank(); i < places; i += block_threads()) {  // neighbouring threads complete a column's rows
+      // neighbouring threads complete a column's rows
+      for (u32 i = thread_rank(); i < places; i += block_threads()) {
         const u32 above = i % sixteens * 16, word = i / sixteens;
-        write_turned(cast, reinterpret_cast<const u32*>(codes_tile) + above * 2 * width + word, 2 * width, word * 4, (i64)tile * tall + above);
+        write_turned(cast, reinterpret_cast<const u32*>(codes_tile) + above * 2 * width + word, 2 * width,
+                     word * 4, (i64)tile * tall + above);
       }
       __syncthreads();
     }

@@ -1,15 +1,15 @@
 // functions: adamw, sgd, scale, loss_scale, count, l2norm_parts, l2norm_total, clip
 // variants: T=f32,bf16,f16
 //
-// Kernels over lists of tensors. A launch takes a table of tensors by value; each is cut into pieces of PIECE elements, one block a piece;
-// tensor t's pieces are blocks first[t] ... first[t + 1] - 1. The host splits longer lists (optim.py: the tables' layouts are mirrored
-// there).
+// Kernels over lists of tensors. A launch takes a table of tensors by value; each is cut into pieces of PIECE
+// elements, one block a piece; tensor t's pieces are blocks first[t] ... first[t + 1] - 1. The host splits
+// longer lists (optim.py: the tables' layouts are mirrored there).
 
 #include "rows.cuh"
 
 constexpr int THREADS = 256, ROUNDS = 4, PIECE = 8 * THREADS * ROUNDS;
 
-// --- optimisers ------------------------------------------------------------------------------------------------------------
+// --- optimisers --------------------------------------------------------------------------------------------
 
 constexpr int STEP_TENSORS = 64;
 
@@ -52,12 +52,13 @@ DEVICE void grads8(const void* grad, i64 grad_type, i64 at, int valid, float fac
   for (int j = 0; j < 8; ++j) g[j] *= factor;
 }
 
-// Loshchilov & Hutter 2019, algorithm 2. add1 = 1 - beta1, add2 = 1 - beta2, correction1 = 1 - beta1**step, correction2 = 1 - beta2**step:
-// worked out by the host in float64; with step_at (int64) by the first two threads here. lr_at (null: lr) is read on the device.
+// Loshchilov & Hutter 2019, algorithm 2. add1 = 1 - beta1, add2 = 1 - beta2, correction1 = 1 - beta1**step,
+// correction2 = 1 - beta2**step: worked out by the host in float64; with step_at (int64) by the first two
+// threads here. lr_at (null: lr) is read on the device.
 extern "C" __global__ void __launch_bounds__(THREADS)
-adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correction1, f64 correction2, const float* lr_at,
-      const i64* step_at, const float* inv_scale, const float* found_inf, i64 grad_type, i64 count,
-      const __grid_constant__ AdamwTable table) {
+adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correction1, f64 correction2,
+      const float* lr_at, const i64* step_at, const float* inv_scale, const float* found_inf,
+      i64 grad_type, i64 count, const __grid_constant__ AdamwTable table) {
   __shared__ float corrections[2];
   if (skipped(found_inf)) return;
   if (threadIdx.x < 2) {
@@ -65,14 +66,16 @@ adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correct
     corrections[threadIdx.x] = step_at != nullptr ? correction(beta, *step_at) : (float)given;
   }
   __syncthreads();
-  const float first = corrections[0], second = corrections[1], factor = inv_scale != nullptr ? *inv_scale : 1.0f;
+  const float first = corrections[0], second = corrections[1],
+              factor = inv_scale != nullptr ? *inv_scale : 1.0f;
   const int t = tensor_of(table.first, count);
   T* param = table.param[t];
   float *m = table.m[t], *v = table.v[t], *master = table.master[t];
   const void* grad = table.grad[t];
   const i64 size = table.size[t], start = (i64)(blockIdx.x - table.first[t]) * PIECE;
   const float decay = table.decay[t], rate = lr_at != nullptr ? *lr_at : (float)lr;
-  const bool wide_p = rows_aligned<16>(param, 0), wide_m = rows_aligned<16>(m, 0), wide_v = rows_aligned<16>(v, 0);
+  const bool wide_p = rows_aligned<16>(param, 0), wide_m = rows_aligned<16>(m, 0),
+             wide_v = rows_aligned<16>(v, 0);
   const bool wide_w = rows_aligned<16>(master, 0);
 #pragma unroll 1
   for (int round = 0; round < ROUNDS; ++round) {
@@ -111,11 +114,12 @@ struct SgdTable {
   float decay[STEP_TENSORS];
 };
 
-// Sutskever et al. 2013; add = 1 - dampening. The first step (of step_at where it is given) starts the buffer.
-// Four blocks a multiprocessor: for more, ptxas would spill.
+// Sutskever et al. 2013; add = 1 - dampening. The first step (of step_at where it is given) starts the
+// buffer. Four blocks a multiprocessor: for more, ptxas would spill.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-sgd(f64 lr, f64 momentum, f64 add, i64 nesterov, i64 step, const float* lr_at, const i64* step_at, const float* inv_scale,
-    const float* found_inf, i64 grad_type, i64 count, const __grid_constant__ SgdTable table) {
+sgd(f64 lr, f64 momentum, f64 add, i64 nesterov, i64 step, const float* lr_at, const i64* step_at,
+    const float* inv_scale, const float* found_inf, i64 grad_type, i64 count,
+    const __grid_constant__ SgdTable table) {
   if (skipped(found_inf)) return;
   const int t = tensor_of(table.first, count);
   T* param = table.param[t];
@@ -158,11 +162,11 @@ extern "C" __global__ void count(i64* counter, const float* found_inf) {
   if (!skipped(found_inf)) *counter += 1;
 }
 
-// --- loss scaling ----------------------------------------------------------------------------------------------------------
+// --- loss scaling ------------------------------------------------------------------------------------------
 
 // Dynamic loss scaling's update (Micikevicius et al. 2018, section 3.2). One thread.
-extern "C" __global__ void loss_scale(float* scale, float* inv_scale, i64* good_steps, float* found_inf, f64 growth, f64 backoff,
-                                      i64 interval) {
+extern "C" __global__ void loss_scale(float* scale, float* inv_scale, i64* good_steps, float* found_inf,
+                                      f64 growth, f64 backoff, i64 interval) {
   float value = *scale;
   i64 good = *good_steps + 1;
   if (*found_inf != 0.0f) {
@@ -179,7 +183,7 @@ extern "C" __global__ void loss_scale(float* scale, float* inv_scale, i64* good_
   *found_inf = 0.0f;
 }
 
-// --- lists of tensors: factors, the global norm, and clipping by it -----------------------------------------------------------------------------------
+// --- lists of tensors: factors, the global norm, and clipping by it ----------------------------------------
 
 constexpr int LIST_TENSORS = 128;
 
@@ -189,7 +193,8 @@ struct ListTable {
   u32 first[LIST_TENSORS];
 };
 
-// x *= factor[0] (null: as it is), and found_inf[0] = 1 where an element was Inf or NaN: every thread that says so writes the same.
+// x *= factor[0] (null: as it is), and found_inf[0] = 1 where an element was Inf or NaN: every thread that
+// says so writes the same.
 extern "C" __global__ void __launch_bounds__(THREADS)
 scale(const float* factor, float* found_inf, i64 count, const __grid_constant__ ListTable table) {
   const int t = tensor_of(table.first, count);
@@ -215,7 +220,8 @@ scale(const float* factor, float* found_inf, i64 count, const __grid_constant__ 
 }
 
 // parts[block] = the sum of squares of the block's piece.
-extern "C" __global__ void __launch_bounds__(THREADS) l2norm_parts(float* parts, i64 count, const __grid_constant__ ListTable table) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+l2norm_parts(float* parts, i64 count, const __grid_constant__ ListTable table) {
   __shared__ float shared[32];
   const int t = tensor_of(table.first, count);
   const T* x = table.x[t];
@@ -245,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) l2norm_total(const float* 
   out[0] = (float)sqrt(sum);
 }
 
-// x *= min(1, max_norm / (norm + 1e-6)); a factor of 1 writes nothing, NaN (of the norm) makes everything NaN.
+// x *= min(1, max_norm / (norm + 1e-6)); a factor of 1 writes nothing, NaN (of the
+// norm) makes everything NaN.
 extern "C" __global__ void __launch_bounds__(THREADS)
 clip(const float* norm, f64 max_norm, i64 count, const __grid_constant__ ListTable table) {
   const float factor = (float)max_norm / (*norm + 1e-6f);

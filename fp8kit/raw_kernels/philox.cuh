@@ -1,5 +1,6 @@
-// Philox4x32-10: random words from a counter and a key, no state (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as
-// 1, 2, 3, SC'11). The counter is the element's index, so that any thread, engine or device can compute any word.
+// Philox4x32-10: random words from a counter and a key, no state (Salmon, Moraes, Dror, Shaw: Parallel random
+// numbers: as easy as 1, 2, 3, SC'11). The counter is the element's index, so that any thread, engine or
+// device can compute any word.
 #pragma once
 #include "common.cuh"
 
@@ -38,7 +39,8 @@ template <int N> DEVICE void philox_words(Rng rng, u64 index, u32 (&words)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
       const uint4 four = philox(rng, (index + i) >> 2);
-      words[i] = four.x, words[(i + 1) % N] = four.y, words[(i + 2) % N] = four.z, words[(i + 3) % N] = four.w;
+      words[i] = four.x, words[(i + 1) % N] = four.y, words[(i + 2) % N] = four.z,
+      words[(i + 3) % N] = four.w;
     }
   } else {
 #pragma unroll

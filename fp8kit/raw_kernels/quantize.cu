@@ -1,4 +1,5 @@
-// Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations, of one matrix or of many.
+// Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations,
+// of one matrix or of many.
 //
 // functions: quantize_fp8, dequantize_fp8, quantize_transpose, quantize_transpose_many
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
@@ -6,17 +7,19 @@
 
 constexpr int V = 16;  // elements a thread takes at a time in the flat kernels: one 16-byte access of codes
 
-// --- the plain cast --------------------------------------------------------------------------------------------------------
+// --- the plain cast ----------------------------------------------------------------------------------------
 
-// Place of a tile in the arrays of scales. Per tensor everything is tile 0; else tiles are 16 columns wide or a multiple.
+// Place of a tile in the arrays of scales. Per tensor everything is tile 0; else tiles are 16
+// columns wide or a multiple.
 DEVICE i64 tile_of(i64 index, i64 columns, i64 tile_rows, i64 tile_columns, i64 across) {
   return index / columns / tile_rows * across + index % columns / tile_columns;
 }
 
-// q = encode(x * scale), saturating, nearest even, over rows * columns elements; amax (per tensor only) may be null. With more than one tile,
-// columns and tile_columns are multiples of 16.
-extern "C" __global__ void __launch_bounds__(256) quantize_fp8(const T* x, u8* q, const float* scale, float* scale_inv, float* amax,
-                                                               i64 n, i64 columns, i64 tile_rows, i64 tile_columns, i64 tiles) {
+// q = encode(x * scale), saturating, nearest even, over rows * columns elements; amax (per tensor only) may
+// be null. With more than one tile, columns and tile_columns are multiples of 16.
+extern "C" __global__ void __launch_bounds__(256)
+quantize_fp8(const T* x, u8* q, const float* scale, float* scale_inv, float* amax, i64 n, i64 columns,
+             i64 tile_rows, i64 tile_columns, i64 tiles) {
   __shared__ float shared[32];
   const i64 across = tiles == 1 ? 1 : columns / tile_columns + (columns % tile_columns != 0);
   const bool wide = reinterpret_cast<u64>(x) % 16 == 0 && reinterpret_cast<u64>(q) % 16 == 0;
@@ -41,12 +44,15 @@ extern "C" __global__ void __launch_bounds__(256) quantize_fp8(const T* x, u8* q
   block_amax(amax, top, shared);
 }
 
-constexpr int DECODED = 8, AHEAD = 4;  // codes a thread decodes at a time: 16 bytes of bfloat16; and how many times ahead it reads them
+// codes a thread decodes at a time: 16 bytes of bfloat16; and how many times ahead it reads them
+constexpr int DECODED = 8, AHEAD = 4;
 
 // x = decode(q) * scale_inv; tiles as above.
-extern "C" __global__ void __launch_bounds__(256) dequantize_fp8(const u8* q, T* x, const float* scale_inv, i64 n, i64 columns,
-                                                                 i64 tile_rows, i64 tile_columns, i64 tiles) {
-  const i64 across = tiles == 1 ? 1 : columns / tile_columns + (columns % tile_columns != 0), stride = step() * DECODED;
+extern "C" __global__ void __launch_bounds__(256)
+dequantize_fp8(const u8* q, T* x, const float* scale_inv, i64 n, i64 columns, i64 tile_rows,
+               i64 tile_columns, i64 tiles) {
+  const i64 across = tiles == 1 ? 1 : columns / tile_columns + (columns % tile_columns != 0),
+            stride = step() * DECODED;
   const bool wide = reinterpret_cast<u64>(x) % 16 == 0 && reinterpret_cast<u64>(q) % DECODED == 0;
   for (i64 top = first() * DECODED; top < n; top += stride * AHEAD) {
     u32 words[AHEAD][DECODED / 4] = {};
@@ -75,13 +81,13 @@ extern "C" __global__ void __launch_bounds__(256) dequantize_fp8(const u8* q, T*
   }
 }
 
-// --- the layers' cast ------------------------------------------------------------------------------------------------------
+// --- the layers' cast --------------------------------------------------------------------------------------
 
 constexpr int ROWS = 128, COLUMNS = 64;  // a block's tile; a thread takes 4 rows of 8 columns
 
-// x (rows, columns) into q (padded_rows, padded_columns; rows q_stride apart) and q_t (padded_columns, padded_rows; rows qt_stride apart),
-// either may be null; zero codes beyond x. amax may be null. partials: null, or float [tiles down][columns], written with each tile's
-// column sums.
+// x (rows, columns) into q (padded_rows, padded_columns; rows q_stride apart) and q_t (padded_columns,
+// padded_rows; rows qt_stride apart), either may be null; zero codes beyond x. amax may be null. partials:
+// null, or float [tiles down][columns], written with each tile's column sums.
 struct Job {
   const T* x;
   u8 *q, *q_t;
@@ -92,16 +98,20 @@ struct Job {
   f64 epsilon;
   i64 power_2;
 
-  __device__ __forceinline__ float scale_now() const { return scale_of_cast(scale, known_amax, FORMAT::MAX, epsilon, power_2); }
+  __device__ __forceinline__ float scale_now() const {
+    return scale_of_cast(scale, known_amax, FORMAT::MAX, epsilon, power_2);
+  }
 };
 
 struct Room {
-  uint4 turned[COLUMNS][ROWS / 16];  // q_t's tile, 16 rows of x an entry, entries of column c at place ^ (c / 8)
+  // q_t's tile, 16 rows of x an entry, entries of column c at place ^ (c / 8)
+  uint4 turned[COLUMNS][ROWS / 16];
   float sums[8][COLUMNS];
   float maxima[32];
 };
 
-// The tile whose first element is (top_row, left), by a block of 256 threads. WHOLE: all of it is there, in x, q and q_t, and aligned.
+// The tile whose first element is (top_row, left), by a block of 256 threads. WHOLE: all of it is there, in
+// x, q and q_t, and aligned.
 template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 left, Room& room) {
   const u32 warp = threadIdx.x / 32, group = threadIdx.x % 8, quad = threadIdx.x / 8;
   const i64 row = top_row + 4 * quad, column = left + 8 * group;
@@ -132,14 +142,16 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
     encode_words<FORMAT>(v, words[r]);
   }
   const bool wide_q = rows_aligned<8>(job.q, job.q_stride);
-  if (job.q != nullptr) write_q<WHOLE>(job.q, job.q_stride, words, row, column, job.padded_rows, job.padded_columns, wide_q);
+  if (job.q != nullptr)
+    write_q<WHOLE>(job.q, job.q_stride, words, row, column, job.padded_rows, job.padded_columns, wide_q);
 
   if (job.q_t != nullptr) {
     u32* place = reinterpret_cast<u32*>(room.turned);
     u32 lines[8];
     transpose_codes(words, lines);
 #pragma unroll
-    for (int c = 0; c < 8; ++c) place[(8 * group + c) * (ROWS / 4) + (((quad / 4) ^ group) * 4 + quad % 4)] = lines[c];
+    for (int c = 0; c < 8; ++c)
+      place[(8 * group + c) * (ROWS / 4) + (((quad / 4) ^ group) * 4 + quad % 4)] = lines[c];
     __syncthreads();
     const u32 entry = threadIdx.x % (ROWS / 16);
     const i64 to_column = top_row + 16 * entry;
@@ -150,7 +162,8 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
       const u32 line = threadIdx.x / (ROWS / 16) + 256 / (ROWS / 16) * turn;
       const uint4 codes = room.turned[line][entry ^ (line / 8)];
       if (WHOLE || left + line < job.padded_columns)
-        write_codes<16>(job.q_t + (left + line) * job.qt_stride + to_column, left_over, wide_t, {codes.x, codes.y, codes.z, codes.w});
+        write_codes<16>(job.q_t + (left + line) * job.qt_stride + to_column, left_over, wide_t,
+                        {codes.x, codes.y, codes.z, codes.w});
     }
   }
 
@@ -178,8 +191,9 @@ DEVICE void cast_one(const Job& job, u32 tile) {
   const u32 across = job.padded_columns ? (u32)ceil_div(job.padded_columns, COLUMNS) : 1;
   const i64 top_row = (i64)(tile / across) * ROWS, left = (i64)(tile % across) * COLUMNS;
   if (tile == 0 && threadIdx.x == 0) *job.scale_inv = __fdiv_rn(1.0f, job.scale_now());
-  const bool whole = top_row + ROWS <= job.rows && left + COLUMNS <= job.columns && rows_aligned<16>(job.x, job.columns) &&
-                     rows_aligned<8>(job.q, job.q_stride) && rows_aligned<16>(job.q_t, job.qt_stride);
+  const bool whole = top_row + ROWS <= job.rows && left + COLUMNS <= job.columns &&
+                     rows_aligned<16>(job.x, job.columns) && rows_aligned<8>(job.q, job.q_stride) &&
+                     rows_aligned<16>(job.q_t, job.qt_stride);
   if (whole)
     cast_tile<true>(job, top_row, left, room);
   else
@@ -187,13 +201,14 @@ DEVICE void cast_one(const Job& job, u32 tile) {
 }
 
 // A one-dimensional grid, a block a tile.
-extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv,
-                                                                     float* amax, float* partials, i64 rows, i64 columns,
-                                                                     i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride,
-                                                                     const float* known_amax, f64 epsilon, i64 power_2) {
+extern "C" __global__ void __launch_bounds__(256)
+quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv, float* amax,
+                   float* partials, i64 rows, i64 columns, i64 padded_rows, i64 padded_columns,
+                   i64 q_stride, i64 qt_stride, const float* known_amax, f64 epsilon, i64 power_2) {
   start_early();
-  cast_one({x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride, qt_stride, known_amax,
-            epsilon, power_2}, blockIdx.x);
+  cast_one({x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride,
+            qt_stride, known_amax, epsilon, power_2},
+           blockIdx.x);
 }
 
 constexpr int CAST_TENSORS = 48;
@@ -210,10 +225,12 @@ struct CastTable {
 };
 
 // The same for a list of matrices.
-extern "C" __global__ void __launch_bounds__(256) quantize_transpose_many(i64 count, const __grid_constant__ CastTable table) {
+extern "C" __global__ void __launch_bounds__(256)
+quantize_transpose_many(i64 count, const __grid_constant__ CastTable table) {
   start_early();
   const int t = tensor_of(table.first, count);
-  cast_one({table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr, table.rows[t],
-            table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t], table.qt_stride[t], nullptr, 0.0, 0},
+  cast_one({table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr,
+            table.rows[t], table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t],
+            table.qt_stride[t], nullptr, 0.0, 0},
            blockIdx.x - table.first[t]);
 }

@@ -1,4 +1,5 @@
-// Casts to and from any format of at most 8 bits, with stochastic rounding, without saturation, by tiles of any size: exact, not hasty.
+// Casts to and from any format of at most 8 bits, with stochastic rounding, without saturation, by tiles of
+// any size: exact, not hasty.
 //
 // functions: quantize_any, dequantize_any
 // variants: T=f32,bf16,f16,f64
@@ -10,9 +11,9 @@ DEVICE i64 tile_at(i64 row, i64 column, i64 columns, i64 tile_rows, i64 tile_col
 }
 
 // Four neighbours a thread: one Philox call serves them. rng null: nearest even.
-extern "C" __global__ void __launch_bounds__(256) quantize_any(const T* x, u8* q, const float* scale, float* scale_inv, const i64* rng,
-                                                               i64 rows, i64 columns, i64 tile_rows, i64 tile_columns, i64 tiles,
-                                                               Narrow format) {
+extern "C" __global__ void __launch_bounds__(256)
+quantize_any(const T* x, u8* q, const float* scale, float* scale_inv, const i64* rng, i64 rows,
+             i64 columns, i64 tile_rows, i64 tile_columns, i64 tiles, Narrow format) {
   const bool stochastic = rng != nullptr;
   const Rng key = stochastic ? load_rng(rng) : Rng{0, 0};
   const i64 n = rows * columns;
@@ -23,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(256) quantize_any(const T* x, u8* q
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (i + j >= n) break;
-      const float v = to_float(x[i + j]) * scale[tiles == 1 ? 0 : tile_at(row, column, columns, tile_rows, tile_columns)];
+      const float v =
+          to_float(x[i + j]) * scale[tiles == 1 ? 0 : tile_at(row, column, columns, tile_rows, tile_columns)];
       q[i + j] = encode(format, v, stochastic, word[j]);
       if (++column == columns) column = 0, ++row;
     }
@@ -31,8 +33,9 @@ extern "C" __global__ void __launch_bounds__(256) quantize_any(const T* x, u8* q
   for (i64 i = first(); i < tiles; i += step()) scale_inv[i] = __fdiv_rn(1.0f, scale[i]);
 }
 
-extern "C" __global__ void __launch_bounds__(256) dequantize_any(const u8* q, T* x, const float* scale_inv, i64 rows, i64 columns,
-                                                                 i64 tile_rows, i64 tile_columns, i64 tiles, Narrow format) {
+extern "C" __global__ void __launch_bounds__(256)
+dequantize_any(const u8* q, T* x, const float* scale_inv, i64 rows, i64 columns, i64 tile_rows,
+               i64 tile_columns, i64 tiles, Narrow format) {
   for (i64 i = first(); i < rows * columns; i += step()) {
     const i64 tile = tiles == 1 ? 0 : tile_at(i / columns, i % columns, columns, tile_rows, tile_columns);
     x[i] = from_float<T>(decode(format, q[i]) * scale_inv[tile]);

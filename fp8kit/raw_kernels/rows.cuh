@@ -1,18 +1,27 @@
-// Matrices walked eight columns at a time: the unit in which the memory-bound kernels read, round, transpose and write.
+// Matrices walked eight columns at a time: the unit in which the memory-bound kernels read,
+// round, transpose and write.
 #pragma once
 #include "fp8.cuh"
 #include "scale.cuh"
 
 // How many of the eight columns from `column` on lie before `end`.
-DEVICE int columns_left(i64 column, i64 end) { return column >= end ? 0 : end - column >= 8 ? 8 : (int)(end - column); }
+DEVICE int columns_left(i64 column, i64 end) {
+  return column >= end ? 0 : end - column >= 8 ? 8 : (int)(end - column);
+}
 
 // Eight neighbours of a row as they lie in memory: 4 registers where X is 16 bits wide, 8 for float32.
 template <typename X> struct Eight { u32 words[2 * sizeof(X)]; };
 
 DEVICE float value(const Eight<f32>& x, int i) { return __uint_as_float(x.words[i]); }
-DEVICE float value(const Eight<bf16>& x, int i) { return __uint_as_float(i % 2 ? x.words[i / 2] & 0xFFFF0000u : x.words[i / 2] << 16); }
-DEVICE float value(const Eight<f16>& x, int i) { return to_float(f16{(u16)(i % 2 ? x.words[i / 2] >> 16 : x.words[i / 2])}); }
-DEVICE float value(const Eight<f64>& x, int i) { return to_float(__hiloint2double((int)x.words[2 * i + 1], (int)x.words[2 * i])); }
+DEVICE float value(const Eight<bf16>& x, int i) {
+  return __uint_as_float(i % 2 ? x.words[i / 2] & 0xFFFF0000u : x.words[i / 2] << 16);
+}
+DEVICE float value(const Eight<f16>& x, int i) {
+  return to_float(f16{(u16)(i % 2 ? x.words[i / 2] >> 16 : x.words[i / 2])});
+}
+DEVICE float value(const Eight<f64>& x, int i) {
+  return to_float(__hiloint2double((int)x.words[2 * i + 1], (int)x.words[2 * i]));
+}
 
 // Each value rounded once, to nearest even.
 DEVICE void round8(const float (&x)[8], Eight<f32>& to) {
@@ -21,11 +30,13 @@ DEVICE void round8(const float (&x)[8], Eight<f32>& to) {
 }
 DEVICE void round8(const float (&x)[8], Eight<bf16>& to) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+  for (int i = 0; i < 4; ++i)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
 }
 DEVICE void round8(const float (&x)[8], Eight<f16>& to) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(to.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+  for (int i = 0; i < 4; ++i)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(to.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
 }
 template <typename X> DEVICE Eight<X> rounded8(const float (&x)[8]) {
   Eight<X> eight;
@@ -33,8 +44,9 @@ template <typename X> DEVICE Eight<X> rounded8(const float (&x)[8]) {
   return eight;
 }
 
-// The eight elements from `from` on, of which `valid` exist (0 to 8, the others become 0). `wide`: the address is a multiple of 16.
-// The loop of the rare case shifts elements in from the top, so that it needs neither unrolling nor registers indexed at run time.
+// The eight elements from `from` on, of which `valid` exist (0 to 8, the others become 0). `wide`: the
+// address is a multiple of 16. The loop of the rare case shifts elements in from the top, so that it needs
+// neither unrolling nor registers indexed at run time.
 template <typename X> DEVICE Eight<X> read8(const X* from, int valid, bool wide) {
   constexpr int words = 2 * sizeof(X);
   Eight<X> eight{};
@@ -43,13 +55,16 @@ template <typename X> DEVICE Eight<X> read8(const X* from, int valid, bool wide)
 #pragma unroll
     for (int i = 0; i < words / 4; ++i) {
       const uint4 quad = quads[i];
-      eight.words[4 * i] = quad.x, eight.words[4 * i + 1] = quad.y, eight.words[4 * i + 2] = quad.z, eight.words[4 * i + 3] = quad.w;
+      eight.words[4 * i] = quad.x, eight.words[4 * i + 1] = quad.y, eight.words[4 * i + 2] = quad.z,
+      eight.words[4 * i + 3] = quad.w;
     }
   } else if (valid > 0) {
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
       u32 bits = 0;
-      if (i < valid) bits = sizeof(X) == 2 ? (u32) reinterpret_cast<const u16*>(from)[i] : reinterpret_cast<const u32*>(from)[i];
+      if (i < valid)
+        bits = sizeof(X) == 2 ? (u32) reinterpret_cast<const u16*>(from)[i]
+                              : reinterpret_cast<const u32*>(from)[i];
 #pragma unroll
       for (int w = 0; w < words; ++w) {
         const u32 above = w + 1 < words ? eight.words[(w + 1) % words] : bits;
@@ -66,7 +81,8 @@ template <typename X> DEVICE void write8(X* to, int valid, bool wide, Eight<X> e
     uint4* quads = reinterpret_cast<uint4*>(to);
 #pragma unroll
     for (int i = 0; i < words / 4; ++i)
-      quads[i] = make_uint4(eight.words[4 * i], eight.words[4 * i + 1], eight.words[4 * i + 2], eight.words[4 * i + 3]);
+      quads[i] = make_uint4(eight.words[4 * i], eight.words[4 * i + 1], eight.words[4 * i + 2],
+                            eight.words[4 * i + 3]);
   } else {
 #pragma unroll 1
     for (int i = 0; i < valid; ++i) {
@@ -83,7 +99,7 @@ template <typename X> DEVICE void write8(X* to, int valid, bool wide, Eight<X> e
   }
 }
 
-// --- rows on their way to shared memory, where a thread reads only what it copied itself ------------------------------------------
+// --- rows on their way to shared memory, where a thread reads only what it copied itself -------------------
 
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
@@ -91,7 +107,8 @@ DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared
 DEVICE void copy8_async(T* to, const T* from) {
 #pragma unroll
   for (int i = 0; i < 8 * sizeof(T); i += 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"(reinterpret_cast<const u8*>(from) + i)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i),
+                 "l"(reinterpret_cast<const u8*>(from) + i)
                  : "memory");
 }
 
@@ -107,11 +124,15 @@ DEVICE void wait_for_copies(u32 under_way) {
     asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 
-// --- amax -----------------------------------------------------------------------------------------------------------------------
+// --- amax --------------------------------------------------------------------------------------------------
 
 // max(most, |x|) of both halves of a word, NaN dropped; the signs of `most` mean nothing.
-DEVICE void pair_amax(u32& most, u32 x, bf16) { asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(x)); }
-DEVICE void pair_amax(u32& most, u32 x, f16) { asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(most) : "r"(x)); }
+DEVICE void pair_amax(u32& most, u32 x, bf16) {
+  asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(x));
+}
+DEVICE void pair_amax(u32& most, u32 x, f16) {
+  asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(most) : "r"(x));
+}
 
 // The running maximum of |x|, where NaN is dropped. Of 16-bit types two values at a time.
 template <typename X, bool PAIRS = sizeof(X) == 2> struct Peak {
@@ -146,9 +167,10 @@ DEVICE i64 number_at(const void* list, i64 i, i64 wide) {
   return wide ? static_cast<const i64*>(list)[i] : (i64) static_cast<const i32*>(list)[i];
 }
 
-// --- casts (fp8kit.backends.protocol.Cast) -----------------------------------------------------------------------------------
+// --- casts (fp8kit.backends.protocol.Cast) -----------------------------------------------------------------
 
-// Where a kernel's result goes in FP8. Absent parts are null; amax may stand alone. The host packs it field by field (_rows.cast_bytes).
+// Where a kernel's result goes in FP8. Absent parts are null; amax may stand alone. The host packs it field
+// by field (_rows.cast_bytes).
 struct Cast {
   u8* q;               // (q_rows, q_columns), rows q_stride codes apart
   u8* q_t;             // (t_rows, t_columns), rows t_stride codes apart: the transposed codes
@@ -168,7 +190,8 @@ struct Cast {
 // The scale, and 1 / scale written by the grid's first thread.
 DEVICE float cast_scale(const Cast& cast) {
   if (!cast.wanted()) return 1.0f;
-  const float scale = scale_of_cast(cast.scale, cast.known_amax, cast.is_e5m2 ? e5m2::MAX : e4m3::MAX, cast.epsilon, cast.power_2);
+  const float scale = scale_of_cast(cast.scale, cast.known_amax, cast.is_e5m2 ? e5m2::MAX : e4m3::MAX,
+                                    cast.epsilon, cast.power_2);
   if (blockIdx.x == 0 && thread_rank() == 0) *cast.scale_inv = 1.0f / scale;
   return scale;
 }
@@ -196,15 +219,18 @@ template <int N> DEVICE void write_codes(u8* to, int valid, bool wide, const u32
     for (int i = 0; i < valid && i < N; ++i) {
       to[i] = (u8)rest[0];
 #pragma unroll
-      for (int w = 0; w < N / 4; ++w) rest[w] = __funnelshift_r(rest[w], w + 1 < N / 4 ? rest[(w + 1) % (N / 4)] : 0u, 8);
+      for (int w = 0; w < N / 4; ++w)
+        rest[w] = __funnelshift_r(rest[w], w + 1 < N / 4 ? rest[(w + 1) % (N / 4)] : 0u, 8);
     }
   }
 }
 
-// Four rows of eight codes into q at (row, column), its rows `stride` apart; rows from `rows` and columns from `end` on are not written.
-// WHOLE: all are, and the addresses are multiples of 8. Otherwise `wide` says whether they are.
+// Four rows of eight codes into q at (row, column), its rows `stride` apart; rows from `rows` and
+// columns from `end` on are not written. WHOLE: all are, and the addresses are multiples of 8. Otherwise
+// `wide` says whether they are.
 template <bool WHOLE>
-DEVICE void write_q(u8* q, i64 stride, const u32 (&codes)[4][2], i64 row, i64 column, i64 rows, i64 end, bool wide) {
+DEVICE void write_q(u8* q, i64 stride, const u32 (&codes)[4][2], i64 row, i64 column, i64 rows, i64 end,
+                    bool wide) {
   u8* to = q + row * stride + column;
   const int left = WHOLE ? 8 : columns_left(column, end);
 #pragma unroll

@@ -4,11 +4,13 @@
 // variants: STATES=8,96
 #include "scale.cuh"
 
-// delayed scaling's least scale, 2**-126, the least number with all its bits; FLT_MAX is the greatest (DELAYED_SCALES)
+// delayed scaling's least scale, 2**-126, the least number with all its bits; FLT_MAX is the
+// greatest (DELAYED_SCALES)
 constexpr float SMALLEST = 1.175494351e-38f;
 
-extern "C" __global__ void __launch_bounds__(256) scale_from_amax(const float* amax, float* scale, float* scale_inv, i64 n, f64 fp8_max,
-                                                                  f64 epsilon, f64 value_for_inf, i64 power_2) {
+extern "C" __global__ void __launch_bounds__(256)
+scale_from_amax(const float* amax, float* scale, float* scale_inv, i64 n, f64 fp8_max, f64 epsilon,
+                f64 value_for_inf, i64 power_2) {
   start_early();
   for (i64 i = first(); i < n; i += step()) {
     const float s = scale_of(amax[i], (float)fp8_max, (float)epsilon, (float)value_for_inf, power_2);
@@ -33,7 +35,8 @@ constexpr int ROWS = 8;  // of a history that a thread has under way
 struct States { State at[STATES]; };
 
 // Block (i, j) updates tensor j of state i. Row 0 of the history holds the amax since the last update.
-extern "C" __global__ void __launch_bounds__(128) update_delayed(i64 most_recent, const __grid_constant__ States states) {
+extern "C" __global__ void __launch_bounds__(128)
+update_delayed(i64 most_recent, const __grid_constant__ States states) {
   start_early();
   __shared__ float shared[32];
   const State state = states.at[blockIdx.x];
@@ -43,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(128) update_delayed(i64 most_recent
   const float newest = history[0];
   if (newest == 0.0f) return;
 
-  // the maximum of all rows, and their roll by -1 in place: a row is read before the barrier that stands ahead of its overwriting
+  // the maximum of all rows, and their roll by -1 in place: a row is read before the barrier that stands
+  // ahead of its overwriting
   float amax = 0.0f;
   for (i64 base = threadIdx.x; base - threadIdx.x < length; base += ROWS * blockDim.x) {
     float next[ROWS];

@@ -1,8 +1,8 @@
 // functions: unpack_sequences, pack_sequences
 // variants: W=u16,u32,u64,uint4
 //
-// Between sequences that lie one after the other (t, n) and a padded batch (b, s, n). A row is moved in `words` words of type W. Grids are
-// one-dimensional, a block a row.
+// Between sequences that lie one after the other (t, n) and a padded batch (b, s, n). A row is moved in
+// `words` words of type W. Grids are one-dimensional, a block a row.
 
 #include "sequences.cuh"
 
@@ -14,8 +14,8 @@ DEVICE W ones() {
 }
 
 // y's rows (b, s) from x's (t).
-extern "C" __global__ void unpack_sequences(const W* x, W* y, const i32* lengths, const i32* starts, i64 tokens, i64 batches, i64 longest,
-                                            i64 words) {
+extern "C" __global__ void unpack_sequences(const W* x, W* y, const i32* lengths, const i32* starts,
+                                            i64 tokens, i64 batches, i64 longest, i64 words) {
   for (i64 row = blockIdx.x; row < batches * longest; row += gridDim.x) {
     const i64 batch = row / longest, i = row % longest, token = starts[batch] + i;
     const bool there = i < length_of(lengths, batch) && token >= 0 && token < tokens;
@@ -26,8 +26,8 @@ extern "C" __global__ void unpack_sequences(const W* x, W* y, const i32* lengths
 }
 
 // y's rows (t) from x's (b, s). Rows that have no place in the batch become NaN.
-extern "C" __global__ void pack_sequences(const W* x, W* y, const i32* lengths, const i32* starts, i64 tokens, i64 batches, i64 longest,
-                                          i64 words) {
+extern "C" __global__ void pack_sequences(const W* x, W* y, const i32* lengths, const i32* starts, i64 tokens,
+                                          i64 batches, i64 longest, i64 words) {
   for (i64 token = blockIdx.x; token < tokens; token += gridDim.x) {
     const i64 batch = sequence_of(starts, batches, token), i = token - starts[batch];
     const bool there = i >= 0 && i < length_of(lengths, batch), lost = there && i >= longest;

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import formats
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError
 from fp8kit.formats import DType
 
 # distance from 1 to the next value, and the smallest positive value
@@ -24,7 +24,7 @@ def epsilon(dtype: object) -> float:
     """Distance from 1 to the next larger number of a floating dtype; FormatError for another."""
     kind = formats.dtype(dtype)
     if not kind.floating:
-        raise FormatError(expected("epsilon", "dtype", kind.name, ", ".join(_EPSILON)))
+        raise FormatError("epsilon", "dtype", kind.name, ", ".join(_EPSILON))
     return _EPSILON[kind.name]
 
 
@@ -65,7 +65,8 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
         at = _first(~same)
         allowed = np.broadcast_to(limit, r.shape)[at]
         raise AssertionError(
-            f"{what}: {int((~same).sum())} of {r.size} differ, first at {at}: got {g[at]!r}, expected {r[at]!r} +- {allowed:.3g}"
+            f"{what}: {int((~same).sum())} of {r.size} differ, first at {at}: got {g[at]!r}, "
+            f"expected {r[at]!r} +- {allowed:.3g}"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8kit import arrays, formats
 from fp8kit.autograd import Tensor, no_grad, tensor
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError
 
 
 def check_grads(
@@ -34,9 +34,7 @@ def check_grads(
     device = arrays.as_view(inputs[0]).device
     for i, x in enumerate(inputs):
         if arrays.as_view(x).dtype is not formats.float32:
-            raise FormatError(
-                expected("check_grads", f"inputs[{i}]", arrays.as_view(x).dtype.name, "float32")
-            )
+            raise FormatError("check_grads", f"inputs[{i}]", arrays.as_view(x).dtype.name, "float32")
     rng = np.random.default_rng(seed)
 
     def run(values: Sequence[np.ndarray[Any, Any]], grad: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -13,7 +13,7 @@ from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.manager import checked
 from fp8kit.backends.registry import SERVES, CannotTake, OpImpl, check_signature
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.errors import BackendError, Fp8kitError
 from fp8kit.testing.contract import Case, cases
 
 
@@ -56,7 +56,10 @@ class ContractReport:
             if not self.count("broken")
             else "BREAKS THE CONTRACT"
         )
-        numbers = f"{self.count('kept')} cases kept, {self.count('left')} left to others, {self.count('broken')} broken"
+        numbers = (
+            f"{self.count('kept')} cases kept, {self.count('left')} left to others, "
+            f"{self.count('broken')} broken"
+        )
         reasons = dict.fromkeys(
             f"left: {outcome.detail}" for outcome in self.outcomes if outcome.verdict == "left"
         )
@@ -86,7 +89,7 @@ def check_implementation(
     nothing.
     """
     if not isinstance(impl, OpImpl):
-        raise BackendError(expected("check_implementation", "impl", repr(impl), "an OpImpl"))
+        raise BackendError("check_implementation", "impl", repr(impl), "an OpImpl")
     report = _report(impl, _where(impl, device), workspace)
     if show is not None:
         show(str(report))

@@ -381,8 +381,9 @@ def test_the_rules_structure_has_the_sources_layout() -> None:
     declared = ",".join(line.partition("//")[0].strip(" ;") for line in header.splitlines())
     names = [name.split()[-1].strip("*") for name in declared.split(",") if name]
     assert " ".join(names) == (
-        "cu_q cu_kv mask mask_batch mask_head mask_row bias bias_batch bias_head bias_row bias_factor slopes slopes_batch offset sink left "
-        "right bottom_right scale rng threshold inverse_keep dropout_place heads s_q s_kv"
+        "cu_q cu_kv mask mask_batch mask_head mask_row bias bias_batch bias_head bias_row bias_factor slopes "
+        "slopes_batch offset sink left right bottom_right scale rng threshold inverse_keep dropout_place "
+        "heads s_q s_kv"
     )
 
 

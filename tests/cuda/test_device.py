@@ -31,8 +31,8 @@ def test_the_engine_implements_the_contract_once() -> None:
 
 def test_registering_imports_no_cuda_library() -> None:
     code = (
-        "import sys; from fp8kit.backends.registry import OpRegistry; from fp8kit.backends import cuda; cuda.register(OpRegistry()); "
-        "import fp8kit.backends.cuda.device, fp8kit.backends.cuda.support; "
+        "import sys; from fp8kit.backends.registry import OpRegistry; from fp8kit.backends import cuda; "
+        "cuda.register(OpRegistry()); import fp8kit.backends.cuda.device, fp8kit.backends.cuda.support; "
         "print([m for m in ('cupy', 'cuda', 'nvmath', 'cudnn', 'torch', 'jax') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -27,7 +27,8 @@ extern "C" __global__ void late(unsigned* to, const unsigned* from, long long n)
 #endif
   const long long start = clock64();
   while (clock64() - start < 400000) {}
-  for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) to[i] = from[i];
+  for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+    to[i] = from[i];
 }
 """
 

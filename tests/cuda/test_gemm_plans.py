@@ -112,7 +112,8 @@ class _Library:
         )
         self._allow("matmul")
         algorithm = ctypes.string_at(numbers[12], 64)[0]
-        self.products.append((*numbers[3:7], *numbers[8:12], algorithm, *numbers[13:], *scalars))  # type: ignore[arg-type]
+        product = (*numbers[3:7], *numbers[8:12], algorithm, *numbers[13:], *scalars)
+        self.products.append(product)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from fp8kit.formats import bfloat16, float8_e4m3fn, float32
 from fp8kit.raw_kernels import manifest
 from fp8kit.replays import Replays, replays
 
-from .test_gemm_plans import _Library, library  # noqa: F401  a fixture
+from .test_gemm_plans import _Library, library  # noqa: F401  # a fixture
 from .test_launch import fake
 
 KEY = MatmulKey(
@@ -254,7 +254,10 @@ def test_an_error_within_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) ->
     assert launch.here.recording is None
 
 
-def test_a_product_again_has_its_own_addresses(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_product_again_has_its_own_addresses(
+    library: _Library,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(launch, "launcher", lambda: (None, None))
     monkeypatch.setattr(launch, "here", launch.Here())
     launch.here.room = types.SimpleNamespace()  # type: ignore[assignment]
@@ -277,8 +280,9 @@ def test_a_product_again_has_its_own_addresses(library: _Library, monkeypatch: p
 
 
 def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(
-    library: _Library, monkeypatch: pytest.MonkeyPatch
-) -> None:  # noqa: F811
+    library: _Library,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = cublaslt.Plan(KEY, 0)
     monkeypatch.setattr(plan, "description", lambda *addresses: library._allow("description"))
     library.refused = "description"

@@ -166,7 +166,10 @@ def test_refusals_name_the_field(make, words):
         (
             fk.recipe,
             "MXFP8BlockScaling",
-            "'MXFP8BlockScaling': its products, .* the recipes are DelayedScaling, Float8CurrentScaling, Float8B",
+            (
+                "'MXFP8BlockScaling': its products, .* the recipes are DelayedScaling, Float8CurrentScaling, "
+                "Float8B"
+            ),
         ),
         (fk.recipe, "NVFP4BlockScaling", "4-bit operands, need a Blackwell GPU"),
         (fk.recipe, "CustomRecipe", "DelayedScaling takes functions"),

@@ -38,7 +38,7 @@ NOT_ARRAYS = {
 }
 SHAPES = re.compile(r"\bshapes?\b|\bdtypes?\b|\barrays? of\b|float32|int64|\(\.\.\.|\bh \(")
 ERRORS = re.compile(r"[Ee]rrors?\b")
-REFERENCE = re.compile(r"\bas ``(\w+)``")  # to another public name, which then speaks for this one too
+REFERENCE = re.compile(r"\bas\s+``(\w+)``")  # to another public name, which then speaks for this one too
 
 
 class Public(NamedTuple):

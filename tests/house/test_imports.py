@@ -178,7 +178,8 @@ QUANTISE = """
 import numpy as np
 import fp8kit as fk
 q = fk.quantize(np.array([[1.0, -2.0], [448.0, 0.0]], np.float32), fk.E4M3)
-assert q.data.tolist() == [[0x38, 0xC0], [0x7E, 0x00]] and q.dequantize().tolist() == [[1.0, -2.0], [448.0, 0.0]]
+assert q.data.tolist() == [[0x38, 0xC0], [0x7E, 0x00]]
+assert q.dequantize().tolist() == [[1.0, -2.0], [448.0, 0.0]]
 """
 # a submodule that is loaded first must not take the place of a public name that is spelt like it
 NAMES = """
@@ -205,9 +206,18 @@ def test_works_without_gpu_and_frameworks(body):
 
 
 # (what is not installed, what is asked for) -> the error and what it says
-TORCH = "ImportError fp8kit_torch needs torch, not installed here; install it, in a checkout of fp8kit, with: pip install '.[torch]'"
-JAX = "ImportError fp8kit_jax needs {}, not installed here; install it, in a checkout of fp8kit, with: pip install '.[jax]'"
-FLAX = "ImportError fp8kit_jax.{} needs flax, not installed here; install it, in a checkout of fp8kit, with: pip install '.[flax]'"
+TORCH = (
+    "ImportError fp8kit_torch needs torch, not installed here; install it, in a checkout of fp8kit, with: "
+    "pip install '.[torch]'"
+)
+JAX = (
+    "ImportError fp8kit_jax needs {}, not installed here; install it, in a checkout of fp8kit, with: "
+    "pip install '.[jax]'"
+)
+FLAX = (
+    "ImportError fp8kit_jax.{} needs flax, not installed here; install it, in a checkout of fp8kit, with: "
+    "pip install '.[flax]'"
+)
 WANTED = {
     ("torch", "import fp8kit_torch"): TORCH,
     ("torch", "import fp8kit_torch.linear"): TORCH,
@@ -218,11 +228,10 @@ WANTED = {
     ("jax", "runpy.run_path('examples/18_jax_training.py')"): JAX.format("jax"),
     ("flax", "import fp8kit_jax.flax"): FLAX.format("flax"),
     ("flax", "import fp8kit_jax; fp8kit_jax.nnx"): FLAX.format("nnx"),
-    (
-        "cupy",
-        "from fp8kit.backends.cuda.device import cupy; cupy()",
-    ): "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); install it, in a checkout of fp8kit, "
-    "with: pip install '.[cuda13]'",
+    ("cupy", "from fp8kit.backends.cuda.device import cupy; cupy()"): (
+        "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); "
+        "install it, in a checkout of fp8kit, with: pip install '.[cuda13]'"
+    ),
 }
 REFUSED = """
 import runpy, sys

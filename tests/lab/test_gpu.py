@@ -29,7 +29,8 @@ FOURFOLD = SOURCE.replace("? v[c] * scale : 0.0f", "? v[c] * scale * 4.0f : 0.0f
 LESS = SOURCE.replace("block_amax(job.amax, peak.amax(),", "block_amax(job.amax, 0.5f * peak.amax(),")
 ADD = """#include "common.cuh"
 extern "C" __global__ void add(const T* a, const T* b, T* out, i64 n, i64 period) {
-  for (i64 i = first(); i < n; i += step()) out[i] = from_float<T>(FACTOR * (to_float(a[i]) + to_float(b[i % period])));
+  for (i64 i = first(); i < n; i += step())
+    out[i] = from_float<T>(FACTOR * (to_float(a[i]) + to_float(b[i % period])));
 }
 """
 X = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
@@ -151,8 +152,10 @@ def test_python_functions_get_cupy_hostson_the_calls_stream() -> None:
 def test_a_cupy_kernel_takes_the_place_of_one_function() -> None:
     import cupy
 
-    code = r"""extern "C" __global__ void mine(const float* a, const float* b, float* out, long long n, long long period) {
-      for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) out[i] = a[i] - 4.0f * b[i % period];
+    code = r"""extern "C" __global__ void mine(const float* a, const float* b, float* out, long long n,
+                                                long long period) {
+      for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+        out[i] = a[i] - 4.0f * b[i % period];
     }"""
     with fk.override("add", cupy.RawKernel(code, "mine")) as used:
         np.testing.assert_array_equal(added(), X - 4 * X)  # 4 x is exact: fused or not, one rounding

@@ -172,7 +172,8 @@ def test_what_is_returned_and_not_written_is_an_error() -> None:
         pytest.raises(
             fk.BackendError,
             match=(
-                r"^override: implementation: got <lambda>, which returns ndarray, expected results written into the arrays that add is given"
+                r"^override: implementation: got <lambda>, which returns ndarray, expected results written "
+                r"into the arrays that add is given"
             ),
         ),
     ):
@@ -211,10 +212,10 @@ def test_an_operation_that_answers_with_a_number() -> None:
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "operation: got 'quantise', expected a kernel of": (("quantise", doubled), {}),
     "implementation: got int, expected a CUDA source": (("add", 3), {}),
-    r"got doubled\(a, b, out, stream\), expected the contract's parameters of amax, \(x, amax, tile, stream\)": (
-        ("amax", doubled),
-        {},
-    ),
+    (
+        r"got doubled\(a, b, out, stream\), expected the contract's parameters of amax, "
+        r"\(x, amax, tile, stream\)"
+    ): (("amax", doubled), {}),
     "verify: got 1, expected True or False": (("add", doubled), {"verify": 1}),
     "function: got 'add', expected None, but for": (("add", doubled), {"function": "add"}),
     r"gemm_workspace takes no arrays": (("gemm_workspace", lambda original: 0), {}),

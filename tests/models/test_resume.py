@@ -226,7 +226,10 @@ def test_another_training_is_named(corpus, good):
         ),
         (
             (PRESETS["demo-cpu"], corpus, None, "float32", CPU, 3),
-            "another training: preset: tiny in the file, demo-cpu here; precision: FP8 in the file, float32 here; the same",
+            (
+                "another training: preset: tiny in the file, demo-cpu here; precision: FP8 in the file, "
+                "float32 here; the same"
+            ),
         ),
     ):
         with pytest.raises(CheckpointError, match=said):

@@ -63,7 +63,10 @@ CASES = {
     "weight": (
         lambda net: spoil(net.layers[1].layernorm_mlp.fc1_weight, np.nan),
         {},
-        "layers.1.layernorm_mlp (norm_mlp): weight layers.1.layernorm_mlp.fc1_weight: got 1 NaN and 0 Inf of 2048, expected finite",
+        (
+            "layers.1.layernorm_mlp (norm_mlp): weight layers.1.layernorm_mlp.fc1_weight: "
+            "got 1 NaN and 0 Inf of 2048, expected finite"
+        ),
     ),
     "weight of the head": (
         lambda net: spoil(net.head.weight, np.inf),

@@ -96,7 +96,8 @@ def test_a_plugin_that_is_named_twice_is_registered_once(
 def test_a_plugin_may_compute_while_it_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = GOOD.format(function="register", name="early") + (
         "    import numpy as np, fp8kit as fk\n"
-        "    assert (fk.tensor(np.ones(2, np.float32), device='cpu') + fk.tensor(np.ones(2, np.float32), device='cpu')).numpy()[0] == 2\n"
+        "    assert (fk.tensor(np.ones(2, np.float32), device='cpu') + "
+        "fk.tensor(np.ones(2, np.float32), device='cpu')).numpy()[0] == 2\n"
     )
     write(tmp_path, early=text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -169,8 +170,8 @@ def test_the_list_shows_the_traceback_and_the_process_goes_on(tmp_path: Path, py
     assert "> good.add" in done.stdout
     assert done.stderr.count("failed and is left out") == 1
     code = (
-        "import numpy as np, fp8kit as fk; x = fk.tensor(np.ones(2, np.float32), device='cpu'); print((x + x).numpy()); "
-        "print(fk.quantize(np.ones((2, 2), np.float32), fk.E4M3).dequantize())"
+        "import numpy as np, fp8kit as fk; x = fk.tensor(np.ones(2, np.float32), device='cpu'); "
+        "print((x + x).numpy()); print(fk.quantize(np.ones((2, 2), np.float32), fk.E4M3).dequantize())"
     )
     assert python("-c", code, paths=(tmp_path,), **variables).stdout == "[7. 7.]\n[[1. 1.]\n [1. 1.]]\n"
 

@@ -15,7 +15,8 @@ from fp8kit.testing import relative_error
 
 def step(recipe):
     fk.manual_seed(0)
-    model = fk.nn.Sequential(fk.nn.LayerNormMLP(32, 64, normalization="RMSNorm", device="cpu"), fk.nn.RMSNorm(32, device="cpu"))
+    mlp = fk.nn.LayerNormMLP(32, 64, normalization="RMSNorm", device="cpu")
+    model = fk.nn.Sequential(mlp, fk.nn.RMSNorm(32, device="cpu"))
     optimizer = fk.optim.AdamW(model.parameters(), lr=1e-2)
     x = fk.tensor(np.random.default_rng(1).standard_normal((64, 32)).astype(np.float32), device="cpu")
     with fk.autocast(enabled=recipe is not None, recipe=recipe):
@@ -34,7 +35,10 @@ with fk.use_backend("numba"):
     again = step(None)
 assert all(np.array_equal(a, b) for a, b in zip(again, got[0], strict=True))
 # float32 sums in another order; in FP8 a last bit may take the neighbouring code, half a step of E4M3 away
-error = [max(relative_error(a, b.astype(np.float64)) for a, b in zip(*pair, strict=True)) for pair in zip(got, want, strict=True)]
+error = [
+    max(relative_error(a, b.astype(np.float64)) for a, b in zip(*pair, strict=True))
+    for pair in zip(got, want, strict=True)
+]
 print(json.dumps({"calls": calls, "error": error, "plugins": get_discovered_plugin()}))
 """
 
@@ -62,8 +66,8 @@ def test_it_is_listed_and_explained(installed: Path, python: Run) -> None:
     assert "numba                                 fp8kit-numba 1.0            5 implementations" in said
     assert "> numba.add " in said
     assert (
-        "reference.add                           reference           50  is asked where numba.add cannot take a call"
-        in said
+        "reference.add                           reference           50  is asked where numba.add cannot "
+        "take a call" in said
     )
     assert "reference.gemm " in said
     assert "cuda.gemm " in said
@@ -80,8 +84,8 @@ def test_it_is_listed_and_explained(installed: Path, python: Run) -> None:
     ).stdout
     assert said.splitlines()[1].split()[:2] == [">", "reference.add"]
     assert (
-        "numba.add                               default            150  is asked where reference.add cannot take a call"
-        in said
+        "numba.add                               default            150  is asked where reference.add cannot "
+        "take a call" in said
     )
 
 

@@ -87,7 +87,10 @@ def test_what_is_wrong_is_refused_by_name() -> None:
         (lambda: impl("y", kind=Kind.VENDOR), "vendor: got None, expected a name, as it is of kind VENDOR"),
         (lambda: impl("y", fn="add"), "fn: got 'add', expected a function"),
         (lambda: impl("y", kind="fastest"), "kind: got 'fastest', expected a Kind"),  # type: ignore[arg-type]
-        (lambda: impl("y", kind=Kind.VENDOR, vendor=3), "vendor: got 3, expected a name"),  # type: ignore[arg-type]
+        (
+            lambda: impl("y", kind=Kind.VENDOR, vendor=3),  # type: ignore[arg-type]
+            "vendor: got 3, expected a name",
+        ),
         (lambda: impl("y", priority=1.5), "priority: got 1.5, expected an int"),
         (lambda: impl(""), r"impl_id: got '\.add', expected a name: engine.kernel"),
         (lambda: impl("y", supported_dtypes={"fp32"}), "supported_dtypes: .*expected some of .*float32"),

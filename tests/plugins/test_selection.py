@@ -155,7 +155,10 @@ def test_supported_dtypes_move_on_call_by_call(caplog: pytest.LogCaptureFixture)
         assert (total("float32"), total("bfloat16")) == (2, 2)
     assert engine.calls == {"add": 3}
     assert caplog.messages == [
-        "add: half.add cannot take the call (dtype float32 of a is not among bfloat16); reference.add is asked"
+        (
+            "add: half.add cannot take the call (dtype float32 of a is not among bfloat16); "
+            "reference.add is asked"
+        )
     ]
     many = [arrays.as_view(np.ones(4, np.float32)), arrays.as_view(np.ones(2, np.float32))]
     out = arrays.zeros((1,), formats.float32, CPU)
@@ -163,7 +166,10 @@ def test_supported_dtypes_move_on_call_by_call(caplog: pytest.LogCaptureFixture)
     dispatch.kernels(CPU).l2norm(xs=many, out=out, workspace=None, stream=0)
     dispatch.kernels(CPU).l2norm([], out, None, 0)
     assert engine.calls == {"add": 3, "l2norm": 1}
-    said = r"add: half\.add cannot take the call \(dtype float32 of a is not among bfloat16\), and the policy is strict"
+    said = (
+        r"add: half\.add cannot take the call \(dtype float32 of a is not among bfloat16\), "
+        r"and the policy is strict"
+    )
     with with_strict_mode(), pytest.raises(CannotTake, match=said):
         total("float32")
 

@@ -16,7 +16,10 @@ from fp8kit.backends.cuda.compile import arch_of, cache_key, compile_cubin, pars
 from fp8kit.errors import BackendError
 from fp8kit.raw_kernels import manifest
 
-TINY = '// functions: f\n// variants: N=1,2\n#include "b.cuh"\nextern "C" __global__ void f(float* x) { x[threadIdx.x] = N * two(); }\n'
+TINY = (
+    '// functions: f\n// variants: N=1,2\n#include "b.cuh"\n'
+    'extern "C" __global__ void f(float* x) { x[threadIdx.x] = N * two(); }\n'
+)
 HEADER = "static __device__ float two() { return 2.0f; }\n"
 ONE = manifest.defines(N="1")
 
@@ -73,7 +76,10 @@ def test_threads_may_compile_the_same_kernel_at_once(tiny: Path) -> None:
 
 
 def test_processes_may_compile_the_same_kernel_at_once() -> None:
-    code = "from fp8kit.backends.cuda.compile import compile_cubin; print(compile_cubin('scales.cu', (('STATES', '8'),), 'sm_90a').path)"
+    code = (
+        "from fp8kit.backends.cuda.compile import compile_cubin; "
+        "print(compile_cubin('scales.cu', (('STATES', '8'),), 'sm_90a').path)"
+    )
     running = [
         subprocess.Popen([sys.executable, "-c", code], env=os.environ, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -102,7 +108,8 @@ def test_an_unwritable_cache_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatc
 def test_resources_are_read_from_the_log(sources: Path) -> None:
     spilling = "float a[256]; for (int i = 0; i < 256; ++i) a[i] = x[i * n]; x[0] = a[n]; x[1] = a[n + 1];"
     (sources / "s.cu").write_text(
-        '// functions: f, g\nextern "C" __global__ void f(float* x, long long n) { __shared__ float s[32]; s[threadIdx.x] = x[n];'
+        '// functions: f, g\nextern "C" __global__ void f(float* x, long long n) {'
+        " __shared__ float s[32]; s[threadIdx.x] = x[n];"
         ' __syncthreads(); x[0] = s[n]; }\nextern "C" __global__ void g(float* x, int n) { '
         + spilling
         + " }\n"

@@ -184,7 +184,8 @@ library = blas._openblas()
 assert library is not None, "NumPy's OpenBLAS is not found"
 library.set_threads(2)
 random = np.random.default_rng(1)
-left, right = random.standard_normal((200, 60)).astype(np.float32), random.standard_normal((60, 50)).astype(np.float32)
+left = random.standard_normal((200, 60)).astype(np.float32)
+right = random.standard_normal((60, 50)).astype(np.float32)
 want = blas.matmul(left, right)
 np.testing.assert_allclose(want, left @ right, rtol=1e-4, atol=1e-5)
 with blas._one_thread:

@@ -26,7 +26,8 @@ for columns in (5, 64, 130, 769):
     y, mean, rstd = np.empty_like(x), np.empty(70, np.float32), np.empty(70, np.float32)
     dx, dw, db = np.empty_like(x), np.empty_like(w), np.empty_like(w)
     norm.norm_fwd(*map(view, (x, w, b, y, mean, rstd)), None, None, "LayerNorm", 1e-5, False, 0)
-    norm.norm_bwd(*map(view, (dy, x, w, mean, rstd)), None, *map(view, (dx, dw, db)), "LayerNorm", False, None, 0)
+    given, made = map(view, (dy, x, w, mean, rstd)), map(view, (dx, dw, db))
+    norm.norm_bwd(*given, None, *made, "LayerNorm", False, None, 0)
     for array in (y, mean, rstd, dx, dw, db):
         digest.update(array.tobytes())
 print(digest.hexdigest())
@@ -84,8 +85,9 @@ def test_a_cache_that_cannot_be_written_is_told_of_and_nothing_is_kept(variable,
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(
-        r"the cache folder \S*file/cache\S* cannot be written \(Not a directory\): every process compiles the CPU engine's "
-        r"functions anew, and keeps nothing; set FP8KIT_CACHE_DIR to a folder that can be written\n",
+        r"the cache folder \S*file/cache\S* cannot be written \(Not a directory\): every process compiles "
+        r"the CPU engine's functions anew, and keeps nothing; set FP8KIT_CACHE_DIR to a folder that can be "
+        r"written\n",
         done.stderr,
     )
     assert not list(tmp_path.rglob("*.nbi")) + list(tmp_path.rglob("__pycache__"))

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.arguments import shown
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
@@ -117,12 +117,7 @@ class DotProductAttention(nn.Module):
         groups, count = self.num_gqa_groups or self.num_attention_heads, QKV_LAYOUTS.get(self.qkv_layout)
         if count is None:
             raise FormatError(
-                expected(
-                    "DotProductAttention",
-                    "qkv_layout",
-                    repr(self.qkv_layout),
-                    f"one of {', '.join(QKV_LAYOUTS)}",
-                )
+                "DotProductAttention", "qkv_layout", repr(self.qkv_layout), f"one of {', '.join(QKV_LAYOUTS)}"
             )
         last = (groups if count > 1 else self.num_attention_heads, self.head_dim)
         if (
@@ -130,8 +125,11 @@ class DotProductAttention(nn.Module):
             or layers[0].shape[-2:] != (self.num_attention_heads, self.head_dim)
             or layers[-1].shape[-2:] != last
         ):
-            wanted = f"{count} arrays (..., {self.num_attention_heads}, {self.head_dim}) to (..., {last[0]}, {last[1]})"
-            raise ShapeError(expected("DotProductAttention", "shapes", [a.shape for a in layers], wanted))
+            wanted = (
+                f"{count} arrays (..., {self.num_attention_heads}, {self.head_dim}) to (..., {last[0]}, "
+                f"{last[1]})"
+            )
+            raise ShapeError("DotProductAttention", "shapes", [a.shape for a in layers], wanted)
         options: dict[str, Any] = {}
         if sequence_descriptor is not None:
             pair = (
@@ -139,18 +137,11 @@ class DotProductAttention(nn.Module):
             )
             if len(pair) != 2:
                 raise ShapeError(
-                    expected(
-                        "DotProductAttention",
-                        "sequence_descriptor",
-                        f"{len(pair)} of them",
-                        "lengths, or a pair",
-                    )
+                    "DotProductAttention", "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair"
                 )
             options["cu_seqlens_q"], options["cu_seqlens_kv"] = map(functions.running_sums, pair)
         if mask is not None and (not hasattr(mask, "shape") or len(mask.shape) < 2):
-            raise ShapeError(
-                expected("DotProductAttention", "mask", shown(mask), "an array (..., s_q, s_kv)")
-            )
+            raise ShapeError("DotProductAttention", "mask", shown(mask), "an array (..., s_q, s_kv)")
         kind, window, corner = self.attn_mask_type, self.window_size, None
         if mask is not None:
             kind, window, corner = functions.beside_mask("DotProductAttention", kind, window)
@@ -386,9 +377,7 @@ class MultiHeadAttention(nn.Module):
             if not hasattr(value, "shape") or len(value.shape) != 3:
                 got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
                 raise ShapeError(
-                    expected(
-                        "MultiHeadAttention", name, got, f"an array ({', '.join(form(self)[:2])}, features)"
-                    )
+                    "MultiHeadAttention", name, got, f"an array ({', '.join(form(self)[:2])}, features)"
                 )
 
         def layer(source: Any, *last: int) -> Any:
@@ -406,12 +395,7 @@ class MultiHeadAttention(nn.Module):
             return None
         if self.qk_norm_type not in QK_NORMS:
             raise FormatError(
-                expected(
-                    "MultiHeadAttention",
-                    "qk_norm_type",
-                    repr(self.qk_norm_type),
-                    f"one of {', '.join(QK_NORMS)}",
-                )
+                "MultiHeadAttention", "qk_norm_type", repr(self.qk_norm_type), f"one of {', '.join(QK_NORMS)}"
             )
         if self.qk_norm_type == "L2Normalization":
             return lambda x: small.l2norm(x, self.qk_norm_eps)
@@ -424,12 +408,10 @@ class MultiHeadAttention(nn.Module):
         if self.rotary_pos_emb_group_method not in GROUPINGS:
             wanted = f"one of {', '.join(GROUPINGS)}"
             raise FormatError(
-                expected(
-                    "MultiHeadAttention",
-                    "rotary_pos_emb_group_method",
-                    repr(self.rotary_pos_emb_group_method),
-                    wanted,
-                )
+                "MultiHeadAttention",
+                "rotary_pos_emb_group_method",
+                repr(self.rotary_pos_emb_group_method),
+                wanted,
             )
         order, alternate = form(self), GROUPINGS[self.rotary_pos_emb_group_method]
         low, high = self.rotary_pos_emb_windows

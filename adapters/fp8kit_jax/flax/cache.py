@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit_jax.flax.common import form
 
 MASKS = ("causal", "causal_bottom_right", "no_mask")
@@ -30,9 +30,9 @@ class Past:
         op = type(module).__name__
         if module.attn_mask_type not in MASKS or lengths is not None:
             wanted = f"one of {', '.join(MASKS)}, and no lengths, where decode is True"
-            raise FormatError(expected(op, "attn_mask_type", repr(module.attn_mask_type), wanted))
+            raise FormatError(op, "attn_mask_type", repr(module.attn_mask_type), wanted)
         if module.attn_bias_type == "alibi":
-            raise FormatError(expected(op, "attn_bias_type", "'alibi'", "another one where decode is True"))
+            raise FormatError(op, "attn_bias_type", "'alibi'", "another one where decode is True")
         ready = module.has_variable("cache", "cached_key")
         self.key = module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         self.value = module.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
@@ -88,9 +88,7 @@ class Past:
             shape = np.broadcast_shapes(own, own if mask is None else np.shape(mask))
         except ValueError:
             raise ShapeError(
-                expected(
-                    type(self.module).__name__, "mask", f"shape {np.shape(mask)}", f"one that fits {own}"
-                )
+                type(self.module).__name__, "mask", f"shape {np.shape(mask)}", f"one that fits {own}"
             ) from None
         if bias is not None and bias.shape[-2] not in (1, self.fresh):
             bias = jax.ShapeDtypeStruct((*bias.shape[:-2], self.fresh, bias.shape[-1]), bias.dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, RecipeError, expected
+from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import small
 from fp8kit_jax.arguments import as_array
@@ -80,7 +80,7 @@ def check_fixed(
         found = (given or {}).get(name, getattr(module, name, value))
         alike = found is value or (isinstance(found, str | int | float | None) and found == value)
         if not alike:
-            raise ArgumentError(expected(type(module).__name__, name, shown(found), f"{value!r}: {why}"))
+            raise ArgumentError(type(module).__name__, name, shown(found), f"{value!r}: {why}")
 
 
 def want_array(module: Any, name: str, value: Any) -> Any:
@@ -103,12 +103,7 @@ def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
     for name, axes in own.items():
         if given.get(name, axes) != axes:
             raise ArgumentError(
-                expected(
-                    "extend_logical_axis_rules",
-                    name,
-                    repr(given[name]),
-                    f"{axes!r}, as the MeshResource has it",
-                )
+                "extend_logical_axis_rules", name, repr(given[name]), f"{axes!r}, as the MeshResource has it"
             )
     return (*rules, *((name, axes) for name, axes in own.items() if name not in given))
 
@@ -140,7 +135,7 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
     known = module.is_initializing() or module.is_mutable_collection(FP8_COLLECTION_NAME)
     if not known and not module.has_variable(FP8_COLLECTION_NAME, f"x{postfix}_scale"):
         wanted = "the variables that init makes within an autocast with DelayedScaling, given to apply"
-        raise RecipeError(expected(type(module).__name__, FP8_COLLECTION_NAME, "none of this layer", wanted))
+        raise RecipeError(type(module).__name__, FP8_COLLECTION_NAME, "none of this layer", wanted)
     fresh = Slot.fresh(recipe.amax_history_len)
 
     def slot(name: str) -> Slot:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError
 from fp8kit_jax import layers as functions
 from fp8kit_jax import small
 from fp8kit_jax.activations import activation
@@ -39,7 +39,7 @@ def _features(features: int | Sequence[int]) -> tuple[int, ...]:
 def _last_axis(module: Any) -> None:
     if module.axis not in (-1, (-1,)):
         raise ShapeError(
-            expected(type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension")
+            type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension"
         )
 
 
@@ -124,9 +124,7 @@ class DenseGeneral(nn.Module):
         features = _features(self.features)
         along = (self.axis,) if isinstance(self.axis, int) else self.axis
         if not all(-inputs.ndim <= d < inputs.ndim for d in along):
-            raise ShapeError(
-                expected("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}")
-            )
+            raise ShapeError("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}")
         axis = tuple(range(inputs.ndim)[d] for d in along)
         flat = math.prod(inputs.shape[d] for d in axis)
 

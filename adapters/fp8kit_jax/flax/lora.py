@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError
 from fp8kit_jax.flax.common import fan_in, partitioned
 
 _PARTS = ("qkv_proj", "output_proj", "mlp")
@@ -26,7 +26,7 @@ def fields(module: Any, part: str) -> dict[str, Any]:
     scope = module.low_rank_adaptation_scope or "none"
     if scope not in SCOPES:
         wanted = f"one of {', '.join(SCOPES)}"
-        raise FormatError(expected(type(module).__name__, "low_rank_adaptation_scope", repr(scope), wanted))
+        raise FormatError(type(module).__name__, "low_rank_adaptation_scope", repr(scope), wanted)
     return {
         "enable_low_rank_adaptation": part in SCOPES[scope],
         "low_rank_adaptation_dim": module.low_rank_adaptation_dim,

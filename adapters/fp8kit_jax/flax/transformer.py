@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
 from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, check_fixed, joined, want_array
@@ -139,12 +139,12 @@ class TransformerLayer(nn.Module):
         inputs = want_array(self, "inputs", inputs)
         for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
             if not decoder and value is not None:
-                raise ArgumentError(expected(op, name, "an array", "None, for an encoder"))
+                raise ArgumentError(op, name, "an array", "None, for an encoder")
         if inputs.shape[-1] != self.hidden_size or self.hidden_size % self.num_attention_heads:
             wanted = f"a last dimension of {self.hidden_size}, a multiple of {self.num_attention_heads} heads"
-            raise ShapeError(expected(op, "inputs", f"shape {inputs.shape}", wanted))
+            raise ShapeError(op, "inputs", f"shape {inputs.shape}", wanted)
         if decoder and encoded is None:
-            raise ShapeError(expected(op, "encoded", None, "an array, for a decoder"))
+            raise ShapeError(op, "encoded", None, "an array, for a decoder")
         encoded = want_array(self, "encoded", encoded) if decoder else None
         mine = "self_attention" if decoder else "attention"
         bias = (

@@ -5,7 +5,7 @@ A step takes gradients with respect to both, and hands the state's on ::
 
     wrt = nnx.DiffState(0, (nnx.Param, Fp8Meta))
     loss, grads = nnx.value_and_grad(loss_fn, argnums=wrt)(model, x)
-    update_fp8(model, grads)                                             # the "gradient" of the state is the next state
+    update_fp8(model, grads)                               # the "gradient" of the state is the next state
     optimizer.update(model, grads.filter(nnx.Param))
 
 Modules with dropout take their keys from the ``nnx.Rngs`` stream "dropout" that they were made with;

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import check, flag, optional
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
@@ -135,18 +135,14 @@ class MultiHeadAttention(nnx.Module):
         check("MultiHeadAttention", RULES | {"head_dim": optional(size)}, locals() | options)
         heads = num_attention_heads
         if hidden_size % heads and head_dim is None:
-            raise ShapeError(
-                expected("MultiHeadAttention", "hidden_size", hidden_size, f"a multiple of {heads} heads")
-            )
+            raise ShapeError("MultiHeadAttention", "hidden_size", hidden_size, f"a multiple of {heads} heads")
         if heads % (num_gqa_groups or heads):
             raise ShapeError(
-                expected(
-                    "MultiHeadAttention", "num_gqa_groups", num_gqa_groups, f"a divisor of {heads} heads"
-                )
+                "MultiHeadAttention", "num_gqa_groups", num_gqa_groups, f"a divisor of {heads} heads"
             )
         if qk_norm_type not in (None, "L2Normalization", *QK_NORMS):
             wanted = f"one of L2Normalization, {', '.join(QK_NORMS)}"
-            raise FormatError(expected("MultiHeadAttention", "qk_norm_type", repr(qk_norm_type), wanted))
+            raise FormatError("MultiHeadAttention", "qk_norm_type", repr(qk_norm_type), wanted)
         self.groups, self.head_dim = num_gqa_groups or heads, head_dim or hidden_size // heads
         self.hidden = hidden_size
         self.cross, self.rotary, self.first = cross, rotary, qk_norm_before_rope
@@ -200,9 +196,7 @@ class MultiHeadAttention(nnx.Module):
         )
         if (encoded is not None) != self.cross:
             wanted = "an array across" if self.cross else "None for self attention"
-            raise ShapeError(
-                expected("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted)
-            )
+            raise ShapeError("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted)
         self._rehearse(x, encoded if self.cross else x, given)
         first = self.qkv or self.query
         if isinstance(first, LayerNormDenseGeneral):
@@ -237,12 +231,7 @@ class MultiHeadAttention(nnx.Module):
         for name, value in (("x", x), ("encoded", source)):
             if value.ndim != 3 or value.shape[-1] != self.hidden:
                 raise ShapeError(
-                    expected(
-                        "MultiHeadAttention",
-                        name,
-                        f"shape {value.shape}",
-                        f"(batch, sequence, {self.hidden})",
-                    )
+                    "MultiHeadAttention", name, f"shape {value.shape}", f"(batch, sequence, {self.hidden})"
                 )
         heads = self.core.num_attention_heads
 

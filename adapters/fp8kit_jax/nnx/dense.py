@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import check, shown
-from fp8kit.errors import ArgumentError, RecipeError, expected
+from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import layers, small
 from fp8kit_jax.activations import activation_of
@@ -47,7 +47,7 @@ class _Quantizers(nnx.Module):
             return QuantizerSet(recipe=recipe)
         if not self.stateful:
             wanted = "one made within an autocast with DelayedScaling"
-            raise RecipeError(expected("fp8kit_jax.nnx", "Fp8Meta", "none of this module", wanted))
+            raise RecipeError("fp8kit_jax.nnx", "Fp8Meta", "none of this module", wanted)
         slots = (
             Slot(getattr(self, f"{name}_scale")[...], getattr(self, f"{name}_amax_history")[...])
             for name in ("x", "kernel", "grad")
@@ -59,9 +59,7 @@ def want_rngs(operation: str, rngs: Any, stream: str = "params") -> None:
     """ArgumentError for what is no ``nnx.Rngs``, or has neither this stream nor a default one."""
     if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, stream):
         got = f"one of {', '.join(rngs)}" if isinstance(rngs, nnx.Rngs) else shown(rngs)
-        raise ArgumentError(
-            expected(operation, "rngs", got, f"nnx.Rngs with a stream {stream!r}, or a default one")
-        )
+        raise ArgumentError(operation, "rngs", got, f"nnx.Rngs with a stream {stream!r}, or a default one")
 
 
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, init: Any) -> nnx.Param:

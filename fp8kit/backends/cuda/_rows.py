@@ -7,7 +7,7 @@ import struct
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.protocol import Cast
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, E5M2
 
 # How many blocks fill the largest GPUs a few times over. Fixed, so that sums are cut up the same way on every
@@ -48,7 +48,7 @@ def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
     if cast is None:
         return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, *(0,) * 8, 0.0, 0)
     if cast.format != E4M3 and cast.format != E5M2:
-        raise BackendError(expected("cast", "format", cast.format, "E4M3 or E5M2"))
+        raise BackendError("cast", "format", cast.format, "E4M3 or E5M2")
     q, q_t = cast.q, cast.q_t
     found, *known = scaling(cast)
     return _CAST.pack(
@@ -113,7 +113,7 @@ def column_sums(
     """dx = x behind dropout's mask (``rng`` = 0: none), out = its column sums. x, dx: h (M, N); out: h (N,);
     either may be None."""
     if out is not None and workspace is None:
-        raise BackendError(expected("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes"))
+        raise BackendError("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes")
     rows, columns = x.shape
     across, tall, down = _column_blocks(rows, columns)
     partial = address(workspace) if out is not None else 0

@@ -9,7 +9,7 @@ from fp8kit.backends.activation import ACTIVATIONS, Activation
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import BLOCKS, address, cast_bytes, ceil_div, covered, kernel, sum_partials
 from fp8kit.backends.protocol import Cast
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3
 from fp8kit.raw_kernels import manifest
 
@@ -24,13 +24,9 @@ def _known(activation: str, params: tuple[float, ...]) -> tuple[Activation, tupl
     none."""
     row = ACTIVATIONS.get(activation)
     if row is None:
-        raise BackendError(
-            expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-        )
+        raise BackendError("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
     if len(params) != len(row.params):
-        raise BackendError(
-            expected("activation", "params", params, f"{len(row.params)} numbers for {activation}")
-        )
+        raise BackendError("activation", "params", params, f"{len(row.params)} numbers for {activation}")
     return row, params or _NO_PARAMS
 
 
@@ -140,7 +136,7 @@ def act_bwd(
     rows, width = x.shape
     columns = width // row.parts
     if dbias is not None and workspace is None:
-        raise BackendError(expected("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes"))
+        raise BackendError("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes")
     down, right = covered(cast, rows, width)
     grid, across, tiles = _grid(rows, columns, (down, max(columns, right - (width - columns))), cast)
     partial = address(workspace) if dbias is not None else 0

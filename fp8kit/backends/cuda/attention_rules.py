@@ -20,7 +20,8 @@ def over_scores(shape: Shape) -> tuple[int, int, int]:
     """Strides of a C-contiguous (1 | b, 1 | h, 1 | s_q, s_kv) array along its first three dimensions, 0 where
     it broadcasts."""
     steps = shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
-    return tuple(0 if size == 1 else step for size, step in zip(shape, steps, strict=False))  # type: ignore[return-value]
+    pairs = zip(shape, steps, strict=False)
+    return tuple(0 if size == 1 else step for size, step in pairs)  # type: ignore[return-value]
 
 
 def pack(problem: Problem, extras: AttentionExtras) -> bytes:

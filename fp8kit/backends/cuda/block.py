@@ -18,7 +18,7 @@ from fp8kit.backends.cuda.cublaslt import Scaling
 from fp8kit.backends.cuda.gemm import scaled_gemm
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.registry import CannotTake
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import DType, Format
 
 _BLOCK = 128
@@ -45,7 +45,7 @@ def block_quantize(
     squares = -(-rows // _BLOCK) * -(-columns // _BLOCK)
     name = format_name(format)
     if name is None:
-        raise BackendError(expected("block_quantize", "format", format, "E4M3 or E5M2"))
+        raise BackendError("block_quantize", "format", format, "E4M3 or E5M2")
     kernel = launch.kernel(
         "block.cu", "block_quantize", x.device.index, T=launch.type_name(x.dtype), FORMAT=name
     )
@@ -80,7 +80,7 @@ def block_quantize_many(
     """See ``backends.protocol``. One launch for every 64 matrices of a type."""
     name = format_name(format)
     if name is None:
-        raise BackendError(expected("block_quantize_many", "format", format, "E4M3 or E5M2"))
+        raise BackendError("block_quantize_many", "format", format, "E4M3 or E5M2")
     kinds: dict[DType, list[tuple[Any, ...]]] = {}
     for operand in zip(xs, qs, scale_invs, q_ts, scale_inv_ts, strict=True):
         if operand[0].size:
@@ -129,12 +129,10 @@ def block_gemm(
     capability = launch.capability(out.device.index)
     if capability != (9, 0):
         raise CannotTake(
-            expected(
-                "block_gemm",
-                "device",
-                f"compute capability {capability[0]}.{capability[1]}",
-                "9.0: block scaling",
-            )
+            "block_gemm",
+            "device",
+            f"compute capability {capability[0]}.{capability[1]}",
+            "9.0: block scaling",
         )
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
     scaled_gemm(

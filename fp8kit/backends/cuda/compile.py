@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8kit import settings
-from fp8kit.errors import ArgumentError, BackendError, expected, install
+from fp8kit.errors import ArgumentError, BackendError, install
 from fp8kit.raw_kernels import manifest
 
 # -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not
@@ -71,7 +71,7 @@ def arch_of(capability: tuple[int, int]) -> str:
     number = capability[0] * 10 + capability[1]
     if number < _LOWEST:
         got = f"compute capability {capability[0]}.{capability[1]}"
-        raise BackendError(expected("compile", "device", got, "at least 8.9 (FP8 conversions)"))
+        raise BackendError("compile", "device", got, "at least 8.9 (FP8 conversions)")
     return f"sm_{number}a" if number >= _SPECIFIC else f"sm_{number}"
 
 
@@ -93,9 +93,7 @@ def want_architecture(operation: str, argument: str, arch: object, to_run: bool 
     takes = [f"sm_{number}{'a' if number >= _SPECIFIC else ''}" for number in numbers if number >= _LOWEST]
     if not isinstance(arch, str) or arch not in takes + [name.rstrip("a") for name in takes if not to_run]:
         raise ArgumentError(
-            expected(
-                operation, argument, repr(arch), f"one of {', '.join(takes)}, what NVRTC here compiles for"
-            )
+            operation, argument, repr(arch), f"one of {', '.join(takes)}, what NVRTC here compiles for"
         )
 
 

@@ -25,7 +25,7 @@ from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
 from fp8kit.backends.cuda.recent import Recent
 from fp8kit.backends.protocol import AttentionExtras
-from fp8kit.errors import BackendError, Fp8kitError, expected, install
+from fp8kit.errors import BackendError, Fp8kitError, install
 
 NAME = "cuDNN"
 _OLDEST = 90600
@@ -97,7 +97,10 @@ def missing() -> str | None:
     except RuntimeError as error:
         return f"libcudnn.so.9 cannot be found ({error}); install it with: pip install nvidia-cudnn-cu13"
     if version < _OLDEST or version in _FAULTY:
-        return f"cuDNN {version} is {'too old' if version < _OLDEST else 'known to be faulty'}; install 9.19 or later"
+        return (
+            f"cuDNN {version} is {'too old' if version < _OLDEST else 'known to be faulty'}; "
+            "install 9.19 or later"
+        )
     return None
 
 
@@ -311,7 +314,8 @@ def _check_room(nbytes: int, plan: Plan) -> None:
     """BackendError where a plan's workspace, behind what stands before it, is smaller than cuDNN wants."""
     if nbytes < plan.workspace:
         raise BackendError(
-            f"attention: workspace: got {max(nbytes, 0)} bytes, cuDNN needs {plan.workspace} for these strides"
+            f"attention: workspace: got {max(nbytes, 0)} bytes, cuDNN needs {plan.workspace} for these "
+            "strides"
         )
 
 
@@ -330,12 +334,10 @@ def _check_aligned(places: int) -> None:
     """Refuse addresses or byte strides, or-ed together, that cuDNN's vector accesses would fault on."""
     if places % _VECTOR:
         raise BackendError(
-            expected(
-                "attention",
-                "arrays",
-                "misaligned addresses or strides",
-                f"multiples of {_VECTOR} bytes for cuDNN",
-            )
+            "attention",
+            "arrays",
+            "misaligned addresses or strides",
+            f"multiples of {_VECTOR} bytes for cuDNN",
         )
 
 

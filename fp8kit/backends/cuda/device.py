@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch, recorded
-from fp8kit.errors import BackendError, expected, install
+from fp8kit.errors import BackendError, install
 from fp8kit.scratch import scratch
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
@@ -50,8 +50,11 @@ _thread = _Thread()
 def _want_no_capture(what: str) -> None:
     """BackendError where a graph is captured on this thread: it can hold nothing that the host waits for."""
     if _thread.capturing:
-        wanted = "work on the device alone: no item(), numpy(), check_finite, host arrays or callables of a recipe while it is captured"
-        raise BackendError(expected("graph", "function", what, wanted))
+        wanted = (
+            "work on the device alone: no item(), numpy(), check_finite, host arrays or callables of a "
+            "recipe while it is captured"
+        )
+        raise BackendError("graph", "function", what, wanted)
 
 
 class Pool:
@@ -137,8 +140,11 @@ class CudaProvider:
     def check(self, device: Device) -> None:
         """BackendError where the device is not usable here."""
         if device.index >= self.count():
-            usable = f"a CUDA device that is here: {self.count()} are (a driver, CuPy or a GPU may be missing; see `fp8kit info`)"
-            raise BackendError(expected("device", "device", str(device), usable))
+            usable = (
+                f"a CUDA device that is here: {self.count()} are (a driver, CuPy or a GPU may be missing; "
+                "see `fp8kit info`)"
+            )
+            raise BackendError("device", "device", str(device), usable)
 
     def count(self) -> int:
         """See ``DeviceProvider``; asked once a process."""

@@ -7,7 +7,7 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 
 def drop_path(
@@ -23,7 +23,7 @@ def drop_path(
 ) -> None:
     """See ``backends.protocol``. BackendError for a p outside (0, 1)."""
     if not 0 < p < 1:
-        raise BackendError(expected("drop_path", "p", p, "a probability in (0, 1)"))
+        raise BackendError("drop_path", "p", p, "a probability in (0, 1)")
     size = x.size
     arguments = (
         x.ptr,

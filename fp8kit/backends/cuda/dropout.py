@@ -8,7 +8,7 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, column_sums, kernel
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 
 def _draw(p: float, rng: ArrayView | None) -> tuple[int, int, float]:
@@ -16,9 +16,7 @@ def _draw(p: float, rng: ArrayView | None) -> tuple[int, int, float]:
     if p == 0:
         return 0, 0, 1.0
     if rng is None or not 0 < p < 1:
-        raise BackendError(
-            expected("dropout", "p", f"{p} with rng {rng}", "0, or a number below 1 and an rng")
-        )
+        raise BackendError("dropout", "p", f"{p} with rng {rng}", "0, or a number below 1 and an rng")
     return rng.ptr, int(p * 2.0**32), float(np.float32(1 / (1 - p)))
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import launch, recorded
 from fp8kit.backends.cuda._rows import TYPE_CODES, ceil_div, column_sums, column_sums_bytes, kernel
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 _LAYOUT = struct.Struct("=16q")  # raw_kernels/layout.cuh
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
@@ -40,7 +40,7 @@ def _merge(shape: Shape, source: Shape, target: Shape) -> _Merged:
     if not merged:
         merged = [(1, 1, 1)]
     if len(merged) > 5:
-        raise BackendError(expected("copy", "shape", shape, "at most 5 dimensions"))
+        raise BackendError("copy", "shape", shape, "at most 5 dimensions")
     n, a, b = merged[-1]
     step = 1
     if a == b == 1:
@@ -70,15 +70,13 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
             recorded.put(y.device.index, stream, "copy", move)
             return
         if itemsize > 4:
-            raise BackendError(expected("copy", "dtype", y.dtype, "elements of 1, 2 or 4 bytes"))
+            raise BackendError("copy", "dtype", y.dtype, "elements of 1, 2 or 4 bytes")
         unit = 8 // itemsize if merged.step * itemsize >= 8 and (x.ptr | y.ptr) % 8 == 0 else 1
         function = launch.kernel("elementwise.cu", f"move{itemsize}", y.device.index, T="f32")
         scalars: tuple[int, ...] = (size // unit,)
     else:
         if y.dtype.name not in TYPE_CODES:
-            raise BackendError(
-                expected("copy", "y", y.dtype, f"{x.dtype}, or one of {', '.join(TYPE_CODES)}")
-            )
+            raise BackendError("copy", "y", y.dtype, f"{x.dtype}, or one of {', '.join(TYPE_CODES)}")
         unit = 8 if merged.step == 8 and (x.ptr | y.ptr) % 16 == 0 and x.dtype.itemsize < 8 else 1
         function, scalars = kernel("convert.cu", "convert", x), (size // unit, TYPE_CODES[y.dtype.name])
     layout = _LAYOUT.pack(*merged.shape, *merged.source, *merged.target, unit)

@@ -16,7 +16,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import algorithms, elementwise, launch
 from fp8kit.backends.cuda.cublaslt import KEPT, WORKSPACE, MatmulKey, Plan, Scaling, plan
 from fp8kit.backends.protocol import Layout
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import DType, Format, float32
 
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
@@ -178,7 +178,7 @@ def scaled_gemm(
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
             why = f"{(m, n)} at address {out.ptr:#x}, rows {out_stride * out.dtype.itemsize} bytes apart"
             raise BackendError(
-                expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {why}")
+                "fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {why}"
             )
         product = workspace.ptr + WORKSPACE
     scales = a_scale_inv.ptr, b_scale_inv.ptr
@@ -313,7 +313,7 @@ def _code_type(fmt: Format) -> DType:
         return formats.float8_e5m2
     found = formats.dtype_of_format(fmt)
     if fmt not in (formats.E4M3, formats.E5M2) or found is None:
-        raise BackendError(expected("fp8_gemm", "format", fmt, "E4M3 or E5M2"))
+        raise BackendError("fp8_gemm", "format", fmt, "E4M3 or E5M2")
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import compile as kernel_compiler
-from fp8kit.errors import BackendError, expected, install
+from fp8kit.errors import BackendError, install
 from fp8kit.formats import DType
 from fp8kit.raw_kernels import manifest
 
@@ -46,7 +46,7 @@ def type_name(dtype: DType) -> str:
     try:
         return TYPE_NAMES[dtype.name]
     except KeyError:
-        raise BackendError(expected("kernel", "dtype", dtype, f"one of {', '.join(TYPE_NAMES)}")) from None
+        raise BackendError("kernel", "dtype", dtype, f"one of {', '.join(TYPE_NAMES)}") from None
 
 
 def row_stride(view: ArrayView) -> int:
@@ -249,7 +249,7 @@ def load(
     text of elsewhere."""
     if defines not in entry.variants or function not in entry.functions:
         wanted = "a function and a variant that its comments list"
-        raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
+        raise BackendError("kernel", f"{entry.name}: {function}", dict(defines), wanted)
     with _LOADING[device_index], current_device(device_index):
         module, resources = _module(entry.name, defines, device_index, unit)
         early = function in entry.early and _launches_early(device_index)
@@ -354,8 +354,8 @@ def _unfit(
     bits."""
     operation, got = f"launch of {kernel.name}", ", ".join(type(a).__name__ for a in args)
     if not all(isinstance(n, int) and 0 <= n < 2**32 for n in (*grid, *block)):
-        return BackendError(expected(operation, "grid, block", f"{grid}, {block}", "numbers of 32 bits"))
-    return BackendError(expected(operation, "args", f"({got})", f"parameters {kernel.parameters!r}"))
+        return BackendError(operation, "grid, block", f"{grid}, {block}", "numbers of 32 bits")
+    return BackendError(operation, "args", f"({got})", f"parameters {kernel.parameters!r}")
 
 
 def error_text(status: int) -> str:

@@ -10,7 +10,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, covered, kernel, sum_partials
 from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, DType
 from fp8kit.raw_kernels import manifest
 
@@ -164,25 +164,18 @@ def forward(columns: int, covered: int, itemsize: int, transposed: bool, device:
 def _check(normalization: str, weight: ArrayView | None, mean: ArrayView | None) -> None:
     if normalization not in NORMALIZATIONS:
         raise BackendError(
-            expected("norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}")
+            "norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}"
         )
     if (mean is not None) != (normalization == "LayerNorm"):
         raise BackendError(
-            expected(
-                "norm",
-                "mean",
-                "None" if mean is None else "an array",
-                "an array for LayerNorm, None otherwise",
-            )
+            "norm", "mean", "None" if mean is None else "an array", "an array for LayerNorm, None otherwise"
         )
     if (weight is None) != (normalization == "L2Normalization"):
         raise BackendError(
-            expected(
-                "norm",
-                "weight",
-                "None" if weight is None else "an array",
-                "None for L2Normalization, else an array",
-            )
+            "norm",
+            "weight",
+            "None" if weight is None else "an array",
+            "None for L2Normalization, else an array",
         )
 
 
@@ -318,9 +311,7 @@ def norm_bwd(
     _check(normalization, weight, mean)
     rows, columns = x.shape
     if workspace is None:
-        raise BackendError(
-            expected("norm_bwd", "workspace", None, f"{norm_bwd_workspace(rows, columns)} bytes")
-        )
+        raise BackendError("norm_bwd", "workspace", None, f"{norm_bwd_workspace(rows, columns)} bytes")
     at = (
         dy.ptr,
         x.ptr,

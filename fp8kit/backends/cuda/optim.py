@@ -14,7 +14,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._lists import firsts, pack
 from fp8kit.backends.cuda._rows import TYPE_CODES, address, ceil_div, kernel
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import DType
 
 # raw_kernels/optim.cu: elements a block takes, its threads, and the tables' layouts (columns of so many rows)
@@ -65,7 +65,7 @@ def _count(op: str, step: int | ArrayView) -> tuple[int, int]:
     if isinstance(step, ArrayView):
         return 0, step.ptr
     if step < 1:
-        raise BackendError(expected(op, "step", step, "at least 1"))
+        raise BackendError(op, "step", step, "at least 1")
     return step, 0
 
 
@@ -205,9 +205,7 @@ def l2norm(xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None,
     parts = 0
     for like, count, table, blocks in _lists(xs):
         if workspace is None:
-            raise BackendError(
-                expected("l2norm", "workspace", None, f"{l2norm_workspace([x.size for x in xs])} bytes")
-            )
+            raise BackendError("l2norm", "workspace", None, f"{l2norm_workspace([x.size for x in xs])} bytes")
         launch.launch(
             kernel("optim.cu", "l2norm_parts", like),
             blocks,

@@ -212,7 +212,7 @@ def quantize_transpose(
     rows, columns = x.shape
     q, q_t, index = cast.q, cast.q_t, x.device.index
     name = launch.type_name(x.dtype)
-    padded_rows, padded_columns = q.shape if q is not None else (q_t.shape[1], q_t.shape[0])  # type: ignore[union-attr]
+    padded_rows, padded_columns = q.shape if q is not None else q_t.shape[::-1]  # type: ignore[union-attr]
     kernel = launch.kernel(
         "quantize.cu", "quantize_transpose", index, T=name, FORMAT=_FORMAT_NAMES[cast.format.name]
     )
@@ -250,7 +250,7 @@ def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stre
         for x, cast in pairs:
             want_scale(cast)
             q, q_t = cast.q, cast.q_t
-            down, across = q.shape if q is not None else (q_t.shape[1], q_t.shape[0])  # type: ignore[union-attr]
+            down, across = q.shape if q is not None else q_t.shape[::-1]  # type: ignore[union-attr]
             pitches = (0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t))
             rows.append(
                 (

@@ -20,7 +20,7 @@ from fp8kit.backends import cuda
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda.compile import Resources
 from fp8kit.backends.cuda.device import cupy
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.raw_kernels import manifest
 
 Place = tuple[str, str]  # source, function
@@ -170,12 +170,7 @@ def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
     codes = entry.parameters[function]
     if "s" in codes:
         raise BackendError(
-            expected(
-                "override",
-                "function",
-                f"{function}, which takes a structure by value",
-                "one that numba can call",
-            )
+            "override", "function", f"{function}, which takes a structure by value", "one that numba can call"
         )
 
     @functools.cache
@@ -197,9 +192,7 @@ def _typestr(function: str, pointed: str, defines: dict[str, str]) -> str:
     found = _TYPES.get(defines.get(pointed, pointed))
     if found is None:
         raise BackendError(
-            expected(
-                "override", function, f"a pointer to {pointed}", f"a pointer to one of {', '.join(_TYPES)}"
-            )
+            "override", function, f"a pointer to {pointed}", f"a pointer to one of {', '.join(_TYPES)}"
         )
     return found
 
@@ -241,9 +234,7 @@ class _Numba:
             return
         if len(args) != len(self.codes):
             raise BackendError(
-                expected(
-                    f"launch of {self.name}", "args", f"{len(args)} arguments", f"parameters {self.codes!r}"
-                )
+                f"launch of {self.name}", "args", f"{len(args)} arguments", f"parameters {self.codes!r}"
             )
         values = [
             _Flat(int(v), kind) if kind else float(v) if code == "d" else int(v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,13 +26,9 @@ class Row(NamedTuple):
 def report() -> list[Row]:
     """Every component with its state. Never raises, and starts no more than it must to ask for versions."""
     rows = [_ask(name, question, cure) for name, question, cure in _QUESTIONS]
-    return [
-        *rows,
-        *(
-            _ask(f"device cuda:{i}", lambda i=i: _device(i), "needs compute capability 8.9")
-            for i in range(provider.count())
-        ),
-    ]  # type: ignore[misc]
+    for i in range(provider.count()):
+        rows.append(_ask(f"device cuda:{i}", functools.partial(_device, i), "needs compute capability 8.9"))
+    return rows
 
 
 def _ask(name: str, question: Callable[[], str], cure: str) -> Row:
@@ -61,7 +58,10 @@ def _device(index: int) -> str:
     properties = launch.runtime().getDeviceProperties(index)
     major, minor = launch.capability(index)
     arch = kernel_compiler.arch_of((major, minor))
-    return f"{properties['name'].decode()}, compute capability {major}.{minor} ({arch}), {properties['totalGlobalMem'] / 2**30:.0f} GiB"
+    return (
+        f"{properties['name'].decode()}, compute capability {major}.{minor} ({arch}), "
+        f"{properties['totalGlobalMem'] / 2**30:.0f} GiB"
+    )
 
 
 def _cupy() -> str:

@@ -22,7 +22,7 @@ from fp8kit.backends.cuda import attention_rules, cublaslt, launch, recorded
 from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, bhsd
 from fp8kit.backends.protocol import AttentionExtras
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import DTYPES, float32
 
 NAME = "unfused"
@@ -301,7 +301,7 @@ class _Call:
         self.cut = cut
         if workspace is None or workspace.nbytes < cut.total:
             got = None if workspace is None else f"{workspace.nbytes} bytes"
-            raise BackendError(expected("attention", "workspace", got, f"{cut.total} bytes"))
+            raise BackendError("attention", "workspace", got, f"{cut.total} bytes")
         self.base = workspace.ptr
         self.dtype = DTYPES[problem.dtype]
         self.type = launch.type_name(self.dtype)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
 
@@ -51,7 +51,8 @@ class Cast:
     ) -> None:
         if (scale is None) is (rule is None) or (rule is not None and amax is None):
             raise ValueError(
-                f"Cast: got scale {scale!r}, amax {amax!r} and rule {rule!r}, expected a scale, or an amax and a rule"
+                f"Cast: got scale {scale!r}, amax {amax!r} and rule {rule!r}, expected a scale, "
+                "or an amax and a rule"
             )
         self.format = format
         self.q = q
@@ -66,7 +67,7 @@ def want_scale(cast: Cast) -> None:
     """BackendError for a cast with a rule, which ``quantize_transpose_many`` does not take."""
     if cast.rule is not None:
         raise BackendError(
-            expected("quantize_transpose_many", "cast", "a rule", "a scale, as scale_from_amax makes it")
+            "quantize_transpose_many", "cast", "a rule", "a scale, as scale_from_amax makes it"
         )
 
 

@@ -20,7 +20,7 @@ from fp8kit.backends.protocol import Cast
 from fp8kit.backends.reference._numpy import Array, Float32, Sink, column_sum, f32, quiet, store
 from fp8kit.backends.reference.exponential import exp32
 from fp8kit.backends.reference.threads import njit, prange
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 _ZERO, _ONE, _THREE = np.float32(0), np.float32(1), np.float32(3)
 _GELU = 2 * math.sqrt(2 / math.pi)
@@ -59,13 +59,9 @@ def _curve(activation: str, params: tuple[float, ...]) -> _Smooth | None:
     table."""
     row = ACTIVATIONS.get(activation)
     if row is None:
-        raise BackendError(
-            expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-        )
+        raise BackendError("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
     if len(params) != len(row.params):
-        raise BackendError(
-            expected("activation", "params", params, f"{len(row.params)} numbers for {activation}")
-        )
+        raise BackendError("activation", "params", params, f"{len(row.params)} numbers for {activation}")
     if activation == "clamped_swiglu":
         limit, alpha, offset = (np.float32(value) for value in params)
         return _Smooth(alpha, limit=limit, offset=offset)

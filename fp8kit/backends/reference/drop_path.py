@@ -7,7 +7,7 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import f32, quiet, result, store
 from fp8kit.backends.reference.dropout import Dropout
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 
 @quiet
@@ -25,7 +25,7 @@ def drop_path(
     """``y = residual + x * factor of its sample``; see ``protocol.Kernels.drop_path``. BackendError for a p
     outside (0, 1)."""
     if not 0 < p < 1:
-        raise BackendError(expected("drop_path", "p", p, "a probability in (0, 1)"))
+        raise BackendError("drop_path", "p", p, "a probability in (0, 1)")
     rows = np.arange(x.shape[0])
     if starts is None:
         samples = rows // inner % count

@@ -11,7 +11,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.backends.reference._numpy import Array, Float32, Sink, f32, quiet, result, store
 from fp8kit.backends.reference.threads import njit, prange
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 
 # Rows that one task of the parallel loops takes. Fixed, so that partial sums do not depend on the number of
 # threads.
@@ -101,7 +101,7 @@ def norm_bwd_workspace(rows: int, columns: int) -> int:
 def _centred(normalization: str) -> bool:
     if normalization not in NORMALIZATIONS:
         raise BackendError(
-            expected("norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}")
+            "norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}"
         )
     return normalization == "LayerNorm"
 

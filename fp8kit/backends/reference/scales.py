@@ -19,7 +19,8 @@ _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
 
 def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
     """How many tiles, down and across, cover a matrix; an empty matrix has at least one."""
-    return tuple(max(1, math.ceil(n / max(t, 1))) for n, t in zip(shape, tile, strict=True))  # type: ignore[return-value]
+    pairs = zip(shape, tile, strict=True)
+    return tuple(max(1, math.ceil(n / max(t, 1))) for n, t in pairs)  # type: ignore[return-value]
 
 
 @njit(parallel=True)

@@ -71,8 +71,8 @@ def _cache() -> bool:
     why = settings.unwritable(Path(numba.config.CACHE_DIR))
     if why is not None:
         logging.getLogger("fp8kit").warning(
-            "the cache folder %s cannot be written (%s): every process compiles the CPU engine's functions anew, and keeps nothing; "
-            "set FP8KIT_CACHE_DIR to a folder that can be written",
+            "the cache folder %s cannot be written (%s): every process compiles the CPU engine's functions "
+            "anew, and keeps nothing; set FP8KIT_CACHE_DIR to a folder that can be written",
             numba.config.CACHE_DIR,
             why,
         )

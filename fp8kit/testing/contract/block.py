@@ -123,7 +123,8 @@ def _quantize_many(tile: Tile, count: int) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         kinds = [HIGH_PRECISION[i % 3 if i < 12 else 1] for i in range(count)]
         xs = [sample(*(SHAPES[i % len(SHAPES)] if i < 12 else (9, 20)), kind) for i, kind in enumerate(kinds)]
-        qs, scales, q_ts, scale_ts = columns = [], [], [], []  # type: tuple[list[Any], list[Any], list[Any], list[Any]]
+        columns: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])
+        qs, scales, q_ts, scale_ts = columns
         wants = []
         for i, (x, kind) in enumerate(zip(xs, kinds, strict=True)):
             both = [operand(np.ascontiguousarray(side), tile, E4M3, True, 0.0, kind.max) for side in (x, x.T)]

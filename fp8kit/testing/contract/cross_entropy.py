@@ -163,8 +163,8 @@ CASES = [
     *table(
         "cross_entropy_fwd",
         {
-            f"{d.name}-{n}": _fwd(d, int32, (17, 33), **o)
-            for d in HIGH_PRECISION  # type: ignore[arg-type]
+            f"{d.name}-{n}": _fwd(d, int32, (17, 33), **o)  # type: ignore[arg-type]
+            for d in HIGH_PRECISION
             for n, o in _OPTIONS.items()
         },
     ),

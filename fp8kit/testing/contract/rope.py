@@ -118,7 +118,9 @@ def _beyond(kernels: Kernels, device: Device) -> None:
 
 
 _ROWS: dict[str, Callable[[DType, str], Callable[[Kernels, Device], None]]] = {
-    f"{form}-{name}": lambda dtype, way, form=form, options=options: _case(dtype, form, way, **options)  # type: ignore[misc]
+    f"{form}-{name}": (
+        lambda dtype, way, form=form, own=options: _case(dtype, form, way, **own)  # type: ignore[misc]
+    )
     for form in ("sbhd", "bshd", "thd")
     for name, options in {
         "halves": {},
@@ -131,7 +133,9 @@ _ROWS: dict[str, Callable[[DType, str], Callable[[Kernels, Device], None]]] = {
     }.items()
 }
 _ROWS |= {
-    f"thd-gaps-{name}": lambda dtype, way, options=options: _case(dtype, "thd", way, gaps=True, **options)  # type: ignore[misc]
+    f"thd-gaps-{name}": (
+        lambda dtype, way, own=options: _case(dtype, "thd", way, gaps=True, **own)  # type: ignore[misc]
+    )
     for name, options in {
         "offsets": {"starts": True, "where": "in-place"},
         "partial": {"depth": 24, "rotated": 10, "where": "packed"},

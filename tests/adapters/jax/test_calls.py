@@ -20,7 +20,7 @@ from fp8kit_jax import calls
 from fp8kit_jax.program import Program
 
 from fp8kit import formats
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError
 from fp8kit.spec import Meta, Operation, Plan, Signature
 from fp8kit.testing import assert_same_bits
 from tests.adapters.jax import programs
@@ -63,7 +63,7 @@ class Plus(Operation):
 
     def forward(self, plan, inputs, outputs, saved, scratch, stream):
         if plan.spec.amount < 0:
-            raise BackendError(expected("test_plus", "amount", plan.spec.amount, "a number >= 0"))
+            raise BackendError("test_plus", "amount", plan.spec.amount, "a number >= 0")
         if plan.spec.amount == KEEPING:
             try:
                 raise ValueError("kept")

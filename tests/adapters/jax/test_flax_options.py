@@ -32,39 +32,63 @@ _ROPE = (
 )
 _SCOPE = "low_rank_adaptation_scope='none' low_rank_adaptation_dim=32 low_rank_adaptation_alpha=None"
 FIELDS = {
-    "LayerNorm": "epsilon=1e-06 layernorm_type='layernorm' zero_centered_gamma=False scale_init=None scale_axes=('embed',) bias_init "
-    "bias_axes=('embed',) dtype",
-    "DenseGeneral": f"features kernel_init=None kernel_axes=() use_bias=True bias_init bias_axes=() {_LORA} axis=-1 dtype input_axes=() "
-    "transpose_batch_sequence=False quantization_checkpoint_name=None",
-    "LayerNormDenseGeneral": f"features enable_layernorm=True {_NORM} ln_bias_init ln_bias_axes=('embed',) kernel_init=None kernel_axes=() "
-    f"use_bias=False bias_init bias_axes=() return_layernorm_output=False {_LORA} axis=-1 dtype layernorm_input_axes=None "
-    "dot_input_axes=None depth_scaling=None transpose_batch_sequence=False quantization_checkpoint_name=None",
-    "LayerNormMLP": f"intermediate_dim=2048 enable_layernorm=True {_NORM} ln_bias_init ln_bias_axes=('embed',) kernel_init=None "
-    "kernel_axes_1=('embed','act','mlp') kernel_axes_2=('mlp','embed') use_bias=False bias_init bias_axes_1=('act','mlp') "
-    "bias_axes_2=('embed',) return_layernorm_output=False activations=('gelu',) activation_params=None "
-    "intermediate_dropout_rng_name='dropout' intermediate_dropout_rate=0.0 intermediate_hidden_dropout_dims=() "
-    f"{_LORA} axis=-1 dtype layernorm_input_axes=None dot_1_input_axes=None dot_2_input_axes=None ffn1_ckpt_name='ffn1' "
-    "ffn2_ckpt_name='ffn2' transpose_batch_sequence=False quantization_checkpoint_name=None",
-    "DotProductAttention": "head_dim num_attention_heads num_gqa_groups=None attention_dropout=0.0 attn_mask_type='causal' "
-    "attn_bias_type=None dtype=None dropout_rng_name='dropout' float32_logits=False qkv_layout='bshd_bshd_bshd' scale_factor=None "
-    "transpose_batch_sequence=None window_size=None max_segments_per_seq=1 context_parallel_causal_load_balanced=False "
-    "context_parallel_axis='' context_parallel_strategy='DEFAULT' context_checkpoint_name='context' softmax_type='vanilla' "
-    "score_mod=None score_mod_bprop=None",
-    "MultiHeadAttention": "head_dim num_attention_heads num_gqa_groups=None attention_dropout=0.0 dropout_rng_name='dropout' "
-    "input_layernorm=True layernorm_type='layernorm' layernorm_epsilon=1e-06 return_layernorm_output=False zero_centered_gamma=False "
-    f"kernel_init=None use_bias=False bias_init attn_mask_type='causal' attn_bias_type=None {_ROPE} {_SCOPE} dtype fuse_qkv_params=True "
-    "transpose_batch_sequence=None enable_sequence_parallel=False scale_attn_logits=False scaled_query_init=True float32_logits=False "
-    "window_size=None softmax_type='vanilla' score_mod=None score_mod_bprop=None num_heads=None dropout_rate=None output_layernorm=None "
-    "apply_residual_connection_post_layernorm=None fuse_qkv=None",
-    "RelativePositionBiases": "num_buckets max_distance num_attention_heads embedding_init embedding_axes=('heads','relpos_buckets') dtype",
-    "TransformerLayer": "hidden_size=512 mlp_hidden_size=2048 num_attention_heads=8 num_gqa_groups=None layernorm_type='layernorm' "
-    "layernorm_epsilon=1e-06 zero_centered_gamma=False hidden_dropout=0.1 hidden_dropout_dims=() attention_dropout=0.1 "
-    "intermediate_dropout=0.0 intermediate_dropout_dims=() dropout_rng_name='dropout' mha_kernel_init=None mlp_kernel_init=None "
-    "mlp_activations=('gelu',) mlp_activation_params=None use_bias=False bias_init apply_residual_connection_post_layernorm=False "
-    "output_layernorm=False float32_attention_logits=False layer_type self_attn_mask_type='causal' self_attn_bias_type=None "
-    f"enable_relative_embedding=True relative_embedding=None {_ROPE} {_SCOPE} dtype drop_path=0.0 fuse_qkv_params=True "
-    "transpose_batch_sequence=False enable_sequence_parallel=False scale_attn_logits=False scaled_query_init=True window_size=None "
-    "softmax_type='vanilla' score_mod=None score_mod_bprop=None",
+    "LayerNorm": (
+        "epsilon=1e-06 layernorm_type='layernorm' zero_centered_gamma=False scale_init=None "
+        "scale_axes=('embed',) bias_init bias_axes=('embed',) dtype"
+    ),
+    "DenseGeneral": (
+        f"features kernel_init=None kernel_axes=() use_bias=True bias_init bias_axes=() {_LORA} axis=-1 "
+        "dtype input_axes=() transpose_batch_sequence=False quantization_checkpoint_name=None"
+    ),
+    "LayerNormDenseGeneral": (
+        f"features enable_layernorm=True {_NORM} ln_bias_init ln_bias_axes=('embed',) kernel_init=None "
+        f"kernel_axes=() use_bias=False bias_init bias_axes=() return_layernorm_output=False {_LORA} axis=-1 "
+        "dtype layernorm_input_axes=None dot_input_axes=None depth_scaling=None "
+        "transpose_batch_sequence=False quantization_checkpoint_name=None"
+    ),
+    "LayerNormMLP": (
+        f"intermediate_dim=2048 enable_layernorm=True {_NORM} ln_bias_init ln_bias_axes=('embed',) "
+        "kernel_init=None kernel_axes_1=('embed','act','mlp') kernel_axes_2=('mlp','embed') use_bias=False "
+        "bias_init bias_axes_1=('act','mlp') bias_axes_2=('embed',) return_layernorm_output=False "
+        "activations=('gelu',) activation_params=None intermediate_dropout_rng_name='dropout' "
+        f"intermediate_dropout_rate=0.0 intermediate_hidden_dropout_dims=() {_LORA} axis=-1 dtype "
+        "layernorm_input_axes=None dot_1_input_axes=None dot_2_input_axes=None ffn1_ckpt_name='ffn1' "
+        "ffn2_ckpt_name='ffn2' transpose_batch_sequence=False quantization_checkpoint_name=None"
+    ),
+    "DotProductAttention": (
+        "head_dim num_attention_heads num_gqa_groups=None attention_dropout=0.0 attn_mask_type='causal' "
+        "attn_bias_type=None dtype=None dropout_rng_name='dropout' float32_logits=False "
+        "qkv_layout='bshd_bshd_bshd' scale_factor=None transpose_batch_sequence=None window_size=None "
+        "max_segments_per_seq=1 context_parallel_causal_load_balanced=False context_parallel_axis='' "
+        "context_parallel_strategy='DEFAULT' context_checkpoint_name='context' softmax_type='vanilla' "
+        "score_mod=None score_mod_bprop=None"
+    ),
+    "MultiHeadAttention": (
+        "head_dim num_attention_heads num_gqa_groups=None attention_dropout=0.0 dropout_rng_name='dropout' "
+        "input_layernorm=True layernorm_type='layernorm' layernorm_epsilon=1e-06 "
+        "return_layernorm_output=False zero_centered_gamma=False kernel_init=None use_bias=False bias_init "
+        f"attn_mask_type='causal' attn_bias_type=None {_ROPE} {_SCOPE} dtype fuse_qkv_params=True "
+        "transpose_batch_sequence=None enable_sequence_parallel=False scale_attn_logits=False "
+        "scaled_query_init=True float32_logits=False window_size=None softmax_type='vanilla' score_mod=None "
+        "score_mod_bprop=None num_heads=None dropout_rate=None output_layernorm=None "
+        "apply_residual_connection_post_layernorm=None fuse_qkv=None"
+    ),
+    "RelativePositionBiases": (
+        "num_buckets max_distance num_attention_heads embedding_init "
+        "embedding_axes=('heads','relpos_buckets') dtype"
+    ),
+    "TransformerLayer": (
+        "hidden_size=512 mlp_hidden_size=2048 num_attention_heads=8 num_gqa_groups=None "
+        "layernorm_type='layernorm' layernorm_epsilon=1e-06 zero_centered_gamma=False hidden_dropout=0.1 "
+        "hidden_dropout_dims=() attention_dropout=0.1 intermediate_dropout=0.0 intermediate_dropout_dims=() "
+        "dropout_rng_name='dropout' mha_kernel_init=None mlp_kernel_init=None mlp_activations=('gelu',) "
+        "mlp_activation_params=None use_bias=False bias_init apply_residual_connection_post_layernorm=False "
+        "output_layernorm=False float32_attention_logits=False layer_type self_attn_mask_type='causal' "
+        f"self_attn_bias_type=None enable_relative_embedding=True relative_embedding=None {_ROPE} {_SCOPE} "
+        "dtype drop_path=0.0 fuse_qkv_params=True transpose_batch_sequence=False "
+        "enable_sequence_parallel=False scale_attn_logits=False scaled_query_init=True window_size=None "
+        "softmax_type='vanilla' score_mod=None score_mod_bprop=None"
+    ),
 }
 
 

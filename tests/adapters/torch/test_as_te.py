@@ -30,7 +30,9 @@ PROGRAM = """
     torch.manual_seed(0)
     layer = te.Linear(32, 16, params_dtype=torch.float32, device="cpu")
     assert isinstance(layer, Linear) and transformer_engine.pytorch is te
-    scaling = DelayedScaling(margin=0, interval=1, fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+    scaling = DelayedScaling(
+        margin=0, interval=1, fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"
+    )
     assert isinstance(scaling, recipe.DelayedScaling) and scaling.amax_history_len == 16
     opt = FusedAdam(layer.parameters(), lr=1e-2)
     x = torch.randn(16, 32)
@@ -64,7 +66,8 @@ PARTS = {
     "the call gives names and refuses what is not there": """
         import sys, importlib.util, importlib.metadata
         import fp8kit_torch
-        assert not any(name.startswith("transformer_engine") for name in sys.modules), "import alone must not do it"
+        early = [name for name in sys.modules if name.startswith("transformer_engine")]
+        assert not early, "import alone must not do it"
         before = fp8kit_torch.__spec__
         assert fp8kit_torch.common.recipe is fp8kit_torch.recipe
         whole = fp8kit_torch.as_transformer_engine()
@@ -77,7 +80,8 @@ PARTS = {
         assert transformer_engine.common.recipe.Float8CurrentScaling is fp8kit.recipe.Float8CurrentScaling
         te = transformer_engine.pytorch
         assert te.common is transformer_engine.common and te.recipe is fp8kit.recipe
-        assert te.common.recipe.DelayedScaling(interval=1, amax_history_len=8) == te.recipe.DelayedScaling(amax_history_len=8)
+        scaling = te.common.recipe.DelayedScaling(interval=1, amax_history_len=8)
+        assert scaling == te.recipe.DelayedScaling(amax_history_len=8)
         from fp8kit.errors import RecipeError
         try:
             transformer_engine.common.recipe.DelayedScaling(interval=2)
@@ -107,20 +111,26 @@ PARTS = {
         from transformer_engine.pytorch.tensor import QuantizedTensor
 
         assert rope is te.attention.rope and rope.apply_rotary_pos_emb is ft.apply_rotary_pos_emb
-        assert te.module.base.TransformerEngineBaseModule is TransformerEngineBaseModule and te.module.Linear is ft.Linear
+        assert te.module.base.TransformerEngineBaseModule is TransformerEngineBaseModule
+        assert te.module.Linear is ft.Linear
         assert te.attention.DotProductAttention is ft.DotProductAttention
         assert te.fp8.FP8GlobalStateManager is te.quantization.FP8GlobalStateManager is FP8GlobalStateManager
         assert te.float8_tensor.Float8Tensor is Float8Tensor is QuantizedTensor is te.Float8Tensor
         assert te.cpp_extensions.general_gemm is general_gemm
-        model = te.ops.Sequential(te.ops.LayerNorm(32, device="cpu"), te.ops.Linear(32, 16, device="cpu"), te.ops.GELU())
-        norm, _ = multi_tensor_applier(multi_tensor_l2norm, torch.zeros(1, dtype=torch.int), [[torch.full((3, 4), 2.0)]], False)
+        parts = te.ops.LayerNorm(32, device="cpu"), te.ops.Linear(32, 16, device="cpu"), te.ops.GELU()
+        model = te.ops.Sequential(*parts)
+        overflow, tensors = torch.zeros(1, dtype=torch.int), [[torch.full((3, 4), 2.0)]]
+        norm, _ = multi_tensor_applier(multi_tensor_l2norm, overflow, tensors, False)
         assert abs(float(norm) ** 2 - 48) < 48 * 2.0**-22
         assert model(torch.ones(4, 32)).shape == (4, 16)
         context, sync = te.get_cpu_offload_context(enabled=False)
         with context, te.onnx_export(False):
             assert sync(model) is model
         te.mark_not_offload(model[1].weight)
-        for call, word in ((lambda: te.get_cpu_offload_context(True), "enabled"), (lambda: te.onnx_export(True).__enter__(), "enabled")):
+        for call, word in (
+            (lambda: te.get_cpu_offload_context(True), "enabled"),
+            (lambda: te.onnx_export(True).__enter__(), "enabled"),
+        ):
             try:
                 call()
             except NotImplementedError as error:
@@ -157,7 +167,10 @@ PARTS = {
         ):
             found = importlib.import_module(module)
             assert not hasattr(found, name) and getattr(found, name, None) is None, name
-            for error, probe in ((AttributeError, f"found.{name}"), (ImportError, f"from {module} import {name}")):
+            for error, probe in (
+                (AttributeError, f"found.{name}"),
+                (ImportError, f"from {module} import {name}"),
+            ):
                 try:
                     exec(probe)
                 except error as said:

@@ -59,7 +59,8 @@ def test_texts_say_everything(value):
 
 def test_a_text_is_the_same_in_another_process():
     code = (
-        "from fp8kit_torch.texts import encode; from fp8kit.ops.linear import LinearSpec; from fp8kit.ops.product import ProductSpec\n"
+        "from fp8kit_torch.texts import encode; from fp8kit.ops.linear import LinearSpec; "
+        "from fp8kit.ops.product import ProductSpec\n"
         "print(encode(LinearSpec(ProductSpec(16, (24, 8), prefix='p_'))))"
     )
     done = subprocess.run(

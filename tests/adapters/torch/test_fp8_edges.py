@@ -177,7 +177,10 @@ def test_recomputed_it_is_the_same(device, recipe):
     found = []
     for again in (False, True):
         layer, after = pair(device)
-        block = lambda x, layer=layer, after=after: after(layer(x, fp8_output=True, fp8_grad=True))  # noqa: E731
+
+        def block(x, layer=layer, after=after):
+            return after(layer(x, fp8_output=True, fp8_grad=True))
+
         for step in range(3):
             torch.manual_seed(step)
             x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)

@@ -231,7 +231,10 @@ def test_accelerate_trains_in_fp8(name, products):
 
 HANDLERS = {
     "TERecipeKwargs": "TERecipeKwargs(amax_history_len=4)",
-    "FP8RecipeKwargs": 'FP8RecipeKwargs(backend="TE", amax_history_len=4, amax_compute_algo="max", fp8_format="HYBRID", margin=0)',
+    "FP8RecipeKwargs": (
+        'FP8RecipeKwargs(backend="TE", amax_history_len=4, amax_compute_algo="max", fp8_format="HYBRID", '
+        "margin=0)"
+    ),
 }
 
 
@@ -242,12 +245,15 @@ ACCELERATE = """
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import FP8RecipeKwargs, TERecipeKwargs, apply_fp8_autowrap, convert_model, has_transformer_engine_layers
+    from accelerate.utils import FP8RecipeKwargs, TERecipeKwargs
+    from accelerate.utils import apply_fp8_autowrap, convert_model, has_transformer_engine_layers
 
     def train(handler):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler()])
-        model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.LayerNorm(48), torch.nn.ReLU(), torch.nn.Linear(48, 32))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(32, 48), torch.nn.LayerNorm(48), torch.nn.ReLU(), torch.nn.Linear(48, 32)
+        )
         model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         assert has_transformer_engine_layers(model)
         x, losses = torch.randn(16, 32), []
@@ -274,7 +280,8 @@ ACCELERATE = """
         assert torch.equal(wrapped(x), got), "evaluation is in high precision unless it is asked for"
         wrapped.train()
         error = (wrapped(x) - wanted).norm() / wanted.norm()
-        assert 1e-4 < error < 2.0**-3, error  # E4M3's half step is 2^-4 of a value; scales of 1 lose some more of what is small
+        # E4M3's half step is 2^-4 of a value; scales of 1 lose some more of what is small
+        assert 1e-4 < error < 2.0**-3, error
 
     told = {}
     for name, handler in json.loads(sys.argv[1]).items():

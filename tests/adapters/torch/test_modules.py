@@ -488,15 +488,18 @@ def test_checks_wait_for_what_hooks_bring(device):
 
 SAID = {
     "Linear(in_features=4, out_features=8, bias=False)": lambda: ft.Linear(4, 8, bias=False, device="cpu"),
-    "Linear(in_features=4, out_features=8, bias=True, parameters_split={'a': 4, 'b': 4}, fuse_wgrad_accumulation=True)": lambda: (
-        ft.Linear(4, 8, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu")
-    ),
-    "LayerNormLinear(in_features=4, out_features=8, bias=True, normalization=RMSNorm, eps=1e-05, return_bias=True)": lambda: (
-        ft.LayerNormLinear(4, 8, normalization="RMSNorm", return_bias=True, device="cpu")
-    ),
-    "LayerNormMLP(hidden_size=4, ffn_hidden_size=8, bias=True, activation=swiglu, normalization=LayerNorm, eps=1e-06, checkpoint=True)": lambda: (
-        ft.LayerNormMLP(4, 8, 1e-6, activation="swiglu", checkpoint=True, device="cpu")
-    ),
+    (
+        "Linear(in_features=4, out_features=8, bias=True, parameters_split={'a': 4, 'b': 4}, "
+        "fuse_wgrad_accumulation=True)"
+    ): lambda: ft.Linear(4, 8, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu"),
+    (
+        "LayerNormLinear(in_features=4, out_features=8, bias=True, normalization=RMSNorm, eps=1e-05, "
+        "return_bias=True)"
+    ): lambda: ft.LayerNormLinear(4, 8, normalization="RMSNorm", return_bias=True, device="cpu"),
+    (
+        "LayerNormMLP(hidden_size=4, ffn_hidden_size=8, bias=True, activation=swiglu, "
+        "normalization=LayerNorm, eps=1e-06, checkpoint=True)"
+    ): lambda: ft.LayerNormMLP(4, 8, 1e-6, activation="swiglu", checkpoint=True, device="cpu"),
     "LayerNorm(4, eps=1e-05)": lambda: ft.LayerNorm(4, device="cpu"),
     "RMSNorm(4, eps=0.001, zero_centered_gamma=True)": lambda: ft.RMSNorm(
         [4], 1e-3, zero_centered_gamma=True, device="cpu"
@@ -505,8 +508,10 @@ SAID = {
     "GroupedLinear(num_gemms=2, in_features=4, out_features=8, bias=True)": lambda: ft.GroupedLinear(
         2, 4, 8, device="cpu"
     ),
-    "DotProductAttention(num_attention_heads=4, kv_channels=8, num_gqa_groups=2, attn_mask_type=causal, qkv_format=thd, window_size=(3, 0))":  # noqa: E501
-    lambda: ft.DotProductAttention(4, 8, 2, qkv_format="thd", window_size=(3, 0)),
+    (
+        "DotProductAttention(num_attention_heads=4, kv_channels=8, num_gqa_groups=2, attn_mask_type=causal, "
+        "qkv_format=thd, window_size=(3, 0))"
+    ): lambda: ft.DotProductAttention(4, 8, 2, qkv_format="thd", window_size=(3, 0)),
 }
 
 
@@ -516,8 +521,14 @@ def test_modules_say_what_they_are(said):
 
 
 def test_layers_say_what_they_are_made_of():
-    weights = "LayerNormLinear(in_features=8, out_features=24, bias=True, normalization=LayerNorm, eps=1e-05, parameters_split="
-    core = "DotProductAttention(num_attention_heads=2, kv_channels=4, num_gqa_groups=2, attn_mask_type=causal, qkv_format=sbhd)"
+    weights = (
+        "LayerNormLinear(in_features=8, out_features=24, bias=True, normalization=LayerNorm, eps=1e-05, "
+        "parameters_split="
+    )
+    core = (
+        "DotProductAttention(num_attention_heads=2, kv_channels=4, num_gqa_groups=2, attn_mask_type=causal, "
+        "qkv_format=sbhd)"
+    )
     lines = repr(
         ft.TransformerLayer(
             8, 16, 2, hidden_dropout=0.0, attention_dropout=0.0, layer_type="decoder", device="cpu"
