@@ -18,6 +18,7 @@ from fp8kit import arguments, arrays, captured
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
+from fp8kit.autograd.apply import scratch
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
@@ -44,6 +45,7 @@ class _Captured(NamedTuple):
     outputs: Any
     policy: SelectionPolicy
     held: list[captured.Held]
+    rooms: object
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -179,10 +181,10 @@ class Graph:
     def _capture(self, given: Any, views: list[ArrayView]) -> _Captured:
         device = views[0].device if views else dispatch.default_device()
         inputs = [arrays.empty(view.shape, view.dtype, view.device) for view in views]
-        with captured.capture() as held:
+        with captured.capture() as held, scratch.separate() as rooms:
             capture = arrays.provider(device).capture  # type: ignore[attr-defined]
             outputs, recording = capture(device, lambda: self._call(given, inputs))
-        return _Captured(recording, inputs, _mapped(outputs, _detached), get_policy(), held)
+        return _Captured(recording, inputs, _mapped(outputs, _detached), get_policy(), held, dict(rooms))
 
 
 def _detached(value: Any) -> Any:

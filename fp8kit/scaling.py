@@ -18,6 +18,7 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, RecipeError
+from fp8kit.execution import replay
 from fp8kit.formats import float32
 from fp8kit.recipe import DELAYED_SCALES, DelayedScaling, Recipe
 
@@ -256,15 +257,15 @@ def update(
         on = arrays.current_stream(device) if stream is None else stream(device)
         kernels = dispatch.kernels(device)
         # many cost their look-up more than they save
-        again = getattr(kernels, "again", None) if len(there) <= _FEW else None
+        recorded = replay.direct(kernels) if len(there) <= _FEW else None
         given = (kernels, there, fp8_max, recipe.margin, most_recent, on)
-        if again is None:
+        if recorded is None:
             _update_delayed(*given)
         else:
             places = [
                 (scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there
             ]
-            again.run(
+            recorded.run(
                 ("update_delayed_", on, fp8_max, recipe.margin, most_recent, *places), _update_delayed, *given
             )
 

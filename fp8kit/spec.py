@@ -1,14 +1,15 @@
-"""What an operation is, said once for every front door.
+"""What an operation is, said once for every frontend.
 
-An ``Operation`` is a differentiable unit. ``infer`` looks at static arguments, shapes and dtypes only,
-refuses wrong input, and says what forward fills and backward needs. ``plan`` decides once what can be decided
-once. ``forward`` and ``backward`` are pure: they read views, write views that the door allocated, and keep
-nothing.
+An ``Operation`` is a differentiable unit. It declares what a frontend must know of it: the names of its
+outputs, which of its inputs are parameters and what errors call them, what it changes, how it splits over
+devices. ``infer`` looks at static arguments, shapes and dtypes only, refuses wrong input, and says what
+forward fills and backward needs. ``plan`` decides once what can be decided once. ``forward`` and ``backward``
+are pure: they read views, write views that the caller allocated, and keep nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,8 +21,8 @@ Metas = Mapping[str, "Meta | None"]
 
 
 class Meta(NamedTuple):
-    """Shape and dtype of an array, no data. ``zero``: the door hands it over zeroed, or pointing at what is
-    to be gone on with: a running maximum (amax), a running sum (``main_grad``)."""
+    """Shape and dtype of an array, no data. ``zero``: the operation accumulates into it, so the caller hands
+    it over zeroed, or as it was left: a running maximum (amax), a running sum (``main_grad``)."""
 
     shape: Shape
     dtype: DType
@@ -32,14 +33,17 @@ class Meta(NamedTuple):
 class Signature:
     """What ``infer`` answers.
 
-    * ``outputs``: what forward fills and returns.
+    * ``outputs``: what forward fills and returns; those that are ``zero`` are amaxes.
     * ``saved``: further buffers that forward fills for backward. Independent of the engine.
     * ``kept``: names of inputs and outputs that backward reads as they are.
-    * ``grads``: what backward fills: by input name, and amaxes of quantised gradients by their own name.
+    * ``grads``: what backward fills: gradients by the input's name, and amaxes of quantised gradients by
+      their own.
     * ``passes``: output name -> input name: this output *is* that input (a residual stream going through).
-      The door returns the input itself; its cotangent reaches backward under the output's name.
+      The frontend returns the input itself; its cotangent reaches backward under the output's name.
     * ``grad_passes``: input name -> output name: that output's cotangent *is* the input's gradient; backward
       does not fill it.
+    * ``backward_inputs``: what backward reads besides, with the values that it has by then: the gradients'
+      scales, or their amaxes where ranks share them.
     """
 
     outputs: dict[str, Meta]
@@ -48,15 +52,16 @@ class Signature:
     grads: dict[str, Meta] = field(default_factory=dict)
     passes: dict[str, str] = field(default_factory=dict)
     grad_passes: dict[str, str] = field(default_factory=dict)
+    backward_inputs: dict[str, Meta] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is decided once for one set of static arguments, shapes, device and policy.
 
-    ``kernels`` has every kernel of the contract as an attribute, chosen by the policy of the moment the plan
-    was made. ``scratch``, ``backward_scratch`` and ``measure_scratch`` are the temporary buffers that the
-    door hands to those faces. ``extra`` holds what the operation itself wants to remember.
+    ``kernels`` has every kernel of the contract as an attribute, chosen by the policy in force when the plan
+    was made. ``scratch``, ``backward_scratch`` and ``measure_scratch`` are the temporary buffers that those
+    methods are handed. ``extra`` holds what the operation itself wants to remember.
     """
 
     spec: Any
@@ -71,19 +76,40 @@ class Plan:
 class Operation:
     """Base of operations: a stateless object, one instance per operation.
 
-    Faces take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is
+    Methods take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is
     neither computed nor saved without it. Inputs that are absent are None or left out.
 
-    What forward and backward do on a device they do through ``plan.kernels`` or the device's provider: calls
-    with the same addresses may be made again without them (``fp8kit.replays``).
+    What forward and backward do on a device they do through ``plan.kernels`` or the device's provider: a call
+    with the same addresses may be replayed without them (``execution.replay``).
 
-    ``early``: the operation asks for a large buffer where it first needs it and says when it is ``done`` with
-    it (``fp8kit.scratch``), so a door may let each come and go by itself; of such views it takes one by its
-    name only, and holds none in a variable longer than it must.
+    * ``streams``: the operation reads a large buffer by its name where it first needs it, holds it in no
+      variable, and calls ``buffers.free`` when it has finished with it, so that each can be allocated late
+      and freed early.
+    * ``mutates``: inputs that forward writes into. Such an operation has no gradient, and no form in JAX.
+    * ``parameters``: how the names of inputs that are a layer's parameters end, the number of a segment
+      aside.
+    * ``arguments``: input -> what errors call it, where that is another name.
     """
 
     name: ClassVar[str]
-    early: ClassVar[bool] = False
+    streams: ClassVar[bool] = False
+    mutates: ClassVar[tuple[str, ...]] = ()
+    parameters: ClassVar[tuple[str, ...]] = ()
+    arguments: ClassVar[Mapping[str, str]] = {}
+
+    def outputs(self, spec: Any) -> tuple[str, ...]:
+        """Names of what forward returns, amaxes left out, inputs that pass through last."""
+        return ("y",)
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether an input is a layer's parameter, which has the dtype and the device of the input "x"."""
+        return name.rstrip("0123456789").endswith(self.parameters or "\0")
+
+    def argument(self, name: str, names: Container[str] = ()) -> str:
+        """What errors call the input ``name``. A parameter that comes in several segments, as ``names`` say,
+        keeps its number."""
+        several = name.endswith("0") and f"{name[:-1]}1" in names
+        return name if several else self.arguments.get(name, name)
 
     def infer(self, spec: Any, metas: Metas, needs: frozenset[str]) -> Signature:
         """Shapes, dtypes and the saved list; ShapeError or FormatError for wrong input. Touches no data."""
@@ -100,8 +126,8 @@ class Operation:
         raise NotImplementedError
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
-        """Fill the amax outputs of the operands that are known before any product, and nothing else. A door
-        that reduces amaxes over devices calls this, reduces, and hands the result to a forward whose
+        """Fill the amax outputs of the operands that are known before any product, and nothing else. A
+        frontend that reduces amaxes over devices calls this, reduces, and hands the result to a forward whose
         ``Quant.source`` is "amax"."""
         raise NotImplementedError
 
@@ -115,6 +141,6 @@ class Operation:
         scratch: Views,
         stream: int,
     ) -> None:
-        """Fill ``grads``. ``kept`` also holds what the door adds at backward time: the gradients' scales
-        (``*g_scale``), whose values may have changed since forward. A cotangent that is None is zero."""
+        """Fill ``grads``. ``kept`` also holds the ``backward_inputs``. A cotangent that is None is zero; the
+        first output's never is."""
         raise NotImplementedError

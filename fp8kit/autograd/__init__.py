@@ -1,8 +1,8 @@
-"""A minimal tape: ``tape`` knows no operation, ``tensors`` the value on it, ``rules`` hangs ``fp8kit.ops`` on
-it."""
+"""A minimal tape: ``tape`` knows no operation, ``tensors`` the value on it, ``apply`` runs
+``fp8kit.ops`` on it."""
 
+from fp8kit.autograd.apply import apply, validate
 from fp8kit.autograd.function import Context, Function
-from fp8kit.autograd.rules import apply, rehearse
 from fp8kit.autograd.tape import is_grad_enabled, no_grad, set_grad_enabled
 from fp8kit.autograd.tensors import Tensor, tensor
 
@@ -13,7 +13,7 @@ __all__ = [
     "apply",
     "is_grad_enabled",
     "no_grad",
-    "rehearse",
     "set_grad_enabled",
     "tensor",
+    "validate",
 ]

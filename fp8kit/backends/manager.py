@@ -25,7 +25,6 @@ from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, CannotTake, OpImpl, OpRegistry
 from fp8kit.devices import lacking
 from fp8kit.errors import BackendError, meant
-from fp8kit.replays import Replays
 
 log = logging.getLogger("fp8kit")
 
@@ -48,11 +47,14 @@ def say_once(level: int, text: str, *parts: object) -> None:
 
 
 class Chosen(SimpleNamespace):
-    """Every kernel of the contract, as it was chosen, and the ``policy``. ``again``: the calls that need not
-    be gone through again, None where they are not recorded. Not among ``vars``: whoever makes another object
-    of these kernels may mean others."""
+    """Every kernel of the contract, as it was chosen, and the ``policy``.
 
-    __slots__ = ("again",)
+    ``recorder``: the engine's context manager that records calls (``execution.replay``), None where they
+    cannot be; ``replays``: where the recorded calls of single kernels are kept. Neither is among ``vars``:
+    whoever makes another object of these kernels may mean others.
+    """
+
+    __slots__ = ("recorder", "replays")
 
 
 class OpManager:
@@ -260,7 +262,8 @@ class OpManager:
             ranked = {name: self._ranked(name, device, policy, arch) for name in KERNELS}
             functions = {name: self._function(name, *ranked[name], device, policy) for name in KERNELS}
             found = Chosen(policy=policy, **functions)
-            found.again = _again({name: usable for name, (usable, _) in ranked.items()})
+            found.recorder = _recorder({name: usable for name, (usable, _) in ranked.items()})
+            found.replays = None
             if self._discovered is not None:  # else what is there now is not all that there will be
                 self.table[device, id(policy)] = found
             return found
@@ -369,8 +372,9 @@ def _arch(device: Device) -> int | None:
     return int(ask(device))
 
 
-def _again(ranked: Mapping[str, list[OpImpl]]) -> Replays | None:
-    """Where the kernels are all one in-tree engine's own functions, and it records calls."""
+def _recorder(ranked: Mapping[str, list[OpImpl]]) -> Callable[[], Any] | None:
+    """The engine's recorder, where the kernels are all one in-tree engine's own functions, and it records
+    calls."""
     names = {impl.engine for usable in ranked.values() for impl in usable}
     if len(names) != 1 or not names <= IN_TREE.keys():
         return None
@@ -382,7 +386,7 @@ def _again(ranked: Mapping[str, list[OpImpl]]) -> Replays | None:
         for name, usable in ranked.items()
         for impl in usable
     )
-    return Replays(engine.recorder) if own else None
+    return engine.recorder if own else None
 
 
 def _largest(name: str, impls: list[OpImpl]) -> Callable[..., int]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer
 from fp8kit.arrays import ArrayView
-from fp8kit.autograd import Tensor, apply, is_grad_enabled, rehearse
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, validate
 from fp8kit.errors import ArgumentError, BackendError, ShapeError, on_behalf_of
 from fp8kit.layers import (
     LAYERS,
@@ -414,7 +414,7 @@ class MultiheadAttention(Module):
                     self.rotary_pos_interleaved,
                     self._interleaved and not self._apart,
                 )
-                rehearse(rope, spec, inputs, self)
+                validate(rope, spec, inputs, self)
                 if cache is None:
                     check_tokens(operation, spec, inputs, layer.shape[0])
                 found[name] = spec, {argument: value for argument, value in inputs.items() if argument != "x"}

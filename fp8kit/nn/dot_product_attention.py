@@ -11,7 +11,7 @@ import numpy as np
 from fp8kit import arrays, layers
 from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device, Shape
-from fp8kit.autograd import Tensor, apply, is_grad_enabled, rehearse
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, validate
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import bool_, float32, int64, uint8
@@ -338,7 +338,7 @@ class DotProductAttention(Module):
                 **step,
                 **({"rng": ArrayView(0, (2,), int64, device)} if dropout else {}),
             }
-            rehearse(asked, spec, inputs, self, wanted)
+            validate(asked, spec, inputs, self, wanted)
         return Settled(asked, spec, beside)
 
     def _check_cached(self, op: str, mask: str, bias: str, inputs: Mapping[str, Any]) -> str:

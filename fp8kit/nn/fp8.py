@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import current, touch_forward
-from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, rehearse
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, validate
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError
 from fp8kit.formats import float32
@@ -177,7 +177,7 @@ class Fp8Module(Module):
             recompute.keep(self, _NONE, None)
             return self._run_calibrating(inputs, recipe, training, bias, options)
         spec = self._spec(fp8, False, bias, options)
-        rehearse(self.operation, spec, inputs, self, implied=way.implied)  # before the state is touched
+        validate(self.operation, spec, inputs, self, implied=way.implied)  # before the state is touched
         given, late, finish = _NONE, _NONE, None
         scales: dict[str, ArrayView] = _NONE
         record = training or state.calibrating

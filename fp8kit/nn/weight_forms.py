@@ -24,9 +24,9 @@ from fp8kit import arrays, captured
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.derived import derive
-from fp8kit.autograd.rules import Block
 from fp8kit.autograd.tensors import Version
 from fp8kit.backends import dispatch
+from fp8kit.execution.memory import Layout
 from fp8kit.formats import float32
 from fp8kit.ops.product import Product, ProductSpec, WeightJob
 from fp8kit.ops.products import product_of
@@ -101,7 +101,7 @@ class _Plan(NamedTuple):
     fp8: Fp8
     products: list[Product]
     made: list[tuple[str, ...]]  # of each product, names of its arrays
-    block: Block
+    layout: Layout
 
 
 class _Ready(NamedTuple):
@@ -215,13 +215,13 @@ class WeightForm:
         device = next(iter(self._weights.values())).device
         room = self._room
         # what a pass has yet to go back through stays
-        if room is None or room.size < plan.block.size or room.lease() is not None:
-            ptr, owner = arrays.provider(device).alloc(plan.block.size, device)
+        if room is None or room.size < plan.layout.nbytes or room.lease() is not None:
+            ptr, owner = arrays.provider(device).alloc(plan.layout.nbytes, device)
         else:
             ptr, owner = room.ptr, room.owner
         lease = _Lease(owner)
-        self._room = _Room(plan.block.size, ptr, owner, weakref.ref(lease))
-        return _Ready(plan, plan.block.at(ptr, device, lease), state)
+        self._room = _Room(plan.layout.nbytes, ptr, owner, weakref.ref(lease))
+        return _Ready(plan, plan.layout.at(ptr, device, lease), state)
 
     def _planned(self) -> tuple[_Plan | None, ScalingState | None]:
         """How to cast what is wanted, and with delayed scaling the state whose scales to take; no plan where
@@ -278,5 +278,5 @@ def _planned(layer: Layer, fp8: Fp8, weights: Mapping[str, Tensor]) -> _Plan:
         fp8,
         products,
         [tuple(part) for part in metas],
-        Block({name: meta for part in metas for name, meta in part.items()}),
+        Layout({name: meta for part in metas for name, meta in part.items()}),
     )

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from fp8kit import formats
 from fp8kit.ops.attention_checks import check_extras, check_inputs
-from fp8kit.ops.attention_spec import FORMATS, LAYOUTS, MASKS, AttentionSpec, check
+from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, check
 from fp8kit.ops.attention_views import (
     attends,
     dense_of,
@@ -68,6 +68,10 @@ class Attention(Operation):
     """
 
     name: ClassVar[str] = "attention"
+    arguments = ARGUMENTS
+
+    def outputs(self, spec: Any) -> tuple[str, ...]:
+        return ("o",)
 
     def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         check(spec)

@@ -17,6 +17,16 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "qkv_interleaved": {"qkv": "qkv"},
 }
 FORMATS = ("sbhd", "bshd", "thd")
+# input of an attention -> what errors call it
+ARGUMENTS = {
+    "q": "query_layer",
+    "k": "key_layer",
+    "v": "value_layer",
+    "kv": "kv_layer",
+    "qkv": "qkv_layer",
+    "bias": "core_attention_bias",
+    "mask": "attention_mask",
+}
 MASKS = (
     "no_mask",
     "causal",

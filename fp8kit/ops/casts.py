@@ -66,6 +66,9 @@ class Quantize(Operation):
             raise FormatError(self.name, "x", x.dtype.name, "float32, bfloat16 or float16")
         return x, grid(x.shape, spec.tile)
 
+    def outputs(self, spec: Any) -> tuple[str, ...]:
+        return ("q", "scale_inv")
+
     def infer(self, spec: QuantizeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         no_gradient(self.name, needs)
         x, tiles = self._checked(spec, metas)
@@ -109,6 +112,9 @@ class Dequantize(Operation):
     """x = decode(q) * scale_inv. Inputs: q uint8 (..., N), scale_inv float32 (tiles,). Output: x h like q."""
 
     name: ClassVar[str] = "dequantize"
+
+    def outputs(self, spec: Any) -> tuple[str, ...]:
+        return ("x",)
 
     def infer(self, spec: DequantizeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         no_gradient(self.name, needs)

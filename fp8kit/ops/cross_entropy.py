@@ -3,8 +3,9 @@ log-sum-exp."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8kit import formats
 from fp8kit.arguments import choice, integer, number
@@ -38,6 +39,10 @@ class CrossEntropy(Operation):
     ArgumentError of ``forward`` on the CPU; on a GPU, where nobody looks, its row's loss is NaN."""
 
     name = "cross_entropy"
+    arguments: ClassVar[Mapping[str, str]] = {"logits": "inp", "targets": "target"}
+
+    def outputs(self, spec: Any) -> tuple[str, ...]:
+        return ("loss",)
 
     def infer(self, spec: CrossEntropySpec, metas: Metas, needs: frozenset[str]) -> Signature:
         logits = want_rows(self.name, "logits", metas, spec.classes)

@@ -36,6 +36,9 @@ class Fp8Gemm(Operation):
 
     name: ClassVar[str] = "fp8_gemm"
 
+    def outputs(self, spec: Any) -> tuple[str, ...]:
+        return ("out",)
+
     def infer(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         no_gradient(self.name, needs)
         kinds = []  # contraction, and whether one scale is for all; sizes may be symbols, which have no hash

@@ -16,7 +16,7 @@ from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.ops.attention_checks import check_extras, check_inputs
-from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
+from fp8kit.ops.attention_spec import ARGUMENTS, LAYOUTS, AttentionSpec, check
 from fp8kit.ops.attention_views import (
     Dense,
     Part,
@@ -65,6 +65,11 @@ class CachedAttention(Operation):
     """
 
     name: ClassVar[str] = _NAME
+    mutates = ("k_cache", "v_cache")
+    arguments = ARGUMENTS
+
+    def outputs(self, spec: Any) -> tuple[str, ...]:
+        return ("o",)
 
     def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         return self._inferred(spec, metas, needs)[0]

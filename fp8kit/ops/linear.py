@@ -3,10 +3,11 @@ micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from fp8kit.formats import uint8
+from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, row_count, want, want_rows
 from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -30,7 +31,9 @@ class Linear(Operation):
     """
 
     name = "linear"
-    early = True
+    streams = True
+    parameters = ("weight", "bias")
+    arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "weight0": "weight", "bias0": "bias"}
 
     def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
         x = want_rows(self.name, "x", metas, spec.product.in_features)
@@ -48,9 +51,8 @@ class Linear(Operation):
         outputs = {"y": y} | p.outputs()
         kept = p.kept() + (("x",) if spec.product.fp8 is None and p.needs_w else ())
         grads = ({"x": Meta(x.shape, x.dtype)} if p.needs_x else {}) | p.grads()
-        return Signature(
-            outputs, p.saved(), kept, grads, {}, {"residual": "y"} if "residual" in needs else {}
-        )
+        passed = {"residual": "y"} if "residual" in needs else {}
+        return Signature(outputs, p.saved(), kept, grads, {}, passed, p.backward_inputs())
 
     def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         p = self._product(spec, metas, needs)
@@ -125,6 +127,10 @@ class WeightCast(Operation):
     """
 
     name = "weight_cast"
+
+    def outputs(self, spec: LinearSpec) -> tuple[str, ...]:
+        made = product_of(spec.product, 0, float32, False, False, False).weight_outputs()
+        return tuple(name for name, meta in made.items() if not meta.zero)
 
     def _product(self, spec: LinearSpec, metas: Metas) -> Product:
         first = metas[f"{spec.product.prefix}weight0"]

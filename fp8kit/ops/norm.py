@@ -3,6 +3,7 @@ operations share."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,6 +76,8 @@ class Norm(Operation):
     Gradients of all."""
 
     name = "norm"
+    parameters = ("weight", "bias")
+    arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "norm_weight": "weight", "norm_bias": "bias"}
 
     def infer(self, spec: NormSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = spec.check(self.name, metas)

@@ -6,15 +6,16 @@ residual stream's gradient is added inside the normalisation's gradient, which s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8kit.arrays import ArrayView
+from fp8kit.buffers import free
 from fp8kit.formats import uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import Product, ProductSpec, row_count
 from fp8kit.ops.products import product_of
-from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -162,7 +163,15 @@ class NormLinear(Operation):
     """
 
     name = "norm_linear"
-    early = True
+    streams = True
+    parameters = ("weight", "bias")
+    arguments: ClassVar[Mapping[str, str]] = {
+        "x": "inp",
+        "norm_weight": "layer_norm_weight",
+        "norm_bias": "layer_norm_bias",
+        "weight0": "weight",
+        "bias0": "bias",
+    }
 
     def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
         x = spec.norm.check(self.name, metas)
@@ -171,6 +180,10 @@ class NormLinear(Operation):
         product = product_of(spec.product, row_count(x), x.dtype, above, weight, bias)
         keep = spec.return_norm or (spec.product.fp8 is None and product.needs_w)
         return NormStage(spec.norm, product, x, keep, spec.return_norm)
+
+    def outputs(self, spec: NormLinearSpec) -> tuple[str, ...]:
+        further = {"normed": spec.return_norm, "residual": spec.residual}
+        return ("y", *(name for name, asked in further.items() if asked))
 
     def infer(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         stage = self._stage(spec, metas, needs)
@@ -186,9 +199,9 @@ class NormLinear(Operation):
             *(("normed",) if spec.return_norm and spec.product.fp8 is None else ()),
         )
         grads = (spec.norm.grads(x) if p.needs_x else {}) | p.grads()
-        return Signature(
-            outputs, stage.saved() | p.saved(), kept, grads, {"residual": "x"} if spec.residual else {}
-        )
+        passes = {"residual": "x"} if spec.residual else {}
+        saved, scales = stage.saved() | p.saved(), p.backward_inputs()
+        return Signature(outputs, saved, kept, grads, passes, backward_inputs=scales)
 
     def plan(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         stage = self._stage(spec, metas, needs)
@@ -233,7 +246,7 @@ class NormLinear(Operation):
             normed = kept.get("normed") if stage.as_output else saved.get("normed")
             p.wgrad(k, g2, None if normed is None else normed.rows(), saved, grads, scratch, stream)
             del normed
-            done(saved, "normed")
+            free(saved, "normed")
         if p.needs_x:
             dnormed = scratch["dnormed"]
             assert dnormed is not None

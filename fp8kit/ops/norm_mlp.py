@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8kit.arguments import choice, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.buffers import free, free_contents, take
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.norm import NormSpec
@@ -24,7 +25,6 @@ from fp8kit.ops.norm_linear import NormStage
 from fp8kit.ops.product import Product, ProductSpec, given, row_count
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
-from fp8kit.scratch import done, idle, taken
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -192,7 +192,17 @@ class NormMLP(Operation):
     """
 
     name = "norm_mlp"
-    early = True
+    streams = True
+    parameters = ("weight", "bias")
+    arguments: ClassVar[Mapping[str, str]] = {
+        "x": "inp",
+        "norm_weight": "layer_norm_weight",
+        "norm_bias": "layer_norm_bias",
+        "fc1_weight0": "fc1_weight",
+        "fc1_bias0": "fc1_bias",
+        "fc2_weight0": "fc2_weight",
+        "fc2_bias0": "fc2_bias",
+    }
 
     def _stages(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Stages:
         x = spec.norm.check(self.name, metas)
@@ -211,6 +221,10 @@ class NormMLP(Operation):
         second = replace(spec, fc1=_known(spec.fc1), fc2=_known(spec.fc2), return_norm=False)
         numbers = _numbers(whole.fc1) | _numbers(whole.fc2)
         return _Passes(self._stages(spec, metas, frozenset()), self._stages(second, metas, needs), numbers)
+
+    def outputs(self, spec: NormMLPSpec) -> tuple[str, ...]:
+        further = {"normed": spec.return_norm, "residual": spec.residual}
+        return ("y", *(name for name, asked in further.items() if asked))
 
     def infer(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         passes = self._passes(spec, metas, needs)
@@ -237,9 +251,9 @@ class NormMLP(Operation):
                 *(fc2.read_again() if st.reach else ()),
             )
         grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads() | fc2.grads()
-        return Signature(
-            outputs, saved, tuple(dict.fromkeys(kept)), grads, {"residual": "x"} if spec.residual else {}
-        )
+        kept, through = tuple(dict.fromkeys(kept)), {"residual": "x"} if spec.residual else {}
+        scales = fc1.backward_inputs() | fc2.backward_inputs()
+        return Signature(outputs, saved, kept, grads, through, backward_inputs=scales)
 
     def plan(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         passes = self._passes(spec, metas, needs)
@@ -275,7 +289,7 @@ class NormMLP(Operation):
         passes: _Passes = plan.extra
         k, st, y = plan.kernels, passes.forward, outputs["y"]
         assert y is not None
-        own = saved if passes.numbers is None else taken(scratch, st.saved())
+        own = saved if passes.numbers is None else take(scratch, st.saved())
         self._fc1(plan, st, inputs, outputs, own, scratch, stream)
         act = self._activate(plan, st, inputs, outputs, own, scratch, stream)
         x = inputs["x"] if plan.spec.joins else None
@@ -300,7 +314,7 @@ class NormMLP(Operation):
         h = saved.get("h") or scratch.get("h")
         assert h is not None
         st.fc1.fprop(plan.kernels, normed, inputs, outputs, saved, scratch, h, stream)
-        done(scratch, "normed")
+        free(scratch, "normed")
 
     def _activate(
         self,
@@ -325,10 +339,10 @@ class NormMLP(Operation):
         if not st.casts:
             assert act is not None
             fc2.cast_x(k, act, inputs, outputs, saved, scratch, stream)
-        done(scratch, "h")
+        free(scratch, "h")
         if fc2.spec.fp8 is None:
             return act
-        done(scratch, "act")
+        free(scratch, "act")
         return None
 
     def _again(self, plan: Plan, kept: Views, saved: Views, scratch: Views, stream: int) -> Views:
@@ -340,7 +354,7 @@ class NormMLP(Operation):
             numbers = saved["numbers"]
             assert numbers is not None
             inputs[name] = numbers.slice(0, SLOT * i, 1)
-        made = taken(scratch, st.saved())
+        made = take(scratch, st.saved())
         self._fc1(plan, st, inputs, {}, made, scratch, stream)
         if st.fc2.needs_w:
             self._activate(plan, st, inputs, {}, made, scratch, stream)
@@ -368,12 +382,12 @@ class NormMLP(Operation):
         fc2.cast_g(k, g2, kept, grads, scratch, stream)
         if fc2.needs_w:
             fc2.wgrad(k, g2, saved.get("act"), saved, grads, scratch, stream)
-            done(saved, "act")
+            free(saved, "act")
         if not st.reach:
             return
         fc2.dgrad(k, g2, kept, saved, scratch, given(scratch, "dact"), stream)
         # most is held now: the gradient of the activation in high precision and its casts
-        idle(scratch, "workspace")
+        free_contents(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
         fused = st.delayed and products
         current = fc1.takes_amax("g") and products
@@ -390,20 +404,20 @@ class NormMLP(Operation):
             scratch["sums"],
             stream,
         )
-        done(scratch, "dact", "sums")
-        done(saved, "h")
+        free(scratch, "dact", "sums")
+        free(saved, "h")
         if products and not fused:
             fc1.cast_g(
                 k, given(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current
             )
         # FP8 products have the casts
         dh = given(scratch, "dh") if fc1.spec.fp8 is None and products else None
-        done(scratch, "dh")
+        free(scratch, "dh")
         if fc1.needs_w:
             normed = kept.get("normed") if st.norm.as_output else saved.get("normed")
             fc1.wgrad(k, dh, None if normed is None else normed.rows(), saved, grads, scratch, stream)
             del normed
-            done(saved, "normed")
+            free(saved, "normed")
         if fc1.needs_x:
             dnormed = given(scratch, "dnormed")
             fc1.dgrad(k, dh, kept, saved, scratch, dnormed, stream)

@@ -149,6 +149,11 @@ class Product:
             }
         return out
 
+    def backward_inputs(self) -> dict[str, Meta]:
+        """What backward reads of the output gradient's scaling: its scale, or its amax, where that is
+        given."""
+        return {}
+
     def scratch(self) -> dict[str, Meta]:
         """Forward's temporaries, the workspace aside."""
         several = self.spec.bias == "add" and len(self.spec.segments) > 1

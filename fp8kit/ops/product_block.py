@@ -12,10 +12,10 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import block_shapes
+from fp8kit.buffers import free
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, WeightJob, given, side_by_side, want
 from fp8kit.ops.quant import Fp8, Quant
-from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Views
 
 
@@ -177,7 +177,7 @@ class BlockProduct(Product):
             stream,
             addend,
         )
-        done(scratch, *self._names("x_q"), *self._names("w_q"))
+        free(scratch, *self._names("x_q"), *self._names("w_q"))
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         if self.needs_x and not self.spec.weight_cached:
@@ -213,8 +213,8 @@ class BlockProduct(Product):
         self._multiply(
             k, "g_q", scratch, "w_qt", kept if self.spec.weight_cached else saved, dx, None, scratch, stream
         )
-        done(scratch, *self._names("g_q"))
-        done(saved, *self._names("w_qt"))
+        free(scratch, *self._names("g_q"))
+        free(saved, *self._names("w_qt"))
 
     def wgrad(
         self,
@@ -240,9 +240,9 @@ class BlockProduct(Product):
             self._multiply(
                 k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream, whole if adds else None
             )
-        done(scratch, *self._names("g_qt"), f"{self.spec.prefix}dweight")
+        free(scratch, *self._names("g_qt"), f"{self.spec.prefix}dweight")
         if not self.spec.input_cached:
-            done(saved, *self._names("x_qt"))
+            free(saved, *self._names("x_qt"))
         if self.whole_wgrad:
             self._part_weights(k, whole, grads, scratch, stream)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast, Rule
+from fp8kit.buffers import free
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, WeightJob, given, want
 from fp8kit.ops.quant import Fp8, pad, quantize_operand
-from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Views
 
 SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale pointers of 16-byte alignment
@@ -98,6 +98,11 @@ class TensorProduct(Product):
     def grads(self) -> dict[str, Meta]:
         amax = {self.g_amax: Meta((1,), float32, zero=True)} if self.keeps else {}
         return super().grads() | amax
+
+    def backward_inputs(self) -> dict[str, Meta]:
+        names = {"scale": self.g_scale, "amax": f"{self.g_amax}_in"}
+        source = self.fp8.g.source
+        return {names[source]: NUMBER} if self.keeps and source in names else {}
 
     def scratch(self) -> dict[str, Meta]:
         out = {} if self.spec.input_cached else {self.x_q: Meta((self.mp, self.kp), uint8)}
@@ -283,7 +288,7 @@ class TensorProduct(Product):
             scratch["workspace"],
             stream,
         )
-        done(scratch, self.x_q, self.w_q)
+        free(scratch, self.x_q, self.w_q)
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         if self.needs_x and not self.spec.weight_cached:
@@ -340,8 +345,8 @@ class TensorProduct(Product):
         k.fp8_gemm(
             g_q, w_qt, dx, f.g.format, f.w.format, g_inv, w_inv, None, None, f.dgrad_fast, space, stream
         )
-        done(scratch, self.g_q)
-        done(saved, self.w_qt)
+        free(scratch, self.g_q)
+        free(saved, self.w_qt)
 
     def wgrad(
         self,
@@ -354,9 +359,9 @@ class TensorProduct(Product):
         stream: int,
     ) -> None:
         self._wgrads(k, saved, grads, scratch, stream)
-        done(scratch, self.g_qt, f"{self.spec.prefix}dweight")
+        free(scratch, self.g_qt, f"{self.spec.prefix}dweight")
         if not self.spec.input_cached:
-            done(saved, self.x_qt)
+            free(saved, self.x_qt)
 
     def _wgrads(self, k: Any, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
         g_qt = given(scratch, self.g_qt)

@@ -33,6 +33,9 @@ class SplitHeads(Operation):
 
     name = "split_heads"
 
+    def outputs(self, spec: SplitHeadsSpec) -> tuple[str, ...]:
+        return tuple(part for part, _ in spec.parts)
+
     def infer(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         for part, heads in spec.parts:
             if heads % spec.groups:

@@ -57,7 +57,7 @@ def test_a_launch_again_is_the_same_launch(
     launch.launch(kernel, 7, 32, other, 1)  # in the same memory
     made()
     first, _, again = driver.launches
-    assert made.whole
+    assert made.complete
     assert again == first
     if structure:
         assert driver.addresses[-1] % 16 == 0
@@ -223,7 +223,7 @@ def _raising() -> None:
 
 
 SPOILT = {
-    "spoil": lambda kernel: recorded.spoil(),
+    "mark_unrecordable": lambda kernel: recorded.mark_unrecordable(),
     "another device": lambda kernel: recorded.put(1, 0, "note", lambda stream: None),
     "another stream": lambda kernel: recorded.put(0, 7, "note", lambda stream: None),
     "a recording within": lambda kernel: recorded.recording().__enter__(),
@@ -241,9 +241,9 @@ def test_what_cannot_be_done_again_is_not_whole(case: str, monkeypatch: pytest.M
     monkeypatch.setattr(device.CudaProvider, "check", lambda self, where: None)
     with recorded.recording() as made:
         launch.launch(kernel, 1, 32, (1,), 0)
-        assert made.whole
+        assert made.complete
         SPOILT[case](kernel)
-    assert not made.whole
+    assert not made.complete
 
 
 def test_an_error_within_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,14 +289,14 @@ def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(
     with recorded.recording() as made:
         plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
     assert len(library.products) == 1
-    assert not made.whole
+    assert not made.complete
 
 
 def test_a_product_whose_algorithm_is_not_settled_is_not_recorded(library: _Library) -> None:  # noqa: F811
     plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
     with recorded.recording() as made:
         plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
-    assert not made.whole
+    assert not made.complete
 
 
 def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

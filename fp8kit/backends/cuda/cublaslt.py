@@ -313,7 +313,7 @@ class Plan:
                         self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
                     )
             if bound is None:
-                recording.whole = False
+                recording.complete = False
             else:
                 recording.add(self.device, stream, "cublaslt", bound, bound.on)
 

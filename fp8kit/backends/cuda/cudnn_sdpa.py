@@ -23,9 +23,9 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch, recorded
 from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
-from fp8kit.backends.cuda.recent import Recent
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError, Fp8kitError, install
+from fp8kit.lru import LRU
 
 NAME = "cuDNN"
 _OLDEST = 90600
@@ -426,14 +426,14 @@ def _retire(key: Key, plan: Plan) -> None:
 
 
 @functools.cache
-def _plans(device: int) -> Recent[Key, Plan]:
+def _plans(device: int) -> LRU[Key, Plan]:
     """The plans of a device, apart from others': to make or retire one waits for the device, which may be at
     a collective (``Locks``)."""
-    return Recent(_KEPT, _build, _retire)
+    return LRU(_KEPT, _retire)
 
 
 def _plan(key: Key) -> Plan:
-    return _plans(key.device)(key)
+    return _plans(key.device).make(key, _build)
 
 
 def describe(key: Key, handle: Any) -> Any:

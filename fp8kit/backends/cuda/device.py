@@ -16,7 +16,6 @@ from typing import Any
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch, recorded
 from fp8kit.errors import BackendError, install
-from fp8kit.scratch import scratch
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
@@ -158,7 +157,7 @@ class CudaProvider:
     def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
         """See ``DeviceProvider``; from CuPy's current allocator (512-byte aligned)."""
         get_device, alloc, _ = _calls()
-        recorded.spoil()  # it is another memory at another time
+        recorded.mark_unrecordable()  # it is another memory at another time
         if device.index not in self._usable:
             self.check(device)
             self._usable.add(device.index)
@@ -232,7 +231,7 @@ class CudaProvider:
         calls, nbytes = launch.runtime(), src.nbytes
         if not nbytes:
             return
-        recorded.spoil()
+        recorded.mark_unrecordable()
         here = src.device if src.device.kind == "cuda" else dst.device
         with launch.current_device(here.index):
             if src.device.kind == dst.device.kind == "cuda":
@@ -266,7 +265,7 @@ class CudaProvider:
         done: what it returns, and the recording. What it allocates on the device belongs to the recording.
         BackendError where it does what a graph cannot hold."""
         library = cupy()
-        with recorded.unsafe_calls(), launch.current_device(device.index), scratch.apart() as rooms:
+        with recorded.unsafe_calls(), launch.current_device(device.index):
             # what ran before has left room that the graph's own pool cannot take
             library.get_default_memory_pool().free_all_blocks()
             pool, stream = Pool(), library.cuda.Stream(non_blocking=True)
@@ -291,7 +290,7 @@ class CudaProvider:
                     raise BackendError(
                         f"graph: the function does what cannot be captured: {error}"
                     ) from error
-            return result, Recording(device, graph, (pool, stream, dict(rooms)))
+            return result, Recording(device, graph, (pool, stream))
 
     def native(self, view: ArrayView) -> Any:
         """See ``DeviceProvider``: a ``cupy.ndarray`` that keeps the view's owner alive. FP8 dtypes come as

@@ -2,8 +2,8 @@
 the Python that led to it.
 
 Kernels are launched from memory that holds their packed arguments, products through descriptors of their own;
-whatever else reaches the device goes through ``put`` or says ``spoil``. A call that comes again and again
-becomes a CUDA graph: then one call of the driver does it.
+whatever else reaches the device goes through ``put`` or calls ``mark_unrecordable``. A call that comes again
+and again becomes a CUDA graph: then one call of the driver does it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _again(kernel: launch.Kernel, source: int, size: int, stream: int | None = N
 
 
 class Recording:
-    """Steps on one stream of one device, in order. ``whole``: whether they are all that the call did.
+    """Steps on one stream of one device, in order. ``complete``: whether they are all that the call did.
 
     A step is done by ``()``; on a stream to capture by a function of that, where there is one. Both give the
     driver's status, or None.
@@ -69,16 +69,16 @@ class Recording:
         "_moved",
         "_names",
         "_slow",
+        "complete",
         "device",
         "steps",
         "stream",
-        "whole",
     )
 
     def __init__(self) -> None:
         self.device = self.stream = -1
         self.steps: list[Callable[[], Any]] = []
-        self.whole = True
+        self.complete = True
         self._moved: list[Callable[[int], Any] | None] = []
         self._names: list[str] = []
         self._kept: list[object] = []  # the kernels of the graph
@@ -98,7 +98,7 @@ class Recording:
         """Another step; steps of two devices or streams do not make a recording. ``slow``: slower than the
         launch of a graph is."""
         if (self.device, self.stream) not in ((-1, -1), (device, stream)):
-            self.whole = False
+            self.complete = False
         self.device, self.stream = device, stream
         self.steps.append(step)
         self._moved.append(moved)
@@ -118,7 +118,7 @@ class Recording:
         """Do it again. BackendError where the driver or a library refuses."""
         here = launch.here
         if here.recording is not None:  # a call within a call: what it does is not told
-            here.recording.whole = False
+            here.recording.complete = False
         if not self._names:
             return
         if here.room is None:  # this thread has launched nothing yet, and has no context
@@ -212,12 +212,12 @@ def recording() -> Iterator[Recording]:
     here = launch.here
     before, made = here.recording, Recording()
     if before is not None:
-        before.whole = False
+        before.complete = False
     here.recording = made
     try:
         yield made
     except BaseException:
-        made.whole = False
+        made.complete = False
         raise
     finally:
         here.recording = before
@@ -239,7 +239,7 @@ def put(
         launch.here.recording.add(device, stream, name, partial(work, stream), captured or work, slow)
 
 
-def spoil() -> None:
+def mark_unrecordable() -> None:
     """What is done now is done once: the call that it belongs to is not recorded."""
     if launch.here.recording is not None:
-        launch.here.recording.whole = False
+        launch.here.recording.complete = False

@@ -1,0 +1,85 @@
+"""Buffers of one call by name. Large ones are allocated when they are first read and freed as soon as the
+operation has finished with them.
+
+An operation's backward reads much that forward saved, and writes much that it reads once. Where that is much
+memory, each large buffer is *streamed*: it is allocated when the operation first asks for it (``Buffers``),
+and goes back to its allocator once the operation has called ``free``. What still reads it is on the stream
+already, and whoever gets the memory next writes to it behind that. The buffers of small calls lie in one
+block, since there a call of the allocator costs more than the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from fp8kit.arrays import ArrayView
+
+STREAMED_TOTAL = 256 << 20  # bytes: only where buffers that belong together take more are they streamed
+STREAMED_EACH = 16 << 20  # bytes: and of those only the ones that take at least as much
+
+
+def nbytes_of(meta: Any) -> int:
+    """Bytes of an array of ``meta.shape`` and ``meta.dtype``."""
+    return int(math.prod(meta.shape) * meta.dtype.itemsize)
+
+
+def streamed(metas: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``metas``, by name, that are streamed. Buffers that come zeroed (``zero``) never are."""
+    if sum(map(nbytes_of, metas.values())) <= STREAMED_TOTAL:
+        return {}
+    return {name: meta for name, meta in metas.items() if nbytes_of(meta) >= STREAMED_EACH and not meta.zero}
+
+
+class Buffers(dict[str, ArrayView | None]):
+    """Buffers by name: ``present`` ones, and streamed ones of ``metas``, each made by ``allocate(meta)`` when
+    it is first read, contents undefined. A buffer that was freed is None."""
+
+    __slots__ = ("allocate", "metas")
+
+    def __init__(
+        self, present: Mapping[str, ArrayView], metas: Mapping[str, Any], allocate: Callable[[Any], ArrayView]
+    ) -> None:
+        super().__init__(present)
+        self.metas, self.allocate = metas, allocate
+
+    def __missing__(self, name: str) -> ArrayView:
+        view = self[name] = self.allocate(self.metas[name])
+        return view
+
+    def allocate_all(self) -> None:
+        """Allocate what nobody has read yet."""
+        for name in self.metas:
+            self[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The buffer of that name, ``default`` where there is none."""
+        return self[name] if name in self or name in self.metas else default
+
+
+def free(views: Mapping[str, ArrayView | None], *names: str) -> None:
+    """Give up those buffers: the operation has put all that reads or writes them on the stream. Names that
+    are not there are skipped. No variable may hold them, or their memory stays."""
+    if type(views) is Buffers:
+        for name in names:
+            if name in views:
+                views[name] = None
+
+
+def free_contents(views: Mapping[str, ArrayView | None], *names: str) -> None:
+    """As ``free``, but a buffer that is read again is allocated anew, contents undefined."""
+    if type(views) is Buffers:
+        for name in names:
+            if name in views.metas:
+                views.pop(name, None)
+
+
+def take(views: Mapping[str, ArrayView | None], names: Iterable[str]) -> Mapping[str, ArrayView | None]:
+    """Move those buffers out of ``views`` into a mapping of their own, so that ``free`` on that drops the
+    last reference."""
+    found = {name: views[name] for name in names}
+    if type(views) is not Buffers:
+        return found
+    free(views, *found)
+    return Buffers(found, {}, views.allocate)  # type: ignore[arg-type]

@@ -1,0 +1,12 @@
+"""How an operation is run, once for every frontend.
+
+==============  ==========================================================================================
+file            what it holds
+==============  ==========================================================================================
+bound.py        ``BoundOp``: an operation with everything decided; runs forward and backward on addresses
+plans.py        the bounded cache of bound operations; ``validate``
+memory.py       where the buffers of a call lie; ``Memory``: what a frontend supplies
+replay.py       recorded calls, done again by their addresses
+codec.py        specs as text and back
+==============  ==========================================================================================
+"""

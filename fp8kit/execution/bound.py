@@ -1,0 +1,256 @@
+"""``BoundOp``: an operation with everything decided that does not depend on data, ready to run on addresses.
+
+A frontend makes one for an operation, its spec, the shapes and dtypes of its inputs, the gradients that are
+wanted, its memory on a device, and the kernels in force (``execution.plans`` keeps them). It then allocates
+what forward and backward fill, by the lists below, and hands over addresses in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.buffers import Buffers, streamed
+from fp8kit.errors import AutogradError
+from fp8kit.execution.memory import Layout, Memory, Room
+from fp8kit.execution.replay import replays
+from fp8kit.formats import DType
+from fp8kit.spec import Meta, Operation, Views
+
+Addresses = Sequence[int]
+Part = tuple[str, Shape, DType]
+
+
+class Source(NamedTuple):
+    """Where backward finds something: input or output (``is_output``) number ``place``."""
+
+    place: int
+    is_output: bool
+
+
+def _parts(metas: Mapping[str, Meta]) -> list[Part]:
+    return [(name, meta.shape, meta.dtype) for name, meta in metas.items()]
+
+
+def views_at(parts: Sequence[Part], addresses: Sequence[int | None], device: Device) -> dict[str, Any]:
+    """Views by name of what lies at ``addresses``; None for None."""
+    return {
+        name: None if address is None else ArrayView(address, shape, dtype, device)
+        for (name, shape, dtype), address in zip(parts, addresses, strict=True)
+    }
+
+
+class BoundOp:
+    """One operation for one spec, input shapes, wanted gradients, device and set of kernels.
+
+    All lists are in the order in which addresses are handed over:
+
+    * ``inputs``: name -> meta, as they were given. ``needs``: those whose gradient is wanted.
+    * ``outputs``: what forward fills, name -> meta. ``amaxes``: accumulators that it maximises, float32 [1],
+      zeroed or running: a frontend hands over a state's own slots, or zeros.
+    * ``results``: names of what a caller gets: outputs, then inputs that pass through (``passes``: result ->
+      input).
+    * ``kept``: inputs and outputs that backward reads, name -> ``Source``. ``backward_inputs``: what it reads
+      besides, with the values of that moment (the gradients' scales).
+    * ``grads``: what backward fills, input name -> meta; ``grad_amaxes``: its accumulators.
+      ``streamed_grads``: those of ``grads`` that backward allocates itself, unless it is handed an address.
+    * ``gradients``: for each of ``needs`` its index in ``grads``, or that of the result whose cotangent it
+      is: (index, None) or (None, index).
+
+    AutogradError where a gradient is wanted that the operation does not have; whatever ``infer`` raises.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        spec: Any,
+        metas: Mapping[str, Meta],
+        needs: tuple[str, ...],
+        memory: Memory,
+        kernels: Any,
+        streaming: bool = True,
+    ) -> None:
+        self.operation, self.spec, self.needs, self.memory, self.device = (
+            operation,
+            spec,
+            needs,
+            memory,
+            memory.device,
+        )
+        self.plan = plan = operation.plan(spec, metas, frozenset(needs), kernels)
+        self.signature = s = plan.signature
+        self.kernels = kernels  # held: the plan's key has their identity
+        self.inputs = dict(metas)
+        self.outputs = {name: meta for name, meta in s.outputs.items() if not meta.zero}
+        self.amaxes = {name: meta for name, meta in s.outputs.items() if meta.zero}
+        self.passes = dict(s.passes)
+        self.results = (*self.outputs, *s.passes)
+        self.grads = {name: meta for name, meta in s.grads.items() if name in metas}
+        self.grad_amaxes = {name: meta for name, meta in s.grads.items() if name not in metas}
+        self.backward_inputs = dict(s.backward_inputs)
+        places = {name: Source(i, True) for i, name in enumerate(self.outputs)}
+        places |= {name: Source(i, False) for i, name in enumerate(metas)}
+        self.kept = {name: places[name] for name in s.kept if name in places}
+        self.gradients = [self._gradient(name) for name in needs]
+        streaming = streaming and operation.streams
+        self.streamed_grads = streamed(self.grads) if streaming else {}
+        self.saved = Layout(s.saved, streaming)
+        self.scratch = Layout(plan.scratch, streaming)
+        self.backward_scratch = Layout(plan.backward_scratch, streaming)
+        known = {**metas, **self.outputs}
+        self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
+        self._kept_parts = _parts({name: known[name] for name in self.kept})
+        self._late_parts = _parts(self.backward_inputs)
+        self._grad_parts, self._grad_amax_parts = _parts(self.grads), _parts(self.grad_amaxes)
+        through = {name: metas[source] for name, source in s.passes.items()}
+        self._result_parts = _parts({**self.outputs, **through})
+        fixed = not self.saved.streamed
+        self._forward_replays = replays(kernels) if fixed and not self.scratch.streamed else None
+        fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
+        self._backward_replays = replays(kernels) if fixed and s.grads else None
+
+    def _gradient(self, name: str) -> tuple[int | None, int | None]:
+        s = self.signature
+        if type(self.operation).backward is Operation.backward:
+            raise AutogradError(f"{self.operation.name}: has no backward, but {name} requires a gradient")
+        if name in self.grads:
+            return list(self.grads).index(name), None
+        if name in s.grad_passes:
+            return None, self.results.index(s.grad_passes[name])
+        raise AutogradError(
+            f"{self.operation.name}: no gradient rule for its input {name!r}, which requires a gradient"
+        )
+
+    # --- forward --------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Addresses, outputs: Addresses, amaxes: Addresses) -> list[Any]:
+        """Fill the outputs and maximise the amaxes. Returns what was saved for backward, as arrays of the
+        frontend: the block, where there is one, then each streamed buffer."""
+        memory, nbytes = self.memory, self.saved.nbytes
+        stream = memory.stream()
+        saved = [memory.block(nbytes)] if nbytes else []
+        block = memory.address(saved[0]) if nbytes else 0
+        room = memory.room(self.scratch.nbytes, stream)
+        given = (inputs, outputs, amaxes, block, room, stream, saved)
+        if self._forward_replays is None or not room.kept:
+            self._forward(*given)
+        else:
+            key = (stream, room.address, block, *inputs, *outputs, *amaxes)
+            self._forward_replays.run(key, self._forward, *given)
+        return saved
+
+    def _forward(
+        self,
+        inputs: Addresses,
+        outputs: Addresses,
+        amaxes: Addresses,
+        block: int,
+        room: Room,
+        stream: int,
+        saved: list[Any],
+    ) -> None:
+        """Run forward now; streamed buffers that it saved are appended to ``saved``."""
+        kept = self.saved.views(block, self.memory)
+        temporaries = room.views(self.scratch, self.memory)
+        self.run_forward(inputs, outputs, amaxes, kept, temporaries, stream)
+        if self.saved.streamed:
+            kept.allocate_all()
+            saved += [kept[name].owner for name in self.saved.streamed]
+
+    def run_forward(
+        self,
+        inputs: Addresses,
+        outputs: Addresses,
+        amaxes: Addresses,
+        saved: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
+        """The operation's forward, for who has allocated ``saved`` and ``scratch`` too."""
+        device = self.device
+        ins, outs, maxima = self._forward_parts
+        filled = views_at(outs, outputs, device) | views_at(maxima, amaxes, device)
+        self.operation.forward(self.plan, views_at(ins, inputs, device), filled, saved, scratch, stream)
+
+    # --- backward -------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        kept: Addresses,
+        backward_inputs: Addresses,
+        saved: list[Any],
+        cotangents: Sequence[int | None],
+        grads: Sequence[int | None],
+        amaxes: Addresses,
+    ) -> dict[str, Any]:
+        """Fill ``grads`` and maximise the amaxes; returns arrays of the ``streamed_grads`` for which no
+        address came.
+
+        ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list, and freed as soon
+        as they were read for the last time, if nobody else holds them. ``cotangents``: of ``results``; None is
+        zero.
+        """
+        memory = self.memory
+        stream = memory.stream()
+        zeros = None
+        if cotangents[0] is None:  # of the first output operations want numbers
+            zeros = memory.maker(next(iter(self.outputs.values()))._replace(zero=True))()
+            cotangents = [memory.address(zeros), *cotangents[1:]]
+        block = memory.address(saved[0]) if self.saved.nbytes else 0
+        room = memory.room(self.backward_scratch.nbytes, stream)
+        given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, room, stream)
+        if self._backward_replays is None or not room.kept:
+            return self._backward(*given)
+        key = (stream, room.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
+        self._backward_replays.run(key, self._backward, *given)
+        return {}
+
+    def _backward(
+        self,
+        kept: Addresses,
+        backward_inputs: Addresses,
+        saved: list[Any],
+        cotangents: Sequence[int | None],
+        grads: Sequence[int | None],
+        amaxes: Addresses,
+        block: int,
+        room: Room,
+        stream: int,
+    ) -> dict[str, Any]:
+        """Run backward now."""
+        memory, layout, device = self.memory, self.saved, self.device
+        held: Any = layout.at(block, device)
+        if layout.streamed:
+            own = saved[-len(layout.streamed) :]
+            del saved[-len(layout.streamed) :]
+            held |= {
+                name: ArrayView(memory.address(array), meta.shape, meta.dtype, device, array)
+                for (name, meta), array in zip(layout.streamed.items(), own, strict=True)
+            }
+            own.clear()
+            held = Buffers(held, {}, memory.view)
+        filled = {n: v for n, v in views_at(self._grad_parts, grads, device).items() if v is not None}
+        missing = {name: meta for name, meta in self.grads.items() if name not in filled}
+        into: Any = Buffers(filled, missing, memory.view) if missing else filled
+        temporaries = room.views(self.backward_scratch, memory)
+        self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
+        return {name: into[name].owner for name in missing}
+
+    def run_backward(
+        self,
+        kept: Addresses,
+        backward_inputs: Addresses,
+        saved: Views,
+        cotangents: Sequence[int | None],
+        grads: dict[str, Any],
+        amaxes: Addresses,
+        scratch: Views,
+        stream: int,
+    ) -> None:
+        """The operation's backward, for who has allocated everything; the amaxes are added to ``grads``."""
+        device = self.device
+        read = views_at(self._kept_parts, kept, device) | views_at(self._late_parts, backward_inputs, device)
+        incoming = views_at(self._result_parts, cotangents, device)
+        grads.update(views_at(self._grad_amax_parts, amaxes, device))
+        self.operation.backward(self.plan, read, saved, incoming, grads, scratch, stream)

@@ -1,0 +1,79 @@
+"""Specs as text and back: what is static about a call travels as one string through torch's ops, XLA's
+attributes and checkpoints.
+
+The text is the same in every process, and enough to run the call in a fresh one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import lru_cache
+from typing import Any
+
+from fp8kit import formats, recipe
+from fp8kit.backends.policy import SelectionPolicy, policy_from_text
+from fp8kit.errors import FormatError
+from fp8kit.ops.registry import SPECS
+from fp8kit.spec import Meta
+
+# values that have a name: type -> (tag, name -> value)
+_NAMED: dict[type, tuple[str, Any]] = {
+    formats.Format: ("format", formats.FORMATS),
+    formats.DType: ("dtype", formats.DTYPES),
+    recipe.Format: ("recipe_format", recipe.Format),
+}
+_TABLES = dict(_NAMED.values())
+
+
+@lru_cache(maxsize=4096)
+def encode(value: Any) -> str:
+    """The text of a spec, a recipe, a meta, a policy, or a tuple of these and of plain values. FormatError
+    for anything else; ``fk.register_operation`` makes the dataclasses of a user's own spec known."""
+    return json.dumps(_packed(value), separators=(",", ":"))
+
+
+@lru_cache(maxsize=4096)
+def decode(text: str) -> Any:
+    """What ``encode`` wrote; the same object for the same text."""
+    return _unpacked(json.loads(text))
+
+
+def _packed(value: Any) -> Any:
+    table = _NAMED.get(type(value))
+    if table is not None and (table[0] != "format" or formats.FORMATS.get(value.name) == value):
+        return {table[0]: value.name}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Meta):
+        return {"meta": [list(value.shape), value.dtype.name, value.zero]}
+    if isinstance(value, tuple | list):
+        return [_packed(part) for part in value]
+    if isinstance(value, frozenset):
+        return {"set": sorted(value)}
+    if isinstance(value, SelectionPolicy):
+        return {"policy": policy_from_text(value.text).text}  # where it has overrides, it is kept from now on
+    if SPECS.get(type(value).__name__) is type(value):
+        fields = {f.name: _packed(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}  # type: ignore[arg-type]
+        return {"is": type(value).__name__, **fields}
+    raise FormatError(
+        "encode", "spec", repr(value), "numbers, text, formats, tuples and registered dataclasses"
+    )
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_unpacked(part) for part in value)
+    if not isinstance(value, dict):
+        return value
+    if "is" in value:
+        return SPECS[value["is"]](**{name: _unpacked(part) for name, part in value.items() if name != "is"})
+    ((tag, inner),) = value.items()
+    if tag in _TABLES:
+        return _TABLES[tag][inner]
+    if tag == "policy":
+        return policy_from_text(inner)
+    if tag == "meta":
+        shape, dtype, zero = inner
+        return Meta(tuple(shape), formats.DTYPES[dtype], zero)
+    return frozenset(inner)

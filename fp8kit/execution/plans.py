@@ -1,0 +1,47 @@
+"""The bound operations that were made, for every frontend: one cache, and what was found right before
+anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp8kit.execution.bound import BoundOp
+from fp8kit.execution.memory import Memory
+from fp8kit.lru import LRU
+from fp8kit.spec import Meta, Operation
+
+plans: LRU[Any, BoundOp] = LRU(4096)
+_validated: LRU[Any, Any] = LRU(4096)  # -> the spec, held so that its identity stays its own
+
+
+def key_of(
+    operation: Operation, spec: Any, needs: tuple[str, ...], kernels: Any, *kinds: Any
+) -> tuple[Any, ...]:
+    """The key of a plan. ``spec`` and ``kernels`` count by identity, which costs no hash of their values:
+    layers keep their specs. ``kinds``: name, shape, dtype and place of each input, in whatever hashable form
+    the frontend has them."""
+    return (operation.name, id(spec), id(kernels), needs, *kinds)
+
+
+def bind(
+    key: Any,
+    operation: Operation,
+    spec: Any,
+    metas: Mapping[str, Meta],
+    needs: tuple[str, ...],
+    memory: Memory,
+    kernels: Any,
+    streaming: bool = True,
+) -> BoundOp:
+    """Make the plan of a key that ``plans`` does not have, and keep it. Raises what ``BoundOp`` raises."""
+    return plans.put(key, BoundOp(operation, spec, metas, needs, memory, kernels, streaming))
+
+
+def validate(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: tuple[str, ...] = ()) -> None:
+    """Raise what ``infer`` raises for these inputs, and run nothing: what a layer asks before its first
+    operation about those that follow. What was found right is remembered."""
+    key = (operation.name, id(spec), needs, tuple(metas.items()))
+    if _validated.get(key) is None:
+        operation.infer(spec, metas, frozenset(needs))
+        _validated.put(key, (spec,))

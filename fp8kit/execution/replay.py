@@ -1,0 +1,85 @@
+"""Recorded calls: what an operation put on a stream, done again by the addresses that it was given.
+
+Operations are pure, so what they put on a stream follows from the plan, the stream and the addresses of their
+arrays. In a training loop allocators give the same addresses step after step, and a call that is found here
+is done without the operation's Python. Nothing here keeps the arrays' memory alive: whoever calls holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+Key = tuple[Any, ...]
+
+
+class Replays:
+    """The recorded calls of one function, by key (stream and addresses).
+
+    ``recorder``: the engine's context manager that gives what was done within as something to call,
+    ``complete`` where that was all.
+    """
+
+    LIMIT = 1024  # calls; beyond so many all are forgotten
+    PROCESS_LIMIT = (
+        16384  # of all functions of the process, some kB each; beyond so many nothing more is recorded
+    )
+    PATIENCE = (
+        64  # unknown calls in a row after which only one of so many is recorded: addresses never come again
+    )
+    total = 0  # of the process
+    __slots__ = ("_found", "_recorder", "_unknown")
+
+    def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._recorder = recorder
+        self._found: dict[Key, Callable[[], None]] = {}
+        self._unknown = 0
+
+    def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
+        """``function(*arguments)``, or what it did when it was called for this key before."""
+        found = self._found.get(key)
+        if found is not None:
+            self._unknown = 0
+            found()
+            return
+        self._unknown += 1
+        if Replays.total >= self.PROCESS_LIMIT or (
+            self._unknown > self.PATIENCE and self._unknown % self.PATIENCE
+        ):
+            function(*arguments)
+            return
+        with self._recorder() as recording:
+            function(*arguments)
+        if recording.complete:
+            if len(self._found) >= self.LIMIT:
+                self.forget()
+            self._found[key] = recording
+            Replays.total += 1
+
+    def forget(self) -> None:
+        """Forget every call."""
+        Replays.total -= len(self._found)
+        self._found.clear()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __del__(self) -> None:
+        type(self).total -= len(self._found)
+
+
+def replays(kernels: Any) -> Replays | None:
+    """For a function that works by these kernels (``dispatch.kernels``); None where their calls cannot be
+    recorded: on the CPU, with a plugin's or an override's kernels, and with FP8KIT_REPLAYS=0."""
+    recorder = getattr(kernels, "recorder", None)
+    return None if recorder is None else Replays(recorder)
+
+
+def direct(kernels: Any) -> Replays | None:
+    """The recorded calls of single kernels, those that no operation makes; None as ``replays``."""
+    if getattr(kernels, "recorder", None) is None:
+        return None
+    if kernels.replays is None:
+        kernels.replays = Replays(kernels.recorder)
+    return kernels.replays  # type: ignore[no-any-return]
