@@ -18,7 +18,7 @@ from fp8kit import arguments, arrays, captured
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
-from fp8kit.autograd.apply import scratch
+from fp8kit.autograd.call import scratch
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError

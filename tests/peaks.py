@@ -31,7 +31,7 @@ def hollow(monkeypatch):
     monkeypatch.setattr(kernels, "attention_workspace", lambda *arguments: ATTENTION, raising=False)
 
 
-def all_apart(monkeypatch):
-    """From now on the buffers of new plans come and go by themselves, however small."""
-    monkeypatch.setattr("fp8kit.scratch.MUCH", -1)
-    monkeypatch.setattr("fp8kit.scratch.LARGE", 0)
+def stream_everything(monkeypatch):
+    """From now on the buffers of new plans are streamed, however small."""
+    monkeypatch.setattr("fp8kit.buffers.STREAMED_TOTAL", -1)
+    monkeypatch.setattr("fp8kit.buffers.STREAMED_EACH", 0)

@@ -12,7 +12,6 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.arrays import CPU
-from fp8kit.autograd import rules
 from fp8kit.backends import cuda, dispatch
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.backends.cuda import compile as kernel_compiler
@@ -56,7 +55,7 @@ def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch)
         return call
 
     every = SimpleNamespace(policy=own.policy, **{kernel: spied(kernel) for kernel in KERNELS})
-    monkeypatch.setattr(rules.dispatch, "kernels", lambda device: every)
+    monkeypatch.setattr(dispatch, "kernels", lambda device: every)
     layer = nn.TransformerLayer(32, 64, 2, params_dtype="bfloat16", device="cpu")
     optimizer = fk.optim.AdamW(layer.parameters(), lr=1e-3)
     with fk.autocast(recipe=RECIPES[name]):

@@ -1,7 +1,7 @@
-"""A minimal tape: ``tape`` knows no operation, ``tensors`` the value on it, ``apply`` runs
+"""A minimal tape: ``tape`` knows no operation, ``tensors`` the value on it, ``call`` runs
 ``fp8kit.ops`` on it."""
 
-from fp8kit.autograd.apply import apply, validate
+from fp8kit.autograd.call import apply, validate
 from fp8kit.autograd.function import Context, Function
 from fp8kit.autograd.tape import is_grad_enabled, no_grad, set_grad_enabled
 from fp8kit.autograd.tensors import Tensor, tensor

@@ -286,7 +286,7 @@ class Tensor:
         return self._sharing(record("reshape", [self], view, lambda g: [g.reshape(*before)]))
 
     def __add__(self, other: Any) -> Tensor:
-        from fp8kit.autograd.apply import apply
+        from fp8kit.autograd.call import apply
 
         if isinstance(other, int | float | complex):
             return NotImplemented

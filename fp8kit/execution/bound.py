@@ -187,9 +187,9 @@ class BoundOp:
         """Fill ``grads`` and maximise the amaxes; returns arrays of the ``streamed_grads`` for which no
         address came.
 
-        ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list, and freed as soon
-        as they were read for the last time, if nobody else holds them. ``cotangents``: of ``results``; None is
-        zero.
+        ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list, and freed as
+        soon as they were read for the last time, if nobody else holds them. ``cotangents``: of ``results``;
+        None is zero.
         """
         memory = self.memory
         stream = memory.stream()

@@ -11,7 +11,6 @@ import pytest
 
 import fp8kit as fk
 from fp8kit.arrays import CPU, Device
-from fp8kit.autograd import rules
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.bench import kernels, random
@@ -58,7 +57,7 @@ def test_the_table_is_what_a_layer_runs(monkeypatch):
         policy=own.policy,
         **{name: counted(name) if name in named else getattr(own, name) for name in KERNELS},
     )
-    monkeypatch.setattr(rules.dispatch, "kernels", lambda device: spied)
+    monkeypatch.setattr(dispatch, "kernels", lambda device: spied)
     size = Layer(64, 128, 2, 32, 3)
     layer = fk.nn.TransformerLayer(
         *size[:3],

@@ -20,9 +20,9 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import cublaslt, launch, recorded
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.errors import BackendError
+from fp8kit.execution.replay import Replays, replays
 from fp8kit.formats import bfloat16, float8_e4m3fn, float32
 from fp8kit.raw_kernels import manifest
-from fp8kit.replays import Replays, replays
 
 from .test_gemm_plans import _Library, library  # noqa: F401  # a fixture
 from .test_launch import fake
@@ -250,7 +250,7 @@ def test_an_error_within_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) ->
     known = Replays(recorded.recording)
     with pytest.raises(RuntimeError, match="within"):
         known.run((1,), _raising)
-    assert not known.found
+    assert not known._found
     assert launch.here.recording is None
 
 
@@ -314,7 +314,7 @@ def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(3, 4 + Replays.LIMIT):
         known.run((1,), work, 1)  # what is known makes patient
         known.run((number,), work, number)
-    assert 0 < len(known.found) <= Replays.LIMIT
+    assert 0 < len(known._found) <= Replays.LIMIT
 
 
 def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,26 +325,26 @@ def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPat
     assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == list(
         range(10 * Replays.PATIENCE)
     )
-    assert Replays.PATIENCE <= len(known.found) <= Replays.PATIENCE + 10
-    last = max(key[0] for key in known.found)
+    assert Replays.PATIENCE <= len(known._found) <= Replays.PATIENCE + 10
+    last = max(key[0] for key in known._found)
     known.run((last,), launch.launch, kernel, 1, 32, (-1,), 0)
-    assert known.unknown == 0
+    assert known._unknown == 0
 
 
 def test_all_plans_together_keep_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, _ = fake("q", monkeypatch)
-    before = Replays.kept
-    monkeypatch.setattr(Replays, "MOST", before + 3)
+    before = Replays.total
+    monkeypatch.setattr(Replays, "PROCESS_LIMIT", before + 3)
     one, other = Replays(recorded.recording), Replays(recorded.recording)
     for number in range(2):
         one.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
         other.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
-    assert (len(one.found), len(other.found)) == (2, 1)
+    assert (len(one._found), len(other._found)) == (2, 1)
     del one
     other.run((7,), launch.launch, kernel, 1, 32, (7,), 0)
-    assert len(other.found) == 2
+    assert len(other._found) == 2
     other.forget()
-    assert Replays.kept == before
+    assert Replays.total == before
 
 
 def test_recordings_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import pytest
 from fp8kit.backends.cuda import algorithms, cublaslt, cudnn_sdpa, launch, recorded
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.cuda.cublaslt import MatmulKey
-from fp8kit.backends.cuda.recent import Recent
 from fp8kit.errors import BackendError
 from fp8kit.formats import float32
+from fp8kit.lru import LRU
 
 
 def test_the_least_recently_used_goes() -> None:
@@ -28,11 +28,12 @@ def test_the_least_recently_used_goes() -> None:
         made.append(key)
         return str(key)
 
-    recent = Recent(2, make, lambda key, value: gone.append((key, value)))
-    assert [recent(key) for key in (1, 2, 1, 3, 1, 2)] == ["1", "2", "1", "3", "1", "2"]
+    cache: LRU[int, str] = LRU(2, lambda key, value: gone.append((key, value)))
+    assert [cache.make(key, make) for key in (1, 2, 1, 3, 1, 2)] == ["1", "2", "1", "3", "1", "2"]
     assert made == [1, 2, 3, 2]
     assert gone == [(2, "2"), (3, "3")]
-    assert len(recent) == 2
+    assert len(cache) == 2
+    assert cache.info == (2, 2, 2, 4)
 
 
 def test_an_error_is_passed_on_and_not_kept() -> None:
@@ -44,10 +45,10 @@ def test_an_error_is_passed_on_and_not_kept() -> None:
             raise ValueError("not yet")
         return 10 * key
 
-    recent = Recent(2, make, lambda key, value: None)
+    cache: LRU[int, int] = LRU(2)
     with pytest.raises(ValueError, match="not yet"):
-        recent(7)
-    assert recent(7) == 70
+        cache.make(7, make)
+    assert cache.make(7, make) == 70
     assert asked == [7, 7]
 
 
@@ -59,10 +60,11 @@ def test_threads_that_ask_at_once_get_the_same_value() -> None:
         made.append(key)
         return [key]
 
-    recent = Recent(100, make, lambda key, value: None)
+    cache: LRU[int, list[int]] = LRU(100)
     found: list[list[int]] = []
     threads = [
-        threading.Thread(target=lambda: found.extend(recent(key) for key in range(5))) for _ in range(4)
+        threading.Thread(target=lambda: found.extend(cache.make(key, make) for key in range(5)))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()

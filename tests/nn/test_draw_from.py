@@ -10,7 +10,7 @@ import torch
 
 import fp8kit as fk
 from fp8kit import arrays, nn
-from fp8kit.autograd import rules, tensor
+from fp8kit.autograd import call, tensor
 from fp8kit.errors import AutogradError, BackendError, FormatError, Fp8kitError, ShapeError
 
 H = 16
@@ -191,7 +191,7 @@ def test_what_is_no_pair_is_refused_before_the_operation_runs(device, case, monk
     for module, given in modules:
         module(*given)  # plans are made, so that what runs below is what a step runs
     before, ran = nn.get_rng_state(), []
-    monkeypatch.setattr(rules, "_record", lambda *a: ran.append("recorded"))
+    monkeypatch.setattr(call._Call, "record", lambda *a: ran.append("recorded"))
     for operation in (fk.nn.embedding.dropout_add, fk.nn.dot_product_attention.attention):
         monkeypatch.setattr(type(operation), "forward", lambda *a: ran.append("forward"))
     for module, given in modules:

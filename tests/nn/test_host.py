@@ -19,10 +19,10 @@ RECIPES = {"high": None, "delayed": fk.recipe.DelayedScaling(), "current": fk.re
 # (module, recipe) -> calls of Python and C functions that forward, backward and the updates of the state may
 # take
 MOST = {
-    ("Linear", "high"): 325,
-    ("Linear", "delayed"): 435,
-    ("Linear", "current"): 425,
-    ("LayerNormMLP", "delayed"): 700,
+    ("Linear", "high"): 395,
+    ("Linear", "delayed"): 545,
+    ("Linear", "current"): 570,
+    ("LayerNormMLP", "delayed"): 825,
 }
 
 

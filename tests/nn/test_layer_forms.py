@@ -8,7 +8,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import arrays, nn
-from fp8kit.autograd import apply, rules, tensor
+from fp8kit.autograd import apply, call, tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.ops.attention import attention
@@ -302,11 +302,9 @@ def test_stochastic_depth_keeps_the_mean(device):
 @pytest.mark.parametrize("mode", ["high", "delayed"])
 def test_a_recomputed_core_has_the_same_bits(device, mode, options, monkeypatch):
     calls = []  # of the core, whether it goes through the operation or is done again
-    plan_for = rules.plan_for
+    bound = call.bound
     monkeypatch.setattr(
-        rules,
-        "plan_for",
-        lambda what, *given: (what is attention and calls.append(1), plan_for(what, *given))[1],
+        call, "bound", lambda what, *given: (what is attention and calls.append(1), bound(what, *given))[1]
     )
     found = []
     for again in (False, True):

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, formats, nn, scratch
+from fp8kit import arrays, buffers, formats, nn
 from fp8kit.arrays import CPU, ArrayView
-from fp8kit.autograd import rules, tensor
+from fp8kit.autograd import apply, tensor
 from fp8kit.backends import dispatch
 from fp8kit.bench.memory import Peak
+from fp8kit.buffers import Buffers, free, free_contents, streamed, take
 from fp8kit.errors import AutogradError
+from fp8kit.execution import plans
 from fp8kit.nn import linear as nn_linear
 from fp8kit.nn import norm_mlp as nn_norm_mlp
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import fp8_from_recipe
-from fp8kit.scratch import Buffers, done, idle, large, taken
 from fp8kit.spec import Meta
 from tests import peaks
 
@@ -75,7 +76,7 @@ def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
 
 def poisoned(self, name):
     """A buffer that is NaN wherever nobody writes."""
-    view = self[name] = self.make(self.metas[name])
+    view = self[name] = self.allocate(self.metas[name])
     whole = ArrayView(view.ptr, (view.nbytes,), formats.uint8, view.device, view.owner)
     arrays.copy(whole, arrays.as_view(np.full(view.nbytes, 0xFF, np.uint8)))
     return view
@@ -133,10 +134,10 @@ def steps(layer, recipe, device):
     ids=["linear", "norm", "split", "mlp", "recompute", "swiglu", "layer"],
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, monkeypatch):
+def test_streamed_buffers_change_no_bit(device, recipe, kind, options, monkeypatch):
     want = steps(layer_of(kind, device, **options), recipe, device)
-    peaks.all_apart(monkeypatch)
-    monkeypatch.setattr(rules, "_PLANS", {})
+    peaks.stream_everything(monkeypatch)
+    plans.plans.clear()
     monkeypatch.setattr(Buffers, "__missing__", poisoned)
     found = steps(layer_of(kind, device, **options), recipe, device)
     assert found == want
@@ -163,13 +164,13 @@ def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
         spec = LinearSpec(
             ProductSpec(48, (values.shape[0],), bias="none", fp8=square if operand == "x" else fp8)
         )
-        made = rules.apply(weight_cast, spec, {"weight0": values.detach()})
+        made = apply(weight_cast, spec, {"weight0": values.detach()})
         return {operand + name[1:]: one for name, one in made.items() if name != "w_amax"}
 
     def walks(own, **options):
         spec = LinearSpec(ProductSpec(48, (80,), bias="none", fp8=fp8, **options))
         found = []
-        ys = [rules.apply(linear, spec, {"x": x, "weight0": w, **own})["y"] for _ in range(2)]
+        ys = [apply(linear, spec, {"x": x, "weight0": w, **own})["y"] for _ in range(2)]
         for y, keep in ((ys[0], True), (ys[1], False), (ys[0], False)):
             x.grad = w.grad = None
             y.backward(g, retain_graph=keep)
@@ -181,8 +182,8 @@ def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
         assert want[0] == want[1] == want[2]
         codes = cast(x, "x") | cast(w, "w")
         before = {name: one.numpy().tobytes() for name, one in codes.items()}
-        peaks.all_apart(monkeypatch)
-        monkeypatch.setattr(rules, "_PLANS", {})
+        peaks.stream_everything(monkeypatch)
+        plans.plans.clear()
         backward = type(linear).backward
 
         def keeping(self, plan, kept, *rest):
@@ -196,8 +197,8 @@ def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
 
 
 def test_a_backward_that_failed_half_way_says_so_when_it_is_asked_again(monkeypatch):
-    peaks.all_apart(monkeypatch)
-    monkeypatch.setattr(rules, "_PLANS", {})
+    peaks.stream_everything(monkeypatch)
+    plans.plans.clear()
     layer, x = layer_of("LayerNormMLP", "cpu"), tensor(np.ones((16, 32), np.float32), True)
     g, kernels = np.ones((16, 32), np.float32), dispatch.kernels(CPU)
 
@@ -221,18 +222,18 @@ def test_a_backward_that_failed_half_way_says_so_when_it_is_asked_again(monkeypa
 # --- the buffers --------------------------------------------------------------------------------------------
 
 
-def test_what_is_large_lies_apart_where_there_is_much():
+def test_large_buffers_of_much_memory_are_streamed():
     mib = 1 << 20
     metas = {
         name: Meta((n * mib,), formats.uint8, zero)
         for name, n, zero in (("a", 200, False), ("b", 15, False), ("c", 50, True))
     }
-    assert list(large(metas)) == ["a"]
-    assert not large({"a": metas["a"], "b": metas["b"]})
-    assert scratch.nbytes_of(Meta((3, 5), formats.float32)) == 60
+    assert list(streamed(metas)) == ["a"]
+    assert not streamed({"a": metas["a"], "b": metas["b"]})
+    assert buffers.nbytes_of(Meta((3, 5), formats.float32)) == 60
 
 
-def test_buffers_come_when_asked_for_and_go_when_they_are_done():
+def test_buffers_are_allocated_when_read_and_freed_when_said():
     made = []
 
     def make(meta):
@@ -248,25 +249,25 @@ def test_buffers_come_when_asked_for_and_go_when_they_are_done():
     a = views["a"]
     assert views.get("a") is a
     assert len(made) == 1
-    idle(views, "a", "b")
+    free_contents(views, "a", "b")
     assert views["a"] is not a
     assert len(made) == 2
-    done(views, "a", "nowhere")
+    free(views, "a", "nowhere")
     assert views["a"] is None
     assert len(made) == 2
-    out = taken(views, ("b", "t"))
+    out = take(views, ("b", "t"))
     assert views["b"] is None
     assert out["t"] is there
-    done(out, "t")
+    free(out, "t")
     assert out["t"] is None
-    views.whole()
+    views.allocate_all()
     assert views["c"] is not None
     assert len(made) == 4
 
 
 def test_ordinary_views_stay():
     views = {"a": arrays.empty((1,), formats.float32, CPU)}
-    done(views, "a")
-    idle(views, "a")
+    free(views, "a")
+    free_contents(views, "a")
     assert views["a"] is not None
-    assert taken(views, ("a",)) == views
+    assert take(views, ("a",)) == views

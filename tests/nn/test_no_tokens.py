@@ -10,7 +10,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import arrays, nn
-from fp8kit.autograd import apply, rules, tensor
+from fp8kit.autograd import apply, call, tensor
 from fp8kit.backends import dispatch
 from fp8kit.ops.attention_spec import AttentionSpec
 from fp8kit.ops.drop_path import DropPathSpec, drop_path
@@ -57,7 +57,7 @@ def spied(monkeypatch):
             **{name: watched(name, kernel) for name, kernel in vars(dispatch.kernels(device)).items()}
         )
 
-    monkeypatch.setattr(rules, "dispatch", SimpleNamespace(kernels=kernels))
+    monkeypatch.setattr(call, "dispatch", SimpleNamespace(kernels=kernels))
 
 
 def shaped(form, s, b, *rest):

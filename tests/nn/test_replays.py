@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, nn, replays
-from fp8kit.autograd import rules, tensor
+from fp8kit import arrays, nn
+from fp8kit.autograd import tensor
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import launch, recorded
+from fp8kit.execution import plans, replay
 from fp8kit.optim import AdamW
 
 STEPS = 8
@@ -42,10 +43,10 @@ def train(name: str, recipe: object, device: str, forget: bool) -> list[np.ndarr
     rng, found = np.random.default_rng(0), []
     for step in range(STEPS):
         if forget:
-            for ready in rules._PLANS.values():
-                for known in (ready.again, ready.backward_again):
+            for op in plans.plans._values.values():
+                for known in (op._forward_replays, op._backward_replays):
                     if known is not None:
-                        known.found.clear()
+                        known.forget()
         x = tensor(
             rng.standard_normal((16, 4, 128)).astype(np.float32) * 2.0**step,
             dtype="bfloat16",
@@ -78,7 +79,7 @@ def test_known_calls_change_no_bit(name, recipe, device, monkeypatch):
         got = train(name, RECIPES[recipe], device, forget=False)
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
-    known = replays.replays(dispatch.kernels(arrays.device(device))) is not None
+    known = replay.replays(dispatch.kernels(arrays.device(device))) is not None
     assert known == (device == "cuda")
     if name == "TransformerLayer":  # which of many free blocks the allocator gives is its own affair
         return

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import nn
+from fp8kit import formats, nn
 from fp8kit.arrays import CPU, Device
-from fp8kit.autograd import rules
+from fp8kit.autograd import call
+from fp8kit.execution.memory import Layout, Room, Scratch
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
-from fp8kit.scratch import Room, Scratch
-from fp8kit.spec import Operation
+from fp8kit.spec import Meta, Operation
 
 GPU = Device("cuda", 0)
 
@@ -75,7 +75,7 @@ def test_rooms_of_ever_new_streams_do_not_pile_up():
 def test_rooms_apart_are_given_away():
     scratch, _ = counting()
     before = scratch.room(8, GPU, 0)
-    with scratch.apart() as rooms:
+    with scratch.separate() as rooms:
         inner = scratch.room(8, GPU, 0)
         assert inner is not before
         assert list(rooms.values()) == [inner]
@@ -83,11 +83,11 @@ def test_rooms_apart_are_given_away():
 
 
 def test_layouts_of_ever_new_sizes_do_not_pile_up():
-    room = Room(8, 0, None)
-    for i in range(3 * Room.LAYOUTS):
-        room.keep(i, -i)
-        assert room.carved[i] == -i
-    assert len(room.carved) <= Room.LAYOUTS
+    room = Room(8, 0, None, GPU, True)
+    for _ in range(3 * Room.LIMIT):
+        layout = Layout({"a": Meta((2,), formats.uint8)})
+        assert room.views(layout, None) is room.views(layout, None)
+    assert len(room._views) <= Room.LIMIT
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_no_two_operations_at_work_share_a_room(recipe, monkeypatch):
         found = rooms.get(stream)
         if found is None or found.nbytes < nbytes:
             memory = np.full(nbytes, 0xA5, np.uint8)
-            found = rooms[stream] = Room(nbytes, memory.ctypes.data, memory)
+            found = rooms[stream] = Room(nbytes, memory.ctypes.data, memory, where, True)
         found.owner[:] = 0xA5
         return found
 
-    monkeypatch.setattr(rules.scratch, "room", room, raising=False)
+    monkeypatch.setattr(call.scratch, "room", room, raising=False)
     for operation in Operation.__subclasses__():
         for name in ("forward", "backward"):
             monkeypatch.setattr(operation, name, lending(getattr(operation, name), lent))

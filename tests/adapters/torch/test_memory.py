@@ -6,11 +6,11 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit.scratch import Buffers
 from fp8kit_torch import plans
 
 from fp8kit import arrays
 from fp8kit.backends import dispatch
-from fp8kit.scratch import Buffers
 from tests import peaks
 
 from .twins import KINDS, RECIPES, bits, scope
@@ -19,7 +19,7 @@ from .twins import KINDS, RECIPES, bits, scope
 @pytest.fixture
 def apart(monkeypatch):
     """A function: from its call on, in this test, the buffers of new layers lie apart."""
-    yield lambda: (peaks.all_apart(monkeypatch), plans.call_by.cache_clear())
+    yield lambda: (peaks.stream_everything(monkeypatch), plans.call_by.cache_clear())
     plans.call_by.cache_clear()
 
 
