@@ -89,6 +89,7 @@ THIRD_PARTY = {
     "scipy": (),
     "safetensors": (),
     "matplotlib": ("fp8kit.models.plots",),
+    "rich": ("fp8kit.models.progress",),
     "cupy": ("fp8kit.backends.cuda",),
     "cupyx": ("fp8kit.backends.cuda",),
     "cuda": ("fp8kit.backends.cuda",),
@@ -172,6 +173,7 @@ ABSENT = {
     "tvm_ffi",
     "flax",
     "matplotlib",
+    "rich",
     "safetensors",
 }
 QUANTISE = """
