@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -138,3 +139,17 @@ def test_a_link_to_nothing_yet_is_followed(tmp_path):
     assert (tmp_path / "latest").is_symlink()
     assert not (tmp_path / "real").is_symlink()
     assert serialization.read(tmp_path / "real")[0]["a"].tolist() == [0, 1, 2]
+
+
+def test_savers_of_one_path_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "x"
+
+    def saver(first):
+        for number in range(first, first + 40):
+            fk.save(path, {"a": np.full(1000, number)})
+
+    with ThreadPoolExecutor(4) as pool:
+        for work in [pool.submit(saver, first) for first in range(0, 400, 100)]:
+            work.result()
+    assert len(set(serialization.read(path)[0]["a"])) == 1
+    assert os.listdir(tmp_path) == ["x"]
