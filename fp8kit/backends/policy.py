@@ -266,7 +266,7 @@ def _intern(policy: SelectionPolicy) -> SelectionPolicy:
 
 def policy_from_env() -> SelectionPolicy:
     """The policy that the FP8KIT_* variables describe. Fp8kitError for a value that is none."""
-    with on_behalf_of("environment", per_op=settings.given().get("PER_OP", ("FP8KIT_PER_OP",))[0]):
+    with on_behalf_of("environment", per_op=settings.assigned().get("PER_OP", ("FP8KIT_PER_OP",))[0]):
         return SelectionPolicy(
             settings.prefer(),
             settings.strict(),

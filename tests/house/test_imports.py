@@ -18,6 +18,7 @@ ROOMS = {
     "raw_kernels": ("fp8kit.raw_kernels",),
     "arrays": ("fp8kit.arrays", "fp8kit.devices", "fp8kit.dlpack", "fp8kit.scratch", "fp8kit.replays"),
     "codec": ("fp8kit.codec",),
+    "files": ("fp8kit.checkpoint_format",),
     "recipe": ("fp8kit.recipe",),
     "autocast": ("fp8kit.autocast",),
     "protocol": ("fp8kit.backends", "fp8kit.backends.protocol"),
@@ -31,14 +32,7 @@ ROOMS = {
     "ops": ("fp8kit.spec", "fp8kit.ops"),
     "steps": ("fp8kit.kv_steps",),
     "autograd": ("fp8kit.autograd",),
-    "layers": (
-        "fp8kit.nn",
-        "fp8kit.optim",
-        "fp8kit.serialization",
-        "fp8kit.checkpoint_format",
-        "fp8kit.graphs",
-        "fp8kit.captured",
-    ),
+    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.graphs", "fp8kit.captured"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing",),
     "lab": ("fp8kit.lab",),
@@ -49,7 +43,7 @@ ROOMS = {
 _BASE = {"errors", "settings", "formats"}
 _ENGINE = _BASE | {"arrays", "recipe", "protocol", "registry"}
 _OPS = _ENGINE | {"dispatch", "float8", "ops"}
-_LAYERS = _OPS | {"steps", "autograd", "autocast", "scaling", "layers"}
+_LAYERS = _OPS | {"steps", "autograd", "autocast", "scaling", "files", "layers"}
 
 # room -> rooms it may import, itself always
 ALLOWED = {
@@ -59,6 +53,7 @@ ALLOWED = {
     "raw_kernels": {"errors"},
     "arrays": _BASE,
     "codec": _BASE,
+    "files": _BASE,
     "recipe": _BASE,
     "autocast": {"recipe", "errors", "settings"},
     "protocol": _BASE | {"arrays", "recipe"},
@@ -76,7 +71,7 @@ ALLOWED = {
     "models": _LAYERS | {"models"},
     "testing": _LAYERS | {"codec", "models", "raw_kernels"},
     "lab": _LAYERS | {"codec", "testing", "raw_kernels", "cuda"},
-    "torch": _OPS | {"steps", "autocast", "scaling", "testing"},
+    "torch": _OPS | {"steps", "autocast", "scaling", "files", "testing"},
     "jax": _OPS | {"steps", "autocast", "scaling", "testing"},
 }
 FREE = {"public", "commands"}  # may import anything of ours
@@ -89,6 +84,7 @@ THIRD_PARTY = {
     "scipy": (),
     "safetensors": (),
     "matplotlib": ("fp8kit.models.plots",),
+    "rich": ("fp8kit.models.progress",),
     "cupy": ("fp8kit.backends.cuda",),
     "cupyx": ("fp8kit.backends.cuda",),
     "cuda": ("fp8kit.backends.cuda",),
@@ -172,6 +168,7 @@ ABSENT = {
     "tvm_ffi",
     "flax",
     "matplotlib",
+    "rich",
     "safetensors",
 }
 QUANTISE = """
