@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 
 Variant = tuple[str, dict[str, str]]
 
-# source -> its defines in a training; H: the parameters' type, f32: besides it float32, of sums, counts,
-# draws and what a user gives
-_ALWAYS = (
-    ("dropout.cu", ("H",)),
-    ("elementwise.cu", ("H", "f32")),
-    ("convert.cu", ("H", "f32")),
-    ("amax.cu", ("H",)),
-)
-_MODEL = (("embedding.cu", ("H",)), ("cross_entropy.cu", ("H",)), ("optim.cu", ("H", "f32")))
-_FORMATS = ("e4m3", "e5m2")
+# kernels of the contract that a training calls, one at least of each source; besides the parameters' type,
+# some take float32 too: of sums, counts, draws and what a user gives
+_OWN_TYPE = ("act_fwd", "dropout_add", "amax", "scale_from_amax", "embedding_fwd", "cross_entropy_fwd")
+_FLOAT32_TOO = ("copy", "add", "adamw_")
 
 
 @dataclass(frozen=True)
@@ -180,21 +174,27 @@ def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Var
     from fp8kit.raw_kernels import manifest
 
     own = TYPE_NAMES[dtype]
-    found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
-    known = [dict(defines) for defines in manifest.source("activation.cu").variants]
-    found += [
-        ("activation.cu", defines)
-        for defines in known
-        if (defines["ACT"], defines["T"]) == (activation, own)
-        and not (blocks and defines["TILES"] != "mixed")
+    types: dict[str, tuple[str, ...]]
+    types = dict.fromkeys((*_OWN_TYPE, "block_quantize" if blocks else "quantize_transpose"), (own,))
+    types |= dict.fromkeys(_FLOAT32_TOO, (own, "f32"))
+
+    def fits(kernel: str, defines: dict[str, str]) -> bool:
+        if blocks and defines.get("TILES", "mixed") != "mixed":
+            return False
+        return defines.get("T", own) in types[kernel] and defines.get("ACT", activation) == activation
+
+    found: list[Variant] = [
+        (source, dict(defines))
+        for kernel in types
+        for source in manifest.uses(kernel)
+        for defines in manifest.source(source).variants
+        if fits(kernel, dict(defines))
     ]
     found += [
         (source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype))
     ]
-    for source, types in (*_ALWAYS, *_MODEL):
-        found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
-    found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]
-    return found + ([("attention.cu", {"T": own})] if dtype == "float32" else [])  # cuDNN takes the others
+    found += [("attention.cu", {"T": own})] if dtype == "float32" else []  # cuDNN takes the others
+    return [variant for i, variant in enumerate(found) if variant not in found[:i]]
 
 
 def _compiled(

@@ -25,8 +25,8 @@ from typing import Any
 
 from fp8kit import settings
 from fp8kit.arrays import Device
-from fp8kit.backends.protocol import KERNELS
-from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
+from fp8kit.backends.protocol import KERNELS, SERVES
+from fp8kit.backends.registry import IN_TREE, LOCK, Kind, OpImpl, match_token
 from fp8kit.errors import BackendError, meant, on_behalf_of
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (

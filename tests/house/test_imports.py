@@ -36,7 +36,8 @@ ROOMS = {
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing",),
     "lab": ("fp8kit.lab",),
-    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.bench", "fp8kit.warmup", "fp8kit.__main__"),
+    "bench": ("fp8kit.bench",),
+    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.warmup", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
 }
@@ -70,11 +71,11 @@ ALLOWED = {
     "layers": _LAYERS,
     "models": _LAYERS | {"models"},
     "testing": _LAYERS | {"codec", "models", "raw_kernels"},
-    "lab": _LAYERS | {"codec", "testing", "raw_kernels", "cuda"},
+    "lab": _LAYERS | {"codec", "testing", "bench", "raw_kernels", "cuda"},
     "torch": _OPS | {"steps", "autocast", "scaling", "files", "testing"},
     "jax": _OPS | {"steps", "autocast", "scaling", "testing"},
 }
-FREE = {"public", "commands"}  # may import anything of ours
+FREE = {"public", "commands", "bench"}  # may import anything of ours
 
 # third-party package -> prefixes of modules that may import it; "lazy" ones never at module level
 ANYWHERE = {"numpy", "ml_dtypes"}
