@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fp8kit.quantization import Quantization
     from fp8kit.recipe import Recipe
 
 Variant = tuple[str, dict[str, str]]
@@ -96,7 +97,6 @@ def warmup(
     from fp8kit.backends import dispatch
     from fp8kit.backends.activation import ACTIVATIONS
     from fp8kit.errors import FormatError, RecipeError, ShapeError
-    from fp8kit.ops.quant import fp8_from_recipe
     from fp8kit.recipe import DelayedScaling
     from fp8kit.recipe import Recipe as AnyRecipe
 
@@ -115,13 +115,13 @@ def warmup(
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):
         raise RecipeError("warmup", "recipe", repr(recipe), "a Recipe or None")
-    blocks, tell = fp8_from_recipe(rule).blocks, say or (lambda line: None)
+    tell = say or (lambda line: None)
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
 
         want_architecture("warmup", "arch", arch, to_run=True)
         return _compiled(
-            variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter(), tell
+            variants(hidden, kind.name, activation, rule.quantization), arch, count, time.perf_counter(), tell
         )
     where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
     inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
@@ -133,7 +133,7 @@ def warmup(
 
         arrays.empty((1,), formats.uint8, where)  # says what is missing
         wanted, own_arch = (
-            variants(hidden, kind.name, activation, blocks),
+            variants(hidden, kind.name, activation, rule.quantization),
             kernel_compiler.arch_of(launch.capability(where.index)),
         )
         done = _compiled(wanted, own_arch, count, begin, tell)
@@ -171,29 +171,31 @@ def warmup(
     return Warmup(done.compiled, done.found, done.compile_seconds, time.perf_counter() - begin)
 
 
-def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Variant]:
-    """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a
-    block scaling recipe."""
+def variants(hidden: int, dtype: str, activation: str, quantization: Quantization) -> list[Variant]:
+    """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters,
+    ``quantization`` of the recipe."""
     from fp8kit import formats
     from fp8kit.backends.cuda import norm
     from fp8kit.backends.cuda.launch import TYPE_NAMES
+    from fp8kit.ops.products import product_class
     from fp8kit.raw_kernels import manifest
 
-    own = TYPE_NAMES[dtype]
+    own, product = TYPE_NAMES[dtype], product_class(quantization)
+    casts = next(iter(manifest.USES[product.kernels[0]]))
     found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
     known = [dict(defines) for defines in manifest.source("activation.cu").variants]
     found += [
         ("activation.cu", defines)
         for defines in known
         if (defines["ACT"], defines["T"]) == (activation, own)
-        and not (blocks and defines["TILES"] != "mixed")
+        and (product.fuses_cast or defines["TILES"] == "mixed")
     ]
     found += [
         (source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype))
     ]
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
-    found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]
+    found += [(casts, {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]
     return found + ([("attention.cu", {"T": own})] if dtype == "float32" else [])  # cuDNN takes the others
 
 

@@ -40,9 +40,9 @@ class NormStage:
     as_output: bool
 
     @property
-    def delayed(self) -> bool:
+    def fused(self) -> bool:
         """Whether the normalisation writes the product's input in FP8."""
-        return self.product.delayed
+        return self.product.scales_known
 
     def meta(self) -> Meta:
         """norm(x) as a matrix."""
@@ -55,7 +55,7 @@ class NormStage:
 
     def scratch(self) -> dict[str, Meta]:
         """norm(x) where it is only passing through."""
-        return {} if self.keep or self.delayed else {"normed": self.meta()}
+        return {} if self.keep or self.fused else {"normed": self.meta()}
 
     def forward(
         self, k: Any, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
@@ -74,7 +74,7 @@ class NormStage:
         )
         if normed is not None:
             normed = normed.rows()
-        cast = p.x_cast(inputs, outputs, saved, scratch) if self.delayed else None
+        cast = p.x_cast(inputs, outputs, saved, scratch) if self.fused else None
         current = p.takes_amax("x")
         amax = outputs[f"{p.spec.prefix}x_amax"] if current else None
         k.norm_fwd(
@@ -91,7 +91,7 @@ class NormStage:
             s.zero_centered_gamma,
             stream,
         )
-        if not self.delayed:
+        if not self.fused:
             assert normed is not None
             p.cast_x(k, normed, inputs, outputs, saved, scratch, stream, amax_known=current)
         return normed

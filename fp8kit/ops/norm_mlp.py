@@ -21,9 +21,10 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormStage
-from fp8kit.ops.product import Product, ProductSpec, given, row_count
+from fp8kit.ops.product import Product, ProductSpec, required, row_count
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
+from fp8kit.quantization import Quantizer
 from fp8kit.scratch import done, idle, taken
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -105,16 +106,15 @@ class _Stages:
         return self.norm.product
 
     @property
-    def delayed(self) -> bool:
+    def scales_known(self) -> bool:
         """Whether the activation's gradient writes fc1's output gradient in FP8."""
-        return self.fc2.delayed
+        return self.fc2.scales_known
 
     @property
     def casts(self) -> bool:
-        """Whether the activation writes fc2's input in FP8: with a scale for the tensor, after a pass that
-        takes its amax where that is not known before. So nothing in high precision is written to be read
-        again."""
-        return self.fc2.spec.fp8 is not None and not self.fc2.spec.fp8.blocks
+        """Whether the activation writes fc2's input in FP8, after a pass that takes its amax where that is
+        not known before. So nothing in high precision is written to be read again."""
+        return self.fc2.fuses_cast
 
     @property
     def reach(self) -> bool:
@@ -158,29 +158,9 @@ class _Passes:
         return {name: meta for name, meta in metas.items() if name not in left_out}
 
 
-def _numbers(product: Product) -> dict[str, str]:
-    """``_Passes.numbers`` of one product."""
-    fp8, p = product.spec.fp8, product.spec.prefix
-    if fp8 is None or fp8.blocks:
-        return {}
-    operands = ("x",) if product.spec.weight_cached else ("x", "w")
-    by_source = {"scale": ("scale", "scale"), "current": ("amax_in", "amax"), "amax": ("amax_in", "amax_in")}
-    found = {}
-    for operand in operands:
-        own, source = by_source[getattr(fp8, operand).source]
-        found[f"{p}{operand}_{own}"] = f"{p}{operand}_{source}"
-    return found
-
-
 def _known(spec: ProductSpec) -> ProductSpec:
     """The product with amaxes as inputs where it takes them itself."""
-    if spec.fp8 is None:
-        return spec
-    x, w = (
-        replace(quant, source="amax") if quant.source == "current" else quant
-        for quant in (spec.fp8.x, spec.fp8.w)
-    )
-    return replace(spec, fp8=replace(spec.fp8, x=x, w=w))
+    return spec if spec.fp8 is None else replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
 
 
 class NormMLP(Operation):
@@ -209,7 +189,7 @@ class NormMLP(Operation):
         if not (spec.recompute and (whole.reach or whole.fc2.needs_w)):
             return _Passes(whole, whole)
         second = replace(spec, fc1=_known(spec.fc1), fc2=_known(spec.fc2), return_norm=False)
-        numbers = _numbers(whole.fc1) | _numbers(whole.fc2)
+        numbers = whole.fc1.scalars() | whole.fc2.scalars()
         return _Passes(self._stages(spec, metas, frozenset()), self._stages(second, metas, needs), numbers)
 
     def infer(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> Signature:
@@ -233,8 +213,8 @@ class NormMLP(Operation):
             kept += (
                 *spec.norm.inputs(),
                 *fc1.biases,
-                *fc1.read_again(),
-                *(fc2.read_again() if st.reach else ()),
+                *fc1.weight_names(),
+                *(fc2.weight_names() if st.reach else ()),
             )
         grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads() | fc2.grads()
         return Signature(
@@ -257,7 +237,7 @@ class NormMLP(Operation):
         if st.reach:
             backward["sums"] = Meta((max(kernels.act_bwd_workspace(fc1.m, fc1.n), 1),), uint8)
             backward["dact"] = Meta((fc2.m, fc2.k), x.dtype)
-            if not st.delayed or not (fc1.needs_x or fc1.needs_w):
+            if not st.scales_known or not (fc1.needs_x or fc1.needs_w):
                 backward["dh"] = Meta((fc1.m, fc1.n), x.dtype)
         if fc1.needs_x:
             backward["dnormed"] = st.norm.meta()
@@ -371,15 +351,15 @@ class NormMLP(Operation):
             done(saved, "act")
         if not st.reach:
             return
-        fc2.dgrad(k, g2, kept, saved, scratch, given(scratch, "dact"), stream)
+        fc2.dgrad(k, g2, kept, saved, scratch, required(scratch, "dact"), stream)
         # most is held now: the gradient of the activation in high precision and its casts
         idle(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
-        fused = st.delayed and products
+        fused = st.scales_known and products
         current = fc1.takes_amax("g") and products
         k.act_bwd(
-            given(scratch, "dact"),
-            given(saved, "h"),
+            required(scratch, "dact"),
+            required(saved, "h"),
             kept.get("fc1_bias0"),
             scratch.get("dh"),
             grads.get("fc1_bias0"),
@@ -394,10 +374,10 @@ class NormMLP(Operation):
         done(saved, "h")
         if products and not fused:
             fc1.cast_g(
-                k, given(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current
+                k, required(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current
             )
         # FP8 products have the casts
-        dh = given(scratch, "dh") if fc1.spec.fp8 is None and products else None
+        dh = required(scratch, "dh") if fc1.spec.fp8 is None and products else None
         done(scratch, "dh")
         if fc1.needs_w:
             normed = kept.get("normed") if st.norm.as_output else saved.get("normed")
@@ -405,7 +385,7 @@ class NormMLP(Operation):
             del normed
             done(saved, "normed")
         if fc1.needs_x:
-            dnormed = given(scratch, "dnormed")
+            dnormed = required(scratch, "dnormed")
             fc1.dgrad(k, dh, kept, saved, scratch, dnormed, stream)
             del dh
             extra = cotangents.get("normed")

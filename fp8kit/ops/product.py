@@ -2,22 +2,22 @@
 
 Every layer with a weight is made of this: ``linear`` is one of them, ``norm_linear`` puts a normalisation
 before it, ``norm_mlp`` holds two. ``Product`` is what they see of it; how the operands are stored and
-multiplied is said in ``product_plain`` (high precision), ``product_tensor`` (FP8, a scale a tensor) and
-``product_block`` (FP8, a scale a block). ``ops.products`` chooses.
+multiplied is said in ``product_plain`` (high precision) and ``product_quantized``, of which there is a class
+for each granularity of scales. ``ops.products`` chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import DType
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta, Metas, Views
 
 
@@ -34,18 +34,18 @@ class ProductSpec:
     w: ``linear`` alone takes it.
 
     ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a
-    dtype, "float32" or the weights' own: that of the buffers which the door hands to ``backward`` under the
-    weights' names, and to which wgrad is added (``overwrite_grad``: put there instead). A float32 buffer gets
-    the product's float32 sums unrounded, with one float32 addition; where wgrad of several segments is made
-    at once (``Product.whole_wgrad``), or the buffer is of 16 bits, the product is rounded to the buffer's
-    dtype before.
+    dtype, "float32" or the weights' own: that of the buffers which the frontend hands to ``backward`` under
+    the weights' names, and to which wgrad is added (``overwrite_grad``: put there instead). A float32 buffer
+    gets the product's float32 sums unrounded, with one float32 addition; where wgrad of several segments is
+    made at once (``Product.whole_wgrad``), or the buffer is of 16 bits, the product is rounded to the
+    buffer's dtype before.
     """
 
     in_features: int
     segments: tuple[int, ...]
     layout: str = "oi"
     bias: str = "add"
-    fp8: Fp8 | None = None
+    fp8: Quantization | None = None
     weight_cached: bool = False
     prefix: str = ""
     main_grad: str | None = None
@@ -73,7 +73,12 @@ class Product:
     ``needs_x``, ``needs_w``, ``needs_b``: whether the gradient of the input, of the weight, of the bias is
     wanted. In FP8 an operand is cast once to each orientation that a product wants, the contraction last (the
     tensor cores' "TN" form); what backward needs is kept so.
+
+    ``fuses_cast``: whether the kernel that computes the input can write it in FP8 (``x_cast``), once its
+    scale or its amax is there.
     """
+
+    fuses_cast: ClassVar[bool] = False
 
     def __init__(
         self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
@@ -89,14 +94,14 @@ class Product:
         self.biases = [f"{p}bias{i}" for i in range(count)] if spec.bias != "none" else []
         self.grad_dtype = dtype if spec.main_grad is None else formats.dtype(spec.main_grad)
         self.adds = spec.main_grad is not None and not spec.overwrite_grad  # wgrad is added to what is there
-        # whether wgrad makes the gradients of all segments at once, to be copied apart
+        # whether wgrad makes the gradients of all segments in one array, from which they are copied
         self.whole_wgrad = False
 
     # --- what there is --------------------------------------------------------------------------------------
 
     @property
-    def delayed(self) -> bool:
-        """Whether operands are cast with scales known beforehand, so that a fused kernel can write them
+    def scales_known(self) -> bool:
+        """Whether the scales of x and g are inputs, so that a fused kernel can write them in one pass
         (``x_cast``, ``g_cast``)."""
         return False
 
@@ -118,6 +123,11 @@ class Product:
         """The amax outputs."""
         return {}
 
+    def scalars(self) -> dict[str, str]:
+        """What the casts of x and w need to give the same codes in a second pass: float32 [1] input of that
+        pass -> the input or output of the first that holds it."""
+        return {}
+
     def weight_outputs(self) -> dict[str, Meta]:
         """What ``weight_cast`` makes: the FP8 weight in both orientations, its scales, and its amax where
         there is one."""
@@ -131,8 +141,8 @@ class Product:
         """Inputs that backward reads."""
         return ()
 
-    def read_again(self) -> tuple[str, ...]:
-        """The inputs that hold the weight, for a second ``fprop`` or for ``save_weight``."""
+    def weight_names(self) -> tuple[str, ...]:
+        """The inputs that hold the weight: what a second ``fprop`` or ``save_weight`` reads."""
         return tuple(self.weights)
 
     def grads(self) -> dict[str, Meta]:
@@ -177,8 +187,7 @@ class Product:
     # --- forward --------------------------------------------------------------------------------------------
 
     def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
-        """Where a fused kernel writes this product's input, FP8 with one scale a tensor, once that or the
-        amax is there."""
+        """Where a fused kernel writes this product's input (``fuses_cast``)."""
         raise NotImplementedError
 
     def cast_x(
@@ -204,14 +213,17 @@ class Product:
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
-        """``cast_weight`` of many products of this class and of one ``Fp8``, in as few launches as it has
-        steps. ``numbers``: float32 (3, len(jobs)), zeros; where there is one scale a tensor, row 0 becomes
-        the weights' amaxes."""
-        raise NotImplementedError
+        """``cast_weight`` of many products of this class and of one ``Quantization``, in as few launches as
+        it has steps. ``numbers``: float32 (3, len(jobs)), zeros; where there is one scale a tensor, row 0
+        becomes the weights' amaxes."""
+        for product, inputs, made in jobs:
+            product.cast_weight(k, inputs, {}, made, {}, stream)
 
     def casts_together(self, inputs: Views) -> bool:
         """Whether ``cast_weights`` takes these weights."""
-        return True
+        return (
+            side_by_side([required(inputs, name) for name in self.weights], 0 if self.oi else 1) is not None
+        )
 
     def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
         """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs, where there
@@ -244,7 +256,7 @@ class Product:
     # --- backward -------------------------------------------------------------------------------------------
 
     def g_cast(self, kept: Views, grads: Views, scratch: Views) -> Cast:
-        """Where a fused kernel writes this product's output gradient (``delayed``)."""
+        """Where a fused kernel writes this product's output gradient (``scales_known``)."""
         raise NotImplementedError
 
     def cast_g(
@@ -301,19 +313,19 @@ class Product:
         return (n, self.k) if self.oi else (self.k, n)
 
     def _bias(self, k: Any, inputs: Views, scratch: Views, stream: int) -> ArrayView | None:
-        """The bias that fprop adds, its segments joined."""
+        """The bias that fprop adds, of all segments."""
         if self.spec.bias != "add":
             return None
-        return self._joined(k, self.biases, inputs, scratch.get(f"{self.spec.prefix}bias"), 0, stream)
+        return self._whole(k, self.biases, inputs, scratch.get(f"{self.spec.prefix}bias"), 0, stream)
 
     def _bias_sums(self, grads: Views, scratch: Views) -> ArrayView | None:
         """Where the bias gradient of all segments goes, None where none is wanted."""
         if not self.needs_b:
             return None
         return (
-            given(grads, self.biases[0])
+            required(grads, self.biases[0])
             if len(self.biases) == 1
-            else given(scratch, f"{self.spec.prefix}dbias")
+            else required(scratch, f"{self.spec.prefix}dbias")
         )
 
     def _part_bias_sums(self, k: Any, grads: Views, dbias: ArrayView, stream: int) -> None:
@@ -324,35 +336,35 @@ class Product:
     def _part_weights(self, k: Any, whole: ArrayView, grads: Views, scratch: Views, stream: int) -> None:
         """Bring the segments' weight gradients from where they were made together (``whole_wgrad``)."""
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
-            part, out = whole.slice(0 if self.oi else 1, start, n), given(grads, name)
+            part, out = whole.slice(0 if self.oi else 1, start, n), required(grads, name)
             if not self.adds:
                 k.copy(part, out, stream)
                 continue
             if not self.oi:  # columns of a matrix; sums take what lies together
-                room = given(scratch, f"{self.spec.prefix}dpart")
-                part, strided = ArrayView(room.ptr, out.shape, out.dtype, room.device, room.owner), part
+                dense = required(scratch, f"{self.spec.prefix}dpart")
+                part, strided = ArrayView(dense.ptr, out.shape, out.dtype, dense.device, dense.owner), part
                 k.copy(strided, part, stream)
             k.add(out, part, out, stream)
 
-    def _joined_weight(self, k: Any, views: Views, scratch: Views, stream: int) -> ArrayView:
-        """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_room``."""
-        return self._joined(
+    def _whole_weight(self, k: Any, views: Views, scratch: Views, stream: int) -> ArrayView:
+        """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_buffer``."""
+        return self._whole(
             k, self.weights, views, scratch.get(f"{self.spec.prefix}weight"), 0 if self.oi else 1, stream
         )
 
-    def _weight_room(self) -> dict[str, Meta]:
-        """Room to join the weight's segments in."""
+    def _weight_buffer(self) -> dict[str, Meta]:
+        """Where the weight's segments are copied to lie side by side."""
         several = len(self.spec.segments) > 1
         return {f"{self.spec.prefix}weight": Meta(self._weight_shape(self.n), self.dtype)} if several else {}
 
-    def _joined(
+    def _whole(
         self, k: Any, names: Sequence[str], views: Views, buffer: ArrayView | None, dim: int, stream: int
     ) -> ArrayView:
         """The segments as one array: as they are when they lie side by side in memory, else copied into
         ``buffer``."""
         if len(names) == 1:
-            return given(views, names[0])
-        parts = [given(views, name) for name in names]
+            return required(views, names[0])
+        parts = [required(views, name) for name in names]
         whole = side_by_side(parts, dim)
         if whole is not None:
             return whole
@@ -381,7 +393,7 @@ def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
     )
 
 
-def given(views: Views, name: str) -> ArrayView:
+def required(views: Views, name: str) -> ArrayView:
     """The view of that name; ShapeError where there is none."""
     view = views.get(name)
     if view is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.ops.product import Product, given
+from fp8kit.ops.product import Product, required
 from fp8kit.spec import Meta, Views
 
 
@@ -16,10 +16,10 @@ class PlainProduct(Product):
         return tuple(self.weights) if self.needs_x else ()
 
     def scratch(self) -> dict[str, Meta]:
-        return self._weight_room() | super().scratch()
+        return self._weight_buffer() | super().scratch()
 
     def backward_scratch(self) -> dict[str, Meta]:
-        return (self._weight_room() if self.needs_x else {}) | super().backward_scratch()
+        return (self._weight_buffer() if self.needs_x else {}) | super().backward_scratch()
 
     def workspace(self, k: Any) -> int:
         return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
@@ -38,7 +38,7 @@ class PlainProduct(Product):
     ) -> None:
         assert x is not None
         bias = self._bias(k, inputs, scratch, stream)
-        weight = self._joined_weight(k, inputs, scratch, stream)
+        weight = self._whole_weight(k, inputs, scratch, stream)
         k.gemm(x, weight, y, "nt" if self.oi else "nn", bias, addend, scratch["workspace"], stream)
 
     def dgrad(
@@ -52,7 +52,7 @@ class PlainProduct(Product):
         stream: int,
     ) -> None:
         assert g is not None
-        weight = self._joined_weight(k, kept, scratch, stream)
+        weight = self._whole_weight(k, kept, scratch, stream)
         k.gemm(g, weight, dx, "nn" if self.oi else "nt", None, None, scratch["workspace"], stream)
 
     def wgrad(
@@ -69,5 +69,5 @@ class PlainProduct(Product):
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
             part = g if len(self.weights) == 1 else g.slice(1, start, n)
             a, b = (part, x) if self.oi else (x, part)
-            out = given(grads, name)
+            out = required(grads, name)
             k.gemm(a, b, out, "tn", None, out if self.adds else None, scratch["workspace"], stream)
