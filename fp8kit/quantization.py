@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -225,12 +226,12 @@ class AmaxHistory:
     reduce: bool = True
     recipe: Any = None
 
-    @property
+    @cached_property
     def most_recent(self) -> bool:
         """Whether the newest amax alone decides."""
         return self.amax_algo == "most_recent"
 
-    @property
+    @cached_property
     def on_host(self) -> bool:
         """Whether a callable makes the update run on the host."""
         return callable(self.amax_algo) or self.scale_algo is not None

@@ -155,7 +155,7 @@ def _aligned(whole: Program, part: Program, kinds: Sequence[str]) -> bool:
     if fp8 is None:
         return True
     tile = fp8.x.tile
-    if tile[0] and not tile[1]:  # a scale of a whole row, and of a whole column of the transposed operand
+    if kinds and tile[0] and not tile[1]:  # a scale of a whole row, in the transposed operand of a column
         return False
     grain = tile[1] or 16
     rows = math.prod(dict(part.metas)["x"].shape[:-1])

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8kit import formats
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
+from fp8kit.ops.product import WorkingSet
 from fp8kit_torch.arguments import only
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.quantized import QuantizedTensor
@@ -126,5 +127,6 @@ def general_gemm(
     if A.product is not B.product:
         got = f"scales by {a[2].granularity} and by {b[2].granularity}"
         raise FormatError(op, "A, B", got, "the same kind of scales")
-    A.product.multiply(kernels, b, a, result, added, onto, not use_split_accumulator, space, stream)
+    ws = WorkingSet(kernels, {}, {}, {}, {"workspace": space}, stream)
+    A.product.multiply(ws, b, a, result, not use_split_accumulator, added, onto)
     return y, None, None, None

@@ -8,7 +8,7 @@ for each granularity of scales. ``ops.products`` chooses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,6 +58,18 @@ class ProductSpec:
         return sum(self.segments)
 
 
+class WorkingSet(NamedTuple):
+    """What a pass works on: kernels, arrays by name, a stream. ``inputs``, ``outputs``: forward's; in
+    backward what was kept and the gradients' scales, and the gradients and their amaxes."""
+
+    kernels: Any
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    saved: Mapping[str, Any]
+    scratch: Mapping[str, Any]
+    stream: int
+
+
 class WeightJob(NamedTuple):
     """A weight to be cast: its ``product`` (for no rows), ``inputs`` and ``made`` by name as
     ``weight_cast``'s inputs and outputs."""
@@ -65,6 +77,10 @@ class WeightJob(NamedTuple):
     product: Any
     inputs: Views
     made: Views
+
+    def working_set(self, k: Any, stream: int) -> WorkingSet:
+        """What ``cast_weight`` works on."""
+        return WorkingSet(k, self.inputs, self.made, {}, {}, stream)
 
 
 class Product:
@@ -186,29 +202,17 @@ class Product:
 
     # --- forward --------------------------------------------------------------------------------------------
 
-    def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
+    def x_cast(self, ws: WorkingSet) -> Cast:
         """Where a fused kernel writes this product's input (``fuses_cast``)."""
         raise NotImplementedError
 
-    def cast_x(
-        self,
-        k: Any,
-        x: ArrayView,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        stream: int,
-        amax_known: bool = False,
-    ) -> None:
+    def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
         """Cast the input, h (M, K); nothing in high precision. ``amax_known``: ``{prefix}x_amax`` already
         holds it (a fused kernel)."""
 
-    def cast_weight(
-        self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int
-    ) -> None:
-        """Cast all weight segments into one buffer. ``made``: ``weight_outputs`` by name; its transpose may
-        be left out."""
+    def cast_weight(self, ws: WorkingSet) -> None:
+        """Cast all weight segments into one buffer, one of ``ws.outputs``: ``weight_outputs`` by name; the
+        transpose may be left out."""
         raise NotImplementedError
 
     @classmethod
@@ -216,94 +220,52 @@ class Product:
         """``cast_weight`` of many products of this class and of one ``Quantization``, in as few launches as
         it has steps. ``numbers``: float32 (3, len(jobs)), zeros; where there is one scale a tensor, row 0
         becomes the weights' amaxes."""
-        for product, inputs, made in jobs:
-            product.cast_weight(k, inputs, {}, made, {}, stream)
+        raise NotImplementedError
 
-    def casts_together(self, inputs: Views) -> bool:
+    def casts_together(self, inputs: Mapping[str, Any]) -> bool:
         """Whether ``cast_weights`` takes these weights."""
-        return (
-            side_by_side([required(inputs, name) for name in self.weights], 0 if self.oi else 1) is not None
-        )
+        return False
 
-    def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
+    def measure(self, ws: WorkingSet, x: ArrayView) -> None:
         """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs, where there
         are such."""
 
-    def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
+    def measure_weight(self, ws: WorkingSet) -> None:
         """Max-accumulate the weight's amax into its output, where there is one and the weight is not
         cached."""
 
     def fprop(
-        self,
-        k: Any,
-        x: ArrayView | None,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        y: ArrayView,
-        stream: int,
-        addend: ArrayView | None = None,
+        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
         """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8
         it has been cast by ``cast_x`` or a fused kernel, and may be None."""
         raise NotImplementedError
 
-    def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def save_weight(self, ws: WorkingSet) -> None:
         """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high
         precision."""
 
     # --- backward -------------------------------------------------------------------------------------------
 
-    def g_cast(self, kept: Views, grads: Views, scratch: Views) -> Cast:
+    def g_cast(self, ws: WorkingSet) -> Cast:
         """Where a fused kernel writes this product's output gradient (``scales_known``)."""
         raise NotImplementedError
 
-    def cast_g(
-        self,
-        k: Any,
-        g: ArrayView,
-        kept: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-        with_bias: bool = True,
-        amax_known: bool = False,
-    ) -> None:
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
         """Cast the output gradient, h (M, N), and take the bias gradient (column sums) on the way. In high
         precision: the sums alone."""
-        dbias = self._bias_sums(grads, scratch) if with_bias else None
+        dbias = self._bias_sums(ws) if with_bias else None
         if dbias is not None:
-            k.sum_rows(g, dbias, scratch["workspace"], stream)
-            if len(self.biases) > 1:
-                self._part_bias_sums(k, grads, dbias, stream)
+            ws.kernels.sum_rows(g, dbias, ws.scratch["workspace"], ws.stream)
+            self._part_bias_sums(ws, dbias)
 
-    def dgrad(
-        self,
-        k: Any,
-        g: ArrayView | None,
-        kept: Views,
-        saved: Views,
-        scratch: Views,
-        dx: ArrayView,
-        stream: int,
-    ) -> None:
+    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         """dx = g W. ``g`` is read in high precision only, and may be None in FP8."""
         raise NotImplementedError
 
-    def wgrad(
-        self,
-        k: Any,
-        g: ArrayView | None,
-        x: ArrayView | None,
-        saved: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are
-        read in high precision only, and may be None in FP8. ``saved`` holds the cast of x, which is ``done``
-        with, unless it was an input (``input_cached``)."""
+        read in high precision only, and may be None in FP8, where nothing reads x's cast any more."""
         raise NotImplementedError
 
     # --- helpers --------------------------------------------------------------------------------------------
@@ -312,66 +274,59 @@ class Product:
         """Shape of a weight of n output features."""
         return (n, self.k) if self.oi else (self.k, n)
 
-    def _bias(self, k: Any, inputs: Views, scratch: Views, stream: int) -> ArrayView | None:
+    def _bias(self, ws: WorkingSet) -> ArrayView | None:
         """The bias that fprop adds, of all segments."""
-        if self.spec.bias != "add":
-            return None
-        return self._whole(k, self.biases, inputs, scratch.get(f"{self.spec.prefix}bias"), 0, stream)
+        return self._whole(ws, self.biases, "bias", 0) if self.spec.bias == "add" else None
 
-    def _bias_sums(self, grads: Views, scratch: Views) -> ArrayView | None:
+    def _bias_sums(self, ws: WorkingSet) -> ArrayView | None:
         """Where the bias gradient of all segments goes, None where none is wanted."""
         if not self.needs_b:
             return None
-        return (
-            required(grads, self.biases[0])
-            if len(self.biases) == 1
-            else required(scratch, f"{self.spec.prefix}dbias")
-        )
+        single = len(self.biases) == 1
+        made: ArrayView = ws.outputs[self.biases[0]] if single else ws.scratch[f"{self.spec.prefix}dbias"]
+        return made
 
-    def _part_bias_sums(self, k: Any, grads: Views, dbias: ArrayView, stream: int) -> None:
+    def _part_bias_sums(self, ws: WorkingSet, dbias: ArrayView) -> None:
         """Copy the segments' bias gradients from where they were made together."""
-        for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
-            k.copy(dbias.slice(0, start, n), grads[name], stream)
+        if len(self.biases) > 1:
+            for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
+                ws.kernels.copy(dbias.slice(0, start, n), ws.outputs[name], ws.stream)
 
-    def _part_weights(self, k: Any, whole: ArrayView, grads: Views, scratch: Views, stream: int) -> None:
+    def _part_weights(self, ws: WorkingSet, whole: ArrayView) -> None:
         """Bring the segments' weight gradients from where they were made together (``whole_wgrad``)."""
+        k, stream = ws.kernels, ws.stream
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
-            part, out = whole.slice(0 if self.oi else 1, start, n), required(grads, name)
+            part, out = whole.slice(0 if self.oi else 1, start, n), ws.outputs[name]
             if not self.adds:
                 k.copy(part, out, stream)
                 continue
             if not self.oi:  # columns of a matrix; sums take what lies together
-                dense = required(scratch, f"{self.spec.prefix}dpart")
+                dense = ws.scratch[f"{self.spec.prefix}dpart"]
                 part, strided = ArrayView(dense.ptr, out.shape, out.dtype, dense.device, dense.owner), part
                 k.copy(strided, part, stream)
             k.add(out, part, out, stream)
 
-    def _whole_weight(self, k: Any, views: Views, scratch: Views, stream: int) -> ArrayView:
+    def _whole_weight(self, ws: WorkingSet) -> ArrayView:
         """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_buffer``."""
-        return self._whole(
-            k, self.weights, views, scratch.get(f"{self.spec.prefix}weight"), 0 if self.oi else 1, stream
-        )
+        return self._whole(ws, self.weights, "weight", 0 if self.oi else 1)
 
     def _weight_buffer(self) -> dict[str, Meta]:
         """Where the weight's segments are copied to lie side by side."""
         several = len(self.spec.segments) > 1
         return {f"{self.spec.prefix}weight": Meta(self._weight_shape(self.n), self.dtype)} if several else {}
 
-    def _whole(
-        self, k: Any, names: Sequence[str], views: Views, buffer: ArrayView | None, dim: int, stream: int
-    ) -> ArrayView:
-        """The segments as one array: as they are when they lie side by side in memory, else copied into
-        ``buffer``."""
+    def _whole(self, ws: WorkingSet, names: Sequence[str], buffer: str, dim: int) -> ArrayView:
+        """The segments as one array: as they are when they lie side by side in memory, else copied into the
+        scratch ``buffer``."""
         if len(names) == 1:
-            return required(views, names[0])
-        parts = [required(views, name) for name in names]
+            return ws.inputs[names[0]]  # type: ignore[no-any-return]
+        parts = [ws.inputs[name] for name in names]
         whole = side_by_side(parts, dim)
-        if whole is not None:
-            return whole
-        assert buffer is not None
-        for part, start in zip(parts, self.starts, strict=True):
-            k.copy(part, buffer.slice(dim, start, part.shape[dim]), stream)
-        return buffer
+        if whole is None:
+            whole = ws.scratch[f"{self.spec.prefix}{buffer}"]
+            for part, start in zip(parts, self.starts, strict=True):
+                ws.kernels.copy(part, whole.slice(dim, start, part.shape[dim]), ws.stream)
+        return whole
 
 
 def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
@@ -391,14 +346,6 @@ def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
         first.device,
         first.owner,
     )
-
-
-def required(views: Views, name: str) -> ArrayView:
-    """The view of that name; ShapeError where there is none."""
-    view = views.get(name)
-    if view is None:
-        raise ShapeError("product", name, None, "an array")
-    return view
 
 
 def want(operation: str, name: str, metas: Metas, shape: tuple[int | None, ...], dtype: DType) -> Meta:

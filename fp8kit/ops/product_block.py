@@ -6,15 +6,14 @@ which is another axis there; squares have the same codes in both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import block_shapes
-from fp8kit.ops.product import WeightJob
+from fp8kit.ops.product import WeightJob, WorkingSet, side_by_side
 from fp8kit.ops.product_quantized import Operand, Pair, QuantizedProduct, unsupported
 from fp8kit.quantization import Gemm, Quantizer
-from fp8kit.spec import Views
 
 
 class BlockProduct(QuantizedProduct):
@@ -42,40 +41,40 @@ class BlockProduct(QuantizedProduct):
 
     @staticmethod
     def multiply(
-        k: Any,
+        ws: WorkingSet,
         left: Operand,
         right: Operand,
         out: ArrayView,
-        bias: ArrayView | None,
-        addend: ArrayView | None,
         fast: bool,
-        workspace: ArrayView,
-        stream: int,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
     ) -> None:
-        (a, a_inv, p), (b, b_inv, q) = left, right
-        tiles = p.tile, q.tile
-        k.block_gemm(a, b, out, p.format, q.format, a_inv, b_inv, *tiles, bias, addend, workspace, stream)
+        (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
+        how = p.format, q.format, a_inv, b_inv, p.tile, q.tile
+        ws.kernels.block_gemm(a, b, out, *how, bias, addend, space, ws.stream)
 
-    def _cast(
-        self,
-        k: Any,
-        operand: str,
-        x: ArrayView,
-        into: Pair,
-        inputs: Views,
-        outputs: Views,
-        stream: int,
-        amax_known: bool = False,
-    ) -> None:
-        q, q_t = self._sides(operand, into)
-        k.block_quantize(x, *q, *q_t, *_rule(self.quantizers[operand]), stream)
+    def _sides(self, operand: str, into: Pair) -> list[ArrayView | None]:
+        """Codes and scale_inv of "x", "w" or "g" as it lies, and of its transpose, None where they are not in
+        ``into``."""
+        (q, inverse), (q_t, inverse_t) = self.names[f"{operand}_q"], self.names[f"{operand}_qt"]
+        first, second = into
+        sides = [first.get(q), first.get(inverse), second.get(q_t), second.get(inverse_t)]
+        return sides[2:] + sides[:2] if operand == "w" and not self.oi else sides
+
+    def _cast(self, ws: WorkingSet, operand: str, x: ArrayView, into: Pair, amax_known: bool = False) -> None:
+        rule = _rule(self.quantizers[operand])
+        ws.kernels.block_quantize(x, *self._sides(operand, into), *rule, ws.stream)
+
+    def casts_together(self, inputs: Mapping[str, Any]) -> bool:
+        return side_by_side([inputs[name] for name in self.weights], 0 if self.oi else 1) is not None
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
         rows = []
-        for product, inputs, made in jobs:
-            q, q_t = product._sides("w", (made, made))
-            rows.append((product._whole_weight(k, inputs, {}, stream), *q, *q_t))
+        for job in jobs:
+            ws = job.working_set(k, stream)
+            sides = job.product._sides("w", (ws.outputs, ws.outputs))
+            rows.append((job.product._whole_weight(ws), *sides))
         k.block_quantize_many(*map(list, zip(*rows, strict=True)), *_rule(jobs[0].product.fp8.w), stream)
 
 

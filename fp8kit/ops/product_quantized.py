@@ -7,23 +7,22 @@ of wgrad. A granularity is a subclass: how large the arrays are, how an operand 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import DType, float32, uint8
-from fp8kit.ops.product import Product, ProductSpec, required, want
+from fp8kit.ops.product import Product, ProductSpec, WorkingSet, want
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.scratch import done
-from fp8kit.spec import Meta, Metas, Views
+from fp8kit.spec import Meta, Metas
 
-Operand = tuple[ArrayView, ArrayView, Quantizer]  # codes, scale_inv, how they were cast
-Pair = tuple[Views, Views]
-Side = tuple[ArrayView | None, ArrayView | None]
+Operand = tuple[Any, Any, Quantizer]  # codes and scale_inv, views, and how they were cast
+Arrays = Mapping[str, Any]
+Pair = tuple[Arrays, Arrays]
 ALIGN = 16  # FP8 products take dimensions that are multiples of 16 (cuBLASLt, "FP8 data types")
 AMAX = Meta((1,), float32, zero=True)
-_NONE: Views = {}
 
 
 def pad(n: int) -> int:
@@ -59,17 +58,16 @@ class QuantizedProduct(Product):
             "x_qt": (k, m, wgrad.b),
         }
         self.quantizers = {"x": fprop.a, "w": fprop.b, "g": dgrad.a}
-        self.amaxes_taken = {each: quantizer.takes_amax for each, quantizer in self.quantizers.items()}
         self.cached = ("x_q", "x_qt") * spec.input_cached + ("w_q", "w_qt") * spec.weight_cached
         # operand -> names of its codes and of their scale_inv
         self.names = {
             operand: (f"{spec.prefix}{operand}", f"{spec.prefix}{self._scale_name(operand)}")
             for operand in self.operands
         }
-        # those of both orientations; and of what is no longer needed after an operand's GEMM, which are not
-        # scales that both orientations share
-        self.side_names = {each: (*self.names[f"{each}_q"], *self.names[f"{each}_qt"]) for each in "xwg"}
+        # what is no longer needed after an operand's GEMM: no scales that both orientations share
         self.own_names = {operand: (name, f"{name}_inv") for operand, (name, _) in self.names.items()}
+        self.in_saved = frozenset(self.saved())
+        self.fast = {name: gemm.fast for name, gemm in self.fp8.gemms.items()}
         # the scales of a part of g^T's rows are no array of their own
         self.whole_wgrad = len(self.weights) > 1
 
@@ -91,42 +89,34 @@ class QuantizedProduct(Product):
 
     @staticmethod
     def multiply(
-        k: Any,
+        ws: WorkingSet,
         left: Operand,
         right: Operand,
         out: ArrayView,
-        bias: ArrayView | None,
-        addend: ArrayView | None,
         fast: bool,
-        workspace: ArrayView,
-        stream: int,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
     ) -> None:
-        """out = left right^T (+ bias) (+ addend)."""
+        """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream."""
         raise NotImplementedError
 
     def _scale_name(self, operand: str) -> str:
         """Name of the operand's scale_inv, the prefix aside."""
         return f"{operand}_inv"
 
-    def _cast(
-        self,
-        k: Any,
-        operand: str,
-        x: ArrayView,
-        into: Pair,
-        inputs: Views,
-        outputs: Views,
-        stream: int,
-        amax_known: bool = False,
-    ) -> None:
+    def _cast(self, ws: WorkingSet, operand: str, x: ArrayView, into: Pair, amax_known: bool = False) -> None:
         """Cast "x", "w" or "g" to its two orientations: to the first, where that is in ``into[0]``, and to
-        the second, where it is in ``into[1]``. ``inputs``, ``outputs``: where its scale or its amax is."""
+        the second, where it is in ``into[1]``."""
         raise NotImplementedError
+
+    def _temporaries(self, operand: str) -> dict[str, Meta]:
+        """What a cast of "x", "w" or "g" finds in ``scratch``."""
+        return self._weight_buffer() if operand == "w" else {}
 
     # --- what there is --------------------------------------------------------------------------------------
 
     def takes_amax(self, operand: str) -> bool:
-        return self.amaxes_taken[operand]
+        return self.quantizers[operand].takes_amax
 
     def check(self, operation: str, metas: Metas) -> None:
         super().check(operation, metas)
@@ -155,15 +145,18 @@ class QuantizedProduct(Product):
         return super().grads() | ({} if amax is None else {amax: AMAX})
 
     def scratch(self) -> dict[str, Meta]:
-        saved, made = self.saved(), [operand for operand in ("x_q", "w_q") if operand not in self.cached]
-        own = {name: meta for name, meta in self._metas(*made).items() if name not in saved}
-        return own | ({} if self.spec.weight_cached else self.cast_scratch()) | super().scratch()
+        out = super().scratch()
+        for operand in "xw":
+            if f"{operand}_q" not in self.cached:
+                out |= self._metas(f"{operand}_q") | self._temporaries(operand)
+        return {name: meta for name, meta in out.items() if name not in self.in_saved}
 
     def cast_scratch(self) -> dict[str, Meta]:
-        return self._weight_buffer()
+        return self._temporaries("w")
 
     def backward_scratch(self) -> dict[str, Meta]:
-        return self._metas(*("g_q",) * self.needs_x, *("g_qt",) * self.needs_w) | super().backward_scratch()
+        wanted = ("g_q",) * self.needs_x + ("g_qt",) * self.needs_w
+        return self._metas(*wanted) | (self._temporaries("g") if wanted else {}) | super().backward_scratch()
 
     def workspace(self, k: Any) -> int:
         shapes = ((self.m, self.n), (self.m, self.k), self._weight_shape(self.n))
@@ -172,134 +165,81 @@ class QuantizedProduct(Product):
 
     # --- forward --------------------------------------------------------------------------------------------
 
-    def cast_x(
-        self,
-        k: Any,
-        x: ArrayView,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        stream: int,
-        amax_known: bool = False,
-    ) -> None:
+    def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
         if not self.spec.input_cached:
-            self._cast(k, "x", x, (scratch, saved), inputs, outputs, stream, amax_known)
+            self._cast(ws, "x", x, (ws.scratch, ws.saved), amax_known)
 
-    def cast_weight(
-        self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int
-    ) -> None:
-        self._cast_weight(k, inputs, outputs, (made, made), scratch, stream)
+    def cast_weight(self, ws: WorkingSet) -> None:
+        self._cast_weight(ws, (ws.outputs, ws.outputs))
 
-    def _cast_weight(
-        self, k: Any, inputs: Views, outputs: Views, into: Pair, scratch: Views, stream: int
-    ) -> None:
-        weight = self._whole_weight(k, inputs, scratch, stream)
-        self._cast(k, "w", weight, into, inputs, outputs, stream)
+    def _cast_weight(self, ws: WorkingSet, into: Pair) -> None:
+        self._cast(ws, "w", self._whole_weight(ws), into)
 
-    def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
+    def measure(self, ws: WorkingSet, x: ArrayView) -> None:
         name = self._amax("x")
         if name is not None:
-            k.amax(x, outputs[name], x.shape, stream)
-        self.measure_weight(k, inputs, outputs, stream)
+            ws.kernels.amax(x, ws.outputs[name], x.shape, ws.stream)
+        self.measure_weight(ws)
 
-    def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
+    def measure_weight(self, ws: WorkingSet) -> None:
         name = self._amax("w")
-        for weight in () if name is None else self.weights:
-            part = required(inputs, weight)
-            k.amax(part, required(outputs, name), part.shape, stream)  # type: ignore[arg-type]
+        if name is not None:
+            for part in (ws.inputs[weight] for weight in self.weights):
+                ws.kernels.amax(part, ws.outputs[name], part.shape, ws.stream)
 
     def fprop(
-        self,
-        k: Any,
-        x: ArrayView | None,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        y: ArrayView,
-        stream: int,
-        addend: ArrayView | None = None,
+        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
-        bias = self._bias(k, inputs, scratch, stream)
-        if not self.spec.weight_cached:
-            self._cast_weight(k, inputs, outputs, (scratch, saved), scratch, stream)
-        a = self._operand("x_q", inputs if self.spec.input_cached else scratch, saved)
-        b = self._operand("w_q", inputs if self.spec.weight_cached else scratch, saved)
-        self.multiply(k, a, b, y, bias, addend, self.fp8.fprop.fast, required(scratch, "workspace"), stream)
+        bias, spec, scratch = self._bias(ws), self.spec, ws.scratch
+        if not spec.weight_cached:
+            self._cast_weight(ws, (scratch, ws.saved))
+        a = self._operand("x_q", ws.inputs if spec.input_cached else scratch, ws.saved)
+        b = self._operand("w_q", ws.inputs if spec.weight_cached else scratch, ws.saved)
+        self.multiply(ws, a, b, y, self.fast["fprop"], bias, addend)
         del a, b
         done(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
 
-    def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def save_weight(self, ws: WorkingSet) -> None:
         if self.needs_x and not self.spec.weight_cached:
-            self._cast_weight(k, inputs, {}, ({}, saved), scratch, stream)
+            self._cast_weight(ws, ({}, ws.saved))
 
     # --- backward -------------------------------------------------------------------------------------------
 
-    def cast_g(
-        self,
-        k: Any,
-        g: ArrayView,
-        kept: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-        with_bias: bool = True,
-        amax_known: bool = False,
-    ) -> None:
-        super().cast_g(k, g, kept, grads, scratch, stream, with_bias)
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
+        super().cast_g(ws, g, with_bias)
         if self.needs_x or self.needs_w:
-            self._cast(k, "g", g, (scratch, scratch), kept, grads, stream, amax_known)
+            self._cast(ws, "g", g, (ws.scratch, ws.scratch), amax_known)
 
-    def dgrad(
-        self,
-        k: Any,
-        g: ArrayView | None,
-        kept: Views,
-        saved: Views,
-        scratch: Views,
-        dx: ArrayView,
-        stream: int,
-    ) -> None:
-        a = self._operand("g_q", scratch)
-        b = self._operand("w_qt", kept if self.spec.weight_cached else saved)
-        self.multiply(k, a, b, dx, None, None, self.fp8.dgrad.fast, required(scratch, "workspace"), stream)
+    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+        a = self._operand("g_q", ws.scratch, ws.saved)
+        b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
+        self.multiply(ws, a, b, dx, self.fast["dgrad"])
         del a, b
-        done(scratch, *self.own_names["g_q"])
-        done(saved, *self.own_names["w_qt"])
+        done(ws.scratch, *self.own_names["g_q"])
+        done(ws.saved, *self.own_names["w_qt"])
 
-    def wgrad(
-        self,
-        k: Any,
-        g: ArrayView | None,
-        x: ArrayView | None,
-        saved: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        self._wgrads(k, saved, grads, scratch, stream)
-        done(scratch, *self.own_names["g_qt"])
-        if not self.spec.input_cached:
-            done(saved, *self.own_names["x_qt"])
+    def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        self._wgrads(ws)
+        done(ws.scratch, *self.own_names["g_qt"])
+        done(ws.saved, *self.own_names["x_qt"])
         if self.whole_wgrad:
             name = f"{self.spec.prefix}dweight"
-            self._part_weights(k, required(scratch, name), grads, scratch, stream)
-            done(scratch, name)
+            self._part_weights(ws, ws.scratch[name])
+            done(ws.scratch, name)
 
-    def _wgrads(self, k: Any, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def _wgrads(self, ws: WorkingSet) -> None:
         """The products of ``wgrad``: of the whole weight, or segment by segment."""
-        g, x = self._operand("g_qt", scratch), self._operand("x_qt", saved)
+        g = self._operand("g_qt", ws.scratch, ws.saved)
+        x = self._operand("x_qt", ws.inputs if self.spec.input_cached else ws.saved, ws.saved)
+        single = len(self.weights) == 1
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
             if self.whole_wgrad:
-                part, out, adds = g, required(scratch, f"{self.spec.prefix}dweight"), False
+                part, out, adds = g, ws.scratch[f"{self.spec.prefix}dweight"], False
             else:
-                single = len(self.weights) == 1
                 part = g if single else (g[0].slice(0, start, n), *g[1:])
-                out, adds = required(grads, name), self.adds
+                out, adds = ws.outputs[name], self.adds
             a, b = (part, x) if self.oi else (x, part)
-            addend, space = out if adds else None, required(scratch, "workspace")
-            self.multiply(k, a, b, out, None, addend, self.fp8.wgrad.fast, space, stream)
+            self.multiply(ws, a, b, out, self.fast["wgrad"], None, out if adds else None)
             if self.whole_wgrad:
                 return
 
@@ -319,20 +259,11 @@ class QuantizedProduct(Product):
         needs = used and self.quantizers[operand].needs_amax
         return f"{self.spec.prefix}{operand}_amax" if needs else None
 
-    def _operand(self, operand: str, views: Views, others: Views = _NONE) -> Operand:
-        """An operand of a GEMM in ``views``; scales that both orientations share may be in ``others``.
-        ShapeError where there is none."""
+    def _operand(self, operand: str, views: Arrays, saved: Arrays) -> Operand:
+        """An operand of a GEMM in ``views``; scales that both orientations share may be in ``saved``."""
         name, scale_name = self.names[operand]
-        scale_inv = views.get(scale_name) or required(others, scale_name)
-        return required(views, name), scale_inv, self.operands[operand][2]
-
-    def _sides(self, operand: str, into: Pair) -> tuple[Side, Side]:
-        """Codes and scale_inv of both orientations of "x", "w" or "g", None where they are not in ``into``;
-        the orientation of what is cast first."""
-        q, q_inv, q_t, q_t_inv = self.side_names[operand]
-        first, second = into
-        sides = (first.get(q), first.get(q_inv)), (second.get(q_t), second.get(q_t_inv))
-        return sides[::-1] if operand == "w" and not self.oi else sides
+        scales = saved if scale_name in self.in_saved else views
+        return views[name], scales[scale_name], self.operands[operand][2]
 
 
 def unsupported(argument: str, got: object, wanted: str) -> UnsupportedError:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import DType, float32
-from fp8kit.ops.product import ProductSpec, WeightJob, required, want
+from fp8kit.ops.product import ProductSpec, WeightJob, WorkingSet, want
 from fp8kit.ops.product_quantized import ALIGN, Operand, Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
-from fp8kit.spec import Meta, Metas, Views
+from fp8kit.spec import Meta, Metas
 
 SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale pointers of 16-byte alignment
 # source of a scale -> what the cast reads as an input, and what tells it to a second pass (``scalars``)
@@ -32,14 +32,17 @@ class TensorProduct(QuantizedProduct):
         # wgrad of a segment reads whole blocks of 16 rows of g^T: only aligned segments are multiplied one by
         # one
         self.whole_wgrad = len(self.weights) > 1 and any(n % ALIGN for n in spec.segments)
-        # operand -> names of its scale, its amax, and the amax that is an input; rule of a scale that the
-        # amax makes
-        self.scalar_names = {
-            operand: tuple(f"{spec.prefix}{operand}_{name}" for name in ("scale", "amax", "amax_in"))
-            for operand in "xwg"
-        }
-        self.rules = {
-            operand: None if own.needs_state else Rule(own.power_2, own.epsilon)
+        # operand -> names of codes, transposed codes, scale_inv, scale, amax, and the amax that is an input
+        names = ("q", "qt", "scale_inv", "scale", "amax", "amax_in")
+        self.cast_names = {o: tuple(f"{spec.prefix}{o}_{name}" for name in names) for o in "xwg"}
+        # operand -> its format, whether its amax is taken, whether it is an input, and its rule for a scale
+        self.cast_rules = {
+            operand: (
+                own.format,
+                own.takes_amax,
+                own.scale_source == "amax",
+                None if own.needs_state else Rule(own.power_2, own.epsilon),
+            )
             for operand, own in self.quantizers.items()
         }
 
@@ -53,18 +56,17 @@ class TensorProduct(QuantizedProduct):
 
     @staticmethod
     def multiply(
-        k: Any,
+        ws: WorkingSet,
         left: Operand,
         right: Operand,
         out: ArrayView,
-        bias: ArrayView | None,
-        addend: ArrayView | None,
         fast: bool,
-        workspace: ArrayView,
-        stream: int,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
     ) -> None:
-        (a, a_inv, p), (b, b_inv, q) = left, right
-        k.fp8_gemm(a, b, out, p.format, q.format, a_inv, b_inv, bias, addend, fast, workspace, stream)
+        (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
+        how = p.format, q.format, a_inv, b_inv
+        ws.kernels.fp8_gemm(a, b, out, *how, bias, addend, fast, space, ws.stream)
 
     def _scale_name(self, operand: str) -> str:
         return f"{operand[0]}_scale_inv"
@@ -94,7 +96,7 @@ class TensorProduct(QuantizedProduct):
                 found[f"{name}_{own}"] = f"{name}_{source}"
         return found
 
-    def cast_scratch(self) -> dict[str, Meta]:
+    def _temporaries(self, operand: str) -> dict[str, Meta]:
         return {}
 
     def workspace(self, k: Any) -> int:
@@ -102,61 +104,46 @@ class TensorProduct(QuantizedProduct):
 
     # --- casts ----------------------------------------------------------------------------------------------
 
-    def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
-        return self._target("x", (scratch, saved), inputs, outputs)
+    def x_cast(self, ws: WorkingSet) -> Cast:
+        return self._target(ws, "x", (ws.scratch, ws.saved))
 
-    def g_cast(self, kept: Views, grads: Views, scratch: Views) -> Cast:
-        return self._target("g", (scratch, scratch), kept, grads)
+    def g_cast(self, ws: WorkingSet) -> Cast:
+        return self._target(ws, "g", (ws.scratch, ws.scratch))
 
     def _cast(
         self,
-        k: Any,
+        ws: WorkingSet,
         operand: str,
         x: ArrayView,
         into: Pair,
-        inputs: Views,
-        outputs: Views,
-        stream: int,
         amax_known: bool = False,
         dbias: ArrayView | None = None,
-        workspace: ArrayView | None = None,
     ) -> None:
-        cast = self._target(operand, into, inputs, outputs)
-        if self.takes_amax(operand) and not amax_known:
-            k.amax(x, cast.amax, x.shape, stream)
-        k.quantize_transpose(x, cast, dbias, workspace, stream)
+        cast = self._target(ws, operand, into)
+        if self.cast_rules[operand][1] and not amax_known:
+            ws.kernels.amax(x, cast.amax, x.shape, ws.stream)
+        space = None if dbias is None else ws.scratch["workspace"]
+        ws.kernels.quantize_transpose(x, cast, dbias, space, ws.stream)
 
-    def cast_g(
-        self,
-        k: Any,
-        g: ArrayView,
-        kept: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-        with_bias: bool = True,
-        amax_known: bool = False,
-    ) -> None:
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
         if not (self.needs_x or self.needs_w):
-            super().cast_g(k, g, kept, grads, scratch, stream, with_bias)
+            super().cast_g(ws, g, with_bias)
             return
-        dbias, space = self._bias_sums(grads, scratch) if with_bias else None, scratch["workspace"]
-        self._cast(k, "g", g, (scratch, scratch), kept, grads, stream, amax_known, dbias, space)
-        if dbias is not None and len(self.biases) > 1:
-            self._part_bias_sums(k, grads, dbias, stream)
+        dbias = self._bias_sums(ws) if with_bias else None
+        self._cast(ws, "g", g, (ws.scratch, ws.scratch), amax_known, dbias)
+        if dbias is not None:
+            self._part_bias_sums(ws, dbias)
 
-    def casts_together(self, inputs: Views) -> bool:
+    def casts_together(self, inputs: Mapping[str, Any]) -> bool:
         return True
 
-    def _cast_weight(
-        self, k: Any, inputs: Views, outputs: Views, into: Pair, scratch: Views, stream: int
-    ) -> None:
-        whole = self._target("w", into, inputs, outputs)
-        for name in self.weights if self.takes_amax("w") else ():
-            part = required(inputs, name)
-            k.amax(part, whole.amax, part.shape, stream)
-        for part, cast in self._weight_casts(inputs, whole):
-            k.quantize_transpose(part, cast, None, None, stream)
+    def _cast_weight(self, ws: WorkingSet, into: Pair) -> None:
+        whole = self._target(ws, "w", into)
+        for name in self.weights if self.cast_rules["w"][1] else ():
+            part = ws.inputs[name]
+            ws.kernels.amax(part, whole.amax, part.shape, ws.stream)
+        for part, cast in self._weight_casts(ws, whole):
+            ws.kernels.quantize_transpose(part, cast, None, None, ws.stream)
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
@@ -165,7 +152,7 @@ class TensorProduct(QuantizedProduct):
         amaxes = [flat.slice(0, i, 1) for i in range(count)]
         if quantizer.takes_amax:
             segments = [
-                (required(job.inputs, name), amax)
+                (job.inputs[name], amax)
                 for job, amax in zip(jobs, amaxes, strict=True)
                 for name in job.product.weights
             ]
@@ -173,26 +160,29 @@ class TensorProduct(QuantizedProduct):
             rule = quantizer.format.max, quantizer.power_2, quantizer.epsilon, float32.max
             k.scale_from_amax(*(flat.slice(0, row * count, count) for row in range(3)), *rule, stream)
         casts: list[tuple[ArrayView, Cast]] = []
-        for i, (product, inputs, made) in enumerate(jobs):
-            known, amax = (
-                (flat.slice(0, count + i, 1), None)
-                if quantizer.takes_amax
-                else (required(inputs, f"{product.spec.prefix}w_scale"), amaxes[i])
-            )
-            (q, scale_inv), (q_t, _) = product._sides("w", (made, made))
-            casts += product._weight_casts(inputs, Cast(quantizer.format, q, q_t, known, scale_inv, amax))
+        for i, (job, amax) in enumerate(zip(jobs, amaxes, strict=True)):
+            made = {**job.made, f"{job.product.spec.prefix}w_amax": amax}
+            ws = job.working_set(k, stream)._replace(outputs=made)
+            whole = job.product._target(ws, "w", (made, made))
+            if quantizer.takes_amax:
+                whole.scale, whole.amax, whole.rule = flat.slice(0, count + i, 1), None, None
+            casts += job.product._weight_casts(ws, whole)
         k.quantize_transpose_many([part for part, _ in casts], [cast for _, cast in casts], stream)
 
-    def _target(self, operand: str, into: Pair, inputs: Views, outputs: Views) -> Cast:
+    def _target(self, ws: WorkingSet, operand: str, into: Pair) -> Cast:
         """Where "x", "w" or "g" is cast to, and by which scale or amax."""
-        (q, scale_inv), (q_t, other) = self._sides(operand, into)
-        scale_name, amax_name, amax_in = self.scalar_names[operand]
-        rule, quantizer = self.rules[operand], self.quantizers[operand]
-        scale = required(inputs, scale_name) if rule is None else None
-        amax = required(inputs, amax_in) if quantizer.scale_source == "amax" else outputs.get(amax_name)
-        return Cast(quantizer.format, q, q_t, scale, scale_inv or other, amax, rule)  # type: ignore[arg-type]
+        q, q_t, inverse, scale, amax, amax_in = self.cast_names[operand]
+        fmt, _, shared, rule = self.cast_rules[operand]
+        first, second = into
+        codes, codes_t = first.get(q), second.get(q_t)
+        if operand == "w" and not self.oi:
+            codes, codes_t = codes_t, codes
+        scale_inv = (second if inverse in self.in_saved else first)[inverse]
+        known, inputs = ws.inputs[scale] if rule is None else None, ws.inputs
+        found = inputs[amax_in] if shared else ws.outputs.get(amax)
+        return Cast(fmt, codes, codes_t, known, scale_inv, found, rule)
 
-    def _weight_casts(self, inputs: Views, whole: Cast) -> Iterator[tuple[ArrayView, Cast]]:
+    def _weight_casts(self, ws: WorkingSet, whole: Cast) -> Iterator[tuple[ArrayView, Cast]]:
         """Each weight segment, and where in the cast of all of them it goes."""
         for i, (name, start) in enumerate(zip(self.weights, self.starts, strict=True)):
             q, q_t = whole.q, whole.q_t
@@ -202,4 +192,4 @@ class TensorProduct(QuantizedProduct):
                 q = None if q is None else q.slice(along, start, rows)
                 q_t = None if q_t is None else q_t.slice(1 - along, start, rows)
             cast = Cast(whole.format, q, q_t, whole.scale, whole.scale_inv, whole.amax, whole.rule)
-            yield required(inputs, name), cast
+            yield ws.inputs[name], cast
