@@ -19,7 +19,7 @@ ROOMS = {
     "arrays": ("fp8kit.arrays", "fp8kit.devices", "fp8kit.dlpack", "fp8kit.scratch", "fp8kit.replays"),
     "codec": ("fp8kit.codec",),
     "files": ("fp8kit.checkpoint_format",),
-    "recipe": ("fp8kit.recipe",),
+    "recipe": ("fp8kit.recipe", "fp8kit.quantization"),
     "autocast": ("fp8kit.autocast",),
     "protocol": ("fp8kit.backends", "fp8kit.backends.protocol"),
     "registry": ("fp8kit.backends.registry",),
