@@ -1,6 +1,7 @@
 # Everything runs in the virtual environment .venv, which is made on first use. Nothing is installed again until pyproject.toml changes.
 #   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
 #   make test       ruff, mypy and every test that needs no GPU
+#   make docs       the documents and the API reference as a site                          (site/)
 #   make test-gpu   the tests that need a GPU
 #   make test-gpu2  the tests that need two GPUs
 #   make bench      times of the library, its results checked                              (runs/bench.json)
@@ -16,6 +17,7 @@ comma := ,
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
 DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
+DOCS := $(VENV)/.installed-docs
 
 # XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without LLVM's expensive passes, and
 # without the emitters of fused loops that set up MLIR anew for each
@@ -25,7 +27,7 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 # The tests start a hundred interpreters: bytecode is kept for them, also where the environment says otherwise, as those of containers do.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: a-gpu demo test test-gpu test-gpu2 bench info clean
+.PHONY: a-gpu demo test docs test-gpu test-gpu2 bench info clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -36,6 +38,10 @@ test: $(TEST)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BYTECODE) XLA_FLAGS="$(XLA)" OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+
+# warnings are errors; the variable silences the theme's own notice about another version of mkdocs
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 a-gpu:
 	@$(if $(GPU),true,echo "make $(MAKECMDGOALS): nvidia-smi finds no GPU" && exit 1)
@@ -54,7 +60,7 @@ info: $(DEMO)
 	$(BIN)/python -m fp8kit info
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8kit needs Python 3.11 or newer, this is " + sys.version)'
@@ -66,4 +72,8 @@ $(DEMO): pyproject.toml | $(BIN)/python
 
 $(TEST): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test$(if $(GPU),$(comma)$(GPU))]'
+	@touch $@
+
+$(DOCS): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@

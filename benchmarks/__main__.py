@@ -1,4 +1,4 @@
-"""Every benchmark with its peers, the verdicts on the targets, and README's table.
+"""Every benchmark with its peers, the verdicts on the targets, and the documents' tables.
 
     python -m benchmarks [PART ...] --out DIR [--minutes N]
     python -m benchmarks --table [--update]
@@ -47,9 +47,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--table",
         action="store_true",
-        help=f"print README's table of {table.RESULTS.relative_to(table.ROOT)}",
+        help=f"print the documents' tables of {table.RESULTS.relative_to(table.ROOT)}",
     )
-    parser.add_argument("--update", action="store_true", help="with --table: write it into README.md")
+    parser.add_argument("--update", action="store_true", help="with --table: write them, and their picture")
     options = parser.parse_args(arguments)
     if options.update and not options.table:
         parser.error("argument --update: not allowed without argument --table")
@@ -225,12 +225,12 @@ def ours(row: Row) -> bool:
 
 
 def show_table(update: bool) -> int:
-    """Print the table of the committed results, and write it into README.md where that is asked for."""
-    made = table.committed()
-    print(made, end="")
-    if update:
-        readme = table.ROOT / "README.md"
-        readme.write_text(table.with_table(readme.read_text(), made))
+    """Print the tables of the committed results; with ``update`` write them, and the picture, into the
+    documents."""
+    report = table.committed()
+    print(table.short(report), table.long(report), sep="\n", end="")
+    for path in table.update(report) if update else ():
+        print(path.relative_to(table.ROOT), file=sys.stderr)
     return 0
 
 

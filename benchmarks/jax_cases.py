@@ -1,5 +1,5 @@
-"""A transformer layer inside ``jax.jit``, forward and backward: this library's door for JAX beside plain JAX
-and beside the native door.
+"""A transformer layer inside ``jax.jit``, forward and backward: this library's JAX frontend beside plain JAX
+and beside the native frontend.
 
     python -m benchmarks jax --out DIR
 
@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the native door allocates on the same GPU
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the native layer allocates on the same GPU
 
 import fp8kit_jax as fj
 import jax
@@ -175,7 +175,7 @@ class Jitted:
 
 
 class Native:
-    """The native door's layer with the same parameters."""
+    """The native frontend's layer with the same parameters."""
 
     def __init__(
         self, sizes: Layer, recipe: Recipe, p: dict[str, Any], x: Any, g: Any, device: arrays.Device

@@ -28,7 +28,7 @@ def jax_part(setting: Setting) -> list[Row]:
 PARTS = (
     Part(
         "layer",
-        "a TransformerLayer at four sizes, all doors and peers; the skeleton of the same run",
+        "a TransformerLayer at four sizes, all frontends and peers; the skeleton of the same run",
         partial(layer_part, peak=torch_cases.TorchPeak, **_PEERS),
     ),
     Part("kernels", "each memory-bound kernel beside a copy of the same bytes", kernels_part),

@@ -1,70 +1,174 @@
-"""The Markdown that README shows, made from a run's JSON and from nothing else."""
+"""The tables and the picture that the documents show, made from the committed run's JSON and from nothing
+else."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from benchmarks.targets import CALLABLES, shown
+from benchmarks import targets
+from benchmarks.targets import CALLABLES, COMPILED, CUDNN, EAGER, GRAPH, NATIVE, TORCH
 from fp8kit.bench import report as reports
 from fp8kit.bench.problem import SAME_BITS
 from fp8kit.bench.report import Report, Row
 from fp8kit.errors import Fp8kitError
+from fp8kit.models.plots import figure
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/h200/benchmarks.json"
+PICTURE = ROOT / "docs/img/layers.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
-_CASES = (
-    "torch eager bf16",
-    "torch eager bf16, cuDNN attention",
-    "torch.compile bf16",
+ENGINE = "Transformer Engine FP8 delayed"
+JAX = "fp8kit_jax FP8"  # of the part "jax", which runs the largest layer alone
+# README's rows, and the picture's: case -> what the document calls it
+SHORT = {
+    EAGER: "PyTorch bf16",
+    GRAPH: "PyTorch bf16, CUDA graph",
+    ENGINE: "Transformer Engine FP8",
+    TORCH: "fp8kit_torch FP8",
+    f"{TORCH}, graph": "fp8kit_torch FP8, CUDA graph",
+    NATIVE: "fp8kit.nn FP8",
+    f"{NATIVE}, graph": "fp8kit.nn FP8, CUDA graph",
+    JAX: "fp8kit_jax FP8, jax.jit",
+}
+# all rows, of docs/performance.md
+LONG = (
+    EAGER,
+    CUDNN,
+    COMPILED,
     "fp8kit native bf16",
-    "fp8kit native FP8 delayed",
+    NATIVE,
     "fp8kit native FP8 current",
     "fp8kit native FP8 block",
     SAME_BITS,
     "fp8kit_torch bf16",
-    "fp8kit_torch FP8 delayed",
+    TORCH,
     "fp8kit_torch FP8 current",
-    "torch eager bf16, graph",
-    "fp8kit native FP8 delayed, graph",
-    "fp8kit_torch FP8 delayed, graph",
+    "fp8kit_torch FP8 block",
+    GRAPH,
+    f"{NATIVE}, graph",
+    f"{TORCH}, graph",
     CALLABLES,
-    "Transformer Engine FP8 delayed",
+    ENGINE,
     "torchao FP8 tensorwise, torch.compile",
-    "fp8kit_jax FP8",
+    "plain JAX bfloat16",
+    "fp8kit_jax bfloat16",
+    JAX,
     "skeleton",
 )
+COLOURS = {"PyTorch": "#8c8c8c", "Transformer": "#3c8d5a", "fp8kit": "#3b6ea8"}
+MEMORY = (EAGER, NATIVE, "fp8kit native FP8 current", TORCH, SAME_BITS)  # whose peak is shown
+Figures = dict[str, dict[str, Row]]
 
 
-def table(report: Report) -> str:
-    """Two tables: forward and backward of the layers in ms, and the targets with their verdicts."""
+def figures(report: Report, cases: Iterable[str], key: str = "gpu_ms") -> Figures:
+    """Case -> size -> row of the layers' part, where ``key`` was measured. The part "jax" counts to the
+    largest layer."""
+    largest = next((row["workload"] for row in report.rows("layer")), "")
+    rows = [*report.rows("layer"), *({**row, "workload": largest} for row in report.rows("jax"))]
+    found: Figures = {
+        case: {row["workload"]: row for row in rows if row["case"] == case and key in row} for case in cases
+    }
+    return {case: rows for case, rows in found.items() if rows}
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def by_size(report: Report, names: Mapping[str, str], what: str, key: str = "gpu_ms") -> str:
+    """A figure of the layers as a table: a row for each case that has it, under its name; a column for each
+    size. "wrong" stands for a figure of a wrong result."""
+    sizes = list(dict.fromkeys(row["workload"] for row in report.rows("layer")))
+
+    def cell(row: Row | None) -> str:
+        return "" if row is None else f"{row[key]:.2f}" if row["status"] == "ok" else "wrong"
+
+    found = figures(report, names, key)
+    rows = ([names[case], *(cell(rows.get(size)) for size in sizes)] for case, rows in found.items())
+    return _table([what, *(size.replace("layer", "hidden") for size in sizes)], rows)
+
+
+def short(report: Report) -> str:
+    """README's table."""
+    return by_size(report, SHORT, "forward + backward, ms")
+
+
+def long(report: Report) -> str:
+    """The tables of docs/performance.md: times and memory of all contenders, host time, the start of a
+    process, and the targets with their verdicts."""
     about = report.about
-    own, torch = (about["versions"][name] for name in ("fp8kit", "torch"))
-    lines = [f"{about['machine']}, fp8kit {own}, torch {torch}; one run, contenders in turn.", ""]
-    layers: dict[str, dict[str, Row]] = {}
-    for row in report.rows("layer"):
-        layers.setdefault(row["workload"], {})[row["case"]] = row
-    cases = [case for case in _CASES if any("gpu_ms" in rows.get(case, {}) for rows in layers.values())]
-    if cases:
-        lines += [f"| forward + backward, ms | {' | '.join(layers)} |", f"|---|{'---|' * len(layers)}"]
-        lines += [
-            f"| {case} | {' | '.join(_cell(rows.get(case, {})) for rows in layers.values())} |"
-            for case in cases
-        ] + [""]
-    lines += ["| | measured | must | goal | |", "|---|---|---|---|---|"]
-    for row in report.targets:
-        value = shown(row["value"], row["unit"]) if "value" in row else "-"
-        sign = "at least " if row["more"] else ""
-        lines.append(
-            f"| {row['what']} | {value} | {sign}{row['must']:g} | {sign}{row['goal']:g} | {row['verdict']} |"
-        )
-    return "\n".join(lines) + "\n"
+    versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("fp8kit", "torch"))
+    host = [row for row in report.rows("host") if "host_us_median" in row]
+    start = [row for row in report.rows("start") if "seconds" in row]
+    goals = (
+        [
+            row["what"],
+            targets.shown(row["value"], row["unit"]) if "value" in row else "-",
+            *(f"{'at least ' if row['more'] else ''}{row[bound]:g}" for bound in ("must", "goal")),
+            row["verdict"],
+        ]
+        for row in targets.evaluate(report)
+    )
+    tables = [
+        by_size(report, {case: case for case in LONG}, "forward + backward, ms"),
+        by_size(report, {case: case for case in MEMORY}, "peak memory, GiB", "peak_gib"),
+        _table(
+            ["host time of a Linear, 64 tokens, us", "quickest turn", "median turn"],
+            ([row["case"], f"{row['host_us']:.0f}", f"{row['host_us_median']:.0f}"] for row in host),
+        ),
+        _table(
+            ["first step of a process", "seconds"], ([row["case"], f"{row['seconds']:.1f}"] for row in start)
+        ),
+        _table(["target", "measured", "must", "goal", "reached"], goals),
+    ]
+    return "\n".join([f"{about['machine']}, {versions}, one run.\n", *tables])
 
 
-def _cell(row: Row) -> str:
-    if "gpu_ms" not in row:
-        return ""
-    return f"{row['gpu_ms']:.2f}" if row["status"] == "ok" else "wrong"
+DOCUMENTS: dict[Path, Callable[[Report], str]] = {
+    ROOT / "README.md": short,
+    ROOT / "docs/performance.md": long,
+}
+
+
+def bars(report: Report) -> dict[str, dict[str, float]]:
+    """What the picture shows: size -> name of the case -> ms, wrong results left out."""
+    found: dict[str, dict[str, float]] = {}
+    for case, rows in figures(report, SHORT).items():
+        for size, row in rows.items():
+            if row["status"] == "ok":
+                found.setdefault(size, {})[SHORT[case]] = round(row["gpu_ms"], 3)
+    return found
+
+
+def digest(report: Report) -> str:
+    """What the picture file carries, so that a test can tell of which figures it was drawn."""
+    return hashlib.sha256(json.dumps(bars(report), sort_keys=True).encode()).hexdigest()
+
+
+def draw(path: Path, report: Report) -> None:
+    """The layers' times as bars, a panel for each size, as PNG."""
+    shown = bars(report)
+    names = [name for name in SHORT.values() if any(name in found for found in shown.values())]
+    picture = figure(figsize=(11, 0.45 + 0.32 * len(names)))
+    panels = picture.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axes, (size, found) in zip(panels, shown.items(), strict=True):
+        for place, name in enumerate(names):
+            if name in found:
+                colour = COLOURS[next(start for start in COLOURS if name.startswith(start))]
+                axes.barh(place, found[name], color=colour, height=0.7)
+                axes.text(found[name], place, f" {found[name]:.2f}", va="center", fontsize=8)
+        axes.set_xlim(0, 1.25 * max(found.values()))
+        axes.set_title(f"{size.replace('layer', 'hidden')}, ms", fontsize=9)
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    panels[0].set_yticks(range(len(names)), names, fontsize=9)
+    panels[0].invert_yaxis()
+    picture.savefig(path, dpi=110, metadata={"Description": digest(report)})
 
 
 def block(text: str) -> str:
@@ -80,6 +184,14 @@ def with_table(text: str, made: str) -> str:
     return text.replace(f"{BEGIN}{block(text)}{END}", f"{BEGIN}\n{made}{END}")
 
 
-def committed(path: Path = RESULTS) -> str:
-    """The table of the committed results; nothing where there are none yet."""
-    return table(reports.read(path)) if path.exists() else ""
+def committed() -> Report:
+    """The committed run."""
+    return reports.read(RESULTS)
+
+
+def update(report: Report) -> list[Path]:
+    """Write the tables into the documents, and the picture. Returns the files."""
+    for path, made in DOCUMENTS.items():
+        path.write_text(with_table(path.read_text(), made(report)))
+    draw(PICTURE, report)
+    return [*DOCUMENTS, PICTURE]

@@ -19,7 +19,7 @@ EAGER, CUDNN, COMPILED, GRAPH = (
     "torch eager bf16, graph",
 )
 NATIVE, TORCH = "fp8kit native FP8 delayed", "fp8kit_torch FP8 delayed"
-DOORS = (NATIVE, TORCH)
+FRONTENDS = (NATIVE, TORCH)
 SMALL = "the run's sizes are not the full ones"
 
 
@@ -73,7 +73,7 @@ TARGETS = (
         "fp8kit_torch FP8 delayed layer / torch eager bf16", 0.61, 0.56, ratio("layer 4096", (TORCH,), EAGER)
     ),
     Target(
-        "FP8 current scaling, both doors / torch eager bf16",
+        "FP8 current scaling, both frontends / torch eager bf16",
         0.63,
         0.58,
         ratio("layer 4096", ("fp8kit native FP8 current", "fp8kit_torch FP8 current"), EAGER),
@@ -85,10 +85,10 @@ TARGETS = (
         ratio("layer 4096", ("fp8kit native bf16",), COMPILED),
     ),
     Target(
-        "peak memory of the hidden 4096 FP8 layer, both doors / torch eager bf16",
+        "peak memory of the hidden 4096 FP8 layer, both frontends / torch eager bf16",
         1.00,
         0.90,
-        ratio("layer 4096", DOORS, EAGER, "peak_gib"),
+        ratio("layer 4096", FRONTENDS, EAGER, "peak_gib"),
     ),
     Target(
         "host time, native Linear FP8, 64 tokens, 256 to 256",
@@ -107,22 +107,22 @@ TARGETS = (
         part="host",
     ),
     Target(
-        "hidden 2048 layer, eager, both doors / torch eager bf16",
+        "hidden 2048 layer, eager, both frontends / torch eager bf16",
         1.00,
         0.75,
-        ratio("layer 2048", DOORS, EAGER),
+        ratio("layer 2048", FRONTENDS, EAGER),
     ),
     Target(
-        "hidden 1024 layer, eager, both doors / torch eager bf16, cuDNN attention",
+        "hidden 1024 layer, eager, both frontends / torch eager bf16, cuDNN attention",
         1.20,
         0.90,
-        ratio("layer 1024", DOORS, CUDNN),
+        ratio("layer 1024", FRONTENDS, CUDNN),
     ),
     Target(
-        "GPT-2-small layer, eager, both doors / torch eager bf16",
+        "GPT-2-small layer, eager, both frontends / torch eager bf16",
         1.20,
         0.90,
-        ratio("layer 768", DOORS, EAGER),
+        ratio("layer 768", FRONTENDS, EAGER),
     ),
     Target(
         "hidden 1024 layer, native FP8 graph / torch bf16 graph",

@@ -1,5 +1,5 @@
-"""The contenders of the PyTorch benchmarks: one module, the same weights and data, by fp8kit's doors and by
-what stands beside them."""
+"""The contenders of the PyTorch benchmarks: one module, the same weights and data, by fp8kit's frontends and
+by what stands beside them."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def running(
 ) -> Running:
     """A torch module as a contender. ``batch_first``: it takes (batch, sequence, features), whatever the
     problem's layout. ``captured``: the whole step is a CUDA graph."""
-    turned = batch_first and problem.layout == "sbhd"
+    transposed = batch_first and problem.layout == "sbhd"
     x, dy = (put(host, where(problem)) for host in (problem.x, problem.dy))
-    if turned:
+    if transposed:
         x, dy = x.transpose(0, 1).contiguous(), dy.transpose(0, 1).contiguous()
     leaf = x.detach().requires_grad_()
     last: list[Any] = [None]
@@ -105,7 +105,7 @@ def running(
         last[0] = step()
 
     def results() -> Results:
-        restored = (t.transpose(0, 1) if turned else t for t in last[0])
+        restored = (t.transpose(0, 1) if transposed else t for t in last[0])
         y, dx = (t.float().cpu().numpy() for t in restored)
         return y, dx
 
@@ -180,21 +180,21 @@ def reference(problem: Problem) -> Results:
     """(y, dx) of the plain module in float32."""
     module = plain(problem.kind, problem.sizes, weights(problem), torch.float32)
     wide = [put(host, where(problem)).float() for host in (problem.x, problem.dy)]
-    turned = problem.layout == "sbhd"
-    x, dy = (t.transpose(0, 1).contiguous() if turned else t for t in wide)
+    transposed = problem.layout == "sbhd"
+    x, dy = (t.transpose(0, 1).contiguous() if transposed else t for t in wide)
     leaf = x.requires_grad_()
     y = module(leaf)
     y.backward(dy)
     assert leaf.grad is not None
     return problem.branches(
-        *((t.transpose(0, 1) if turned else t).cpu().numpy() for t in (y.detach(), leaf.grad))
+        *((t.transpose(0, 1) if transposed else t).cpu().numpy() for t in (y.detach(), leaf.grad))
     )
 
 
 # --- fp8kit -------------------------------------------------------------------------------------------------
 
 
-def door(
+def frontend(
     library: Any,
     problem: Problem,
     scope: Scope,
@@ -225,7 +225,7 @@ def fp8kit_torch(problem: Problem, recipe: Recipe | None, graph: str = "") -> Ru
             module, (x.requires_grad_(),), enabled=recipe is not None, recipe=recipe
         )
 
-    return door(
+    return frontend(
         ft,
         problem,
         nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe),
@@ -257,11 +257,11 @@ def transformer_engine(problem: Problem, recipe: str) -> Running:
     _want("transformer_engine")
     te = importlib.import_module("transformer_engine.pytorch")
     if not recipe:
-        return door(te, problem, nullcontext)
+        return frontend(te, problem, nullcontext)
     made = getattr(importlib.import_module("transformer_engine.common.recipe"), recipe)()
     if hasattr(te, "autocast"):
-        return door(te, problem, lambda: te.autocast(enabled=True, recipe=made))
-    return door(te, problem, lambda: te.fp8_autocast(enabled=True, fp8_recipe=made))
+        return frontend(te, problem, lambda: te.autocast(enabled=True, recipe=made))
+    return frontend(te, problem, lambda: te.fp8_autocast(enabled=True, fp8_recipe=made))
 
 
 def torchao(problem: Problem) -> Running:
@@ -320,7 +320,7 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
 
 
 def breakeven(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
-    """The break-even grid's: plain torch and FP8 through both doors, eager and captured."""
+    """The break-even grid's: plain torch and FP8 through both frontends, eager and captured."""
     free()
     fp8 = RECIPES["FP8 delayed"]
 

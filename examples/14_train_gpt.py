@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fp8kit as fk
 from fp8kit.backends.dispatch import default_device
-from fp8kit.commands import given, positive
+from fp8kit.commands import positional, positive
 from fp8kit.models import text
 from fp8kit.models.gpt import GPT, generate
 from fp8kit.models.presets import preset
@@ -50,4 +50,4 @@ def main(steps: int = 200) -> None:
 
 
 if __name__ == "__main__":
-    main(*given(__doc__, steps=positive))
+    main(*positional(__doc__, steps=positive))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8kit.backends.dispatch import default_device
-from fp8kit.commands import given, positive
+from fp8kit.commands import positional, positive
 
 DEVICE = default_device().kind
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -108,4 +108,4 @@ def main(size: int = 64, length: int = 32) -> None:
 
 
 if __name__ == "__main__":
-    main(*given(__doc__, size=positive, length=positive))
+    main(*positional(__doc__, size=positive, length=positive))

@@ -16,7 +16,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fp8kit.backends.dispatch import default_device
-from fp8kit.commands import given, positive
+from fp8kit.commands import positional, positive
 
 TEXT = b"the quick brown fox jumps over the lazy dog; " * 40
 LENGTH = 32
@@ -74,4 +74,4 @@ def main(steps: int = 30) -> None:
 
 
 if __name__ == "__main__":
-    main(*given(__doc__, steps=positive))
+    main(*positional(__doc__, steps=positive))

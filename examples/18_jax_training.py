@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fp8kit.commands import given, positive
+from fp8kit.commands import positional, positive
 from fp8kit.models import text
 from fp8kit.recipe import DelayedScaling
 
@@ -102,4 +102,4 @@ def main(steps: int = 120) -> None:
 
 
 if __name__ == "__main__":
-    main(*given(__doc__, steps=positive))
+    main(*positional(__doc__, steps=positive))

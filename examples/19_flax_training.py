@@ -18,7 +18,7 @@ import optax
 from flax import linen as nn
 from fp8kit_jax.flax import LayerNorm, TransformerLayer
 
-from fp8kit.commands import given, positive
+from fp8kit.commands import positional, positive
 from fp8kit.models import text
 from fp8kit.recipe import DelayedScaling
 
@@ -88,4 +88,4 @@ def main(steps: int = 120) -> None:
 
 
 if __name__ == "__main__":
-    main(*given(__doc__, steps=positive))
+    main(*positional(__doc__, steps=positive))

@@ -14,7 +14,7 @@ import numpy as np
 import fp8kit as fk
 from fp8kit import codec, lab
 from fp8kit.backends.dispatch import default_device
-from fp8kit.commands import given, positive
+from fp8kit.commands import positional, positive
 from fp8kit.models import plots, text
 from fp8kit.models.presets import preset
 from fp8kit.models.train import fp8_recipe, train
@@ -108,4 +108,4 @@ def main(steps: int = 30, out: str = "runs/kernel_lab") -> None:
 
 
 if __name__ == "__main__":
-    main(*given(__doc__, steps=positive, out=str))
+    main(*positional(__doc__, steps=positive, out=str))

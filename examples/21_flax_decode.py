@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from fp8kit_jax.flax import LayerNorm, TransformerLayer
 
-from fp8kit.commands import given, positive
+from fp8kit.commands import positional, positive
 from fp8kit.recipe import Float8BlockScaling
 
 
@@ -84,4 +84,4 @@ def main(count: int = 32) -> None:
 
 
 if __name__ == "__main__":
-    main(*given(__doc__, count=positive))
+    main(*positional(__doc__, count=positive))

@@ -1,14 +1,14 @@
 """``fp8kit info --attention``: who computes an attention of given shape and rules on each device, and why the
 others do not.
 
-The question is a line of ``key=value`` words; ``KEYS`` has them all, with their defaults. What does not fit
+The question is a line of ``key=value`` pairs; ``KEYS`` has them all, with their defaults. What does not fit
 together is refused by the operation itself, so that the answer is about what would really run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,20 +26,11 @@ _OP = "fp8kit info --attention"
 
 
 class Key(NamedTuple):
-    """A word of the question: its default as it is written, how it is read, and what it wants."""
+    """A key of the question: its default as it is written, how a value is read, and what a value must be."""
 
     default: str
     read: Callable[[str], Any]
     wanted: str
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def read(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(value)
-        return value
-
-    return read
 
 
 def _size(value: str) -> int:
@@ -62,14 +53,17 @@ def _dropout(value: str) -> float:
     return p
 
 
-def _names(allowed: tuple[str, ...]) -> str:
-    return f"one of {', '.join(allowed)}"
+def _one_of(names: Iterable[str]) -> str:
+    return f"one of {', '.join(names)}"
+
+
+def _choice(default: str, values: Iterable[str] | Mapping[str, Any]) -> Key:
+    """A key whose value is one of some strings, or what a mapping has for it."""
+    read = values if isinstance(values, Mapping) else {name: name for name in values}
+    return Key(default, read.__getitem__, _one_of(read))
 
 
 _SIZE = "a positive number below 2^31"
-_KINDS = tuple(kind.name for kind in formats.HIGH_PRECISION)
-_BIAS = {"none": "no_bias"} | {name: name for name in BIASES}
-_CORNER = {"default": None, "true": True, "false": False}
 
 # no default: the same as another key, _SAME says which
 KEYS: dict[str, Key] = {
@@ -80,14 +74,14 @@ KEYS: dict[str, Key] = {
     "sequence": Key("2048", _size, _SIZE),
     "sequence_kv": Key("", _size, _SIZE),
     "batch": Key("4", _size, _SIZE),
-    "dtype": Key("bfloat16", _one_of(*_KINDS), _names(_KINDS)),
-    "mask": Key("causal", _one_of(*MASKS), _names(MASKS)),
+    "dtype": _choice("bfloat16", [kind.name for kind in formats.HIGH_PRECISION]),
+    "mask": _choice("causal", MASKS),
     "window": Key("none", _window, "left,right, each -1 (unbounded) or more, or none"),
-    "bottom_right": Key("default", lambda value: _CORNER[value], _names(tuple(_CORNER))),
-    "bias": Key("none", lambda value: _BIAS[value], _names(tuple(_BIAS))),
-    "softmax": Key("vanilla", _one_of(*SOFTMAX_TYPES), _names(SOFTMAX_TYPES)),
+    "bottom_right": _choice("default", {"default": None, "true": True, "false": False}),
+    "bias": _choice("none", {"none": "no_bias"} | {name: name for name in BIASES}),
+    "softmax": _choice("vanilla", SOFTMAX_TYPES),
     "dropout": Key("0", _dropout, "a probability in [0, 1)"),
-    "layout": Key("sbhd", _one_of(*FORMATS), _names(FORMATS)),
+    "layout": _choice("sbhd", FORMATS),
 }
 _FIELDS = {
     "num_gqa_groups": "groups",
@@ -103,41 +97,41 @@ _SAME = {"groups": "heads", "head_dim_v": "head_dim", "sequence_kv": "sequence"}
 @dataclass(frozen=True)
 class Question:
     """An attention to ask about: ``spec``, ``dtype``, shapes of ``q``, ``k`` and ``v`` as the kernels see
-    them, and the ``words`` that mean it, every key named."""
+    them, and ``text``, the question with every key."""
 
     spec: AttentionSpec
     dtype: DType
     q: Shape
     k: Shape
     v: Shape
-    words: str
+    text: str
 
 
 def question(text: str = "") -> Question:
-    """Read a question. ArgumentError for a word that is no ``key=value``, an unknown or repeated key, or a
+    """Read a question. ArgumentError for a part that is no ``key=value``, an unknown or repeated key, or a
     value that is none; ShapeError for values that do not fit together, as the operation refuses them."""
-    given: dict[str, str] = {}
-    for word in text.split():
-        name, equals, value = word.partition("=")
+    asked: dict[str, str] = {}
+    for part in text.split():
+        name, equals, value = part.partition("=")
         if not equals:
-            raise ArgumentError(_OP, repr(word), "no =", "key=value, such as heads=32")
+            raise ArgumentError(_OP, repr(part), "no =", "key=value, such as heads=32")
         if name not in KEYS:
-            raise ArgumentError(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS)) + meant(name, KEYS))
-        if name in given:
+            raise ArgumentError(_OP, repr(part), f"the key {name!r}", _one_of(KEYS) + meant(name, KEYS))
+        if name in asked:
             raise ArgumentError(_OP, name, "two values", "one")
-        given[name] = value
-    said = {name: given.get(name, key.default) for name, key in KEYS.items()}
-    said |= {name: said[other] for name, other in _SAME.items() if name not in given}
+        asked[name] = value
+    values = {name: key.default for name, key in KEYS.items()} | asked
+    values |= {name: values[other] for name, other in _SAME.items() if name not in asked}
     found: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in values.items():
         try:
             found[name] = KEYS[name].read(value)
         except (ValueError, KeyError):
             raise ArgumentError(_OP, name, repr(value), KEYS[name].wanted) from None
-    return _checked(found, " ".join(f"{name}={value}" for name, value in said.items()))
+    return _checked(found, " ".join(f"{name}={value}" for name, value in values.items()))
 
 
-def _checked(of: dict[str, Any], words: str) -> Question:
+def _checked(of: dict[str, Any], text: str) -> Question:
     """The question of these values, seen by the operation: ShapeError where they do not fit."""
     spec = AttentionSpec(
         num_heads=of["heads"],
@@ -182,17 +176,12 @@ def _checked(of: dict[str, Any], words: str) -> Question:
     try:
         attention.infer(spec, metas, frozenset())
     except ShapeError as error:
-        raise _said(error) from None
+        argument, wanted = str(error.argument), str(error.wanted)
+        for field, key in _FIELDS.items():
+            argument, wanted = argument.replace(field, key), wanted.replace(field, key)
+        raise ShapeError(_OP, argument, error.got, wanted) from None
     dense = parts("bshd" if spec.packed else spec.qkv_format)
-    return Question(spec, kind, dense["q"], dense["k"], dense["v"], words)
-
-
-def _said(error: ShapeError) -> ShapeError:
-    """The operation's refusal in the question's own words."""
-    text = str(error).removeprefix("attention: ")
-    for field, key in _FIELDS.items():
-        text = text.replace(field, key)
-    return ShapeError(f"{_OP}: {text}")
+    return Question(spec, kind, dense["q"], dense["k"], dense["v"], text)
 
 
 def sections(about: Question) -> Iterator[tuple[str, list[Row]]]:
@@ -234,15 +223,15 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
             return _implementations(device)
     try:
         if device is None:
-            said = dict(engine.explain(*asked))
+            answer = dict(engine.explain(*asked))
         else:
             with launch.current_device(device.index):
-                said = dict(engine.explain(*asked))
+                answer = dict(engine.explain(*asked))
     except BackendError as error:
         return [("all paths", "missing", _line(str(error)))]
     rows: list[Row] = []
     for direction in engine.DIRECTIONS:
-        first, rest = said[f"{engine.FIRST} {direction}"], said[engine.LAST]
+        first, rest = answer[f"{engine.FIRST} {direction}"], answer[engine.LAST]
         if first == rest:  # nothing speaks against the first path
             taken = engine.FIRST if device is not None else f"{rest}; on one {engine.FIRST} would be asked"
         else:

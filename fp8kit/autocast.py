@@ -1,9 +1,9 @@
 """``autocast``: where FP8 is on, by which recipe, and when forward states are updated. Knows no operation, no
-door and no array.
+frontend and no array.
 
-Doors ask ``current()`` in every layer, and ``touch_forward`` each state whose amaxes they recorded. When the
-outermost active autocast of the thread ends, every touched state is handed back once, grouped by recipe, to
-its class's ``commit_forward``; when it ends by an exception, or an update raises, to ``discard_forward``
+Frontends ask ``current()`` in every layer, and ``touch_forward`` each state whose amaxes they recorded. When
+the outermost active autocast of the thread ends, every touched state is handed back once, grouped by recipe,
+to its class's ``commit_forward``; when it ends by an exception, or an update raises, to ``discard_forward``
 instead, so that a step that never finished leaves no trace in the history.
 
 The stack is ``threading.local``: an autocast never leaks into another thread (torch.compile can read it

@@ -1,22 +1,26 @@
-"""The safetensors format: 8 bytes that say the header's size, the header in JSON, and the arrays' bytes
+"""The safetensors format: 8 bytes that hold the header's size, the header in JSON, and the arrays' bytes
 without gaps.
 
-Written and read array by array, so that a file costs its own size in memory and no more. What a file says of
-itself is believed only after it was checked against the file: sizes are compared before anything is
-allocated. Format: https://huggingface.co/docs/safetensors.
+Arrays are written and read one by one, so that a file costs its own size in memory and no more. What a header
+says is checked against the file before anything is allocated for it. Format:
+https://huggingface.co/docs/safetensors; benchmarks/NOTES.md says why its package is used in tests only.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
+import stat
 from collections.abc import Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from fp8kit import formats
+from fp8kit.arguments import shown
 from fp8kit.errors import CheckpointError
 
 HostArray = np.ndarray[Any, Any]
@@ -43,34 +47,29 @@ CODES = {
     "F8_E8M0": formats.float8_e8m0fnu,
 }
 
-
-class _Entry(NamedTuple):
-    """An array's place: first byte after the header, and the one after its last."""
-
-    dtype: formats.DType
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-class _Bad(Exception):
-    """What is wrong with a file."""
+# A member of the header's JSON object: a name, and the metadata's strings or an array's description. Of 64
+# dimensions, NumPy's most, that has 1,500 characters; one of more than 4,000 is not parsed.
+_MEMBER = re.compile(
+    r"[{,]_(STRING)_:_(\{(?:_STRING_:_STRING_,?+)*+\}|\{[^{}]{0,4000}\})_".replace(
+        "STRING", r'"(?:[^"\\]++|\\.)*+"'
+    ).replace("_", r"[ \t\n\r]*+")
+)
+_parse = json.JSONDecoder(object_pairs_hook=list).decode  # an object as pairs: a name may come twice
 
 
-def write(file: BinaryIO, host: Mapping[str, HostArray], texts: Mapping[str, str]) -> None:
+def write(file: BinaryIO, host: Mapping[str, HostArray], metadata: Mapping[str, str]) -> None:
     """Write C-contiguous arrays and metadata. The header is padded to 8 bytes and wide elements come first,
-    so that each is aligned. (The safetensors library's own ``save_file`` leaves files of unknown names behind
-    when it is killed.)"""
+    so that each array is aligned. Equal states make equal files."""
     order = sorted(host, key=lambda name: (-host[name].dtype.itemsize, name))
     codes = {kind.numpy: code for code, kind in CODES.items()}
-    header: dict[str, Any] = {METADATA: dict(texts)} if texts else {}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name in order:
         start, end = end, end + host[name].nbytes
         header[name] = {
             "dtype": codes[host[name].dtype],
-            "shape": list(host[name].shape),
-            "data_offsets": [start, end],
+            "shape": host[name].shape,
+            "data_offsets": (start, end),
         }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -79,97 +78,89 @@ def write(file: BinaryIO, host: Mapping[str, HostArray], texts: Mapping[str, str
         file.write(host[name].reshape(-1).view(np.uint8).data)
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
+def read(path: str) -> tuple[dict[str, HostArray], dict[str, str]]:
     """The arrays and the metadata of a file. CheckpointError that says what is wrong: it cannot be read, is
     truncated or foreign, or has a dtype that is not known here."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            entries, metadata, first = _header(file)
-            return {name: _array(file, name, entry, first) for name, entry in entries.items()}, metadata
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+            raise OSError(errno.EINVAL, "not a regular file")
+        with open(path, "rb") as file:
+            return read_from(file)
     except OSError as error:
+        raise CheckpointError("load", "path", path, f"a readable file ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            "load", "path", os.fspath(path), f"a readable file ({error.strerror})"
-        ) from error
-    except _Bad as bad:
-        raise CheckpointError(
-            f"load: path: {os.fspath(path)} is not a whole safetensors file: truncated or foreign ({bad})"
+            f"load: path: {path} is not a whole safetensors file: truncated or foreign ({error})"
         ) from None
     except CheckpointError as error:
-        raise CheckpointError(f"{os.fspath(path)}: {error}") from None
+        raise CheckpointError(f"{path}: {error}") from None
 
 
-def _header(file: Any) -> tuple[dict[str, _Entry], dict[str, str], int]:
-    """The arrays' places in the order of the file, the metadata, and where the header ends."""
-    whole = os.fstat(file.fileno()).st_size
+def read_from(file: BinaryIO) -> tuple[dict[str, HostArray], dict[str, str]]:
+    """As ``read``, of an open file; ValueError says what is wrong with it."""
+    whole = file.seek(0, os.SEEK_END)
+    file.seek(0)
     if whole < 8:
-        raise _Bad(f"{whole} bytes are too few")
-    size = int.from_bytes(_bytes(file, 8), "little")
+        raise ValueError(f"{whole} bytes are too few")
+    size = int.from_bytes(file.read(8), "little")
     if size > min(_LONGEST_HEADER, whole - 8):
-        raise _Bad(f"a header of {size} bytes in a file of {whole}")
-    try:
-        header = json.loads(_bytes(file, size).decode(), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise _Bad(f"no JSON in the header: {error}") from None
-    if not isinstance(header, dict):
-        raise _Bad("the header is no JSON object")
+        raise ValueError(f"a header of {size} bytes in a file of {whole}")
+    header = _header(file.read(size).decode())
     metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise _Bad("metadata that are no strings")
-    entries = {name: _entry(name, said) for name, said in header.items()}
-    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
-    end = 0
-    for name, entry in entries.items():
-        if entry.start != end:
-            raise _Bad(f"{name!r} starts at byte {entry.start} after the header, expected {end}")
-        end = entry.end
+    order, end = sorted(header, key=lambda name: header[name][2]), 0
+    for name in order:
+        start, after = header[name][2]
+        if start != end:
+            raise ValueError(f"{shown(name)} starts at byte {start} after the header, expected {end}")
+        end = after
     if 8 + size + end != whole:
-        raise _Bad(f"the header and its arrays have {8 + size + end} bytes, the file {whole}")
-    return entries, metadata, 8 + size
+        raise ValueError(f"the header and its arrays have {8 + size + end} bytes, the file {whole}")
+    return {name: _array(file, name, *header[name][:2]) for name in order}, metadata
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name that comes twice")
-    return found
+def _header(text: str) -> dict[str, Any]:
+    """The metadata, and dtype, shape and place of each array. Every member is checked before the next is
+    parsed, so that absurd ones cost neither time nor memory."""
+    header: dict[str, Any] = {}
+    at = 0
+    while (member := _MEMBER.match(text, at)) and text.startswith("," if at else "{", at):
+        name, pairs = _parse(member[1]), _parse(member[2])
+        value = dict(pairs)
+        if name in header or len(value) < len(pairs):
+            raise ValueError(f"a name that comes twice: {shown(name)}, or one in it")
+        if name == METADATA and not all(isinstance(entry, str) for entry in value.values()):
+            raise ValueError("metadata that are no strings")
+        header[name] = value if name == METADATA else _entry(name, value)
+        at = member.end()
+    if text[at:].rstrip() != ("}" if at else "{}"):
+        raise ValueError(f"the header is no JSON object of arrays from {shown(text[at : at + 60])} on")
+    return header
 
 
-def _entry(name: str, said: Any) -> _Entry:
-    """What the header says of an array, checked."""
-    if not isinstance(said, dict) or set(said) != {"dtype", "shape", "data_offsets"}:
-        raise _Bad(f"{name!r} is not described by dtype, shape and data_offsets")
-    code, shape, places = said["dtype"], said["shape"], said["data_offsets"]
-    for numbers in (shape, places):
+def _entry(name: str, value: dict[str, Any]) -> tuple[formats.DType, tuple[int, ...], tuple[int, int]]:
+    """What the header says of an array, checked: dtype, shape, first byte after the header and the one after
+    its last."""
+    if value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{shown(name)} is not described by dtype, shape and data_offsets")
+    shape, place = value["shape"], value["data_offsets"]
+    for numbers in (shape, place):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-            raise _Bad(f"{name!r} has shape {shape!r} at bytes {places!r}")
-    if not isinstance(code, str) or code not in CODES:
-        raise CheckpointError("load", name, f"dtype {code}", f"one of {', '.join(CODES)}")
-    dtype = CODES[code]
-    if len(places) != 2 or places[1] - places[0] != math.prod(shape) * dtype.itemsize:
-        raise _Bad(f"{name!r}, {dtype.name} {tuple(shape)}, lies at bytes {places}")
-    return _Entry(dtype, tuple(shape), *places)
+            raise ValueError(f"{shown(name)} has shape {shown(shape)} at bytes {shown(place)}")
+    dtype = CODES.get(str(value["dtype"]))
+    if dtype is None:
+        raise CheckpointError("load", name, f"dtype {value['dtype']}", f"one of {', '.join(CODES)}")
+    if len(place) != 2 or place[1] - place[0] != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{shown(name)}, {dtype.name} {shown(tuple(shape))}, lies at bytes {shown(place)}")
+    return dtype, tuple(shape), (place[0], place[1])
 
 
-def _array(file: Any, name: str, entry: _Entry, first: int) -> HostArray:
-    file.seek(first + entry.start)
-    content = np.empty(entry.end - entry.start, np.uint8)
-    _fill(file, content.data)
+def _array(file: Any, name: str, dtype: formats.DType, shape: tuple[int, ...]) -> HostArray:
+    """The next array of a file."""
     try:
-        return content.view(entry.dtype.numpy).reshape(entry.shape)
+        array = np.empty(shape, dtype.numpy)
     except ValueError as error:  # more dimensions, or longer ones, than NumPy has
-        raise _Bad(f"{name!r} has shape {entry.shape}: {error}") from None
-
-
-def _bytes(file: Any, size: int) -> bytearray:
-    content = bytearray(size)
-    _fill(file, memoryview(content))
-    return content
-
-
-def _fill(file: Any, to: memoryview) -> None:
-    """Read on until it is full: the file may have been cut since its size was asked."""
-    while to:
-        count = file.readinto(to)
-        if not count:
-            raise _Bad(f"it ends {len(to)} bytes early")
-        to = to[count:]
+        raise ValueError(f"{shown(name)} has shape {shown(shape)}: {error}") from None
+    missing = array.nbytes - file.readinto(array.reshape(-1).view(np.uint8).data)
+    if missing:  # the file was cut since its size was asked
+        raise ValueError(f"{shown(name)} ends {missing} bytes early")
+    return array

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     or 141 when nobody reads the output any more. What argparse refuses exits with 2.
     """
     options = _parser().parse_args(arguments)
-    options.words = sys.argv[1:] if arguments is None else list(arguments)
+    options.command_line = sys.argv[1:] if arguments is None else list(arguments)
     try:
         status = int(options.run(options))
         sys.stdout.flush()
@@ -100,13 +100,6 @@ def _parser() -> argparse.ArgumentParser:
         f"{', '.join(size.name for size in PRESETS.values() if not size.judged)}.",
     )
     demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
-    demo.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="DIR",
-        help="folder of the results (%(default)s)",
-    )
     demo.set_defaults(run=_demo)
 
     train = command(
@@ -122,13 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)",
     )
     train.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/train"),
-        metavar="DIR",
-        help="folder of the results (%(default)s)",
-    )
-    train.add_argument(
         "--save-every",
         type=positive,
         default=100,
@@ -142,7 +128,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
-    for trains in (demo, train):
+    for name, trains in (("demo", demo), ("train", train)):
+        trains.add_argument(
+            "--out",
+            type=Path,
+            default=Path("runs", name),
+            metavar="DIR",
+            help="folder of the results (%(default)s)",
+        )
         trains.add_argument("--steps", type=positive, metavar="N", help="optimiser steps (the preset's)")
         trains.add_argument(
             "--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)"
@@ -197,7 +190,7 @@ def _train(options: argparse.Namespace) -> int:
         f"{size.layers} layers of {size.hidden}, {size.steps} steps of {size.tokens:,} bytes, "
         f"seed {options.seed}\n{corpus}"
     )
-    # stopped before its first save: the same command, again and again, ends with the run
+    # where it was stopped before its first save: the same command, repeated, ends with the run
     if resume and not keep.exists():
         print(f"fp8kit train: there is no {keep} yet: from the start", file=sys.stderr)
         resume = False
@@ -206,7 +199,7 @@ def _train(options: argparse.Namespace) -> int:
             out, "loss.csv", "model.safetensors", "training.safetensors", *(["scales.csv"] if recipe else [])
         )
     sys.stdout.flush()
-    options.go_on = _continuation(options.words, keep, options.save_every, resume)
+    options.go_on = _continuation(options.command_line, keep, options.save_every, resume)
     run = train(
         size,
         corpus,
@@ -230,7 +223,7 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _continuation(words: Sequence[str], keep: Path, every: int, resumed: bool) -> Callable[[], str]:
+def _continuation(arguments: Sequence[str], keep: Path, every: int, resumed: bool) -> Callable[[], str]:
     """What says how to go on with a training that was stopped: its state is in ``keep`` where that was
     written since now, or before, by the training that this one ``resumed``."""
 
@@ -238,7 +231,7 @@ def _continuation(words: Sequence[str], keep: Path, every: int, resumed: bool) -
         return keep.stat().st_mtime_ns if keep.exists() else None
 
     before = written()
-    command = shlex.join(["fp8kit", *words, *([] if "--resume" in words else ["--resume"])])
+    command = shlex.join(["fp8kit", *arguments, *([] if "--resume" in arguments else ["--resume"])])
 
     def go_on() -> str:
         if resumed or written() != before:
@@ -256,7 +249,7 @@ def _info(options: argparse.Namespace) -> int:
 
     if options.attention is not None:
         about = attention_info.question(" ".join(options.attention))
-        print(f"attention asked about\n  {about.words}")
+        print(f"attention asked about\n  {about.text}")
         _print(attention_info.sections(about))
         return 0
     sections: dict[str, list[tuple[str, str, str]]] = {
@@ -275,7 +268,7 @@ def _info(options: argparse.Namespace) -> int:
         sections = {"environment": found} | sections
     _print(sections.items())
     about = attention_info.question()
-    print(f"attention asked about\n  {about.words}")
+    print(f"attention asked about\n  {about.text}")
     bad = [name for name, status, _ in found if status == "bad"]
     try:
         _print(attention_info.sections(about))
@@ -303,7 +296,7 @@ def _settings() -> list[tuple[str, str, str]]:
         "PLUGIN_MODULES": _want_plugins,
     }
     rows = []
-    for name, (variable, value) in settings.given().items():
+    for name, (variable, value) in settings.assigned().items():
         try:
             readers.get(name, str)()
             rows.append((variable, "", value))

@@ -1,6 +1,6 @@
 """Devices: where arrays live, and who serves them there.
 
-A device is served by a ``DeviceProvider`` that the device's engine registers, so that no other room needs
+A device is served by a ``DeviceProvider`` that the device's engine registers, so that no other module needs
 NumPy's or CuPy's allocator. Everybody else finds these names in ``fp8kit.arrays``.
 """
 
@@ -166,7 +166,7 @@ def available(kind: str) -> bool:
 
 
 def lacking(kind: str) -> str:
-    """That no device of this kind is usable, and what it wants first, as its engine's module ``support``
+    """That no device of this kind is usable, and what is missing first, as its engine's module ``support``
     knows it (``fp8kit info``)."""
     first = ""
     # a plugin's engine may have none

@@ -85,6 +85,10 @@ class BackendError(Fp8kitError, RuntimeError):
 class CheckpointError(Fp8kitError, RuntimeError):
     """A checkpoint cannot be read, or does not fit the model it is loaded into."""
 
+    def __str__(self) -> str:
+        text = super().__str__()  # has names out of a file, which may be of any length
+        return text if len(text) <= 4000 else f"{text[:2000]} ... {text[-1000:]}"
+
 
 class AutogradError(Fp8kitError, RuntimeError):
     """The tape cannot differentiate what it was asked to."""

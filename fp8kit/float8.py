@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,8 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import CannotTake, block_shapes
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.quantization import TILES
 
-# scaling -> size of a tile of a matrix (rows, columns)
-_TILES: dict[str, Callable[[int, int], tuple[int, int]]] = {
-    "tensor": lambda rows, columns: (max(rows, 1), max(columns, 1)),
-    "row": lambda rows, columns: (1, max(columns, 1)),
-    "block_1x128": lambda rows, columns: (1, 128),
-    "block_128x128": lambda rows, columns: (128, 128),
-    "mx_1x32": lambda rows, columns: (1, 32),
-}
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
 _WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
@@ -389,10 +381,10 @@ def _copied(view: ArrayView) -> ArrayView:
 
 def _tiling(scaling: str, shape: Shape, operation: str = "quantize") -> tuple[tuple[int, int], Shape]:
     """Tile size, and the shape of one value a tile."""
-    choice(operation, "scaling", scaling, _TILES, FormatError)
-    tile = _TILES[scaling](*shape)
-    grid = tuple(max(1, -(-n // t)) for n, t in zip(shape, tile, strict=True))
-    return tile, (1,) if scaling == "tensor" else grid
+    choice(operation, "scaling", scaling, TILES, FormatError)
+    rows, columns = (tile or max(whole, 1) for tile, whole in zip(TILES[scaling], shape, strict=True))
+    grid = max(1, -(-shape[0] // rows)), max(1, -(-shape[1] // columns))
+    return (rows, columns), (1,) if scaling == "tensor" else grid
 
 
 def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:

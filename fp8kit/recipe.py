@@ -8,28 +8,23 @@ A recipe decides, for each GEMM of a layer ::
     wgrad  dW = dy^T x
 
 the formats, the scale of each operand (``q = encode(x * scale)``, ``scale_inv = 1 / scale``) and the
-accumulation. Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (formats, per-tensor
-scaling), the DeepSeek-V3 technical report (blocks), and Transformer Engine's documentation (delayed, current
-and block scaling). Recipes are strict: an unknown field, a wrong type or a contradiction is a RecipeError,
-and every field that is accepted has its effect. No environment variable changes a recipe.
+accumulation: ``recipe.quantization`` and, where scales follow from earlier steps, ``recipe.history``, values
+of ``fp8kit.quantization``. Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (formats,
+per-tensor scaling), the DeepSeek-V3 technical report (blocks), and Transformer Engine's documentation
+(delayed, current and block scaling). Recipes are strict: an unknown field, a wrong type or a contradiction is
+a RecipeError, and every field that is accepted has its effect. No environment variable changes a recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from fp8kit import formats
 from fp8kit.errors import RecipeError, meant
-
-HostArray = np.ndarray[Any, Any]
-AmaxCompute = Callable[[HostArray], HostArray]
-ScaleCompute = Callable[[HostArray, HostArray, float, "DelayedScaling"], HostArray]
+from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
 
 _Self = TypeVar("_Self", bound="_Strict")
 
@@ -92,6 +87,10 @@ class _Strict:
                 raise RecipeError(cls.__name__, name, "a value by position and by name", "one value")
         return super().__new__(cls)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what is derived from them."""
+        return {name: getattr(self, name) for name in type(self).__dataclass_fields__}  # type: ignore[attr-defined]
+
     def _refuse(self, field: str, wanted: str) -> RecipeError:
         return RecipeError(type(self).__name__, field, repr(getattr(self, field)), wanted)
 
@@ -107,8 +106,8 @@ class _Strict:
                 }
                 raise self._refuse(name, wanted.get(kind, f"an instance of {kind.__name__}"))
 
-    def _not_yet(self, **only: object) -> None:
-        """Refuse fields that have another value than the only one that is carried out so far."""
+    def _want_defaults(self, **only: object) -> None:
+        """Refuse fields that have another value than the only one that is supported."""
         for name, value in only.items():
             if getattr(self, name) is not value:
                 raise self._refuse(name, f"{value!r}: nothing else is supported yet")
@@ -154,14 +153,30 @@ class QParams(_Strict):
             or not 0 <= epsilon <= formats.float32.max
         ):
             raise self._refuse("amax_epsilon", "a finite float32 >= 0")
-        self._not_yet(random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False)
+        self._want_defaults(
+            random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False
+        )
 
 
 class Recipe(_Strict):
     """Base of the recipes. The predicates are class methods, as in Transformer Engine:
-    ``recipe.delayed()``."""
+    ``recipe.delayed()``. What a recipe does is said by ``quantization`` and ``history``."""
 
     fp8_format: Format
+    fp8_gemm_fprop: MMParams
+    fp8_gemm_dgrad: MMParams
+    fp8_gemm_wgrad: MMParams
+
+    @property
+    def quantization(self) -> Quantization:
+        """How the operands of a layer's GEMMs become FP8. The same object for equal recipes: layers know by
+        it what they have made for it."""
+        raise NotImplementedError
+
+    @property
+    def history(self) -> AmaxHistory | None:
+        """How scales follow from the amaxes of earlier steps; None where no operand's scale does."""
+        return None
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -212,6 +227,13 @@ class Recipe(_Strict):
         """A printable name that fits into a log line."""
         raise NotImplementedError
 
+    def _quantization(self, x: Quantizer, w: Quantizer, g: Quantizer) -> Quantization:
+        """The operands, with the accumulation that the recipe's fields say."""
+        gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        return Quantization.of(
+            x, w, g, *("split" if gemm.use_split_accumulator else "fast" for gemm in gemms)
+        )
+
     def _check_common(self) -> None:
         self._want(Format, "fp8_format")
         if self.fp8_format is Format.E5M2:
@@ -220,7 +242,7 @@ class Recipe(_Strict):
             )
         if self.fp8_format is Format.E2M1:
             raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: E2M1 has 4 bits")
-        self._not_yet(fp8_dpa=False, fp8_mha=False, backward_override=None)
+        self._want_defaults(fp8_dpa=False, fp8_mha=False, backward_override=None)
 
 
 _MOST_MARGIN = 18
@@ -292,25 +314,37 @@ class DelayedScaling(Recipe):
             raise self._refuse("scaling_factor_compute_algo", "None or a callable")
         self._check_common()
 
+    # accumulation of the three GEMMs, no fields here
+    fp8_gemm_fprop = _FAST
+    fp8_gemm_dgrad = fp8_gemm_wgrad = _SPLIT
+
     @cached_property
+    @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object
+    def quantization(self) -> Quantization:
+        """A scale a tensor, from its state."""
+        forward, backward = (
+            Quantizer(fmt, scale_source="delayed") for fmt in (self.forward_format, self.backward_format)
+        )
+        return self._quantization(forward, forward, backward)
+
+    @cached_property
+    def history(self) -> AmaxHistory:
+        """The rule of the scales."""
+        made = AmaxHistory(
+            self.forward_format.max,
+            self.backward_format.max,
+            self.amax_history_len,
+            self.margin,
+            self.amax_compute_algo,
+            self.scaling_factor_compute_algo,
+            self.reduce_amax,
+        )
+        return replace(made, recipe=self) if made.on_host else made
+
+    @property
     def host_update(self) -> bool:
         """Whether a callable makes the update run on the host."""
-        return callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
-
-    @property
-    def fp8_gemm_fprop(self) -> MMParams:
-        """Accumulation of y = x W^T: fast."""
-        return _FAST
-
-    @property
-    def fp8_gemm_dgrad(self) -> MMParams:
-        """Accumulation of dx = dy W: split."""
-        return _SPLIT
-
-    @property
-    def fp8_gemm_wgrad(self) -> MMParams:
-        """Accumulation of dW = dy^T x: split."""
-        return _SPLIT
+        return self.history.on_host
 
     def short_name(self) -> str:
         """For example ``delayed(HYBRID, h1024, max)``."""
@@ -319,8 +353,37 @@ class DelayedScaling(Recipe):
         return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin})"
 
 
+class _ScaledNow(Recipe):
+    """Base of recipes whose scales come from the tensor that is cast, with QParams for each operand."""
+
+    fp8_quant_fwd_inp: QParams
+    fp8_quant_fwd_weight: QParams
+    fp8_quant_bwd_grad: QParams
+
+    def _check_operands(self, power_2: bool, why: str) -> None:
+        """Fill in the QParams that are None. RecipeError where ``power_2`` scales are asked for, by the field
+        ``why``, and not given."""
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, QParams(power_2_scale=power_2))
+            self._want(QParams, name)
+            if power_2 and not getattr(self, name).power_2_scale:
+                raise self._refuse(name, f"power_2_scale=True, because {why}={getattr(self, why)}")
+        self._want(MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+
+    def _scaled_now(self, *granularities: str) -> Quantization:
+        """Operands x, w and g with scales of these granularities."""
+        forward, backward = self.forward_format, self.backward_format
+        params = (self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad)
+        operands = [
+            Quantizer(fmt, granularity, "current", "power_2" if p.power_2_scale else "exact", p.amax_epsilon)
+            for fmt, granularity, p in zip((forward, forward, backward), granularities, params, strict=True)
+        ]
+        return self._quantization(*operands)
+
+
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_ScaledNow):
     """Per-tensor scales from the tensor itself: one pass for its amax, one for the cast ::
 
         amax      = max(max|x|, amax_epsilon)
@@ -353,14 +416,14 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._want(bool, "use_power_2_scales")
-        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, QParams(power_2_scale=self.use_power_2_scales))
-            self._want(QParams, name)
-            if self.use_power_2_scales and not getattr(self, name).power_2_scale:
-                raise self._refuse(name, "power_2_scale=True, because use_power_2_scales=True")
-        self._want(MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+        self._check_operands(self.use_power_2_scales, "use_power_2_scales")
         self._check_common()
+
+    @cached_property
+    @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object
+    def quantization(self) -> Quantization:
+        """A scale a tensor, from the tensor itself."""
+        return self._scaled_now("tensor", "tensor", "tensor")
 
     def short_name(self) -> str:
         """For example ``current(HYBRID, pow2)``."""
@@ -368,7 +431,7 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_ScaledNow):
     """A scale for each block of 128 elements along the contraction, from the block itself (DeepSeek-V3
     technical report, section 3.3.2) ::
 
@@ -413,12 +476,7 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._want(bool, "use_f32_scales")
-        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, QParams(power_2_scale=not self.use_f32_scales))
-            self._want(QParams, name)
-            if not self.use_f32_scales and not getattr(self, name).power_2_scale:
-                raise self._refuse(name, "power_2_scale=True, because use_f32_scales=False")
+        self._check_operands(not self.use_f32_scales, "use_f32_scales")
         dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
         self._want(int, *dims)
         for name in dims:
@@ -430,10 +488,16 @@ class Float8BlockScaling(Recipe):
                 squares[0], f"1 beside {squares[1]}=2: no product takes two operands of dimension 2"
             )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            self._want(MMParams, name)
             if not getattr(self, name).use_split_accumulator:
                 raise self._refuse(name, "MMParams(use_split_accumulator=True)")
         self._check_common()
+
+    @cached_property
+    @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object
+    def quantization(self) -> Quantization:
+        """A scale a block, from the block itself."""
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        return self._scaled_now(*("block_1x128" if dim == 1 else "block_128x128" for dim in dims))
 
     def short_name(self) -> str:
         """For example ``block(E4M3, pow2)``; the dimensions of x, w and grad are named where they are not 1,

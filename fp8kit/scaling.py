@@ -1,10 +1,10 @@
-"""Delayed scaling's state: scales and amax histories of a module, their names, their check, and their update.
-Every door's.
+"""The state of operands whose scales follow from earlier steps: scales and amax histories of a module, their
+names, their check, and their update. Every frontend's.
 
 A ``ScalingState`` holds the n quantised tensors of one module in one direction, in contiguous arrays. Forward
 slots per GEMM are input, weight, output; backward slots are grad_output, grad_input (Transformer Engine's
 order; output and grad_input are reserved). Operations read ``scale`` and accumulate amaxes into row 0 of the
-history; the update of all states of a recipe is one kernel call.
+history; the update of all states by one ``AmaxHistory`` is one kernel call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, RecipeError
 from fp8kit.execution import replay
 from fp8kit.formats import float32
-from fp8kit.recipe import DELAYED_SCALES, DelayedScaling, Recipe
+from fp8kit.quantization import AmaxHistory
+from fp8kit.recipe import DELAYED_SCALES, Recipe
 
 HostArray = np.ndarray[Any, Any]
 FORWARD_SLOTS = 3  # input, weight, output
@@ -203,7 +204,7 @@ class ScalingState:
                 known = True
         if known:
             settle(states)
-        update(recipe, states, recipe.forward_format.max)
+        update(recipe.history, states, forward=True)
 
     @classmethod
     def discard_forward(cls, states: Sequence[ScalingState]) -> None:
@@ -231,24 +232,24 @@ def settle(states: Sequence[ScalingState]) -> None:
 
 
 def update(
-    recipe: Recipe,
+    history: AmaxHistory | None,
     states: Sequence[ScalingState],
-    fp8_max: float,
+    forward: bool,
     stream: Callable[[Device], int] | None = None,
 ) -> None:
-    """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call a device; a
-    recipe's callables run on the host.
+    """Update all ``states``, of forward or of backward operands, by the rule of ``DelayedScaling``: one
+    kernel call a device; callables run on the host. Nothing where a recipe has no history.
 
     ``stream``: gives the stream of a device to work on; None takes its current one.
     """
-    if not isinstance(recipe, DelayedScaling) or not states:
+    if history is None or not states:
         return
-    if recipe.host_update:  # all answers first: a callable that raises leaves every state as it was
-        for state, updated in [(state, _updated_on_host(recipe, state, fp8_max)) for state in states]:
+    fp8_max = history.max_forward if forward else history.max_backward
+    if history.on_host:  # all answers first: a callable that raises leaves every state as it was
+        for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
             for field, array in updated.items():
                 arrays.copy(state.views[field], arrays.as_view(array))
         return
-    most_recent = recipe.amax_compute_algo == "most_recent"
     parts: dict[Device, list[tuple[ArrayView, ...]]] = {}
     for state in states:
         own = tuple(state.views.values())
@@ -258,15 +259,17 @@ def update(
         kernels = dispatch.kernels(device)
         # many cost their look-up more than they save
         recorded = replay.direct(kernels) if len(there) <= _FEW else None
-        given = (kernels, there, fp8_max, recipe.margin, most_recent, on)
+        call = (kernels, there, fp8_max, history.margin, history.most_recent, on)
         if recorded is None:
-            _update_delayed(*given)
+            _update_delayed(*call)
         else:
             places = [
                 (scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there
             ]
             recorded.run(
-                ("update_delayed_", on, fp8_max, recipe.margin, most_recent, *places), _update_delayed, *given
+                ("update_delayed_", on, fp8_max, history.margin, history.most_recent, *places),
+                _update_delayed,
+                *call,
             )
 
 
@@ -283,24 +286,24 @@ def _update_delayed(
     kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), margin, most_recent, stream)
 
 
-def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
+def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
     """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were
     not used."""
     history, scale, scale_inv = (
         state.views[f].numpy().copy() for f in ("amax_history", "scale", "scale_inv")
     )
-    algo, used = recipe.amax_compute_algo, history[0] != 0
+    algo, used = rule.amax_algo, history[0] != 0
     if callable(algo):
-        amax = _answer(recipe, "amax_compute_algo", algo(history.copy()), scale.shape)
+        amax = _answer(rule, "amax_compute_algo", algo(history.copy()), scale.shape)
     else:
-        amax = history[0].copy() if algo == "most_recent" else np.fmax.reduce(history, 0)
-    if recipe.scaling_factor_compute_algo is not None:
-        answer = recipe.scaling_factor_compute_algo(amax.copy(), scale.copy(), fp8_max, recipe)
+        amax = history[0].copy() if rule.most_recent else np.fmax.reduce(history, 0)
+    if rule.scale_algo is not None:
+        answer = rule.scale_algo(amax.copy(), scale.copy(), fp8_max, rule.recipe)
         new = _scales(
-            recipe, _answer(recipe, "scaling_factor_compute_algo", answer, scale.shape), amax, scale, used
+            rule, _answer(rule, "scaling_factor_compute_algo", answer, scale.shape), amax, scale, used
         )
     else:
-        new = default_scale(amax, scale, fp8_max, recipe.margin)
+        new = default_scale(amax, scale, fp8_max, rule.margin)
     scale[used] = new[used]
     scale_inv[used] = np.float32(1) / scale[used]
     rolled = np.roll(history, -1, 0)
@@ -321,7 +324,7 @@ def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int
 
 
 def _scales(
-    recipe: DelayedScaling, answer: HostArray, amax: HostArray, scale: HostArray, used: HostArray
+    rule: AmaxHistory, answer: HostArray, amax: HostArray, scale: HostArray, used: HostArray
 ) -> HostArray:
     """What a callable answered, made scales as ``DelayedScaling`` says. RecipeError for one that no scale can
     be."""
@@ -329,12 +332,13 @@ def _scales(
     wrong = np.flatnonzero(used & np.isfinite(amax) & (amax > 0) & ~fits)
     if wrong.size:
         got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale"
-        raise RecipeError(type(recipe).__name__, "scaling_factor_compute_algo", got, wanted)
+        raise RecipeError(type(rule.recipe).__name__, "scaling_factor_compute_algo", got, wanted)
     return np.where(fits, np.clip(answer, _LEAST, _MOST), scale)
 
 
-def _answer(recipe: DelayedScaling, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
+def _answer(rule: AmaxHistory, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
     array = np.asarray(value, np.float32)
     if array.shape != shape:
-        raise RecipeError(type(recipe).__name__, name, f"a result of shape {array.shape}", f"shape {shape}")
+        got = f"a result of shape {array.shape}"
+        raise RecipeError(type(rule.recipe).__name__, name, got, f"shape {shape}")
     return array

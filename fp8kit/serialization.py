@@ -8,12 +8,17 @@ stands in ``checkpoint_format``.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import glob
+import hashlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -105,17 +110,17 @@ def save(
 
     ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any
     shape and any dtype that safetensors has. ``metadata``: strings kept in the file's header. ``path``: a
-    file, old or new, in a folder that exists. It appears whole or not at all: it is written beside, flushed
-    to the disk and renamed. A symbolic link stays: the file that it names is written. Arrays on the CPU are
-    written from where they are: a step that another thread takes meanwhile leaves some arrays, or parts of
-    one, from before it and some from after; save between steps, or save copies. Raises CheckpointError for
-    arrays and names that the format cannot hold, and for a path to anything else; OSError when the disk
-    refuses.
+    file, old or new, in a folder that exists. It appears whole or not at all, and an old one keeps its mode:
+    it is written beside, flushed to the disk and renamed; what killed saves to ``path`` left there is
+    removed. A symbolic link stays: the file that it names is written. Arrays on the CPU are written from
+    where they are: a step that another thread takes meanwhile leaves some arrays, or parts of one, from
+    before it and some from after; save between steps, or save copies. Raises CheckpointError for arrays and
+    names that the format cannot hold, and for a path to anything else; OSError when the disk refuses.
     """
     target = Path(os.path.realpath(arguments.path("save", path)))
     try:
-        # a device or a pipe would be replaced by a file
-        usable = target.parent.is_dir() and (target.is_file() or not target.exists())
+        # a device or a pipe would be replaced by a file, and so would a link to itself
+        usable = target.parent.is_dir() and (target.is_file() or not os.path.lexists(target))
     except OSError:  # a name that no file can have
         usable = False
     if not usable:
@@ -128,24 +133,60 @@ def save(
         raise CheckpointError(
             "save", "metadata", arguments.shown(metadata), "a mapping of strings to strings"
         )
-    texts = dict(metadata or {})
-    for name, text in texts.items():
+    for name, text in (metadata or {}).items():
         if not all(isinstance(s, str) and _is_text(s) for s in (name, text)):
-            raise CheckpointError("save", f"metadata[{name!r}]", repr(text), "a string")
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_BESIDE}")
+            raise CheckpointError(
+                "save", f"metadata[{arguments.shown(name)}]", arguments.shown(text), "a string"
+            )
     try:
-        with open(beside, "xb") as file:
-            checkpoint_format.write(file, host, texts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    except BaseException as error:
-        beside.unlink(missing_ok=True)
-        # a name of ours, which says nothing to whoever asked
-        if isinstance(error, OSError) and error.filename == str(beside):
-            raise type(error)(error.errno, error.strerror, str(target)) from None
-        raise
-    _flush_folder(target.parent)
+        _replace(target, lambda file: checkpoint_format.write(file, host, metadata or {}))
+    except OSError as error:  # which may name a file of ours, and that says nothing to whoever asked
+        raise OSError(error.errno, error.strerror, str(target)) from None
+
+
+def _replace(target: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Put what ``write`` writes in the place of ``target``, with its mode, at once and on the disk."""
+    sweep(target)
+    with _beside(target) as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(file.name, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name survives a power cut, too
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[BinaryIO]:
+    """A new file in the folder of ``target``, with its mode, and locked, so that ``sweep`` leaves it. Removed
+    where its user fails."""
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    name = target.with_name(f"{_prefix(target)}{secrets.token_hex(4)}{_BESIDE}")
+    with open(name, "xb", opener=partial(os.open, mode=0o666 if mode is None else mode)) as file:
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks; nothing is swept there
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not name.exists():  # swept before it was locked
+                with _beside(target) as another:
+                    yield another
+                return
+            if mode is not None and mode != stat.S_IMODE(name.stat().st_mode):
+                name.chmod(mode)
+            yield file
+        except BaseException:
+            with contextlib.suppress(OSError):
+                name.unlink()
+            raise
+
+
+def _prefix(target: Path) -> str:
+    """What the names of files beside ``target`` begin with. A digest stands for a long name, which leaves no
+    room for more."""
+    name = os.fsencode(target.name)
+    return f".{target.name if len(name) < 200 else hashlib.sha256(name).hexdigest()}."
 
 
 def load(
@@ -177,10 +218,13 @@ def load(
 
 
 def sweep(path: str | os.PathLike[str]) -> None:
-    """Remove what killed saves to ``path`` left beside it. Not while another process saves there."""
+    """Remove what killed saves to ``path`` left beside it, as ``save`` does first. What another process is
+    writing stays: it holds a lock."""
     target = Path(os.path.realpath(arguments.path("sweep", path)))
-    for beside in target.parent.glob(f".{glob.escape(target.name)}.*{_BESIDE}"):
-        beside.unlink(missing_ok=True)
+    for beside in target.parent.glob(f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 8}{_BESIDE}"):
+        with contextlib.suppress(OSError), open(beside, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            beside.unlink()
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
@@ -271,12 +315,3 @@ def _host(name: str, value: Any) -> HostArray:
     if view.dtype not in checkpoint_format.CODES.values():
         raise CheckpointError("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has")
     return np.ascontiguousarray(view.numpy()).reshape(view.shape)
-
-
-def _flush_folder(path: Path) -> None:
-    """Make a folder's entries survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

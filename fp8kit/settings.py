@@ -15,8 +15,8 @@ FP8KIT_DENY_VENDORS          comma-separated vendors that may not be used (none)
 FP8KIT_PER_OP                order for single kernels: ``gemm=impl:cuda.gemm|reference;amax=reference`` (none)
 FP8KIT_PLUGIN_MODULES        comma-separated modules whose ``register(registry)`` is called, besides
                              installed plugins (none)
-FP8KIT_REPLAYS               0: go through every call anew, none is done again from a recording or a
-                             script; to find faults (1)
+FP8KIT_REPLAYS               0: make every call anew, none is replayed from a recording or a script; to
+                             find faults (1)
 FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's
                              logging says)
 ===========================  ================================================================================
@@ -84,8 +84,8 @@ def _flag(name: str, default: str = "0") -> bool:
     return value in ("1", "true")
 
 
-def _names(name: str) -> frozenset[str]:
-    return frozenset(part.strip() for part in _text(name).split(",") if part.strip())
+def _names(name: str) -> dict[str, None]:
+    return dict.fromkeys(part.strip() for part in _text(name).split(",") if part.strip())
 
 
 def cache_dir() -> Path:
@@ -120,7 +120,7 @@ def deterministic() -> bool:
 
 
 def replays() -> bool:
-    """Whether known calls are done again from recordings; read when kernels are chosen."""
+    """Whether known calls are replayed from recordings; read when kernels are chosen."""
     return _flag("FP8KIT_REPLAYS", "1")
 
 
@@ -146,7 +146,7 @@ def strict() -> bool:
     return _flag("FP8KIT_STRICT")
 
 
-def given() -> dict[str, tuple[str, str]]:
+def assigned() -> dict[str, tuple[str, str]]:
     """What is set to something: name without its prefix -> (the variable that speaks, ours or
     TransformerEngine-FL's, its value)."""
     speaks = {name: _source(f"FP8KIT_{name}") for name in _NAMES} | {
@@ -161,12 +161,12 @@ def given() -> dict[str, tuple[str, str]]:
 
 def allow_vendors() -> frozenset[str] | None:
     """Vendors that may be used, or None for all."""
-    return _names("FP8KIT_ALLOW_VENDORS") or None
+    return frozenset(_names("FP8KIT_ALLOW_VENDORS")) or None
 
 
 def deny_vendors() -> frozenset[str]:
     """Vendors that may not be used."""
-    return _names("FP8KIT_DENY_VENDORS") | ({"cuda"} if _flag("TE_FL_SKIP_CUDA") else frozenset())
+    return frozenset([*_names("FP8KIT_DENY_VENDORS"), *(["cuda"] if _flag("TE_FL_SKIP_CUDA") else [])])
 
 
 def per_op(kernels: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -189,9 +189,7 @@ def per_op(kernels: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 def plugin_modules() -> tuple[str, ...]:
     """Modules whose ``register(registry)`` is called, besides those of installed plugins."""
-    return tuple(
-        dict.fromkeys(part.strip() for part in _text("FP8KIT_PLUGIN_MODULES").split(",") if part.strip())
-    )
+    return tuple(_names("FP8KIT_PLUGIN_MODULES"))
 
 
 def log_level() -> str | None:

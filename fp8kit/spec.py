@@ -128,7 +128,7 @@ class Operation:
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
         """Fill the amax outputs of the operands that are known before any product, and nothing else. A
         frontend that reduces amaxes over devices calls this, reduces, and hands the result to a forward whose
-        ``Quant.source`` is "amax"."""
+        operands have the ``scale_source`` "amax"."""
         raise NotImplementedError
 
     def backward(

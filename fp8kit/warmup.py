@@ -16,20 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fp8kit.quantization import Quantization
     from fp8kit.recipe import Recipe
 
 Variant = tuple[str, dict[str, str]]
 
-# source -> its defines in a training; H: the parameters' type, f32: besides it float32, of sums, counts,
-# draws and what a user gives
-_ALWAYS = (
-    ("dropout.cu", ("H",)),
-    ("elementwise.cu", ("H", "f32")),
-    ("convert.cu", ("H", "f32")),
-    ("amax.cu", ("H",)),
-)
-_MODEL = (("embedding.cu", ("H",)), ("cross_entropy.cu", ("H",)), ("optim.cu", ("H", "f32")))
-_FORMATS = ("e4m3", "e5m2")
+# kernels of the contract that a training calls, one at least of each source; besides the parameters' type,
+# some take float32 too: of sums, counts, draws and what a user gives
+_OWN_TYPE = ("act_fwd", "dropout_add", "amax", "scale_from_amax", "embedding_fwd", "cross_entropy_fwd")
+_FLOAT32_TOO = ("copy", "add", "adamw_")
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,6 @@ def warmup(
     from fp8kit.backends import dispatch
     from fp8kit.backends.activation import ACTIVATIONS
     from fp8kit.errors import FormatError, RecipeError, ShapeError
-    from fp8kit.ops.quant import fp8_from_recipe
     from fp8kit.recipe import DelayedScaling
     from fp8kit.recipe import Recipe as AnyRecipe
 
@@ -115,13 +109,13 @@ def warmup(
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):
         raise RecipeError("warmup", "recipe", repr(recipe), "a Recipe or None")
-    blocks, tell = fp8_from_recipe(rule).blocks, say or (lambda line: None)
+    tell = say or (lambda line: None)
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
 
         want_architecture("warmup", "arch", arch, to_run=True)
         return _compiled(
-            variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter(), tell
+            variants(hidden, kind.name, activation, rule.quantization), arch, count, time.perf_counter(), tell
         )
     where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
     inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
@@ -133,7 +127,7 @@ def warmup(
 
         arrays.empty((1,), formats.uint8, where)  # says what is missing
         wanted, own_arch = (
-            variants(hidden, kind.name, activation, blocks),
+            variants(hidden, kind.name, activation, rule.quantization),
             kernel_compiler.arch_of(launch.capability(where.index)),
         )
         done = _compiled(wanted, own_arch, count, begin, tell)
@@ -171,30 +165,37 @@ def warmup(
     return Warmup(done.compiled, done.found, done.compile_seconds, time.perf_counter() - begin)
 
 
-def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Variant]:
-    """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a
-    block scaling recipe."""
+def variants(hidden: int, dtype: str, activation: str, quantization: Quantization) -> list[Variant]:
+    """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters,
+    ``quantization`` of the recipe."""
     from fp8kit import formats
     from fp8kit.backends.cuda import norm
     from fp8kit.backends.cuda.launch import TYPE_NAMES
+    from fp8kit.ops.products import product_class
     from fp8kit.raw_kernels import manifest
 
-    own = TYPE_NAMES[dtype]
-    found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
-    known = [dict(defines) for defines in manifest.source("activation.cu").variants]
-    found += [
-        ("activation.cu", defines)
-        for defines in known
-        if (defines["ACT"], defines["T"]) == (activation, own)
-        and not (blocks and defines["TILES"] != "mixed")
+    own, product = TYPE_NAMES[dtype], product_class(quantization)
+    types: dict[str, tuple[str, ...]]
+    types = dict.fromkeys((*_OWN_TYPE, product.kernels[0]), (own,))
+    types |= dict.fromkeys(_FLOAT32_TOO, (own, "f32"))
+
+    def fits(kernel: str, defines: dict[str, str]) -> bool:
+        if not product.fuses_cast and defines.get("TILES", "mixed") != "mixed":
+            return False
+        return defines.get("T", own) in types[kernel] and defines.get("ACT", activation) == activation
+
+    found: list[Variant] = [
+        (source, dict(defines))
+        for kernel in types
+        for source in manifest.uses(kernel)
+        for defines in manifest.source(source).variants
+        if fits(kernel, dict(defines))
     ]
     found += [
         (source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype))
     ]
-    for source, types in (*_ALWAYS, *_MODEL):
-        found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
-    found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]
-    return found + ([("attention.cu", {"T": own})] if dtype == "float32" else [])  # cuDNN takes the others
+    found += [("attention.cu", {"T": own})] if dtype == "float32" else []  # cuDNN takes the others
+    return [variant for i, variant in enumerate(found) if variant not in found[:i]]
 
 
 def _compiled(

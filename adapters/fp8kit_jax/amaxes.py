@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fp8kit.formats import float32
 from fp8kit.ops.product import ProductSpec
+from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta
 from fp8kit_jax.division import divide
 
@@ -18,8 +19,7 @@ AMAX = Meta((1,), float32)
 def with_amaxes(product: ProductSpec) -> ProductSpec:
     """The product with its amaxes as inputs."""
     assert product.fp8 is not None
-    operands = {name: replace(getattr(product.fp8, name), source="amax") for name in ("x", "w", "g")}
-    return replace(product, fp8=replace(product.fp8, **operands))
+    return replace(product, fp8=product.fp8.map(Quantizer.with_amax))
 
 
 def amax_of(x: Any) -> Any:

@@ -154,21 +154,23 @@ def _aligned(whole: Program, part: Program, kinds: Sequence[str]) -> bool:
     fp8 = next((p.fp8 for p in own if p.fp8 is not None), None)
     if fp8 is None:
         return True
-    grain = 128 if fp8.blocks else 16
+    tile = fp8.x.tile
+    if kinds and tile[0] and not tile[1]:  # a scale of a whole row, in the transposed operand of a column
+        return False
+    grain = tile[1] or 16
     rows = math.prod(dict(part.metas)["x"].shape[:-1])
-    high = any(quant.tile is not None and quant.tile[0] > 1 for quant in (fp8.x, fp8.g))
-    if "rows" in kinds and (rows % grain or high):
+    if "rows" in kinds and (rows % grain or max(tile[0], fp8.g.tile[0]) > 1):
         return False
     for before, after in zip(products(whole.spec), own, strict=True):
         if before.in_features != after.in_features and after.in_features % grain:
             return False
         if before.out_features != after.out_features:
-            squares = fp8.blocks and fp8.w.tile is not None and fp8.w.tile[0] > 1
-            if after.out_features % (512 if squares else grain):  # squares keep their scales in fours
+            # squares keep their scales in fours
+            if after.out_features % (512 if fp8.w.tile[0] > 1 else grain):
                 return False
             views = dict(whole.views)
             if (
-                fp8.blocks
+                tile[1]
                 and sum(n > 1 for n in views.get(f"{before.prefix}weight0", ())) > 2
                 and f"{before.prefix}w_qt_inv" not in views
             ):

@@ -17,20 +17,12 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.ops import casts
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
+from fp8kit.quantization import TILES
 from fp8kit_jax import manual, primitive
 from fp8kit_jax.amaxes import amax_of, scale_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
-
-# scaling -> (rows, columns) of a tile, 0: all
-TILES = {
-    "tensor": (0, 0),
-    "row": (1, 0),
-    "block_1x128": (1, 128),
-    "block_128x128": (128, 128),
-    "mx_1x32": (1, 32),
-}
 
 
 @jax.tree_util.register_dataclass

@@ -19,11 +19,12 @@ from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import ALIGN, pad
+from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array, as_number, want_alike
-from fp8kit_jax.quantizers import QuantizerSet, fp8_of, scaling_of, settle
+from fp8kit_jax.quantizers import QuantizerSet, fp8_of, settle
 from fp8kit_jax.rules import apply
+from fp8kit_jax.scopes import history_of
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 Dims = tuple[Sequence[int], Sequence[int]]
@@ -78,7 +79,7 @@ def dense(
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
     flat |= {"residual": (*matrix.shape[:-1], product.out_features)}
     y = apply(
-        linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views
+        linear, LinearSpec(product), inputs, found.slots(""), history_of(found.recipe), flat=flat, views=views
     )["y"].reshape(shape)
     return (y, jax.lax.stop_gradient(inputs["bias0"])) if later else y
 
@@ -135,7 +136,7 @@ def layernorm_dense(
         "bias0": _shaped(op, "bias", bias, features),
     }
     flat, views = _flattened(product, features, (*x.shape[:-1], *features))
-    out = apply(norm_linear, spec, inputs, found.slots(""), scaling_of(found), flat=flat, views=views)
+    out = apply(norm_linear, spec, inputs, found.slots(""), history_of(found.recipe), flat=flat, views=views)
     y = out["y"].reshape(*x.shape[:-1], *features)
     return (y, *(out[name] for name in beside)) if beside else y
 
@@ -227,7 +228,7 @@ def layernorm_mlp(
         spec,
         inputs,
         first.slots("fc1_") | second.slots("fc2_"),
-        scaling_of(first),
+        history_of(first.recipe),
         flat=flat,
         views=views,
     )
@@ -304,12 +305,11 @@ def _flattened(product: ProductSpec, features: tuple[int, ...], y: tuple[int, ..
     if len(features) == 1:
         return {}, {}
     flat = {f"{p}weight0": (k, n) if product.layout == "io" else (n, k), f"{p}bias0": (n,)}
-    views, fp8 = {"y": y}, product.fp8
-    squares = fp8 is not None and fp8.w.tile == (BLOCK, BLOCK)
+    views, granularity = {"y": y}, None if product.fp8 is None else product.fp8.w.granularity
     # what is saved of the weight, where it is not padded
-    if fp8 is not None and n % ALIGN == 0 and not fp8.blocks:
+    if granularity == "tensor" and n % ALIGN == 0:
         views[f"{p}w_qt"] = (pad(k), *features)
-    elif squares and n % (4 * BLOCK) == 0 and features[-1] % BLOCK == 0:
+    elif granularity == "block_128x128" and n % (4 * BLOCK) == 0 and features[-1] % BLOCK == 0:
         views |= {
             f"{p}w_qt": (pad(k), *features),
             f"{p}w_qt_inv": (-(-k // BLOCK), *features[:-1], features[-1] // BLOCK),

@@ -194,9 +194,7 @@ def _rows_apart(program: Program) -> bool:
     products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
     if products and program.policy.deterministic:
         return False
-    return all(
-        product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products
-    )
+    return all(product.fp8 is None or product.fp8.x.tile[0] == 1 for product in products)
 
 
 def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:

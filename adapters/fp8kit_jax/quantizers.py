@@ -1,5 +1,5 @@
-"""``QuantizerSet``: how one matrix product of a layer is quantised, and with delayed scaling the state of its
-three operands."""
+"""``QuantizerSet``: how one matrix product of a layer is quantised, and the state of its three operands where
+they have some."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from fp8kit.arguments import integer, shown
 from fp8kit.errors import RecipeError
-from fp8kit.ops.quant import Fp8, fp8_from_recipe
-from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit.quantization import Quantization
+from fp8kit.recipe import Recipe
 from fp8kit_jax.arguments import as_array
-from fp8kit_jax.scopes import check_recipe, recipe_in_force
-from fp8kit_jax.state import Scaling, Slot
+from fp8kit_jax.scopes import check_recipe, history_of, recipe_in_force
+from fp8kit_jax.state import Slot
 
 
 @jax.tree_util.register_dataclass
@@ -54,10 +54,12 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     check_recipe("create_set", recipe)
     integer("create_set", "n_quantizer_sets", n_quantizer_sets, 1, 2**16)
 
+    history = history_of(recipe)
+
     def one() -> QuantizerSet:
-        if not isinstance(recipe, DelayedScaling):
+        if history is None:
             return QuantizerSet(recipe=recipe)
-        x, kernel, grad = (Slot.fresh(recipe.amax_history_len) for _ in range(3))
+        x, kernel, grad = (Slot.fresh(history.length) for _ in range(3))
         return QuantizerSet(x, kernel, grad, recipe)
 
     return one() if n_quantizer_sets == 1 else tuple(one() for _ in range(n_quantizer_sets))
@@ -70,7 +72,7 @@ def settle(operation: str, given: QuantizerSet | None) -> QuantizerSet:
     if not isinstance(found, QuantizerSet):
         raise RecipeError(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
     check_recipe(operation, found.recipe)
-    if isinstance(found.recipe, DelayedScaling) and None in (found.x, found.kernel, found.grad):
+    if history_of(found.recipe) is not None and None in (found.x, found.kernel, found.grad):
         wanted = "a QuantizerSet with its slots (create_set), for delayed scaling has state"
         raise RecipeError(operation, "quantizer_set", "no slots", wanted)
     for name in ("x", "kernel", "grad"):
@@ -95,11 +97,6 @@ def _check_slot(operation: str, argument: str, slot: Any) -> None:
             raise RecipeError(operation, f"{argument}.{part}", f"{array.dtype} {array.shape}", wanted)
 
 
-def scaling_of(found: QuantizerSet) -> Scaling | None:
-    """The rule of the set's state, None where it has none."""
-    return Scaling.of(found.recipe) if isinstance(found.recipe, DelayedScaling) else None
-
-
-def fp8_of(found: QuantizerSet) -> Fp8 | None:
+def fp8_of(found: QuantizerSet) -> Quantization | None:
     """What the set means for a product, None for high precision."""
-    return None if found.recipe is None else fp8_from_recipe(found.recipe)
+    return None if found.recipe is None else found.recipe.quantization

@@ -22,11 +22,12 @@ from jax.custom_derivatives import SymbolicZero
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import AutogradError, FormatError, RecipeError, ShapeError
 from fp8kit.formats import int64
+from fp8kit.quantization import AmaxHistory
 from fp8kit.spec import Meta, Operation
 from fp8kit_jax import explicit, manual, primitive, shared
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.program import Program
-from fp8kit_jax.state import Scaling, State, next_state
+from fp8kit_jax.state import State, next_state
 
 Arrays = dict[str, Any]
 
@@ -38,7 +39,7 @@ class _Static:
     operation: str
     spec: Any
     pairs: tuple[str, ...]  # inputs that come as pairs of words
-    scaling: Scaling | None  # delayed scaling's rule, None where there is no state
+    scaling: AmaxHistory | None  # delayed scaling's rule, None where there is no state
     axes: tuple[str, ...]  # manual mesh axes over which amaxes are reduced
     views: tuple[tuple[str, tuple[int, ...]], ...] = ()  # shapes in JAX of what the operation has flattened
     flat: tuple[tuple[str, tuple[int, ...]], ...] = ()  # and the operation's shapes of those that are inputs
@@ -65,7 +66,7 @@ def apply(
     spec: Any,
     inputs: Mapping[str, Any],
     state: State | None = None,
-    scaling: Scaling | None = None,
+    scaling: AmaxHistory | None = None,
     pairs: tuple[str, ...] = (),
     flat: Mapping[str, tuple[int, ...]] | None = None,
     views: Mapping[str, tuple[int, ...]] | None = None,

@@ -12,7 +12,8 @@ from fp8kit.arguments import shown
 from fp8kit.autocast import autocast as scope
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
-from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit.quantization import AmaxHistory
+from fp8kit.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ def recipe_in_force() -> Recipe | None:
     return state.recipe if state is not None and state.enabled else None
 
 
+def history_of(recipe: Recipe | None) -> AmaxHistory | None:
+    """How the recipe's scales follow from earlier steps; None where they do not, and in high precision."""
+    return None if recipe is None else recipe.history
+
+
 def check_recipe(operation: str, recipe: Any) -> None:
     """RecipeError for what is neither a recipe nor None, and for a recipe that JAX cannot carry out: one with
     host callables, or with ``reduce_amax=False``."""
@@ -61,15 +67,16 @@ def check_recipe(operation: str, recipe: Any) -> None:
         raise RecipeError(
             operation, "recipe", shown(recipe), "a Recipe, such as recipe.DelayedScaling(), or None"
         )
-    if isinstance(recipe, DelayedScaling):
-        if recipe.host_update:
+    history = history_of(recipe)
+    if history is not None:
+        if history.on_host:
             raise RecipeError(
                 operation,
                 "recipe",
                 "a recipe with callables",
                 "amax_compute_algo 'max' or 'most_recent' in JAX",
             )
-        if not recipe.reduce_amax:
+        if not history.reduce:
             raise RecipeError(operation, "recipe", "reduce_amax=False", "reduce_amax=True in JAX")
 
 

@@ -25,7 +25,7 @@ def run(
     ``bind(*arrays, program=...)`` runs a program on this device.
     """
     found = next((p.fp8 for p in products(program.spec) if p.fp8 is not None), None)
-    if not axes or found is None or found.x.source != "current" or program.face == "measure":
+    if not axes or found is None or not found.x.takes_amax or program.face == "measure":
         return list(bind(*arrays, program=program))
     have = {name: array for (name, _), array in zip(program.arguments, arrays, strict=True)}
 

@@ -23,7 +23,8 @@ from jax.custom_batching import custom_vmap
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
-from fp8kit.recipe import DELAYED_SCALES, DelayedScaling
+from fp8kit.quantization import AmaxHistory
+from fp8kit.recipe import DELAYED_SCALES
 from fp8kit_jax import manual
 from fp8kit_jax.division import divide
 
@@ -45,22 +46,6 @@ class Slot(NamedTuple):
 
 
 State = Mapping[str, Slot]
-
-
-class Scaling(NamedTuple):
-    """The rule of an update, hashable: largest finite values of the forward and the backward format, and
-    DelayedScaling's fields."""
-
-    max_forward: float
-    max_backward: float
-    margin: int
-    most_recent: bool
-
-    @classmethod
-    def of(cls, recipe: DelayedScaling) -> Scaling:
-        """The rule of a recipe."""
-        forward, backward = recipe.forward_format.max, recipe.backward_format.max
-        return cls(forward, backward, recipe.margin, recipe.amax_compute_algo == "most_recent")
 
 
 def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: bool) -> Slot:
@@ -87,7 +72,7 @@ def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: boo
 
 
 def next_state(
-    scaling: Scaling, state: State, amaxes: Mapping[str, Any], axes: tuple[str, ...]
+    history: AmaxHistory, state: State, amaxes: Mapping[str, Any], axes: tuple[str, ...]
 ) -> dict[str, Slot]:
     """The next value of every slot; as a cotangent, see above. A slot without an amax keeps its value."""
     made = {}
@@ -95,8 +80,8 @@ def next_state(
         amax = amaxes.get(key)
         if amax is None:
             amax = slot.scale * 0
-        fp8_max = scaling.max_backward if key.endswith("g") else scaling.max_forward
-        made[key] = _summable(fp8_max, scaling.margin, scaling.most_recent, axes)(slot, amax)
+        fp8_max = history.max_backward if key.endswith("g") else history.max_forward
+        made[key] = _summable(fp8_max, history.margin, history.most_recent, axes)(slot, amax)
     return made
 
 

@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 
 from fp8kit import ops
+from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Operation
 from fp8kit_jax.program import register_operation, register_specs
 
@@ -28,3 +29,4 @@ for _info in pkgutil.iter_modules(ops.__path__):
     ]:
         register_operation(_operation)
     register_specs(*_specs)
+register_specs(Quantization, Gemm, Quantizer)

@@ -14,16 +14,8 @@ import torch
 from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError
-from fp8kit.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MMParams,
-    QParams,
-    Recipe,
-)
-from fp8kit_torch.arguments import only
+from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
+from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.ops import update_
 from fp8kit_torch.state import ScalingState
@@ -118,16 +110,17 @@ def reduction_group() -> Any:
     return getattr(stack[-1][0], "amax_reduction_group", None) if stack else None
 
 
-def touch_traced(state: ScalingState, recipe: str) -> bool:
-    """Within a compiled function: note that ``state`` recorded amaxes, for the graph to update it. False
-    where the autocast that will end is around the function, and updates it."""
+def touch_traced(state: ScalingState, history: str) -> bool:
+    """Within a compiled function: note that ``state`` recorded amaxes, for the graph to update it by the
+    ``AmaxHistory`` of this text. False where the autocast that will end is around the function, and updates
+    it."""
     stack = _thread.stack
     scope = stack[-1][0] if stack else None
     touched = scope.traced if isinstance(scope, autocast) else None
     if touched is None:
         return False
     if not any(other is state for _, other in touched):
-        touched.append((recipe, state))
+        touched.append((history, state))
     return True
 
 
@@ -143,38 +136,24 @@ def fp8_autocast(
 
 
 def recipe_parts(recipe: Any) -> tuple[Any, ...]:
-    """A recipe as plain values, in a way that ``torch.compile`` can trace."""
-    form = recipe.fp8_format.name
-    if isinstance(recipe, DelayedScaling):
-        return ("delayed", form, recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax)
-    operands = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
-    products = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
-    quant = tuple([(q.power_2_scale, q.amax_epsilon) for q in operands])
-    split = tuple([p.use_split_accumulator for p in products])
-    if recipe.float8_block_scaling():
-        dims = (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim)
-        return ("block", form, quant, split, recipe.use_f32_scales, dims)
-    return ("current", form, quant, split, recipe.use_power_2_scales)
+    """A recipe as its class and its fields, in a way that ``torch.compile`` can trace. NotImplementedError
+    for one with callables."""
+    kind = type(recipe)
+    values = [getattr(recipe, name) for name in kind.__dataclass_fields__]
+    for value in values:
+        if callable(value):
+            raise not_compiled("a recipe with callables")
+    return (kind, *[recipe_parts(v) if isinstance(v, QParams | MMParams) else v for v in values])
 
 
-def recipe_text(recipe: Any) -> str:
-    """The text of a recipe (``texts``) within a compiled function. The history's length is left out: it is
-    the state's."""
-    return _text(recipe_parts(recipe))
+def recipe_of(parts: tuple[Any, ...]) -> Any:
+    """What ``recipe_parts`` took apart."""
+    kind, *values = parts
+    return kind(*(recipe_of(value) if isinstance(value, tuple) else value for value in values))
 
 
 @constant_result
-def _text(parts: tuple[Any, ...]) -> str:
-    return encode(recipe_of(parts))
-
-
-def recipe_of(parts: tuple[Any, ...]) -> Recipe:
-    """The recipe that ``recipe_parts`` took apart."""
-    form = Format[parts[1]]
-    if parts[0] == "delayed":
-        return DelayedScaling(parts[2], form, amax_compute_algo=parts[3], reduce_amax=parts[4])
-    operands = [QParams(power_2, epsilon) for power_2, epsilon in parts[2]]
-    products = [MMParams(split) for split in parts[3]]
-    if parts[0] == "current":
-        return Float8CurrentScaling(parts[4], form, *operands, *products)
-    return Float8BlockScaling(parts[4], form, *operands, *parts[5], *products)
+def history_text(parts: tuple[Any, ...]) -> str:
+    """The text of the ``AmaxHistory`` of a recipe, by its parts; "" where it has none."""
+    history = recipe_of(parts).history
+    return "" if history is None else encode(history)

@@ -15,16 +15,21 @@ from fp8kit.arguments import flag
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError
+from fp8kit.ops.products import PRODUCTS
 from fp8kit.recipe import DelayedScaling, Recipe
 
 Answer = bool | tuple[bool, str]
-_TENSOR = ("quantize_transpose", "fp8_gemm")  # kernels that per-tensor recipes need
-_BLOCK = ("block_quantize", "block_gemm")
 _RECIPES = "DelayedScaling, Float8CurrentScaling and Float8BlockScaling are its recipes"
 
 
 def _place() -> Device:
     return Device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else arrays.CPU
+
+
+def _missing_for(granularity: str) -> str:
+    """Why products of operands with such scales cannot run, "" where they can."""
+    kind = PRODUCTS[granularity]
+    return _missing(kind.kernels, kind.capability)
 
 
 def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
@@ -62,13 +67,13 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 
     ``return_reason``: answer (available, what is missing), the latter "" where nothing is.
     """
-    return _answer(_missing(_TENSOR, (8, 9)), return_reason)
+    return _answer(_missing_for("tensor"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
     """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 9.0.
     ``return_reason`` as for FP8."""
-    return _answer(_missing(_BLOCK, (9, 0)), return_reason)
+    return _answer(_missing_for("block_1x128"), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
@@ -109,13 +114,13 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 def check_fp8_support() -> tuple[bool, str]:
     """``is_fp8_available(return_reason=True)``, by its older name."""
-    reason = _missing(_TENSOR, (8, 9))
+    reason = _missing_for("tensor")
     return not reason, reason
 
 
 def check_fp8_block_scaling_support() -> tuple[bool, str]:
     """``is_fp8_block_scaling_available(return_reason=True)``, by its older name."""
-    reason = _missing(_BLOCK, (9, 0))
+    reason = _missing_for("block_1x128")
     return not reason, reason
 
 

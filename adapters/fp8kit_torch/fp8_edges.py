@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.layers import Kept
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.memory import NOTHING, amax_views, scale_views
 from fp8kit_torch.nodes import NO_STATE, Wiring
@@ -28,7 +28,12 @@ def _wired(scale: Tensor, history: Tensor | None, slot: int, state: ScalingState
 
 
 def cast_output(
-    y: Tensor, fp8: Fp8, states: Mapping[str, ScalingState] | None, gemm: int, record: bool, kept: Kept | None
+    y: Tensor,
+    fp8: Quantization,
+    states: Mapping[str, ScalingState] | None,
+    gemm: int,
+    record: bool,
+    kept: Kept | None,
 ) -> Tensor:
     """h (..., N), the output of the layer's GEMM number ``gemm``, in FP8; differentiable, the gradient passes
     through.
@@ -51,7 +56,7 @@ def cast_output(
 
 
 def cast_gradient(
-    x: Tensor, fp8: Fp8, states: Mapping[str, ScalingState] | None, ticket: tuple[Any, ...] | None
+    x: Tensor, fp8: Quantization, states: Mapping[str, ScalingState] | None, ticket: tuple[Any, ...] | None
 ) -> Tensor:
     """``x``, h (..., K), whose gradient will be in FP8. ``ticket``: what ``finish_backward`` is told, None
     where no amax is recorded."""
@@ -60,7 +65,7 @@ def cast_gradient(
 
 class _Output(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, fp8: Fp8, wiring: Wiring) -> Tensor:
+    def forward(ctx: Any, y: Tensor, fp8: Quantization, wiring: Wiring) -> Tensor:
         return QuantizedTensor.cast(y, fp8, wiring)
 
     @staticmethod
@@ -71,7 +76,7 @@ class _Output(torch.autograd.Function):
 class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, fp8: Fp8, state: ScalingState | None, ticket: tuple[Any, ...] | None
+        ctx: Any, x: Tensor, fp8: Quantization, state: ScalingState | None, ticket: tuple[Any, ...] | None
     ) -> Tensor:
         ctx.fp8, ctx.state, ctx.ticket = fp8, state, ticket
         return x.detach()

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8kit import formats
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
+from fp8kit.ops.product import WorkingSet
 from fp8kit_torch.arguments import only
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.quantized import QuantizedTensor
@@ -79,7 +80,7 @@ def general_gemm(
     )
     if layout not in _LAYOUTS:
         raise ShapeError(op, "layout", repr(layout), f"one of {', '.join(_LAYOUTS)}")
-    own, b_turned, a_turned = _LAYOUTS[layout]
+    own, b_transposed, a_transposed = _LAYOUTS[layout]
     fp8 = isinstance(A, QuantizedTensor) and isinstance(B, QuantizedTensor)
     if not fp8:
         A, B = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (A, B))
@@ -122,12 +123,10 @@ def general_gemm(
         left, right = (as_view(t.contiguous()).rows() for t in (B, A))
         kernels.gemm(left, right, result, own, added, onto, space, stream)
         return y, None, None, None
-    (b, b_inv, b_quant), (a, a_inv, a_quant) = B.side(b_turned), A.side(a_turned)
-    if (a_quant.tile is None) != (b_quant.tile is None):
-        raise FormatError(op, "A, B", "scales of a tensor and of blocks", "the same kind of scales")
-    operands = as_view(b), as_view(a), result, b_quant.format, a_quant.format, as_view(b_inv), as_view(a_inv)
-    if b_quant.tile is None:
-        kernels.fp8_gemm(*operands, added, onto, not use_split_accumulator, space, stream)
-    else:
-        kernels.block_gemm(*operands, b_quant.tile, a_quant.tile, added, onto, space, stream)
+    b, a = B.operand(b_transposed), A.operand(a_transposed)
+    if A.product is not B.product:
+        got = f"scales by {a[2].granularity} and by {b[2].granularity}"
+        raise FormatError(op, "A, B", got, "the same kind of scales")
+    ws = WorkingSet(kernels, {}, {}, {}, {"workspace": space}, stream)
+    A.product.multiply(ws, b, a, result, not use_split_accumulator, added, onto)
     return y, None, None, None

@@ -117,9 +117,10 @@ def make_graphed_callables(
             )
     layers = [_layers(module) for module in given]
     # a capture must not find that a state is not there yet, or not as long as it should be
-    if found.delayed() and (on or watching):
+    stateful = found.history is not None and (on or watching)
+    if found.history is not None and stateful:
         for layer in (layer for part in layers for layer in part):
-            layer.prepare(found.amax_history_len)  # type: ignore[attr-defined]
+            layer.prepare(found.history.length)
     with _unchanged(layers), held(), scope, uncollected(), warnings.catch_warnings():
         # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another stream
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
@@ -130,7 +131,7 @@ def make_graphed_callables(
                 # a replay writes gradients to the same memory each time: what is accumulated must not lie
                 # there
                 parameter.register_hook(torch.clone)
-    if found.delayed() and (on or watching):
+    if stateful:
         for module, own in zip(given, layers, strict=True):
             if own:
                 module.forward = _updating(module, module.forward, own, found)  # type: ignore[method-assign]
@@ -203,7 +204,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         for state in ctx.states:
-            finish_backward(ctx.recipe, state)
+            finish_backward(ctx.recipe.history, state)
         return (None, None, *grads)
 
 

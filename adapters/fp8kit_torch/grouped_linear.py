@@ -12,7 +12,7 @@ from fp8kit.autocast import AutocastState, current
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import arguments, recompute
 from fp8kit_torch.apply import apply, trace
@@ -269,7 +269,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> Tensor:
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
-        delayed, record = recipe.delayed(), training or state.calibrating
+        delayed, record = recipe.history is not None, training or state.calibrating
         if (state.enabled and not training) is not self._unrecorded:
             self.__dict__["_unrecorded"] = not self._unrecorded
         cached, held = None, tensors["weight0"]
@@ -309,7 +309,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _call_of(
         self,
-        fp8: Fp8 | None,
+        fp8: Quantization | None,
         cached: bool,
         bias: str,
         tensors: dict[str, Tensor],
@@ -333,7 +333,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return found[0]
 
     def _cached_group(
-        self, i: int, fp8: Fp8, first: bool, tensors: dict[str, Tensor], wiring: Wiring
+        self, i: int, fp8: Quantization, first: bool, tensors: dict[str, Tensor], wiring: Wiring
     ) -> dict[str, Tensor]:
         """The group's FP8 weight: cast now for the first micro-batch, or where there is none by this
         recipe."""

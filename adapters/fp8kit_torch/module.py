@@ -17,13 +17,13 @@ from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 from fp8kit.layers import Kept
 from fp8kit.ops.linear import LinearSpec
-from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import recompute, torch_checkpoint
 from fp8kit_torch.apply import Traced, apply, prepare, trace
 from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_parameters
-from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
+from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
 from fp8kit_torch.constants import exporting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
@@ -269,7 +269,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     ) -> dict[str, Tensor]:
         recipe, idle = state.recipe, recompute.idle()
         kept = None if idle else recompute.recall(self)
-        training, delayed = torch.is_grad_enabled() or (not idle and recompute.first()), recipe.delayed()
+        training, delayed = (
+            torch.is_grad_enabled() or (not idle and recompute.first()),
+            recipe.history is not None,
+        )
         record = training or state.calibrating
         if (state.enabled and not training) is not self._unrecorded:
             self.__dict__["_unrecorded"] = not self._unrecorded
@@ -316,7 +319,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         kept."""
         want_alike(self.operation, tensors)
         recipe = state.recipe
-        delayed, record = recipe.delayed(), training or state.calibrating
+        delayed, record = recipe.history is not None, training or state.calibrating
         cached = None
         if weights:
             cached = {}
@@ -379,15 +382,15 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             touch_forward(forward, recipe, training)
         return found
 
-    def _fp8_of(self, recipe: Recipe) -> Fp8:
+    def _fp8_of(self, recipe: Recipe) -> Quantization:
         known = self._fp8
         if known is None or known[0] is not recipe:
-            self._fp8 = known = (recipe, fp8_from_recipe(recipe))
+            self._fp8 = known = (recipe, recipe.quantization)
         return known[1]
 
     def _call(
         self,
-        fp8: Fp8 | None,
+        fp8: Quantization | None,
         cached: bool,
         bias: str,
         options: dict[str, Any],
@@ -417,7 +420,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the
         recipe's length."""
         known = self._wired
-        length = recipe.amax_history_len  # type: ignore[attr-defined]
+        history: Any = recipe.history
+        length = history.length
         same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
         if (
             known is not None
@@ -436,7 +440,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             wiring = wiring._replace(
                 front=amax_views(front, forward.amax_history, place),
                 back=amax_views(back, backward.amax_history, place),
-                ticket=(recipe, backward, None),
+                ticket=(history, backward, None),
             )
         self._wired = (recipe, record, wiring)
         return wiring
@@ -444,7 +448,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     # --- the weight cache -----------------------------------------------------------------------------------
 
     def _cached(
-        self, fp8: Fp8, first: bool, bias: str, tensors: dict[str, Tensor], wiring: Wiring
+        self, fp8: Quantization, first: bool, bias: str, tensors: dict[str, Tensor], wiring: Wiring
     ) -> dict[str, Tensor]:
         """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else
         those of the first one."""
@@ -498,25 +502,19 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
 
     def _traced(self, state: AutocastState) -> Traced | None:
         """How a compiled call hangs on the state of delayed scaling; None with another recipe."""
-        recipe: Any = state.recipe
-        if not recipe.delayed():
+        text = history_text(recipe_parts(state.recipe))
+        if not text:
             return None
         if exporting():  # an exported program has no module whose scales it could change
             raise NotImplementedError(
                 "fp8kit_torch: delayed scaling is not supported within torch.export; Float8CurrentScaling is"
             )
-        if not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None:
-            raise not_compiled("a recipe with callables")
         record = torch.is_grad_enabled() or state.calibrating
         # what is computed once more in backward would find the scales as they are by then
         if record and torch_checkpoint.traced():
             raise not_compiled("a checkpoint with delayed scaling")
-        prepare_all(recipe.amax_history_len)
-        forward, backward, text = (
-            self.fp8_meta["scaling_fwd"],
-            self.fp8_meta["scaling_bwd"],
-            recipe_text(recipe),
-        )
+        prepare_all(text)
+        forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         when = NEITHER if record and touch_traced(forward, text) else FORWARD
         return Traced(forward, backward, text, record, when)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import FormatError
-from fp8kit.recipe import Recipe
+from fp8kit.quantization import AmaxHistory
 from fp8kit_torch.memory import NOTHING, Placed
 from fp8kit_torch.once import once
 from fp8kit_torch.ready import Ready
@@ -26,7 +26,7 @@ class Wiring(NamedTuple):
     front: Placed = NOTHING  # where forward accumulates amaxes; NOTHING: nowhere that lasts
     late: Placed = NOTHING  # the gradients' scales, read at backward time
     back: Placed = NOTHING  # where backward accumulates amaxes
-    ticket: tuple[Recipe, ScalingState, int | None] | None = None  # what ``finish_backward`` is told
+    ticket: tuple[AmaxHistory, ScalingState, int | None] | None = None  # what ``finish_backward`` is told
 
 
 NO_STATE = Wiring(NOTHING)

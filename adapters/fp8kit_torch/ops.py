@@ -55,7 +55,7 @@ def make(name: str) -> tuple[Any, Any]:
 
     Forward: ``inputs`` by the call's names; ``scale`` of the forward state; ``late``: scale, history and
     handle of the backward state; ``call``: its text; ``needs``: inputs whose gradient is wanted; ``recipe``:
-    text of the recipe that updates the backward state. Returns outputs, copies of inputs that pass through,
+    text of the ``AmaxHistory`` of the backward state. Returns outputs, copies of inputs that pass through,
     amaxes by slot (where the call has GEMMs), and the saved block (where there is one).
     """
 
@@ -260,8 +260,8 @@ def update_(
     recipe: str,
     forward: bool,
 ) -> None:
-    """Delayed scaling's update (``fp8kit.scaling.update``) of states by their tensors, by the recipe of that
-    text."""
+    """Delayed scaling's update (``fp8kit.scaling.update``) of states by their tensors, by the
+    ``AmaxHistory`` of that text."""
     own = []
     for parts in zip(scales, inverses, histories, strict=True):
         views = dict(zip(states.FIELDS, map(as_view, parts), strict=True))

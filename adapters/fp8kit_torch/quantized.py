@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fp8kit.arguments import flag
-from fp8kit.backends.protocol import BLOCK
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, Quant, fp8_from_recipe
+from fp8kit.ops.product_quantized import Operand, QuantizedProduct
+from fp8kit.ops.products import product_class
+from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit_torch import checks
 from fp8kit_torch.apply import apply
@@ -33,7 +34,7 @@ from fp8kit_torch.checks import check, shown
 from fp8kit_torch.nodes import NO_STATE, Wiring
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import decode, encode
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.views import FLOATS, as_view
 
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _aten = torch.ops.aten
@@ -61,14 +62,14 @@ class QuantizedTensor(torch.Tensor):
 
     held_in_fp8 = True
     _parts: dict[str, Tensor]
-    _fp8: Fp8  # its ``w`` says how this tensor is held
+    _fp8: Quantization  # its ``w`` says how this tensor is held
     _high: Tensor | None
 
     @staticmethod
     def __new__(
         cls,
         parts: Mapping[str, Tensor],
-        fp8: Fp8,
+        fp8: Quantization,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         requires_grad: bool = False,
@@ -84,12 +85,12 @@ class QuantizedTensor(torch.Tensor):
         pass
 
     @classmethod
-    def of(cls, values: Tensor, fp8: Fp8) -> QuantizedTensor:
+    def of(cls, values: Tensor, fp8: Quantization) -> QuantizedTensor:
         """h (N, K), a weight, cast for products as ``fp8`` says."""
         return cls(_cast(values, fp8), fp8, tuple(values.shape), values.dtype)
 
     @classmethod
-    def cast(cls, values: Tensor, fp8: Fp8, wiring: Wiring = NO_STATE) -> QuantizedTensor:
+    def cast(cls, values: Tensor, fp8: Quantization, wiring: Wiring = NO_STATE) -> QuantizedTensor:
         """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``wiring``, by the names
         w_scale and w_amax."""
         return cls(
@@ -129,43 +130,53 @@ class QuantizedTensor(torch.Tensor):
         """Drop them."""
         self._high = None
 
-    def inputs(self, operation: str, prefix: str, fp8: Fp8) -> dict[str, Tensor]:
+    def inputs(self, operation: str, prefix: str, fp8: Quantization) -> dict[str, Tensor]:
         """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another
         format or tiling."""
         if not self.fits(fp8.w):
-            got, wanted = ((quant.format.name, quant.tile) for quant in (self._fp8.w, fp8.w))
+            got, wanted = ((each.format.name, each.granularity) for each in (self._fp8.w, fp8.w))
             raise RecipeError(
                 operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"
             )
         return {f"{prefix}{name}": part for name, part in self._parts.items()}
 
-    def fits(self, quant: Quant) -> bool:
-        """Whether an operand of that format and tiling can be this tensor as it is."""
+    def fits(self, quantizer: Quantizer) -> bool:
+        """Whether an operand of that format and granularity can be this tensor as it is."""
         own = self._fp8.w
-        return own.format == quant.format and own.tile == quant.tile
+        return own.format == quantizer.format and own.granularity == quantizer.granularity
 
     def input_parts(self) -> dict[str, Tensor]:
         """Its parts by the names of a product's cached input."""
         return {f"x{name.removeprefix('w')}": part for name, part in self._parts.items()}
 
-    def side(self, turned: bool) -> tuple[Tensor, Tensor, Quant]:
-        """(codes, 1 / scales, how they were cast) with the last dimension, or, ``turned``, the rows as the
-        contraction of a product."""
-        name = "w_qt" if turned else "w_q"
-        inverse = self._parts.get(f"{name}_inv", self._parts.get("w_scale_inv"))
-        assert inverse is not None
-        return self._parts[name], inverse, self._fp8.w
+    def side(self, transposed: bool) -> tuple[Tensor, Tensor]:
+        """(codes, scale_inv) with the last dimension, or, ``transposed``, the rows as the contraction of a
+        product."""
+        name = "w_qt" if transposed else "w_q"
+        scale_inv = self._parts.get(f"{name}_inv", self._parts.get("w_scale_inv"))
+        assert scale_inv is not None
+        return self._parts[name], scale_inv
+
+    def operand(self, transposed: bool) -> Operand:
+        """``side`` as the operand of a product."""
+        codes, scale_inv = map(as_view, self.side(transposed))
+        return codes, scale_inv, self._fp8.w
+
+    @property
+    def product(self) -> type[QuantizedProduct]:
+        """The products that take it as an operand."""
+        return product_class(self._fp8)
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.dtype
-        k, quant = self.shape[-1], self._fp8.w
+        k, quantizer = self.shape[-1], self._fp8.w
         n = self.numel() // max(k, 1)
-        values = self._parts["w_q"][:n, :k].view(_FLOAT8[quant.format.name]).to(torch.float32)
-        if quant.tile is None:
-            return (values * self._parts["w_scale_inv"]).to(dtype).view(self.shape)
-        scales = self._parts["w_q_inv"]
-        scales = scales.t() if quant.tile[0] == 1 else scales.repeat_interleave(BLOCK, 0)
-        return (values * scales.repeat_interleave(BLOCK, 1)[:n, :k]).to(dtype).view(self.shape)
+        codes, scale_inv = self.side(False)
+        values = codes[:n, :k].view(_FLOAT8[quantizer.format.name]).to(torch.float32)
+        scales = self.product.grid(scale_inv, quantizer)
+        for dim, size in enumerate(quantizer.tile):
+            scales = scales.repeat_interleave(size, dim) if size > 1 else scales
+        return (values * scales[:n, :k]).to(dtype).view(self.shape)
 
     def _take(self, values: Tensor) -> None:
         """Cast ``values`` over what it holds, in place."""
@@ -279,9 +290,7 @@ class QuantizedTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return (
-            f"QuantizedTensor({self._fp8.w.format.name}, {self._fp8.w.tile or 'tensor'}, {self._values()!r})"
-        )
+        return f"QuantizedTensor({self._fp8.w.format.name}, {self._fp8.w.granularity}, {self._values()!r})"
 
 
 Float8Tensor = QuantizedTensor  # Transformer Engine's name
@@ -319,12 +328,12 @@ torch.serialization.add_safe_globals([_rebuilt, QuantizedTensor])
 
 
 @lru_cache(maxsize=256)
-def _of_values(fp8: Fp8) -> Fp8:
-    """``fp8`` with the weight's scale from the weight itself."""
-    return fp8 if fp8.blocks else replace(fp8, w=replace(fp8.w, source="current"))
+def _of_values(fp8: Quantization) -> Quantization:
+    """``fp8`` with scales from the values themselves."""
+    return fp8.map(lambda own: replace(own, scale_source="current"))
 
 
-def _cast(values: Tensor, fp8: Fp8, wiring: Wiring = NO_STATE) -> dict[str, Tensor]:
+def _cast(values: Tensor, fp8: Quantization, wiring: Wiring = NO_STATE) -> dict[str, Tensor]:
     n, k = values.shape
     scaled = wiring is not NO_STATE
     spec = LinearSpec(ProductSpec(k, (n,), bias="none", fp8=fp8 if scaled else _of_values(fp8)))
@@ -333,13 +342,12 @@ def _cast(values: Tensor, fp8: Fp8, wiring: Wiring = NO_STATE) -> dict[str, Tens
 
 
 @lru_cache(maxsize=256)
-def held_as(fp8: Fp8, operand: str) -> Fp8:
-    """``fp8`` whose w is its operand "x" or "g": what a ``QuantizedTensor`` that is no weight is cast by."""
-    quant = getattr(fp8, operand)
-    if not fp8.blocks:
-        return replace(fp8, w=quant)
-    thin = replace(quant, tile=(1, BLOCK))  # of the operands that are not there: two squares make no product
-    return replace(fp8, x=thin, w=quant, g=thin)
+def held_as(fp8: Quantization, operand: str) -> Quantization:
+    """``fp8`` with its w and its operand "x" or "g" in each other's place: what a ``QuantizedTensor`` that is
+    no weight is cast by."""
+    own = {"x": fp8.x, "w": fp8.w, "g": fp8.g}
+    own |= {operand: fp8.w, "w": own[operand]}
+    return Quantization.of(**own, **{name: gemm.accumulation for name, gemm in fp8.gemms.items()})
 
 
 # --- where modules make their weights so --------------------------------------------------------------------
@@ -348,7 +356,7 @@ def held_as(fp8: Fp8, operand: str) -> Fp8:
 class Held(NamedTuple):
     """How modules that are made now hold their weights."""
 
-    fp8: Fp8
+    fp8: Quantization
     preserve: bool
 
     def parameter(self, weight: Tensor) -> torch.nn.Parameter:
@@ -400,7 +408,7 @@ def quantized_model_init(
     before = _thread.stack
     _thread.stack = [
         *before,
-        Held(fp8_from_recipe(recipe), bool(preserve_high_precision_init_val)) if enabled else None,
+        Held(recipe.quantization, bool(preserve_high_precision_init_val)) if enabled else None,
     ]
     try:
         yield

@@ -6,19 +6,20 @@ On a GPU a run whose addresses are known is done again from its recording (``fp8
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fp8kit.replays import replays
+from fp8kit.scratch import Buffers, large
 from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import BackendError, FormatError
 from fp8kit.formats import DType
 from fp8kit.ops.product import ProductSpec
-from fp8kit.replays import replays
-from fp8kit.scratch import Buffers, large
+from fp8kit.ops.products import product_class
 from fp8kit_torch.memory import EMPTY, Block, Out, Placed, amax_views, maker, outs_of, place_of
 from fp8kit_torch.views import kind_of
 from fp8kit_torch.words import argument_of
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
 _NOWHERE: Mapping[str, Tensor] = {}
 
 
-def want_fp8(operation: str, blocks: bool, device: torch.device) -> None:
-    """BackendError where the tensor cores of a CUDA device do not multiply FP8, or not with the scales of
-    blocks."""
+def want_fp8(operation: str, products: Iterable[ProductSpec], device: torch.device) -> None:
+    """BackendError where the tensor cores of a CUDA device do not compute these products."""
     if device.type == "cuda":
-        have, least = torch.cuda.get_device_capability(device), (9, 0) if blocks else (8, 9)
-        if have < least:
-            what = "FP8 with scales of blocks" if blocks else "FP8"
-            wanted = f"{least[0]}.{least[1]} or higher for {what}, or autocast(enabled=False)"
+        have = torch.cuda.get_device_capability(device)
+        for kind in (product_class(product.fp8) for product in products if product.fp8 is not None):
+            if have >= kind.capability:
+                continue
+            least = "{}.{}".format(*kind.capability)
+            wanted = f"{least} or higher for {kind.described}, or autocast(enabled=False)"
             raise BackendError(
                 operation, "device", f"{device} of compute capability {have[0]}.{have[1]}", wanted
             )
@@ -60,7 +62,7 @@ class Ready:
         self.eager = not call.policy
         if call.gemms:
             products = [value for value in vars(call.spec).values() if isinstance(value, ProductSpec)]
-            want_fp8(self.operation.name, any(p.fp8 is not None and p.fp8.blocks for p in products), device)
+            want_fp8(self.operation.name, products, device)
         self.plan = plan = call.operation.plan(call.spec, call.metas(kinds), frozenset(needs), kernels)
         self.signature = signature = plan.signature
         self.inputs = [(name, *kind) for name, kind in zip(call.names, kinds, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from fp8kit import formats
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.quantization import Quantization
 from fp8kit.scaling import backward_slots, forward_slots
 from fp8kit_torch.autocast import recipe_of
 from fp8kit_torch.constants import constant_result
@@ -26,7 +26,7 @@ def layer_products(spec: Any) -> list[ProductSpec]:
 
 def layer_spec(
     spec: Any,
-    fp8: Fp8 | None,
+    fp8: Quantization | None,
     cached: bool,
     bias: str,
     options: tuple[tuple[str, Any], ...],
@@ -56,7 +56,7 @@ def layer_text(
 ) -> str:
     """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision. ``cast``: of this
     product's weight cast instead."""
-    fp8 = fp8_from_recipe(recipe_of(recipe)) if recipe else None
+    fp8 = recipe_of(recipe).quantization if recipe else None
     found = layer_spec(decode(spec), fp8, cached, bias, options)
     if cast >= 0:
         found = LinearSpec(layer_products(found)[cast])
@@ -66,7 +66,7 @@ def layer_text(
 @constant_result
 def fp8_text(recipe: tuple[Any, ...]) -> str:
     """The text of what a recipe, by its parts, means for products."""
-    return encode(fp8_from_recipe(recipe_of(recipe)))
+    return encode(recipe_of(recipe).quantization)
 
 
 @lru_cache(maxsize=64)

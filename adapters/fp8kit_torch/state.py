@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8kit import scaling
 from fp8kit.arrays import ArrayView, Device
+from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FIELDS
 from fp8kit_torch.torch_checkpoint import unseen
@@ -27,8 +28,8 @@ _DISTRIBUTED = dist.is_available()
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-# backward pass -> recipes and states that recorded in it
-_WALKS: dict[int, dict[int, tuple[Recipe, dict[int, ScalingState]]]] = {}
+# backward pass -> rules of states, and the states that recorded in it
+_WALKS: dict[int, dict[int, tuple[AmaxHistory, dict[int, ScalingState]]]] = {}
 
 
 class ScalingState:
@@ -115,7 +116,7 @@ class ScalingState:
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
-        update(recipe, states, forward=True)
+        update(recipe.history, states, forward=True)
         # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with
         # later scales, is to be refused
         torch._C._increment_version([state.scale for state in states if not state.scale.is_inference()])
@@ -127,15 +128,13 @@ class ScalingState:
             state.drop()
 
 
-def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
-    """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where
+def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
+    """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
-    form = recipe.fp8_format
-    fp8_max = (form.forward if forward else form.backward).max
     several = _DISTRIBUTED and dist.GroupMember.WORLD is not None  # type: ignore[attr-defined]
-    if several and recipe.delayed() and recipe.reduce_amax:
+    if several and history is not None and history.reduce:
         _reduce(states)
-    scaling.update(recipe, states, fp8_max, _stream)
+    scaling.update(history, states, forward, _stream)
 
 
 def _stream(device: Device) -> int:
@@ -183,8 +182,8 @@ class _Walk(int):
     def __call__(self) -> None:
         groups = _WALKS[self]
         for key in [*groups]:
-            recipe, states = groups[key]
-            update(recipe, [*states.values()], False)
+            history, states = groups[key]
+            update(history, [*states.values()], False)
             del groups[key]
         del _WALKS[self]
 
@@ -207,19 +206,19 @@ def open_walk() -> int:
     one, by any of its threads: there is one for each device."""
     walk = _pass_now()
     if walk not in _WALKS:
-        own: dict[int, tuple[Recipe, dict[int, ScalingState]]] = {}
+        own: dict[int, tuple[AmaxHistory, dict[int, ScalingState]]] = {}
         if _WALKS.setdefault(walk, own) is own:  # one thread's
             _at_its_end(_Walk(walk))
     return walk
 
 
-def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None) -> None:
+def finish_backward(history: AmaxHistory, state: ScalingState, walk: int | None = None) -> None:
     """Update ``state`` when a backward pass has ended: the one that runs now, or ``walk``, which
     ``open_walk`` gave, around it."""
     if _HELD:
         return
     groups = _WALKS[open_walk() if walk is None else walk]
-    found = groups.get(id(recipe)) or groups.setdefault(id(recipe), (recipe, {}))
+    found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
     found[1][id(state)] = state
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp8kit.errors import UnsupportedError
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
@@ -25,7 +25,7 @@ from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_extra_state import any_extra_state
-from fp8kit_torch.texts import encode
+from fp8kit_torch.texts import decode, encode
 from fp8kit_torch.views import as_view
 
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
@@ -87,7 +87,7 @@ class StatefulModule(ParameterModule):
         """Drop what is derived from the rest."""
         self._calls: dict[Any, tuple[Call, Any]] = {}
         self._wired: tuple[Recipe, bool, Wiring] | None = None
-        self._fp8: tuple[Recipe, Fp8] | None = None
+        self._fp8: tuple[Recipe, Quantization] | None = None
         self._weights: tuple[str, dict[str, Tensor]] | None = None
 
     def weight_inputs(self) -> dict[str, Tensor]:
@@ -173,11 +173,12 @@ class StatefulModule(ParameterModule):
 
 
 @constant_result
-def prepare_all(history_len: int) -> int:
-    """Before a compiled function reads FP8 state: every live module has one, its history as long as the
-    recipe says. All of them at once, so that layers that share their compiled code do not each ask for
+def prepare_all(history: str) -> int:
+    """Before a compiled function reads FP8 state: every live module has one, as long as the ``AmaxHistory``
+    of this text says. All of them at once, so that layers that share their compiled code do not each ask for
     another compilation."""
+    length = decode(history).length
     for module in list(_MODULES):
         if not next(iter(module.weight_inputs().values())).is_meta:
-            module.prepare(history_len)
-    return history_len
+            module.prepare(length)
+    return length  # type: ignore[no-any-return]

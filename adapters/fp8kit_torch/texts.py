@@ -14,8 +14,7 @@ import pkgutil
 from functools import lru_cache
 from typing import Any
 
-from fp8kit import formats, ops
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams
+from fp8kit import formats, ops, quantization
 from fp8kit.spec import Operation
 
 _MODULES = [importlib.import_module(f"fp8kit.ops.{info.name}") for info in pkgutil.iter_modules(ops.__path__)]
@@ -24,20 +23,17 @@ _VALUES = [value for module in _MODULES for value in vars(module).values()]
 OPERATIONS: dict[str, Operation] = {value.name: value for value in _VALUES if isinstance(value, Operation)}
 SPECS: dict[str, Any] = {
     value.__name__: value
-    for value in (*_VALUES, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MMParams, QParams)
+    for value in (*_VALUES, *vars(quantization).values())
     if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ != "fp8kit.spec"
 }
-_NAMED = {
-    formats.Format: ("format", formats.FORMATS),
-    formats.DType: ("dtype", formats.DTYPES),
-    Format: ("recipe_format", Format),
-}
+_NAMED = {formats.Format: ("format", formats.FORMATS), formats.DType: ("dtype", formats.DTYPES)}
 _TABLES: dict[str, Any] = dict(_NAMED.values())
 
 
 @lru_cache(maxsize=4096)
 def encode(value: Any) -> str:
-    """The text of a spec, a recipe, or a tuple of these and of plain values. TypeError for anything else."""
+    """The text of a spec, a value of ``fp8kit.quantization``, or a tuple of these and of plain values.
+    TypeError for anything else."""
     return json.dumps(_packed(value), separators=(",", ":"))
 
 
@@ -48,7 +44,7 @@ def decode(text: str) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Format)):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
         return [_packed(part) for part in value]

@@ -21,8 +21,8 @@ from fp8kit.backends import discovery
 from fp8kit.backends import policy as policies
 from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy
-from fp8kit.backends.protocol import KERNELS, signature
-from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, CannotTake, OpImpl, OpRegistry
+from fp8kit.backends.protocol import KERNELS, SERVES, signature
+from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, OpImpl, OpRegistry
 from fp8kit.devices import lacking
 from fp8kit.errors import BackendError, meant
 

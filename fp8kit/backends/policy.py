@@ -25,8 +25,8 @@ from typing import Any
 
 from fp8kit import settings
 from fp8kit.arrays import Device
-from fp8kit.backends.protocol import KERNELS
-from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
+from fp8kit.backends.protocol import KERNELS, SERVES
+from fp8kit.backends.registry import IN_TREE, LOCK, Kind, OpImpl, match_token
 from fp8kit.errors import BackendError, meant, on_behalf_of
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (
@@ -266,7 +266,7 @@ def _intern(policy: SelectionPolicy) -> SelectionPolicy:
 
 def policy_from_env() -> SelectionPolicy:
     """The policy that the FP8KIT_* variables describe. Fp8kitError for a value that is none."""
-    with on_behalf_of("environment", per_op=settings.given().get("PER_OP", ("FP8KIT_PER_OP",))[0]):
+    with on_behalf_of("environment", per_op=settings.assigned().get("PER_OP", ("FP8KIT_PER_OP",))[0]):
         return SelectionPolicy(
             settings.prefer(),
             settings.strict(),

@@ -35,20 +35,6 @@ PRIORITY = {Kind.DEFAULT: 150, Kind.VENDOR: 100, Kind.REFERENCE: 50}
 # fp8kit's own engines: the device kind of each
 IN_TREE: Mapping[str, str] = MappingProxyType({"reference": "cpu", "cuda": "cuda"})
 
-# workspace function -> the kernels whose workspace it measures
-SERVES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "quantize_transpose_workspace": ("quantize_transpose",),
-        "gemm_workspace": ("gemm", "fp8_gemm"),
-        "fp8_gemm_workspace": ("fp8_gemm", "block_gemm"),
-        "norm_bwd_workspace": ("norm_bwd",),
-        "act_bwd_workspace": ("act_bwd",),
-        "column_sum_workspace": ("dropout_bwd", "sum_rows"),
-        "attention_workspace": ("attention_fwd", "attention_bwd"),
-        "l2norm_workspace": ("l2norm",),
-    }
-)
-
 
 class CannotTake(BackendError):
     """An implementation's way to say: correct call, but not one that I can run. Raised before anything is

@@ -48,20 +48,6 @@ def codes_on(shape: tuple[int, ...], device: Device, seed: int) -> ArrayView:
     return arrays.to(arrays.as_view(codes(shape, seed)), device)
 
 
-def values(kind: str, shape: tuple[int, ...], dtype: DType, seed: int) -> HostArray:
-    """An input drawn as a row of ``kernels``' table says."""
-    if kind == "codes":
-        return codes(shape, seed)
-    if kind == "rng":
-        return np.array([1234, 5], dtype.numpy)
-    if kind == "ids":
-        return (_pool(seed).view(np.uint32)[: math.prod(shape)] % 64).astype(dtype.numpy).reshape(shape)
-    if kind == "scale":
-        return np.full(shape, 8.0, dtype.numpy)
-    spread, mean = {"normal": (1.0, 0.0), "small": (0.1, 0.0), "near one": (0.05, 1.0)}[kind]
-    return normal(shape, seed, dtype.numpy, spread, mean)
-
-
 def poisoned(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
     """An output to be written: every byte 0xFF, NaN in every float type, so that what is left out shows."""
     host = np.full(math.prod(shape) * dtype.itemsize, 0xFF, np.uint8)

@@ -78,7 +78,7 @@ def skeleton(layer: Layer, setting: Setting, fast: bool | None = None) -> Step:
     passes: dict[bool, list[Step]] = {False: [], True: []}  # whether in backward -> copies
     for case in kernel_cases(layer):
         for _ in range(case.uses + case.within):
-            passes[any(b.role == "sum" for b in case.buffers)].append(copier(device, case.nbytes))
+            passes[bool(case.sums)].append(copier(device, case.nbytes))
     run = AttentionRun(layer, device)
     order = (_mixed(gemms[:4], passes[False]), [run.forward], [run.backward], _mixed(gemms[4:], passes[True]))
     steps = [step for part in order for step in part]

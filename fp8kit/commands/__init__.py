@@ -112,9 +112,9 @@ def minutes(text: str) -> float:
     raise argparse.ArgumentTypeError(f"got {text}, expected a finite number and > 0")
 
 
-def given(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
+def positional(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
     """The process's arguments, for a program that takes at most one for each of the names, read by their
-    ``kinds``. Other arguments end it with status 2 and one line that says what is wrong; --help tells
+    ``kinds``. Other arguments end it with status 2 and one line that says what is wrong; --help prints
     ``about`` and the names."""
     parser = Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, kind in kinds.items():

@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
     if options.layer is not None and not options.memory:
         raise ArgumentError("bench", "--layer", repr(options.layer), "none without --memory")
     beside = {"part": " ".join(options.parts), "--minutes": options.minutes, "--out": options.out}
-    for name, given in beside.items():
-        if options.memory and given:
-            raise ArgumentError("bench", name, given, "none beside --memory")
+    for name, value in beside.items():
+        if options.memory and value:
+            raise ArgumentError("bench", name, value, "none beside --memory")
     from fp8kit.bench import report as reports
     from fp8kit.bench.parts import NATIVE
     from fp8kit.bench.sizes import Layer

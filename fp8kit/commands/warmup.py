@@ -47,19 +47,19 @@ def add(commands: Any) -> None:
 
 
 def _layer(text: str) -> dict[str, int]:
-    """A layer's sizes by their names. ArgumentTypeError, which argparse tells, for what is none."""
+    """A layer's sizes by their names. ArgumentTypeError, which argparse prints, for what is none."""
     try:
-        given = numbers("layer", text, 5 if text.count(",") > 2 else 3)
+        sizes = numbers("layer", text, 5 if text.count(",") > 2 else 3)
     except Fp8kitError:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, expected 3 or 5 positive numbers: HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]"
         ) from None
-    hidden, _, heads, *_ = given
+    hidden, _, heads, *_ = sizes
     if hidden % heads:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, expected HIDDEN a multiple of HEADS: {hidden} is none of {heads}"
         )
-    return dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), given, strict=False))
+    return dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), sizes, strict=False))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,13 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8kit.arrays import ArrayView
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
-from fp8kit.backends.protocol import KERNELS, signature
+from fp8kit.backends.protocol import KERNELS, signature, views
 from fp8kit.backends.registry import Kind, OpImpl
 from fp8kit.errors import BackendError, meant
-from fp8kit.lab.outputs import views
 from fp8kit.lab.verify import on, verified
 from fp8kit.raw_kernels import manifest
 
@@ -185,7 +183,7 @@ def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
 
 def _with_original(function: Callable[..., Any], operation: str, outer: SelectionPolicy, *args: Any) -> Any:
     """``function`` with what ``outer``, the policy round the override, chooses for the arrays' device."""
-    device = next(view.device for view in views(dict(enumerate(args))))  # type: ignore[arg-type]
+    device = next(views(args)).device
     with policy_context(outer):
         return function(getattr(dispatch.kernels(device), operation), *args)
 
@@ -207,8 +205,7 @@ def _on_its_stream(
         count()
         if named:
             args = contract.bind(*args, **named).args
-        places: Any = dict(enumerate(args))
-        first = next((a for a in args if isinstance(a, ArrayView)), None) or next(iter(views(places)), None)
+        first = next(views(args), None)
         with nullcontext() if first is None else on(first.device, args[-1]):
             answer = function(*args)
         if answer is not None:  # what was to be written is not written then
@@ -233,7 +230,7 @@ def _replaced(
     every launch of it."""
     from fp8kit.backends.cuda import substitute
 
-    if operation not in manifest.USES:
+    if not manifest.uses(operation):
         raise BackendError(
             "override", "implementation", "a kernel", f"a Python function: {operation} launches none"
         )
@@ -264,7 +261,7 @@ def read(text: str | Path) -> manifest.Unit:
 def _source_of(operation: str, unit: manifest.Unit) -> str:
     """The source that the text stands for: the one of the operation's of which it defines all functions that
     the operation launches."""
-    uses = manifest.USES[operation]
+    uses = manifest.uses(operation)
     named = manifest.functions_of(unit)
     touched = [source for source, functions in uses.items() if named & set(functions)]
     if len(touched) != 1:
@@ -284,7 +281,7 @@ def _source_of(operation: str, unit: manifest.Unit) -> str:
 
 def _place_of(operation: str, function: str | None) -> tuple[str, str]:
     """(source, function) that one kernel takes the place of."""
-    places = [(source, name) for source, functions in manifest.USES[operation].items() for name in functions]
+    places = [(source, name) for source, functions in manifest.uses(operation).items() for name in functions]
     wanted = operation.rstrip("_") if function is None and len(places) > 1 else function
     found = (
         [place for place in places if wanted in (None, place[1])] if isinstance(wanted, str | None) else []

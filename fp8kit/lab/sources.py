@@ -7,6 +7,7 @@ disassembler is installed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 import subprocess
@@ -85,7 +86,7 @@ def find(name: str) -> Found:
             raise BackendError(f"kernels: {error}") from None
         whole = [
             op
-            for op, uses in manifest.USES.items()
+            for op, uses in launching().items()
             if like.name in uses and set(uses[like.name]) <= set(entry.functions)
         ]
         return Found(name, (Part(entry, like, entry.functions, unit),), tuple(whole), path)
@@ -95,8 +96,8 @@ def find(name: str) -> Found:
     source, _, function = name.partition(":")
     if source in entries and function in entries[source].functions:
         return _own(name, {source: (function,)})
-    if name in manifest.USES:
-        return Found(name, _own(name, manifest.USES[name]).parts, (name,))
+    if name in launching():
+        return Found(name, _own(name, launching()[name]).parts, (name,))
     places: dict[str, tuple[str, ...]] = {
         entry.name: (name,) for entry in entries.values() if name in entry.functions
     }
@@ -112,7 +113,7 @@ def find(name: str) -> Found:
         raise ArgumentError(
             "kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"
         )
-    known = [*entries, *manifest.USES, *(f for entry in entries.values() for f in entry.functions)]
+    known = [*entries, *launching(), *(f for entry in entries.values() for f in entry.functions)]
     hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
     raise ArgumentError(
         "kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"
@@ -124,20 +125,19 @@ def _own(name: str, places: dict[str, tuple[str, ...]]) -> Found:
         Part(manifest.source(source), manifest.source(source), functions)
         for source, functions in places.items()
     )
-    return Found(
-        name,
-        parts,
-        tuple(
-            op
-            for op, uses in manifest.USES.items()
-            if any(set(uses.get(source, ())) & set(functions) for source, functions in places.items())
-        ),
-    )
+    found = {op for source, functions in places.items() for f in functions for op in users(source, f)}
+    return Found(name, parts, tuple(op for op in launching() if op in found))
+
+
+@functools.cache
+def launching() -> dict[str, dict[str, tuple[str, ...]]]:
+    """The operations that launch raw kernels: source -> its functions (``manifest.uses``)."""
+    return {op: manifest.uses(op) for op in KERNELS if manifest.uses(op)}
 
 
 def users(source: str, function: str) -> list[str]:
     """The operations that launch a function of a source."""
-    return [op for op, uses in manifest.USES.items() if function in uses.get(source, ())]
+    return [op for op, uses in launching().items() if function in uses.get(source, ())]
 
 
 def sass(cubin: Path) -> str:

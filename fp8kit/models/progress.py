@@ -1,15 +1,18 @@
-"""A progress bar: one line that redraws itself in a terminal, sparse lines anywhere else."""
+"""How far a training has come: a bar that rich draws in a terminal, sparse lines anywhere else."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Self, TextIO
 
-WIDTH = 24  # characters of the bar itself
-REDRAW = 0.1  # seconds between two drawings in a terminal
-LINES = 10  # lines of a whole run where there is no terminal
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+LINES = 10  # of a whole run where there is no terminal
 
 
 def duration(seconds: float) -> str:
@@ -20,9 +23,10 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows how far ``total`` steps have come, with units per second and the time left.
+    """Shows how far ``total`` steps have come, with units per second and the time left. A context manager,
+    which gives the terminal back at its end.
 
-    ``label`` starts the line; ``unit`` names what is counted per second. ``stream`` defaults to standard
+    ``label`` starts the line; a step is worth ``units``, named ``unit``. ``stream`` defaults to standard
     error; ``clock`` gives seconds. The rate is the mean since the first step ended, so that what the first
     step compiles does not distort the time left.
     """
@@ -31,64 +35,51 @@ class Progress:
         self,
         label: str,
         total: int,
-        unit: str = "steps",
+        units: int,
+        unit: str,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._label, self._total, self._unit, self._clock = label, total, unit, clock
+        self._label, self._total, self._units, self._unit = label, total, units, unit
         self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
-        self._start = clock()
-        self._first: tuple[float, int, float] | None = None
-        self._drawn = float("-inf")
-        self._units = 0.0
-        self._wide = 0
+        columns = BarColumn(24), TextColumn("{task.description}", markup=False)
+        console = Console(file=self._stream)
+        self._bar = Bar(
+            *columns,
+            console=console,
+            get_time=clock,
+            speed_estimate_period=math.inf,
+            disable=not console.is_terminal,
+        )
+        self._bar.add_task(label, total=total * units)
+        self._task = self._bar.tasks[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
     def begin(self, step: int, what: str) -> None:
         """Say, with ``step`` steps done and before the next has ended, ``what`` goes on."""
-        self._draw(f"{self._bar(step)}{self._label} {step}/{self._total} {what}", False)
+        self._task.completed = step * self._units
+        self._show(step, what)
+        self._bar.start()
 
-    def update(self, step: int, units: float = 1, **values: float) -> None:
-        """Say that ``step`` steps (of ``total``) are done, the last one worth ``units``; ``values`` are shown
-        with 3 decimals."""
-        now = self._clock()
-        self._units += units
-        if self._first is None:
-            self._first = (now, step, self._units)
-        last = step >= self._total
-        if self._terminal:
-            due = last or now - self._drawn >= REDRAW
-        else:
-            due = last or step == 1 or step * LINES // self._total > (step - 1) * LINES // self._total
-        if due:
-            self._drawn = now
-            self._draw(self._line(step, now, values), last)
+    def update(self, step: int, **values: float) -> None:
+        """Say that ``step`` steps (of ``total``) are done; ``values`` are shown with 3 decimals."""
+        self._bar.update(self._task.id, completed=step * self._units)
+        due = step in (1, self._total) or step * LINES // self._total > (step - 1) * LINES // self._total
+        if not due and self._bar.disable:
+            return
+        text = " ".join(f"{name} {value:.3f}" for name, value in values.items())
+        if self._task.speed:
+            left, spent = self._task.time_remaining or 0.0, self._task.elapsed or 0.0
+            text += f"  {self._task.speed:,.0f} {self._unit}/s"
+            text += f"  {duration(left)} left" if step < self._total else f"  {duration(spent)} in all"
+        self._show(step, text)
 
-    def _line(self, step: int, now: float, values: dict[str, float]) -> str:
-        assert self._first is not None
-        then, first_step, first_units = self._first
-        shown = " ".join(f"{name} {value:.3f}" for name, value in values.items())
-        line = f"{self._label} {step}/{self._total} {shown}"
-        if step > first_step and now > then:
-            line += f"  {(self._units - first_units) / (now - then):,.0f} {self._unit}/s"
-            left = (now - then) / (step - first_step) * (self._total - step)
-            line += (
-                f"  {duration(left)} left"
-                if step < self._total
-                else f"  {duration(now - self._start)} in all"
-            )
-        return f"{self._bar(step)}{line}"
-
-    def _bar(self, step: int) -> str:
-        """What a terminal's line begins with."""
-        filled = WIDTH * step // self._total
-        return f"[{'#' * filled}{'.' * (WIDTH - filled)}] " if self._terminal else ""
-
-    def _draw(self, line: str, last: bool) -> None:
-        if self._terminal:
-            padding = " " * max(0, self._wide - len(line))
-            self._wide = len(line)
-            self._stream.write(f"\r{line}{padding}" + ("\n" if last else ""))
-        else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
+    def _show(self, step: int, text: str) -> None:
+        self._task.description = f"{self._label} {step}/{self._total} {text}"
+        if self._bar.disable:
+            print(self._task.description, file=self._stream, flush=True)

@@ -98,35 +98,35 @@ def train(
             else f"continues after {there}"
         )
         print(f"{label}: {end}", file=sys.stderr if stream is None else stream)
-    progress = Progress(label, preset.steps, "tokens", stream)
     share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
     pending: list[list[Tensor]] = []
     start = time.perf_counter()
-    if len(run.losses) < preset.steps:
-        progress.begin(len(run.losses), FIRST)
-    for step in range(len(run.losses), preset.steps):
-        optimizer.lr = optim.warmup_cosine(
-            step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10
-        )
-        pending.append(
-            [
-                _microbatch(run, preset, corpus.train, seed, step, micro, share, device)
-                for micro in range(preset.accumulate)
-            ]
-        )
-        optim.clip_grad_norm_(parameters, preset.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        done = step + 1
-        if recipe is not None and (done % preset.statistics_every == 0 or step == 0):
-            run.statistics += read_statistics(run.model, done)
-        due = kept is not None and (done == preset.steps or (save_every > 0 and done % save_every == 0))
-        if due or device.kind == "cpu" or done % DRAIN == 0 or step == 0 or done == preset.steps:
-            _drain(run, pending)
-            progress.update(done, preset.tokens * len(pending), loss=run.losses[-1])
-            pending.clear()
-        if due and kept is not None:
-            kept.save()
+    with Progress(label, preset.steps, preset.tokens, "tokens", stream) as progress:
+        if len(run.losses) < preset.steps:
+            progress.begin(len(run.losses), FIRST)
+        for step in range(len(run.losses), preset.steps):
+            optimizer.lr = optim.warmup_cosine(
+                step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10
+            )
+            pending.append(
+                [
+                    _microbatch(run, preset, corpus.train, seed, step, micro, share, device)
+                    for micro in range(preset.accumulate)
+                ]
+            )
+            optim.clip_grad_norm_(parameters, preset.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            done = step + 1
+            if recipe is not None and (done % preset.statistics_every == 0 or step == 0):
+                run.statistics += read_statistics(run.model, done)
+            due = kept is not None and (done == preset.steps or (save_every > 0 and done % save_every == 0))
+            if due or device.kind == "cpu" or done % DRAIN == 0 or step == 0 or done == preset.steps:
+                _drain(run, pending)
+                pending.clear()
+                progress.update(done, loss=run.losses[-1])
+            if due and kept is not None:
+                kept.save()
     arrays.synchronize(device)
     run.seconds = time.perf_counter() - start
     run.validation_loss = validate(run.model, preset, corpus.validation, recipe)

@@ -26,7 +26,7 @@ from fp8kit.nn.module import Module, Parameter
 from fp8kit.nn.weight_forms import WeightForm, Written
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import (
     BACKWARD_SLOTS,
@@ -60,7 +60,7 @@ class _Way(NamedTuple):
     """What a recipe comes to in a layer. ``implied``: what stands for the scales that its operation reads."""
 
     recipe: Recipe
-    fp8: Fp8
+    fp8: Quantization
     delayed: bool
     implied: dict[str, ArrayView]
 
@@ -79,7 +79,7 @@ class _Wiring(NamedTuple):
 class _WeightCache(NamedTuple):
     """FP8 weights kept across the micro-batches of a step, and what they were cast by."""
 
-    fp8: Fp8
+    fp8: Quantization
     arrays: dict[str, ArrayView]
 
 
@@ -90,7 +90,7 @@ def commit_backward(tickets: list[_Ticket]) -> None:
     for recipe, state in tickets:
         groups.setdefault(id(recipe), (recipe, []))[1].append(state)
     for recipe, states in groups.values():
-        update(recipe, states, recipe.backward_format.max)
+        update(recipe.history, states, forward=False)
 
 
 class Fp8Module(Module):
@@ -115,7 +115,7 @@ class Fp8Module(Module):
 
     # --- what a subclass gives ------------------------------------------------------------------------------
 
-    def make_product(self, gemm: int, fp8: Fp8 | None, cached: bool, bias: str) -> ProductSpec:
+    def make_product(self, gemm: int, fp8: Quantization | None, cached: bool, bias: str) -> ProductSpec:
         """The product of GEMM ``gemm``; ``bias`` "add", "none" or "deferred" for the layer's last GEMM."""
         raise NotImplementedError
 
@@ -162,10 +162,10 @@ class Fp8Module(Module):
         recipe, training = state.recipe, is_grad_enabled() or recompute.first()
         way = self._way
         if way is None or way.recipe is not recipe:
-            delayed = recipe.delayed()
+            delayed = recipe.history is not None
             way = self._way = _Way(
                 recipe,
-                fp8_from_recipe(recipe),
+                recipe.quantization,
                 delayed,
                 _scales_of(self.gemms, self.device) if delayed else _NONE,
             )
@@ -206,7 +206,13 @@ class Fp8Module(Module):
         return out
 
     def _run_again(
-        self, kept: Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str, options: dict[str, Any]
+        self,
+        kept: Kept,
+        inputs: Inputs,
+        recipe: Recipe | None,
+        fp8: Quantization,
+        bias: str,
+        options: dict[str, Any],
     ) -> dict[str, Tensor]:
         """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of
         gradients only are recorded. ``recipe`` None is high precision."""
@@ -218,7 +224,7 @@ class Fp8Module(Module):
                 owner=self,
             )
         given, late, finish = _NONE, _NONE, None
-        if recipe.delayed():
+        if recipe.history is not None:
             wiring = self._wire(recipe, True)
             given, late, finish = wiring.given_again, wiring.late, wiring.finish
         spec = self._spec(fp8, kept.weights is not None, bias, options)
@@ -236,14 +242,14 @@ class Fp8Module(Module):
             inputs,
             owner=self,
         )
-        if recipe.delayed():
+        if recipe.history is not None:
             wiring = self._wire(recipe, True)
             state = self.fp8_meta["scaling_fwd"]
             touch_forward(state, wiring.recipe, training)
             self.calibrate(inputs, outputs, list(state.amaxes))
         return outputs
 
-    def _spec(self, fp8: Fp8 | None, cached: bool, bias: str, options: dict[str, Any]) -> Any:
+    def _spec(self, fp8: Quantization | None, cached: bool, bias: str, options: dict[str, Any]) -> Any:
         """The operation's spec, the same object for the same request: plans are found by its identity."""
         key = (id(fp8), cached, bias, *options.items())
         found = self._specs.get(key)
@@ -264,7 +270,8 @@ class Fp8Module(Module):
         """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the
         recipe's length."""
         wiring = self._wiring
-        length = recipe.amax_history_len  # type: ignore[attr-defined]
+        assert recipe.history is not None
+        length = recipe.history.length
         known = wiring is not None and (wiring.recipe is recipe or wiring.recipe == recipe)
         if (
             wiring is not None
@@ -295,7 +302,7 @@ class Fp8Module(Module):
     def _fp8_weights(
         self,
         written: Written | None,
-        fp8: Fp8,
+        fp8: Quantization,
         first: bool | None,
         bias: str,
         scales: dict[str, ArrayView],
@@ -319,7 +326,7 @@ class Fp8Module(Module):
         return dict(written.arrays)
 
     def _cast_weights(
-        self, fp8: Fp8, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]
+        self, fp8: Quantization, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]
     ) -> dict[str, ArrayView]:
         """The FP8 weights, cast now."""
         made: dict[str, ArrayView] = {}

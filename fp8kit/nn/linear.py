@@ -16,7 +16,7 @@ from fp8kit.nn.module import Parameter, as_tensor, make_parameter, make_parts, p
 from fp8kit.nn.random import Init, init_of
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 
 
 def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dict[str, int]:
@@ -99,7 +99,7 @@ class LinearBase(Fp8Module):
         """Whether the operation adds the bias: "add", or "none" where there is none or it is returned."""
         return "add" if self.use_bias and not self.return_bias else "none"
 
-    def make_product(self, gemm: int, fp8: Fp8 | None, cached: bool, bias: str) -> ProductSpec:
+    def make_product(self, gemm: int, fp8: Quantization | None, cached: bool, bias: str) -> ProductSpec:
         return ProductSpec(
             self.in_features, tuple(self._split.values()), bias=bias, fp8=fp8, weight_cached=cached
         )

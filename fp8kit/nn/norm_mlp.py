@@ -20,7 +20,7 @@ from fp8kit.nn.random import Init, init_of
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers, norm_mlp
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 
 
 class LayerNormMLP(Fp8Module):
@@ -100,7 +100,7 @@ class LayerNormMLP(Fp8Module):
     def weight_inputs(self) -> dict[str, Parameter]:
         return {"fc1_weight0": self.fc1_weight, "fc2_weight0": self.fc2_weight}
 
-    def make_product(self, gemm: int, fp8: Fp8 | None, cached: bool, bias: str) -> ProductSpec:
+    def make_product(self, gemm: int, fp8: Quantization | None, cached: bool, bias: str) -> ProductSpec:
         if gemm == 0:
             first = "deferred" if self.use_bias else "none"
             rows = ACTIVATIONS[self.activation].parts * self.ffn_hidden_size

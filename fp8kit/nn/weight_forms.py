@@ -30,7 +30,7 @@ from fp8kit.execution.memory import Layout
 from fp8kit.formats import float32
 from fp8kit.ops.product import Product, ProductSpec, WeightJob
 from fp8kit.ops.products import product_of
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 from fp8kit.scaling import ScalingState, forward_slots
 
 _IDLE = 3  # after so many times of writing in vain a form is given up until it is wanted again
@@ -42,7 +42,7 @@ class Layer(Protocol):
     gemms: tuple[str, ...]
     fp8_meta: dict[str, ScalingState]
 
-    def make_product(self, gemm: int, fp8: Fp8 | None, cached: bool, bias: str) -> ProductSpec:
+    def make_product(self, gemm: int, fp8: Quantization | None, cached: bool, bias: str) -> ProductSpec:
         """The product of GEMM ``gemm``."""
 
     def weight_inputs(self) -> Mapping[str, Tensor]:
@@ -65,7 +65,7 @@ class Written(NamedTuple):
 
     arrays: dict[str, ArrayView]
     amaxes: dict[int, ArrayView]
-    fp8: Fp8
+    fp8: Quantization
     sources: list[_Source]
     state: ScalingState | None
     generation: int
@@ -98,7 +98,7 @@ class _Room(NamedTuple):
 class _Plan(NamedTuple):
     """How a layer's weights are cast in one way: products, and the layout of what they give."""
 
-    fp8: Fp8
+    fp8: Quantization
     products: list[Product]
     made: list[tuple[str, ...]]  # of each product, names of its arrays
     layout: Layout
@@ -133,7 +133,7 @@ class WeightForm:
     """
 
     def __init__(self, layer: Layer) -> None:
-        self.wanted: Fp8 | None = None
+        self.wanted: Quantization | None = None
         self.idle = 0
         self.written: Written | None = None
         self._layer = weakref.ref(layer)
@@ -142,7 +142,9 @@ class WeightForm:
         self._room: _Room | None = None
         derive(self._weights.values(), self)
 
-    def find(self, fp8: Fp8, inputs: Mapping[str, Any], state: ScalingState | None) -> Written | None:
+    def find(
+        self, fp8: Quantization, inputs: Mapping[str, Any], state: ScalingState | None
+    ) -> Written | None:
         """What was written, if it is what casting ``inputs``' weights by ``fp8``, with delayed scaling by
         ``state``, would give now."""
         written = self.written
@@ -229,7 +231,7 @@ class WeightForm:
         layer, fp8 = self._layer(), self.wanted
         if layer is None or fp8 is None or self.idle > _IDLE or captured.capturing():
             return None, None
-        delayed, state = fp8.w.source == "scale", layer.fp8_meta.get("scaling_fwd")
+        delayed, state = fp8.w.needs_state, layer.fp8_meta.get("scaling_fwd")
         if delayed and state is None:  # it was taken away, by a checkpoint without one
             return None, None
         plan = self._plan
@@ -264,7 +266,7 @@ def _views(weights: Mapping[str, Tensor]) -> dict[str, ArrayView]:
     return {name: weight.view for name, weight in weights.items()}
 
 
-def _planned(layer: Layer, fp8: Fp8, weights: Mapping[str, Tensor]) -> _Plan:
+def _planned(layer: Layer, fp8: Quantization, weights: Mapping[str, Tensor]) -> _Plan:
     dtype = next(iter(weights.values())).dtype
     products = [
         product_of(layer.make_product(i, fp8, False, "none"), 0, dtype, False, False, False)

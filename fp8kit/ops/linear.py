@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.formats import float32, uint8
-from fp8kit.ops.product import Product, ProductSpec, row_count, want, want_rows
+from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count, want, want_rows
 from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -70,27 +70,14 @@ class Linear(Operation):
         self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
     ) -> None:
         p: Product = plan.extra
-        x, y = inputs["x"], outputs["y"]
-        assert x is not None and y is not None
-        x2 = x.rows()
-        p.cast_x(plan.kernels, x2, inputs, outputs, saved, scratch, stream)
-        residual = inputs.get("residual")
-        p.fprop(
-            plan.kernels,
-            x2,
-            inputs,
-            outputs,
-            saved,
-            scratch,
-            y.rows(),
-            stream,
-            None if residual is None else residual.rows(),
-        )
+        ws = WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream)
+        x, residual = ws.inputs["x"].rows(), ws.inputs.get("residual")
+        p.cast_x(ws, x)
+        p.fprop(ws, x, ws.outputs["y"].rows(), None if residual is None else residual.rows())
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
-        x = inputs["x"]
-        assert x is not None
-        plan.extra.measure(plan.kernels, x.rows(), inputs, outputs, stream)
+        ws = WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream)
+        plan.extra.measure(ws, ws.inputs["x"].rows())
 
     def backward(
         self,
@@ -103,18 +90,15 @@ class Linear(Operation):
         stream: int,
     ) -> None:
         p: Product = plan.extra
-        g = cotangents["y"]
+        ws, g = WorkingSet(plan.kernels, kept, grads, saved, scratch, stream), cotangents["y"]
         assert g is not None
         g2 = g.rows()
-        p.cast_g(plan.kernels, g2, kept, grads, scratch, stream)
+        p.cast_g(ws, g2)
         if p.needs_x:
-            dx = grads["x"]
-            assert dx is not None
-            p.dgrad(plan.kernels, g2, kept, saved, scratch, dx.rows(), stream)
+            p.dgrad(ws, g2, ws.outputs["x"].rows())
         if p.needs_w:
             x = kept.get("x")
-            casts = kept if plan.spec.product.input_cached else saved
-            p.wgrad(plan.kernels, g2, None if x is None else x.rows(), casts, grads, scratch, stream)
+            p.wgrad(ws, g2, None if x is None else x.rows())
 
 
 class WeightCast(Operation):
@@ -147,7 +131,7 @@ class WeightCast(Operation):
     def forward(
         self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
     ) -> None:
-        plan.extra.cast_weight(plan.kernels, inputs, outputs, outputs, scratch, stream)
+        plan.extra.cast_weight(WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream))
 
 
 linear = Linear()

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol import Cast
 from fp8kit.buffers import free
 from fp8kit.formats import uint8
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.product import Product, ProductSpec, row_count
+from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count
 from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -41,9 +42,9 @@ class NormStage:
     as_output: bool
 
     @property
-    def delayed(self) -> bool:
+    def fused(self) -> bool:
         """Whether the normalisation writes the product's input in FP8."""
-        return self.product.delayed
+        return self.product.scales_known
 
     def meta(self) -> Meta:
         """norm(x) as a matrix."""
@@ -56,101 +57,60 @@ class NormStage:
 
     def scratch(self) -> dict[str, Meta]:
         """norm(x) where it is only passing through."""
-        return {} if self.keep or self.delayed else {"normed": self.meta()}
+        return {} if self.keep or self.fused else {"normed": self.meta()}
 
-    def forward(
-        self, k: Any, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> ArrayView | None:
+    def forward(self, ws: WorkingSet) -> ArrayView | None:
         """Normalise, and cast for the product; returns norm(x) in high precision, None where it was written
         in FP8 only."""
-        s, p = self.norm, self.product
-        x = inputs["x"]
-        assert x is not None
-        normed = (
-            outputs.get("normed")
-            if self.as_output
-            else saved.get("normed")
-            if self.keep
-            else scratch.get("normed")
-        )
+        p, views = self.product, ws.outputs if self.as_output else ws.saved if self.keep else ws.scratch
+        normed = views.get("normed")
         if normed is not None:
             normed = normed.rows()
-        cast = p.x_cast(inputs, outputs, saved, scratch) if self.delayed else None
-        current = p.takes_amax("x")
-        amax = outputs[f"{p.spec.prefix}x_amax"] if current else None
-        k.norm_fwd(
-            x.rows(),
-            inputs["norm_weight"],
-            inputs.get("norm_bias"),
-            normed,
-            saved.get("mean"),
-            saved["rstd"],
-            amax,
-            cast,
-            s.normalization,
-            s.epsilon,
-            s.zero_centered_gamma,
-            stream,
-        )
-        if not self.delayed:
+        cast = p.x_cast(ws) if self.fused else None
+        taken = p.takes_amax("x")
+        amax = ws.outputs[f"{p.spec.prefix}x_amax"] if taken else None
+        self._normalise(ws, normed, ws.saved, amax, cast)
+        if not self.fused:
             assert normed is not None
-            p.cast_x(k, normed, inputs, outputs, saved, scratch, stream, amax_known=current)
+            p.cast_x(ws, normed, amax_known=taken)
         return normed
 
-    def measure(self, k: Any, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+    def measure(self, ws: WorkingSet) -> None:
         """Max-accumulate the amaxes of norm(x) and of the weight. Scratch: the plan's ``measure_scratch``."""
-        s, x, amax = self.norm, inputs["x"], outputs.get(f"{self.product.spec.prefix}x_amax")
-        assert x is not None
+        amax = ws.outputs.get(f"{self.product.spec.prefix}x_amax")
         if amax is None:  # no operand has one scale for the whole tensor
             return
-        k.norm_fwd(
-            x.rows(),
-            inputs["norm_weight"],
-            inputs.get("norm_bias"),
-            scratch["normed"],
-            scratch.get("mean"),
-            scratch["rstd"],
-            amax,
-            None,
-            s.normalization,
-            s.epsilon,
-            s.zero_centered_gamma,
-            stream,
-        )
-        self.product.measure_weight(k, inputs, outputs, stream)
+        self._normalise(ws, ws.scratch["normed"], ws.scratch, amax, None)
+        self.product.measure_weight(ws)
+
+    def _normalise(self, ws: WorkingSet, normed: Any, statistics: Any, amax: Any, cast: Cast | None) -> None:
+        s, inputs = self.norm, ws.inputs
+        parameters = inputs["norm_weight"], inputs.get("norm_bias")
+        results = normed, statistics.get("mean"), statistics["rstd"], amax, cast
+        how = s.normalization, s.epsilon, s.zero_centered_gamma
+        ws.kernels.norm_fwd(inputs["x"].rows(), *parameters, *results, *how, ws.stream)
 
     def measure_scratch(self) -> dict[str, Meta]:
         """Temporaries of ``measure``."""
         return {"normed": self.meta()} | self.norm.saved(self.product.m)
 
-    def backward(
-        self,
-        k: Any,
-        dnormed: ArrayView,
-        kept: Views,
-        saved: Views,
-        residual: ArrayView | None,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def backward(self, ws: WorkingSet, dnormed: ArrayView, residual: ArrayView | None) -> None:
         """Gradients of x and of the norm's parameters, the residual stream's gradient added."""
-        x, dx = kept["x"], grads["x"]
-        assert x is not None and dx is not None
-        k.norm_bwd(
+        kept, saved, grads = ws.inputs, ws.saved, ws.outputs
+        ws.kernels.norm_bwd(
             dnormed,
-            x.rows(),
+            kept["x"].rows(),
             kept["norm_weight"],
             saved.get("mean"),
             saved["rstd"],
             None if residual is None else residual.rows(),
-            dx.rows(),
+            grads["x"].rows(),
             grads["norm_weight"],
             grads.get("norm_bias"),
             self.norm.normalization,
             self.norm.zero_centered_gamma,
-            scratch["workspace"],
-            stream,
+            ws.scratch["workspace"],
+            ws.stream,
         )
 
 
@@ -215,16 +175,14 @@ class NormLinear(Operation):
         )
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
-        plan.extra.measure(plan.kernels, inputs, outputs, scratch, stream)
+        plan.extra.measure(WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream))
 
     def forward(
         self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
     ) -> None:
         stage: NormStage = plan.extra
-        y = outputs["y"]
-        assert y is not None
-        normed = stage.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
-        stage.product.fprop(plan.kernels, normed, inputs, outputs, saved, scratch, y.rows(), stream)
+        ws = WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream)
+        stage.product.fprop(ws, stage.forward(ws), ws.outputs["y"].rows())
 
     def backward(
         self,
@@ -237,24 +195,23 @@ class NormLinear(Operation):
         stream: int,
     ) -> None:
         stage: NormStage = plan.extra
-        p, k = stage.product, plan.kernels
+        p, ws = stage.product, WorkingSet(plan.kernels, kept, grads, saved, scratch, stream)
         g = cotangents["y"]
         assert g is not None
         g2 = g.rows()
-        p.cast_g(k, g2, kept, grads, scratch, stream)
+        p.cast_g(ws, g2)
         if p.needs_w:
             normed = kept.get("normed") if stage.as_output else saved.get("normed")
-            p.wgrad(k, g2, None if normed is None else normed.rows(), saved, grads, scratch, stream)
+            p.wgrad(ws, g2, None if normed is None else normed.rows())
             del normed
             free(saved, "normed")
         if p.needs_x:
-            dnormed = scratch["dnormed"]
-            assert dnormed is not None
-            p.dgrad(k, g2, kept, saved, scratch, dnormed, stream)
+            dnormed = ws.scratch["dnormed"]
+            p.dgrad(ws, g2, dnormed)
             extra = cotangents.get("normed")
             if extra is not None:
-                k.add(dnormed, extra.rows(), dnormed, stream)
-            stage.backward(k, dnormed, kept, saved, cotangents.get("residual"), grads, scratch, stream)
+                ws.kernels.add(dnormed, extra.rows(), dnormed, stream)
+            stage.backward(ws, dnormed, cotangents.get("residual"))
 
 
 norm_linear = NormLinear()

@@ -22,9 +22,10 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormStage
-from fp8kit.ops.product import Product, ProductSpec, given, row_count
+from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
+from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -105,16 +106,15 @@ class _Stages:
         return self.norm.product
 
     @property
-    def delayed(self) -> bool:
+    def scales_known(self) -> bool:
         """Whether the activation's gradient writes fc1's output gradient in FP8."""
-        return self.fc2.delayed
+        return self.fc2.scales_known
 
     @property
     def casts(self) -> bool:
-        """Whether the activation writes fc2's input in FP8: with a scale for the tensor, after a pass that
-        takes its amax where that is not known before. So nothing in high precision is written to be read
-        again."""
-        return self.fc2.spec.fp8 is not None and not self.fc2.spec.fp8.blocks
+        """Whether the activation writes fc2's input in FP8, after a pass that takes its amax where that is
+        not known before. So nothing in high precision is written to be read again."""
+        return self.fc2.fuses_cast
 
     @property
     def reach(self) -> bool:
@@ -158,29 +158,9 @@ class _Passes:
         return {name: meta for name, meta in metas.items() if name not in left_out}
 
 
-def _numbers(product: Product) -> dict[str, str]:
-    """``_Passes.numbers`` of one product."""
-    fp8, p = product.spec.fp8, product.spec.prefix
-    if fp8 is None or fp8.blocks:
-        return {}
-    operands = ("x",) if product.spec.weight_cached else ("x", "w")
-    by_source = {"scale": ("scale", "scale"), "current": ("amax_in", "amax"), "amax": ("amax_in", "amax_in")}
-    found = {}
-    for operand in operands:
-        own, source = by_source[getattr(fp8, operand).source]
-        found[f"{p}{operand}_{own}"] = f"{p}{operand}_{source}"
-    return found
-
-
 def _known(spec: ProductSpec) -> ProductSpec:
     """The product with amaxes as inputs where it takes them itself."""
-    if spec.fp8 is None:
-        return spec
-    x, w = (
-        replace(quant, source="amax") if quant.source == "current" else quant
-        for quant in (spec.fp8.x, spec.fp8.w)
-    )
-    return replace(spec, fp8=replace(spec.fp8, x=x, w=w))
+    return spec if spec.fp8 is None else replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
 
 
 class NormMLP(Operation):
@@ -219,7 +199,7 @@ class NormMLP(Operation):
         if not (spec.recompute and (whole.reach or whole.fc2.needs_w)):
             return _Passes(whole, whole)
         second = replace(spec, fc1=_known(spec.fc1), fc2=_known(spec.fc2), return_norm=False)
-        numbers = _numbers(whole.fc1) | _numbers(whole.fc2)
+        numbers = whole.fc1.scalars() | whole.fc2.scalars()
         return _Passes(self._stages(spec, metas, frozenset()), self._stages(second, metas, needs), numbers)
 
     def outputs(self, spec: NormMLPSpec) -> tuple[str, ...]:
@@ -247,8 +227,8 @@ class NormMLP(Operation):
             kept += (
                 *spec.norm.inputs(),
                 *fc1.biases,
-                *fc1.read_again(),
-                *(fc2.read_again() if st.reach else ()),
+                *fc1.weight_names(),
+                *(fc2.weight_names() if st.reach else ()),
             )
         grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads() | fc2.grads()
         kept, through = tuple(dict.fromkeys(kept)), {"residual": "x"} if spec.residual else {}
@@ -271,7 +251,7 @@ class NormMLP(Operation):
         if st.reach:
             backward["sums"] = Meta((max(kernels.act_bwd_workspace(fc1.m, fc1.n), 1),), uint8)
             backward["dact"] = Meta((fc2.m, fc2.k), x.dtype)
-            if not st.delayed or not (fc1.needs_x or fc1.needs_w):
+            if not st.scales_known or not (fc1.needs_x or fc1.needs_w):
                 backward["dh"] = Meta((fc1.m, fc1.n), x.dtype)
         if fc1.needs_x:
             backward["dnormed"] = st.norm.meta()
@@ -280,86 +260,62 @@ class NormMLP(Operation):
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
         st: _Stages = plan.extra.forward
-        st.norm.measure(plan.kernels, inputs, outputs, scratch, stream)
-        st.fc2.measure_weight(plan.kernels, inputs, outputs, stream)
+        ws = WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream)
+        st.norm.measure(ws)
+        st.fc2.measure_weight(ws)
 
     def forward(
         self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
     ) -> None:
         passes: _Passes = plan.extra
-        k, st, y = plan.kernels, passes.forward, outputs["y"]
-        assert y is not None
-        own = saved if passes.numbers is None else take(scratch, st.saved())
-        self._fc1(plan, st, inputs, outputs, own, scratch, stream)
-        act = self._activate(plan, st, inputs, outputs, own, scratch, stream)
-        x = inputs["x"] if plan.spec.joins else None
-        st.fc2.fprop(k, act, inputs, outputs, own, scratch, y.rows(), stream, None if x is None else x.rows())
+        st, own = passes.forward, saved if passes.numbers is None else take(scratch, passes.forward.saved())
+        ws = WorkingSet(plan.kernels, inputs, outputs, own, scratch, stream)
+        self._fc1(st, ws)
+        act = self._activate(plan.spec, st, ws)
+        x = ws.inputs["x"].rows() if plan.spec.joins else None
+        st.fc2.fprop(ws, act, ws.outputs["y"].rows(), x)
         for i, source in enumerate((passes.numbers or {}).values()):
-            numbers = saved["numbers"]
-            assert numbers is not None
-            k.copy(inputs.get(source) or outputs[source], numbers.slice(0, SLOT * i, 1), stream)
+            numbers: Any = saved["numbers"]
+            ws.kernels.copy(inputs.get(source) or outputs[source], numbers.slice(0, SLOT * i, 1), stream)
 
-    def _fc1(
-        self,
-        plan: Plan,
-        st: _Stages,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def _fc1(self, st: _Stages, ws: WorkingSet) -> None:
         """h = norm(x) W1^T, kept for backward where it is wanted there."""
-        normed = st.norm.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
-        h = saved.get("h") or scratch.get("h")
-        assert h is not None
-        st.fc1.fprop(plan.kernels, normed, inputs, outputs, saved, scratch, h, stream)
-        free(scratch, "normed")
+        normed = st.norm.forward(ws)
+        st.fc1.fprop(ws, normed, ws.saved.get("h") or ws.scratch["h"])
+        free(ws.scratch, "normed")
 
-    def _activate(
-        self,
-        plan: Plan,
-        st: _Stages,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        stream: int,
-    ) -> ArrayView | None:
+    def _activate(self, s: NormMLPSpec, st: _Stages, ws: WorkingSet) -> ArrayView | None:
         """act(h + b1), cast for fc2; None where fc2 multiplies the cast."""
-        s: NormMLPSpec = plan.spec
-        k, fc2, h = plan.kernels, st.fc2, saved.get("h") or scratch.get("h")
-        assert h is not None
-        act = saved.get("act") or scratch.get("act")
-        given_to = h, inputs.get("fc1_bias0")
+        k, fc2, act = ws.kernels, st.fc2, ws.saved.get("act") or ws.scratch.get("act")
+        summands = ws.saved.get("h") or ws.scratch["h"], ws.inputs.get("fc1_bias0")
+        how = s.activation, s.activation_params, ws.stream
         if fc2.takes_amax("x"):
-            k.act_fwd(*given_to, None, outputs["fc2_x_amax"], None, s.activation, s.activation_params, stream)
-        cast = fc2.x_cast(inputs, outputs, saved, scratch) if st.casts else None
-        k.act_fwd(*given_to, act, None, cast, s.activation, s.activation_params, stream)
+            k.act_fwd(*summands, None, ws.outputs["fc2_x_amax"], None, *how)
+        k.act_fwd(*summands, act, None, fc2.x_cast(ws) if st.casts else None, *how)
         if not st.casts:
             assert act is not None
-            fc2.cast_x(k, act, inputs, outputs, saved, scratch, stream)
-        free(scratch, "h")
+            fc2.cast_x(ws, act)
+        del summands
+        free(ws.scratch, "h")
         if fc2.spec.fp8 is None:
             return act
-        free(scratch, "act")
+        free(ws.scratch, "act")
         return None
 
-    def _again(self, plan: Plan, kept: Views, saved: Views, scratch: Views, stream: int) -> Views:
+    def _recompute(self, plan: Plan, kept: Views, saved: Views, scratch: Views, stream: int) -> Views:
         """Forward once more, for what backward reads of it; returns that, by the names under which forward
         would have saved it."""
         st: _Stages = plan.extra.backward
-        inputs = dict(kept)
+        inputs, numbers = dict(kept), saved.get("numbers")
         for i, name in enumerate(plan.extra.numbers):
-            numbers = saved["numbers"]
             assert numbers is not None
             inputs[name] = numbers.slice(0, SLOT * i, 1)
-        made = take(scratch, st.saved())
-        self._fc1(plan, st, inputs, {}, made, scratch, stream)
+        ws = WorkingSet(plan.kernels, inputs, {}, take(scratch, st.saved()), scratch, stream)
+        self._fc1(st, ws)
         if st.fc2.needs_w:
-            self._activate(plan, st, inputs, {}, made, scratch, stream)
-        st.fc2.save_weight(plan.kernels, inputs, made, scratch, stream)
-        return made
+            self._activate(plan.spec, st, ws)
+        st.fc2.save_weight(ws)
+        return ws.saved
 
     def backward(
         self,
@@ -378,27 +334,28 @@ class NormMLP(Operation):
         assert g is not None
         g2 = g.rows()
         if passes.numbers is not None:
-            saved = self._again(plan, kept, saved, scratch, stream)
-        fc2.cast_g(k, g2, kept, grads, scratch, stream)
+            saved = self._recompute(plan, kept, saved, scratch, stream)
+        ws = WorkingSet(k, kept, grads, saved, scratch, stream)
+        fc2.cast_g(ws, g2)
         if fc2.needs_w:
-            fc2.wgrad(k, g2, saved.get("act"), saved, grads, scratch, stream)
+            fc2.wgrad(ws, g2, saved.get("act"))
             free(saved, "act")
         if not st.reach:
             return
-        fc2.dgrad(k, g2, kept, saved, scratch, given(scratch, "dact"), stream)
+        fc2.dgrad(ws, g2, ws.scratch["dact"])
         # most is held now: the gradient of the activation in high precision and its casts
         free_contents(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
-        fused = st.delayed and products
-        current = fc1.takes_amax("g") and products
+        fused = st.scales_known and products
+        taken_now = fc1.takes_amax("g") and products
         k.act_bwd(
-            given(scratch, "dact"),
-            given(saved, "h"),
+            scratch["dact"],
+            saved["h"],
             kept.get("fc1_bias0"),
             scratch.get("dh"),
             grads.get("fc1_bias0"),
-            grads["fc1_g_amax"] if current else None,
-            fc1.g_cast(kept, grads, scratch) if fused else None,
+            grads["fc1_g_amax"] if taken_now else None,
+            fc1.g_cast(ws) if fused else None,
             spec.activation,
             spec.activation_params,
             scratch["sums"],
@@ -407,26 +364,23 @@ class NormMLP(Operation):
         free(scratch, "dact", "sums")
         free(saved, "h")
         if products and not fused:
-            fc1.cast_g(
-                k, given(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current
-            )
+            fc1.cast_g(ws, ws.scratch["dh"], with_bias=False, amax_known=taken_now)
         # FP8 products have the casts
-        dh = given(scratch, "dh") if fc1.spec.fp8 is None and products else None
+        dh = ws.scratch["dh"] if fc1.spec.fp8 is None and products else None
         free(scratch, "dh")
         if fc1.needs_w:
             normed = kept.get("normed") if st.norm.as_output else saved.get("normed")
-            fc1.wgrad(k, dh, None if normed is None else normed.rows(), saved, grads, scratch, stream)
+            fc1.wgrad(ws, dh, None if normed is None else normed.rows())
             del normed
             free(saved, "normed")
         if fc1.needs_x:
-            dnormed = given(scratch, "dnormed")
-            fc1.dgrad(k, dh, kept, saved, scratch, dnormed, stream)
+            dnormed = ws.scratch["dnormed"]
+            fc1.dgrad(ws, dh, dnormed)
             del dh
             extra = cotangents.get("normed")
             if extra is not None:
                 k.add(dnormed, extra.rows(), dnormed, stream)
-            stream_back = g if spec.joins else cotangents.get("residual")
-            st.norm.backward(k, dnormed, kept, saved, stream_back, grads, scratch, stream)
+            st.norm.backward(ws, dnormed, g if spec.joins else cotangents.get("residual"))
 
 
 norm_mlp = NormMLP()

@@ -2,22 +2,22 @@
 
 Every layer with a weight is made of this: ``linear`` is one of them, ``norm_linear`` puts a normalisation
 before it, ``norm_mlp`` holds two. ``Product`` is what they see of it; how the operands are stored and
-multiplied is said in ``product_plain`` (high precision), ``product_tensor`` (FP8, a scale a tensor) and
-``product_block`` (FP8, a scale a block). ``ops.products`` chooses.
+multiplied is said in ``product_plain`` (high precision) and ``product_quantized``, of which there is a class
+for each granularity of scales. ``ops.products`` chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import DType
-from fp8kit.ops.quant import Fp8
+from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta, Metas, Views
 
 
@@ -34,18 +34,18 @@ class ProductSpec:
     w: ``linear`` alone takes it.
 
     ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a
-    dtype, "float32" or the weights' own: that of the buffers which the door hands to ``backward`` under the
-    weights' names, and to which wgrad is added (``overwrite_grad``: put there instead). A float32 buffer gets
-    the product's float32 sums unrounded, with one float32 addition; where wgrad of several segments is made
-    at once (``Product.whole_wgrad``), or the buffer is of 16 bits, the product is rounded to the buffer's
-    dtype before.
+    dtype, "float32" or the weights' own: that of the buffers which the frontend hands to ``backward`` under
+    the weights' names, and to which wgrad is added (``overwrite_grad``: put there instead). A float32 buffer
+    gets the product's float32 sums unrounded, with one float32 addition; where wgrad of several segments is
+    made at once (``Product.whole_wgrad``), or the buffer is of 16 bits, the product is rounded to the
+    buffer's dtype before.
     """
 
     in_features: int
     segments: tuple[int, ...]
     layout: str = "oi"
     bias: str = "add"
-    fp8: Fp8 | None = None
+    fp8: Quantization | None = None
     weight_cached: bool = False
     prefix: str = ""
     main_grad: str | None = None
@@ -58,6 +58,18 @@ class ProductSpec:
         return sum(self.segments)
 
 
+class WorkingSet(NamedTuple):
+    """What a pass works on: kernels, arrays by name, a stream. ``inputs``, ``outputs``: forward's; in
+    backward what was kept and the gradients' scales, and the gradients and their amaxes."""
+
+    kernels: Any
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    saved: Mapping[str, Any]
+    scratch: Mapping[str, Any]
+    stream: int
+
+
 class WeightJob(NamedTuple):
     """A weight to be cast: its ``product`` (for no rows), ``inputs`` and ``made`` by name as
     ``weight_cast``'s inputs and outputs."""
@@ -66,6 +78,10 @@ class WeightJob(NamedTuple):
     inputs: Views
     made: Views
 
+    def working_set(self, k: Any, stream: int) -> WorkingSet:
+        """What ``cast_weight`` works on."""
+        return WorkingSet(k, self.inputs, self.made, {}, {}, stream)
+
 
 class Product:
     """The products of one weight for one number of rows; made by a plan, holds no data.
@@ -73,7 +89,12 @@ class Product:
     ``needs_x``, ``needs_w``, ``needs_b``: whether the gradient of the input, of the weight, of the bias is
     wanted. In FP8 an operand is cast once to each orientation that a product wants, the contraction last (the
     tensor cores' "TN" form); what backward needs is kept so.
+
+    ``fuses_cast``: whether the kernel that computes the input can write it in FP8 (``x_cast``), once its
+    scale or its amax is there.
     """
+
+    fuses_cast: ClassVar[bool] = False
 
     def __init__(
         self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
@@ -89,14 +110,14 @@ class Product:
         self.biases = [f"{p}bias{i}" for i in range(count)] if spec.bias != "none" else []
         self.grad_dtype = dtype if spec.main_grad is None else formats.dtype(spec.main_grad)
         self.adds = spec.main_grad is not None and not spec.overwrite_grad  # wgrad is added to what is there
-        # whether wgrad makes the gradients of all segments at once, to be copied apart
+        # whether wgrad makes the gradients of all segments in one array, from which they are copied
         self.whole_wgrad = False
 
     # --- what there is --------------------------------------------------------------------------------------
 
     @property
-    def delayed(self) -> bool:
-        """Whether operands are cast with scales known beforehand, so that a fused kernel can write them
+    def scales_known(self) -> bool:
+        """Whether the scales of x and g are inputs, so that a fused kernel can write them in one pass
         (``x_cast``, ``g_cast``)."""
         return False
 
@@ -118,6 +139,11 @@ class Product:
         """The amax outputs."""
         return {}
 
+    def scalars(self) -> dict[str, str]:
+        """What the casts of x and w need to give the same codes in a second pass: float32 [1] input of that
+        pass -> the input or output of the first that holds it."""
+        return {}
+
     def weight_outputs(self) -> dict[str, Meta]:
         """What ``weight_cast`` makes: the FP8 weight in both orientations, its scales, and its amax where
         there is one."""
@@ -131,8 +157,8 @@ class Product:
         """Inputs that backward reads."""
         return ()
 
-    def read_again(self) -> tuple[str, ...]:
-        """The inputs that hold the weight, for a second ``fprop`` or for ``save_weight``."""
+    def weight_names(self) -> tuple[str, ...]:
+        """The inputs that hold the weight: what a second ``fprop`` or ``save_weight`` reads."""
         return tuple(self.weights)
 
     def grads(self) -> dict[str, Meta]:
@@ -181,122 +207,70 @@ class Product:
 
     # --- forward --------------------------------------------------------------------------------------------
 
-    def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
-        """Where a fused kernel writes this product's input, FP8 with one scale a tensor, once that or the
-        amax is there."""
+    def x_cast(self, ws: WorkingSet) -> Cast:
+        """Where a fused kernel writes this product's input (``fuses_cast``)."""
         raise NotImplementedError
 
-    def cast_x(
-        self,
-        k: Any,
-        x: ArrayView,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        stream: int,
-        amax_known: bool = False,
-    ) -> None:
+    def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
         """Cast the input, h (M, K); nothing in high precision. ``amax_known``: ``{prefix}x_amax`` already
         holds it (a fused kernel)."""
 
-    def cast_weight(
-        self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int
-    ) -> None:
-        """Cast all weight segments into one buffer. ``made``: ``weight_outputs`` by name; its transpose may
-        be left out."""
+    def cast_weight(self, ws: WorkingSet) -> None:
+        """Cast all weight segments into one buffer, one of ``ws.outputs``: ``weight_outputs`` by name; the
+        transpose may be left out."""
         raise NotImplementedError
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
-        """``cast_weight`` of many products of this class and of one ``Fp8``, in as few launches as it has
-        steps. ``numbers``: float32 (3, len(jobs)), zeros; where there is one scale a tensor, row 0 becomes
-        the weights' amaxes."""
+        """``cast_weight`` of many products of this class and of one ``Quantization``, in as few launches as
+        it has steps. ``numbers``: float32 (3, len(jobs)), zeros; where there is one scale a tensor, row 0
+        becomes the weights' amaxes."""
         raise NotImplementedError
 
-    def casts_together(self, inputs: Views) -> bool:
+    def casts_together(self, inputs: Mapping[str, Any]) -> bool:
         """Whether ``cast_weights`` takes these weights."""
-        return True
+        return False
 
-    def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
+    def measure(self, ws: WorkingSet, x: ArrayView) -> None:
         """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs, where there
         are such."""
 
-    def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
+    def measure_weight(self, ws: WorkingSet) -> None:
         """Max-accumulate the weight's amax into its output, where there is one and the weight is not
         cached."""
 
     def fprop(
-        self,
-        k: Any,
-        x: ArrayView | None,
-        inputs: Views,
-        outputs: Views,
-        saved: Views,
-        scratch: Views,
-        y: ArrayView,
-        stream: int,
-        addend: ArrayView | None = None,
+        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
         """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8
         it has been cast by ``cast_x`` or a fused kernel, and may be None."""
         raise NotImplementedError
 
-    def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+    def save_weight(self, ws: WorkingSet) -> None:
         """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high
         precision."""
 
     # --- backward -------------------------------------------------------------------------------------------
 
-    def g_cast(self, kept: Views, grads: Views, scratch: Views) -> Cast:
-        """Where a fused kernel writes this product's output gradient (``delayed``)."""
+    def g_cast(self, ws: WorkingSet) -> Cast:
+        """Where a fused kernel writes this product's output gradient (``scales_known``)."""
         raise NotImplementedError
 
-    def cast_g(
-        self,
-        k: Any,
-        g: ArrayView,
-        kept: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-        with_bias: bool = True,
-        amax_known: bool = False,
-    ) -> None:
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
         """Cast the output gradient, h (M, N), and take the bias gradient (column sums) on the way. In high
         precision: the sums alone."""
-        dbias = self._bias_sums(grads, scratch) if with_bias else None
+        dbias = self._bias_sums(ws) if with_bias else None
         if dbias is not None:
-            k.sum_rows(g, dbias, scratch["workspace"], stream)
-            if len(self.biases) > 1:
-                self._part_bias_sums(k, grads, dbias, stream)
+            ws.kernels.sum_rows(g, dbias, ws.scratch["workspace"], ws.stream)
+            self._part_bias_sums(ws, dbias)
 
-    def dgrad(
-        self,
-        k: Any,
-        g: ArrayView | None,
-        kept: Views,
-        saved: Views,
-        scratch: Views,
-        dx: ArrayView,
-        stream: int,
-    ) -> None:
+    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         """dx = g W. ``g`` is read in high precision only, and may be None in FP8."""
         raise NotImplementedError
 
-    def wgrad(
-        self,
-        k: Any,
-        g: ArrayView | None,
-        x: ArrayView | None,
-        saved: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are
-        read in high precision only, and may be None in FP8. ``saved`` holds the cast of x, which is ``done``
-        with, unless it was an input (``input_cached``)."""
+        read in high precision only, and may be None in FP8, where nothing reads x's cast any more."""
         raise NotImplementedError
 
     # --- helpers --------------------------------------------------------------------------------------------
@@ -305,66 +279,59 @@ class Product:
         """Shape of a weight of n output features."""
         return (n, self.k) if self.oi else (self.k, n)
 
-    def _bias(self, k: Any, inputs: Views, scratch: Views, stream: int) -> ArrayView | None:
-        """The bias that fprop adds, its segments joined."""
-        if self.spec.bias != "add":
-            return None
-        return self._joined(k, self.biases, inputs, scratch.get(f"{self.spec.prefix}bias"), 0, stream)
+    def _bias(self, ws: WorkingSet) -> ArrayView | None:
+        """The bias that fprop adds, of all segments."""
+        return self._whole(ws, self.biases, "bias", 0) if self.spec.bias == "add" else None
 
-    def _bias_sums(self, grads: Views, scratch: Views) -> ArrayView | None:
+    def _bias_sums(self, ws: WorkingSet) -> ArrayView | None:
         """Where the bias gradient of all segments goes, None where none is wanted."""
         if not self.needs_b:
             return None
-        return (
-            given(grads, self.biases[0])
-            if len(self.biases) == 1
-            else given(scratch, f"{self.spec.prefix}dbias")
-        )
+        single = len(self.biases) == 1
+        made: ArrayView = ws.outputs[self.biases[0]] if single else ws.scratch[f"{self.spec.prefix}dbias"]
+        return made
 
-    def _part_bias_sums(self, k: Any, grads: Views, dbias: ArrayView, stream: int) -> None:
+    def _part_bias_sums(self, ws: WorkingSet, dbias: ArrayView) -> None:
         """Copy the segments' bias gradients from where they were made together."""
-        for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
-            k.copy(dbias.slice(0, start, n), grads[name], stream)
+        if len(self.biases) > 1:
+            for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
+                ws.kernels.copy(dbias.slice(0, start, n), ws.outputs[name], ws.stream)
 
-    def _part_weights(self, k: Any, whole: ArrayView, grads: Views, scratch: Views, stream: int) -> None:
+    def _part_weights(self, ws: WorkingSet, whole: ArrayView) -> None:
         """Bring the segments' weight gradients from where they were made together (``whole_wgrad``)."""
+        k, stream = ws.kernels, ws.stream
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
-            part, out = whole.slice(0 if self.oi else 1, start, n), given(grads, name)
+            part, out = whole.slice(0 if self.oi else 1, start, n), ws.outputs[name]
             if not self.adds:
                 k.copy(part, out, stream)
                 continue
             if not self.oi:  # columns of a matrix; sums take what lies together
-                room = given(scratch, f"{self.spec.prefix}dpart")
-                part, strided = ArrayView(room.ptr, out.shape, out.dtype, room.device, room.owner), part
+                dense = ws.scratch[f"{self.spec.prefix}dpart"]
+                part, strided = ArrayView(dense.ptr, out.shape, out.dtype, dense.device, dense.owner), part
                 k.copy(strided, part, stream)
             k.add(out, part, out, stream)
 
-    def _joined_weight(self, k: Any, views: Views, scratch: Views, stream: int) -> ArrayView:
-        """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_room``."""
-        return self._joined(
-            k, self.weights, views, scratch.get(f"{self.spec.prefix}weight"), 0 if self.oi else 1, stream
-        )
+    def _whole_weight(self, ws: WorkingSet) -> ArrayView:
+        """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_buffer``."""
+        return self._whole(ws, self.weights, "weight", 0 if self.oi else 1)
 
-    def _weight_room(self) -> dict[str, Meta]:
-        """Room to join the weight's segments in."""
+    def _weight_buffer(self) -> dict[str, Meta]:
+        """Where the weight's segments are copied to lie side by side."""
         several = len(self.spec.segments) > 1
         return {f"{self.spec.prefix}weight": Meta(self._weight_shape(self.n), self.dtype)} if several else {}
 
-    def _joined(
-        self, k: Any, names: Sequence[str], views: Views, buffer: ArrayView | None, dim: int, stream: int
-    ) -> ArrayView:
-        """The segments as one array: as they are when they lie side by side in memory, else copied into
-        ``buffer``."""
+    def _whole(self, ws: WorkingSet, names: Sequence[str], buffer: str, dim: int) -> ArrayView:
+        """The segments as one array: as they are when they lie side by side in memory, else copied into the
+        scratch ``buffer``."""
         if len(names) == 1:
-            return given(views, names[0])
-        parts = [given(views, name) for name in names]
+            return ws.inputs[names[0]]  # type: ignore[no-any-return]
+        parts = [ws.inputs[name] for name in names]
         whole = side_by_side(parts, dim)
-        if whole is not None:
-            return whole
-        assert buffer is not None
-        for part, start in zip(parts, self.starts, strict=True):
-            k.copy(part, buffer.slice(dim, start, part.shape[dim]), stream)
-        return buffer
+        if whole is None:
+            whole = ws.scratch[f"{self.spec.prefix}{buffer}"]
+            for part, start in zip(parts, self.starts, strict=True):
+                ws.kernels.copy(part, whole.slice(dim, start, part.shape[dim]), ws.stream)
+        return whole
 
 
 def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
@@ -384,14 +351,6 @@ def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
         first.device,
         first.owner,
     )
-
-
-def given(views: Views, name: str) -> ArrayView:
-    """The view of that name; ShapeError where there is none."""
-    view = views.get(name)
-    if view is None:
-        raise ShapeError("product", name, None, "an array")
-    return view
 
 
 def want(operation: str, name: str, metas: Metas, shape: tuple[int | None, ...], dtype: DType) -> Meta:

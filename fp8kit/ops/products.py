@@ -1,20 +1,73 @@
-"""Which ``Product`` carries out a ``ProductSpec``."""
+"""Which ``Product`` carries out a ``ProductSpec``: by the granularity of its scales, or in high precision.
+
+What a recipe asks for and no product carries out is refused here, by name.
+"""
 
 from __future__ import annotations
 
-from fp8kit.formats import DType
+from functools import lru_cache
+
+from fp8kit.formats import E4M3, E5M2, DType
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.ops.product_plain import PlainProduct
+from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
 from fp8kit.ops.product_tensor import TensorProduct
+from fp8kit.quantization import Quantization
+
+# granularity of scales -> the products of operands that have it
+PRODUCTS: dict[str, type[QuantizedProduct]] = {
+    "tensor": TensorProduct,
+    "block_1x128": BlockProduct,
+    "block_128x128": BlockProduct,
+}
+# field of a quantizer -> the values that are carried out
+_SUPPORTED = {
+    "format": (E4M3, E5M2),
+    "granularity": tuple(PRODUCTS),
+    "scale_source": ("current", "delayed", "amax"),
+    "scale_rule": ("exact", "power_2"),
+    "stochastic_bits": (0,),
+    "hadamard": (0,),
+}
+
+
+@lru_cache(maxsize=256)
+def product_class(quantization: Quantization) -> type[QuantizedProduct]:
+    """The products of operands that are cast so. UnsupportedError, which names GEMM, operand and field, for
+    what none carries out."""
+    gemms = quantization.gemms
+    for name, gemm in gemms.items():
+        if gemm.compute != "quantized":
+            raise unsupported(f"{name}.compute", repr(gemm.compute), '"quantized"')
+        for place, quantizer in (("a", gemm.a), ("b", gemm.b)):
+            for field, known in _SUPPORTED.items():
+                value = getattr(quantizer, field)
+                if value not in known:
+                    wanted = f"{' or '.join(map(str, known))}: no kernel does another"
+                    raise unsupported(f"{name}.{place}.{field}", value, wanted)
+        if gemm.a.format == gemm.b.format == E5M2:
+            raise unsupported(f"{name}.a, b", "E5M2 for both", "E4M3 for at least one")
+    f, d, w = gemms.values()
+    for argument, second, first in (("wgrad.b", w.b, f.a), ("dgrad.b", d.b, f.b), ("wgrad.a", w.a, d.a)):
+        if second != first:
+            raise unsupported(argument, second, f"{first}, as the other GEMM that reads this operand")
+    operands = quantization.x, quantization.w, quantization.g
+    kinds = {PRODUCTS[quantizer.granularity]: quantizer.granularity for quantizer in operands}
+    if len(kinds) > 1:
+        raise unsupported(
+            "granularity", " and ".join(kinds.values()), "scales of the same kind for x, w and g"
+        )
+    if len({quantizer.needs_state for quantizer in operands}) > 1:
+        raise unsupported("scale_source", "delayed for some of x, w and g", "delayed for all or for none")
+    (kind,) = kinds
+    kind.check_supported(gemms.items())
+    return kind
 
 
 def product_of(
     spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
 ) -> Product:
-    """The products of one weight for ``rows`` rows of ``dtype``: by its scaling, or in high precision. See
-    ``Product``."""
-    kind: type[Product] = PlainProduct
-    if spec.fp8 is not None:
-        kind = BlockProduct if spec.fp8.blocks else TensorProduct
+    """The products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
+    kind: type[Product] = PlainProduct if spec.fp8 is None else product_class(spec.fp8)
     return kind(spec, rows, dtype, needs_x, needs_w, needs_b)

@@ -25,10 +25,9 @@ from fp8kit.backends.policy import (
     with_preference,
     with_strict_mode,
 )
-from fp8kit.backends.protocol import KERNELS, signature
+from fp8kit.backends.protocol import KERNELS, SERVES, signature
 from fp8kit.backends.registry import (
     PRIORITY,
-    SERVES,
     CannotTake,
     Kind,
     OpImpl,

@@ -16,8 +16,8 @@ from fp8kit.arrays import Device
 from fp8kit.backends import dispatch, manager
 from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy, get_policy
-from fp8kit.backends.protocol import KERNELS
-from fp8kit.backends.registry import IN_TREE, SERVES, OpImpl
+from fp8kit.backends.protocol import KERNELS, SERVES
+from fp8kit.backends.registry import IN_TREE, OpImpl
 from fp8kit.errors import ArgumentError, BackendError, meant
 
 

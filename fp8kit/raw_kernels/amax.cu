@@ -1,6 +1,6 @@
 // The largest magnitude of a matrix, whole, by tiles and of many.
 //
-// functions: amax_tensor, amax_tiles, amax_many
+// functions: amax_tensor (amax, quantize), amax_tiles (amax, quantize), amax_many
 // variants: T=f32,bf16,f16,f64
 #include "rows.cuh"
 

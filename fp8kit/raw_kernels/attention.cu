@@ -1,5 +1,6 @@
-// functions: attention_softmax, attention_softmax_bwd, attention_dbias
-// functions: attention_doffset_partial, attention_doffset, attention_store
+// functions: attention_softmax (attention_fwd), attention_softmax_bwd (attention_bwd)
+// functions: attention_dbias (attention_bwd), attention_doffset_partial (attention_bwd)
+// functions: attention_doffset (attention_bwd), attention_store (attention_bwd)
 // variants: T=f32,bf16,f16
 //
 // What stands between the matrix products of the unfused attention. T is the dtype of q, k, v, o.

@@ -1,4 +1,4 @@
-// functions: convert
+// functions: convert (copy)
 // variants: T=f32,bf16,f16,f64
 //
 // Copies between strided arrays, from T to another type: float64 goes through float32, each step

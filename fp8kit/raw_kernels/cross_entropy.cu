@@ -1,4 +1,4 @@
-// functions: cross_entropy_fwd, cross_entropy_total, cross_entropy_bwd
+// functions: cross_entropy_fwd, cross_entropy_total (cross_entropy_fwd), cross_entropy_bwd
 // variants: T=f32,bf16,f16
 //
 // loss = lse - (1 - s) * logits[t] - s * mean(logits), s = label smoothing. One block a row; the maximum and

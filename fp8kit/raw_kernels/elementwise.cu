@@ -1,4 +1,4 @@
-// functions: add, move1, move2, move4, rng_next
+// functions: add, move1 (copy), move2 (copy), move4 (copy), rng_next
 // variants: T=f32,bf16,f16
 //
 // Small things: sums of two arrays, copies between strided arrays (`moveN`, of N-byte elements), and

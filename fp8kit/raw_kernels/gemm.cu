@@ -1,7 +1,7 @@
 // What cuBLASLt leaves to do: cropping a padded product, adding a bias of another dtype,
 // products without a contraction.
 //
-// functions: finish
+// functions: finish (gemm, fp8_gemm, block_gemm)
 // variants: T=f32; B=f32,bf16,f16
 // variants: T=bf16; B=bf16
 // variants: T=f16; B=f16

@@ -3,20 +3,22 @@ compiles them with.
 
 A source says so itself, in comments at its head::
 
-    // functions: amax_tensor, amax_tiles
+    // functions: amax_tensor (amax, quantize), amax_many
     // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 
-Each ``variants`` line is the product of its lists; several lines are a union. A source without one has the
-single empty set of defines. Kernels are ``extern "C" __global__`` functions (their names stay as written)
-with parameters of four kinds only, so that the host can pack arguments without knowing more: pointers,
-``i64`` (or ``u64``), ``f64``, and at most one structure by value, the last parameter.
+Behind a function stand the operations of the kernel contract that launch it; without any it is the operation
+of its name. Each ``variants`` line is the product of its lists; several lines are a union. A source without
+one has the single empty set of defines. Kernels are ``extern "C" __global__`` functions (their names stay as
+written) with parameters of four kinds only, so that the host can pack arguments without knowing more:
+pointers, ``i64`` (or ``u64``), ``f64``, and at most one structure by value, the last parameter.
 
-``USES`` says which functions each operation of the kernel contract launches. A text from elsewhere that takes
+``uses`` answers the other way round: which functions an operation launches. A text from elsewhere that takes
 the place of one of these sources (``foreign``) is read by the same rules; ``stands_for`` finds out which.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import re
@@ -31,17 +33,23 @@ _KERNEL = re.compile(
 )
 _EARLY = re.compile(r"\s*\{\s*start_early\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
+_FUNCTION = re.compile(r"(\w+)\s*(?:\(([^)]*)\))?")
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One .cu file: its ``name``, its ``functions``, every set of defines in ``variants``, and per function a
-    string of parameter codes in ``parameters``: "q" a pointer or 64-bit integer, "d" a double, "s" a
-    structure by value. ``pointers``: per function and parameter the type that it points to ("T", "u8",
-    "float"), "" where it is no pointer. ``early``: the functions that may be launched before the kernel in
-    front of them has ended, since ``start_early();`` (common.cuh), their first statement, waits for it, and
-    none of their pointers is ``__restrict__``."""
+    """One .cu file.
+
+    * ``functions`` and ``variants``, every set of defines; ``operations``: per function the operations that
+      launch it, none for that of its name, which may end in an underscore.
+    * ``parameters``: per function a code for each, "q" a pointer or 64-bit integer, "d" a double, "s" a
+      structure by value. ``pointers``: per function and parameter the type that it points to ("T", "u8",
+      "float"), "" where it is no pointer.
+    * ``early``: the functions that may be launched before the kernel in front of them has ended, since
+      ``start_early();`` (common.cuh), their first statement, waits for it, and none of their pointers is
+      ``__restrict__``.
+    """
 
     name: str
     functions: tuple[str, ...]
@@ -49,6 +57,11 @@ class Source:
     parameters: dict[str, str]
     pointers: dict[str, tuple[str, ...]]
     early: frozenset[str]
+    operations: dict[str, tuple[str, ...]]
+
+    def launched_by(self, function: str, operation: str) -> bool:
+        """Whether an operation of the contract launches the function."""
+        return operation in (self.operations[function] or (function, f"{function}_"))
 
 
 @dataclass(frozen=True)
@@ -131,7 +144,7 @@ def stands_for(unit: Unit, like: Source) -> Source:
                 f"{unit.name}: {function}: parameters {codes!r}, in {like.name} they are "
                 f"{like.parameters[function]!r} (q: a pointer or 64-bit integer, d: a double, s: a structure)"
             )
-    return _source(unit.name, tuple(read), like.variants, read)
+    return _source(unit.name, like.variants, {name: like.operations[name] for name in read}, read)
 
 
 def replaced_by(unit: Unit) -> Source:
@@ -154,7 +167,11 @@ def replaced_by(unit: Unit) -> Source:
 def source(name: str) -> Source:
     """The manifest entry of one .cu file; ValueError when its comments and its code do not fit together."""
     content = text(name)
-    functions = tuple(part for line in _comments(content, "functions") for part in _split(line, ","))
+    functions = {
+        match[1]: tuple(_split(match[2] or "", ","))
+        for line in _comments(content, "functions")
+        for match in _FUNCTION.finditer(line)
+    }
     variants = tuple(v for line in _comments(content, "variants") for v in _product(name, line)) or ((),)
     kernels = _kernels(name, content)
     if set(functions) != set(kernels) or len(set(variants)) != len(variants):
@@ -162,12 +179,25 @@ def source(name: str) -> Source:
             f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; "
             "variants must not repeat"
         )
-    return _source(name, functions, variants, kernels)
+    return _source(name, variants, functions, kernels)
 
 
 def sources() -> tuple[Source, ...]:
     """Every .cu file of the folder, by name."""
     return tuple(source(path.name) for path in sorted(FOLDER.glob("*.cu")))
+
+
+@functools.cache
+def uses(operation: str) -> dict[str, tuple[str, ...]]:
+    """Source -> functions of it that the engine may launch for an operation of the kernel contract, the
+    source first whose name is most like the operation's; nothing for one that launches none."""
+    found = {
+        entry.name: tuple(f for f in entry.functions if entry.launched_by(f, operation))
+        for entry in sorted(
+            sources(), key=lambda e: -difflib.SequenceMatcher(None, e.name, operation).ratio()
+        )
+    }
+    return {name: functions for name, functions in found.items() if functions}
 
 
 def defines(**values: str) -> Defines:
@@ -209,13 +239,18 @@ def _starts_early(content: str, match: re.Match[str]) -> bool:
 
 def _source(
     name: str,
-    functions: tuple[str, ...],
     variants: tuple[Defines, ...],
+    operations: dict[str, tuple[str, ...]],
     kernels: dict[str, tuple[str, tuple[str, ...], bool]],
 ) -> Source:
-    codes, pointers = {f: part[0] for f, part in kernels.items()}, {f: part[1] for f, part in kernels.items()}
     return Source(
-        name, functions, variants, codes, pointers, frozenset(f for f, part in kernels.items() if part[2])
+        name,
+        tuple(operations),
+        variants,
+        {function: codes for function, (codes, _, _) in kernels.items()},
+        {function: pointers for function, (_, pointers, _) in kernels.items()},
+        frozenset(function for function, (_, _, early) in kernels.items() if early),
+        operations,
     )
 
 
@@ -241,70 +276,3 @@ def _parameters(name: str, function: str, declared: str) -> tuple[str, tuple[str
                 "(a structure must come last)"
             )
     return codes, tuple(pointed)
-
-
-def _use(line: str) -> dict[str, tuple[str, ...]]:
-    """``a.cu: f, g; b.cu: h`` as a table."""
-    parts = (part.partition(":") for part in _split(line, ";"))
-    return {name.strip(): tuple(_split(functions, ",")) for name, _, functions in parts}
-
-
-# operation of the kernel contract -> source -> functions of it that the engine may launch for a call;
-# operations without a line launch none
-USES: dict[str, dict[str, tuple[str, ...]]] = {
-    operation: _use(line)
-    for operation, line in {
-        "amax": "amax.cu: amax_tensor, amax_tiles",
-        "amax_many": "amax.cu: amax_many",
-        "scale_from_amax": "scales.cu: scale_from_amax",
-        "update_delayed_": "scales.cu: update_delayed",
-        "quantize": (
-            "quantize.cu: quantize_fp8; quantize_any.cu: quantize_any; amax.cu: amax_tensor, amax_tiles"
-        ),
-        "dequantize": "quantize.cu: dequantize_fp8; quantize_any.cu: dequantize_any",
-        "quantize_transpose": "quantize.cu: quantize_transpose; dropout.cu: sum_partials",
-        "quantize_transpose_many": "quantize.cu: quantize_transpose_many",
-        "block_quantize": "block.cu: block_quantize",
-        "block_quantize_many": "block.cu: block_quantize_many",
-        "gemm": "gemm.cu: finish",
-        "fp8_gemm": "gemm.cu: finish",
-        "block_gemm": "gemm.cu: finish",
-        "norm_fwd": "norm_fwd.cu: norm_fwd; norm_any.cu: norm_fwd_any",
-        "norm_bwd": "norm_bwd.cu: norm_bwd; norm_any.cu: norm_bwd_any; dropout.cu: sum_partials",
-        "act_fwd": "activation.cu: act_fwd",
-        "act_bwd": "activation.cu: act_bwd; dropout.cu: sum_partials",
-        "dropout_add": "dropout.cu: dropout_add",
-        "dropout_bwd": "dropout.cu: column_sums, sum_partials",
-        "drop_path": "drop_path.cu: drop_path",
-        "attention_fwd": (
-            "attention.cu: attention_softmax; attention_padding.cu: attention_clean, attention_zero_padding, "
-            "attention_lse_padding, attention_lengths"
-        ),
-        "attention_bwd": (
-            "attention.cu: attention_softmax_bwd, attention_dbias, attention_doffset_partial, "
-            "attention_doffset, attention_store; attention_padding.cu: attention_clean, "
-            "attention_zero_padding, attention_lse_padding, attention_lengths"
-        ),
-        "unpack_sequences": "sequences.cu: unpack_sequences",
-        "pack_sequences": "sequences.cu: pack_sequences",
-        "cache_append_": "kv_cache.cu: cache_append",
-        "cache_gather": "kv_cache.cu: cache_gather",
-        "rope_fwd": "rope.cu: rope",
-        "rope_bwd": "rope.cu: rope",
-        "embedding_fwd": "embedding.cu: embedding_fwd",
-        "embedding_bwd": "embedding.cu: embedding_bwd",
-        "cross_entropy_fwd": "cross_entropy.cu: cross_entropy_fwd, cross_entropy_total",
-        "cross_entropy_bwd": "cross_entropy.cu: cross_entropy_bwd",
-        "adamw_": "optim.cu: adamw",
-        "sgd_": "optim.cu: sgd",
-        "scale_": "optim.cu: scale",
-        "loss_scale_": "optim.cu: loss_scale",
-        "count_": "optim.cu: count",
-        "l2norm": "optim.cu: l2norm_parts, l2norm_total",
-        "clip_": "optim.cu: clip",
-        "copy": "convert.cu: convert; elementwise.cu: move1, move2, move4",
-        "add": "elementwise.cu: add",
-        "sum_rows": "dropout.cu: column_sums, sum_partials",
-        "rng_next_": "elementwise.cu: rng_next",
-    }.items()
-}

@@ -1,4 +1,4 @@
-// functions: norm_fwd_any, norm_bwd_any
+// functions: norm_fwd_any (norm_fwd), norm_bwd_any (norm_bwd)
 // variants: T=f32,bf16,f16
 //
 // Normalisation and its gradients (norm.cuh) for rows of any length at any address, which are

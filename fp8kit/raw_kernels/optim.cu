@@ -1,4 +1,4 @@
-// functions: adamw, sgd, scale, loss_scale, count, l2norm_parts, l2norm_total, clip
+// functions: adamw, sgd, scale, loss_scale, count, l2norm_parts (l2norm), l2norm_total (l2norm), clip
 // variants: T=f32,bf16,f16
 //
 // Kernels over lists of tensors. A launch takes a table of tensors by value; each is cut into pieces of PIECE

@@ -1,7 +1,8 @@
 // Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations,
 // of one matrix or of many.
 //
-// functions: quantize_fp8, dequantize_fp8, quantize_transpose, quantize_transpose_many
+// functions: quantize_fp8 (quantize), dequantize_fp8 (dequantize), quantize_transpose
+// functions: quantize_transpose_many
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "rows.cuh"
 

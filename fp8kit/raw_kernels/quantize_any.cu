@@ -1,7 +1,7 @@
 // Casts to and from any format of at most 8 bits, with stochastic rounding, without saturation, by tiles of
 // any size: exact, not hasty.
 //
-// functions: quantize_any, dequantize_any
+// functions: quantize_any (quantize), dequantize_any (dequantize)
 // variants: T=f32,bf16,f16,f64
 #include "fp8.cuh"
 #include "philox.cuh"

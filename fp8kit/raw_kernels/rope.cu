@@ -1,4 +1,4 @@
-// functions: rope
+// functions: rope (rope_fwd, rope_bwd)
 // variants: T=f32,bf16,f16
 //
 // Rotary position embedding (Su et al., RoFormer, 2021) and its transpose.

@@ -18,10 +18,7 @@ import numpy as np
 
 from fp8kit.formats import DType, float32
 from fp8kit.ops.attention_spec import AttentionSpec
-from fp8kit.testing.compare import epsilon
-
-Array = np.ndarray[Any, Any]
-ROUNDOFF = 2.0**-24  # float32: the largest relative error of one operation
+from fp8kit.testing.compare import ROUNDOFF, Array, epsilon
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,9 @@ class Oracle:
     over the scores.
 
     ``o``, ``lse``, ``grads`` (dq, dk, dv, dbias, doffset) and ``slacks`` beside them. Backward is the
-    gradient for ``o_given`` and ``lse_given``, the rounded results that a kernel is handed; ``forward_slack``
-    is for one that takes its own forward's. ``exact``: the engine keeps P and dS in float32.
+    gradient for ``o_given`` and ``lse_given``, the rounded results that a kernel is handed, or for another
+    ``given`` o; ``forward_slack`` is for one that takes its own forward's. ``exact``: the engine keeps P and
+    dS in float32.
     """
 
     def __init__(
@@ -110,6 +108,7 @@ class Oracle:
         slopes: Array | None = None,
         offset: Array | None = None,
         keep: Array | None = None,
+        given: Array | None = None,
     ) -> None:
         z, scale = sizes, rules.softmax_scale
         group = z.h // z.h_kv
@@ -150,13 +149,10 @@ class Oracle:
         self.o_slack = relative * (p * factors) @ np.abs(v)
         self.lse_slack = self.score_error + (z.s_kv + 16) * ROUNDOFF + 2 * ROUNDOFF * np.abs(finite[..., 0])
 
-        self.o_given, self.lse_given = (
-            self.o.astype(np.float32).astype(dtype.numpy),
-            self.lse.astype(np.float32),
-        )
-        given = self.o_given.astype(np.float64)
-        delta = (do * given).sum(-1, keepdims=True)
-        delta_size = np.abs(do * given).sum(-1, keepdims=True)
+        self.o_given = self.o.astype(np.float32).astype(dtype.numpy) if given is None else given
+        self.lse_given = self.lse.astype(np.float32)
+        terms = do * self.o_given.astype(np.float64)
+        delta, delta_size = terms.sum(-1, keepdims=True), np.abs(terms).sum(-1, keepdims=True)
         ds = p * (do @ v.swapaxes(-1, -2) * factors - delta)
         size = p * (np.abs(do) @ np.abs(v).swapaxes(-1, -2) * factors + delta_size)
         relative += (z.s_q * group + 2 * z.d + 8) * ROUNDOFF
@@ -164,22 +160,22 @@ class Oracle:
         def over_group(x: Array) -> Array:
             return np.asarray(x.reshape(z.b, z.h_kv, group, *x.shape[2:]).sum(2))
 
-        turned, turned_size, kept = ds.swapaxes(-1, -2), size.swapaxes(-1, -2), (p * factors).swapaxes(-1, -2)
+        ds_t, size_t, kept = ds.swapaxes(-1, -2), size.swapaxes(-1, -2), (p * factors).swapaxes(-1, -2)
         self.sizes: dict[str, Array] = {}
         self.rounding = 0.0 if dtype is float32 else epsilon(dtype)
-        self.grads = {"dq": scale * ds @ k, "dk": over_group(scale * turned @ q), "dv": over_group(kept @ do)}
+        self.grads = {"dq": scale * ds @ k, "dk": over_group(scale * ds_t @ q), "dv": over_group(kept @ do)}
         self.slacks = {
             "dq": relative * scale * size @ np.abs(k),
-            "dk": over_group(relative * scale * turned_size @ np.abs(q)),
+            "dk": over_group(relative * scale * size_t @ np.abs(q)),
             "dv": over_group(relative * kept @ np.abs(do)),
         }
         if bias is not None:
             axes = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
             factor = scale if rules.bias == "pre_scale_bias" else 1.0
-            terms = z.b * z.h * z.s_q * z.s_kv // bias.size
+            summed = z.b * z.h * z.s_q * z.s_kv // bias.size
             self.grads["dbias"] = factor * ds.sum(axes, keepdims=True)
             # dS itself is not rounded on its way to dbias, on any engine
-            precise = 2 * self.score_error + (z.s_kv + 3 * z.d + 24 + terms) * ROUNDOFF
+            precise = 2 * self.score_error + (z.s_kv + 3 * z.d + 24 + summed) * ROUNDOFF
             self.sizes["dbias"] = factor * size.sum(axes, keepdims=True)
             self.slacks["dbias"] = precise * self.sizes["dbias"]
         if offset is not None:

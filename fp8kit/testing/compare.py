@@ -2,7 +2,7 @@
 
 The tolerance is always a formula: one rounding to the stored dtype (``epsilon(dtype) * |reference|``, plus
 the smallest subnormal) and ``slack``, the error that the arithmetic may have made, which the caller derives
-from the number of terms and their magnitude.
+from the number of terms and their magnitude. A slack of -Inf allows no error at all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from fp8kit import formats
 from fp8kit.errors import FormatError
 from fp8kit.formats import DType
 
+Array = np.ndarray[Any, Any]
+ROUNDOFF = 2.0**-24  # float32: the largest relative error of one operation
 # distance from 1 to the next value, and the smallest positive value
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _TINY = {"float64": 2.0**-1074, "float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
@@ -28,19 +30,32 @@ def epsilon(dtype: object) -> float:
     return _EPSILON[kind.name]
 
 
-def sum_slack(magnitude: Any, terms: int) -> Any:
+def sum_slack(magnitude: Any, terms: Any) -> Any:
     """Bound on the float32 error of a sum of ``terms`` products whose absolute values add up to
     ``magnitude``.
 
-    ``magnitude``: a number, or an array of any shape, which the bound then has too; there is no error to
+    ``magnitude`` and ``terms``: numbers, or arrays, whose shape the bound then has too; there is no error to
     raise. The bound is ``terms * u * magnitude`` with u = 2**-24 (Higham, Accuracy and Stability of Numerical
     Algorithms, 2002, eq. 3.5), with four further operations for what is done before and after.
     """
-    return (terms + 4) * 2.0**-24 * magnitude
+    return (terms + 4) * ROUNDOFF * magnitude
 
 
-def _first(bad: np.ndarray[Any, Any]) -> tuple[int, ...]:
+def _first(bad: Array) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)) if bad.shape else ()
+
+
+def errors(got: Any, reference: Any, dtype: DType | str, slack: Any = 0.0) -> tuple[Array, Array]:
+    """(error, the largest that is allowed) of every element, as ``assert_close`` takes them; the error is Inf
+    where NaN or Inf do not agree."""
+    kind = formats.dtype(dtype)
+    g, r = np.asarray(got).astype(np.float64), np.asarray(reference, np.float64)
+    finite = np.isfinite(r)
+    with np.errstate(invalid="ignore"):
+        limit = _EPSILON[kind.name] * np.abs(np.where(finite, r, 0)) + _TINY[kind.name] + slack
+        apart = np.where((g == r) | (np.isnan(g) & np.isnan(r)), 0, np.inf)
+        found = np.where(finite, np.abs(g - np.where(finite, r, 0)), apart)
+    return np.nan_to_num(found, nan=np.inf, posinf=np.inf), np.maximum(limit, 0)
 
 
 def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack: Any = 0.0) -> None:
@@ -50,24 +65,35 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
     ``got``: array on the host; ``reference``: float64 array of the same shape (AssertionError for another);
     ``slack``: number or array that broadcasts to it. NaN and Inf must agree exactly.
     """
-    kind = formats.dtype(dtype)
-    g = np.asarray(got).astype(np.float64)
-    r = np.asarray(reference, np.float64)
+    g, r = np.asarray(got), np.asarray(reference, np.float64)
     if g.shape != r.shape:
         raise AssertionError(f"{what}: shape {g.shape}, expected {r.shape}")
-    finite = np.isfinite(r)
-    with np.errstate(invalid="ignore"):
-        limit = _EPSILON[kind.name] * np.abs(np.where(finite, r, 0)) + _TINY[kind.name] + slack
-        same = np.where(
-            finite, np.abs(g - np.where(finite, r, 0)) <= limit, (g == r) | (np.isnan(g) & np.isnan(r))
-        )
-    if not same.all():
-        at = _first(~same)
-        allowed = np.broadcast_to(limit, r.shape)[at]
+    error, limit = errors(g, r, dtype, slack)
+    wrong = error > limit
+    if wrong.any():
+        at = _first(wrong)
+        value, allowed = g.astype(np.float64)[at], np.broadcast_to(limit, r.shape)[at]
         raise AssertionError(
-            f"{what}: {int((~same).sum())} of {r.size} differ, first at {at}: got {g[at]!r}, "
+            f"{what}: {int(wrong.sum())} of {r.size} differ, first at {at}: got {value!r}, "
             f"expected {r[at]!r} +- {allowed:.3g}"
         )
+
+
+def same_values(got: Array, expected: Array) -> Array:
+    """Where two arrays of one dtype have the same bits; any NaN stands for any other."""
+    bits = f"u{expected.dtype.itemsize}"
+    same = np.ascontiguousarray(got).view(bits) == np.ascontiguousarray(expected).view(bits)
+    if expected.dtype.kind not in "fV" and expected.dtype.name != "bfloat16":
+        return np.asarray(same)
+    with np.errstate(over="ignore"):  # float64 beyond float32 is no NaN
+        return np.asarray(same | (np.isnan(got.astype(np.float32)) & np.isnan(expected.astype(np.float32))))
+
+
+def assert_same_values(what: str, got: Array, expected: Array) -> None:
+    """``assert_same_bits`` where any NaN stands for any other."""
+    if got.shape == expected.shape and got.dtype == expected.dtype:
+        got = np.where(same_values(got, expected), expected, got)
+    assert_same_bits(what, got, expected)
 
 
 def assert_same_bits(what: str, got: Any, expected: Any) -> None:

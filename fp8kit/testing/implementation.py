@@ -12,7 +12,8 @@ from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.manager import checked
-from fp8kit.backends.registry import SERVES, CannotTake, OpImpl, check_signature
+from fp8kit.backends.protocol import SERVES
+from fp8kit.backends.registry import CannotTake, OpImpl, check_signature
 from fp8kit.errors import BackendError, Fp8kitError
 from fp8kit.testing.contract import Case, cases
 

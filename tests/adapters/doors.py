@@ -12,18 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays, formats
+from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.backends import dispatch
 from fp8kit.formats import float32
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, Quant
+from fp8kit.recipe import DelayedScaling
 from fp8kit.spec import Meta
 
-SPEC = LinearSpec(
-    ProductSpec(24, (40,), fp8=Fp8(Quant(formats.E4M3), Quant(formats.E4M3), Quant(formats.E5M2)))
-)
+SPEC = LinearSpec(ProductSpec(24, (40,), fp8=DelayedScaling().quantization))
 NEEDS = frozenset({"x", "weight0", "bias0"})
 HISTORY = 3
 ROWS = 20

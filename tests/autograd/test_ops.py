@@ -13,7 +13,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply, call, tensor
 from fp8kit.backends import dispatch
 from fp8kit.backends.reference import gemm
-from fp8kit.errors import AutogradError, FormatError, ShapeError
+from fp8kit.errors import AutogradError, FormatError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec, add, dropout_add
 from fp8kit.ops.embedding import EmbeddingSpec, embedding
@@ -22,18 +22,28 @@ from fp8kit.ops.norm import NormSpec, norm
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, Quant
+from fp8kit.ops.product_quantized import QuantizedProduct
+from fp8kit.ops.products import product_class
+from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.testing import assert_close, assert_same_bits, check_grads, sum_slack
 from fp8kit.testing.contract.block import operand
 
 RNG = np.random.default_rng(7)
-DELAYED = Fp8(Quant(formats.E4M3), Quant(formats.E4M3), Quant(formats.E5M2))
-CURRENT = Fp8(Quant(formats.E4M3, "current"), Quant(formats.E4M3, "current"), Quant(formats.E5M2, "current"))
-LINE, SQUARE = (1, 128), (128, 128)
-BLOCKS = Fp8(
-    *(Quant(formats.E4M3, "block", True, tile=tile) for tile in (LINE, SQUARE, LINE)), fprop_fast=False
-)
-GIVEN = Fp8(Quant(formats.E4M3, "amax"), Quant(formats.E4M3, "amax"), Quant(formats.E5M2, "amax"))
+LINE, SQUARE = "block_1x128", "block_128x128"
+
+
+def by_tensor(source: str) -> Quantization:
+    x, g = (Quantizer(fmt, scale_source=source) for fmt in (formats.E4M3, formats.E5M2))
+    return Quantization.of(x, x, g)
+
+
+def by_blocks(*granularities: str) -> Quantization:
+    operands = (Quantizer(formats.E4M3, each, scale_rule="power_2") for each in granularities)
+    return Quantization.of(*operands, fprop="split")
+
+
+DELAYED, CURRENT, GIVEN = by_tensor("delayed"), by_tensor("current"), by_tensor("amax")
+BLOCKS = by_blocks(LINE, SQUARE, LINE)
 
 
 def normal(*shape: int) -> np.ndarray[Any, Any]:
@@ -90,7 +100,7 @@ def simulate(value: np.ndarray[Any, Any], fmt: formats.Format, scale: float | No
 @pytest.mark.parametrize("segments", [(40,), (16, 24), (17, 23)])
 @pytest.mark.parametrize("fp8", [DELAYED, CURRENT, GIVEN], ids=["delayed", "current", "given"])
 def test_linear_fp8_is_the_product_of_exactly_quantised_operands(
-    fp8: Fp8, segments: tuple[int, ...], layout: str
+    fp8: Quantization, segments: tuple[int, ...], layout: str
 ) -> None:
     m, k, n = 10, 24, sum(segments)
     x, w, b, g = normal(2, 5, k), normal(n, k), normal(n), normal(2, 5, n)
@@ -145,9 +155,8 @@ def test_linear_fp8_is_the_product_of_exactly_quantised_operands(
     assert_close("db", db, flat.sum(0), formats.float32, sum_slack(np.abs(flat).sum(0), m))
 
 
-def blocks(value: np.ndarray[Any, Any], quant: Quant) -> np.ndarray[Any, Any]:
+def blocks(value: np.ndarray[Any, Any], quant: Quantizer) -> np.ndarray[Any, Any]:
     """What FP8 keeps of an operand whose contraction is its last axis, exactly."""
-    assert quant.tile is not None
     codes, _, inverse = operand(
         value, quant.tile, quant.format, quant.power_2, quant.epsilon, formats.float32.max
     )
@@ -165,8 +174,10 @@ def test_linear_with_scales_of_blocks(tiles: tuple[Any, ...], segments: tuple[in
         v * np.float32(s)
         for v, s in ((normal(2, 70, k), 1), (normal(n, k), 0.1), (normal(n), 1), (normal(2, 70, n), 1e-3))
     )
-    kinds = zip((formats.E4M3, formats.E4M3, formats.E5M2), (True, False, True), tiles, strict=True)
-    fp8 = Fp8(*(Quant(fmt, "block", power_2, 1e-6, tile) for fmt, power_2, tile in kinds), fprop_fast=False)
+    rules_ = ("power_2", "exact", "power_2")
+    kinds = zip((formats.E4M3, formats.E4M3, formats.E5M2), rules_, tiles, strict=True)
+    operands = (Quantizer(fmt, tile, "current", rule, 1e-6) for fmt, rule, tile in kinds)
+    fp8 = Quantization.of(*operands, fprop="split")
     inputs: dict[str, Any] = {"x": tensor(x, True)}
     inputs |= named("weight", [tensor(v, True) for v in cut(w, segments, layout)])
     inputs |= named("bias", [tensor(v, True) for v in cut(b, segments, layout)])
@@ -198,20 +209,51 @@ def test_linear_with_scales_of_blocks(tiles: tuple[Any, ...], segments: tuple[in
     assert_close("db", db, g.astype(np.float64).sum(0), formats.float32, sum_slack(np.abs(g).sum(0), m))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: Quant(formats.E4M3, "block"),
-        lambda: Quant(formats.E4M3, "current", tile=LINE),
-        lambda: Quant(formats.E4M3, "blocks"),
-        lambda: Fp8(BLOCKS.x, BLOCKS.w, Quant(formats.E5M2), fprop_fast=False),
-        lambda: Fp8(BLOCKS.w, BLOCKS.w, BLOCKS.g, fprop_fast=False),
-        lambda: Fp8(BLOCKS.x, BLOCKS.w, BLOCKS.g),
-    ],
-)
-def test_scalings_that_no_product_takes(wrong: Any) -> None:
-    with pytest.raises(FormatError):
-        wrong()
+def quantizer(**fields: Any) -> Quantizer:
+    return Quantizer(formats.E4M3, **fields)
+
+
+X, WIDE = quantizer(), Quantizer(formats.E5M2)
+REFUSED = {
+    "granularity: got .* expected scales of the same kind": Quantization.of(BLOCKS.x, BLOCKS.w, X, "split"),
+    "fprop.a, b: got block_128x128 for both": by_blocks(SQUARE, SQUARE, LINE),
+    "wgrad.a, b: got block_128x128 for both": by_blocks(SQUARE, LINE, SQUARE),
+    'fprop.accumulation: got "fast", expected "split"': Quantization.of(BLOCKS.x, BLOCKS.w, BLOCKS.g),
+    "scale_source: got delayed for some": Quantization.of(DELAYED.x, X, X),
+    "wgrad.a, b: got E5M2 for both": Quantization.of(WIDE, X, WIDE),
+    "fprop.b.format: got E2M1, expected E4M3 or E5M2": Quantization.of(X, Quantizer(formats.E2M1), X),
+    "dgrad.a.granularity: got mx_1x32": Quantization.of(X, X, quantizer(granularity="mx_1x32")),
+    "fprop.a.granularity: got nvfp4_1x16": Quantization.of(quantizer(granularity="nvfp4_1x16"), X, X),
+    "dgrad.a.scale_source: got static": Quantization.of(X, X, quantizer(scale_source="static")),
+    "fprop.a.scale_rule: got rceil": Quantization.of(quantizer(scale_rule="rceil"), X, X),
+    "dgrad.a.stochastic_bits: got 8, expected 0": Quantization.of(X, X, quantizer(stochastic_bits=8)),
+    "wgrad.b.hadamard: got 16": Quantization(Gemm(X, X), Gemm(X, X), Gemm(X, quantizer(hadamard=16))),
+    "wgrad.b: got E5M2 .* as the other GEMM": Quantization(Gemm(X, X), Gemm(X, X), Gemm(X, WIDE)),
+    "wgrad.compute: got 'high_precision'": Quantization(
+        Gemm(X, X), Gemm(X, X), Gemm(X, X, compute="high_precision")
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_no_product_carries_out_is_refused_by_name(said: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^recipe: {said}"):
+        product_class(REFUSED[said])
+    spec = LinearSpec(ProductSpec(16, (16,), bias="none", fp8=REFUSED[said]))
+    with pytest.raises(UnsupportedError, match=said):
+        apply(linear, spec, {"x": tensor(normal(16, 16)), "weight0": tensor(normal(16, 16))})
+
+
+@pytest.mark.parametrize("name", ["granularity", "scale_source", "scale_rule"])
+def test_words_that_a_quantizer_does_not_know(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"Quantizer: {name}: got 'blocks', expected one of"):
+        Quantizer(formats.E4M3, **{name: "blocks"})
+
+
+def test_each_granularity_has_one_class_of_products() -> None:
+    kinds = {product_class(fp8) for fp8 in (DELAYED, CURRENT, GIVEN, BLOCKS)}
+    assert len(kinds) == 2
+    assert all(issubclass(kind, QuantizedProduct) for kind in kinds)
 
 
 @pytest.mark.parametrize("segments", [(40,), (13, 27)])
@@ -333,7 +375,7 @@ def test_norm_mlp_gradients_with_residual(activation: str, joins: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [DELAYED, CURRENT, BLOCKS], ids=["delayed", "current", "blocks"])
-def test_fused_mlp_equals_its_parts_bit_for_bit(fp8: Fp8) -> None:
+def test_fused_mlp_equals_its_parts_bit_for_bit(fp8: Quantization) -> None:
     """norm_mlp in FP8 is norm, linear, activation, linear: the same codes, so the same bits."""
     x, g = normal(20, 24), normal(20, 24)
     nw, nb, w1, b1, w2, b2 = (
@@ -428,7 +470,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Any]]:
     "fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"]
 )
 def test_a_residual_joins_within_the_product_with_one_rounding(
-    fp8: Fp8 | None, dtype: str, recompute: bool, products: dict[Any, list[Any]]
+    fp8: Quantization | None, dtype: str, recompute: bool, products: dict[Any, list[Any]]
 ) -> None:
     """The sum is float32's, which the CPU engine adds in the order product, bias, residual; the gradients
     those of an addition apart."""
@@ -478,7 +520,7 @@ def test_a_residual_joins_within_the_product_with_one_rounding(
     "fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"]
 )
 def test_linear_adds_a_residual(
-    fp8: Fp8 | None, layout: str, dtype: str, products: dict[Any, list[Any]]
+    fp8: Quantization | None, layout: str, dtype: str, products: dict[Any, list[Any]]
 ) -> None:
     """Before its product is rounded; the residual's gradient is the output's own."""
     kind = formats.dtype(dtype).numpy

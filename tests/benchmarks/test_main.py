@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: parts by name, failures, verdicts from a recorded run, README's table."""
+"""``python -m benchmarks``: parts by name, failures, verdicts from a recorded run, the documents' tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fp8kit.bench import report as reports
 from fp8kit.bench.report import Part, Report, Setting
 from fp8kit.bench.sizes import FULL, SMALL
 from fp8kit.errors import Fp8kitError
-from tests.house.source import ROOT
 
 QUICK = ["--device", "cpu", "--rounds", "1"]
 
@@ -38,7 +37,7 @@ def recorded():
             row(targets.EAGER, workload, gpu_ms=base, peak_gib=2.0),
             row(targets.CUDNN, workload, gpu_ms=base),
         ]
-        layer += [row(door, workload, gpu_ms=0.54 * base, peak_gib=1.9) for door in targets.DOORS]
+        layer += [row(case, workload, gpu_ms=0.54 * base, peak_gib=1.9) for case in targets.FRONTENDS]
     layer += [
         row(targets.COMPILED, gpu_ms=17.0),
         row("fp8kit native bf16", gpu_ms=16.0),
@@ -68,8 +67,8 @@ def test_verdicts_by_hand():
     assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(
         9.72 / 9.9
     )
-    # the slower door
-    assert found["FP8 current scaling, both doors / torch eager bf16"]["value"] == pytest.approx(11 / 18)
+    # the slower frontend
+    assert found["FP8 current scaling, both frontends / torch eager bf16"]["value"] == pytest.approx(11 / 18)
     verdicts = {
         what.partition(",")[0] if "Linear" in what else what: r["verdict"] for what, r in found.items()
     }
@@ -79,7 +78,8 @@ def test_verdicts_by_hand():
     assert found["memory-bound kernels: copy time of their bytes / their time"]["verdict"] == "must"
     assert found["first step, empty kernel cache"]["verdict"] == "goal"
     assert (
-        found["peak memory of the hidden 4096 FP8 layer, both doors / torch eager bf16"]["verdict"] == "must"
+        found["peak memory of the hidden 4096 FP8 layer, both frontends / torch eager bf16"]["verdict"]
+        == "must"
     )
     assert found["hidden 1024 layer, native FP8 graph / torch bf16 graph"]["verdict"] == "must"
     text = targets.text(list(found.values()), ["layer", "host"])
@@ -252,18 +252,38 @@ def test_training_writes_its_curves(tmp_path, capsys):
     assert json.loads((tmp_path / "result.json").read_text())["preset"]["name"] == "tiny"
 
 
-# --- README's table -----------------------------------------------------------------------------------------
+# --- the documents' tables and their picture ----------------------------------------------------------------
 
 
-def test_the_table_shows_the_run():
+def test_the_tables_show_the_run():
     run = recorded()
-    run.targets = targets.evaluate(run)
-    made = table.table(run).splitlines()
-    assert made[0] == "a GPU, fp8kit 0, torch 2; one run, contenders in turn."
+    made = table.long(run).splitlines()
+    assert made[0] == "a GPU, fp8kit 0, torch 2, one run."
     assert "| torch eager bf16 | 18.00 | 2.70 | 1.50 | 1.30 |" in made
     assert "| skeleton | 9.90 |  |  |  |" in made
     assert "| native FP8 delayed layer / torch eager bf16 | 0.540 | 0.6 | 0.55 | goal |" in made
     assert "| first step, warm kernel cache | 2.00 s | 3 | 1.5 | must |" in made
+    assert "| fp8kit.nn FP8, CUDA graph |  |  | 0.90 |  |" in table.short(run).splitlines()
+
+
+def test_a_row_for_each_contender_that_was_measured():
+    """At most eight in README. What is not installed has no row, and a wrong result no figure."""
+    run = recorded()
+    assert table.ENGINE not in table.long(run)
+    run.parts["layer"]["rows"] += [
+        row(table.ENGINE, status="not installed"),
+        row(table.ENGINE, "layer 2048", gpu_ms=2.0),
+        row(f"{targets.TORCH}, graph", gpu_ms=1.0, status="WRONG: error_y"),
+    ]
+    run.parts["jax"] = {"status": "ok", "seconds": 1.0, "rows": [row(table.JAX, "in jax.jit", gpu_ms=9.0)]}
+    made = table.short(run).splitlines()
+    assert "| Transformer Engine FP8 |  | 2.00 |  |  |" in made
+    assert "| fp8kit_torch FP8, CUDA graph | wrong |  |  |  |" in made
+    assert "| fp8kit_jax FP8, jax.jit | 9.00 |  |  |  |" in made
+    assert len(made) - 2 <= 8
+    shown = table.bars(run)
+    assert shown["layer 2048"]["Transformer Engine FP8"] == 2.0
+    assert "fp8kit_torch FP8, CUDA graph" not in shown["layer 4096"]
 
 
 def test_markers():
@@ -274,9 +294,18 @@ def test_markers():
             table.with_table(wrong, "")
 
 
-def test_readmes_table_is_the_committed_files():
+@pytest.mark.parametrize("document", table.DOCUMENTS, ids=lambda path: path.stem)
+def test_documents_show_the_committed_run(document):
     """Made by ``python -m benchmarks --table --update``."""
-    assert table.block((ROOT / "README.md").read_text()) == f"\n{table.committed()}"
+    assert table.block(document.read_text()) == f"\n{table.DOCUMENTS[document](table.committed())}"
+
+
+def test_the_picture_is_of_the_committed_run(tmp_path):
+    """By the same command. The file carries a digest of its figures, since its bytes are matplotlib's."""
+    run = table.committed()
+    table.draw(tmp_path / "layers.png", run)
+    for path in (table.PICTURE, tmp_path / "layers.png"):
+        assert table.digest(run).encode() in path.read_bytes(), path
 
 
 def test_sizes_of_the_targets():

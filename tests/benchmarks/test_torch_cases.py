@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("settled")
 
 SIZES = {"Linear": (32, 48), "LayerNormMLP": (32, 64), "TransformerLayer": (32, 64, 2)}
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
-OURS = {f"{door} {name}" for door in ("fp8kit_torch", "fp8kit native") for name in RECIPES}
+OURS = {f"{frontend} {name}" for frontend in ("fp8kit_torch", "fp8kit native") for name in RECIPES}
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -54,9 +54,9 @@ def same(one, other):
 @devices
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 @pytest.mark.parametrize("kind", list(torch_plain.PLAIN))
-def test_doors_agree_bit_for_bit(device, kind, layout):
-    """The native library and the torch door get the same weights and data, so a comparison of their times is
-    one of doors alone."""
+def test_frontends_agree_bit_for_bit(device, kind, layout):
+    """The native frontend and PyTorch's get the same weights and data, so a comparison of their times is
+    one of frontends alone."""
     problem = small(kind, device, layout)
     with fk.deterministic():
         assert same(results(native(problem, None)), results(torch_cases.fp8kit_torch(problem, None)))
@@ -64,7 +64,7 @@ def test_doors_agree_bit_for_bit(device, kind, layout):
 
 @pytest.mark.parametrize("kind", list(torch_plain.PLAIN))
 def test_references_agree(kind):
-    """float32 by torch and by the native door: as far apart as a few hundred roundings."""
+    """float32 by torch and by the native frontend: as far apart as a few hundred roundings."""
     from fp8kit.bench import problem as problems
 
     made = small(kind)
@@ -107,7 +107,7 @@ def test_graphs_are_right(make):
 
 @pytest.mark.parametrize("own", RECIPES)
 def test_transformer_engine_is_used_where_it_is_installed(monkeypatch, own):
-    """Its names lead to this door here: the case gives what fp8kit_torch gives under the same recipe."""
+    """Its names lead to fp8kit_torch here: the case gives what fp8kit_torch gives under the same recipe."""
     problem = small("TransformerLayer")
     made = torch_cases.contenders(problem, "layer 4096")[f"Transformer Engine {own}"]
     monkeypatch.setattr(torch_cases, "version_of", lambda peer: "not installed")

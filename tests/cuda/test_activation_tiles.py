@@ -3,7 +3,6 @@ An amax alone, for which most values are not worked out, is that of the values."
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,29 +11,26 @@ import pytest
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda.activation import _tiles, tiles_of
-from fp8kit.backends.protocol import Kernels
 from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float16
 from fp8kit.testing.compare import assert_same_bits
-from fp8kit.testing.contract import get, poisoned, put
-from fp8kit.testing.contract.activation import _bwd_cast, _fwd_cast
+from fp8kit.testing.contract import Case, get, kernel_test, poisoned, put
 
 SHAPE = (8448, 2048)  # 132 x 16 tiles: two a block
 
 
 CASES = {
-    "forward": _fwd_cast(bfloat16, "gelu", SHAPE, E4M3, (0, 0), False),
-    "backward": _bwd_cast(bfloat16, "gelu", SHAPE, E5M2, (0, 0), False),
+    "act_fwd": {"y": False, "cast": {"fmt": E4M3, "pad": (0, 0)}},
+    "act_bwd": {"dx": False, "cast": {"fmt": E5M2, "pad": (0, 0)}},
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_blocks_of_several_tiles_write_the_codes_of_the_plain_result(
-    case: Callable[[Kernels, Device], None],
-) -> None:
+@pytest.mark.parametrize("kernel", CASES)
+def test_blocks_of_several_tiles_write_the_codes_of_the_plain_result(kernel: str) -> None:
     assert _tiles(*SHAPE) == 2
     device = Device("cuda", 0)
-    case(dispatch.kernels(device), device)
+    options = {"dtype": bfloat16, "m": SHAPE[0], "n": SHAPE[1], "biased": True, **CASES[kernel]}
+    Case(kernel, "large", kernel_test(kernel), options).run(dispatch.kernels(device), device)
 
 
 def _special(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -13,9 +14,9 @@ import pytest
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import CPU, Device
-from fp8kit.backends.cuda import IMPLEMENTATIONS, launch, support
+from fp8kit.backends.cuda import launch, support
 from fp8kit.backends.cuda.device import CudaProvider
-from fp8kit.backends.protocol import KERNELS
+from fp8kit.backends.protocol import KERNELS, SPECS
 from fp8kit.errors import BackendError
 from fp8kit.formats import float32, uint8
 from fp8kit.testing.compare import assert_same_bits
@@ -24,9 +25,11 @@ from fp8kit.testing.contract import get, put
 GPU = Device("cuda", 0)
 
 
-def test_the_engine_implements_the_contract_once() -> None:
-    names = [name for kernels in IMPLEMENTATIONS.values() for name in kernels]
-    assert sorted(names) == sorted(KERNELS)
+@pytest.mark.parametrize("engine", ["cuda", "reference"])
+def test_an_engine_has_every_kernel_in_the_file_of_its_family(engine: str) -> None:
+    for name in KERNELS:
+        module = importlib.import_module(f"fp8kit.backends.{engine}.{SPECS[name].family}")
+        assert vars(module)[name].__module__ == module.__name__, name
 
 
 def test_registering_imports_no_cuda_library() -> None:

@@ -145,7 +145,7 @@ CALLS: dict[str, Call] = {
 def test_every_early_kernel_has_a_call() -> None:
     """update_delayed changes what it reads, and is left to the tests of whole steps."""
     early = {function for entry in manifest.sources() for function in entry.early}
-    called = {f for name in CALLS for functions in manifest.USES[name].values() for f in functions}
+    called = {f for name in CALLS for functions in manifest.uses(name).values() for f in functions}
     assert early - called == {"update_delayed"}
 
 

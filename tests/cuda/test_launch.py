@@ -48,16 +48,17 @@ class Driver:
 
 
 def fake(
-    parameters: str, monkeypatch: pytest.MonkeyPatch, structure: int = 0, status: int = 0
+    parameters: str, monkeypatch: pytest.MonkeyPatch, structure: int = 0, status: int = 0, early: bool = False
 ) -> tuple[launch.Kernel, Driver]:
     stand_in = Driver([structure if code == "s" else 8 for code in parameters], status)
-    monkeypatch.setattr(launch, "launcher", lambda: (stand_in.entry, None))
+    monkeypatch.setattr(launch, "entry_point", lambda: (stand_in.entry, None))
     monkeypatch.setattr(launch, "here", launch.Here())
     monkeypatch.setattr(
         launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
     )
     raw = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=_HANDLE), max_dynamic_shared_size_bytes=0)
-    return launch.Kernel("fake", 0, raw, parameters, Resources(32, 0, 0, 0, 0)), stand_in
+    loaded = launch.Loaded(raw, Resources(32, 0, 0, 0, 0), early)
+    return launch.Kernel("fake.cu", "fake", 0, (), parameters, lambda: loaded), stand_in
 
 
 def test_the_configuration_and_every_kind_of_number_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +100,7 @@ def test_a_structure_by_value_of_any_size_lies_at_16_bytes(
 
 def test_a_kernel_that_waits_for_the_former_is_launched_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only it: the next launch from the same memory has no attribute."""
-    kernel, driver = fake("q", monkeypatch)
-    kernel.early = True
+    kernel, driver = fake("q", monkeypatch, early=True)
     launch.launch(kernel, 1, 32, (1,), 0)
     assert driver.attributes == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
     kernel.early = False
@@ -193,7 +193,7 @@ def test_another_device_is_made_current_for_the_launch(monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "runtime", lambda: calls)
     seen: list[int] = []
     entry = _EX(lambda *pointers: seen.append(now[0]) or 0)
-    monkeypatch.setattr(launch, "launcher", lambda: (entry, calls.getDevice))
+    monkeypatch.setattr(launch, "entry_point", lambda: (entry, calls.getDevice))
     launch.launch(kernel, 1, 32, (1,), 0)
     assert (seen, now) == ([0], [1])
     assert driver.launches == []
@@ -215,3 +215,42 @@ def test_threads_launch_from_memory_of_their_own(monkeypatch: pytest.MonkeyPatch
     for grid, _, _, stream, first, _, structure in driver.launches:
         assert first == struct.pack("=q", stream)
         assert (grid[0], structure) == (stream + 1, bytes([stream]) * 64)
+
+
+def test_a_kernel_is_loaded_at_its_first_launch_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, driver = fake("q", monkeypatch)
+    known.load()
+    loads: list[launch.Loaded] = []
+
+    def load() -> launch.Loaded:
+        loads.append(launch.Loaded(known.raw, None))
+        return loads[-1]
+
+    kernel = launch.Kernel("fake.cu", "fake", 0, (), "q", load)
+    launch.launch(kernel, 0, 32, (1,), 0)  # no blocks
+    assert loads == []
+    threads = [threading.Thread(target=launch.launch, args=(kernel, 1, 32, (1,), 0)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(loads), len(driver.launches)) == (1, 4)
+
+
+def test_another_launcher_stands_in_for_this_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    seen: list[tuple[Any, ...]] = []
+
+    def note(*arguments: Any) -> None:
+        seen.append(arguments)
+        with launch.launching_by(None):
+            launch.launch(kernel, 5, 32, (5,), 0)
+
+    with launch.launching_by(note):
+        launch.launch(kernel, 1, 32, (1,), 7, 8)
+        thread = threading.Thread(target=launch.launch, args=(kernel, 2, 32, (2,), 0))
+        thread.start()
+        thread.join()
+    launch.launch(kernel, 3, 32, (3,), 0)
+    assert seen == [(kernel, 1, 32, (1,), 7, 8)]
+    assert [grid[0] for grid, *_ in driver.launches] == [5, 2, 3]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.cuda import _lists, block, launch, quantize
+from fp8kit.backends.cuda import _lists, block, launch, quantize, scales
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float32, uint8
 from fp8kit.raw_kernels import manifest
@@ -86,7 +86,7 @@ def test_kinds_are_launched_apart(launches: list[tuple[Any, ...]]) -> None:
 
 
 def test_amaxes_and_blocks(launches: list[tuple[Any, ...]]) -> None:
-    quantize.amax_many(
+    scales.amax_many(
         [view(16 * (i + 1), (i, 100), bfloat16) for i in range(400)],
         [view(i, (1,), float32) for i in range(400)],
         0,
@@ -107,14 +107,14 @@ def test_amaxes_and_blocks(launches: list[tuple[Any, ...]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "module"), [("quantize.cu", quantize), ("amax.cu", quantize), ("block.cu", block)]
+    ("source", "module"), [("quantize.cu", quantize), ("amax.cu", scales), ("block.cu", block)]
 )
 def test_the_tables_are_those_of_the_sources(source: str, module: Any) -> None:
     """As long, and small enough for the 4 KiB of parameters that every driver takes."""
     for name, value in re.findall(r"(\w+)_TENSORS = (\d+)", manifest.text(source)):
         layout = {
             "CAST": (quantize._CASTS, quantize._CAST_TENSORS),
-            "AMAX": (quantize._AMAXES, quantize._AMAX_TENSORS),
+            "AMAX": (scales._AMAXES, scales._AMAX_TENSORS),
             "BLOCK": (block._TABLE, block._TENSORS),
         }[name]
         assert layout[1] == int(value)

@@ -258,9 +258,9 @@ def test_a_product_again_has_its_own_addresses(
     library: _Library,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "launcher", lambda: (None, None))
+    monkeypatch.setattr(launch, "entry_point", lambda: (None, None))
     monkeypatch.setattr(launch, "here", launch.Here())
-    launch.here.room = types.SimpleNamespace()  # type: ignore[assignment]
+    launch.here.memory = types.SimpleNamespace()  # type: ignore[assignment]
     destroyed: list[int] = []
     library.matmul_desc_destroy = destroyed.append  # type: ignore[attr-defined]
     plan = cublaslt.Plan(KEY, 0)

@@ -93,13 +93,13 @@ def test_an_update_goes_to_the_memory_that_states_have_now(monkeypatch: pytest.M
             calls.append(arguments)
 
     monkeypatch.setattr(dispatch, "kernels", lambda device: Kernels())
-    scaling.update(recipe, own, 448.0)
+    scaling.update(recipe.history, own, forward=True)
     own[1].resize(6)
-    scaling.update(recipe, own, 448.0)
+    scaling.update(recipe.history, own, forward=True)
     for call, rows in zip(calls, (4, 6), strict=True):
         assert [history.shape[0] for history in call[2]] == [4, rows, 4]
     assert [view.ptr for view in calls[1][2]] == [state.views["amax_history"].ptr for state in own]
-    scaling.update(recipe, own[:2], 57344.0)
+    scaling.update(recipe.history, own[:2], forward=False)
     assert (len(calls[2][0]), list(calls[2][3])) == (2, [57344.0, 57344.0])
     kept = weakref.ref(own[0].views["amax_history"].owner)
     del layers, own, layer, call

@@ -18,7 +18,8 @@ ROOMS = {
     "raw_kernels": ("fp8kit.raw_kernels",),
     "arrays": ("fp8kit.arrays", "fp8kit.devices", "fp8kit.dlpack", "fp8kit.scratch", "fp8kit.replays"),
     "codec": ("fp8kit.codec",),
-    "recipe": ("fp8kit.recipe",),
+    "files": ("fp8kit.checkpoint_format",),
+    "recipe": ("fp8kit.recipe", "fp8kit.quantization"),
     "autocast": ("fp8kit.autocast",),
     "protocol": ("fp8kit.backends", "fp8kit.backends.protocol"),
     "registry": ("fp8kit.backends.registry",),
@@ -31,25 +32,19 @@ ROOMS = {
     "ops": ("fp8kit.spec", "fp8kit.ops"),
     "steps": ("fp8kit.kv_steps",),
     "autograd": ("fp8kit.autograd",),
-    "layers": (
-        "fp8kit.nn",
-        "fp8kit.optim",
-        "fp8kit.serialization",
-        "fp8kit.checkpoint_format",
-        "fp8kit.graphs",
-        "fp8kit.captured",
-    ),
+    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.graphs", "fp8kit.captured"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing",),
     "lab": ("fp8kit.lab",),
-    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.bench", "fp8kit.warmup", "fp8kit.__main__"),
+    "bench": ("fp8kit.bench",),
+    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.warmup", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
 }
 _BASE = {"errors", "settings", "formats"}
 _ENGINE = _BASE | {"arrays", "recipe", "protocol", "registry"}
 _OPS = _ENGINE | {"dispatch", "float8", "ops"}
-_LAYERS = _OPS | {"steps", "autograd", "autocast", "scaling", "layers"}
+_LAYERS = _OPS | {"steps", "autograd", "autocast", "scaling", "files", "layers"}
 
 # room -> rooms it may import, itself always
 ALLOWED = {
@@ -59,6 +54,7 @@ ALLOWED = {
     "raw_kernels": {"errors"},
     "arrays": _BASE,
     "codec": _BASE,
+    "files": _BASE,
     "recipe": _BASE,
     "autocast": {"recipe", "errors", "settings"},
     "protocol": _BASE | {"arrays", "recipe"},
@@ -75,11 +71,11 @@ ALLOWED = {
     "layers": _LAYERS,
     "models": _LAYERS | {"models"},
     "testing": _LAYERS | {"codec", "models", "raw_kernels"},
-    "lab": _LAYERS | {"codec", "testing", "raw_kernels", "cuda"},
-    "torch": _OPS | {"steps", "autocast", "scaling", "testing"},
+    "lab": _LAYERS | {"codec", "testing", "bench", "raw_kernels", "cuda"},
+    "torch": _OPS | {"steps", "autocast", "scaling", "files", "testing"},
     "jax": _OPS | {"steps", "autocast", "scaling", "testing"},
 }
-FREE = {"public", "commands"}  # may import anything of ours
+FREE = {"public", "commands", "bench"}  # may import anything of ours
 
 # third-party package -> prefixes of modules that may import it; "lazy" ones never at module level
 ANYWHERE = {"numpy", "ml_dtypes"}
@@ -89,6 +85,7 @@ THIRD_PARTY = {
     "scipy": (),
     "safetensors": (),
     "matplotlib": ("fp8kit.models.plots",),
+    "rich": ("fp8kit.models.progress",),
     "cupy": ("fp8kit.backends.cuda",),
     "cupyx": ("fp8kit.backends.cuda",),
     "cuda": ("fp8kit.backends.cuda",),
@@ -172,6 +169,7 @@ ABSENT = {
     "tvm_ffi",
     "flax",
     "matplotlib",
+    "rich",
     "safetensors",
 }
 QUANTISE = """

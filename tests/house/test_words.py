@@ -17,6 +17,48 @@ ENDS = ".)`|="  # a sentence, or a formula or table
 PATHS = "|".join(("work", "tmp", "root", "home"))
 NOTES = "|".join(("TO" + "DO", "FIX" + "ME", "HA" + "CK"))
 UNWANTED = re.compile(rf"(?<![\w.])/(?:{PATHS})/|\b(?:{NOTES})\b|\bissue #\d+")
+# words that were this project's own for things that the field has names for -> the field's name; as a word of
+# the text, and in a name
+RETIRED = {
+    r"doors?": "frontend",
+    r"houses?|rooms?|storeys?": "package, module, layer of the architecture; arena (memory)",
+    r"rehears\w*": "validate",
+    r"settl(?:e|es|ed|ing)": "resolve",
+    r"spoil\w*|spoilt": "mark unrecordable; ruin (a scale)",
+    r"carv(?:e|es|ed|ing)": "allocate",
+    r"wirings?": "state binding",
+    r"tickets?": "state token",
+    r"attention across": "cross-attention",
+}
+# ordinary English, and names of nothing -> what to call it
+RETIRED_NAMES = {
+    "Ahead": "PreparedCall",
+    "turned": "rotated",
+    "given": "out",
+    "late": "backward inputs",
+    "joins": "fused residual",
+    "era": "epoch",
+    "cuts": "partition rules",
+    "spread": "sharded RNG",
+    "small": "functional",
+    "stages": "decompositions",
+    "texts": "serialization",
+    "words": "argument names",
+    "recent": "LRU cache",
+    "brings": "the verb of what is done",
+    "told": "the verb of what is done",
+    "looks": "the verb of what is done",
+    "wants": "the verb of what is done",
+    "apart": "separately allocated",
+    "early": "streamed",
+    "again": "replay",
+    "walk": "recompute pass",
+    "later": "unsupported arguments",
+    "not_yet": "unsupported arguments",
+}
+RETIRED_WORD = re.compile(rf"(?i)\b(?:{'|'.join(RETIRED)})\b")
+RETIRED_NAME = re.compile(rf"`(?:{'|'.join(RETIRED_NAMES)})(?:\.py|\(\))?`")
+PATH = re.compile(r"`[^`]*/[^`]*`|`::\w+`|\]\([^)]*\)")  # of a file, which is renamed where it stands
 
 
 @functools.cache  # not at import: every worker imports this file
@@ -65,4 +107,18 @@ def test_no_unwanted_words(path):
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if UNWANTED.search(line)
     ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in source.texts() if path.suffix == ".md"],
+    ids=lambda path: str(path.relative_to(source.ROOT)),
+)
+def test_documents_use_the_names_of_the_field(path):
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = PATH.sub("", line)
+        words = [*RETIRED_WORD.findall(text), *RETIRED_NAME.findall(text)]
+        found += [f"{number}: {word}" for word in words]
     assert not found, "\n".join(found)

@@ -66,7 +66,7 @@ def test_texts_nest_and_leave_no_trace() -> None:
         np.testing.assert_array_equal(added(), 4 * X)
     np.testing.assert_array_equal(added(), 2 * X)
     assert outer.calls == 2
-    assert launch.kernel is launch.engines_kernel
+    assert launch.here.launcher is None
 
 
 def test_a_changed_kernel_changes_a_layer_forward_and_backward() -> None:
@@ -236,9 +236,9 @@ def test_what_moves_memory_is_timed_against_a_copy(operation: str) -> None:
 
 
 def test_every_operation_can_be_timed() -> None:
-    from fp8kit.lab.timing import ARGUMENTS
+    from fp8kit.lab.timing import TIMED
 
-    for operation in ARGUMENTS:
+    for operation in TIMED:
         if operation == "block_gemm" and launch.capability(0) != (9, 0):
             continue
         assert measure(operation, GPU, (256, 512), formats.bfloat16).seconds > 0, operation

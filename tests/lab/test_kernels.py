@@ -17,7 +17,7 @@ import fp8kit as fk
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import policy
 from fp8kit.backends.cuda import launch, substitute
-from fp8kit.backends.cuda.compile import Resources, cache_key, compile_cubin, compile_ptx
+from fp8kit.backends.cuda.compile import cache_key, compile_cubin, compile_ptx
 from fp8kit.formats import bfloat16, float32
 from fp8kit.lab.overrides import read
 from fp8kit.raw_kernels import manifest
@@ -132,20 +132,24 @@ class Raw:
 
 class Driver:
     """A driver without a device. ``texts``: what was loaded, by text, "" for the engine's own; ``launches``:
-    what reached the launch."""
+    what reached the driver."""
 
     def __init__(self) -> None:
         self.texts: dict[str, Raw] = {}
         self.launches: list[tuple[Any, ...]] = []
 
-    def load(self, entry: Any, function: str, device: int, defines: Any, unit: Any = None) -> launch.Kernel:
-        assert defines in entry.variants
+    def module(self, source: str, defines: Any, device: int, unit: Any) -> tuple[Any, dict[str, Any]]:
         raw = self.texts.setdefault("" if unit is None else unit.content, Raw())
-        return launch.Kernel(function, device, raw, entry.parameters[function], Resources(1, 0, 0, 0, 0))
+        return SimpleNamespace(get_function=lambda name: raw), {}
 
     def launch(
         self, kernel: launch.Kernel, grid: Any, block: Any, args: Any, stream: int, shared: int = 0
     ) -> None:
+        """The engine's launch, as far as the driver."""
+        if launch.here.launcher is not None:
+            launch.here.launcher(kernel, grid, block, args, stream, shared)
+            return
+        kernel.load()
         assert len(args) == len(kernel.parameters)
         self.launches.append((kernel.raw, grid, block, tuple(args), stream, shared))
 
@@ -153,14 +157,15 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
-    monkeypatch.setattr(launch, "load", found.load)
+    monkeypatch.setattr(launch, "_module", found.module)
+    monkeypatch.setattr(launch, "_launches_early", lambda device: False)
     monkeypatch.setattr(launch, "launch", found.launch)
     monkeypatch.setattr(
         launch, "runtime", lambda: SimpleNamespace(getDevice=lambda: 0, deviceGetAttribute=lambda *a: 132)
     )
-    launch.engines_kernel.cache_clear()
+    launch.kernel.cache_clear()
     yield found
-    launch.engines_kernel.cache_clear()
+    launch.kernel.cache_clear()
 
 
 def there(*shape: int, dtype: Any = float32, at: int = 1 << 20) -> ArrayView:
@@ -181,8 +186,7 @@ def test_the_engine_launches_the_text_with_its_own_grid_and_arguments(driver: Dr
     views = [there(3, 5000, dtype=bfloat16, at=1 << bits) for bits in (20, 24, 28)]
     with fk.override("add", TEXT) as used:
         overriding("add")(*views, 7)
-        assert launch.kernel is launch.engines_kernel  # only while the call runs
-        assert launch.launch == driver.launch
+        assert launch.here.launcher is None  # only while the call runs
     add(*views, 7)
     ours, theirs = driver.launches
     assert (ours[0], theirs[0]) == (driver.texts[TEXT], driver.texts[""])
@@ -190,26 +194,32 @@ def test_the_engine_launches_the_text_with_its_own_grid_and_arguments(driver: Dr
     assert used.calls == 1
 
 
-def test_other_functions_and_other_threads_keep_the_engines_kernels(driver: Driver) -> None:
+def test_other_functions_and_other_threads_keep_the_engines_kernels(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = substitute.of_text(manifest.foreign(TEXT), "elementwise.cu")
-    seen: list[Any] = []
+    notes: list[None] = []
 
-    def look(function: str = "add") -> launch.Kernel:
-        return launch.kernel("elementwise.cu", function, 0, T="f32")
+    def start(function: str) -> None:
+        kernel = launch.kernel("elementwise.cu", function, 0, T="f32")
+        launch.launch(kernel, 1, 32, range(len(kernel.parameters)), 0)
 
-    with substitute._Replacing(table):
-        thread = threading.Thread(target=lambda: seen.append(look().raw))
+    def body(a: Any, b: Any, out: Any, stream: int) -> None:
+        start("add")
+        thread = threading.Thread(target=start, args=("add",))
         thread.start()
         thread.join()
-        assert look("move2").raw is driver.texts[""]
-        ours = look()
-        assert ours.raw is driver.texts[TEXT]
-        assert look() is ours  # kept
-        with substitute._Replacing({}):
-            assert look().raw is driver.texts[""]
-        assert look() is ours
-    assert seen == [driver.texts[""]]
-    assert launch.kernel is launch.engines_kernel
+        start("rng_next")
+        start("add")
+
+    monkeypatch.setattr(substitute.cuda, "implementation", lambda operation: body)
+    replaced = substitute.engine_with("add", table, lambda: notes.append(None))
+    with launch.launching_by(lambda *arguments: pytest.fail("another block's launcher")):
+        replaced(None, None, None, 0)
+    ours, own = driver.texts[TEXT], driver.texts[""]
+    assert [raw for raw, *_ in driver.launches] == [ours, own, own, ours]
+    assert len(notes) == 2
+    assert launch.here.launcher is None
 
 
 class RawKernel(Raw):

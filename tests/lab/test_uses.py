@@ -1,9 +1,10 @@
-"""Which raw kernels an operation launches stands in a table, and the table is what the engine's host code
+"""Which raw kernels an operation launches stands in their sources, and that is what the engine's host code
 does."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,8 @@ import pytest
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import cublaslt, gemm, implementation, launch
-from fp8kit.backends.cuda.compile import Resources
-from fp8kit.backends.protocol import KERNELS, signature
+from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
 from fp8kit.formats import uint8
-from fp8kit.lab.outputs import walk
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.contract import cases
 
@@ -36,19 +35,13 @@ class _Runtime:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """What the engine asks for, with nothing loaded and nothing launched."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """What the engine launches, which loads nothing here."""
     found: set[tuple[str, str]] = set()
 
-    def look_up(source: str, function: str, device: int, **defines: str) -> launch.Kernel:
-        entry = manifest.source(source)
-        assert manifest.defines(**defines) in entry.variants, (source, defines)
-        found.add((source, function))
-        raw = SimpleNamespace(kernel=SimpleNamespace(ptr=1 << 44))
-        return launch.Kernel(function, device, raw, entry.parameters[function], Resources(0, 0, 0, 0, 0))
+    def note(kernel: launch.Kernel, *arguments: Any) -> None:
+        found.add((kernel.source, kernel.name))
 
-    monkeypatch.setattr(launch, "kernel", look_up)
-    monkeypatch.setattr(launch, "launch", lambda *arguments: None)
     monkeypatch.setattr(launch, "runtime", _Runtime)
     monkeypatch.setattr(
         cublaslt, "plan", lambda key, device: SimpleNamespace(run=lambda *arguments: None, settled=True)
@@ -58,7 +51,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
             gemm, name, lambda *arguments: SimpleNamespace(run=lambda *arguments: None, settled=True)
         )
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
-    return found
+    with launch.launching_by(note):
+        yield found
 
 
 class _Here:
@@ -78,8 +72,8 @@ class _Here:
             return ArrayView(view.ptr, view.shape, view.dtype, GPU, view, view._strides)
 
         def call(*args: Any, **named: Any) -> None:
-            arguments = dict(signature(name).bind(*args, **named).arguments)
-            arguments = {key: walk(value, there) for key, value in arguments.items()}
+            arguments = SPECS[name].bind(*args, **named)
+            arguments = {key: map_arrays(value, there) for key, value in arguments.items()}
             if name.startswith("attention"):
                 arguments["workspace"] = ArrayView(1 << 20, (1 << 40,), uint8, GPU)
             implementation(name)(**arguments)
@@ -87,14 +81,14 @@ class _Here:
         return call
 
 
-@pytest.mark.parametrize("operation", sorted(manifest.USES))
-def test_an_operation_launches_what_the_table_says(operation: str, launched: set[tuple[str, str]]) -> None:
-    found = [case for case in cases() if case.kernel == operation]
+@pytest.mark.parametrize("operation", [name for name in KERNELS if SPECS[name].launches])
+def test_an_operation_launches_what_the_sources_say(operation: str, launched: set[tuple[str, str]]) -> None:
+    found = list(cases(operation))
     for case in found[:: max(1, len(found) // 60)]:
         with contextlib.suppress(AssertionError):  # nothing was computed
             case.run(_Here(operation), CPU)  # type: ignore[arg-type]
     known = {
-        (source, function) for source, functions in manifest.USES[operation].items() for function in functions
+        (source, function) for source, functions in manifest.uses(operation).items() for function in functions
     }
     only_with_cudnn = {
         ("attention_padding.cu", name) for name in manifest.source("attention_padding.cu").functions
@@ -103,12 +97,9 @@ def test_an_operation_launches_what_the_table_says(operation: str, launched: set
     assert known - only_with_cudnn <= launched
 
 
-def test_every_raw_kernel_is_in_the_table() -> None:
-    named = {
-        (source, function)
-        for uses in manifest.USES.values()
-        for source, functions in uses.items()
-        for function in functions
-    }
-    assert named == {(entry.name, function) for entry in manifest.sources() for function in entry.functions}
-    assert set(manifest.USES) == {name for name in KERNELS if "stream" in signature(name).parameters}
+def test_every_raw_kernel_names_operations_of_the_contract() -> None:
+    for entry in manifest.sources():
+        for function in entry.functions:
+            assert any(entry.launched_by(function, name) for name in KERNELS), function
+            assert set(entry.operations[function]) <= set(KERNELS), function
+    assert all(bool(manifest.uses(name)) == SPECS[name].launches for name in KERNELS)

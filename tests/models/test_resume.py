@@ -249,7 +249,7 @@ def test_a_link_stays_a_link(tmp_path):
         serialization.save(link, {"x": np.full(3, value, np.float32)})
         assert link.is_symlink()
         np.testing.assert_array_equal(serialization.read(real)[0]["x"], np.full(3, value, np.float32))
-    left = real.with_name(f".{real.name}.00{serialization._BESIDE}")
+    left = real.with_name(f".{real.name}.00000000{serialization._BESIDE}")
     left.touch()
     serialization.sweep(link)
     assert [path.name for path in (tmp_path / "real").iterdir()] == ["state"]

@@ -12,10 +12,10 @@ class Quantiser:
     """How the operands of one GEMM become FP8: ``scales`` None for current scaling, else {"x": .., "w": ..,
     "g": ..} of delayed scaling.
 
-    ``blocks``: block scaling instead, {"x": (tile, power_2), ..}; a tile lies in the orientation in which the
-    operand is multiplied. ``narrow``: FP8 tensor cores add up in 14 bits (Hopper). Each instruction of 32
-    products cuts twice, aligning the products with the largest of them and their sum with the accumulator,
-    and may lose 2**-13 of the terms' magnitudes each time.
+    ``blocks``: a scale for each tile instead, {"x": (tile, power_2), ..}; a tile lies in the orientation in
+    which the operand is multiplied, 0 is all of its rows or columns. ``narrow``: FP8 tensor cores add up in
+    14 bits (Hopper). Each instruction of 32 products cuts twice, aligning the products with the largest of
+    them and their sum with the accumulator, and may lose 2**-13 of the terms' magnitudes each time.
     """
 
     def __init__(self, scales=None, g_format=formats.E5M2, narrow=False, blocks=None):
@@ -28,6 +28,7 @@ class Quantiser:
         fmt = self.formats[operand]
         if self.blocks is not None:
             tile, power_2 = self.blocks[operand]
+            tile = tuple(own or whole for own, whole in zip(tile, value.v.shape, strict=True))
             return quantised_blocks(value, tile, fmt, power_2)
         scale = current_scale(value, fmt) if self.scales is None else float(self.scales[operand])
         return quantised(value, scale, fmt)

@@ -74,7 +74,7 @@ def test_update_numeric_scenarios(device, length, algo, on_host):
         history[1:-1, 4] = 7.0
     scale = np.array([3, 5, 7, 11, 13, 17, 19], np.float32)
     state = state_with(history, scale, device)
-    update(used, [state], 448.0)
+    update(used.history, [state], forward=True)
     want_history, want_scale = rule(history, scale, 448.0, recipe)
     np.testing.assert_array_equal(host(state.scale), want_scale)
     np.testing.assert_array_equal(
@@ -90,7 +90,7 @@ def test_update_of_many_states_at_once(device):
     rng = np.random.default_rng(0)
     cases = [(rng.random((4, n)).astype(np.float32), rng.random(n).astype(np.float32)) for n in (1, 3, 6, 2)]
     states = [state_with(history, scale, device) for history, scale in cases]
-    update(recipe, states, 57344.0)
+    update(recipe.history, states, forward=False)
     for state, (history, scale) in zip(states, cases, strict=True):
         want_history, want_scale = rule(history, scale, 57344.0, recipe)
         np.testing.assert_array_equal(host(state.scale), want_scale)
@@ -106,14 +106,14 @@ def test_callables_get_and_give_what_they_should(device):
 
     recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=scale_algo)
     state = state_with([[4, 0], [1, 9]], [1, 2], device)
-    update(recipe, [state], 448.0)
+    update(recipe.history, [state], forward=True)
     np.testing.assert_array_equal(seen[0][0], [4, 9])
     np.testing.assert_array_equal(seen[0][1], [1, 2])
     assert seen[0][2:] == (448.0, recipe)
     np.testing.assert_array_equal(host(state.scale), [8, 2])  # the second tensor was not used
     wrong = DelayedScaling(amax_history_len=2, amax_compute_algo=lambda history: history)
     with pytest.raises(RecipeError, match="amax_compute_algo"):
-        update(wrong, [state_with([[4, 0], [1, 9]], [1, 2], device)], 448.0)
+        update(wrong.history, [state_with([[4, 0], [1, 9]], [1, 2], device)], forward=True)
 
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, -1e-39])
@@ -127,18 +127,18 @@ def test_a_callable_cannot_spoil_a_scale(bad, device):
     with pytest.raises(
         RecipeError, match=r"scaling_factor_compute_algo: got .* for the amax 4.0, expected a positive scale"
     ):
-        update(recipe, [state], 448.0)
+        update(recipe.history, [state], forward=True)
     np.testing.assert_array_equal(host(state.scale), scale)
     np.testing.assert_array_equal(host(state.amax_history), history)
     # nothing was used: nobody asks what the scale would be
-    update(recipe, [state_with([[0, 0], [1, 0]], scale, device)], 448.0)
+    update(recipe.history, [state_with([[0, 0], [1, 0]], scale, device)], forward=True)
 
 
 def test_the_least_scale_of_a_callable_has_an_inverse(device):
     small = np.float32([1e-45, 2.0**-128, 2.0**-127, 2.0**-126, 2.0**-125])
     recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda *given: small)
     state = state_with(np.ones((2, 5)), np.ones(5), device)
-    update(recipe, [state], 448.0)
+    update(recipe.history, [state], forward=True)
     np.testing.assert_array_equal(host(state.scale), [LEAST, LEAST, LEAST, LEAST, 2 * LEAST])
     np.testing.assert_array_equal(host(state.scale_inv), np.float32([2.0**126] * 4 + [2.0**125]))
 
@@ -192,13 +192,10 @@ def test_a_callables_scales_where_amax_says_nothing(device):
     results = []
     for algo in (quotient, None):
         state = state_with(history, np.float32([3, 5, 7, 9]), device)
-        update(
-            DelayedScaling(
-                amax_history_len=2, amax_compute_algo="most_recent", scaling_factor_compute_algo=algo
-            ),
-            [state],
-            448.0,
+        recipe = DelayedScaling(
+            amax_history_len=2, amax_compute_algo="most_recent", scaling_factor_compute_algo=algo
         )
+        update(recipe.history, [state], forward=True)
         results.append([host(array) for array in (state.scale, state.scale_inv, state.amax_history)])
     np.testing.assert_array_equal(results[0][0], np.float32([3, 5, FLT_MAX, 64]))
     for mine, built_in in zip(*results, strict=True):

@@ -44,18 +44,11 @@ def quantiser(mode, module, gemm=0):
     recipe = MODES[mode]
     if recipe is None:
         return None
-    narrow = module.device.kind == "cuda"
-    if recipe.float8_block_scaling():
-        dims = {
-            "x": recipe.x_block_scaling_dim,
-            "w": recipe.w_block_scaling_dim,
-            "g": recipe.grad_block_scaling_dim,
-        }
-        blocks = {
-            name: ((1 if dim == 1 else 128, 128), not recipe.use_f32_scales) for name, dim in dims.items()
-        }
-        return Quantiser(None, recipe.backward_format, narrow, blocks)
-    return Quantiser(scales_of(module, gemm) if recipe.delayed() else None, recipe.backward_format, narrow)
+    narrow, fp8 = module.device.kind == "cuda", recipe.quantization
+    if fp8.x.granularity != "tensor":
+        tiles = {name: (own.tile, own.power_2) for name, own in (("x", fp8.x), ("w", fp8.w), ("g", fp8.g))}
+        return Quantiser(None, fp8.g.format, narrow, tiles)
+    return Quantiser(scales_of(module, gemm) if fp8.x.needs_state else None, fp8.g.format, narrow)
 
 
 def draw(seed, shape, dtype, scale=1.0):

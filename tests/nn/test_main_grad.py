@@ -14,14 +14,10 @@ from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, Quant
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
 
-DELAYED = Fp8(Quant(formats.E4M3), Quant(formats.E4M3), Quant(formats.E5M2))
-BLOCKS = Fp8(
-    *(Quant(formats.E4M3, "block", True, tile=tile) for tile in ((1, 128), (128, 128), (1, 128))),
-    fprop_fast=False,
-)
+DELAYED, BLOCKS = DelayedScaling().quantization, Float8BlockScaling().quantization
 SCALES = {"x": 64.0, "w": 96.0, "g": 256.0}
 M, K = 48, 32
 

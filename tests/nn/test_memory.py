@@ -3,8 +3,6 @@ needed, with the same bits."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -21,7 +19,7 @@ from fp8kit.nn import linear as nn_linear
 from fp8kit.nn import norm_mlp as nn_norm_mlp
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import fp8_from_recipe
+from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta
 from tests import peaks
 
@@ -150,9 +148,9 @@ def test_streamed_buffers_change_no_bit(device, recipe, kind, options, monkeypat
 def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
     """Two products share the codes of their input and weight, which nobody gives up however a door keeps
     them: the bits of products that cast for themselves, in a first walk back and in a second one."""
-    fp8 = fp8_from_recipe(RECIPES[recipe])
+    fp8 = RECIPES[recipe].quantization
     # a cast of x as if it were the weight
-    square = replace(fp8, x=fp8.w, w=fp8.x) if recipe == "block" else fp8
+    square = Quantization.of(fp8.w, fp8.x, fp8.g, fp8.fprop.accumulation)
     rng = np.random.default_rng(3)
     x, w = (
         tensor(rng.standard_normal(shape).astype(np.float32), True, device=device)

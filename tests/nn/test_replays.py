@@ -142,9 +142,9 @@ def test_requests_in_threads_of_their_own(device):
 def test_calls_of_nothing(device, monkeypatch):
     """No rows launch nothing, every time, whichever device is current."""
     if device == "cuda":
-        launcher = launch.launcher
+        entry_point = launch.entry_point
         # as where there are several devices
-        monkeypatch.setattr(launch, "launcher", lambda: (launcher()[0], lambda: 0))
+        monkeypatch.setattr(launch, "entry_point", lambda: (entry_point()[0], lambda: 0))
     for layer in (nn.RMSNorm(64, device=device), nn.Linear(64, 32, device=device)):
         for _ in range(4):
             assert layer(tensor(np.zeros((0, 64), np.float32), device=device)).shape[0] == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, formats, nn
+from fp8kit import arrays, nn
 from fp8kit.autograd import call, tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError
@@ -20,19 +20,18 @@ from fp8kit.execution import plans
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, Quant, fp8_from_recipe
+from fp8kit.quantization import Quantizer
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.spec import Meta
 from fp8kit.testing.contract import put
 from tests.nn.test_layers import draw
 
-_GIVEN = Fp8(*(Quant(fmt, "amax") for fmt in (formats.E4M3, formats.E4M3, formats.E5M2)))
 RECIPES = {
     "high": None,
-    "delayed": fp8_from_recipe(DelayedScaling()),
-    "current": fp8_from_recipe(Float8CurrentScaling()),
-    "block": fp8_from_recipe(Float8BlockScaling()),
-    "given": _GIVEN,
+    "delayed": DelayedScaling().quantization,
+    "current": Float8CurrentScaling().quantization,
+    "block": Float8BlockScaling().quantization,
+    "given": Float8CurrentScaling().quantization.map(Quantizer.with_amax),
 }
 ROWS, H, F = 48, 32, 64
 ALL = frozenset({"x", "norm_weight", "norm_bias", "fc1_weight0", "fc1_bias0", "fc2_weight0", "fc2_bias0"})

@@ -206,7 +206,7 @@ def test_delayed_scaling(length, slots, algo, margin, most, seed, callables):
             (lambda h: np.fmax.reduce(h, 0) if algo == "max" else h[0]) if callables else algo
         ),
     )
-    update(how, [state], most)
+    update(how.history, [state], forward=most == 448.0)
     want_scale, want_history = scale.copy(), history.copy()
     for i in range(slots):
         if history[0, i] == 0:

@@ -11,12 +11,11 @@ from flax import linen as nn
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, RecipeError
-from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import small
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES, UNTYPED, check_module
 from fp8kit_jax.quantizers import QuantizerSet
-from fp8kit_jax.scopes import mesh_resource, recipe_in_force
+from fp8kit_jax.scopes import history_of, mesh_resource, recipe_in_force
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot
 
 _ONE = "attention is not split along the sequence"
@@ -130,13 +129,14 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
     variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and ``grad``
     (Transformer Engine's names)."""
     recipe = recipe_in_force()
-    if not isinstance(recipe, DelayedScaling):
+    history = history_of(recipe)
+    if history is None:
         return QuantizerSet(recipe=recipe)
     known = module.is_initializing() or module.is_mutable_collection(FP8_COLLECTION_NAME)
     if not known and not module.has_variable(FP8_COLLECTION_NAME, f"x{postfix}_scale"):
         wanted = "the variables that init makes within an autocast with DelayedScaling, given to apply"
         raise RecipeError(type(module).__name__, FP8_COLLECTION_NAME, "none of this layer", wanted)
-    fresh = Slot.fresh(recipe.amax_history_len)
+    fresh = Slot.fresh(history.length)
 
     def slot(name: str) -> Slot:
         fields = fresh._asdict().items()

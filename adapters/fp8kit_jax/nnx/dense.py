@@ -11,13 +11,12 @@ from flax import nnx
 
 from fp8kit.arguments import check, shown
 from fp8kit.errors import ArgumentError, RecipeError
-from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import layers, small
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.quantizers import QuantizerSet
-from fp8kit_jax.scopes import recipe_in_force
+from fp8kit_jax.scopes import history_of, recipe_in_force
 from fp8kit_jax.state import Slot
 
 
@@ -34,16 +33,16 @@ class _Quantizers(nnx.Module):
     """The slots of one product, where the recipe in force keeps state."""
 
     def __init__(self) -> None:
-        recipe = recipe_in_force()
-        self.stateful = isinstance(recipe, DelayedScaling)
-        if isinstance(recipe, DelayedScaling):
+        history = history_of(recipe_in_force())
+        self.stateful = history is not None
+        if history is not None:
             for name in ("x", "kernel", "grad"):
-                for field, value in Slot.fresh(recipe.amax_history_len)._asdict().items():
+                for field, value in Slot.fresh(history.length)._asdict().items():
                     setattr(self, f"{name}_{field}", Fp8Meta(value))
 
     def __call__(self) -> QuantizerSet:
         recipe = recipe_in_force()
-        if not isinstance(recipe, DelayedScaling):
+        if history_of(recipe) is None:
             return QuantizerSet(recipe=recipe)
         if not self.stateful:
             wanted = "one made within an autocast with DelayedScaling"

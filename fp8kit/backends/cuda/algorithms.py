@@ -10,11 +10,10 @@ give other bits in another process, say so (``OpImpl.deterministic``), and are l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 from fp8kit import settings
 from fp8kit.arrays import Device
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.compile import publish
 from fp8kit.backends.cuda.cublaslt import Plan, bindings
 from fp8kit.backends.cuda.device import provider
 from fp8kit.errors import BackendError
@@ -131,21 +131,11 @@ def _recall(plan: Plan) -> bytes | None:
 def _keep(plan: Plan, times: dict[int, float]) -> None:
     """Write the answer; a folder that cannot be written costs the next process its own timing, nothing
     else."""
-    path = _file(plan)
-    text = json.dumps(
-        {
-            "where": _where(plan.device),
-            "product": str(plan.key),
-            "algorithm": plan.chosen.hex(),
-            "seconds": times,
-        },
-        indent=1,
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        os.replace(temporary, path)
-    except OSError:
-        return
+    kept = {
+        "where": _where(plan.device),
+        "product": str(plan.key),
+        "algorithm": plan.chosen.hex(),
+        "seconds": times,
+    }
+    with contextlib.suppress(OSError):
+        publish(_file(plan), f"{json.dumps(kept, indent=1)}\n".encode())

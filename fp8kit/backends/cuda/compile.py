@@ -137,12 +137,11 @@ def compile_cubin(
     cubin, log = _compile(name, defines, arch, unit)
     resources = parse_resources(log)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _publish(
+        publish(
             notes,
             json.dumps({"log": log, "resources": {f: asdict(r) for f, r in resources.items()}}).encode(),
         )
-        _publish(path, cubin)
+        publish(path, cubin)
     except OSError as error:
         raise BackendError(
             f"compile: {folder}: cannot be written ({error}); set FP8KIT_CACHE_DIR to a writable folder"
@@ -215,7 +214,9 @@ def _text(size: int, fill: Any) -> str:
     return out.rstrip(b"\0").decode(errors="replace")
 
 
-def _publish(path: Path, content: bytes) -> None:
+def publish(path: Path, content: bytes) -> None:
+    """Write a file of the cache, whole or not at all, and its folder. OSError where that is impossible."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem + ".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -13,8 +13,9 @@ import functools
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import compile as kernel_compiler
@@ -78,7 +79,7 @@ _PARAMETERS = 32764  # bytes of parameters that CUDA takes, at most
 ALIGNMENT = 16
 
 
-class Room:
+class LaunchMemory:
     """The memory that a thread launches from: the configuration and the arguments, and a table of the
     arguments' addresses.
 
@@ -92,28 +93,37 @@ class Room:
         size = CONFIG + 8 + _PARAMETERS
         memory = (ctypes.c_char * (size + ALIGNMENT))()
         shift = -ctypes.addressof(memory) % ALIGNMENT
-        self.memory = (ctypes.c_char * size).from_buffer(memory, shift)
-        first = ctypes.addressof(self.memory) + CONFIG
+        self.buffer = (ctypes.c_char * size).from_buffer(memory, shift)
+        first = ctypes.addressof(self.buffer) + CONFIG
         self.addresses = (ctypes.c_uint64 * (_SLOTS + 1))(*range(first, first + 8 * (_SLOTS + 1), 8))
-        self.config = ctypes.byref(self.memory)
+        self.config = ctypes.byref(self.buffer)
         self.tables = ctypes.byref(self.addresses), ctypes.byref(self.addresses, 8)
 
 
 class Here(threading.local):
-    """Of this thread: the memory that it launches from, and the ``recorded.Recording`` of the call that it
-    makes, None mostly."""
+    """Of this thread: the memory that it launches from, the ``recorded.Recording`` of the call that it makes,
+    and what launches in the engine's place (``launch``'s parameters), both None mostly."""
 
-    room: Room | None = None
+    memory: LaunchMemory | None = None
     recording: Any = None
+    launcher: Callable[..., None] | None = None
 
 
 here = Here()
 
 
+class Loaded(NamedTuple):
+    """A kernel on its device: CuPy's function, what it uses (None where the compiler did not say), and
+    whether it may be launched before the kernel in front of it has ended (``manifest.Source``)."""
+
+    raw: Any
+    resources: kernel_compiler.Resources | None
+    early: bool = False
+
+
 class Kernel:
-    """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes,
-    ``resources`` what it uses (None where the compiler did not say), ``early`` whether it may be launched
-    before the kernel in front of it has ended (``manifest.Source``).
+    """One function, ``name``, of one variant of a source on one device: compiled and loaded at its first
+    launch. ``parameters`` are the manifest's codes.
 
     ``pack(memory, 0, grid x, y, z, block x, y, z, shared, stream, *arguments)`` writes what a launch reads; a
     structure by value, which comes last, at a multiple of 16 bytes: ``table`` is 1 where the arguments begin
@@ -121,6 +131,8 @@ class Kernel:
     """
 
     __slots__ = (
+        "_load",
+        "defines",
         "device",
         "early",
         "handle",
@@ -131,29 +143,40 @@ class Kernel:
         "raw",
         "resources",
         "shared_limit",
+        "source",
         "table",
     )
 
     def __init__(
         self,
+        source: str,
         name: str,
         device: int,
-        raw: Any,
+        defines: manifest.Defines,
         parameters: str,
-        resources: kernel_compiler.Resources | None,
-        early: bool = False,
+        load: Callable[[], Loaded],
     ) -> None:
+        self.source = source
         self.name = name
-        self.early = early
         self.device = device
-        self.raw = raw
-        self.handle = ctypes.c_void_p(raw.kernel.ptr)  # a CUfunction, alive as long as ``raw``
+        self.defines = defines
         self.parameters = parameters
-        self.resources = resources
+        self.raw: Any = None
+        self.handle: ctypes.c_void_p | None = None  # a CUfunction, alive as long as ``raw``
+        self.resources: kernel_compiler.Resources | None = None
+        self.early = False
         self.shared_limit = _PLAIN_SHARED
         self.table = int(parameters.endswith("s") and len(parameters) % 2 == 0)
         self.packers: dict[int, Any] = {}  # bytes of the structure by value -> pack
         self.pack: Any = None if parameters.endswith("s") else self.packer(0)
+        self._load = load
+
+    def load(self) -> None:
+        """Compile and load it, once. BackendError where that cannot be."""
+        with _LOADING[self.device], current_device(self.device):
+            if self.handle is None:
+                self.raw, self.resources, self.early = self._load()
+                self.handle = ctypes.c_void_p(self.raw.kernel.ptr)
 
     def packer(self, size: int) -> Any:
         """``pack`` for a structure of ``size`` bytes."""
@@ -194,7 +217,7 @@ def driver() -> Any:
 
 
 @functools.cache
-def launcher() -> tuple[Any, Any]:
+def entry_point() -> tuple[Any, Any]:
     """``cuLaunchKernelEx``, which lets other threads run meanwhile (a full queue makes it wait, perhaps for
     work of theirs), and ``getDevice``: None where there is only one device."""
     function = driver().cuLaunchKernelEx
@@ -223,44 +246,32 @@ def _launches_early(device_index: int) -> bool:
 
 
 @functools.cache
-def engines_kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
-    """``function`` of ``source`` compiled with ``defines`` and loaded on a device; the same object for the
-    same arguments.
+def kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
+    """``function`` of ``source`` with ``defines`` on a device; the same object for the same arguments.
 
-    The defines must be one of the source's variants, which is what the tests compile. BackendError otherwise,
-    and where it cannot be compiled or loaded.
+    The defines must be one of the source's variants, which is what the tests compile: BackendError otherwise.
     """
-    return load(manifest.source(source), function, device_index, manifest.defines(**defines))
+    return variant(manifest.source(source), function, device_index, manifest.defines(**defines))
 
 
-# What the engine asks for its kernels: ``engines_kernel``. ``substitute`` stands in its place while, and only
-# while, a call runs whose kernels are replaced, so that a look-up costs nothing more otherwise.
-kernel: Callable[..., Kernel] = engines_kernel
-
-
-def load(
+def variant(
     entry: manifest.Source,
     function: str,
     device_index: int,
     defines: manifest.Defines,
     unit: manifest.Unit | None = None,
 ) -> Kernel:
-    """A kernel of a manifest entry, compiled and loaded afresh (see ``engines_kernel``); ``unit``: from a
-    text of elsewhere."""
+    """A kernel of a manifest entry (see ``kernel``); ``unit``: from a text of elsewhere."""
     if defines not in entry.variants or function not in entry.functions:
         wanted = "a function and a variant that its comments list"
         raise BackendError("kernel", f"{entry.name}: {function}", dict(defines), wanted)
-    with _LOADING[device_index], current_device(device_index):
+
+    def load() -> Loaded:
         module, resources = _module(entry.name, defines, device_index, unit)
         early = function in entry.early and _launches_early(device_index)
-        return Kernel(
-            function,
-            device_index,
-            module.get_function(function),
-            entry.parameters[function],
-            resources.get(function),
-            early,
-        )
+        return Loaded(module.get_function(function), resources.get(function), early)
+
+    return Kernel(entry.name, function, device_index, defines, entry.parameters[function], load)
 
 
 @functools.cache
@@ -274,6 +285,18 @@ def _module(
     import cupy
 
     return cupy.RawModule(path=str(compiled.path)), compiled.resources
+
+
+@contextmanager
+def launching_by(launcher: Callable[..., None] | None) -> Iterator[None]:
+    """Context manager: in this thread ``launcher``, with the parameters of ``launch``, launches in its place;
+    None is the engine itself."""
+    before = here.launcher
+    here.launcher = launcher
+    try:
+        yield
+    finally:
+        here.launcher = before
 
 
 def capturing(stream: int) -> bool:
@@ -316,35 +339,41 @@ def launch(
 
     ``grid`` and ``block``: a number, or up to three. ``args``: an int for every pointer and integer, a number
     for every double, bytes for a trailing structure; their number is checked. ``shared``: dynamic shared
-    memory in bytes. A grid of no blocks launches nothing. BackendError when the driver refuses the launch.
+    memory in bytes. A grid of no blocks launches nothing. BackendError when the kernel does not compile, and
+    when the driver refuses the launch. Within a block of ``launching_by`` that function does it all.
     """
+    if here.launcher is not None:
+        here.launcher(kernel, grid, block, args, stream, shared)
+        return
     x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     i, j, k = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
     if not (x and y and z and i and j and k):
         return
+    if kernel.handle is None:
+        kernel.load()
     if shared > kernel.shared_limit:
         kernel.allow(shared)
-    room = here.room
-    if room is None:
-        room = here.room = Room()
+    memory = here.memory
+    if memory is None:
+        memory = here.memory = LaunchMemory()
     try:
         pack = kernel.pack or kernel.packer(len(args[-1]))
-        pack(room.memory, 0, x, y, z, i, j, k, shared, stream, *args)
+        pack(memory.buffer, 0, x, y, z, i, j, k, shared, stream, *args)
     except (struct.error, TypeError, IndexError):
         raise _unfit(kernel, (x, y, z), (i, j, k), args) from None
     if kernel.early:
-        _ATTRIBUTES.pack_into(room.memory, _ATTRIBUTES_AT, _EARLY_AT, 1)
-    function, device = launcher()
+        _ATTRIBUTES.pack_into(memory.buffer, _ATTRIBUTES_AT, _EARLY_AT, 1)
+    function, device = entry_point()
     if device is None or device() == kernel.device:
-        status = function(room.config, kernel.handle, room.tables[kernel.table], None)
+        status = function(memory.config, kernel.handle, memory.tables[kernel.table], None)
     else:
         with current_device(kernel.device):
-            status = function(room.config, kernel.handle, room.tables[kernel.table], None)
+            status = function(memory.config, kernel.handle, memory.tables[kernel.table], None)
     if status:
         what = f"grid {(x, y, z)}, block {(i, j, k)}, {shared} bytes of shared memory, {kernel.resources}"
         raise BackendError(f"launch of {kernel.name}: {error_text(status)} ({what})")
     if here.recording is not None:
-        here.recording.launched(kernel, room, pack.__self__.size, stream)
+        here.recording.launched(kernel, memory, pack.__self__.size, stream)
 
 
 def _unfit(

@@ -1,4 +1,4 @@
-"""The contract's casts: amax, quantize, dequantize and quantize_transpose, of one array or of a list.
+"""The contract's casts: quantize, dequantize and quantize_transpose, of one array or of a list.
 
 E4M3 and E5M2, rounded to nearest and saturating, take the hardware's conversion, 16 codes a thread; every
 other format and mode the exact integer path. Both give the oracle's bits.
@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import launch, scales
 from fp8kit.backends.cuda._lists import launches
 from fp8kit.backends.cuda._rows import address, scaling, sum_partials
 from fp8kit.backends.protocol import Cast, want_scale
@@ -22,10 +22,7 @@ _THREADS = 256
 _VECTOR = 16
 _DECODED = 8 * 4  # codes that a thread of dequantize_fp8 takes at a time
 _TILE_ROWS, _TILE_COLUMNS = 128, 64  # of quantize_transpose's blocks
-_CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
-# lists (amax.cu, quantize.cu: the tables' layouts are mirrored there)
-_AMAX_TENSORS, _AMAX_PIECE = 128, 16384
-_AMAXES = struct.Struct(f"={3 * _AMAX_TENSORS}q{_AMAX_TENSORS}I")
+# matrices of one launch; quantize.cu mirrors the table's layout
 _CAST_TENSORS = 48
 _CASTS = struct.Struct(f"={6 * _CAST_TENSORS}q{7 * _CAST_TENSORS}I")
 
@@ -70,56 +67,10 @@ def _narrow(fmt: Format, saturate: bool) -> bytes:
     )
 
 
-def _tiling(x: ArrayView, tile: tuple[int, int]) -> tuple[int, int, int]:
-    """Rows and columns of a tile, no larger than ``x`` (at least 1), and the number of tiles."""
-    rows, columns = x.shape
-    height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
-    return height, width, max(-(-rows // height) * -(-columns // width), 1)
-
-
 def _fast(fmt: Format, x: ArrayView, width: int, tiles: int) -> str | None:
     """The format's name where the vector kernels take the call: 16 neighbours share a scale."""
     whole = tiles == 1 or (x.shape[1] % _VECTOR == 0 and width % _VECTOR == 0)
     return format_name(fmt) if whole and x.dtype is not float64 else None
-
-
-def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
-    """See ``backends.protocol``."""
-    n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
-    if not n:
-        return
-    height, width, tiles = _tiling(x, tile)
-    if tiles == 1:
-        kernel = launch.kernel("amax.cu", "amax_tensor", index, T=name)
-        launch.launch(
-            kernel,
-            launch.blocks(n, _THREADS * 32 // x.dtype.itemsize, index),
-            _THREADS,
-            (x.ptr, amax.ptr, n),
-            stream,
-        )
-        return
-    rows, columns = x.shape
-    chunk = max(1, _CHUNK // width)
-    warps = tiles * -(-height // chunk)
-    kernel = launch.kernel("amax.cu", "amax_tiles", index, T=name)
-    args = (x.ptr, amax.ptr, rows, columns, height, width, chunk)
-    launch.launch(kernel, launch.blocks(warps, _THREADS // 32, index), _THREADS, args, stream)
-
-
-def amax_many(xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int) -> None:
-    """See ``backends.protocol``. One launch for every 128 tensors of a type."""
-    kinds: dict[DType, list[tuple[ArrayView, ArrayView]]] = {}
-    for x, most in zip(xs, amaxes, strict=True):
-        if x.size:
-            kinds.setdefault(x.dtype, []).append((x, most))
-    for kind, pairs in kinds.items():
-        kernel = launch.kernel("amax.cu", "amax_many", pairs[0][0].device.index, T=launch.type_name(kind))
-        rows = [(x.ptr, most.ptr, x.size) for x, most in pairs]
-        for count, packed, blocks in launches(
-            _AMAXES, _AMAX_TENSORS, rows, [-(-x.size // _AMAX_PIECE) for x, _ in pairs]
-        ):
-            launch.launch(kernel, blocks, _THREADS, (count, packed), stream)
 
 
 def quantize(
@@ -137,7 +88,7 @@ def quantize(
     """See ``backends.protocol``."""
     rows, columns = x.shape
     n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
-    height, width, tiles = _tiling(x, tile)
+    height, width, tiles = scales.tiling(x, tile)
     fast = _fast(format, x, width, tiles) if saturate and rng is None else None
     if fast is not None:
         kernel = launch.kernel("quantize.cu", "quantize_fp8", index, T=name, FORMAT=fast)
@@ -158,7 +109,7 @@ def quantize(
             kernel, launch.blocks(max(n, tiles, 1), _THREADS * _VECTOR, index), _THREADS, args, stream
         )
         if amax is not None and in_pass is None:
-            _amax(x, amax, tile, stream)
+            scales.amax(x, amax, tile, stream)
         return
     kernel = launch.kernel("quantize_any.cu", "quantize_any", index, T=name)
     rng_ptr = 0 if rng is None else rng.ptr
@@ -177,10 +128,7 @@ def quantize(
     )
     launch.launch(kernel, launch.blocks(max(n, tiles, 1), _THREADS * 4, index), _THREADS, arguments, stream)
     if amax is not None:
-        _amax(x, amax, tile, stream)
-
-
-_amax = amax  # quantize has an argument of that name
+        scales.amax(x, amax, tile, stream)
 
 
 def dequantize(
@@ -189,7 +137,7 @@ def dequantize(
     """See ``backends.protocol``."""
     rows, columns = x.shape
     n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
-    height, width, tiles = _tiling(x, tile)
+    height, width, tiles = scales.tiling(x, tile)
     fast = _fast(format, x, width, tiles)
     if not n:
         return

@@ -49,7 +49,7 @@ def _again(kernel: launch.Kernel, source: int, size: int, stream: int | None = N
         struct.pack_into("=Q", memory, shift + launch.STREAM_AT, stream)
     first, count = start + launch.CONFIG + 8 * kernel.table, len(kernel.parameters)
     addresses = (ctypes.c_uint64 * count)(*range(first, first + 8 * count, 8))
-    made = _Launch(launch.launcher()[0], ctypes.c_void_p(start), kernel.handle, addresses, None)
+    made = _Launch(launch.entry_point()[0], ctypes.c_void_p(start), kernel.handle, addresses, None)
     made.kernel, made.memory = kernel, memory
     return made
 
@@ -105,9 +105,9 @@ class Recording:
         self._names.append(name)
         self._slow |= slow
 
-    def launched(self, kernel: launch.Kernel, room: launch.Room, size: int, stream: int) -> None:
+    def launched(self, kernel: launch.Kernel, memory: launch.LaunchMemory, size: int, stream: int) -> None:
         """A kernel was launched from the first ``size`` bytes of a thread's memory."""
-        step = _again(kernel, ctypes.addressof(room.memory), size)
+        step = _again(kernel, ctypes.addressof(memory.buffer), size)
 
         def moved(other: int) -> int:
             return _again(kernel, step.args[0].value, size, other)()
@@ -121,9 +121,9 @@ class Recording:
             here.recording.complete = False
         if not self._names:
             return
-        if here.room is None:  # this thread has launched nothing yet, and has no context
-            here.room = launch.Room()
-        current = launch.launcher()[1]
+        if here.memory is None:  # this thread has launched nothing yet, and has no context
+            here.memory = launch.LaunchMemory()
+        current = launch.entry_point()[1]
         if current is not None and current() != self.device:
             with launch.current_device(self.device):
                 self()

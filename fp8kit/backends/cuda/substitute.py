@@ -1,17 +1,15 @@
 """The engine's host code with other kernels: for one call, chosen functions come from another text, from CuPy
 or from numba.cuda.
 
-Grid, block, arguments and shared memory stay the engine's own. While such a call runs, and only then,
-``launch.kernel`` and ``launch.launch`` are this module's: the look-up answers the calling thread alone with
-its replacements, and the launch knows how numba is called. Every other thread, and every other function, gets
-the engine's.
+Grid, block, arguments and shared memory stay the engine's own. The call is made with a launcher in the
+engine's place (``launch.launching_by``), which hands on what is not replaced. Every other thread, and every
+other call, launches the engine's.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +23,7 @@ from fp8kit.raw_kernels import manifest
 
 Place = tuple[str, str]  # source, function
 Maker = Callable[[int, manifest.Defines], Any]  # device index, defines -> what is launched there
+Extent = int | tuple[int, ...]  # of a grid or a block
 
 # Elements of the arrays that a numba.cuda kernel sees: no kernel is told their length, and none asks.
 _UNBOUNDED = 1 << 40
@@ -46,68 +45,6 @@ _TYPES = {
 }
 
 
-class _Local(threading.local):
-    replacements: Mapping[Place, Maker] | None = None
-
-
-_LOCAL = _Local()
-_LOCK = threading.Lock()
-_running = 0
-_engines_launch = launch.launch
-
-
-def _look_up(source: str, function: str, device_index: int, **defines: str) -> Any:
-    """What ``launch.kernel`` is while kernels are replaced."""
-    maker = (_LOCAL.replacements or {}).get((source, function))
-    if maker is None:
-        return launch.engines_kernel(source, function, device_index, **defines)
-    return maker(device_index, manifest.defines(**defines))
-
-
-def _launch(
-    kernel: Any,
-    grid: int | tuple[int, ...],
-    block: int | tuple[int, ...],
-    args: Sequence[Any],
-    stream: int,
-    shared: int = 0,
-) -> None:
-    """What ``launch.launch`` is while kernels are replaced."""
-    if isinstance(kernel, _Numba):
-        kernel.launch(grid, block, args, stream, shared)
-    else:
-        _engines_launch(kernel, grid, block, args, stream, shared)
-
-
-class _Replacing:
-    """Context manager: the calling thread's kernels are replaced."""
-
-    __slots__ = ("before", "replacements")
-
-    def __init__(self, replacements: Mapping[Place, Maker]) -> None:
-        self.replacements = replacements
-
-    def __enter__(self) -> None:
-        global _running, _engines_launch
-        self.before = _LOCAL.replacements
-        _LOCAL.replacements = self.replacements
-        with _LOCK:
-            if not _running:
-                _engines_launch = launch.launch
-                launch.kernel = _look_up
-                launch.launch = _launch
-            _running += 1
-
-    def __exit__(self, *error: object) -> None:
-        global _running
-        _LOCAL.replacements = self.before
-        with _LOCK:
-            _running -= 1
-            if not _running:
-                launch.kernel = launch.engines_kernel
-                launch.launch = _engines_launch
-
-
 def engine_with(
     operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]
 ) -> Callable[..., Any]:
@@ -115,18 +52,23 @@ def engine_with(
     at every use of one."""
     function = cuda.implementation(operation)
 
-    def noted(maker: Maker) -> Maker:
-        def make(device_index: int, defines: manifest.Defines) -> Any:
+    def launcher(
+        kernel: launch.Kernel, grid: Extent, block: Extent, args: Sequence[Any], stream: int, shared: int
+    ) -> None:
+        found: Any = kernel
+        maker = replacements.get((kernel.source, kernel.name))
+        if maker is not None:
             note()
-            return maker(device_index, defines)
-
-        return make
-
-    watched = {place: noted(maker) for place, maker in replacements.items()}
+            found = maker(kernel.device, kernel.defines)
+        if isinstance(found, _Numba):
+            found.launch(grid, block, args, stream, shared)
+        else:
+            with launch.launching_by(None):
+                launch.launch(found, grid, block, args, stream, shared)
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        with _Replacing(watched):
+        with launch.launching_by(launcher):
             return function(*args, **named)
 
     return call
@@ -141,7 +83,7 @@ def of_text(unit: manifest.Unit, source: str) -> dict[Place, Maker]:
         raise BackendError(f"override: {error}") from None
 
     def maker(function: str) -> Maker:
-        return functools.cache(lambda device, defines: launch.load(entry, function, device, defines, unit))
+        return functools.cache(lambda device, defines: launch.variant(entry, function, device, defines, unit))
 
     return {(source, function): maker(function) for function in entry.functions}
 
@@ -154,9 +96,11 @@ def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
 
     @functools.cache
     def make(device: int, defines: manifest.Defines) -> launch.Kernel:
-        with launch.current_device(device):
+        def load() -> launch.Loaded:
             used = Resources(kernel.num_regs, kernel.local_size_bytes, 0, 0, kernel.shared_size_bytes)
-            return launch.Kernel(f"{function} (cupy.RawKernel)", device, kernel, codes, used)
+            return launch.Loaded(kernel, used)
+
+        return launch.Kernel(source, f"{function} (cupy.RawKernel)", device, defines, codes, load)
 
     return {place: make}
 
@@ -220,14 +164,7 @@ class _Numba:
     def __init__(self, name: str, device: int, kernel: Any, codes: str, types: list[str]) -> None:
         self.name, self.device, self.kernel, self.codes, self.types = name, device, kernel, codes, types
 
-    def launch(
-        self,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: Sequence[Any],
-        stream: int,
-        shared: int,
-    ) -> None:
+    def launch(self, grid: Extent, block: Extent, args: Sequence[Any], stream: int, shared: int) -> None:
         """As ``launch.launch``."""
         grid, block = ((n,) if isinstance(n, int) else n for n in (grid, block))
         if 0 in grid or 0 in block:
@@ -278,27 +215,3 @@ class _Both(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         self.stream.__exit__(*error)
         self.device.__exit__(*error)
-
-
-class Stopwatch:
-    """Seconds between two moments of a stream, by events of the device (cudaEventElapsedTime; resolution
-    about half a microsecond)."""
-
-    def __init__(self, device_index: int, stream: int) -> None:
-        self.index, self.stream = device_index, stream
-
-    def __enter__(self) -> Stopwatch:
-        calls = launch.runtime()
-        with launch.current_device(self.index):
-            self.start, self.stop = calls.eventCreateWithFlags(0), calls.eventCreateWithFlags(0)
-            calls.eventRecord(self.start, self.stream)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        calls = launch.runtime()
-        with launch.current_device(self.index):
-            calls.eventRecord(self.stop, self.stream)
-            calls.eventSynchronize(self.stop)
-            self.seconds = calls.eventElapsedTime(self.start, self.stop) / 1e3
-            calls.eventDestroy(self.start)
-            calls.eventDestroy(self.stop)

@@ -24,58 +24,95 @@ Conventions
 * Kernels whose name ends in ``_`` change their argument in place; no other kernel writes what it reads unless
   its text allows it.
 
-Each family of kernels has a file, and a Protocol in it; ``Kernels`` is all of them. ``KERNELS`` lists the
-names; ``signature(name)`` gives the signature that an implementation must have.
+Each family of kernels has a file here, and one of the same name in every engine and in
+``fp8kit.testing.contract``. It holds a Protocol; ``Kernels`` is all of them. The decorator of a signature
+says what the kernel reads and writes: ``SPECS[name]``, a ``KernelSpec``. ``KERNELS`` lists the names;
+``signature(name)`` gives the signature that an implementation must have.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from fp8kit.backends.protocol.activation import Activations
 from fp8kit.backends.protocol.attention import AttentionExtras, Attentions, AttentionSpec
+from fp8kit.backends.protocol.block import BLOCK, Blocks, block_shapes
+from fp8kit.backends.protocol.cast import Cast, Rule, want_scale
+from fp8kit.backends.protocol.cross_entropy import CrossEntropies
+from fp8kit.backends.protocol.drop_path import DropPaths
+from fp8kit.backends.protocol.dropout import Dropouts
 from fp8kit.backends.protocol.elementwise import Elementwise
-from fp8kit.backends.protocol.embedding import Ends
+from fp8kit.backends.protocol.embedding import Embeddings
 from fp8kit.backends.protocol.gemm import Layout, Products
-from fp8kit.backends.protocol.kv_cache import Positions
+from fp8kit.backends.protocol.kv_cache import Caches
 from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
-from fp8kit.backends.protocol.quantize import BLOCK, Cast, Quantization, Rule, block_shapes, want_scale
+from fp8kit.backends.protocol.quantize import Quantization
+from fp8kit.backends.protocol.rope import Ropes
+from fp8kit.backends.protocol.scales import Scales
+from fp8kit.backends.protocol.sequences import Sequences
+from fp8kit.backends.protocol.spec import SPECS, KernelSpec, Output, map_arrays, views
 
 __all__ = [
     "BLOCK",
+    "FAMILIES",
     "KERNELS",
     "NORMALIZATIONS",
+    "SERVES",
+    "SPECS",
     "AttentionExtras",
     "AttentionSpec",
     "Cast",
+    "KernelSpec",
     "Kernels",
     "Layout",
     "Normalization",
+    "Output",
     "Rule",
     "block_shapes",
+    "map_arrays",
     "signature",
+    "views",
     "want_scale",
 ]
 
 
 class Kernels(
-    Quantization, Products, Norms, Activations, Attentions, Positions, Ends, Optimizers, Elementwise, Protocol
+    Scales,
+    Quantization,
+    Blocks,
+    Products,
+    Norms,
+    Activations,
+    Dropouts,
+    DropPaths,
+    Attentions,
+    Sequences,
+    Caches,
+    Ropes,
+    Embeddings,
+    CrossEntropies,
+    Optimizers,
+    Elementwise,
+    Protocol,
 ):
     """The contract. ``fp8kit.backends.dispatch.kernels(device)`` gives one object with all of these, each
     chosen by policy."""
 
 
-KERNELS: tuple[str, ...] = tuple(
-    name
-    for family in Kernels.__bases__
-    for name, value in vars(family).items()
-    if inspect.isfunction(value) and not name.startswith("_")
+KERNELS: tuple[str, ...] = tuple(name for base in Kernels.__bases__ for name in vars(base) if name in SPECS)
+# files of the contract, and of an engine
+FAMILIES: tuple[str, ...] = tuple(dict.fromkeys(SPECS[name].family for name in KERNELS))
+# workspace function -> the kernels whose workspace it measures
+SERVES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {name: SPECS[name].serves for name in KERNELS if SPECS[name].serves}
 )
 
 
 def signature(kernel: str) -> inspect.Signature:
-    """The signature, without self, that every implementation of ``kernel`` has."""
-    whole = inspect.signature(getattr(Kernels, kernel))
-    return whole.replace(parameters=list(whole.parameters.values())[1:])
+    """The signature, without self, that every implementation of ``kernel`` has. KeyError for an unknown
+    one."""
+    return SPECS[kernel].signature

@@ -11,10 +11,11 @@ length to [0, s]. Rows of no sequence so understood are 0; the others have no me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends.protocol.spec import kernel, workspace_of
 from fp8kit.formats import DType
 
 
@@ -94,9 +95,33 @@ class AttentionExtras(NamedTuple):
     dropout_place: ArrayView | None = None
 
 
-class Attentions(Protocol):
-    """Attention over padded batches, and the way there from sequences one after the other."""
+def _workspace(backward: bool) -> Callable[[Any, Any], int]:
+    def measure(kernels: Any, a: Any) -> int:
+        parts = (a.q, a.k, a.v)
+        dbias = a.dbias.shape if backward and a.dbias is not None else None
+        shapes, strides = ([getattr(part, name) for part in parts] for name in ("shape", "strides"))
+        deterministic = not backward or a.deterministic
+        asked = (*shapes, dbias, a.q.dtype, a.spec, backward, deterministic, strides)
+        return int(kernels.attention_workspace(*asked))
 
+    return measure
+
+
+def _flops(products: int) -> Callable[[Any], float]:
+    """Of so many products of the size of q k^T; a causal mask leaves half of each."""
+
+    def count(a: Any) -> float:
+        columns = a.k.shape[a.spec.qkv_format.index("s")]
+        whole = float(2 * products * a.q.size * columns)
+        return whole / 2 if a.spec.window == (-1, 0) else whole
+
+    return count
+
+
+class Attentions(Protocol):
+    """Attention over padded batches."""
+
+    @kernel(writes="o lse", workspace=_workspace(backward=False), flops=_flops(2))
     def attention_fwd(
         self,
         q: ArrayView,
@@ -128,6 +153,9 @@ class Attentions(Protocol):
         a dropout_place (b0, h0, heads') it is (((b0 + b) * heads' + h0 + h) * s_q + i) * s_kv + j, so that a
         part drops what the whole drops there."""
 
+    @kernel(
+        writes="dq dk dv dbias doffset", ordered=True, workspace=_workspace(backward=True), flops=_flops(5)
+    )
     def attention_bwd(
         self,
         do: ArrayView,
@@ -152,6 +180,7 @@ class Attentions(Protocol):
         rows of do, q, k and v never reaches a gradient. dbias: like the bias, C-contiguous, or None; doffset:
         float32 (h,) or None."""
 
+    @workspace_of("attention_fwd", "attention_bwd")
     def attention_workspace(
         self,
         q: Shape,
@@ -167,19 +196,3 @@ class Attentions(Protocol):
         """Bytes of workspace for q, k and v of these shapes; ``dbias``: the bias's shape where backward makes
         its gradient; ``deterministic``: as backward gets it; ``strides``: of q, k and v, none where they are
         C-contiguous. dq, dk and dv are taken to have those too, o and do to be C-contiguous."""
-
-    def unpack_sequences(
-        self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int
-    ) -> None:
-        """Sequences that lie one after the other, made a padded batch: y[b, i] = x[starts[b] + i] for i <
-        lengths[b + 1] - lengths[b], 0 beyond. x: h (t, n); y: h (b, s, n); lengths, starts: int32 (b + 1,),
-        running sums (of true and of padded lengths; the same array where nothing lies between the sequences).
-
-        Here and in every kernel that reads running sums from a device: no value in them makes a kernel read
-        or write outside the arrays; of values that are no running sums the results have no meaning."""
-
-    def pack_sequences(
-        self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int
-    ) -> None:
-        """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence, NaN in rows of a
-        sequence beyond its first s. x: h (b, s, n); y: h (t, n)."""

@@ -1,52 +1,22 @@
-"""The contract of a language model's two ends: embedding and cross entropy."""
+"""The contract of the embedding."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol.spec import kernel
 
 
-class Ends(Protocol):
-    """Embedding and cross entropy."""
+class Embeddings(Protocol):
+    """Embedding and its gradient."""
 
+    @kernel(writes="out", exact=True)
     def embedding_fwd(self, ids: ArrayView, table: ArrayView, out: ArrayView, stream: int) -> None:
         """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN);
         table: h (V, N); out: h (M, N)."""
 
+    @kernel(writes="dtable", exact=True, ordered=True)
     def embedding_bwd(self, ids: ArrayView, dout: ArrayView, dtable: ArrayView, stream: int) -> None:
         """dtable[v] = sum of dout[i] over ids[i] == v, in the order of i, in float32; rows that no id names
         are written as 0."""
-
-    def cross_entropy_fwd(
-        self,
-        logits: ArrayView,
-        targets: ArrayView,
-        loss: ArrayView,
-        lse: ArrayView,
-        total: ArrayView | None,
-        label_smoothing: float,
-        ignore_index: int,
-        stream: int,
-    ) -> None:
-        """loss[i] = lse[i] - (1 - s) * logits[i, t] - s * mean(logits[i]), s = label_smoothing, t =
-        targets[i]; 0 where t is ignore_index; NaN where t is out of range (the operation refuses that on the
-        CPU, where it can look). logits: h (M, V); targets: int32 or int64 (M,); loss, lse: float32 (M,);
-        total: float32 [2] or None, written with (mean loss over the rows not ignored, their number), summed
-        in a fixed order; the mean of no rows is 0."""
-
-    def cross_entropy_bwd(
-        self,
-        logits: ArrayView,
-        targets: ArrayView,
-        lse: ArrayView,
-        dloss: ArrayView,
-        total: ArrayView | None,
-        dlogits: ArrayView,
-        label_smoothing: float,
-        ignore_index: int,
-        stream: int,
-    ) -> None:
-        """dlogits = (softmax(logits) - (1 - s) * onehot(t) - s / V) * dloss, 0 in ignored rows. dloss:
-        float32 (M,), or float32 [1] with ``total`` given: then divided by total[1] (the mean's gradient). A
-        target out of range has no onehot. dlogits may be logits' memory."""

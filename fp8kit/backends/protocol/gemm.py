@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol.spec import kernel, workspace_of
 from fp8kit.formats import Format
 
 Layout = Literal["nt", "nn", "tn"]
 
 
+def product_workspace(kernels: Any, a: Any) -> int:
+    """Bytes of an FP8 product's workspace: a float32 result more where strides leave out's rows unaligned."""
+    stride = 0 if a.out.contiguous else a.out.strides[0] * a.out.dtype.itemsize
+    extra = 4 * a.out.size if (a.out.ptr | stride) % 16 else 0
+    return int(kernels.fp8_gemm_workspace(*a.out.shape)) + extra
+
+
+def product_flops(a: Any) -> float:
+    """A multiplication and an addition for each term of the result."""
+    terms = a.a.shape[0 if getattr(a, "layout", "nt") == "tn" else 1]
+    return float(2 * a.out.size * terms)
+
+
 class Products(Protocol):
     """Matrix products."""
 
+    @kernel(writes="out", workspace=lambda kernels, a: kernels.gemm_workspace(), flops=product_flops)
     def gemm(
         self,
         a: ArrayView,
@@ -31,6 +46,12 @@ class Products(Protocol):
         (last stride 1). Before a bias and before an addend joins a 16-bit out, the engine may round to out's
         dtype (cuBLASLt does in some of its kernels)."""
 
+    @workspace_of("gemm", "fp8_gemm")
+    def gemm_workspace(self) -> int:
+        """Bytes of workspace that ``gemm`` and ``fp8_gemm`` want, padded output included (see
+        ``fp8_gemm_workspace``)."""
+
+    @kernel(writes="out", workspace=product_workspace, flops=product_flops)
     def fp8_gemm(
         self,
         a: ArrayView,
@@ -54,31 +75,7 @@ class Products(Protocol):
         16-byte aligned, and so are out's rows, or the workspace has 4 M N bytes more. addend, and rounding
         where it or a bias joins: as in ``gemm``."""
 
-    def block_gemm(
-        self,
-        a: ArrayView,
-        b: ArrayView,
-        out: ArrayView,
-        a_format: Format,
-        b_format: Format,
-        a_scale_inv: ArrayView,
-        b_scale_inv: ArrayView,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
-        bias: ArrayView | None,
-        addend: ArrayView | None,
-        workspace: ArrayView | None,
-        stream: int,
-    ) -> None:
-        """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp,
-        Kp), b: uint8 (Np, Kp) with their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or
-        (128, 128), not both (128, 128). out, bias, addend, formats, alignment as in ``fp8_gemm``; partial
-        sums are promoted to float32 at every block (split accumulator). Workspace: ``fp8_gemm_workspace``."""
-
-    def gemm_workspace(self) -> int:
-        """Bytes of workspace that ``gemm`` and ``fp8_gemm`` want, padded output included (see
-        ``fp8_gemm_workspace``)."""
-
+    @workspace_of("fp8_gemm", "block_gemm")
     def fp8_gemm_workspace(self, rows: int, columns: int) -> int:
         """Bytes for an FP8 product of (rows, columns): ``gemm_workspace`` and, where the sizes need padding,
         a padded output."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol.quantize import Cast
+from fp8kit.backends.protocol.cast import Cast
+from fp8kit.backends.protocol.spec import kernel, workspace_of
 
 Normalization = Literal["LayerNorm", "RMSNorm", "L2Normalization"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 
 
+def _sums(kernels: Any, a: Any) -> int:
+    return int(kernels.norm_bwd_workspace(*a.x.shape))
+
+
 class Norms(Protocol):
     """Normalisation over rows."""
 
+    @kernel(writes="y mean rstd cast", updates="amax", casts="y")
     def norm_fwd(
         self,
         x: ArrayView,
@@ -38,6 +44,7 @@ class Norms(Protocol):
         L2Normalization: y = x / sqrt(sum of x^2 + epsilon), which is RMSNorm with epsilon / N for epsilon (so
         is rstd) and g = 1 / sqrt(N) throughout; weight, bias and mean None."""
 
+    @kernel(writes="dx dweight dbias", sums={"dbias": "dy"}, ordered=True, workspace=_sums)
     def norm_bwd(
         self,
         dy: ArrayView,
@@ -58,5 +65,6 @@ class Norms(Protocol):
         stream's fan-in); dx may be the same memory as dy or residual. dweight, dbias: h (N,), summed over
         rows in a fixed order; None where there is no such parameter."""
 
+    @workspace_of("norm_bwd")
     def norm_bwd_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``norm_bwd``'s workspace."""

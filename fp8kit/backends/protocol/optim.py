@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol.spec import kernel, workspace_of
+
+
+def _norm_workspace(kernels: Any, a: Any) -> int:
+    return int(kernels.l2norm_workspace([x.size for x in a.xs]))
 
 
 class Optimizers(Protocol):
     """Optimisers, loss scaling, clipping."""
 
+    @kernel(updates="params exp_avgs exp_avg_sqs masters", rounded={"params": "masters"})
     def adamw_(
         self,
         params: Sequence[ArrayView],
@@ -37,6 +43,7 @@ class Optimizers(Protocol):
         that a captured graph sees their new values. inv_scale: float32 [1] or None: g = grad * inv_scale, in
         float32. found_inf: float32 [1] or None: where it is not 0, nothing changes."""
 
+    @kernel(updates="params buffers masters", rounded={"params": "masters"})
     def sgd_(
         self,
         params: Sequence[ArrayView],
@@ -57,6 +64,7 @@ class Optimizers(Protocol):
         buffers: float32, None where momentum is 0; everything else as in ``adamw_``. g = grad + decay w; b =
         g at step 1, else momentum b + (1 - dampening) g; w -= lr * (g + momentum b with nesterov, else b)."""
 
+    @kernel(updates="xs found_inf", exact=True)
     def scale_(
         self, xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayView | None, stream: int
     ) -> None:
@@ -64,6 +72,7 @@ class Optimizers(Protocol):
         Inf or NaN before (else it stays as it is). xs: h; factor, found_inf: float32 [1] or None: not
         multiplied, not looked at."""
 
+    @kernel(updates="scale inv_scale good_steps found_inf", exact=True)
     def loss_scale_(
         self,
         scale: ArrayView,
@@ -80,17 +89,21 @@ class Optimizers(Protocol):
         += 1, and at growth_interval scale *= growth_factor (unless that is Inf) and good_steps = 0. Then
         inv_scale = 1 / scale and found_inf = 0."""
 
+    @kernel(updates="counter", exact=True)
     def count_(self, counter: ArrayView, found_inf: ArrayView | None, stream: int) -> None:
         """counter[0] += 1, unless found_inf is given and not 0. counter: int64 [1]; found_inf: float32 [1] or
         None."""
 
+    @kernel(writes="out", ordered=True, workspace=_norm_workspace)
     def l2norm(
         self, xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None, stream: int
     ) -> None:
         """out[0] = sqrt(sum of squares of every element), in a fixed order. xs: h; out: float32 [1]."""
 
+    @workspace_of("l2norm")
     def l2norm_workspace(self, sizes: Sequence[int]) -> int:
         """Bytes of ``l2norm``'s workspace for tensors of these sizes."""
 
+    @kernel(updates="xs")
     def clip_(self, xs: Sequence[ArrayView], norm: ArrayView, max_norm: float, stream: int) -> None:
         """x *= min(1, max_norm / (norm[0] + 1e-6)) for every tensor. xs: h; norm: float32 [1]."""

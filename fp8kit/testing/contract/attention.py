@@ -1,379 +1,351 @@
-"""Contract cases of the attention, against float64; what the tolerances are made of stands in
-``fp8kit.testing.attention``."""
+"""The attention against float64; what the tolerances are made of stands in ``fp8kit.testing.attention``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import ArrayView, Device, Shape
-from fp8kit.backends.protocol import AttentionExtras, Kernels
-from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32
+from fp8kit import formats
+from fp8kit.arrays import ArrayView, current_stream
+from fp8kit.backends.protocol import SPECS, AttentionExtras
+from fp8kit.formats import float32, int32
 from fp8kit.testing.attention import Oracle, Rules, Sizes
-from fp8kit.testing.compare import assert_close, assert_same_bits
-from fp8kit.testing.contract import get, poisoned, put, workspace
-from fp8kit.testing.contract.dropout import RNG, factors_of
-from fp8kit.testing.contract.elementwise import Array, draw, host, table
+from fp8kit.testing.compare import Array
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, snapshot, typed
+from fp8kit.testing.contract.dropout import factors_of
+from fp8kit.testing.contract.running_sums import BATCH, GOOD, LENGTH, bad_cases, running
+from fp8kit.testing.contract.sampler import Sampler
 
-PLACE = np.array([2**20, 5, 11], np.int32)  # from element 2^32 on already for some 400 scores
-
-
-def kept(rules: Rules, sizes: Sizes) -> Array:
-    """Dropout's factors (b, h, s_q, s_kv), those of the whole attention where the rules say placed."""
-    batch, head, heads = (int(n) for n in PLACE) if rules.placed else (0, 0, sizes.h)
-    b, h, i, j = np.ogrid[: sizes.b, : sizes.h, : sizes.s_q, : sizes.s_kv]
-    return factors_of(RNG, rules.dropout, (((batch + b) * heads + head + h) * sizes.s_q + i) * sizes.s_kv + j)
+EVEN, NO_MASK = Sizes(), Rules()
+PLACE = (2**20, 5, 11)  # from element 2^32 on already for some 400 scores
+_ORDERS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # of dimensions, to (b, h, s, d)
 
 
-class Problem:
-    """Inputs (b, h, s, d) and the oracle of a case."""
-
-    def __init__(self, dtype: DType, sizes: Sizes, rules: Rules, device: Device) -> None:
-        z = sizes
-        self.dtype, self.sizes, self.rules, self.device = dtype, sizes, rules, device
-        self.q, self.k = draw(1, (z.b, z.h, z.s_q, z.d), dtype), draw(2, (z.b, z.h_kv, z.s_kv, z.d), dtype)
-        self.v, self.do = (
-            draw(3, (z.b, z.h_kv, z.s_kv, z.depth_v), dtype),
-            draw(4, (z.b, z.h, z.s_q, z.depth_v), dtype),
-        )
-        over = (*z.over, z.s_kv)
-        self.mask = np.random.default_rng(5).random(over) < 0.3 if rules.masked else None
-        self.bias = draw(6, over, dtype) if rules.bias.endswith("scale_bias") else None
-        # slopes of one batch or of each
-        self.slopes = (
-            2.0 ** -np.arange(1, z.h * z.over[0] + 1, dtype=np.float32) if rules.bias == "alibi" else None
-        )
-        if self.slopes is not None and z.over[0] > 1:
-            self.slopes = self.slopes.reshape(z.b, z.h)
-        self.offset = draw(7, (z.h,), float32) if rules.softmax_type == "learnable" else None
-        self.oracle = Oracle(
-            dtype,
-            z,
-            rules,
-            device.kind == "cpu",
-            self.q,
-            self.k,
-            self.v,
-            self.do,
-            self.mask,
-            self.bias,
-            self.slopes,
-            self.offset,
-            kept(rules, z) if rules.dropout else None,
-        )
-
-    def spoil(self, value: float) -> None:
-        """Put ``value`` into all padding of q, k, v and do. The oracle has seen other numbers there."""
-        for batch, (queries, keys) in enumerate(
-            zip(self.sizes.lengths_q, self.sizes.lengths_kv, strict=True)
-        ):
-            for x, length in ((self.q, queries), (self.do, queries), (self.k, keys), (self.v, keys)):
-                x[batch, :, length:] = value
-
-    def place(self, x: Array) -> Array:
-        """(b, h, s, d) values in the rules' order of dimensions."""
-        return np.ascontiguousarray(
-            x.transpose((2, 0, 1, 3) if self.rules.qkv_format == "sbhd" else (0, 2, 1, 3))
-        )
-
-    def extras(self) -> AttentionExtras:
-        """What comes beside q, k and v, on the device."""
-
-        def there(x: Array | None) -> ArrayView | None:
-            return None if x is None else put(x, self.device)
-
-        lengths = (self.sizes.lengths_q, self.sizes.lengths_kv)
-        cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) if n else None for n in lengths]
-        rng, place = RNG if self.rules.dropout else None, PLACE if self.rules.placed else None
-        return AttentionExtras(
-            *(there(x) for x in (*cu, rng, self.mask, self.bias, self.slopes, self.offset, place))
-        )
-
-    def room(self, kernels: Kernels, backward: bool, strides: tuple[Shape, ...] = ()) -> ArrayView:
-        """The workspace for q, k and v of these strides."""
-        q, k, v = (self.place(x).shape for x in (self.q, self.k, self.v))
-        dbias = None if self.bias is None or not backward else self.bias.shape
-        return workspace(
-            kernels.attention_workspace(q, k, v, dbias, self.dtype, self.rules, backward, True, strides),
-            self.device,
-        )
+def _place(x: Array, rules: Any) -> Array:
+    """(b, h, s, d) values in the rules' order of dimensions."""
+    return x.transpose([int(i) for i in np.argsort(_ORDERS[rules.qkv_format])])
 
 
-def _packed(parts: tuple[Array, ...], device: Device, blank: bool = False) -> list[ArrayView]:
-    """Arrays of equal shape as views into one buffer, next to each other along the heads (a layer's joint
-    projection)."""
-    heads = parts[0].shape[2]
-    joint = np.concatenate(parts, axis=2)
-    whole = poisoned(joint.shape, _dtype(parts[0]), device) if blank else put(joint, device)
-    return [whole.slice(2, i * heads, heads) for i in range(len(parts))]
+def _extras(s: Sampler, z: Sizes, rules: Rules, sums: Any) -> AttentionExtras:
+    """What comes beside q, k and v; ``sums``: running sums in the place of those of the lengths."""
+    over = (*z.over, z.s_kv)
+    slopes = None
+    if rules.bias == "alibi":  # of one batch or of each
+        count = z.h * z.over[0]
+        slopes = s.put(2.0 ** -np.arange(1, count + 1).reshape((z.b, z.h) if count > z.h else count), float32)
+    cu_q, cu_kv = (
+        s.sums(*(own or running(lengths))) if rules.padded else None
+        for own, lengths in zip(sums, (z.lengths_q, z.lengths_kv), strict=True)
+    )
+    return AttentionExtras(
+        cu_q,
+        cu_kv,
+        s.rng() if rules.dropout else None,
+        s.put(s.random.random(over) < 0.3) if rules.masked else None,
+        s.normal(*over) if rules.bias.endswith("scale_bias") else None,
+        slopes,
+        s.normal(z.h, dtype=float32) if rules.softmax_type == "learnable" else None,
+        s.put(PLACE, int32) if rules.placed else None,
+    )
 
 
-def _dtype(x: Array) -> DType:
-    return next(d for d in HIGH_PRECISION if d.numpy == x.dtype)
+def _sizes(m: int, n: int) -> Sizes:
+    """Heads of 64 over sequences of at most 1024."""
+    length, heads = min(1024, m), max(1, n // 64)
+    return Sizes(max(1, m // max(length, 1)), length, length, heads, heads, 64)
 
 
-def _fwd(
-    dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False, padding: float | None = None
-) -> Callable[[Kernels, Device], None]:
-    """``padding``: what lies there."""
+def attention_fwd(
+    s: Sampler,
+    m: int = 0,
+    n: int = 0,
+    sizes: Sizes | None = None,
+    rules: Rules = NO_MASK,
+    padding: float | None = None,
+    sums_q: tuple[int, ...] = (),
+    sums_kv: tuple[int, ...] = (),
+) -> Arguments:
+    """``padding``: what lies there. ``sums_q``, ``sums_kv``: running sums in the place of the lengths'."""
+    z = sizes or _sizes(m, n)
 
-    def run(kernels: Kernels, device: Device) -> None:
-        case = Problem(dtype, sizes, rules, device)
-        if padding is not None:
-            case.spoil(padding)
-        parts = tuple(case.place(x) for x in (case.q, case.k, case.v))
-        q, k, v = _packed(parts, device) if packed else (put(x, device) for x in parts)
-        want = case.place(case.oracle.o)
-        o, lse = poisoned(want.shape, dtype, device), poisoned((sizes.b, sizes.h, sizes.s_q), float32, device)
-        kernels.attention_fwd(
-            q,
-            k,
-            v,
-            o,
-            lse,
-            case.extras(),
-            rules,
-            case.room(kernels, False, (q.strides, k.strides, v.strides)),
-            0,
-        )
-        assert_close("o", get(o), want, dtype, case.place(case.oracle.o_slack))
-        assert_close("lse", get(lse), case.oracle.lse, float32, case.oracle.lse_slack)
+    def part(heads: int, length: int, depth: int, true: tuple[int, ...]) -> ArrayView:
+        x = s.draw((z.b, heads, length, depth)).astype(s.dtype.numpy)
+        for batch, count in enumerate(true if padding is not None else ()):
+            x[batch, :, count:] = padding
+        return s.put(_place(x, rules))
 
-    return run
-
-
-def _bwd(
-    dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False, padding: float | None = None
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        case = Problem(dtype, sizes, rules, device)
-        if padding is not None:
-            case.spoil(padding)
-        parts = tuple(case.place(x) for x in (case.q, case.k, case.v))
-        q, k, v = _packed(parts, device) if packed else (put(x, device) for x in parts)
-        results = []
-        for _ in range(2):
-            grads = (
-                _packed(parts, device, True) if packed else [poisoned(x.shape, dtype, device) for x in parts]
-            )
-            dbias = None if case.bias is None else poisoned(case.bias.shape, dtype, device)
-            doffset = None if case.offset is None else poisoned(case.offset.shape, float32, device)
-            kernels.attention_bwd(
-                put(case.place(case.do), device),
-                q,
-                k,
-                v,
-                put(case.place(case.oracle.o_given), device),
-                put(case.oracle.lse_given, device),
-                grads[0],
-                grads[1],
-                grads[2],
-                dbias,
-                doffset,
-                case.extras(),
-                rules,
-                True,
-                case.room(kernels, True, (q.strides, k.strides, v.strides)),
-                0,
-            )
-            results.append([host(g) for g in (*grads, *(x for x in (dbias, doffset) if x is not None))])
-        for (name, want), got, again in zip(case.oracle.grads.items(), *results, strict=True):
-            slack, kind = case.oracle.slacks[name], float32 if name == "doffset" else dtype
-            if name in ("dq", "dk", "dv"):
-                want, slack = case.place(want), case.place(slack)
-            assert_close(name, got, want, kind, slack)
-            assert_same_bits(f"{name}, the second time", again, got)
-
-    return run
+    q = part(z.h, z.s_q, z.d, z.lengths_q)
+    v = part(z.h_kv, z.s_kv, z.depth_v, z.lengths_kv)
+    return {
+        "q": q,
+        "k": part(z.h_kv, z.s_kv, z.d, z.lengths_kv),
+        "v": v,
+        "o": s.output(*q.shape[:3], z.depth_v),
+        "lse": s.output(z.b, z.h, z.s_q, dtype=float32),
+        "extras": _extras(s, z, rules, (sums_q, sums_kv)),
+        "spec": rules,
+    }
 
 
-_FORMATS = ("sbhd", "bshd")
-_CAUSAL = Rules(window=(-1, 0))
+def _oracle(a: Any) -> Oracle:
+    """Of a call's arguments: padding counts as 0."""
+    spec, extras, order = a.spec, a.extras, _ORDERS[a.spec.qkv_format]
+    true_q, true_kv = (
+        () if cu is None else tuple(int(n) for n in np.diff(cu))
+        for cu in (extras.cu_seqlens_q, extras.cu_seqlens_kv)
+    )
+
+    def clean(x: Array, true: tuple[int, ...]) -> Array:
+        x = x.transpose(order).copy()
+        for batch, count in enumerate(true):
+            x[batch, :, max(count, 0) :] = 0
+        return x
+
+    q, k, v = clean(a.q, true_q), clean(a.k, true_kv), clean(a.v, true_kv)
+    backward = hasattr(a, "do")
+    do = clean(a.do, true_q) if backward else np.ones((*q.shape[:3], v.shape[3]))
+    (b, h, s_q, d), (_, h_kv, s_kv, d_v) = q.shape, v.shape
+    z = Sizes(b, s_q, s_kv, h, h_kv, d, true_q, true_kv, d_v)
+    keep = None
+    if spec.dropout:
+        first, head, heads = (0, 0, h) if extras.dropout_place is None else map(int, extras.dropout_place)
+        batch, own, i, j = np.ogrid[:b, :h, :s_q, :s_kv]
+        element = (((first + batch) * heads + head + own) * s_q + i) * s_kv + j
+        keep = factors_of(extras.rng, spec.dropout, element)
+    return Oracle(
+        formats.dtype(a.q.dtype),
+        z,
+        spec,
+        a.device.kind == "cpu",
+        q,
+        k,
+        v,
+        do,
+        extras.mask,
+        extras.bias,
+        extras.alibi_slopes,
+        extras.softmax_offset,
+        keep,
+        clean(a.o, true_q) if backward else None,
+    )
+
+
+def attention_fwd_oracle(a: Any) -> Results:
+    """See ``Oracle``."""
+    found = _oracle(a)
+    return {
+        "o": (_place(found.o, a.spec), _place(found.o_slack, a.spec)),
+        "lse": (found.lse, found.lse_slack),
+    }
+
+
+def attention_bwd(
+    s: Sampler, m: int = 0, n: int = 0, forward: bool = False, deterministic: bool = True, **options: Any
+) -> Arguments:
+    """o and lse are the oracle's, rounded, or with ``forward`` those of the kernel."""
+    made = attention_fwd(s, m, n, **options)
+    rules, spec = made["spec"], SPECS["attention_fwd"]
+    padding, z = options.get("padding"), options.get("sizes") or _sizes(m, n)
+    if forward:
+        call = spec.complete(made, current_stream(s.device))
+        call["workspace"] = s.workspace(spec.workspace_bytes(s.kernels, call))
+        spec.call(s.kernels, call)
+    else:
+        exact = _oracle(snapshot(made, s.device))
+        made |= {"o": s.put(_place(exact.o_given, rules)), "lse": s.put(exact.lse_given)}
+    do = s.draw((z.b, z.h, z.s_q, z.depth_v)).astype(s.dtype.numpy)
+    for batch, count in enumerate(z.lengths_q if padding is not None else ()):
+        do[batch, :, count:] = padding
+    bias, offset = made["extras"].bias, made["extras"].softmax_offset
+    return {
+        **made,
+        "do": s.put(_place(do, rules)),
+        **{f"d{name}": s.output(*made[name].shape) for name in "qkv"},
+        "dbias": None if bias is None else s.output(*bias.shape),
+        "doffset": None if offset is None else s.output(*offset.shape, dtype=float32),
+        "deterministic": deterministic,
+    }
+
+
+def attention_bwd_oracle(a: Any) -> Results:
+    """See ``Oracle``."""
+    found = _oracle(a)
+    return {
+        name: (_place(grad, a.spec), _place(found.slacks[name], a.spec))
+        if name[1:] in ("q", "k", "v")
+        else (grad, found.slacks[name])
+        for name, grad in found.grads.items()
+    }
+
+
+_SIZES = {field.name for field in dataclasses.fields(Sizes)}
+
+
+def _case(sizes: Sizes = EVEN, packed: bool = False, **changes: Any) -> Options:
+    """``changes`` of the sizes and of the rules. ``packed``: q, k and v lie next to each other along the
+    heads (a layer's joint projection)."""
+    own = {name: value for name, value in changes.items() if name in _SIZES}
+    h = own.get("h", sizes.h)
+    return {
+        "sizes": dataclasses.replace(sizes, **own),
+        "rules": Rules(**{name: value for name, value in changes.items() if name not in _SIZES}),
+        "parts": {"q": (2, 0, 2 * h), "k": (2, h, h), "v": (2, 2 * h, 0)} if packed else {},
+    }
+
+
+_CAUSAL: Options = {"window": (-1, 0)}
+_BOTTOM_RIGHT: Options = {**_CAUSAL, "bottom_right": True}
+_BSHD: Options = {"qkv_format": "bshd"}
+_PAD: Options = {"padded": True}
 _PADDED = Sizes(3, 17, 33, 2, 2, 16, (17, 5, 1), (33, 9, 20))
 _CAUSAL_PADDED = Sizes(3, 33, 33, 2, 2, 16, (33, 5, 20), (33, 5, 20))
 _LONG_KEYS = Sizes(s_q=17, s_kv=33)
-
-
-def _rules(form: str = "sbhd", **changes: object) -> Rules:
-    return dataclasses.replace(Rules(form), **changes)  # type: ignore[arg-type]
-
-
-# name -> sizes, rules, packed: run forward and backward, in every high-precision dtype
+_LONG = Sizes(b=1, s_q=300, s_kv=300, h=1, h_kv=1, d=32)
+# run forward and backward, in every high-precision dtype
 _ALL = {
-    **{f"{f}-no_mask": (Sizes(), Rules(f), False) for f in _FORMATS},
-    **{f"{f}-causal": (Sizes(), _rules(f, window=(-1, 0)), False) for f in _FORMATS},
-    **{f"{f}-padding": (_PADDED, _rules(f, padded=True), False) for f in _FORMATS},
     **{
-        f"{f}-padding_causal": (_CAUSAL_PADDED, _rules(f, padded=True, window=(-1, 0)), False)
-        for f in _FORMATS
+        f"{form}-{name}": {**own, "rules": dataclasses.replace(own["rules"], qkv_format=form)}
+        for form in _ORDERS
+        for name, own in {
+            "no_mask": _case(),
+            "causal": _case(**_CAUSAL),
+            "padding": _case(_PADDED, **_PAD),
+            "padding_causal": _case(_CAUSAL_PADDED, **_PAD, **_CAUSAL),
+            "groups": _case(h=6, h_kv=2, s_q=19, s_kv=19, d=8, **_CAUSAL),
+            "packed": _case(packed=True, h=3, h_kv=3, **_CAUSAL),
+        }.items()
     },
-    **{
-        f"{f}-groups": (Sizes(h=6, h_kv=2, s_q=19, s_kv=19, d=8), _rules(f, window=(-1, 0)), False)
-        for f in _FORMATS
-    },
-    **{f"{f}-packed": (Sizes(h=3, h_kv=3), _rules(f, window=(-1, 0)), True) for f in _FORMATS},
-    "cross": (Sizes(s_q=9, s_kv=40, d=64), Rules(), False),
-    "one-query-one-head": (Sizes(b=1, s_q=1, s_kv=21, h=1, h_kv=1), Rules(), False),
-    "long": (Sizes(b=1, s_q=300, s_kv=300, h=1, h_kv=1, d=32), _CAUSAL, False),
-    "bottom-right": (_LONG_KEYS, _rules(window=(-1, 0), bottom_right=True), False),
-    "padding-bottom-right": (_PADDED, _rules("bshd", window=(-1, 0), bottom_right=True, padded=True), False),
-    "padding-bottom-right-blind-rows": (
-        Sizes(3, 33, 33, 2, 2, 16, (33, 20, 7), (9, 20, 30)),
-        _rules(window=(-1, 0), bottom_right=True, padded=True),
-        False,
+    "cross": _case(s_q=9, s_kv=40, d=64),
+    "one-query-one-head": _case(b=1, s_q=1, s_kv=21, h=1, h_kv=1),
+    "long": _case(_LONG, **_CAUSAL),
+    "bottom-right": _case(_LONG_KEYS, **_BOTTOM_RIGHT),
+    "padding-bottom-right": _case(_PADDED, **_BSHD, **_PAD, **_BOTTOM_RIGHT),
+    "padding-bottom-right-blind-rows": _case(
+        _CAUSAL_PADDED, lengths_q=(33, 20, 7), lengths_kv=(9, 20, 30), **_PAD, **_BOTTOM_RIGHT
     ),
-    "window-causal": (Sizes(s_q=40, s_kv=40), _rules(window=(5, 0)), False),
-    "window-both": (_LONG_KEYS, _rules("bshd", window=(3, 4), bottom_right=True), False),
-    "window-long": (Sizes(b=1, s_q=300, s_kv=300, h=2, h_kv=1, d=32), _rules(window=(20, 0)), False),
-    "window-padding": (_PADDED, _rules(window=(4, 2), bottom_right=True, padded=True), False),
-    "mask": (_LONG_KEYS, _rules(masked=True), False),
-    "mask-all": (
-        dataclasses.replace(_LONG_KEYS, over=(2, 2, 17)),
-        _rules("bshd", masked=True, window=(9, 9), bottom_right=True),
-        False,
-    ),
-    "pre-bias": (dataclasses.replace(_LONG_KEYS, over=(1, 2, 17)), _rules(bias="pre_scale_bias"), False),
-    "post-bias": (
-        dataclasses.replace(_LONG_KEYS, over=(2, 1, 17)),
-        _rules("bshd", bias="post_scale_bias"),
-        False,
-    ),
-    "post-bias-causal-groups": (
-        Sizes(h=6, h_kv=2, over=(1, 6, 17), d=8),
-        _rules(bias="post_scale_bias", window=(-1, 0)),
-        False,
-    ),
-    "post-bias-padding": (
-        dataclasses.replace(_PADDED, over=(1, 2, 17)),
-        _rules(bias="post_scale_bias", padded=True),
-        False,
-    ),
-    "alibi": (_LONG_KEYS, _rules(bias="alibi", window=(-1, 0), bottom_right=True), False),
-    "alibi-batches": (
-        dataclasses.replace(_PADDED, over=(3, 1, 1)),
-        _rules("bshd", bias="alibi", bottom_right=True, padded=True),
-        False,
-    ),
-    "off-by-one": (Sizes(), _rules(softmax_type="off-by-one", window=(-1, 0)), False),
-    "learnable": (_LONG_KEYS, _rules("bshd", softmax_type="learnable"), False),
-    "learnable-padding": (
-        _PADDED,
-        _rules(softmax_type="learnable", padded=True, window=(-1, 0), bottom_right=True),
-        False,
-    ),
-    "depth-of-v": (Sizes(d=16, d_v=24, h=4, h_kv=2), _CAUSAL, False),
-    "placed": (Sizes(s_kv=23), _rules("bshd", dropout=0.25, placed=True), False),
-    "placed-causal-groups": (
-        Sizes(h=6, h_kv=2, s_q=40, s_kv=40),
-        _rules(window=(-1, 0), dropout=0.5, placed=True),
-        False,
-    ),
-    "placed-padding": (_PADDED, _rules("bshd", padded=True, dropout=0.5, placed=True), False),
+    "window-causal": _case(s_q=40, s_kv=40, window=(5, 0)),
+    "window-both": _case(_LONG_KEYS, **_BSHD, window=(3, 4), bottom_right=True),
+    "window-long": _case(_LONG, h=2, window=(20, 0)),
+    "window-padding": _case(_PADDED, **_PAD, window=(4, 2), bottom_right=True),
+    "mask": _case(_LONG_KEYS, masked=True),
+    "mask-all": _case(_LONG_KEYS, **_BSHD, over=(2, 2, 17), masked=True, window=(9, 9), bottom_right=True),
+    "pre-bias": _case(_LONG_KEYS, over=(1, 2, 17), bias="pre_scale_bias"),
+    "post-bias": _case(_LONG_KEYS, **_BSHD, over=(2, 1, 17), bias="post_scale_bias"),
+    "post-bias-causal-groups": _case(h=6, h_kv=2, over=(1, 6, 17), d=8, bias="post_scale_bias", **_CAUSAL),
+    "post-bias-padding": _case(_PADDED, **_PAD, over=(1, 2, 17), bias="post_scale_bias"),
+    "alibi": _case(_LONG_KEYS, bias="alibi", **_BOTTOM_RIGHT),
+    "alibi-batches": _case(_PADDED, **_BSHD, **_PAD, over=(3, 1, 1), bias="alibi", bottom_right=True),
+    "off-by-one": _case(softmax_type="off-by-one", **_CAUSAL),
+    "learnable": _case(_LONG_KEYS, **_BSHD, softmax_type="learnable"),
+    "learnable-padding": _case(_PADDED, **_PAD, softmax_type="learnable", **_BOTTOM_RIGHT),
+    "depth-of-v": _case(d=16, d_v=24, h=4, h_kv=2, **_CAUSAL),
+    "placed": _case(s_kv=23, **_BSHD, dropout=0.25, placed=True),
+    "placed-causal-groups": _case(h=6, h_kv=2, s_q=40, s_kv=40, **_CAUSAL, dropout=0.5, placed=True),
+    "placed-padding": _case(_PADDED, **_BSHD, **_PAD, dropout=0.5, placed=True),
 }
 # only in float32: dropout (vendor libraries draw their own masks in 16 bits), odd depths and lengths, batches
 # or rows that see nothing
+_NO_KEYS = Sizes(2, 17, 33, 2, 2, 16, (17, 5), (33, 0))
 _FLOAT32 = {
-    "dropout": (Sizes(s_kv=23), _rules(dropout=0.25), False),
-    "dropout-causal-groups": (Sizes(s_q=150, s_kv=150, h=4, b=1), _rules(window=(-1, 0), dropout=0.1), False),
-    "dropout-padding": (_PADDED, _rules("bshd", padded=True, dropout=0.5), False),
-    "dropout-window-bias": (
-        Sizes(s_q=150, s_kv=150, b=1, over=(1, 1, 1)),
-        _rules(window=(30, 0), dropout=0.2, bias="post_scale_bias"),
-        False,
+    "dropout": _case(s_kv=23, dropout=0.25),
+    "dropout-causal-groups": _case(s_q=150, s_kv=150, h=4, b=1, **_CAUSAL, dropout=0.1),
+    "dropout-padding": _case(_PADDED, **_BSHD, **_PAD, dropout=0.5),
+    "dropout-window-bias": _case(s_q=150, s_kv=150, b=1, window=(30, 0), dropout=0.2, bias="post_scale_bias"),
+    "dropout-learnable": _case(s_kv=23, dropout=0.25, softmax_type="learnable"),
+    "odd-depth": _case(d=5, **_CAUSAL),
+    "odd-depth-of-v": _case(d=16, d_v=3, **_CAUSAL),
+    "nothing-to-see": _case(_NO_KEYS, **_PAD),
+    "nothing-to-see-learnable": _case(_NO_KEYS, **_PAD, softmax_type="learnable"),
+    "causal-long-queries": _case(s_q=33, s_kv=17, **_CAUSAL),
+    "causal-long-keys": _case(_LONG_KEYS, **_CAUSAL),
+    "bottom-right-long-queries": _case(s_q=33, s_kv=17, **_BOTTOM_RIGHT),
+    "window-beyond-the-keys": _case(s_q=40, s_kv=17, window=(2, 0)),
+    "window-of-one": _case(window=(0, 0)),
+    "mask-of-everything": _case(
+        Sizes(1, 2, 3, 1, 1, 8, over=(1, 1, 2)), masked=True, window=(0, -1), bottom_right=True
     ),
-    "dropout-learnable": (Sizes(s_kv=23), _rules(dropout=0.25, softmax_type="learnable"), False),
-    "odd-depth": (Sizes(d=5), _CAUSAL, False),
-    "odd-depth-of-v": (Sizes(d=16, d_v=3), _CAUSAL, False),
-    "nothing-to-see": (Sizes(2, 17, 33, 2, 2, 16, (17, 5), (33, 0)), _rules(padded=True), False),
-    "nothing-to-see-learnable": (
-        Sizes(2, 17, 33, 2, 2, 16, (17, 5), (33, 0)),
-        _rules(padded=True, softmax_type="learnable"),
-        False,
-    ),
-    "causal-long-queries": (Sizes(s_q=33, s_kv=17), _CAUSAL, False),
-    "causal-long-keys": (_LONG_KEYS, _CAUSAL, False),
-    "bottom-right-long-queries": (Sizes(s_q=33, s_kv=17), _rules(window=(-1, 0), bottom_right=True), False),
-    "window-beyond-the-keys": (Sizes(s_q=40, s_kv=17), _rules(window=(2, 0)), False),
-    "window-of-one": (Sizes(), _rules(window=(0, 0)), False),
-    "mask-of-everything": (
-        Sizes(1, 2, 3, 1, 1, 8, over=(1, 1, 2)),
-        _rules(masked=True, window=(0, -1), bottom_right=True),
-        False,
-    ),
-    "bias-of-one-row": (Sizes(b=3, over=(1, 1, 1)), _rules(bias="pre_scale_bias"), False),
-    "bias-of-everything": (
-        Sizes(h=4, over=(2, 4, 17)),
-        _rules(bias="post_scale_bias", window=(-1, 0)),
-        False,
-    ),
-    "everything": (
-        dataclasses.replace(_PADDED, h=4, over=(1, 4, 17), d_v=8),
-        _rules(
-            "bshd",
-            padded=True,
-            masked=True,
-            bias="pre_scale_bias",
-            softmax_type="learnable",
-            window=(11, 3),
-            bottom_right=True,
-            dropout=0.3,
-        ),
-        False,
+    "bias-of-one-row": _case(b=3, bias="pre_scale_bias"),
+    "bias-of-everything": _case(h=4, over=(2, 4, 17), bias="post_scale_bias", **_CAUSAL),
+    "everything": _case(
+        _PADDED,
+        h=4,
+        over=(1, 4, 17),
+        d_v=8,
+        masked=True,
+        bias="pre_scale_bias",
+        softmax_type="learnable",
+        window=(11, 3),
+        bottom_right=True,
+        dropout=0.3,
+        **_BSHD,
+        **_PAD,
     ),
 }
-
-# sizes, rules: run with NaN and Inf in padding, and with 0 that the rules know of. Lengths of queries and
-# keys equal and unequal, a batch without keys, packed inputs, depths that are and are not whole vectors.
-_CROSS = dataclasses.replace(_PADDED, d=24, d_v=8, h=4)
+# run with NaN and Inf in padding, and with 0 that the rules know of. Lengths of queries and keys equal and
+# unequal, a batch without keys, packed inputs, depths that are and are not whole vectors
+_CROSS: Options = {"d": 24, "d_v": 8, "h": 4}
 _POISONED = {
-    "sbhd": (_CAUSAL_PADDED, _rules(padded=True), True),
-    "bshd": (_CAUSAL_PADDED, _rules("bshd", padded=True, window=(-1, 0)), False),
-    "cross-sbhd": (_CROSS, _rules(padded=True, window=(7, 3), bottom_right=True), False),
-    "cross-bshd": (_CROSS, _rules("bshd", padded=True), False),
-    "odd-depth": (dataclasses.replace(_PADDED, d=5, d_v=3), _rules("bshd", padded=True), False),
-    "no-keys": (Sizes(2, 17, 33, 4, 2, 16, (17, 5), (33, 0)), _rules(padded=True), False),
+    "sbhd": _case(_CAUSAL_PADDED, True, **_PAD),
+    "bshd": _case(_CAUSAL_PADDED, **_BSHD, **_PAD, **_CAUSAL),
+    "cross-sbhd": _case(_PADDED, **_CROSS, **_PAD, window=(7, 3), bottom_right=True),
+    "cross-bshd": _case(_PADDED, **_CROSS, **_BSHD, **_PAD),
+    "odd-depth": _case(_PADDED, d=5, d_v=3, **_BSHD, **_PAD),
+    "no-keys": _case(_NO_KEYS, h=4, **_PAD),
 }
 _POISONED_FLOAT32 = {
-    "dropout": (_PADDED, _rules("bshd", padded=True, dropout=0.5), False),
-    "bias-learnable": (
-        dataclasses.replace(_PADDED, over=(3, 2, 17)),
-        _rules(padded=True, bias="post_scale_bias", softmax_type="learnable"),
-        False,
+    "dropout": _case(_PADDED, **_BSHD, **_PAD, dropout=0.5),
+    "bias-learnable": _case(
+        _PADDED, **_PAD, over=(3, 2, 17), bias="post_scale_bias", softmax_type="learnable"
     ),
 }
 
 
-def _poisoned(
-    make: Callable[..., Callable[[Kernels, Device], None]],
-) -> dict[str, Callable[[Kernels, Device], None]]:
-    rows = {}
-    for dtype in HIGH_PRECISION:
-        for name, (sizes, rules, packed) in (
-            _POISONED | _POISONED_FLOAT32 if dtype is float32 else _POISONED
-        ).items():
-            for padding in (np.nan, np.inf, -np.inf, 0.0):
-                known = dataclasses.replace(rules, zero_padded=padding == 0)
-                rows[f"{dtype.name}-padding-of-{padding}-{name}"] = make(dtype, sizes, known, packed, padding)
-    return rows
+def _padded(rows: dict[str, Options]) -> dict[str, Options]:
+    return {
+        f"padding-of-{padding}-{name}": {
+            **own,
+            "padding": padding,
+            "rules": dataclasses.replace(own["rules"], zero_padded=padding == 0),
+        }
+        for name, own in rows.items()
+        for padding in (np.nan, np.inf, -np.inf, 0.0)
+    }
 
 
-CASES = [
-    *(
-        case
-        for kernel, make in (("attention_fwd", _fwd), ("attention_bwd", _bwd))
-        for case in (
-            *table(
-                kernel,
-                {
-                    f"{d.name}-{name}": make(d, *row)
-                    for d in (float32, bfloat16, float16)
-                    for name, row in _ALL.items()
-                },
-            ),
-            *table(kernel, {f"float32-{name}": make(float32, *row) for name, row in _FLOAT32.items()}),
-            *table(kernel, _poisoned(make)),
-        )
-    )
-]
+_CASES = {
+    **typed({**_ALL, **_padded(_POISONED)}),
+    **typed({**_FLOAT32, **_padded(_POISONED_FLOAT32)}, (float32,)),
+}
+_BACKWARD = {
+    name: {**own, "parts": {**own["parts"], **{f"d{x}": place for x, place in own["parts"].items()}}}
+    for name, own in _CASES.items()
+}
+_SMALL = Sizes(BATCH, LENGTH, LENGTH, 2, 2, 8)
+_WHOLE, _BANDED = Rules(padded=True), Rules(padded=True, window=(-1, 0), bottom_right=True)
+
+
+def _bad(queries: Rules, keys: Rules, **more: Any) -> dict[str, Options]:
+    """Bad lengths of the queries, and of the keys."""
+    other = {"sums_q": GOOD, "sums_kv": GOOD, "sizes": _SMALL, **more}
+    return {
+        **bad_cases({**other, "rules": queries}, {"queries": ("sums_q",)}),
+        **bad_cases({**other, "rules": keys}, {"keys": ("sums_kv",)}),
+    }
+
+
+_TIMED: Options = {"rules": Rules(window=(-1, 0), softmax_scale=0.125)}
+
+TESTS = (
+    KernelTest(
+        "attention_fwd", attention_fwd, attention_fwd_oracle, {**_CASES, **_bad(_WHOLE, _BANDED)}, _TIMED
+    ),
+    KernelTest(
+        "attention_bwd",
+        attention_bwd,
+        attention_bwd_oracle,
+        {**_BACKWARD, **_bad(_BANDED, _WHOLE, forward=True)},
+        {**_TIMED, "forward": True, "deterministic": False},
+    ),
+)

@@ -1,5 +1,4 @@
-"""Contract cases of scaling by blocks of 128: the cast bit for bit against the codec, the product against
-float64.
+"""Scaling by blocks of 128: the cast bit for bit against the codec, the product against float64.
 
 Tolerance of the product: that of ``fp8_gemm`` with the split accumulator (see ``gemm``'s text; tensor cores
 may lose the same before each promotion at the end of a block), and four more float32 roundings of each term
@@ -8,200 +7,189 @@ for the scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from fp8kit import codec
-from fp8kit.arrays import Device
-from fp8kit.backends.protocol import Kernels
+from fp8kit import codec, formats
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol import BLOCK, block_shapes
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, Format, bfloat16, float32, uint8
-from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
-from fp8kit.testing.contract import get, poisoned, put, workspace
-from fp8kit.testing.contract.elementwise import ROUNDOFF, draw, hole, table, wide
-from fp8kit.testing.contract.gemm import added, fp8_slack, joining_slack
+from fp8kit.testing.compare import ROUNDOFF, Array
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
+from fp8kit.testing.contract.casts import largest, scale_of, scaled
+from fp8kit.testing.contract.gemm import fp8_slack, joined, product_results, sizes
+from fp8kit.testing.contract.sampler import Sampler, narrowed
 
-Array = np.ndarray[Any, Any]
 Tile = tuple[int, int]
-LINE, SQUARE = (1, 128), (128, 128)
+LINE, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
 NAMES = {LINE: "1x128", SQUARE: "128x128"}
 
 
-def up(n: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-n // multiple) * multiple
-
-
-def sample(rows: int, columns: int, dtype: DType) -> Array:
-    """Values whose magnitude changes from block to block, with zero blocks, tiny ones, Inf and NaN."""
-    rng = np.random.default_rng(rows + 1000 * columns)
-    x = rng.standard_normal((rows, columns))
+def blocks(s: Sampler, rows: int, columns: int, dtype: DType) -> Array:
+    """Values on the host whose magnitude changes from block to block, with zero blocks, tiny ones, Inf and
+    NaN."""
+    x = s.random.standard_normal((rows, columns))
     for i, j in np.ndindex(-(-rows // 32), -(-columns // 64)):
         part = x[32 * i : 32 * i + 32, 64 * j : 64 * j + 64]
-        part *= 2.0 ** rng.integers(-40, 12)
-        kind = rng.integers(0, 8)
+        part *= 2.0 ** s.random.integers(-40, 12)
+        kind = s.random.integers(0, 8)
         if kind == 0:
             part[...] = 0
         elif kind == 1:
             part *= 2.0**-100
         elif kind == 2 and part.size:
-            part[rng.integers(0, part.shape[0]), rng.integers(0, part.shape[1])] = rng.choice(
-                [np.inf, -np.inf, np.nan]
-            )
+            part[tuple(s.random.integers(0, part.shape))] = s.random.choice([np.inf, -np.inf, np.nan])
     with np.errstate(over="ignore"):
         return x.astype(np.float32).astype(dtype.numpy)
 
 
 def operand(
-    x: Array, tile: Tile, fmt: Format, power_2: bool, epsilon: float, largest: float
+    x: Array, tile: Tile, fmt: Format, power_2: bool, epsilon: float, for_inf: float
 ) -> tuple[Array, Array, Array]:
     """(codes, scale_inv in cuBLASLt's layout, scale_inv of every code) of one orientation, tile by tile, from
     the rule's text."""
-    rows, columns = x.shape
-    codes = np.zeros((up(rows, 16), up(columns, 128)), np.uint8)
-    shape = (
-        (codes.shape[1] // 128, codes.shape[0])
-        if tile == LINE
-        else (up(rows, 128) // 128, up(codes.shape[1] // 128, 4))
-    )
-    layout = np.ones(shape, np.float32)
-    spread = np.ones(codes.shape, np.float32)
-    for i, j in np.ndindex(-(-rows // tile[0]), -(-columns // tile[1])):
-        at = (
-            slice(i * tile[0], min((i + 1) * tile[0], rows)),
-            slice(j * tile[1], min((j + 1) * tile[1], columns)),
-        )
-        part = x[at].astype(np.float32)
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            amax = max(np.fmax.reduce(np.abs(part), axis=None, initial=np.float32(0)), np.float32(epsilon))
-            scale = np.float32(1)
-            if 0 < amax < np.inf:
-                scale = np.float32(fmt.max) / np.float32(amax)
-                scale = np.float32(largest) if np.isinf(scale) else scale
-                if power_2:
-                    scale = np.exp2(np.floor(np.log2(np.float64(scale)))).astype(np.float32)
-            codes[at] = codec.encode(part * scale, fmt)
-            inverse = np.float32(1) / scale
-        layout[(j, i) if tile == LINE else (i, j)] = inverse
-        spread[at] = inverse
-    return codes, layout, spread
+    codes_shape, layout_shape = block_shapes(x.shape[0], x.shape[1], tile)
+    codes, layout = np.zeros(codes_shape, np.uint8), np.ones(layout_shape, np.float32)
+    for i, j in np.ndindex(-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1])):
+        at = slice(i * tile[0], (i + 1) * tile[0]), slice(j * tile[1], (j + 1) * tile[1])
+        scale = scale_of(np.array([largest(x[at])]), fmt.max, power_2, epsilon, for_inf)
+        codes[: x.shape[0], : x.shape[1]][at] = codec.encode(scaled(x[at], scale), fmt)
+        layout[(j, i) if tile == LINE else (i, j)] = (np.float32(1) / scale)[0]
+    return codes, layout, each_scale(layout, codes_shape, tile)
 
 
-def _quantize(
-    dtype: DType,
-    shape: Tile,
-    tile: Tile,
+def each_scale(layout: Array, shape: tuple[int, ...], tile: Tile) -> Array:
+    """The scale_inv of every code."""
+    rows = layout.T if tile == LINE else np.repeat(layout, BLOCK, 0)
+    return np.asarray(np.repeat(rows, BLOCK, 1)[: shape[0], : shape[1]])
+
+
+def block_quantize(
+    s: Sampler,
+    m: int,
+    n: int,
+    tile: Tile = LINE,
     fmt: Format = E4M3,
     power_2: bool = True,
     epsilon: float = 0.0,
-    wanted: str = "both",
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        x = sample(*shape, dtype)
-        rule = tile, fmt, power_2, epsilon, dtype.max
-        sides = {"q": operand(x, *rule), "q_t": operand(np.ascontiguousarray(x.T), *rule)}
-        views = {
-            name: (poisoned(codes.shape, uint8, device), poisoned(layout.shape, float32, device))
-            for name, (codes, layout, _) in sides.items()
-            if wanted in (name, "both")
-        }
-        (q, scale_inv), (q_t, scale_inv_t) = (views.get(name, (None, None)) for name in sides)
-        kernels.block_quantize(put(x, device), q, scale_inv, q_t, scale_inv_t, fmt, tile, power_2, epsilon, 0)
-        for name, (codes, layout, _) in sides.items():
-            if name in views:
-                assert_same_bits(f"{name}'s scales", get(views[name][1]), layout)
-                assert_same_bits(name, get(views[name][0]), codes)
+    only: str = "",
+    strewn: bool = True,
+) -> Arguments:
+    """``only``: "q" or "q_t"."""
 
-    return run
+    def side(name: str, rows: int, columns: int) -> list[ArrayView | None]:
+        codes, layout = block_shapes(rows, columns, tile)
+        missing = only not in ("", name)
+        return [
+            None if missing else s.output(*codes, dtype=uint8),
+            None if missing else s.output(*layout, dtype=float32),
+        ]
 
-
-def _quantize_many(tile: Tile, count: int) -> Callable[[Kernels, Device], None]:
-    """Matrices of all types and shapes in one call, and then small ones of one type; every fifth in one
-    orientation."""
-
-    def run(kernels: Kernels, device: Device) -> None:
-        kinds = [HIGH_PRECISION[i % 3 if i < 12 else 1] for i in range(count)]
-        xs = [sample(*(SHAPES[i % len(SHAPES)] if i < 12 else (9, 20)), kind) for i, kind in enumerate(kinds)]
-        columns: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])
-        qs, scales, q_ts, scale_ts = columns
-        wants = []
-        for i, (x, kind) in enumerate(zip(xs, kinds, strict=True)):
-            both = [operand(np.ascontiguousarray(side), tile, E4M3, True, 0.0, kind.max) for side in (x, x.T)]
-            wants.append(both)
-            for at, (codes, layout, _) in enumerate(both):
-                there = x.size and i % 5 != at
-                columns[2 * at].append(poisoned(codes.shape, uint8, device) if there else None)
-                columns[2 * at + 1].append(poisoned(layout.shape, float32, device) if there else None)
-        kernels.block_quantize_many(
-            [put(x, device) for x in xs], qs, scales, q_ts, scale_ts, E4M3, tile, True, 0.0, 0
-        )
-        for i, both in enumerate(wants):
-            for at, (codes, layout, _) in enumerate(both):
-                if columns[2 * at][i] is not None:
-                    assert_same_bits(f"codes {at} of {i}", get(columns[2 * at][i]), codes)
-                    assert_same_bits(f"scales {at} of {i}", get(columns[2 * at + 1][i]), layout)
-
-    return run
+    (q, scale_inv), (q_t, scale_inv_t) = side("q", m, n), side("q_t", n, m)
+    return {
+        "x": s.put(blocks(s, m, n, s.dtype)) if strewn else s.normal(m, n),
+        "q": q,
+        "scale_inv": scale_inv,
+        "q_t": q_t,
+        "scale_inv_t": scale_inv_t,
+        "format": fmt,
+        "tile": tile,
+        "power_2": power_2,
+        "epsilon": epsilon,
+    }
 
 
-def _gemm(
-    dtype: DType,
-    sizes: tuple[int, int, int],
+def block_quantize_oracle(a: Any) -> Results:
+    """See ``operand``."""
+    rule = a.tile, a.format, a.power_2, a.epsilon, formats.dtype(a.x.dtype).max
+    (q, scale_inv, _), (q_t, scale_inv_t, _) = operand(a.x, *rule), operand(a.x.T, *rule)
+    return {"q": q, "scale_inv": scale_inv, "q_t": q_t, "scale_inv_t": scale_inv_t}
+
+
+_LISTS = ("x", "q", "scale_inv", "q_t", "scale_inv_t")
+
+
+def block_quantize_many(
+    s: Sampler, m: int = 0, n: int = 0, count: int = 0, tile: Tile = LINE, **options: Any
+) -> Arguments:
+    """``count`` matrices of all types and shapes, and then small ones of one type, every fifth in one
+    orientation; without ``count`` one of (m, n)."""
+    each = [] if count else [block_quantize(s, m, n, tile, **options)]
+    for i in range(count):
+        s.dtype = HIGH_PRECISION[i % 3 if i < 12 else 1]
+        shape = _SHAPES[i % len(_SHAPES)] if i < 12 else (9, 20)
+        only = {0: "q_t", 1: "q"}.get(i % 5, "")
+        each.append(block_quantize(s, *shape, tile, only=only if all(shape) else "neither"))
+    names = {f"{name}s": [one.pop(name) for one in each] for name in _LISTS}
+    return {**names, **each[0]}
+
+
+def block_quantize_many_oracle(a: Any) -> Results:
+    """One after the other."""
+    found: Results = {}
+    for i, x in enumerate(a.xs):
+        rule = a.tile, a.format, a.power_2, a.epsilon, formats.dtype(x.dtype).max
+        sides = zip(("q", "q_t"), ("scale_inv", "scale_inv_t"), (x, x.T), strict=True)
+        for codes, scales, side in sides:
+            found[f"{codes}s[{i}]"], found[f"{scales}s[{i}]"], _ = operand(side, *rule)
+    return found
+
+
+def block_gemm(
+    s: Sampler,
+    m: int,
+    n: int,
+    k: int | None = None,
     a_tile: Tile = LINE,
     b_tile: Tile = SQUARE,
-    a_format: Format = E4M3,
-    b_format: Format = E4M3,
+    a: Format = E4M3,
+    b: Format = E4M3,
     power_2: bool = True,
     bias: bool = False,
     add: str = "",
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        m, n, k = sizes
-        # every block has a magnitude of its own, so that a scale in the wrong place shows
-        values = [draw(1, (m, k), float32), draw(2, (n, k), float32)]
-        for i, x in enumerate(values):
-            grid = np.exp2(
-                np.random.default_rng(7 + i).uniform(-3, 3, (up(x.shape[0], 128) // 128, up(k, 128) // 128))
-            )
-            x *= np.kron(grid, np.ones((128, 128)))[: x.shape[0], :k].astype(np.float32)
-        a, b = (
-            operand(x, tile, fmt, power_2, 0.0, float32.max)
-            for x, tile, fmt in zip(values, (a_tile, b_tile), (a_format, b_format), strict=True)
+) -> Arguments:
+    """Every block has a scale of its own, so that one in the wrong place shows; zero codes beyond the
+    matrices."""
+    k = n if k is None else k
+
+    def matrix(rows: int, tile: Tile, fmt: Format) -> tuple[ArrayView, ArrayView]:
+        codes, layout = block_shapes(rows, k, tile)
+        values = np.zeros(codes, np.uint8)
+        values[:rows, :k] = narrowed(s.draw((rows, k), 8.0), fmt)
+        exponents = s.random.uniform(-5, 1, layout)
+        return s.put(values), s.put(np.exp2(np.round(exponents) if power_2 else exponents), float32)
+
+    (left, left_scales), (right, right_scales) = matrix(m, a_tile, a), matrix(n, b_tile, b)
+    return {
+        "a": left,
+        "b": right,
+        "a_format": a,
+        "b_format": b,
+        "a_scale_inv": left_scales,
+        "b_scale_inv": right_scales,
+        "a_tile": a_tile,
+        "b_tile": b_tile,
+        **joined(s, m, n, s.dtype, bias, add),
+    }
+
+
+def block_gemm_oracle(a: Any) -> Results:
+    """The product of the decoded operands."""
+    left, right = (
+        (codec.decode(codes, fmt) * wide(each_scale(layout, codes.shape, tile)))[:rows]
+        for codes, fmt, layout, tile, rows in (
+            (a.a, a.a_format, a.a_scale_inv, a.a_tile, a.out.shape[0]),
+            (a.b, a.b_format, a.b_scale_inv, a.b_tile, a.out.shape[1]),
         )
-        shift, before = draw(3, (n,), dtype), draw(4, (m, n), dtype)
-        out, check = hole((m, n), dtype, device, 0)
-        addend = added(add, before, out, kernels)
-        kernels.block_gemm(
-            put(a[0], device),
-            put(b[0], device),
-            out,
-            a_format,
-            b_format,
-            put(a[1], device),
-            put(b[1], device),
-            a_tile,
-            b_tile,
-            put(shift, device) if bias else None,
-            addend,
-            workspace(kernels.fp8_gemm_workspace(m, n), device),
-            0,
-        )
-        left, right = codec.decode(a[0], a_format) * wide(a[2]), codec.decode(b[0], b_format) * wide(b[2])
-        reference, magnitude = left[:m] @ right[:n].T, np.abs(left[:m]) @ np.abs(right[:n]).T
-        slack = fp8_slack(magnitude, k, False, device) + 4 * ROUNDOFF * magnitude
-        joined = [wide(part) for wanted, part in ((bias, shift), (add, before)) if wanted]
-        slack = slack + joining_slack(reference, dtype, joined, device)
-        for part in joined:
-            reference, slack = reference + part, slack + sum_slack(np.abs(part), 1)
-        assert_close("out", get(out), reference, dtype, slack)
-        check()
-
-    return run
+    )
+    magnitude = np.abs(left) @ np.abs(right).T
+    slack = fp8_slack(magnitude, left.shape[1], False, a.device) + 4 * ROUNDOFF * magnitude
+    return product_results(a, left, right.T, slack)
 
 
-SHAPES = ((128, 128), (256, 384), (130, 70), (1, 1), (17, 129), (300, 513), (0, 64), (64, 0))
-SIZES = (
+_SHAPES = ((128, 128), (256, 384), (130, 70), (1, 1), (17, 129), (300, 513), (0, 64), (64, 0))
+_SIZES = sizes(
     (128, 128, 128),
     (256, 384, 512),
     (64, 144, 128),
@@ -213,66 +201,43 @@ SIZES = (
     (17, 33, 0),
 )
 _TILES = ((LINE, SQUARE), (SQUARE, LINE), (LINE, LINE))
-_PAIRS = ((E5M2, E4M3), (E4M3, E5M2))
+_JOINED = ((True, ""), (False, "accumulate"), (True, "accumulate"), (True, "add"))
+_FLOAT: Options = {"m": 150, "n": 300, "power_2": False, "epsilon": 2.0**-20}
 
-CASES = [
-    *table(
-        "block_quantize",
-        {
-            f"{d.name}-{NAMES[t]}-{m}x{n}": _quantize(d, (m, n), t)
-            for d in HIGH_PRECISION
-            for t in NAMES
-            for m, n in SHAPES
-        },
+
+def _tiles(cases: dict[str, Options]) -> dict[str, Options]:
+    return {
+        f"{name}-{case}": {**own, "tile": tile} for tile, name in NAMES.items() for case, own in cases.items()
+    }
+
+
+_QUANTIZE = {
+    **typed(_tiles({**sized(_SHAPES), **{f"{f}-float-scales": {**_FLOAT, "fmt": f} for f in (E4M3, E5M2)}})),
+    **_tiles({f"{q}-only": {"m": 144, "n": 200, "dtype": bfloat16, "only": q} for q in ("q", "q_t")}),
+}
+_GEMM: dict[str, Options] = {
+    **{
+        f"{NAMES[a]}-{NAMES[b]}-{name}": {**own, "a_tile": a, "b_tile": b}
+        for a, b in _TILES
+        for name, own in _SIZES.items()
+    },
+    **{f"{a}-{b}": {"m": 48, "n": 160, "k": 256, "a": a, "b": b} for a, b in ((E5M2, E4M3), (E4M3, E5M2))},
+    "float-scales": {"m": 144, "n": 160, "k": 256, "power_2": False},
+    **{
+        f"{m}x{n}-{'bias' * bias}{add}": {"m": m, "n": n, "k": 256, "bias": bias, "add": add}
+        for m, n in ((48, 160), (17, 33))
+        for bias, add in _JOINED
+    },
+}
+
+TESTS = (
+    KernelTest("block_quantize", block_quantize, block_quantize_oracle, _QUANTIZE, {"strewn": False}),
+    KernelTest(
+        "block_quantize_many",
+        block_quantize_many,
+        block_quantize_many_oracle,
+        _tiles({str(count): {"count": count} for count in (1, 80)}),
+        {"strewn": False},
     ),
-    *table(
-        "block_quantize",
-        {
-            f"{d.name}-{NAMES[t]}-{f}-float-scales": _quantize(
-                d, (150, 300), t, f, power_2=False, epsilon=2.0**-20
-            )
-            for d in HIGH_PRECISION
-            for t in NAMES
-            for f in (E4M3, E5M2)
-        },
-    ),
-    *table(
-        "block_quantize",
-        {
-            f"{NAMES[t]}-{w}-only": _quantize(bfloat16, (144, 200), t, wanted=w)
-            for t in NAMES
-            for w in ("q", "q_t")
-        },
-    ),
-    *table("block_quantize_many", {f"{NAMES[t]}-{n}": _quantize_many(t, n) for t in NAMES for n in (1, 80)}),
-    *table(
-        "block_gemm",
-        {
-            f"{d.name}-{NAMES[a]}-{NAMES[b]}-{'x'.join(map(str, s))}": _gemm(d, s, a, b)
-            for d in HIGH_PRECISION
-            for a, b in _TILES
-            for s in SIZES
-        },
-    ),
-    *table(
-        "block_gemm",
-        {
-            f"{d.name}-{f}-{g}": _gemm(d, (48, 160, 256), a_format=f, b_format=g)
-            for d in HIGH_PRECISION
-            for f, g in _PAIRS
-        },
-    ),
-    *table(
-        "block_gemm",
-        {f"{d.name}-float-scales": _gemm(d, (144, 160, 256), power_2=False) for d in HIGH_PRECISION},
-    ),
-    *table(
-        "block_gemm",
-        {
-            f"{d.name}-{n[0]}x{n[1]}-{'bias' if i else ''}{j}": _gemm(d, n, bias=i, add=j)
-            for d in HIGH_PRECISION
-            for n in ((48, 160, 256), (17, 33, 256))
-            for i, j in ((True, ""), (False, "accumulate"), (True, "accumulate"), (True, "add"))
-        },
-    ),
-]
+    KernelTest("block_gemm", block_gemm, block_gemm_oracle, typed(_GEMM)),
+)

@@ -1,75 +1,82 @@
-"""Contract cases of stochastic depth: samples against Philox4x32-10 written plainly, the arithmetic against
-float64."""
+"""Stochastic depth: samples against Philox4x32-10 written plainly, the arithmetic against float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import Device
-from fp8kit.backends.protocol import Kernels
-from fp8kit.formats import HIGH_PRECISION, DType
-from fp8kit.testing.compare import assert_close
-from fp8kit.testing.contract import Case, get, poisoned, put
-from fp8kit.testing.contract.dropout import RNG, keep_factors
-from fp8kit.testing.contract.elementwise import ROUNDOFF, draw, table, wide
+from fp8kit.testing.compare import ROUNDOFF
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
+from fp8kit.testing.contract.dropout import dropped, keep_factors
+from fp8kit.testing.contract.running_sums import TOKENS, bad_cases
+from fp8kit.testing.contract.sampler import Sampler
 
 COUNT = 6
 # an empty sequence among them; rows from 33 on belong to the last
-STARTS = np.array([0, 4, 4, 9, 10, 30, 33], np.int32)
+STARTS = (0, 4, 4, 9, 10, 30, 33)
 
 
-def _run(
-    dtype: DType,
-    shape: tuple[int, int],
-    inner: int,
+def drop_path(
+    s: Sampler,
+    m: int,
+    n: int,
+    inner: int = 1,
+    count: int = 0,
     residual: bool = True,
-    packed: bool = False,
-    alias: bool = False,
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        x, base, p = draw(1, shape, dtype), draw(2, shape, dtype), 0.4
-        rows = np.arange(shape[0])
-        samples = (
-            np.array([max(s for s in range(COUNT) if STARTS[s] <= i) for i in rows], np.int64)
-            if packed
-            else rows // inner % COUNT
-        )
-        factors = keep_factors(RNG, p, (COUNT,))
-        assert 0 < (factors == 0).sum() < COUNT
-        exact = wide(x) * factors[samples][:, None]
-        x[factors[samples] == 0] = np.inf  # of no consequence
-        source = put(x, device)
-        y = source if alias else poisoned(shape, dtype, device)
-        kernels.drop_path(
-            source,
-            put(base, device) if residual else None,
-            y,
-            put(STARTS, device) if packed else None,
-            inner,
-            COUNT,
-            p,
-            put(RNG, device),
-            0,
-        )
-        reference = exact + wide(base) * residual
-        assert_close("y", get(y), reference, dtype, ROUNDOFF * (np.abs(exact) + np.abs(reference)))
-
-    return run
+    starts: tuple[int, ...] | None = None,
+    p: float = 0.4,
+    infinite: bool = False,
+) -> Arguments:
+    """``count`` samples, 0 for one a row. ``infinite``: where a sample is dropped, which is of no
+    consequence."""
+    count = len(starts) - 1 if starts else count or m
+    x = s.draw((m, n)).astype(s.dtype.numpy)
+    rng = s.rng()
+    if infinite:
+        factors = keep_factors(rng.numpy(), p, (count,))
+        x[factors[samples(m, inner, count, starts)] == 0] = np.inf
+    return {
+        "x": s.put(x),
+        "residual": s.normal(m, n) if residual else None,
+        "y": s.output(m, n),
+        "starts": s.sums(*starts) if starts else None,
+        "inner": inner,
+        "count": count,
+        "p": p,
+        "rng": rng,
+    }
 
 
-CASES: list[Case] = [
-    *table(
-        "drop_path",
-        {
-            f"{d.name}-{s[0]}x{s[1]}-{i}": _run(d, s, i)
-            for d in HIGH_PRECISION
-            for s in ((36, 64), (42, 5), (12, 33))
-            for i in (1, 2)
-        },
-    ),
-    *table("drop_path", {f"{d.name}-packed": _run(d, (37, 24), 1, packed=True) for d in HIGH_PRECISION}),
-    *table("drop_path", {f"{d.name}-plain": _run(d, (30, 17), 5, residual=False) for d in HIGH_PRECISION}),
-    *table("drop_path", {f"{d.name}-y-is-x": _run(d, (30, 17), 5, alias=True) for d in HIGH_PRECISION}),
-]
+def samples(m: int, inner: int, count: int, starts: Any) -> Any:
+    """The sample of each row."""
+    rows = np.arange(m)
+    if starts is None:
+        return rows // inner % count
+    return np.searchsorted(starts[:count], rows, side="right") - 1
+
+
+def drop_path_oracle(a: Any) -> Results:
+    """The definition."""
+    factors = keep_factors(a.rng, a.p, (a.count,))[samples(len(a.x), a.inner, a.count, a.starts)]
+    value = dropped(a.x, factors[:, None] + np.zeros(a.x.shape))
+    y = value if a.residual is None else value + wide(a.residual)
+    return {"y": (y, ROUNDOFF * (np.abs(value) + np.abs(y)))}
+
+
+_PLACES: dict[str, Options] = {
+    **{
+        f"{m}x{n}-{inner}": {"m": m, "n": n, "inner": inner}
+        for m, n in ((36, 64), (42, 5), (12, 33))
+        for inner in (1, 2)
+    },
+    "plain": {"m": 30, "n": 17, "inner": 5, "residual": False},
+    "y-is-x": {"m": 30, "n": 17, "inner": 5, "same": {"y": "x"}},
+}
+_CASES = {
+    **{name: {**own, "count": COUNT, "infinite": True} for name, own in _PLACES.items()},
+    "packed": {"m": 37, "n": 24, "starts": STARTS, "infinite": True},
+}
+_BAD = bad_cases({"m": TOKENS, "n": 24, "residual": False, "p": 0.5}, {"starts": ("starts",)})
+
+TESTS = (KernelTest("drop_path", drop_path, drop_path_oracle, {**typed(_CASES), **_BAD}, {"p": 0.1}),)

@@ -1,20 +1,17 @@
-"""Contract cases of dropout: the mask against Philox4x32-10 written plainly, the arithmetic against
-float64."""
+"""Dropout: the mask against Philox4x32-10 written plainly, the arithmetic against float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import Device
-from fp8kit.backends.protocol import Kernels
-from fp8kit.formats import HIGH_PRECISION, DType
-from fp8kit.testing.compare import assert_close, epsilon, sum_slack
-from fp8kit.testing.contract import get, poisoned, put, workspace
-from fp8kit.testing.contract.elementwise import ROUNDOFF, SIZES, Array, draw, table, wide
+from fp8kit.testing.compare import ROUNDOFF, Array, epsilon, sum_slack
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
+from fp8kit.testing.contract.sampler import Sampler
 
 RNG = np.array([-0x123456789ABCDEF, 0x5_0000_0003], np.int64)
+SIZES = ((17, 33), (1, 64), (5, 1), (0, 16), (130, 96))
 _LOW = np.uint64(0xFFFFFFFF)
 
 
@@ -42,124 +39,82 @@ def philox(rng: Array, indices: Array) -> Array:
     return np.asarray(np.choose((np.asarray(indices) % 4).astype(np.int64), c))
 
 
-def keep_factors(rng: Array, p: float, shape: tuple[int, ...]) -> Array:
+def keep_factors(rng: Array | None, p: float, shape: tuple[int, ...]) -> Array:
     """0 or float32(1 / (1 - p)) as float64 for each element of an array of ``shape``."""
     return factors_of(rng, p, np.arange(int(np.prod(shape))).reshape(shape))
 
 
-def factors_of(rng: Array, p: float, indices: Array) -> Array:
-    """The same for elements ``indices``, int64 of any shape."""
+def factors_of(rng: Array | None, p: float, indices: Array) -> Array:
+    """The same for elements ``indices``, int64 of any shape; 1 without dropout."""
+    if not p or rng is None:
+        return np.ones(indices.shape)
     kept = philox(rng, indices) >= int(p * 2.0**32)
     return np.asarray(kept * float(np.float32(1 / (1 - p))))
 
 
-def _add(
-    dtype: DType,
-    shape: tuple[int, int],
-    p: float,
-    biased: bool = True,
-    residual: bool = True,
-    alias: bool = False,
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        x, bias, base = draw(1, shape, dtype), draw(2, shape[1:], dtype), draw(3, shape, dtype)
-        source = put(x, device)
-        y = source if alias else poisoned(shape, dtype, device)
-        kernels.dropout_add(
-            source,
-            put(bias, device) if biased else None,
-            put(base, device) if residual else None,
-            y,
-            p,
-            put(RNG, device) if p else None,
-            0,
-        )
-        value = (wide(x) + wide(bias) * biased) * (keep_factors(RNG, p, shape) if p else 1.0)
-        reference = value + wide(base) * residual
-        assert_close(
-            "y", get(y), reference, dtype, 2 * ROUNDOFF * np.abs(value) + ROUNDOFF * np.abs(reference)
-        )
-
-    return run
+def dropped(x: Any, factors: Array) -> Array:
+    """x times its factors in float64; what is dropped is 0, whatever it was."""
+    return np.where(factors == 0, 0, wide(x) * factors)
 
 
-def _bwd(
-    dtype: DType, shape: tuple[int, int], p: float, wants: str, alias: bool = False
-) -> Callable[[Kernels, Device], None]:
-    """``wants``: "dx", "dbias" or "both". dbias sums dx before or after its rounding: half an epsilon of each
-    term is allowed."""
-
-    def run(kernels: Kernels, device: Device) -> None:
-        dy = draw(4, shape, dtype)
-        source = put(dy, device)
-        dx = None if wants == "dbias" else source if alias else poisoned(shape, dtype, device)
-        dbias = None if wants == "dx" else poisoned(shape[1:], dtype, device)
-        kernels.dropout_bwd(
-            source,
-            dx,
-            dbias,
-            p,
-            put(RNG, device) if p else None,
-            workspace(kernels.column_sum_workspace(*shape), device),
-            0,
-        )
-        reference = wide(dy) * (keep_factors(RNG, p, shape) if p else 1.0)
-        if dx is not None:
-            assert_close("dx", get(dx), reference, dtype, ROUNDOFF * np.abs(reference))
-        if dbias is not None:
-            magnitude = np.abs(reference).sum(0)
-            assert_close(
-                "dbias",
-                get(dbias),
-                reference.sum(0),
-                dtype,
-                sum_slack(magnitude, shape[0]) + epsilon(dtype) / 2 * magnitude,
-            )
-
-    return run
+def dropout_add(
+    s: Sampler, m: int, n: int, p: float = 0.1, bias: bool = True, residual: bool = True
+) -> Arguments:
+    """x, and what is added to it."""
+    return {
+        "x": s.normal(m, n),
+        "bias": s.normal(n) if bias else None,
+        "residual": s.normal(m, n) if residual else None,
+        "y": s.output(m, n),
+        "p": p,
+        "rng": s.rng() if p else None,
+    }
 
 
-CASES = [
-    *table(
-        "dropout_add",
-        {
-            f"{d.name}-{p}-{s[0]}x{s[1]}": _add(d, s, p)
-            for d in HIGH_PRECISION
-            for p in (0.0, 0.1)
-            for s in SIZES
-        },
-    ),
-    *table(
-        "dropout_add",
-        {
-            f"{d.name}-{p}-plain": _add(d, (9, 37), p, False, False)
-            for d in HIGH_PRECISION
-            for p in (0.0, 0.5)
-        },
-    ),
-    *table(
-        "dropout_add",
-        {f"{d.name}-{p}-y-is-x": _add(d, (9, 37), p, alias=True) for d in HIGH_PRECISION for p in (0.0, 0.9)},
-    ),
-    *table(
-        "dropout_add",
-        {
-            f"{d.name}-{p}-y-is-x-plain": _add(d, (9, 37), p, False, False, True)
-            for d in HIGH_PRECISION
-            for p in (0.0, 0.5)
-        },
-    ),
-    *table(
-        "dropout_bwd",
-        {
-            f"{d.name}-{p}-{w}-{s[0]}x{s[1]}": _bwd(d, s, p, w)
-            for d in HIGH_PRECISION
-            for p in (0.0, 0.1)
-            for w in ("dx", "dbias", "both")
-            for s in SIZES
-        },
-    ),
-    *table(
-        "dropout_bwd", {f"{d.name}-dx-is-dy": _bwd(d, (9, 37), 0.3, "both", True) for d in HIGH_PRECISION}
-    ),
-]
+def dropout_add_oracle(a: Any) -> Results:
+    """Three operations, one rounding."""
+    value = wide(a.x) if a.bias is None else wide(a.x) + wide(a.bias)
+    value = dropped(value, keep_factors(a.rng, a.p, a.x.shape))
+    y = value if a.residual is None else value + wide(a.residual)
+    return {"y": (y, 2 * ROUNDOFF * np.abs(value) + ROUNDOFF * np.abs(y))}
+
+
+def dropout_bwd(s: Sampler, m: int, n: int, p: float = 0.1, dx: bool = True, dbias: bool = True) -> Arguments:
+    """``dx``, ``dbias``: what is asked for."""
+    return {
+        "dy": s.normal(m, n),
+        "dx": s.output(m, n) if dx else None,
+        "dbias": s.output(n) if dbias else None,
+        "p": p,
+        "rng": s.rng() if p else None,
+    }
+
+
+def dropout_bwd_oracle(a: Any) -> Results:
+    """dbias sums dx before or after its rounding: half an epsilon of each term is allowed."""
+    dx = dropped(a.dy, keep_factors(a.rng, a.p, a.dy.shape))
+    size = np.abs(dx).sum(0)
+    slack = sum_slack(size, len(dx)) + epsilon(a.dy.dtype) / 2 * size
+    return {"dx": (dx, ROUNDOFF * np.abs(dx)), "dbias": (dx.sum(0), slack)}
+
+
+_PLAIN, _IN_PLACE = {"bias": False, "residual": False}, {"same": {"y": "x"}}
+_ADD = {
+    **{f"{p}-{name}": {**at, "p": p} for p in (0.0, 0.1) for name, at in sized(SIZES).items()},
+    **{f"{p}-plain": {"m": 9, "n": 37, "p": p, **_PLAIN} for p in (0.0, 0.5)},
+    **{f"{p}-y-is-x": {"m": 9, "n": 37, "p": p, **_IN_PLACE} for p in (0.0, 0.9)},
+    **{f"{p}-y-is-x-plain": {"m": 9, "n": 37, "p": p, **_PLAIN, **_IN_PLACE} for p in (0.0, 0.5)},
+}
+_WANTED: dict[str, Options] = {"dx": {"dbias": False}, "dbias": {"dx": False}, "both": {}}
+_BWD = {
+    f"{p}-{what}-{name}": {**at, **wanted, "p": p}
+    for p in (0.0, 0.1)
+    for what, wanted in _WANTED.items()
+    for name, at in sized(SIZES).items()
+}
+_DX_IS_DY: Options = {"m": 9, "n": 37, "p": 0.3, "same": {"dx": "dy"}}
+
+TESTS = (
+    KernelTest("dropout_add", dropout_add, dropout_add_oracle, typed(_ADD)),
+    KernelTest("dropout_bwd", dropout_bwd, dropout_bwd_oracle, typed({**_BWD, "dx-is-dy": _DX_IS_DY})),
+)

@@ -1,195 +1,118 @@
-"""Contract cases of the small kernels (copy, add, sum_rows, rng_next_), and what the other modules make their
-data with."""
+"""The small kernels: copy, add and rng_next_ bit for bit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays
-from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.protocol import Kernels
-from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32, int64, uint8
-from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
-from fp8kit.testing.contract import Case, get, poisoned, put, workspace
-
-Array = np.ndarray[Any, Any]
-ROUNDOFF = 2.0**-24  # float32: the largest relative error of one operation
+from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32, float64, int64, uint8
+from fp8kit.testing.compare import Array
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed
+from fp8kit.testing.contract.dropout import SIZES
+from fp8kit.testing.contract.sampler import Sampler
 
 
-def draw(seed: int, shape: tuple[int, ...], dtype: DType, scale: float = 1.0, offset: float = 0.0) -> Array:
-    """Normal values, rounded to ``dtype``, from a fixed seed."""
-    values = np.random.default_rng(seed).standard_normal(shape) * scale + offset
-    return values.astype(np.float32).astype(dtype.numpy)
+def copy(
+    s: Sampler,
+    m: int = 0,
+    n: int = 0,
+    shape: tuple[int, ...] = (),
+    axes: tuple[int, ...] = (),
+    to: DType | None = None,
+    values: Array | None = None,
+) -> Arguments:
+    """x, or ``values``, with its dimensions in the order ``axes``; into ``to``, or else to float32, or from
+    there to bfloat16."""
+    shape = shape or (m, n)
+    target = to or (bfloat16 if s.dtype is float32 else float32)
+    if values is None and s.dtype is not uint8:
+        x = s.normal(*shape, scale=3.0)
+    else:
+        x = s.put(s.random.integers(0, 256, shape).astype(np.uint8) if values is None else values)
+    x = x.transpose(*axes) if axes else x
+    return {"x": x, "y": s.output(*x.shape, dtype=target)}
 
 
-def wide(values: Array) -> Array:
-    """Values as float64, for the oracles."""
-    return np.asarray(values).astype(np.float64)
+def copy_oracle(a: Any) -> Results:
+    """float64 goes through float32."""
+    if a.x.dtype == a.y.dtype:
+        return {"y": a.x}
+    return {"y": a.x.astype(np.float32).astype(a.y.dtype)}
 
 
-def spread(values: Array, device: Device, gap: int) -> ArrayView:
-    """A matrix on ``device`` whose rows lie ``gap`` elements apart from each other (NaN there); ``gap`` 0 is
-    contiguous."""
-    rows, columns = values.shape
-    host = np.full((rows, columns + gap), np.nan if values.dtype != np.uint8 else 0xFF).astype(values.dtype)
-    host[:, :columns] = values
-    return put(host, device).slice(1, 0, columns) if gap else put(host, device)
+def add(
+    s: Sampler, m: int = 0, n: int = 0, shape: tuple[int, ...] = (), b: tuple[int, ...] = ()
+) -> Arguments:
+    """``b``: the shape of what is repeated."""
+    shape = shape or (m, n)
+    return {"a": s.normal(*shape), "b": s.normal(*(b or shape)), "out": s.output(*shape)}
 
 
-def hole(
-    shape: tuple[int, int], dtype: DType, device: Device, gap: int
-) -> tuple[ArrayView, Callable[[], None]]:
-    """A poisoned output whose rows lie ``gap`` apart, and a check that nothing was written between the
-    rows."""
-    rows, columns = shape
-    whole = poisoned((rows, columns + gap), dtype, device)
-
-    def check() -> None:
-        between = np.ascontiguousarray(get(whole)[:, columns:]).view(np.uint8)
-        assert_same_bits("between the rows of a strided output", between, np.full_like(between, 0xFF))
-
-    return (whole.slice(1, 0, columns) if gap else whole), check
+def add_oracle(a: Any) -> Results:
+    """One float32 addition, one rounding."""
+    out = a.a.astype(np.float32) + np.resize(a.b.astype(np.float32), a.a.shape)
+    return {"out": out.astype(a.out.dtype)}
 
 
-def host(view: ArrayView) -> Array:
-    """Values of a view that may be strided, on the host."""
-    return get(arrays.contiguous(view))
+def sum_rows(s: Sampler, m: int, n: int) -> Arguments:
+    """A matrix."""
+    return {"x": s.normal(m, n), "out": s.output(n)}
 
 
-def table(kernel: str, rows: dict[str, Callable[[Kernels, Device], None]]) -> list[Case]:
-    """Cases of one kernel: name -> run."""
-    return [Case(kernel, name, run) for name, run in rows.items()]
+def rng_next_(s: Sampler, m: int = 0, n: int = 0, offset: int = 2**40) -> Arguments:
+    """A state."""
+    return {"state": s.put((-7, offset), int64), "out": s.output(2, dtype=int64)}
 
 
-def _copy(
-    source: DType, target: DType, shape: tuple[int, ...], axes: tuple[int, ...]
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        x = (
-            np.random.default_rng(1).integers(0, 256, shape).astype(np.uint8)
-            if source is uint8
-            else draw(1, shape, source, 3.0)
-        )
-        y = poisoned(tuple(shape[a] for a in axes), target, device)
-        kernels.copy(put(x, device).transpose(*axes), y, 0)
-        assert_same_bits(
-            "copy",
-            get(y),
-            np.ascontiguousarray(x.transpose(axes)).astype(np.float32).astype(target.numpy)
-            if source is not uint8
-            else np.ascontiguousarray(x.transpose(axes)),
-        )
-
-    return run
+def rng_next_oracle(a: Any) -> Results:
+    """The offset goes on by one."""
+    return {"out": a.state, "state": a.state + np.array([0, 1])}
 
 
-def _narrow(target: DType, axes: tuple[int, int]) -> Callable[[Kernels, Device], None]:
-    """float64, through float32: numbers that one of the two types cannot hold, and one that two roundings
-    turn elsewhere than one."""
-
-    def run(kernels: Kernels, device: Device) -> None:
-        x = np.random.default_rng(1).standard_normal((8, 16))
-        x[:, 0] = 1e-46, -1e-45, 1e-40, 1e300, -np.inf, np.nan, 1 + 2.0**-9 + 2.0**-40, -0.0
-        y = poisoned(tuple(x.shape[a] for a in axes), target, device)
-        kernels.copy(put(x, device).transpose(*axes), y, 0)
-        with np.errstate(over="ignore"):
-            want = np.ascontiguousarray(x.transpose(axes)).astype(np.float32).astype(target.numpy)
-        assert_same_bits("copy", np.where(np.isnan(get(y)), target.numpy.type(np.nan), get(y)), want)
-
-    return run
-
-
-def _copy_into(dtype: DType) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        x = draw(2, (7, 5), dtype)
-        y, check = hole((7, 5), dtype, device, 3)
-        kernels.copy(put(x, device), y, 0)
-        assert_same_bits("copy", host(y), x)
-        check()
-
-    return run
-
-
-def _add(
-    dtype: DType, shape: tuple[int, ...], repeated: tuple[int, ...]
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        a, b = draw(3, shape, dtype), draw(4, repeated, dtype)
-        out = poisoned(shape, dtype, device)
-        kernels.add(put(a, device), put(b, device), out, 0)
-        # one float32 addition, then the rounding: bit for bit
-        assert_same_bits("add", get(out), (a.astype(np.float32) + b.astype(np.float32)).astype(dtype.numpy))
-
-    return run
-
-
-def _sum_rows(dtype: DType, shape: tuple[int, int]) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        x = draw(5, shape, dtype)
-        out = poisoned((shape[1],), dtype, device)
-        kernels.sum_rows(put(x, device), out, workspace(kernels.column_sum_workspace(*shape), device), 0)
-        assert_close("sum_rows", get(out), wide(x).sum(0), dtype, sum_slack(np.abs(wide(x)).sum(0), shape[0]))
-
-    return run
-
-
-def _rng_next(kernels: Kernels, device: Device) -> None:
-    state, out = put(np.array([-7, 2**40], np.int64), device), poisoned((2,), int64, device)
-    for step in range(3):
-        kernels.rng_next_(state, out, 0)
-        assert_same_bits("out", get(out), np.array([-7, 2**40 + step], np.int64))
-    assert_same_bits("state", get(state), np.array([-7, 2**40 + 3], np.int64))
-
-
-SIZES = ((17, 33), (1, 64), (5, 1), (0, 16), (130, 96))
-
-CASES = [
-    *table(
-        "copy",
-        {f"{s.name}-{t.name}": _copy(s, t, (17, 33), (0, 1)) for s in HIGH_PRECISION for t in HIGH_PRECISION},
+# numbers that float32 or the target cannot hold, and one that two roundings bring elsewhere than one
+_NARROW = np.random.default_rng(1).standard_normal((8, 16))
+_NARROW[:, 0] = 1e-46, -1e-45, 1e-40, 1e300, -np.inf, np.nan, 1 + 2.0**-9 + 2.0**-40, -0.0
+_COPY: dict[str, Options] = {
+    **{
+        f"{source.name}-{target.name}": {"dtype": source, "m": 17, "n": 33, "to": target}
+        for source in HIGH_PRECISION
+        for target in HIGH_PRECISION
+    },
+    **{
+        f"{dtype.name}-5d": {"dtype": dtype, "to": dtype, "shape": (2, 3, 4, 5, 6), "axes": (3, 0, 2, 1, 4)}
+        for dtype in (*HIGH_PRECISION, uint8)
+    },
+    **typed(
+        {"to-float32-transposed": {"to": float32, "shape": (5, 3, 7), "axes": (2, 1, 0)}}, (bfloat16, float16)
     ),
-    *table(
-        "copy",
-        {f"{d.name}-5d": _copy(d, d, (2, 3, 4, 5, 6), (3, 0, 2, 1, 4)) for d in (*HIGH_PRECISION, uint8)},
-    ),
-    *table(
-        "copy",
-        {
-            f"{d.name}-to-float32-transposed": _copy(d, float32, (5, 3, 7), (2, 1, 0))
-            for d in (bfloat16, float16)
-        },
-    ),
-    *table("copy", {f"{d.name}-into-rows": _copy_into(d) for d in HIGH_PRECISION}),
-    *table(
-        "copy",
-        {
-            f"float64-{t.name}{'-transposed' if axes[0] else ''}": _narrow(t, axes)
-            for t in HIGH_PRECISION
-            for axes in ((0, 1), (1, 0))
-        },
-    ),
-    *table("copy", {"empty": _copy(float32, bfloat16, (0, 4), (0, 1))}),
-    *table(
+    **{
+        f"{dtype.name}-into-rows": {"dtype": dtype, "to": dtype, "m": 7, "n": 5, "parts": {"y": (1, 0, 3)}}
+        for dtype in HIGH_PRECISION
+    },
+    **{
+        f"float64-{target.name}{'-transposed' * bool(axes)}": {
+            "dtype": float64,
+            "to": target,
+            "axes": axes,
+            "values": _NARROW,
+        }
+        for target in HIGH_PRECISION
+        for axes in ((), (1, 0))
+    },
+    "empty": {"shape": (0, 4), "to": bfloat16},
+}
+_ADD = (((17, 33), (17, 33)), ((4, 6, 5), (6, 5)), ((9, 7), (7,)), ((3, 5), (1,)), ((0, 3), (3,)))
+
+TESTS = (
+    KernelTest("copy", copy, copy_oracle, _COPY),
+    KernelTest(
         "add",
-        {
-            f"{d.name}-{math.prod(s)}-{math.prod(r)}": _add(d, s, r)
-            for d in HIGH_PRECISION
-            for s, r in (
-                ((17, 33), (17, 33)),
-                ((4, 6, 5), (6, 5)),
-                ((9, 7), (7,)),
-                ((3, 5), (1,)),
-                ((0, 3), (3,)),
-            )
-        },
+        add,
+        add_oracle,
+        typed({f"{math.prod(shape)}-{math.prod(b)}": {"shape": shape, "b": b} for shape, b in _ADD}),
     ),
-    *table(
-        "sum_rows",
-        {f"{d.name}-{s[0]}x{s[1]}": _sum_rows(d, s) for d in HIGH_PRECISION for s in (*SIZES, (1000, 40))},
-    ),
-    Case("rng_next_", "steps", _rng_next),
-]
+    KernelTest("sum_rows", sum_rows, None, typed(sized((*SIZES, (1000, 40))))),
+    KernelTest("rng_next_", rng_next_, rng_next_oracle, {"steps": {}, "carry": {"offset": 2**32 - 1}}),
+)

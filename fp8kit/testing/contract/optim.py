@@ -1,364 +1,328 @@
-"""Contract cases of the kernels over many tensors, against float64."""
+"""The kernels over many tensors, against float64.
+
+AdamW's quotient has an error of a few u of (b1 |m| + (1 - b1) |g|) / (sqrt(v) + epsilon): m may cancel, v
+cannot. SGD's is a few u of the sum of the terms' magnitudes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.protocol import Kernels
-from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32, int64
-from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
-from fp8kit.testing.contract import get, poisoned, put, workspace
-from fp8kit.testing.contract.elementwise import ROUNDOFF, draw, table, wide
+from fp8kit.formats import DType, bfloat16, float16, float32, int64
+from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
+from fp8kit.testing.contract.sampler import Sampler
 
-_SHAPES = ((17, 33), (1,), (5, 3, 7), (0,), (300,), (70, 1000))
-_LR, _B1, _B2, _EPSILON = 1e-2, 0.9, 0.999, 1e-8
-
-
-class _Lists:
-    """Tensors of these dtypes in turn: float32 ``masters``, params that are their roundings, grads times
-    ``grad_factor``, decays."""
-
-    def __init__(self, dtypes: tuple[DType, ...], grad_factor: float) -> None:
-        self.kinds = [dtypes[i % len(dtypes)] for i in range(len(_SHAPES))]
-        self.decays = [0.0 if i % 2 else 0.1 for i in range(len(_SHAPES))]
-        self.masters = [draw(10 + i, s, float32) for i, s in enumerate(_SHAPES)]
-        self.params = [w.astype(k.numpy) for w, k in zip(self.masters, self.kinds, strict=True)]
-        self.grads = [
-            draw(20 + i, s, k, 0.3 * grad_factor)
-            for i, (s, k) in enumerate(zip(_SHAPES, self.kinds, strict=True))
-        ]
+Shapes = tuple[tuple[int, ...], ...]
+SHAPES: Shapes = ((17, 33), (1,), (5, 3, 7), (0,), (300,), (70, 1000))
+MIXED = (bfloat16, float32, float16)
+_LR = 1e-2
 
 
-def _scalar(value: float, dtype: DType, device: Device, on_device: bool) -> Any:
-    """A number as the kernel takes it: itself, or an array of one element."""
-    return put(np.array([value], dtype.numpy), device) if on_device else value
+def _shapes(m: int, n: int, shapes: Shapes | None) -> Shapes:
+    return ((m, n),) if shapes is None else shapes
 
 
-def _adamw(
-    dtypes: tuple[DType, ...], step: int, on_device: bool = False
-) -> Callable[[Kernels, Device], None]:
-    """One step on tensors of these dtypes in turn, ``on_device`` with numbers that lie there and scaled
-    gradients.
-
-    16-bit parameters have float32 masters, which are not their roundings' equals.
-
-    The quotient's error is a few u of (b1 |m| + (1 - b1) |g|) / (sqrt(v) + epsilon): m may cancel, v cannot.
-    """
-
-    def run(kernels: Kernels, device: Device) -> None:
-        scale = 1024.0 if on_device else 1.0
-        data = _Lists(dtypes, scale)
-        kinds, decays, masters, params, grads = data.kinds, data.decays, data.masters, data.params, data.grads
-        ms = [draw(30 + i, s, float32, 0.1) for i, s in enumerate(_SHAPES)]
-        vs = [np.square(draw(40 + i, s, float32, 0.1)) for i, s in enumerate(_SHAPES)]
-        w_, p_, g_, m_, v_ = ([put(t, device) for t in ts] for ts in (masters, params, grads, ms, vs))
-        kept = [w if k is not float32 else None for w, k in zip(w_, kinds, strict=True)]
-        inv = _scalar(1 / scale, float32, device, True) if on_device else None
-        fine = _scalar(0.0, float32, device, True) if on_device else None
-        kernels.adamw_(
-            p_,
-            g_,
-            m_,
-            v_,
-            kept,
-            _scalar(_LR, float32, device, on_device),
-            _B1,
-            _B2,
-            _EPSILON,
-            decays,
-            _scalar(step, int64, device, on_device),
-            inv,
-            fine,
-            0,
-        )
-        for i, kind in enumerate(kinds):
-            g, w = wide(grads[i]) / scale, wide(masters[i] if kind is not float32 else params[i])
-            m, v = _B1 * wide(ms[i]) + (1 - _B1) * g, _B2 * wide(vs[i]) + (1 - _B2) * g * g
-            magnitude = _B1 * np.abs(wide(ms[i])) + (1 - _B1) * np.abs(g)
-            denominator = np.sqrt(v / (1 - _B2**step)) + _EPSILON
-            first = 1 - _B1**step
-            update = _LR * (m / first / denominator + decays[i] * w)
-            size = _LR * (magnitude / first / denominator + decays[i] * np.abs(w))
-            assert_close(f"exp_avg {i}", get(m_[i]), m, float32, 8 * ROUNDOFF * magnitude)
-            assert_close(f"exp_avg_sq {i}", get(v_[i]), v, float32, 8 * ROUNDOFF * v)
-            got = get(p_[i] if kept[i] is None else w_[i])
-            assert_close(
-                f"weights {i}", got, w - update, float32, 32 * ROUNDOFF * size + 2 * ROUNDOFF * np.abs(w)
-            )
-            if kept[i] is not None:
-                assert_same_bits(f"param {i}", get(p_[i]), got.astype(kind.numpy))
-
-    return run
-
-
-def _sgd(
-    dtypes: tuple[DType, ...],
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    step: int,
+def _lists(
+    s: Sampler,
+    m: int = 0,
+    n: int = 0,
+    moment: str = "",
+    shapes: Shapes | None = None,
+    dtypes: tuple[DType, ...] = (),
+    step: int = 3,
     on_device: bool = False,
-) -> Callable[[Kernels, Device], None]:
-    """One step, against float64; the error is a few u of the sum of the terms' magnitudes."""
+    skipped: bool = False,
+) -> Arguments:
+    """Tensors of these dtypes in turn, one of (m, n) without ``shapes``; masters, which are no roundings,
+    where they are 16 bits wide. ``on_device``: numbers lie there, and gradients are scaled; ``skipped``:
+    found_inf is set."""
+    dtypes, scale = dtypes or (s.dtype,), np.inf if skipped else 1024.0 if on_device else 1.0
+    tensors = [(shape, dtypes[i % len(dtypes)]) for i, shape in enumerate(_shapes(m, n, shapes))]
+    return {
+        "params": [s.normal(*shape, dtype=dtype) for shape, dtype in tensors],
+        "grads": [s.normal(*shape, dtype=dtype, scale=0.3 * scale) for shape, dtype in tensors],
+        moment: [s.normal(*shape, dtype=float32, scale=0.1) for shape, _ in tensors],
+        "masters": [
+            None if dtype is float32 else s.normal(*shape, dtype=float32) for shape, dtype in tensors
+        ],
+        "lr": s.full(_LR, 1) if on_device else _LR,
+        "weight_decays": [0.0 if i % 2 else 0.1 for i in range(len(tensors))],
+        "step": s.full(step, 1, dtype=int64) if on_device else step,
+        "inv_scale": s.full(1 / scale, 1) if on_device else None,
+        "found_inf": s.full(float(skipped), 1) if on_device or skipped else None,
+    }
 
-    def run(kernels: Kernels, device: Device) -> None:
-        scale = 1024.0 if on_device else 1.0
-        data = _Lists(dtypes, scale)
-        bs = [draw(30 + i, s, float32, 0.1) for i, s in enumerate(_SHAPES)]
-        w_, p_, g_, b_ = ([put(t, device) for t in ts] for ts in (data.masters, data.params, data.grads, bs))
-        kept = [w if k is not float32 else None for w, k in zip(w_, data.kinds, strict=True)]
-        inv = _scalar(1 / scale, float32, device, True) if on_device else None
-        kernels.sgd_(
-            p_,
-            g_,
-            b_ if momentum else [None] * len(b_),
-            kept,
-            _scalar(_LR, float32, device, on_device),
-            momentum,
-            dampening,
-            nesterov,
-            data.decays,
-            _scalar(step, int64, device, on_device),
-            inv,
-            None,
-            0,
-        )
-        for i, kind in enumerate(data.kinds):
-            w = wide(data.masters[i] if kind is not float32 else data.params[i])
-            g = wide(data.grads[i]) / scale + data.decays[i] * w
-            size = np.abs(wide(data.grads[i])) / scale + data.decays[i] * np.abs(w)
-            if momentum:
-                b = g if step == 1 else momentum * wide(bs[i]) + (1 - dampening) * g
-                size = size + momentum * np.abs(wide(bs[i]))
-                assert_close(f"buffer {i}", get(b_[i]), b, float32, 8 * ROUNDOFF * size)
-                g = g + momentum * b if nesterov else b
-                size = 2 * size
-            got = get(p_[i] if kept[i] is None else w_[i])
-            assert_close(
-                f"weights {i}",
-                got,
-                w - _LR * g,
-                float32,
-                8 * ROUNDOFF * _LR * size + 2 * ROUNDOFF * np.abs(w),
+
+def adamw_(s: Sampler, m: int = 0, n: int = 0, **options: Any) -> Arguments:
+    """See ``_lists``."""
+    lists = _lists(s, m, n, "exp_avgs", **options)
+    squares = [
+        s.array(x.shape, float32, lambda shape=x.shape: np.square(s.draw(shape, 0.1)))  # type: ignore[misc]
+        for x in lists["exp_avgs"]
+    ]
+    return {**lists, "exp_avg_sqs": squares, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+
+
+def sgd_(
+    s: Sampler,
+    m: int = 0,
+    n: int = 0,
+    momentum: float = 0.9,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    **options: Any,
+) -> Arguments:
+    """See ``_lists``."""
+    lists = _lists(s, m, n, "buffers", **options)
+    if not momentum:
+        lists["buffers"] = [None for _ in lists["buffers"]]
+    return {**lists, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+
+
+def _scalar(value: Any) -> float:
+    return float(np.asarray(value).reshape(-1)[0])
+
+
+def _steps(a: Any, *moments: str) -> Iterator[tuple[str, Array, Array, float, list[Any]]]:
+    """Of each tensor: the name of what is updated, its values, the gradient, decay, and what there is of
+    ``moments``, all None where found_inf is set."""
+    factor = 1.0 if a.inv_scale is None else _scalar(a.inv_scale)
+    lists = zip(
+        a.params, a.masters, a.grads, a.weight_decays, *(getattr(a, name) for name in moments), strict=True
+    )
+    for i, (param, master, grad, decay, *own) in enumerate(lists):
+        name, weights = ("params", param) if master is None else ("masters", master)
+        yield f"{name}[{i}]", wide(weights), wide(grad) * factor, decay, own
+
+
+def _unchanged(a: Any, *names: str) -> Results | None:
+    """What stood there, where found_inf is set."""
+    if a.found_inf is None or not _scalar(a.found_inf):
+        return None
+    return {
+        f"{name}[{i}]": x for name in ("params", "masters", *names) for i, x in enumerate(getattr(a, name))
+    }
+
+
+def adamw_oracle(a: Any) -> Results:
+    """Loshchilov & Hutter 2019, algorithm 2."""
+    found = _unchanged(a, "exp_avgs", "exp_avg_sqs")
+    if found is not None:
+        return found
+    found, lr, step = {}, _scalar(a.lr), _scalar(a.step)
+    first, second = 1 - a.beta1**step, 1 - a.beta2**step
+    for i, (name, w, g, decay, (m, v)) in enumerate(_steps(a, "exp_avgs", "exp_avg_sqs")):
+        terms = a.beta1 * wide(m), (1 - a.beta1) * g
+        size = np.abs(terms[0]) + np.abs(terms[1])
+        square = a.beta2 * wide(v) + (1 - a.beta2) * g * g
+        over = first * (np.sqrt(square / second) + a.epsilon)
+        update, bound = lr * (sum(terms) / over + decay * w), lr * (size / over + decay * np.abs(w))
+        found |= {
+            f"exp_avgs[{i}]": (sum(terms), 8 * ROUNDOFF * size),
+            f"exp_avg_sqs[{i}]": (square, 8 * ROUNDOFF * square),
+            name: (w - update, 32 * ROUNDOFF * bound + 2 * ROUNDOFF * np.abs(w)),
+        }
+    return found
+
+
+def sgd_oracle(a: Any) -> Results:
+    """Sutskever et al. 2013, with PyTorch's dampening."""
+    found = _unchanged(a, "buffers")
+    if found is not None:
+        return found
+    found, lr = {}, _scalar(a.lr)
+    for i, (name, w, grad, decay, (buffer,)) in enumerate(_steps(a, "buffers")):
+        g, size = grad + decay * w, np.abs(grad) + decay * np.abs(w)
+        if buffer is not None:
+            b = g if _scalar(a.step) == 1 else a.momentum * wide(buffer) + (1 - a.dampening) * g
+            size = size + a.momentum * np.abs(wide(buffer))
+            found[f"buffers[{i}]"] = b, 8 * ROUNDOFF * size
+            g, size = (g + a.momentum * b if a.nesterov else b), 2 * size
+        found[name] = w - lr * g, 8 * ROUNDOFF * lr * size + 2 * ROUNDOFF * np.abs(w)
+    return found
+
+
+def scale_(
+    s: Sampler,
+    m: int = 0,
+    n: int = 0,
+    shapes: Shapes | None = None,
+    factor: float | None = 1.0,
+    bad: float | None = None,
+    look: bool = True,
+) -> Arguments:
+    """``bad`` is put into one element of the last tensor; ``look``: whether found_inf comes."""
+    xs = [s.draw(shape).astype(s.dtype.numpy) for shape in _shapes(m, n, shapes)]
+    if bad is not None:
+        xs[-1].reshape(-1)[-3] = bad
+    return {
+        "xs": [s.put(x) for x in xs],
+        "factor": s.scalar(factor),
+        "found_inf": s.scalar(0.0 if look else None),
+    }
+
+
+def scale_oracle(a: Any) -> Results:
+    """One float32 product, one rounding."""
+    bad = any(not np.isfinite(wide(x)).all() for x in a.xs)
+    factor = np.float32(1) if a.factor is None else a.factor
+    return {
+        "found_inf": None if a.found_inf is None else np.maximum(a.found_inf, np.float32(bad)),
+        **{f"xs[{i}]": (x.astype(np.float32) * factor).astype(x.dtype) for i, x in enumerate(a.xs)},
+    }
+
+
+def loss_scale_(
+    s: Sampler,
+    m: int = 0,
+    n: int = 0,
+    scale: float = 8.0,
+    good: int = 0,
+    bad: bool = False,
+    interval: int = 2,
+) -> Arguments:
+    """After ``good`` good steps, and a bad one or not."""
+    return {
+        "scale": s.full(scale, 1),
+        "inv_scale": s.full(1 / scale, 1),
+        "good_steps": s.full(good, 1, dtype=int64),
+        "found_inf": s.full(float(bad), 1),
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": interval,
+    }
+
+
+def loss_scale_oracle(a: Any) -> Results:
+    """Micikevicius et al. 2018, section 3.2."""
+    scale, good = a.scale, a.good_steps + 1
+    if a.found_inf[0]:
+        scale, good = scale * np.float32(a.backoff_factor), 0 * good
+    elif good[0] == a.growth_interval:
+        grown = scale * np.float32(a.growth_factor)
+        scale, good = grown if np.isfinite(grown) else scale, 0 * good
+    return {
+        "scale": scale,
+        "inv_scale": np.float32(1) / scale,
+        "good_steps": good,
+        "found_inf": 0 * a.found_inf,
+    }
+
+
+def count_(s: Sampler, m: int = 0, n: int = 0, bad: bool | None = None) -> Arguments:
+    """``bad``: what found_inf says, None for none."""
+    return {"counter": s.full(5, 1, dtype=int64), "found_inf": s.scalar(None if bad is None else float(bad))}
+
+
+def count_oracle(a: Any) -> Results:
+    """One more."""
+    return {"counter": a.counter + (a.found_inf is None or a.found_inf == 0)}
+
+
+def l2norm(
+    s: Sampler, m: int = 0, n: int = 0, shapes: Shapes | None = None, dtypes: tuple[DType, ...] = ()
+) -> Arguments:
+    """Tensors of these dtypes in turn."""
+    kinds = dtypes or (s.dtype,)
+    xs = [s.normal(*shape, dtype=kinds[i % len(kinds)]) for i, shape in enumerate(_shapes(m, n, shapes))]
+    return {"xs": xs, "out": s.output(1, dtype=float32)}
+
+
+def l2norm_oracle(a: Any) -> Results:
+    """A root halves the sum's relative error."""
+    out = np.sqrt(sum(float(np.square(wide(x)).sum()) for x in a.xs))
+    return {"out": (np.array([out]), sum_slack(out, sum(x.size for x in a.xs)) / 2)}
+
+
+def clip_(
+    s: Sampler, m: int = 0, n: int = 0, shapes: Shapes | None = None, norm: float = 0.5, limit: float = 1.0
+) -> Arguments:
+    """Tensors of that norm, or so it is said."""
+    return {
+        "xs": [s.normal(*shape) for shape in _shapes(m, n, shapes)],
+        "norm": s.full(norm, 1),
+        "max_norm": limit,
+    }
+
+
+def clip_oracle(a: Any) -> Results:
+    """Nothing changes within the limit."""
+    factor = min(1.0, a.max_norm / (float(a.norm[0]) + 1e-6))
+    if factor == 1:
+        return {f"xs[{i}]": x for i, x in enumerate(a.xs)}
+    return {
+        f"xs[{i}]": (wide(x) * factor, 8 * ROUNDOFF * np.abs(wide(x)) * factor) for i, x in enumerate(a.xs)
+    }
+
+
+def _all(cases: dict[str, Options]) -> dict[str, Options]:
+    """Cases over tensors of many shapes."""
+    return {name: {"shapes": SHAPES, **own} for name, own in cases.items()}
+
+
+_SKIPPED: Options = {"dtypes": MIXED[:2], "skipped": True}
+_ADAMW = {
+    **typed({f"step-{step}": {"step": step} for step in (1, 100)}),
+    "mixed": {"dtypes": MIXED, "step": 7},
+    "nothing": {"shapes": ()},
+    **{f"numbers-on-device-{n}": {"dtypes": MIXED, "step": n, "on_device": True} for n in (1, 1000)},
+    "skipped": _SKIPPED,
+}
+_SGD = {
+    **typed(
+        {
+            f"{momentum}-{nesterov}-{step}": {"momentum": momentum, "nesterov": nesterov, "step": step}
+            for momentum, nesterov, step in (
+                (0.0, False, 1),
+                (0.9, False, 1),
+                (0.9, False, 4),
+                (0.9, True, 4),
             )
-            if kept[i] is not None:
-                assert_same_bits(f"param {i}", get(p_[i]), got.astype(kind.numpy))
-
-    return run
-
-
-def _skipped(
-    step: Callable[[Kernels, dict[str, list[ArrayView]], ArrayView], None],
-) -> Callable[[Kernels, Device], None]:
-    """A step with found_inf set changes nothing."""
-
-    def run(kernels: Kernels, device: Device) -> None:
-        data = _Lists((bfloat16, float32), np.inf)
-        moments = [draw(30 + i, s, float32) for i, s in enumerate(_SHAPES)]
-        held = {"p": data.params, "g": data.grads, "w": data.masters, "m": moments, "v": moments}
-        views = {name: [put(x, device) for x in xs] for name, xs in held.items()}
-        step(kernels, views, put(np.ones(1, np.float32), device))
-        for name, xs in held.items():
-            for i, x in enumerate(xs):
-                assert_same_bits(f"{name} {i}", get(views[name][i]), x)
-
-    return run
-
-
-def _scale(
-    dtype: DType, factor: float | None, bad: float | None, look: bool = True
-) -> Callable[[Kernels, Device], None]:
-    """``bad`` is put into one element of the last tensor."""
-
-    def run(kernels: Kernels, device: Device) -> None:
-        xs = [draw(i, s, dtype) for i, s in enumerate(_SHAPES)]
-        if bad is not None:
-            xs[-1].reshape(-1)[-3] = bad
-        views = [put(x, device) for x in xs]
-        found = put(np.zeros(1, np.float32), device)
-        by = None if factor is None else _scalar(factor, float32, device, True)
-        kernels.scale_(views, by, found if look else None, 0)
-        assert_same_bits("found_inf", get(found), np.array([float(look and bad is not None)], np.float32))
-        for i, (x, view) in enumerate(zip(xs, views, strict=True)):
-            with np.errstate(over="ignore", invalid="ignore"):
-                wanted = (
-                    x if factor is None else (x.astype(np.float32) * np.float32(factor)).astype(dtype.numpy)
-                )
-            finite = np.isfinite(wide(wanted))
-            assert_same_bits(f"x {i}", get(view)[finite], wanted[finite])
-            if not np.array_equal(np.isfinite(wide(get(view))), finite):
-                raise AssertionError(f"x {i}: Inf and NaN are not where they were")
-
-    return run
-
-
-def _loss_scale(kernels: Kernels, device: Device) -> None:
-    """Two good steps, a bad one, a long way up to where doubling gives Inf."""
-    scale, inv = put(np.array([8.0], np.float32), device), put(np.array([0.125], np.float32), device)
-    good, found = put(np.zeros(1, np.int64), device), put(np.zeros(1, np.float32), device)
-    counter = put(np.array([5], np.int64), device)
-    wanted, count = 8.0, 5
-    for step, bad in enumerate((0, 0, 1, 0, *(0,) * 300)):
-        if bad:
-            found = put(np.ones(1, np.float32), device)
-        kernels.count_(counter, found, 0)
-        kernels.loss_scale_(scale, inv, good, found, 2.0, 0.5, 2, 0)
-        count += 1 - bad
-        if bad:
-            wanted, since = wanted / 2, step
-        elif step == 1 or (step > 2 and (step - since) % 2 == 0):
-            wanted = min(wanted * 2, 2.0**127)
-        assert_same_bits(f"scale after step {step}", get(scale), np.array([wanted], np.float32))
-        assert_same_bits(
-            f"inv_scale after step {step}", get(inv), np.float32(1) / np.array([wanted], np.float32)
-        )
-        assert_same_bits(f"found_inf after step {step}", get(found), np.zeros(1, np.float32))
-    assert_same_bits("counter", get(counter), np.array([count]))
-    kernels.count_(counter, None, 0)
-    assert_same_bits("counter", get(counter), np.array([count + 1]))
-
-
-def _l2norm(
-    dtypes: tuple[DType, ...], shapes: tuple[tuple[int, ...], ...]
-) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        xs = [draw(i, s, dtypes[i % len(dtypes)]) for i, s in enumerate(shapes)]
-        sizes = [x.size for x in xs]
-        results = []
-        for _ in range(2):
-            out = poisoned((1,), float32, device)
-            kernels.l2norm(
-                [put(x, device) for x in xs], out, workspace(kernels.l2norm_workspace(sizes), device), 0
-            )
-            results.append(get(out))
-        reference = np.sqrt(sum(float(np.square(wide(x)).sum()) for x in xs))
-        assert_close("out", results[0], np.array([reference]), float32, sum_slack(reference, sum(sizes)) / 2)
-        assert_same_bits("out, the second time", results[1], results[0])
-
-    return run
-
-
-def _clip(dtype: DType, norm: float, limit: float) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        xs = [draw(i, s, dtype) for i, s in enumerate(_SHAPES)]
-        views = [put(x, device) for x in xs]
-        kernels.clip_(views, put(np.array([norm], np.float32), device), limit, 0)
-        factor = min(1.0, limit / (float(np.float32(norm)) + 1e-6))
-        for x, view in zip(xs, views, strict=True):
-            if factor == 1:
-                assert_same_bits("x", get(view), x)
-            else:
-                assert_close("x", get(view), wide(x) * factor, dtype, 8 * ROUNDOFF * np.abs(wide(x)) * factor)
-
-    return run
-
-
-CASES = [
-    *table("adamw_", {f"{d.name}-step-{s}": _adamw((d,), s) for d in HIGH_PRECISION for s in (1, 100)}),
-    *table(
-        "adamw_",
-        {
-            "mixed": _adamw((bfloat16, float32, float16), 7),
-            "nothing": lambda kernels, device: kernels.adamw_(
-                [], [], [], [], [], _LR, _B1, _B2, _EPSILON, [], 1, None, None, 0
-            ),
-        },
+        }
     ),
-    *table(
-        "adamw_", {f"numbers-on-device-{s}": _adamw((bfloat16, float32, float16), s, True) for s in (1, 1000)}
-    ),
-    *table(
-        "adamw_",
-        {
-            "skipped": _skipped(
-                lambda k, x, found: k.adamw_(
-                    x["p"],
-                    x["g"],
-                    x["m"],
-                    x["v"],
-                    [w if i % 2 == 0 else None for i, w in enumerate(x["w"])],
-                    _LR,
-                    _B1,
-                    _B2,
-                    _EPSILON,
-                    [0.1] * len(_SHAPES),
-                    3,
-                    None,
-                    found,
-                    0,
-                )
-            )
-        },
-    ),
-    *table(
-        "sgd_",
-        {
-            f"{d.name}-{m}-{n}-{s}": _sgd((d,), m, 0.0, n, s)
-            for d in HIGH_PRECISION
-            for m, n, s in ((0.0, False, 1), (0.9, False, 1), (0.9, False, 4), (0.9, True, 4))
-        },
-    ),
-    *table("sgd_", {f"dampened-{s}": _sgd((bfloat16, float32, float16), 0.9, 0.3, False, s) for s in (1, 2)}),
-    *table(
-        "sgd_",
-        {
-            f"numbers-on-device-{s}": _sgd((bfloat16, float32, float16), 0.9, 0.0, True, s, True)
-            for s in (1, 5)
-        },
-    ),
-    *table(
-        "sgd_",
-        {
-            "skipped": _skipped(
-                lambda k, x, found: k.sgd_(
-                    x["p"],
-                    x["g"],
-                    x["m"],
-                    [w if i % 2 == 0 else None for i, w in enumerate(x["w"])],
-                    _LR,
-                    0.9,
-                    0.0,
-                    False,
-                    [0.1] * len(_SHAPES),
-                    3,
-                    None,
-                    found,
-                    0,
-                )
-            )
-        },
-    ),
-    *table(
-        "scale_",
-        {
-            f"{d.name}-{f}-{b}": _scale(d, f, b)
-            for d in HIGH_PRECISION
-            for f, b in ((None, None), (None, np.nan), (0.37, None), (2.0**-10, np.inf), (0.5, -np.inf))
-        },
-    ),
-    *table("scale_", {"not-looked-at": _scale(float32, 3.0, np.nan, False)}),
-    *table("loss_scale_", {"up-and-down": _loss_scale}),
-    *table("count_", {"up-and-down": _loss_scale}),
-    *table("l2norm", {d.name: _l2norm((d,), _SHAPES) for d in HIGH_PRECISION}),
-    *table(
-        "l2norm",
-        {
-            "mixed": _l2norm((bfloat16, float32, float16), _SHAPES),
-            "one": _l2norm((float32,), ((1,),)),
-            "empty": _l2norm((float32,), ((0,),)),
-            "many": _l2norm((float32,), ((9,),) * 200),
-        },
-    ),
-    *table(
-        "clip_",
-        {
-            f"{d.name}-{n}-{m}": _clip(d, n, m)
-            for d in HIGH_PRECISION
-            for n, m in ((12.0, 1.0), (0.5, 1.0), (0.0, 1.0))
-        },
-    ),
-]
+    **{f"dampened-{step}": {"dtypes": MIXED, "dampening": 0.3, "step": step} for step in (1, 2)},
+    **{
+        f"numbers-on-device-{step}": {"dtypes": MIXED, "nesterov": True, "step": step, "on_device": True}
+        for step in (1, 5)
+    },
+    "skipped": _SKIPPED,
+}
+_FACTORS = ((None, None), (None, np.nan), (0.37, None), (2.0**-10, np.inf), (0.5, -np.inf))
+_SCALE = {
+    **typed({f"{factor}-{bad}": {"factor": factor, "bad": bad} for factor, bad in _FACTORS}),
+    "not-looked-at": {"factor": 3.0, "bad": np.nan, "look": False},
+}
+_NORMS: dict[str, Options] = {
+    **_all(typed({"": {}})),
+    "mixed": {"dtypes": MIXED, "shapes": SHAPES},
+    "one": {"shapes": ((1,),)},
+    "empty": {"shapes": ((0,),)},
+    "many": {"shapes": ((9,),) * 200},
+}
+_CLIP = typed(
+    {
+        f"{norm}-{limit}": {"norm": norm, "limit": limit}
+        for norm, limit in ((12.0, 1.0), (0.5, 1.0), (0.0, 1.0))
+    }
+)
+_LOSS_SCALE: dict[str, Options] = {
+    "good": {},
+    "grows": {"good": 1},
+    "bad": {"good": 1, "bad": True},
+    "grows-no-more": {"scale": 2.0**127, "good": 1},
+    "of-a-long-interval": {"good": 998, "interval": 1000},
+}
+
+TESTS = (
+    KernelTest("adamw_", adamw_, adamw_oracle, _all(_ADAMW)),
+    KernelTest("sgd_", sgd_, sgd_oracle, _all(_SGD)),
+    KernelTest("scale_", scale_, scale_oracle, _all(_SCALE)),
+    KernelTest("loss_scale_", loss_scale_, loss_scale_oracle, _LOSS_SCALE),
+    KernelTest("count_", count_, count_oracle, {f"found-{bad}": {"bad": bad} for bad in (None, False, True)}),
+    KernelTest("l2norm", l2norm, l2norm_oracle, _NORMS),
+    KernelTest("clip_", clip_, clip_oracle, _all(_CLIP)),
+)

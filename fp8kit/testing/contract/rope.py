@@ -1,4 +1,4 @@
-"""Contract cases of the rotary embedding, against complex rotations in float64.
+"""The rotary embedding against complex rotations in float64.
 
 float32's cos and sin are within 2 units of the last place; two products and a sum follow: 6 u of the terms'
 absolute values.
@@ -6,153 +6,178 @@ absolute values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import Device
-from fp8kit.backends.protocol import Kernels
-from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float32
-from fp8kit.testing.compare import assert_close, assert_same_bits
-from fp8kit.testing.contract import poisoned, put
-from fp8kit.testing.contract.elementwise import ROUNDOFF, Array, draw, host, table, wide
+from fp8kit.formats import bfloat16, float16, float32
+from fp8kit.testing.compare import ROUNDOFF, Array
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
+from fp8kit.testing.contract.running_sums import LENGTH, LENGTHS_AND_STARTS, TOKENS, bad_cases
+from fp8kit.testing.contract.sampler import Sampler
 
-_HEADS, _BATCH, _LENGTH = 3, 2, 9
-# a sequence of nothing, and two rows of no sequence after the last
-_CU = np.array([0, 4, 4, 9, 14], np.int32)
-# where they start with rows of no sequence before, between and after them
-_GAPS = np.array([1, 8, 8, 14, 19], np.int32)
-_TOKENS = 22
+Sums = tuple[int, ...]
 
 
-def tokens_of(first: Array) -> list[tuple[int, int, int]]:
-    """(token, sequence, place in it) of each token of a sequence, where the sequences of ``_CU`` start at
-    ``first``."""
-    return [(int(first[b]) + i, b, i) for b, length in enumerate(np.diff(_CU)) for i in range(length)]
+def _tokens(lengths: Any, starts: Any, count: int) -> Iterator[tuple[int, int, int]]:
+    """(token, sequence, place in it) of each of ``count`` tokens that belongs to a sequence."""
+    for b, length in enumerate(np.diff(lengths)):
+        start = int(starts[b])
+        yield from ((start + i, b, i) for i in range(max(0, -start), min(int(length), count - start)))
 
 
-def angles(form: str, freqs: Array, starts: Array | None, first: Array = _CU) -> Array:
-    """The angles of every token, float64 (..., 1, rotated), from the rule's words; any for tokens of no
-    sequence."""
-    if form == "thd":
-        place = np.zeros(_TOKENS, int)
-        for token, b, i in tokens_of(first):
-            place[token] = i + (0 if starts is None else starts[b])
-    else:
-        place = np.arange(_LENGTH)[:, None] + (np.zeros(_BATCH, int) if starts is None else starts)
-        place = place if form == "sbhd" else place.T
-    return np.asarray(wide(freqs)[place][..., None, :])
+def _sample(s: Sampler, x: str, y: str, m: int, n: int, **options: Any) -> Arguments:
+    made = _rotation(s, m, n, **options)
+    return {x: made.pop("x"), y: made.pop("y"), **made}
 
 
-def rotate(x: Array, angle: Array, interleaved: bool, back: bool) -> tuple[Array, Array]:
-    """Values in float64 and the sizes of their terms. Each feature f of a pair turns by its own angle;
-    ``back``: the transposed matrix."""
-    rotated = angle.shape[-1]
-    partner = np.arange(rotated) ^ 1 if interleaved else (np.arange(rotated) + rotated // 2) % rotated
-    sign = np.where(np.arange(rotated) < partner, -1.0, 1.0)
-    out, size = wide(x), np.abs(wide(x))
-    y = wide(x)[..., :rotated]
-    sine = sign * np.sin(angle)
+def _rotation(
+    s: Sampler,
+    m: int,
+    n: int,
+    form: str = "sbhd",
+    batch: int = 1,
+    heads: int = 0,
+    depth: int = 64,
+    rotated: int = 0,
+    positions: int = 0,
+    interleaved: bool = False,
+    first: Sums = (),
+    doubled: bool = True,
+    lengths: Sums = (),
+    starts: Sums = (),
+    blank: bool = False,
+) -> Arguments:
+    """``m`` places or tokens, ``heads`` (by default ``n`` features of 64). ``first``: start_positions.
+    ``doubled``: both features of a pair turn by the same angle, as in the paper. ``blank``: tokens of no
+    sequence hold NaN."""
+    heads, rotated = heads or n // 64, rotated or depth
+    leading = {"sbhd": (m, batch), "bshd": (batch, m), "thd": (m,)}[form]
+    x = s.draw((*leading, heads, depth)).astype(s.dtype.numpy)
+    angles = s.draw((positions or m, rotated), 3.0)
+    if doubled:
+        half = angles[:, : rotated // 2]
+        angles = np.repeat(half, 2, axis=1) if interleaved else np.concatenate([half, half], axis=1)
+    if blank:
+        x[np.setdiff1d(np.arange(m), [token for token, *_ in _tokens(lengths, starts, m)])] = np.nan
+    return {
+        "x": s.put(x),
+        "freqs": s.put(angles),
+        "y": s.output(*x.shape),
+        "start_positions": s.sums(*first) if first else None,
+        "lengths": s.sums(*lengths) if form == "thd" else None,
+        "starts": s.sums(*starts) if form == "thd" else None,
+        "qkv_format": form,
+        "interleaved": interleaved,
+    }
+
+
+def rope_fwd(s: Sampler, m: int, n: int = 0, **options: Any) -> Arguments:
+    """See ``_rotation``."""
+    return _sample(s, "x", "y", m, n, **options)
+
+
+def rope_bwd(s: Sampler, m: int, n: int = 0, **options: Any) -> Arguments:
+    """See ``_rotation``."""
+    return _sample(s, "dy", "dx", m, n, **options)
+
+
+def _places(a: Any, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """The position of every token, and whether it belongs to a sequence."""
+    count = len(a.lengths) - 1 if a.qkv_format == "thd" else shape[a.qkv_format.index("b")]
+    first = np.zeros(count, int) if a.start_positions is None else a.start_positions
+    if a.qkv_format == "thd":
+        place, belongs = np.zeros(shape[0], int), np.zeros(shape[0], bool)
+        for token, b, i in _tokens(a.lengths, a.starts, shape[0]):
+            place[token], belongs[token] = i + first[b], True
+        return place, belongs
+    place = np.arange(shape[a.qkv_format.index("s")])[:, None] + first
+    return (place if a.qkv_format == "sbhd" else place.T), np.ones(shape[:2], bool)
+
+
+def _rotate(a: Any, values: Array, back: bool) -> tuple[Array, Array]:
+    """Each feature f of a pair turns by its own angle; ``back``: the transposed matrix. NaN beyond the
+    angles; features beyond the rotated ones, and tokens of no sequence, are exact."""
+    place, belongs = _places(a, values.shape)
+    known = place < len(a.freqs)
+    angle = np.where(known[..., None], wide(a.freqs)[np.where(known, place, 0)], np.nan)[..., None, :]
+    rotated, f = angle.shape[-1], np.arange(angle.shape[-1])
+    partner = f ^ 1 if a.interleaved else (f + rotated // 2) % rotated
+    x, out = wide(values), wide(values)
+    y, sine = x[..., :rotated], np.where(f < partner, -1.0, 1.0) * np.sin(angle)
     other = y[..., partner] * (sine[..., partner] if back else sine)
     out[..., :rotated] = y * np.cos(angle) + other
-    size[..., :rotated] = np.abs(y * np.cos(angle)) + np.abs(other) + np.abs(y) + np.abs(y[..., partner])
-    return out, size
+    slack = np.full(x.shape, -np.inf)
+    terms = np.abs(y * np.cos(angle)) + np.abs(other) + np.abs(y) + np.abs(y[..., partner])
+    slack[..., :rotated] = 6 * ROUNDOFF * np.nan_to_num(terms)
+    out[~belongs], slack[~belongs] = 0, -np.inf
+    return out, slack
 
 
-def _case(
-    dtype: DType,
-    form: str,
-    way: str,
-    depth: int = 16,
-    rotated: int = 16,
-    interleaved: bool = False,
-    starts: bool = False,
-    where: str = "apart",
-    doubled: bool = True,
-    gaps: bool = False,
-) -> Callable[[Kernels, Device], None]:
-    """``where``: y is "apart", "in-place" (x's memory), or both are "packed" among other heads. ``doubled``:
-    both features of a pair turn by the same angle, as in the paper. ``gaps``: there are rows between the
-    sequences. Rows of no sequence hold NaN."""
-
-    def run(kernels: Kernels, device: Device) -> None:
-        leading = {"sbhd": (_LENGTH, _BATCH), "bshd": (_BATCH, _LENGTH), "thd": (_TOKENS,)}[form]
-        x = draw(1, (*leading, _HEADS, depth), dtype)
-        begin = _GAPS if gaps else _CU
-        none = np.ones(leading, bool) if form == "thd" else np.zeros(leading, bool)
-        none[[token for token, *_ in tokens_of(begin)] if form == "thd" else ()] = False
-        x[none] = np.nan
-        # as many as the longest sequence has
-        freqs = draw(2, (16 if starts else 9 if form != "thd" else 5, rotated), float32, 3.0)
-        if doubled:
-            half = freqs[:, : rotated // 2]
-            freqs = np.repeat(half, 2, axis=1) if interleaved else np.concatenate([half, half], axis=1)
-        first = np.array([5, 0, 3, 11], np.int32)[: _BATCH if form != "thd" else None] if starts else None
-        axis = len(leading)
-        if where == "packed":
-            joint = np.concatenate([x, x], axis=axis)
-            source = put(joint, device).slice(axis, 0, _HEADS)
-            whole = poisoned(joint.shape, dtype, device)
-            target = whole.slice(axis, _HEADS, _HEADS)
-        else:
-            source = put(x, device)
-            target = source if where == "in-place" else poisoned(x.shape, dtype, device)
-        places = None if first is None else put(first, device)
-        cu, at = (put(_CU, device), put(begin, device)) if form == "thd" else (None, None)
-        getattr(kernels, way)(source, put(freqs, device), target, places, cu, at, form, interleaved, 0)
-        x[none] = 0
-        want, size = rotate(x, angles(form, freqs, first, begin), interleaved, way == "rope_bwd")
-        assert_close("y", host(target), want, dtype, 6 * ROUNDOFF * size)
-        assert_same_bits("features beyond", host(target)[..., rotated:], x[..., rotated:])
-
-    return run
+def rope_fwd_oracle(a: Any) -> Results:
+    """See ``_rotate``."""
+    return {"y": _rotate(a, a.x, False)}
 
 
-def _beyond(kernels: Kernels, device: Device) -> None:
-    x, y = draw(1, (2, 1, 1, 4), float32), poisoned((2, 1, 1, 4), float32, device)
-    freqs, starts = put(np.zeros((3, 2), np.float32), device), put(np.array([2], np.int32), device)
-    kernels.rope_fwd(put(x, device), freqs, y, starts, None, None, "sbhd", False, 0)
-    want = x.copy()
-    want[1, ..., :2] = np.nan
-    assert_close("y", host(y), want, float32)
+def rope_bwd_oracle(a: Any) -> Results:
+    """See ``_rotate``."""
+    return {"dx": _rotate(a, a.dy, True)}
 
 
-_ROWS: dict[str, Callable[[DType, str], Callable[[Kernels, Device], None]]] = {
-    f"{form}-{name}": (
-        lambda dtype, way, form=form, own=options: _case(dtype, form, way, **own)  # type: ignore[misc]
-    )
-    for form in ("sbhd", "bshd", "thd")
-    for name, options in {
-        "halves": {},
-        "interleaved": {"interleaved": True},
-        "partial": {"depth": 24, "rotated": 10, "where": "packed"},
-        "partial-interleaved": {"depth": 7, "rotated": 6, "interleaved": True, "where": "in-place"},
-        "offsets": {"starts": True, "where": "in-place"},
-        "own-angles": {"doubled": False, "where": "packed"},
-        "own-angles-interleaved": {"doubled": False, "interleaved": True},
-    }.items()
+# a sequence of nothing, and two rows of no sequence after the last; where they start with rows of no sequence
+# before, between and after them
+_LENGTHS, _GAPS = (0, 4, 4, 9, 14), (1, 8, 8, 14, 19)
+_FORMS: dict[str, Options] = {
+    "sbhd": {"form": "sbhd", "m": 9, "batch": 2, "positions": 9},
+    "bshd": {"form": "bshd", "m": 9, "batch": 2, "positions": 9},
+    "thd": {"form": "thd", "m": 22, "lengths": _LENGTHS, "starts": _LENGTHS, "positions": 5, "blank": True},
 }
-_ROWS |= {
-    f"thd-gaps-{name}": (
-        lambda dtype, way, own=options: _case(dtype, "thd", way, gaps=True, **own)  # type: ignore[misc]
-    )
-    for name, options in {
-        "offsets": {"starts": True, "where": "in-place"},
-        "partial": {"depth": 24, "rotated": 10, "where": "packed"},
-    }.items()
-}
+_PARTIAL: Options = {"depth": 24, "rotated": 10}
 
-CASES = [
-    case
-    for way in ("rope_fwd", "rope_bwd")
-    for case in table(
-        way,
-        {
-            f"{d.name}-{name}": make(d, way)
-            for d in HIGH_PRECISION
-            for name, make in _ROWS.items()
-            if d in (float32, bfloat16) or "partial" in name
-        },
-    )
-]
-CASES += table("rope_fwd", {"positions-beyond": _beyond})
+
+def _cases(x: str, y: str) -> dict[str, Options]:
+    """Cases of ``rope_fwd`` or ``rope_bwd``."""
+
+    def packed(form: str) -> Options:
+        """Among other heads."""
+        heads = len(form) - 2
+        return {"parts": {x: (heads, 0, 3), y: (heads, 3, 0)}}
+
+    def offsets(form: str) -> Options:
+        return {"first": (5, 0, 3, 11)[: None if form == "thd" else 2], "positions": 16, "same": {y: x}}
+
+    def every(form: str) -> dict[str, Options]:
+        return {
+            "halves": {},
+            "interleaved": {"interleaved": True},
+            "partial": {**_PARTIAL, **packed(form)},
+            "partial-interleaved": {"depth": 7, "rotated": 6, "interleaved": True, "same": {y: x}},
+            "offsets": offsets(form),
+            "own-angles": {"doubled": False, **packed(form)},
+            "own-angles-interleaved": {"doubled": False, "interleaved": True},
+        }
+
+    cases = {
+        f"{form}-{name}": {"heads": 3, "depth": 16, **common, **own}
+        for form, common in _FORMS.items()
+        for name, own in every(form).items()
+    }
+    for name, own in (("offsets", offsets("thd")), ("partial", {**_PARTIAL, **packed("thd")})):
+        cases[f"thd-gaps-{name}"] = {"heads": 3, "depth": 16, **_FORMS["thd"], "starts": _GAPS, **own}
+    some = {name: own for name, own in cases.items() if "partial" in name}
+    return {**typed(cases, (float32, bfloat16)), **typed(some, (float16,))}
+
+
+_BAD: Options = {"form": "thd", "m": TOKENS, "heads": 2, "depth": 8, "positions": LENGTH}
+_BEYOND: Options = {"m": 2, "heads": 1, "depth": 4, "rotated": 2, "positions": 3, "first": (2,)}
+
+TESTS = (
+    KernelTest(
+        "rope_fwd",
+        rope_fwd,
+        rope_fwd_oracle,
+        {**_cases("x", "y"), "positions-beyond": _BEYOND, **bad_cases(_BAD, LENGTHS_AND_STARTS, "lost")},
+    ),
+    KernelTest("rope_bwd", rope_bwd, rope_bwd_oracle, _cases("dy", "dx")),
+)

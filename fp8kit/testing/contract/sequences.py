@@ -1,66 +1,95 @@
-"""Contract cases of packing and unpacking: bit for bit."""
+"""Packing and unpacking, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.protocol import Kernels
-from fp8kit.formats import HIGH_PRECISION, DType
-from fp8kit.testing.compare import assert_same_bits
-from fp8kit.testing.contract import get, poisoned, put
-from fp8kit.testing.contract.elementwise import Array, draw, table
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed
+from fp8kit.testing.contract.running_sums import LENGTH, LENGTHS_AND_STARTS, TOKENS, bad_cases, running
+from fp8kit.testing.contract.sampler import Sampler
 
-# true lengths, gaps after each sequence, tokens after the last one, padded length, features
-_SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, int]] = {
-    "plain": ((5, 17, 3), (0, 0, 0), 0, 17, 24),
-    "empty-sequences": ((0, 4, 0, 9, 0), (0, 0, 0, 0, 0), 0, 12, 7),
-    "gaps": ((5, 1, 8), (3, 15, 0), 6, 8, 33),
-    "one": ((40,), (0,), 0, 64, 512),
-    "too-long": ((5, 9, 3), (0, 1, 0), 2, 6, 8),
-    "nothing": ((0, 0), (0, 2), 3, 4, 16),
-}
+Sums = tuple[int, ...]
 
 
-def _sums(lengths: tuple[int, ...]) -> Array:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-
-
-def _case(dtype: DType, name: str, way: str) -> Callable[[Kernels, Device], None]:
-    def run(kernels: Kernels, device: Device) -> None:
-        lengths, gaps, rest, longest, features = _SHAPES[name]
-        sums, starts = _sums(lengths), _sums(tuple(a + b for a, b in zip(lengths, gaps, strict=True)))
-        tokens = draw(1, (int(starts[-1]) + rest, features), dtype)
-        batch = draw(2, (len(lengths), longest, features), dtype)
-        places: list[ArrayView] = (
-            [put(sums, device)] if not any(gaps) else [put(sums, device), put(starts, device)]
-        )
-        if way == "unpack_sequences":
-            want = np.zeros_like(batch)
-            for b, n in enumerate(lengths):
-                want[b, :n] = tokens[starts[b] : starts[b] + min(n, longest)]
-            source, out = put(tokens, device), poisoned(batch.shape, dtype, device)
-        else:
-            want = np.zeros_like(tokens)
-            for b, n in enumerate(lengths):
-                want[starts[b] : starts[b] + n] = np.nan
-                want[starts[b] : starts[b] + min(n, longest)] = batch[b, :n]
-            source, out = put(batch, device), poisoned(tokens.shape, dtype, device)
-        getattr(kernels, way)(source, out, places[0], places[-1], 0)
-        found = get(out)
-        lost = np.isnan(want)
-        assert np.isnan(found[lost]).all(), f"{way}: rows that have no place are no NaN"
-        assert_same_bits(way, np.where(lost, want, found), want)
-
-    return run
-
-
-CASES = [
-    case
-    for way in ("unpack_sequences", "pack_sequences")
-    for case in table(
-        way, {f"{d.name}-{name}": _case(d, name, way) for d in HIGH_PRECISION for name in _SHAPES}
+def _places(s: Sampler, m: int, lengths: Sums, starts: Sums) -> tuple[Arguments, int, int]:
+    """The running sums, one array where nothing lies between the sequences; how many sequences there are, and
+    how many places for the tokens of each. By default two of half of ``m`` tokens each."""
+    lengths = lengths or (0, m // 2, m // 2 * 2)
+    sums = s.sums(*lengths)
+    return (
+        {"lengths": sums, "starts": s.sums(*starts) if starts not in ((), lengths) else sums},
+        len(lengths) - 1,
+        m // 2,
     )
-]
+
+
+def unpack_sequences(
+    s: Sampler, m: int, n: int, lengths: Sums = (), starts: Sums = (), longest: int = 0
+) -> Arguments:
+    """``m`` tokens of ``n`` features."""
+    places, count, half = _places(s, m, lengths, starts)
+    return {"x": s.normal(m, n), "y": s.output(count, longest or half, n), **places}
+
+
+def unpack_sequences_oracle(a: Any) -> Results:
+    """Sequence by sequence."""
+    y = np.zeros_like(a.y)
+    for b, length in enumerate(np.diff(a.lengths)):
+        part = a.x[a.starts[b] : a.starts[b] + min(length, y.shape[1])]
+        y[b, : len(part)] = part
+    return {"y": y}
+
+
+def pack_sequences(
+    s: Sampler, m: int, n: int, lengths: Sums = (), starts: Sums = (), longest: int = 0
+) -> Arguments:
+    """The way back."""
+    places, count, half = _places(s, m, lengths, starts)
+    return {"x": s.normal(count, longest or half, n), "y": s.output(m, n), **places}
+
+
+def pack_sequences_oracle(a: Any) -> Results:
+    """Sequence by sequence; NaN for tokens that have no place in the batch."""
+    y = np.zeros_like(a.y)
+    for b, length in enumerate(np.diff(a.lengths)):
+        first, kept = a.starts[b], min(length, a.x.shape[1])
+        y[first : first + length] = np.nan
+        y[first : first + kept] = a.x[b, :kept]
+    return {"y": y}
+
+
+def _case(lengths: Sums, gaps: Sums, rest: int, longest: int, features: int) -> Options:
+    """True lengths, gaps after each sequence, tokens after the last one, padded length, features."""
+    starts = running(length + gap for length, gap in zip(lengths, gaps, strict=True))
+    sums = {"lengths": running(lengths), "starts": starts}
+    return {"m": starts[-1] + rest, "n": features, "longest": longest, **sums}
+
+
+_CASES = typed(
+    {
+        "plain": _case((5, 17, 3), (0, 0, 0), 0, 17, 24),
+        "empty-sequences": _case((0, 4, 0, 9, 0), (0, 0, 0, 0, 0), 0, 12, 7),
+        "gaps": _case((5, 1, 8), (3, 15, 0), 6, 8, 33),
+        "one": _case((40,), (0,), 0, 64, 512),
+        "too-long": _case((5, 9, 3), (0, 1, 0), 2, 6, 8),
+        "nothing": _case((0, 0), (0, 2), 3, 4, 16),
+    }
+)
+_BAD: Options = {"m": TOKENS, "n": 24, "longest": LENGTH}
+
+TESTS = (
+    KernelTest(
+        "unpack_sequences",
+        unpack_sequences,
+        unpack_sequences_oracle,
+        {**_CASES, **bad_cases(_BAD, LENGTHS_AND_STARTS)},
+    ),
+    KernelTest(
+        "pack_sequences",
+        pack_sequences,
+        pack_sequences_oracle,
+        {**_CASES, **bad_cases(_BAD, LENGTHS_AND_STARTS, "lost")},
+    ),
+)

@@ -26,7 +26,6 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.spec import Meta
 from fp8kit.testing import assert_same_bits
@@ -364,7 +363,7 @@ def test_a_product_and_its_state(recipe, axes):
 
 def test_operands_that_come_in_fp8_are_not_cut():
     """Their codes are padded as a whole: a program that takes them runs whole on every device."""
-    fp8 = fp8_from_recipe(RECIPES["current"])
+    fp8 = RECIPES["current"].quantization
     x, weight = Meta((64, 128), formats.float32), Meta((256, 128), formats.float32)
     for operation in ("linear", "norm_linear"):
         for name in ("weight_cached", "input_cached"):

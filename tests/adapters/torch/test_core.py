@@ -24,7 +24,6 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, QParams
 from fp8kit.spec import Meta
 
@@ -37,14 +36,15 @@ RECIPES = [
 ]
 FC = [
     ProductSpec(16, (32,), bias="deferred", prefix="fc1_"),
-    ProductSpec(32, (16,), prefix="fc2_", fp8=fp8_from_recipe(RECIPES[2])),
+    ProductSpec(32, (16,), prefix="fc2_", fp8=RECIPES[2].quantization),
 ]
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        *RECIPES,
+        *(recipe.quantization for recipe in RECIPES),
+        RECIPES[0].history,
         LinearSpec(FC[1]),
         NormMLPSpec(NormSpec(16, epsilon=1 / 3), *FC),
         EmbeddingSpec(3, 4, formats.bfloat16),
@@ -71,7 +71,7 @@ def test_a_text_is_the_same_in_another_process():
 
 def test_what_has_no_text_is_refused():
     with pytest.raises(TypeError, match=r"function .* cannot go into a compiled graph"):
-        encode(DelayedScaling(amax_compute_algo=lambda history: history[0]))
+        encode(DelayedScaling(amax_compute_algo=lambda history: history[0]).history)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.short_name())
@@ -101,7 +101,7 @@ def test_an_op_gives_the_short_ways_bits(device):
     tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in ((5, 16), (24, 16), (24,))]
     what = call(
         "linear",
-        LinearSpec(ProductSpec(16, (24,), fp8=fp8_from_recipe(RECIPES[1]))),
+        LinearSpec(ProductSpec(16, (24,), fp8=RECIPES[1].quantization)),
         ("x", "weight0", "bias0"),
         ("",),
     )

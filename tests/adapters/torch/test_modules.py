@@ -10,6 +10,7 @@ import torch
 from fp8kit_torch import ready
 
 from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError
+from fp8kit.ops.product import ProductSpec
 
 from .twins import RECIPES, WIDTH, batches, numpy_of, same, scope, torch_step, twins
 
@@ -110,15 +111,16 @@ def test_an_unknown_mask_type_in_a_constructor():
         ft.TransformerLayer(WIDTH, 64, 4, self_attn_mask_type="caucal", device="cpu")
 
 
-@pytest.mark.parametrize(("blocks", "have", "least"), [(False, (8, 6), "8.9"), (True, (8, 9), "9.0")])
-def test_a_gpu_without_fp8(monkeypatch, blocks, have, least):
+@pytest.mark.parametrize(("recipe", "have", "least"), [("delayed", (8, 6), "8.9"), ("block", (8, 9), "9.0")])
+def test_a_gpu_without_fp8(monkeypatch, recipe, have, least):
+    products = [ProductSpec(16, (16,)), ProductSpec(16, (16,), fp8=RECIPES[recipe].quantization)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: have)
     with pytest.raises(
         BackendError,
         match=rf"linear: device: got cuda:0 of compute capability {have[0]}.{have[1]}, expected {least}",
     ):
-        ready.want_fp8("linear", blocks, torch.device("cuda", 0))
-    ready.want_fp8("linear", blocks, torch.device("cpu"))
+        ready.want_fp8("linear", products, torch.device("cuda", 0))
+    ready.want_fp8("linear", products, torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -30,7 +30,6 @@ from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.recipe import DelayedScaling
@@ -46,7 +45,7 @@ def _operands(device):
     def r(*shape):
         return torch.randn(shape, device=device)
 
-    fp8 = fp8_from_recipe(DelayedScaling())
+    fp8 = DelayedScaling().quantization
     norm, plain = NormSpec(16), ProductSpec(16, (24,))
     quantised = ProductSpec(16, (24,), fp8=fp8)
     fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")

@@ -285,9 +285,9 @@ def test_a_pass_has_a_thread_for_each_device(monkeypatch):
     monkeypatch.setattr(state, "_WALKS", _Slow(4))
     monkeypatch.setattr(state, "_pass_now", lambda: -7)  # of no pass that there ever was
     monkeypatch.setattr(state, "_at_its_end", queued.append)
-    monkeypatch.setattr(state, "update", lambda recipe, states, forward: updated.append(states))
+    monkeypatch.setattr(state, "update", lambda history, states, forward: updated.append(states))
     states = [state.ScalingState(2, 1, "cpu") for _ in range(4)]
-    threads = [threading.Thread(target=state.finish_backward, args=(RECIPE, own)) for own in states]
+    threads = [threading.Thread(target=state.finish_backward, args=(RECIPE.history, own)) for own in states]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,7 +11,6 @@ from fp8kit_torch.gemms import general_gemm
 from fp8kit_torch.global_state import FP8GlobalStateManager as State
 
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
-from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.testing.compare import relative_error
 
 from .twins import RECIPES, WIDTH, same
@@ -134,7 +133,7 @@ def test_general_gemm(device, kind, layout):
     )
     A, B = {"TN": (w, x), "NN": (w, g), "NT": (x, g)}[layout]
     if kind in RECIPES:
-        fp8 = fp8_from_recipe(RECIPES[kind])
+        fp8 = RECIPES[kind].quantization
         blocks = ft.quantized.held_as(fp8, "x")
         A, B = (
             ft.QuantizedTensor.of(t, fp8) if t is w else ft.QuantizedTensor.cast(t, blocks) for t in (A, B)

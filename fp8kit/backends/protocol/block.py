@@ -1,0 +1,88 @@
+"""The contract of scaling by blocks of 128 elements: casts, and the product of such operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends.protocol.gemm import product_flops, product_workspace
+from fp8kit.backends.protocol.spec import kernel
+from fp8kit.formats import Format
+
+BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``
+
+
+def block_shapes(rows: int, columns: int, tile: tuple[int, int]) -> tuple[Shape, Shape]:
+    """Shapes of an operand of ``block_gemm`` for a matrix of (rows, columns): of its codes, uint8, and of its
+    scale_inv, float32."""
+    r, k = -(-rows // 16) * 16, -(-columns // BLOCK) * BLOCK
+    scales = (k // BLOCK, r) if tile[0] == 1 else (-(-r // BLOCK), -(-k // (4 * BLOCK)) * 4)
+    return (r, k), scales
+
+
+class Blocks(Protocol):
+    """Scaling by blocks of 128."""
+
+    @kernel(writes="q scale_inv q_t scale_inv_t", exact=True)
+    def block_quantize(
+        self,
+        x: ArrayView,
+        q: ArrayView | None,
+        scale_inv: ArrayView | None,
+        q_t: ArrayView | None,
+        scale_inv_t: ArrayView | None,
+        format: Format,
+        tile: tuple[int, int],
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """Current scaling by blocks, x and its transpose each as an operand of ``block_gemm``; E4M3 or E5M2.
+        x: h (M, N), rows of 1 x 128 or squares of 128 x 128 elements share a scale: ``tile``. q: uint8 (M up
+        to 16, N up to 128: the next multiples), q_t: uint8 (N up to 16, M up to 128), either may be None;
+        zero codes beyond x. A scale is ``scale_from_amax`` of its tile's amax with fp8_max = format.max and
+        value_for_inf = the largest finite value of x's dtype; the code is ``encode(x * scale)``, saturating.
+
+        Tile (1, 128) runs along the contraction: q has a scale for 128 neighbours of a row of x, q_t, cast
+        from x as well, one for 128 neighbours of a column. Tile (128, 128): q_t is q transposed. Layouts
+        (cuBLASLt's), of an operand (R, Kp): tile (1, 128): float32 (Kp / 128, R); tile (128, 128): float32
+        (ceil(R / 128), Kp / 128 up to 4). Every element is written, 1 for a tile outside x."""
+
+    @kernel(writes="qs scale_invs q_ts scale_inv_ts", exact=True)
+    def block_quantize_many(
+        self,
+        xs: Sequence[ArrayView],
+        qs: Sequence[ArrayView | None],
+        scale_invs: Sequence[ArrayView | None],
+        q_ts: Sequence[ArrayView | None],
+        scale_inv_ts: Sequence[ArrayView | None],
+        format: Format,
+        tile: tuple[int, int],
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """``block_quantize`` of every x into the arrays at its place."""
+
+    @kernel(writes="out", workspace=product_workspace, flops=product_flops)
+    def block_gemm(
+        self,
+        a: ArrayView,
+        b: ArrayView,
+        out: ArrayView,
+        a_format: Format,
+        b_format: Format,
+        a_scale_inv: ArrayView,
+        b_scale_inv: ArrayView,
+        a_tile: tuple[int, int],
+        b_tile: tuple[int, int],
+        bias: ArrayView | None,
+        addend: ArrayView | None,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp,
+        Kp), b: uint8 (Np, Kp) with their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or
+        (128, 128), not both (128, 128). out, bias, addend, formats, alignment as in ``fp8_gemm``; partial
+        sums are promoted to float32 at every block (split accumulator). Workspace: ``fp8_gemm_workspace``."""

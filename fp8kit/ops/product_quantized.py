@@ -1,0 +1,271 @@
+"""Products of quantised operands: what all granularities of scales share.
+
+An operand is two arrays, its codes and their scale_inv, in the orientation that a GEMM wants, its contraction
+last. There are up to six: ``x_q`` and ``w_q`` of fprop, ``g_q`` and ``w_qt`` of dgrad, ``g_qt`` and ``x_qt``
+of wgrad. A granularity is a subclass: how large the arrays are, how an operand is cast, which GEMM it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.buffers import free
+from fp8kit.errors import UnsupportedError
+from fp8kit.formats import DType, float32, uint8
+from fp8kit.ops.product import Product, ProductSpec, WorkingSet, want
+from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.spec import Meta, Metas
+
+Operand = tuple[Any, Any, Quantizer]  # codes and scale_inv, views, and how they were cast
+Arrays = Mapping[str, Any]
+Pair = tuple[Arrays, Arrays]
+ALIGN = 16  # FP8 products take dimensions that are multiples of 16 (cuBLASLt, "FP8 data types")
+AMAX = Meta((1,), float32, zero=True)
+
+
+def pad(n: int) -> int:
+    """The next multiple of 16."""
+    return -(-n // ALIGN) * ALIGN
+
+
+class QuantizedProduct(Product):
+    """``Product`` on codes and scales.
+
+    ``kernels``: of the contract, that it is made of, the cast first. ``capability``: the least compute
+    capability of a CUDA device that has them; ``described``: what such a device is said to compute.
+    """
+
+    kernels: ClassVar[tuple[str, ...]]
+    capability: ClassVar[tuple[int, int]] = (8, 9)
+    described: ClassVar[str] = "FP8"
+
+    def __init__(
+        self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
+    ) -> None:
+        super().__init__(spec, rows, dtype, needs_x, needs_w, needs_b)
+        assert spec.fp8 is not None
+        self.fp8: Quantization = spec.fp8
+        m, n, k, (fprop, dgrad, wgrad) = self.m, self.n, self.k, self.fp8.gemms.values()
+        # operand -> rows, contraction, how it is cast
+        self.operands: dict[str, tuple[int, int, Quantizer]] = {
+            "x_q": (m, k, fprop.a),
+            "w_q": (n, k, fprop.b),
+            "g_q": (m, n, dgrad.a),
+            "w_qt": (k, n, dgrad.b),
+            "g_qt": (n, m, wgrad.a),
+            "x_qt": (k, m, wgrad.b),
+        }
+        self.quantizers = {"x": fprop.a, "w": fprop.b, "g": dgrad.a}
+        self.cached = ("x_q", "x_qt") * spec.input_cached + ("w_q", "w_qt") * spec.weight_cached
+        # operand -> names of its codes and of their scale_inv
+        self.names = {
+            operand: (f"{spec.prefix}{operand}", f"{spec.prefix}{self._scale_name(operand)}")
+            for operand in self.operands
+        }
+        # what is no longer needed after an operand's GEMM: no scales that both orientations share
+        self.own_names = {operand: (name, f"{name}_inv") for operand, (name, _) in self.names.items()}
+        self.in_saved = frozenset(self.saved())
+        self.fast = {name: gemm.fast for name, gemm in self.fp8.gemms.items()}
+        # the scales of a part of g^T's rows are no array of their own
+        self.whole_wgrad = len(self.weights) > 1
+
+    # --- what a granularity says ----------------------------------------------------------------------------
+
+    @classmethod
+    def check_supported(cls, gemms: Iterable[tuple[str, Gemm]]) -> None:
+        """UnsupportedError for named GEMMs that the kernels do not compute."""
+
+    @staticmethod
+    def shapes(rows: int, columns: int, quantizer: Quantizer) -> tuple[Shape, Shape]:
+        """Shapes of an operand's codes, uint8, and of its scale_inv, float32."""
+        raise NotImplementedError
+
+    @staticmethod
+    def grid(scale_inv: Any, quantizer: Quantizer) -> Any:
+        """An operand's scale_inv, an array of any library, as a matrix of one scale a tile."""
+        raise NotImplementedError
+
+    @staticmethod
+    def multiply(
+        ws: WorkingSet,
+        left: Operand,
+        right: Operand,
+        out: ArrayView,
+        fast: bool,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
+    ) -> None:
+        """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream."""
+        raise NotImplementedError
+
+    def _scale_name(self, operand: str) -> str:
+        """Name of the operand's scale_inv, the prefix aside."""
+        return f"{operand}_inv"
+
+    def _cast(self, ws: WorkingSet, operand: str, x: ArrayView, into: Pair, amax_known: bool = False) -> None:
+        """Cast "x", "w" or "g" to its two orientations: to the first, where that is in ``into[0]``, and to
+        the second, where it is in ``into[1]``."""
+        raise NotImplementedError
+
+    def _temporaries(self, operand: str) -> dict[str, Meta]:
+        """What a cast of "x", "w" or "g" finds in ``scratch``."""
+        return self._weight_buffer() if operand == "w" else {}
+
+    # --- what there is --------------------------------------------------------------------------------------
+
+    def takes_amax(self, operand: str) -> bool:
+        return self.quantizers[operand].takes_amax
+
+    def check(self, operation: str, metas: Metas) -> None:
+        super().check(operation, metas)
+        for name, meta in self._metas(*self.cached).items():
+            want(operation, name, metas, meta.shape, meta.dtype)
+
+    def outputs(self) -> dict[str, Meta]:
+        return {name: AMAX for name in map(self._amax, "xw") if name is not None}
+
+    def weight_outputs(self) -> dict[str, Meta]:
+        return self._metas("w_q", "w_qt")
+
+    def saved(self) -> dict[str, Meta]:
+        wanted = ("x_qt",) * self.needs_w + ("w_qt",) * self.needs_x
+        return self._metas(*(operand for operand in wanted if operand not in self.cached))
+
+    def kept(self) -> tuple[str, ...]:
+        wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
+        return tuple(self._metas(*(operand for operand in wanted if operand in self.cached)))
+
+    def weight_names(self) -> tuple[str, ...]:
+        return tuple(self._metas("w_q")) if self.spec.weight_cached else super().weight_names()
+
+    def grads(self) -> dict[str, Meta]:
+        amax = self._amax("g")
+        return super().grads() | ({} if amax is None else {amax: AMAX})
+
+    def scratch(self) -> dict[str, Meta]:
+        out = super().scratch()
+        for operand in "xw":
+            if f"{operand}_q" not in self.cached:
+                out |= self._metas(f"{operand}_q") | self._temporaries(operand)
+        return {name: meta for name, meta in out.items() if name not in self.in_saved}
+
+    def cast_scratch(self) -> dict[str, Meta]:
+        return self._temporaries("w")
+
+    def backward_scratch(self) -> dict[str, Meta]:
+        wanted = ("g_q",) * self.needs_x + ("g_qt",) * self.needs_w
+        return self._metas(*wanted) | (self._temporaries("g") if wanted else {}) | super().backward_scratch()
+
+    def workspace(self, k: Any) -> int:
+        shapes = ((self.m, self.n), (self.m, self.k), self._weight_shape(self.n))
+        sums = int(k.column_sum_workspace(self.m, self.n))
+        return max(*(int(k.fp8_gemm_workspace(*shape)) for shape in shapes), sums)
+
+    # --- forward --------------------------------------------------------------------------------------------
+
+    def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
+        if not self.spec.input_cached:
+            self._cast(ws, "x", x, (ws.scratch, ws.saved), amax_known)
+
+    def cast_weight(self, ws: WorkingSet) -> None:
+        self._cast_weight(ws, (ws.outputs, ws.outputs))
+
+    def _cast_weight(self, ws: WorkingSet, into: Pair) -> None:
+        self._cast(ws, "w", self._whole_weight(ws), into)
+
+    def measure(self, ws: WorkingSet, x: ArrayView) -> None:
+        name = self._amax("x")
+        if name is not None:
+            ws.kernels.amax(x, ws.outputs[name], x.shape, ws.stream)
+        self.measure_weight(ws)
+
+    def measure_weight(self, ws: WorkingSet) -> None:
+        name = self._amax("w")
+        if name is not None:
+            for part in (ws.inputs[weight] for weight in self.weights):
+                ws.kernels.amax(part, ws.outputs[name], part.shape, ws.stream)
+
+    def fprop(
+        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
+    ) -> None:
+        bias, spec, scratch = self._bias(ws), self.spec, ws.scratch
+        if not spec.weight_cached:
+            self._cast_weight(ws, (scratch, ws.saved))
+        a = self._operand("x_q", ws.inputs if spec.input_cached else scratch, ws.saved)
+        b = self._operand("w_q", ws.inputs if spec.weight_cached else scratch, ws.saved)
+        self.multiply(ws, a, b, y, self.fast["fprop"], bias, addend)
+        del a, b
+        free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
+
+    def save_weight(self, ws: WorkingSet) -> None:
+        if self.needs_x and not self.spec.weight_cached:
+            self._cast_weight(ws, ({}, ws.saved))
+
+    # --- backward -------------------------------------------------------------------------------------------
+
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
+        super().cast_g(ws, g, with_bias)
+        if self.needs_x or self.needs_w:
+            self._cast(ws, "g", g, (ws.scratch, ws.scratch), amax_known)
+
+    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+        a = self._operand("g_q", ws.scratch, ws.saved)
+        b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
+        self.multiply(ws, a, b, dx, self.fast["dgrad"])
+        del a, b
+        free(ws.scratch, *self.own_names["g_q"])
+        free(ws.saved, *self.own_names["w_qt"])
+
+    def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        self._wgrads(ws)
+        free(ws.scratch, *self.own_names["g_qt"])
+        free(ws.saved, *self.own_names["x_qt"])
+        if self.whole_wgrad:
+            name = f"{self.spec.prefix}dweight"
+            self._part_weights(ws, ws.scratch[name])
+            free(ws.scratch, name)
+
+    def _wgrads(self, ws: WorkingSet) -> None:
+        """The products of ``wgrad``: of the whole weight, or segment by segment."""
+        g = self._operand("g_qt", ws.scratch, ws.saved)
+        x = self._operand("x_qt", ws.inputs if self.spec.input_cached else ws.saved, ws.saved)
+        single = len(self.weights) == 1
+        for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
+            if self.whole_wgrad:
+                part, out, adds = g, ws.scratch[f"{self.spec.prefix}dweight"], False
+            else:
+                part = g if single else (g[0].slice(0, start, n), *g[1:])
+                out, adds = ws.outputs[name], self.adds
+            a, b = (part, x) if self.oi else (x, part)
+            self.multiply(ws, a, b, out, self.fast["wgrad"], None, out if adds else None)
+            if self.whole_wgrad:
+                return
+
+    # --- helpers --------------------------------------------------------------------------------------------
+
+    def _metas(self, *operands: str) -> dict[str, Meta]:
+        """The arrays of these operands, by name."""
+        made: dict[str, Meta] = {}
+        for operand in operands:
+            (codes, scales), (name, scale_name) = self.shapes(*self.operands[operand]), self.names[operand]
+            made |= {name: Meta(codes, uint8), scale_name: Meta(scales, float32)}
+        return made
+
+    def _amax(self, operand: str) -> str | None:
+        """Name of the amax output of "x", "w" or "g", None where there is none."""
+        used = self.needs_x or self.needs_w if operand == "g" else f"{operand}_q" not in self.cached
+        needs = used and self.quantizers[operand].needs_amax
+        return f"{self.spec.prefix}{operand}_amax" if needs else None
+
+    def _operand(self, operand: str, views: Arrays, saved: Arrays) -> Operand:
+        """An operand of a GEMM in ``views``; scales that both orientations share may be in ``saved``."""
+        name, scale_name = self.names[operand]
+        scales = saved if scale_name in self.in_saved else views
+        return views[name], scales[scale_name], self.operands[operand][2]
+
+
+def unsupported(argument: str, got: object, wanted: str) -> UnsupportedError:
+    """The refusal of a recipe that asks for something no kernel does."""
+    return UnsupportedError("recipe", argument, got, wanted)

@@ -1,0 +1,237 @@
+"""What a recipe comes to, as data: how each operand of each GEMM of a layer becomes codes and scales.
+
+``Quantizer`` is the rule of one operand, ``Gemm`` two of them and the accumulation, ``Quantization`` the
+three GEMMs. ``AmaxHistory`` says how scales follow from earlier steps where operands have state. The classes
+of ``fp8kit.recipe`` are constructors of these values; all other code asks the values, never a recipe's class.
+
+They can say more than is carried out: ``ops.products`` refuses by name what no kernel does yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arguments import choice
+from fp8kit.errors import RecipeError
+from fp8kit.formats import Format
+
+HostArray = np.ndarray[Any, Any]
+AmaxCompute = Callable[[HostArray], HostArray]
+ScaleCompute = Callable[[HostArray, HostArray, float, Any], HostArray]
+
+# granularity -> (rows, columns) of a tile of elements that share a scale, 0: all of them
+TILES = {
+    "tensor": (0, 0),
+    "row": (1, 0),
+    "block_1x128": (1, 128),
+    "block_128x128": (128, 128),
+    "mx_1x32": (1, 32),
+}
+# those beside, of layers only: a tile's scale is E4M3, and the tensor has a float32 scale as well
+_TILES = TILES | {"nvfp4_1x16": (1, 16)}
+_SOURCES = ("current", "delayed", "amax", "static")
+_RULES = ("exact", "power_2", "floor", "ceil", "even", "rceil")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How one operand of a GEMM becomes codes and scales. The operand is a matrix whose columns are the
+    contraction ::
+
+        amax      = max(max|tile|, epsilon)         of each tile of ``granularity``
+        scale     = format.max / amax               rounded by ``scale_rule``; 1 where amax is 0, Inf or NaN
+        q         = encode(x * scale)
+        scale_inv = 1 / scale
+
+    * ``format``: of the codes. ``granularity``: which elements share a scale: "tensor", "row",
+      "block_1x128", "block_128x128", "mx_1x32" or "nvfp4_1x16".
+    * ``scale_source``: "current", the amax is taken from the tile itself; "amax", likewise, but somebody else
+      has taken it (devices share theirs): it is an input; "delayed", the scale is an input that follows from
+      the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output; "static",
+      ``static_scale``.
+    * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; "floor", "ceil", "even", "rceil":
+      the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3).
+    * ``epsilon``: the least amax.
+    * ``stochastic_bits``: 0, codes are rounded to nearest even; n, stochastically by n random bits.
+    * ``hadamard``: 0, the operand as it is; n, each n neighbours along the contraction are first rotated by
+      a Hadamard matrix.
+
+    RecipeError for another word.
+    """
+
+    format: Format
+    granularity: str = "tensor"
+    scale_source: str = "current"
+    scale_rule: str = "exact"
+    epsilon: float = 0.0
+    static_scale: float = 1.0
+    stochastic_bits: int = 0
+    hadamard: int = 0
+
+    def __post_init__(self) -> None:
+        words = {"granularity": _TILES, "scale_source": _SOURCES, "scale_rule": _RULES}
+        for name, known in words.items():
+            choice("Quantizer", name, getattr(self, name), known, RecipeError)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """(rows, columns) of the elements that share a scale; 0 is all of them."""
+        return _TILES[self.granularity]
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether the scale follows from earlier steps."""
+        return self.scale_source == "delayed"
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether the amax of the whole tensor is an output: taken for its scale, or recorded."""
+        return self.granularity == "tensor" and self.scale_source != "static"
+
+    @property
+    def takes_amax(self) -> bool:
+        """Whether the amax of the whole tensor is taken before the tensor can be cast."""
+        return self.needs_amax and self.scale_source == "current"
+
+    @property
+    def power_2(self) -> bool:
+        """Whether scales are rounded down to powers of two."""
+        return self.scale_rule == "power_2"
+
+    def with_amax(self) -> Quantizer:
+        """The same with the amax as an input, where it takes it itself."""
+        return replace(self, scale_source="amax") if self.takes_amax else self
+
+    def __str__(self) -> str:
+        """For example ``E4M3 by block_1x128, current, power_2``."""
+        more = {"stochastic": self.stochastic_bits, "hadamard": self.hadamard, "epsilon": self.epsilon}
+        words = [self.scale_source, *(() if self.scale_rule == "exact" else (self.scale_rule,))]
+        words += [f"{name} {value:g}" for name, value in more.items() if value]
+        return f"{self.format} by {self.granularity}, {', '.join(words)}"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM, out = a b^T: how its operands are cast, and how it is computed.
+
+    * ``accumulation``: "split" promotes partial sums to float32 regularly, "fast" accumulates in the tensor
+      cores' own width.
+    * ``compute``: "quantized" multiplies the codes; "dequantized" their values, in high precision;
+      "high_precision" the operands as they are.
+
+    RecipeError for another word.
+    """
+
+    a: Quantizer
+    b: Quantizer
+    accumulation: str = "split"
+    compute: str = "quantized"
+
+    def __post_init__(self) -> None:
+        choice("Gemm", "accumulation", self.accumulation, ("split", "fast"), RecipeError)
+        choice("Gemm", "compute", self.compute, ("quantized", "dequantized", "high_precision"), RecipeError)
+
+    @property
+    def fast(self) -> bool:
+        """Whether it accumulates in the tensor cores' own width."""
+        return self.accumulation == "fast"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The three GEMMs of a layer's weight ::
+
+        fprop  y  = x W^T        a: x (M, K)               b: w (N, K)
+        dgrad  dx = g W          a: g (M, N)               b: w transposed (K, N)
+        wgrad  dW = g^T x        a: g transposed (N, M)    b: x transposed (K, M)
+
+    Each operand is read by two of them. ``x``, ``w`` and ``g`` are the operands as the first reads them.
+    """
+
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    @classmethod
+    def of(
+        cls,
+        x: Quantizer,
+        w: Quantizer,
+        g: Quantizer,
+        fprop: str = "fast",
+        dgrad: str = "split",
+        wgrad: str = "split",
+    ) -> Quantization:
+        """Operands that both of their GEMMs cast alike, and each GEMM's accumulation."""
+        return cls(Gemm(x, w, fprop), Gemm(g, w, dgrad), Gemm(g, x, wgrad))
+
+    @property
+    def x(self) -> Quantizer:
+        """The input, as fprop reads it."""
+        return self.fprop.a
+
+    @property
+    def w(self) -> Quantizer:
+        """The weight, as fprop reads it."""
+        return self.fprop.b
+
+    @property
+    def g(self) -> Quantizer:
+        """The output gradient, as dgrad reads it."""
+        return self.dgrad.a
+
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """The GEMMs by name."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    def map(self, change: Callable[[Quantizer], Quantizer], operands: str = "xwg") -> Quantization:
+        """The same with ``change(quantizer)`` for those ``operands``."""
+        made = (
+            replace(
+                gemm,
+                a=change(gemm.a) if pair[0] in operands else gemm.a,
+                b=change(gemm.b) if pair[1] in operands else gemm.b,
+            )
+            for gemm, pair in zip(self.gemms.values(), ("xw", "gw", "gx"), strict=True)
+        )
+        return Quantization(*made)
+
+    def __str__(self) -> str:
+        return f"x: {self.x}; w: {self.w}; g: {self.g}"
+
+
+@dataclass(frozen=True)
+class AmaxHistory:
+    """How the scales of operands with state follow from the amaxes of earlier steps, by the rule that
+    ``recipe.DelayedScaling`` states.
+
+    ``max_forward``, ``max_backward``: largest values of the formats of x and w, and of g. ``length``: steps.
+    ``margin``: powers of two kept free. ``amax_algo``: "max", "most_recent" or a callable; ``scale_algo``:
+    None or a callable; ``recipe``: what the callables belong to, None where there are none. ``reduce``:
+    whether processes share their amaxes.
+    """
+
+    max_forward: float
+    max_backward: float
+    length: int = 1024
+    margin: int = 0
+    amax_algo: str | AmaxCompute = "max"
+    scale_algo: ScaleCompute | None = None
+    reduce: bool = True
+    recipe: Any = None
+
+    @cached_property
+    def most_recent(self) -> bool:
+        """Whether the newest amax alone decides."""
+        return self.amax_algo == "most_recent"
+
+    @cached_property
+    def on_host(self) -> bool:
+        """Whether a callable makes the update run on the host."""
+        return callable(self.amax_algo) or self.scale_algo is not None

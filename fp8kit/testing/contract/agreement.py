@@ -1,0 +1,58 @@
+"""Whether two implementations agree: a result beside that of the reference for the same arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit import codec
+from fp8kit.backends.protocol import Output
+from fp8kit.formats import FORMATS, uint8
+from fp8kit.testing.compare import Array, epsilon, errors, same_values
+
+
+def errors_of(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -> tuple[Array, Array]:
+    """(error, the largest that is allowed) of every element of a result, beside the reference's: each may be
+    so far from exact arithmetic as ``KernelTest.slacks`` says, and a code one step of its format further."""
+    own = slacks.get("cast" if output.cast is not None else output.name)
+    if own is None or output.name == "cast.scale_inv":
+        return np.where(same_values(got, want), 0.0, np.inf), np.zeros(())
+    most = np.finfo(np.float64).max / 4
+    slack = 2 * np.nan_to_num(np.asarray(own, np.float64), nan=0.0, posinf=most, neginf=-np.inf)
+    if output.argument == "amax" or output.name == "cast.amax":
+        slack = np.asarray(np.max(slack, initial=0))
+    if output.cast is None or output.name == "cast.amax":
+        right = want.astype(np.float64)
+        twice = epsilon(output.view.dtype) * np.abs(np.nan_to_num(right, nan=0, posinf=0, neginf=0))
+        return errors(got, right, output.view.dtype, slack + twice)
+    fmt, scale = output.cast.format, output.cast.scale
+    table = codec.table(FORMATS.get(fmt.name, fmt))
+    values, right, each = table[got], table[want], np.zeros(want.shape)
+    slack = slack.T if output.name == "cast.q_t" else slack
+    each[tuple(map(slice, slack.shape))] = slack
+    factor = 1 / output.cast.scale_inv.numpy() if scale is None else scale.numpy()
+    limit = fmt.epsilon * np.nan_to_num(np.abs(right), nan=0) + fmt.smallest_subnormal + abs(factor[0]) * each
+    with np.errstate(invalid="ignore"):
+        return np.where(got == want, 0, np.nan_to_num(np.abs(values - right), nan=np.inf)), limit
+
+
+def assert_agree(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -> None:
+    """AssertionError with the first coordinate where a result is further from the reference's than two right
+    ones may be from each other."""
+    error, limit = errors_of(output, got, want, slacks)
+    wrong = np.broadcast_to(error > limit, want.shape)
+    if wrong.any():
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+        allowed, right = float(np.broadcast_to(limit, want.shape)[at]), _shown(output, want[at])
+        raise AssertionError(
+            f"{output.name}: {int(wrong.sum())} of {wrong.size} differ, first at {at}: "
+            f"got {_shown(output, got[at])}, expected {right}" + (f" +- {allowed:.3g}" if allowed else "")
+        )
+
+
+def _shown(output: Output, value: Any) -> str:
+    """An element, a code with what it stands for."""
+    if output.cast is None or output.view.dtype is not uint8:
+        return repr(value)
+    return f"{value:#x} ({codec.decode(value, output.cast.format):g})"

@@ -1,0 +1,255 @@
+"""Amaxes, bit for bit; current scaling's rule and delayed scaling's update, as their texts read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit.formats import HIGH_PRECISION, bfloat16, float32, float64
+from fp8kit.testing.compare import Array
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed
+from fp8kit.testing.contract.casts import largest, scale_of
+from fp8kit.testing.contract.sampler import Sampler
+
+Tile = tuple[int, int]
+WHOLE, ROW = (0, 0), (1, 0)  # 0: as many as the matrix has
+SIZES = ((1, 1), (33, 65), (128, 256), (5, 1000), (0, 8))
+TILINGS: dict[str, Tile] = {
+    "tensor": WHOLE,
+    "row": ROW,
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+}
+
+
+def tile_of(tile: Tile, m: int, n: int) -> Tile:
+    """A tile's rows and columns."""
+    return tile[0] or max(m, 1), tile[1] or max(n, 1)
+
+
+def grid(m: int, n: int, tile: Tile) -> Tile:
+    """How many tiles lie along each dimension, at least one."""
+    return max(1, -(-m // tile[0])), max(1, -(-n // tile[1]))
+
+
+def tile_count(m: int, n: int, tile: Tile) -> int:
+    """How many tiles there are."""
+    down, across = grid(m, n, tile_of(tile, m, n))
+    return down * across
+
+
+def tile_amax(x: Array, tile: Tile, start: Array) -> Array:
+    """Tile by tile, the slow and obvious way."""
+    found = start.reshape(grid(x.shape[0], x.shape[1], tile)).copy()
+    for i, j in np.ndindex(found.shape):
+        part = x[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
+        found[i, j] = max(found[i, j], largest(part))
+    return found.reshape(-1)
+
+
+def amax(
+    s: Sampler,
+    m: int,
+    n: int,
+    tile: Tile = WHOLE,
+    start: float = 0.0,
+    values: Any = None,
+    strewn: bool = True,
+) -> Arguments:
+    """``values``: x; else drawn."""
+    x = s.normal(m, n) if not strewn else s.put(s.strewn(m, n, finite=True) if values is None else values)
+    return {"x": x, "amax": s.full(start, tile_count(m, n, tile)), "tile": tile_of(tile, m, n)}
+
+
+def amax_oracle(a: Any) -> Results:
+    """See ``tile_amax``."""
+    return {"amax": tile_amax(a.x, a.tile, a.amax)}
+
+
+def several(s: Sampler, count: int) -> list[Array]:
+    """Tensors of all types and shapes, and then small ones of one type."""
+    shapes = ((1,), (33, 65), (5, 1000), (20000,), (0, 8), (3, 4, 5))
+    picked = [(shapes[i % 6], HIGH_PRECISION[i % 3]) if i < 12 else ((9, 20), bfloat16) for i in range(count)]
+    return [s.strewn(1, int(np.prod(shape)), dtype, finite=True).reshape(shape) for shape, dtype in picked]
+
+
+def amax_many(s: Sampler, m: int = 0, n: int = 0, count: int = 0) -> Arguments:
+    """``count`` tensors, of which the last three share a running maximum; without it one of (m, n)."""
+    if not count:
+        return {"xs": [s.normal(m, n)], "amaxes": [s.full(0.0, 1)]}
+    found = s.put(np.linspace(0, 9, count - 2), float32)
+    return {
+        "xs": [s.put(x) for x in several(s, count)],
+        "amaxes": [found.slice(0, min(i, count - 3), 1) for i in range(count)],
+    }
+
+
+def amax_many_oracle(a: Any) -> Results:
+    """Those that share a maximum all hold the last."""
+    found: dict[int, Array] = {}
+    for x, running in zip(a.xs, a.amaxes, strict=True):
+        found[id(running)] = np.maximum(found.get(id(running), running), largest(x))
+    return {f"amaxes[{i}]": found[id(running)] for i, running in enumerate(a.amaxes)}
+
+
+def scale_from_amax(
+    s: Sampler,
+    m: int = 1,
+    n: int = 511,
+    fp8_max: float = 448.0,
+    power_2: bool = False,
+    epsilon: float = 0.0,
+    for_inf: float = float32.max,
+) -> Arguments:
+    """Amaxes of every binade, and special ones."""
+
+    def amaxes() -> Array:
+        special = [0, np.inf, np.nan, 1e-45, 1e-40, 1.1754944e-38, fp8_max, 1.0, 3.0, float32.max, 1e-37]
+        drawn = np.exp2(s.random.uniform(-140, 127, max(m * n - len(special), 0)))
+        return np.array([*special, *drawn], np.float32)[: m * n]
+
+    return {
+        "amax": s.array((m * n,), float32, amaxes),
+        "scale": s.output(m * n, dtype=float32),
+        "scale_inv": s.output(m * n, dtype=float32),
+        "fp8_max": fp8_max,
+        "power_2": power_2,
+        "epsilon": epsilon,
+        "value_for_inf": for_inf,
+    }
+
+
+def scale_from_amax_oracle(a: Any) -> Results:
+    """See ``scale_of``."""
+    scale = scale_of(a.amax, a.fp8_max, a.power_2, a.epsilon, a.value_for_inf)
+    return {"scale": scale, "scale_inv": np.float32(1) / scale}
+
+
+_HISTORY = np.array([0, np.nan, np.inf, 1e-45, 1e-42, 3.0, 2.0**100, 2.0**118, float32.max], np.float32)
+
+
+def update_delayed_(
+    s: Sampler,
+    m: int,
+    n: int = 0,
+    slots: tuple[int, ...] = (),
+    margin: int = 0,
+    recent: bool = False,
+    newest: bool = False,
+) -> Arguments:
+    """Histories of ``m`` updates with special amaxes among them, of ``slots`` states each; ``newest``: not in
+    the newest row, as after an ordinary step."""
+
+    def history(count: int) -> Array:
+        values = np.abs(s.draw((m, count)))
+        strewn = s.random.random(values.shape) < 0.3
+        strewn[0] &= not newest
+        values[strewn] = s.random.choice(_HISTORY, int(strewn.sum()))
+        return values
+
+    counts = slots or (n,)
+    return {
+        "scales": [s.put(s.random.uniform(0.01, 30, count), float32) for count in counts],
+        "scale_invs": [s.full(5.0, count) for count in counts],
+        "histories": [s.put(history(count)) for count in counts],
+        "fp8_maxes": (448.0, 57344.0, 448.0)[: len(counts)],
+        "margin": margin,
+        "most_recent": recent,
+    }
+
+
+def update_delayed_oracle(a: Any) -> Results:
+    """One state at a time, step by step as the rule reads."""
+    found: Results = {}
+    for i, (scale, inverse, history, fp8_max) in enumerate(
+        zip(a.scales, a.scale_invs, a.histories, a.fp8_maxes, strict=True)
+    ):
+        scale, inverse, rows = scale.copy(), inverse.copy(), history.copy()
+        for t in np.flatnonzero(history[0] != 0):
+            amax = rows[0, t] if a.most_recent else np.fmax.reduce(rows[:, t], initial=0)
+            if np.isfinite(amax) and amax > 0:
+                with np.errstate(over="ignore", under="ignore", divide="ignore"):
+                    fresh = np.float32(fp8_max * 2.0**-a.margin) / np.float32(amax)
+                scale[t] = np.clip(fresh, np.float32(2.0**-126), np.float32(float32.max))
+            inverse[t] = np.float32(1) / scale[t]
+            rows[:, t] = [0, *rows[2:, t], rows[0, t]] if len(rows) > 1 else [0]
+        found |= {f"scales[{i}]": scale, f"scale_invs[{i}]": inverse, f"histories[{i}]": rows}
+    return found
+
+
+def _specials(dtype: Any) -> Array:
+    x = np.full((4, 37), np.nan, dtype.numpy)
+    x[1, 5], x[2, 36], x[3, 0] = -np.inf, -(2.0**-14), -0.0
+    return x
+
+
+_TINY = np.array([[1e-46], [-1e-45], [1e-40], [1e300]])
+_AMAX: dict[str, Options] = {
+    **sized(SIZES),
+    **{name: {"m": 130, "n": 300, "tile": tile} for name, tile in TILINGS.items()},
+}
+_RULES = ((448.0, 0.0, float32.max), (57344.0, 1e-6, float32.max), (448.0, 0.0, 65504.0))
+# updates kept, margin, whether the most recent amax counts
+_DELAYED = (
+    (1, 0, False),
+    (4, 0, False),
+    (16, 2, False),
+    (4, 0, True),
+    (1024, -1, False),
+    (2100, 0, False),
+    (3, 20, False),
+    (2, 9, True),
+    (2, -20, True),
+)
+
+TESTS = (
+    KernelTest(
+        "amax",
+        amax,
+        amax_oracle,
+        {
+            **typed(_AMAX),
+            **typed({f"{name}-running": {**options, "start": 40.0} for name, options in _AMAX.items()}),
+            **{
+                f"{d.name}-specials": {"dtype": d, "m": 4, "n": 37, "tile": ROW, "values": _specials(d)}
+                for d in HIGH_PRECISION
+            },
+            "float64-tiny": {"dtype": float64, "m": 4, "n": 1, "tile": (1, 1), "values": _TINY},
+        },
+        {"strewn": False},
+    ),
+    KernelTest("amax_many", amax_many, amax_many_oracle, {str(n): {"count": n} for n in (3, 150)}),
+    KernelTest(
+        "scale_from_amax",
+        scale_from_amax,
+        scale_from_amax_oracle,
+        {
+            f"{most:g}-eps{epsilon:g}-inf{for_inf:.3g}{'-power2' * power_2}": {
+                "fp8_max": most,
+                "power_2": power_2,
+                "epsilon": epsilon,
+                "for_inf": for_inf,
+            }
+            for power_2 in (False, True)
+            for most, epsilon, for_inf in _RULES
+        },
+    ),
+    KernelTest(
+        "update_delayed_",
+        update_delayed_,
+        update_delayed_oracle,
+        {
+            f"H{length}-margin{margin}{'-recent' * recent}{'-newest' * newest}": {
+                "m": length,
+                "slots": (1, 7, 300),
+                "margin": margin,
+                "recent": recent,
+                "newest": newest,
+            }
+            for length, margin, recent in _DELAYED
+            for newest in (False, True)
+        },
+    ),
+)
