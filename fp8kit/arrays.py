@@ -422,7 +422,7 @@ def _view_of(array: Any) -> ArrayView:
     if type(array).__module__.partition(".")[0] == "cupy":
         return _from_cuda_interface(array)
     if hasattr(type(array), "__dlpack__"):
-        return dlpack.import_(array)
+        return from_dlpack(array)
     if hasattr(type(array), "__cuda_array_interface__"):
         return _from_cuda_interface(array)
     raise FormatError(
@@ -431,6 +431,13 @@ def _view_of(array: Any) -> ArrayView:
         _kind(array),
         "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__",
     )
+
+
+def from_dlpack(array: Any) -> ArrayView:
+    """A view of what ``array.__dlpack__`` gives; see ``dlpack.import_``."""
+    ptr, shape, kind, device, owner, strides = dlpack.import_(array, lambda *on: current_stream(Device(*on)))
+    view = ArrayView(ptr, shape, kind, Device(*device), owner, strides)
+    return view.reshape(*shape) if strides is not None and view.contiguous else view
 
 
 def _kind(value: Any) -> str:

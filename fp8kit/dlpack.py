@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -154,16 +154,26 @@ def export(view: ArrayView, max_version: tuple[int, int] | None) -> object:
     return capsule
 
 
-def import_(array: Any) -> ArrayView:
-    """A view of the memory of any array that has ``__dlpack__``; the producer's deleter runs when the view's
-    owner is collected.
+class Imported(NamedTuple):
+    """Another library's array: address, sizes, where it lies, and what keeps its memory. ``strides`` are in
+    elements, None for an array without gaps."""
 
-    On CUDA the producer is asked to make this device's current stream wait for its work. Raises FormatError
-    where the producer refuses, or for an element type that fp8kit lacks (sub-byte and vector types),
-    BackendError for a device that it does not know.
+    ptr: int
+    shape: tuple[int, ...]
+    dtype: formats.DType
+    device: tuple[str, int]
+    owner: Borrowed
+    strides: tuple[int, ...] | None
+
+
+def import_(array: Any, current_stream: Callable[[str, int], int]) -> Imported:
+    """The memory of any array that has ``__dlpack__``; the producer's deleter runs when the owner is
+    collected.
+
+    On CUDA the producer is asked to make ``current_stream(kind, index)`` of its device wait for its work.
+    Raises FormatError where the producer refuses, or for an element type that fp8kit lacks (sub-byte and
+    vector types), BackendError for a device that it does not know.
     """
-    from fp8kit import arrays
-
     try:
         code, index = map(int, array.__dlpack_device__())
     except Exception as error:  # the producer's own kinds: whatever they are, there is no array here
@@ -173,9 +183,9 @@ def import_(array: Any) -> ArrayView:
         ) from error
     if code not in _DEVICE_KINDS:
         raise BackendError("dlpack", "device", f"type {code}", f"one of {', '.join(_DEVICE_CODES)}")
-    where = arrays.Device(_DEVICE_KINDS[code], index)
+    kind = _DEVICE_KINDS[code]
     # None means the host has no streams; 0 is ambiguous on CUDA and forbidden, 1 is its legacy default stream
-    stream = {} if where.kind == "cpu" else {"stream": arrays.current_stream(where) or 1}
+    stream = {} if kind == "cpu" else {"stream": current_stream(kind, index) or 1}
     capsule = _ask(array, stream)
     managed, name = _managed(capsule)
     tensor = managed.dl_tensor
@@ -183,16 +193,13 @@ def import_(array: Any) -> ArrayView:
     if tensor.dtype.lanes != 1 or element[1] < 8:
         got = f"type code {element[0]}, {element[1]} bits, {tensor.dtype.lanes} lanes"
         raise FormatError("dlpack", "dtype", got, "1 lane of at least 8 bits")
-    kind = formats.dtype_from_dlpack(*element)
+    dtype = formats.dtype_from_dlpack(*element)
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
     _capsule_rename(capsule, _CAPSULES[name][1])
     read_only = isinstance(managed, DLManagedTensorVersioned) and bool(managed.flags & _READ_ONLY)
     owner = Borrowed(ctypes.addressof(managed), managed.deleter, read_only)
-    view = arrays.ArrayView((tensor.data or 0) + tensor.byte_offset, shape, kind, where, owner, strides)
-    if strides is not None and view.contiguous:
-        view = view.reshape(*shape)
-    return view
+    return Imported((tensor.data or 0) + tensor.byte_offset, shape, dtype, (kind, index), owner, strides)
 
 
 class Borrowed:

@@ -15,12 +15,12 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from fp8kit.scratch import Buffers, Scratch, large
 from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Device, Shape, contiguous_strides
 from fp8kit.errors import FormatError
 from fp8kit.formats import DType, float32
-from fp8kit.scratch import Buffers, Scratch, large
 from fp8kit.spec import Meta
 from fp8kit_torch.views import dtype_of
 

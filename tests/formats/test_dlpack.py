@@ -65,7 +65,7 @@ def test_jax_both_ways(kind):
 
 def test_numpy_both_ways():
     source = np.arange(12, dtype=np.int32).reshape(3, 4)
-    view = dlpack.import_(source)
+    view = arrays.from_dlpack(source)
     assert (view.ptr, view.shape, view.dtype) == (source.ctypes.data, (3, 4), formats.int32)
     back = np.from_dlpack(view)
     assert back.ctypes.data == source.ctypes.data
@@ -133,7 +133,7 @@ def test_consumer_keeps_memory_alive(consume):
 def test_producer_is_released():
     source = np.zeros((4, 4)).view(Owner)
     alive = weakref.ref(source)
-    view = dlpack.import_(source)
+    view = arrays.from_dlpack(source)
     del source
     gc.collect()
     assert alive() is not None
