@@ -19,12 +19,13 @@ TEXTS = (".py", ".cu", ".cuh", ".md", ".toml")
 
 
 class Import(NamedTuple):
-    """One imported module (dotted), where, and whether at module level (outside of functions and ``if
-    TYPE_CHECKING``)."""
+    """One imported module (dotted), where, whether at module level (outside of functions and ``if
+    TYPE_CHECKING``), and whether for type checkers alone."""
 
     module: str
     line: int
     eager: bool
+    typing: bool = False
 
 
 @cache
@@ -47,19 +48,20 @@ def tree(path: Path) -> ast.Module:
 def imports(name: str) -> Iterator[Import]:
     """What a module imports: statements, and ``import_module`` of a literal."""
 
-    def visit(node: ast.AST, eager: bool) -> Iterator[Import]:
+    def visit(node: ast.AST, eager: bool, typing: bool = False) -> Iterator[Import]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             eager = False
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            eager = False
+            eager, typing = False, True
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, eager)
+                yield Import(alias.name, node.lineno, eager, typing)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}:{node.lineno}: relative import"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield Import(whole if whole in modules() else str(node.module), node.lineno, eager)
+                module = whole if whole in modules() else str(node.module)
+                yield Import(module, node.lineno, eager, typing)
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func).endswith("import_module")
@@ -67,7 +69,7 @@ def imports(name: str) -> Iterator[Import]:
         ):
             yield Import(str(node.args[0].value), node.lineno, eager)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, eager)
+            yield from visit(child, eager, typing)
 
     return visit(tree(modules()[name]), True)
 

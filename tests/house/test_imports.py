@@ -9,73 +9,57 @@ import pytest
 
 from tests.house import source
 
-# room -> prefixes of its modules; the longest prefix decides
-ROOMS = {
-    "public": ("fp8kit",),
-    "errors": ("fp8kit.errors", "fp8kit.arguments", "fp8kit.layers"),
-    "settings": ("fp8kit.settings",),
-    "formats": ("fp8kit.formats",),
-    "raw_kernels": ("fp8kit.raw_kernels",),
-    "arrays": ("fp8kit.arrays", "fp8kit.devices", "fp8kit.dlpack", "fp8kit.scratch", "fp8kit.replays"),
-    "codec": ("fp8kit.codec",),
-    "files": ("fp8kit.checkpoint_format",),
-    "recipe": ("fp8kit.recipe", "fp8kit.quantization"),
-    "autocast": ("fp8kit.autocast",),
-    "protocol": ("fp8kit.backends", "fp8kit.backends.protocol"),
-    "registry": ("fp8kit.backends.registry",),
-    "dispatch": tuple(f"fp8kit.backends.{name}" for name in ("dispatch", "manager", "policy", "discovery")),
-    "plugins": ("fp8kit.plugins",),
-    "reference": ("fp8kit.backends.reference",),
-    "cuda": ("fp8kit.backends.cuda",),
-    "float8": ("fp8kit.float8",),
-    "scaling": ("fp8kit.scaling",),
-    "ops": ("fp8kit.spec", "fp8kit.ops"),
-    "steps": ("fp8kit.kv_steps",),
-    "autograd": ("fp8kit.autograd",),
-    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.graphs", "fp8kit.captured"),
-    "models": ("fp8kit.models",),
+# package of the architecture -> prefixes of its modules; the longest prefix decides. A package may import
+# itself and those above it here, without those in LESS.
+PACKAGES = {
+    "core": tuple(
+        f"fp8kit.{name}"
+        for name in (
+            *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
+            *("buffers", "checkpoint_format", "recipe", "quantization", "autocast", "raw_kernels"),
+        )
+    ),
+    "contract": ("fp8kit.backends", "fp8kit.backends.protocol", "fp8kit.backends.registry"),
+    "engines": ("fp8kit.backends.reference", "fp8kit.backends.cuda"),
+    "dispatch": (
+        "fp8kit.plugins",
+        *(f"fp8kit.backends.{name}" for name in ("dispatch", "manager", "policy", "discovery")),
+    ),
+    "ops": ("fp8kit.float8", "fp8kit.spec", "fp8kit.ops"),
+    "execution": ("fp8kit.execution", "fp8kit.scaling"),
+    "layers": ("fp8kit.layers", "fp8kit.kv_steps"),
+    "native": tuple(
+        f"fp8kit.{name}" for name in ("autograd", "nn", "optim", "serialization", "graphs", "captured")
+    ),
     "testing": ("fp8kit.testing",),
-    "lab": ("fp8kit.lab",),
-    "bench": ("fp8kit.bench",),
-    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.warmup", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
+    "models": ("fp8kit.models",),
+    "public": ("fp8kit",),
+    "tools": tuple(
+        f"fp8kit.{name}"
+        for name in ("attention_info", "lab", "bench", "commands", "cli", "warmup", "__main__")
+    ),
 }
-_BASE = {"errors", "settings", "formats"}
-_ENGINE = _BASE | {"arrays", "recipe", "protocol", "registry"}
-_OPS = _ENGINE | {"dispatch", "float8", "ops"}
-_LAYERS = _OPS | {"steps", "autograd", "autocast", "scaling", "files", "layers"}
+ORDER = list(PACKAGES)
+LESS = {"dispatch": {"engines"}, "ops": {"engines"}, "execution": {"engines"}, "layers": {"engines"}}
+LESS |= {"native": {"engines"}, "testing": {"engines"}, "models": {"engines"}}
+LESS |= {"torch": {"engines", "native"}, "jax": {"engines", "native", "torch"}}
 
-# room -> rooms it may import, itself always
-ALLOWED = {
-    "errors": set(),
-    "settings": {"errors"},
-    "formats": {"errors"},
-    "raw_kernels": {"errors"},
-    "arrays": _BASE,
-    "codec": _BASE,
-    "files": _BASE,
-    "recipe": _BASE,
-    "autocast": {"recipe", "errors", "settings"},
-    "protocol": _BASE | {"arrays", "recipe"},
-    "registry": {"protocol", "errors", "formats", "settings"},
-    "dispatch": _ENGINE,
-    "plugins": _ENGINE | {"dispatch"},
-    "reference": _ENGINE | {"codec"},
-    "cuda": _ENGINE | {"raw_kernels"},
-    "float8": _BASE | {"arrays", "recipe", "dispatch"},
-    "scaling": _BASE | {"arrays", "recipe", "dispatch"},
-    "ops": _OPS,
-    "steps": _BASE | {"arrays", "ops"},
-    "autograd": _OPS,
-    "layers": _LAYERS,
-    "models": _LAYERS | {"models"},
-    "testing": _LAYERS | {"codec", "models", "raw_kernels"},
-    "lab": _LAYERS | {"codec", "testing", "bench", "raw_kernels", "cuda"},
-    "torch": _OPS | {"steps", "autocast", "scaling", "files", "testing"},
-    "jax": _OPS | {"steps", "autocast", "scaling", "testing"},
-}
-FREE = {"public", "commands", "bench"}  # may import anything of ours
+
+def package_of(module: str) -> str:
+    best = [
+        (len(prefix), package)
+        for package, prefixes in PACKAGES.items()
+        for prefix in prefixes
+        if module == prefix or module.startswith(prefix + ".")
+    ]
+    return max(best)[1]
+
+
+def allowed(package: str) -> set[str]:
+    return set(ORDER[: ORDER.index(package) + 1]) - LESS.get(package, set())
+
 
 # third-party package -> prefixes of modules that may import it; "lazy" ones never at module level
 ANYWHERE = {"numpy", "ml_dtypes"}
@@ -101,32 +85,59 @@ THIRD_PARTY = {
 LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib"}
 
 
-def room_of(module: str) -> str:
-    best = [
-        (len(prefix), room)
-        for room, prefixes in ROOMS.items()
-        for prefix in prefixes
-        if module == prefix or module.startswith(prefix + ".")
-    ]
-    return max(best)[1]
-
-
 def within(module: str, prefixes: tuple[str, ...]) -> bool:
     return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
 
 
 @pytest.mark.parametrize("name", source.modules())
 def test_directions(name):
-    room = room_of(name)
-    if room in FREE:
+    package = package_of(name)
+    if package == "public":  # gathers what the others define
         return
     wrong = [
-        f"line {found.line}: {found.module} ({room_of(found.module)})"
+        f"line {found.line}: {found.module} ({package_of(found.module)})"
         for found in source.imports(name)
         if found.module.partition(".")[0] in source.PACKAGES
-        and room_of(found.module) not in ALLOWED[room] | {room}
+        and package_of(found.module) not in allowed(package)
     ]
-    assert not wrong, f"{name} ({room}) may import {sorted(ALLOWED[room])}, but imports {wrong}"
+    assert not wrong, f"{name} ({package}) may import {sorted(allowed(package))}, but imports {wrong}"
+
+
+def test_engines_do_not_know_each_other():
+    engines = PACKAGES["engines"]
+    for name in source.modules():
+        for engine in engines:
+            if within(name, (engine,)):
+                others = tuple(set(engines) - {engine})
+                assert not [i for i in source.imports(name) if within(i.module, others)], name
+
+
+# A tensor's operators run operations, and operations give tensors: the one pair that needs each other.
+MUTUAL = {("fp8kit.autograd.tensors", "fp8kit.autograd.call")}
+
+
+def test_no_import_cycles():
+    """No file imports, directly or through others, a file that imports it: not inside functions either."""
+    modules = source.modules()
+    graph = {
+        name: {
+            found.module
+            for found in source.imports(name)
+            if found.module in modules and not found.typing and (name, found.module) not in MUTUAL
+        }
+        for name in modules
+    }
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above[above.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
 
 
 @pytest.mark.parametrize("name", source.modules())
