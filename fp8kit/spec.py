@@ -9,12 +9,16 @@ are pure: they read views, write views that the caller allocated, and keep nothi
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType
+
+if TYPE_CHECKING:
+    from fp8kit.ops.partition import Component, Partition, Place, SharedAmaxes
+    from fp8kit.ops.product import ProductSpec
 
 Views = Mapping[str, ArrayView | None]
 Metas = Mapping[str, "Meta | None"]
@@ -110,6 +114,44 @@ class Operation:
         keeps its number."""
         several = name.endswith("0") and f"{name[:-1]}1" in names
         return name if several else self.arguments.get(name, name)
+
+    # --- how it splits: none of these has to be there, and then a call runs whole on every device -----------
+
+    def products(self, spec: Any) -> tuple[ProductSpec, ...]:
+        """Its matrix products."""
+        return ()
+
+    def independent_rows(self, spec: Any, saved: Collection[str]) -> tuple[str, ...]:
+        """The inputs whose rows, each by itself, give the rows of all outputs and of what is ``saved`` for
+        backward; () where rows meet: they share a scale, or are summed."""
+        return ()
+
+    def partitions(self, spec: Any, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+        """The ways to split a call into equal parts, those that cost no sum over the parts first. ``views``:
+        shapes of arrays that the frontend has with more dimensions than the operation (a kernel (K, 3, N) as
+        (K, 3 N)), by name."""
+        return ()
+
+    def part(self, spec: Any, partition: Partition, count: int) -> Any:
+        """The spec of one of ``count`` parts; None where a number does not divide."""
+        return spec
+
+    def place(self, spec: Any, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
+        """How a part draws the random numbers of its place in the whole; None where it draws none. ``spec``,
+        ``metas``: the part's. ``parts``: kind of a partition -> the part's number, and how many there are;
+        numbers are ints or a framework's scalars."""
+        return None
+
+    def shared_amaxes(self, spec: Any) -> SharedAmaxes | None:
+        """How parts cast with the scales of the whole; None where no scale is taken of a whole tensor now."""
+        return None
+
+    def decompose(self, spec: Any) -> tuple[Component, ...]:
+        """The calls that this one is made of, which give the same bits, in their order; () where it is one by
+        itself."""
+        return ()
+
+    # --- what it does ---------------------------------------------------------------------------------------
 
     def infer(self, spec: Any, metas: Metas, needs: frozenset[str]) -> Signature:
         """Shapes, dtypes and the saved list; ShapeError or FormatError for wrong input. Touches no data."""

@@ -1,8 +1,8 @@
 """fp8kit for JAX: FP8 layers as pure functions and as Flax modules, on the CPU and on CUDA, inside
 ``jax.jit``.
 
-``dense``, ``layernorm_dense``, ``layernorm_mlp``, ``dot_product_attention`` and the small functions are made
-of fp8kit's operations, run by one XLA custom call. Under ``jax.jit`` with shardings, on mesh axes of the
+``dense``, ``layernorm_dense``, ``layernorm_mlp``, ``dot_product_attention`` and the functions beside them are
+made of fp8kit's operations, run by one XLA custom call. Under ``jax.jit`` with shardings, on mesh axes of the
 kinds ``Auto`` and ``Explicit``, they split by the arrays' first dimension (by attention's batch), by heads,
 by a product's features and its contraction, with the results of one device: what is moved are sums, and
 amaxes before casts. Sequences and ``gemm`` are not split.
@@ -19,17 +19,12 @@ from fp8kit import errors as _errors
 if _why := _errors.not_installed("fp8kit_jax", "jax", "jax", "jax_tvm_ffi", "tvm_ffi"):
     raise ImportError(_why, name="jax")
 
-from fp8kit_jax import table as table
+from fp8kit.ops.registry import register_operation
 from fp8kit_jax.activations import activation
 from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
 from fp8kit_jax.float8 import ScaledTensor, dequantize, gemm, quantize
-from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
-from fp8kit_jax.program import register_operation
-from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
-from fp8kit_jax.rules import apply
-from fp8kit_jax.scopes import MeshResource, autocast
-from fp8kit_jax.small import (
+from fp8kit_jax.functional import (
     drop_path,
     dropout_add,
     dropout_seed,
@@ -41,6 +36,10 @@ from fp8kit_jax.small import (
     rope_frequencies,
     softmax,
 )
+from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
+from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
+from fp8kit_jax.rules import apply
+from fp8kit_jax.scopes import MeshResource, autocast
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot, update_collections
 
 __all__ = [

@@ -7,9 +7,8 @@ from typing import Any
 
 from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.ops.activation import ActivationSpec
+from fp8kit.ops.activation import ActivationSpec, activation_numbers
 from fp8kit.ops.activation import activation as activation_operation
-from fp8kit.ops.norm_mlp import activation_numbers
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.rules import apply
 

@@ -18,8 +18,8 @@ from fp8kit.ops.attention import FORMATS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES
+from fp8kit_jax.functional import rng_inputs
 from fp8kit_jax.rules import apply
-from fp8kit_jax.small import rng_inputs
 
 _OP = "dot_product_attention"
 # how many arrays come -> fp8kit's layout, its inputs, and how many of q, k and v each holds
@@ -67,7 +67,7 @@ def dot_product_attention(
       | s_q, s_kv), True masks out. Padding: ``cu_seqlens_q``, ``cu_seqlens_kv``, int32 (b + 1,), running sums
       of the true lengths: 0 first, never falling, at most t, no sequence longer than s or ``max_seqlen_q``.
       Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU
-      nobody looks: rows may come out wrong, but nothing out of bounds is touched.
+      nobody checks them: rows may come out wrong, but nothing out of bounds is touched.
     * ``bias``: h (1 | b, 1 | heads, 1 | s_q, s_kv), differentiable; ``attn_bias_type``: None is
       "post_scale_bias" where there is one.
     * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. Over several devices, ``jax.jit`` splits it
@@ -91,7 +91,7 @@ def dot_product_attention(
     return apply(attention, call.spec, inputs, pairs=("rng",), flat=call.flat, views={"o": call.o})["o"]
 
 
-def rehearse(query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
+def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
     """Refuse what ``dot_product_attention`` would refuse of these arguments, and run nothing: what a layer
     asks before its projections run.
 
@@ -150,7 +150,7 @@ def _settled(
     bottom_right_diagonal: bool | None = None,
 ) -> _Call:
     """What an attention of ``given`` query, key and value comes to, arrays or what stands for them. Its
-    arguments are checked here but for the shapes and dtypes that the operation looks at."""
+    arguments are checked here but for the shapes and dtypes that the operation checks."""
     op, layers = _OP, list(given.values())
     dropout_rate = as_number(op, "dropout_rate", dropout_rate, below=1.0)
     scale = 0.0 if scale_factor is None else as_number(op, "scale_factor", scale_factor, least=-math.inf)

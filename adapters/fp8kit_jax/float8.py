@@ -18,11 +18,10 @@ from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.ops import casts
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
 from fp8kit.quantization import TILES
-from fp8kit_jax import manual, primitive
-from fp8kit_jax.amaxes import amax_of, scale_of
+from fp8kit_jax import primitive
 from fp8kit_jax.arguments import as_array
+from fp8kit_jax.functional import rng_inputs
 from fp8kit_jax.rules import apply
-from fp8kit_jax.small import rng_inputs
 
 
 @jax.tree_util.register_dataclass
@@ -80,8 +79,7 @@ def quantize(
         or (rounding == "stochastic") != (key is not None)
     ):
         raise FormatError("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key')
-    rows, columns = _matrix(x.shape)
-    tile, grid = _tiling("quantize", scaling, rows, columns)
+    grid = _grid("quantize", scaling, x.shape)
     blocks = scaling not in ("tensor", "row")
     for_inf = (
         min(primitive.meta_of(x).dtype.max, formats.float32.max)
@@ -92,12 +90,8 @@ def quantize(
     if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
         whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
         return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
-    axes = manual.axes(x) if scale is None and scaling == "tensor" else ()
-    if axes:
-        scale = scale_of(jax.lax.pmax(amax_of(x), axes), format.max)
-    spec = casts.QuantizeSpec(
-        format, tile, saturate, blocks, for_inf, scale is not None, rounding == "stochastic"
-    )
+    source, tile = "current" if scale is None else "scale", TILES[scaling]
+    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, rounding == "stochastic")
     given = {}
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
@@ -118,11 +112,11 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
     kind = formats.dtype(dtype, "dequantize", "dtype")
     if kind not in formats.HIGH_PRECISION:
         raise FormatError("dequantize", "dtype", kind.name, "float32, bfloat16 or float16")
-    tile, _ = _tiling("dequantize", q.scaling, *_matrix(q.shape))
+    _grid("dequantize", q.scaling, q.shape)
     if not math.prod(q.shape):
         return jnp.zeros(q.shape, kind.numpy)
     inputs = {"q": _codes(q), "scale_inv": q.scale_inv.reshape(-1)}
-    return apply(casts.dequantize, casts.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
+    return apply(casts.dequantize, casts.DequantizeSpec(q.format, TILES[q.scaling], kind.name), inputs)["x"]
 
 
 def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumulate: bool = False) -> Any:
@@ -155,7 +149,7 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
         raise FormatError("gemm", "fast_accumulate", True, "False for blocks")
     if kind not in formats.HIGH_PRECISION:
         raise FormatError("gemm", "dtype", kind.name, "float32, bfloat16 or float16")
-    rows, columns = _matrix(a.shape)[0], b.shape[0]
+    rows, columns = math.prod(a.shape[:-1]), b.shape[0]
     if not (rows and columns and b.shape[1]):
         return jnp.zeros((*a.shape[:-1], columns), kind.numpy)
     tiles = (TILES[a.scaling], TILES[b.scaling]) if by_blocks else None
@@ -199,15 +193,11 @@ def _native(operation: str, format: Format) -> Any:
     return kind.numpy
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    return math.prod(shape[:-1]), shape[-1] if shape else 1
-
-
-def _tiling(operation: str, scaling: str, rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Tile of a matrix, and the shape of its scales."""
+def _grid(operation: str, scaling: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array's scales."""
     if not isinstance(scaling, str) or scaling not in TILES:
         raise FormatError(operation, "scaling", repr(scaling), f"one of {', '.join(TILES)}")
-    tile = tuple(own or max(whole, 1) for own, whole in zip(TILES[scaling], (rows, columns), strict=True))
     if scaling == "tensor":
-        return (tile[0], tile[1]), (1,)
-    return (tile[0], tile[1]), (-(-rows // tile[0]), -(-columns // tile[1]))
+        return (1,)
+    high, wide = casts.whole(shape, TILES[scaling])
+    return -(-math.prod(shape[:-1]) // high), -(-(shape[-1] if shape else 1) // wide)

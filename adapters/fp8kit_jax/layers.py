@@ -22,7 +22,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array, as_number, want_alike
-from fp8kit_jax.quantizers import QuantizerSet, fp8_of, settle
+from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import history_of
 
@@ -53,21 +53,21 @@ def dense(
     * ``return_bias``: the bias is not added but comes back, for ``dropout_add`` to add in its pass. Its
       gradient is made here, from y's.
     * ``residual``: like y, or None; the product adds it, and its gradient is y's own. Not with
-      ``return_bias``: the bias joins with it. In a ``shard_map`` of your own that splits what is summed over,
-      every device adds it, as it does a bias.
+      ``return_bias``: the bias is added with it. In a ``shard_map`` of your own that splits what is summed
+      over, every device adds it, as it does a bias.
 
     Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError, RecipeError
     or ArgumentError when it is traced.
     """
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
-    later = flag("dense", "return_bias", return_bias)
+    deferred = flag("dense", "return_bias", return_bias)
     residual = None if residual is None else as_array("dense", "residual", residual)
-    check_join("dense", residual is not None, "a residual", return_bias=later)
+    check_join("dense", residual is not None, "a residual", return_bias=deferred)
     want_alike("dense", x, kernel=kernel, bias=bias, residual=residual)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
-    found = settle("dense", quantizer_set)
+    found = resolve("dense", quantizer_set)
     features = shape[matrix.ndim - 1 :] or (1,)
-    product = _product(weight, layout, found, bias, later=later)
+    product = _product(weight, layout, found, bias, deferred=deferred)
     if residual is not None and residual.shape != shape:
         raise ShapeError("dense", "residual", f"shape {residual.shape}", f"shape {shape}, as y")
     inputs = {
@@ -81,7 +81,7 @@ def dense(
     y = apply(
         linear, LinearSpec(product), inputs, found.slots(""), history_of(found.recipe), flat=flat, views=views
     )["y"].reshape(shape)
-    return (y, jax.lax.stop_gradient(inputs["bias0"])) if later else y
+    return (y, jax.lax.stop_gradient(inputs["bias0"])) if deferred else y
 
 
 def layernorm_dense(
@@ -115,7 +115,7 @@ def layernorm_dense(
     beside = _beside(op, return_layernorm_output, return_residual)
     x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
     want_alike(op, x, kernel=kernel, gamma=gamma, beta=beta, bias=bias)
-    found = settle(op, quantizer_set)
+    found = resolve(op, quantizer_set)
     _layout(op, kernel_layout)
     io = kernel_layout == "io"
     if kernel.ndim < 2:
@@ -176,10 +176,10 @@ def layernorm_mlp(
     ArgumentError when it is traced.
     """
     op = "layernorm_mlp"
-    later = flag(op, "return_bias", return_bias)
+    deferred = flag(op, "return_bias", return_bias)
     beside = _beside(op, return_layernorm_output, return_residual)
-    joins = flag(op, "join_residual", join_residual)
-    check_join(op, joins, return_residual="residual" in beside, return_bias=later)
+    fused = flag(op, "join_residual", join_residual)
+    check_join(op, fused, return_residual="residual" in beside, return_bias=deferred)
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -202,13 +202,13 @@ def layernorm_mlp(
     if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
         wanted = f"(hidden, {parts}, intermediate)" if io else f"({parts}, intermediate, hidden)"
         raise ShapeError(op, "kernels[0]", f"shape {k1.shape}", wanted)
-    first, second = (settle(op, one) for one in quantizer_sets)
+    first, second = (resolve(op, one) for one in quantizer_sets)
     if first.recipe != second.recipe:
         raise FormatError(op, "quantizer_sets", "two recipes", "the same recipe for both")
     fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
-    fc2 = _product(k2, kernel_layout, second, b2, "fc2_", later)
+    fc2 = _product(k2, kernel_layout, second, b2, "fc2_", deferred)
     norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
-    spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers, joins=joins)
+    spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers, joins=fused)
     wide = (parts, fc2.in_features)
     inputs = {
         "x": x,
@@ -232,7 +232,7 @@ def layernorm_mlp(
         flat=flat,
         views=views,
     )
-    more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if later else [])]
+    more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if deferred else [])]
     return (out["y"], *more) if more else out["y"]
 
 
@@ -245,11 +245,10 @@ def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) 
     return tuple(name for name, wanted in asked.items() if wanted)
 
 
-def check_join(operation: str, joins: bool, what: str = "join_residual", **asked: bool) -> None:
-    """ArgumentError where y is joined by ``what``, and something that joins with it, or another residual, is
-    ``asked`` for."""
+def check_join(operation: str, fused: bool, what: str = "join_residual", **asked: bool) -> None:
+    """ArgumentError where ``what`` is added to y, and the bias or the residual is ``asked`` for too."""
     for name, value in asked.items():
-        if joins and value:
+        if fused and value:
             raise ArgumentError(operation, name, value, f"False with {what}")
 
 
@@ -277,14 +276,14 @@ def _layout(operation: str, layout: str) -> None:
 
 
 def _product(
-    weight: Any, layout: str, found: QuantizerSet, bias: Any, prefix: str = "", later: bool = False
+    weight: Any, layout: str, found: QuantizerSet, bias: Any, prefix: str = "", deferred: bool = False
 ) -> ProductSpec:
-    """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``later``: its bias is added by a later
-    operation."""
+    """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``deferred``: another operation adds
+    its bias."""
     if weight.ndim < 2:
         raise ShapeError("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions")
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
-    mode = "none" if bias is None else "deferred" if later else "add"
+    mode = "none" if bias is None else "deferred" if deferred else "add"
     return ProductSpec(k, (math.prod(features),), layout, mode, fp8_of(found), prefix=prefix)
 
 

@@ -29,7 +29,7 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.spec import Meta
 from fp8kit_jax import calls, manual, sharding
-from fp8kit_jax.program import Program, prepare
+from fp8kit_jax.program import Program, XlaOp
 
 call_p = Primitive("fp8kit_call")
 part_p = Primitive("fp8kit_part")  # the same, on one device for certain
@@ -110,7 +110,7 @@ def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
             raise ShapeError(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}")
         if aval.dtype != dtype:
             raise FormatError(program.operation, name, aval.dtype.name, dtype.name)
-    # what is the same on all devices joins what is not
+    # results vary over every axis over which an argument varies
     widest = max(avals, key=lambda aval: len(manual.varying(aval)))
     return [_like(widest, meta, shape) for meta, shape in _both(program, "results")]
 
@@ -119,8 +119,7 @@ part_p.def_abstract_eval(_abstract)
 
 
 def _no_tangents(primals: Any, tangents: Any, *, program: Program, split: Any) -> Any:
-    """Gradients are rules of ``rules.apply``; what asks this primitive for a derivative wants one that is not
-    there."""
+    """AutogradError: gradients are rules of ``rules.apply``, and this primitive has none of its own."""
     asked = "a second one, or forward mode (jvp, hessian)"
     raise AutogradError(program.operation, "derivative", asked, "first ones, by grad or vjp")
 
@@ -143,12 +142,11 @@ def _eager(*arrays: Any, program: Program, split: Any) -> Any:
 
 
 def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
-    temporaries = program.scratch(program.plan(DEVICES[platform]))
-    avals = [jax.core.ShapedArray(meta.shape, meta.dtype.numpy) for _, meta in temporaries]
-    inner = ctx.replace(avals_out=[*ctx.avals_out, *avals])
+    scratch = XlaOp(program, DEVICES[platform]).temporaries.nbytes
+    extra = [jax.core.ShapedArray((scratch,), np.uint8)] if scratch else []
+    inner = ctx.replace(avals_out=[*ctx.avals_out, *extra])
     lower = jax.ffi.ffi_lowering(calls.target(program.policy.deterministic))
-    found = lower(inner, *operands, **calls.attributes(program.text(temporaries)))
-    return found[: len(ctx.avals_out)]
+    return lower(inner, *operands, **calls.attributes(program.text(scratch)))[: len(ctx.avals_out)]
 
 
 def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> Any:
@@ -174,7 +172,6 @@ def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> A
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-calls.serve(prepare)
 mlir.register_lowering(call_p, _lower_anywhere)
 for _platform in DEVICES:
     mlir.register_lowering(part_p, functools.partial(_lower, platform=_platform), platform=_platform)
@@ -183,28 +180,13 @@ for _platform in DEVICES:
 # --- vmap ---------------------------------------------------------------------------------------------------
 
 
-def _rows_apart(program: Program) -> bool:
-    """Whether every row of x gives its row of the results by itself."""
-    # a norm keeps one number a row
-    if program.face != "forward" or (program.signature.saved and program.operation != "norm"):
-        return False
-    spec = program.spec
-    if program.operation not in ("linear", "norm", "norm_linear", "norm_mlp", "activation"):
-        return False
-    products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
-    if products and program.policy.deterministic:
-        return False
-    return all(product.fp8 is None or product.fp8.x.tile[0] == 1 for product in products)
-
-
 def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:
     moved = [a if dim is None else _front(a, dim) for a, dim in zip(arrays, dims, strict=True)]
     names = [name for name, _ in program.arguments]
-    rows = [name for name in names if name in ("x", "residual")]
-    if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == rows and _rows_apart(
-        program
-    ):
-        size = moved[names.index("x")].shape[0]
+    rows = _independent_rows(program)
+    batched = [name for name, dim in zip(names, dims, strict=True) if dim is not None]
+    if batched and batched == [name for name in names if name in rows]:
+        size = moved[names.index(batched[0])].shape[0]
         metas = tuple(
             (name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta)
             for name, meta in program.metas
@@ -226,6 +208,14 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Progra
 
     mapped = [a for a, dim in zip(moved, dims, strict=True) if dim is not None]
     return jax.lax.map(one, mapped), [0] * len(program.results)
+
+
+def _independent_rows(program: Program) -> tuple[str, ...]:
+    """The arguments whose rows are computed each by itself, to the last bit where that is promised."""
+    summed = program.policy.deterministic and program.op.products(program.spec)
+    if program.face != "forward" or summed:
+        return ()
+    return program.op.independent_rows(program.spec, program.interface.signature.saved)
 
 
 def _front(array: Any, dim: int) -> Any:

@@ -65,7 +65,7 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     return one() if n_quantizer_sets == 1 else tuple(one() for _ in range(n_quantizer_sets))
 
 
-def settle(operation: str, given: QuantizerSet | None) -> QuantizerSet:
+def resolve(operation: str, given: QuantizerSet | None) -> QuantizerSet:
     """The set to use: ``given``, or by the autocast in force. RecipeError for a recipe that JAX cannot carry
     out, and where delayed scaling lacks its state or has one of another shape."""
     found = QuantizerSet(recipe=recipe_in_force()) if given is None else given

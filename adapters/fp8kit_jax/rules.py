@@ -1,7 +1,7 @@
 """The factory: an ``Operation`` as a differentiable JAX function, its gradient rule the operation's own
 ``backward``.
 
-``apply`` is what every function of the door is made of. FP8 state with delayed scaling comes in as a value,
+``apply`` is what every function here is made of. FP8 state with delayed scaling comes in as a value,
 one ``Slot`` a quantised tensor, and its *cotangent is its new value* (Transformer Engine's convention for
 JAX): the amaxes of the forward pass and of the gradients meet in the rule, which updates all slots at once.
 JAX sums cotangents over the devices of a shard_map and over the elements of a vmap; ``state`` says how the
@@ -24,7 +24,7 @@ from fp8kit.errors import AutogradError, FormatError, RecipeError, ShapeError
 from fp8kit.formats import int64
 from fp8kit.quantization import AmaxHistory
 from fp8kit.spec import Meta, Operation
-from fp8kit_jax import explicit, manual, primitive, shared
+from fp8kit_jax import manual, primitive, sharding, shared_amaxes
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.program import Program
 from fp8kit_jax.state import State, next_state
@@ -71,7 +71,7 @@ def apply(
     flat: Mapping[str, tuple[int, ...]] | None = None,
     views: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Arrays:
-    """Run an operation; its outputs by name, amaxes left out.
+    """Run an operation, a registered one of your own too; its outputs by name, amaxes left out.
 
     * ``inputs``: JAX arrays by name, None or left out where absent. Integers and states are not
       differentiated.
@@ -100,12 +100,12 @@ def apply(
     if jax.sharding.get_abstract_mesh().manual_axes:
         # of this call alone: the policy in force is no part of what jit would know it by
         run = jax.jit(run, inline=True)
-    mesh = explicit.mesh_of((given, state))
+    mesh = sharding.explicit_mesh((given, state))
     try:
         if mesh is None:
             return run(given, state)
         program, arguments = _program(static, given, state, ())
-        return explicit.run(run, mesh, program, arguments, given, state)
+        return sharding.run_explicit(run, mesh, program, arguments, given, state)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -148,32 +148,20 @@ def _forward(
     """The forward program, its arguments, and its results, passes included."""
     program, given = _program(static, inputs, state, needs)
     results = _bound(program, list(given.values()), static)
-    return (
-        program,
-        given,
-        results | {name: given[source] for name, source in program.signature.passes.items()},
-    )
+    passes = {name: given[source] for name, source in program.interface.passes.items()}
+    return program, given, results | passes
 
 
 def _bound(program: Program, arrays: list[Any], static: _Static) -> Arrays:
     """The program's results by name; its amaxes those of all devices."""
-    found = shared.run(program, arrays, static.axes, primitive.bind)
+    found = shared_amaxes.run(program, arrays, static.axes, primitive.bind)
     return {name: result for (name, _), result in zip(program.results, found, strict=True)}
-
-
-def _outputs(program: Program, results: Arrays) -> Arrays:
-    s = program.signature
-    return {
-        name: results[name]
-        for name in (*s.outputs, *s.passes)
-        if name in s.passes or not s.outputs[name].zero
-    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(static: _Static, inputs: Arrays, state: State) -> Arrays:
     program, _, results = _forward(static, inputs, state, ())
-    return _outputs(program, results)
+    return {name: results[name] for name in program.interface.results}
 
 
 def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kept]:
@@ -184,60 +172,43 @@ def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kep
         if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating)
     )
     slots = jax.tree.map(lambda leaf: leaf.value, state, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
-    refused = _refused(static, values, slots, needs)
-    program, given, results = _forward(static, values, slots, () if refused else needs)
-    s = program.signature
-    kept = {
-        name: given[name] if name in given else results[name]
-        for name in s.kept
-        if name in given or name in results
-    }
-    saved = {name: results[name] for name in s.saved}
-    amaxes = {name: results[name] for name, meta in s.outputs.items() if meta.zero} if state else {}
-    return _outputs(program, results), _Kept(
-        _How(program, tuple(inputs), refused), {"kept": kept, "saved": saved, "amax": amaxes}, slots
-    )
-
-
-def _refused(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> str | None:
-    """Why there is no gradient of ``needs``, None where there is. It is said when one is asked for: what a
-    loss is not a function of, such as a straight-through estimate's rounding behind ``stop_gradient``, may
-    well be differentiated on the way."""
-    try:
-        s = _program(static, inputs, state, needs)[0].signature
+    refused = None
+    try:  # it is said when a gradient is asked for: what a loss is no function of, such as a straight-through
+        # estimate's rounding behind ``stop_gradient``, may well be differentiated on the way
+        _ = _program(static, values, slots, needs)[0].interface
     except AutogradError as error:
-        return str(error)
-    missing = [name for name in needs if name not in s.grads and name not in s.grad_passes]
-    return (
-        f"{static.operation}: no gradient rule for its input {missing[0]!r}, which is differentiated"
-        if missing
-        else None
-    )
+        refused, needs = str(error), ()
+    program, given, results = _forward(static, values, slots, needs)
+    own, everything = program.interface, results | given
+    arrays = {
+        "kept": {name: everything[name] for name in own.kept},
+        "saved": {name: results[name] for name in own.signature.saved},
+        "amax": {name: results[name] for name in own.amaxes if state},
+    }
+    kept = _Kept(_How(program, tuple(inputs), refused), arrays, slots)
+    return {name: results[name] for name in own.results}, kept
 
 
 def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any]:
     program, state, arrays = kept.how.program, kept.state, kept.arrays
     if kept.how.refused is not None:
         raise AutogradError(kept.how.refused)
-    s = program.signature
-    g = {name: None if isinstance(value, SymbolicZero) else value for name, value in cotangents.items()}
-    # backward wants this one's, zeros where it is not used
-    first = next(name for name, meta in s.outputs.items() if not meta.zero)
-    if g[first] is None:
+    own = program.interface
+    g = {name: value for name, value in cotangents.items() if not isinstance(value, SymbolicZero)}
+    first = own.results[0]  # backward reads this one's, zeros where it is not used
+    if first not in g:
         g[first] = manual.zeros(cotangents[first].shape, cotangents[first].dtype, (arrays, state))
     found: Arrays = {}
-    if s.grads:
-        late = {f"{key}_scale": slot.scale for key, slot in state.items() if key.endswith("g")}
-        given = {name: value for name, value in g.items() if value is not None}
-        backward = replace(program, face="backward", late=tuple(late), cotangents=tuple(given))
-        # a pytree forgets its order
-        groups = ((s.kept, arrays["kept"]), (late, late), (s.saved, arrays["saved"]), (given, given))
-        found = _bound(
-            backward, [group[name] for names, group in groups for name in names if name in group], static
+    if own.signature.grads:
+        scales = {f"{key}_scale": slot.scale for key, slot in state.items()}
+        backward = replace(
+            program, face="backward", cotangents=tuple(name for name in own.results if name in g)
         )
-    grads: Arrays = {}
-    for name in program.needs:
-        grads[name] = g[s.grad_passes[name]] if name in s.grad_passes else found[name]
+        found = _bound(backward, backward.ordered(arrays["kept"] | scales | arrays["saved"], g), static)
+    grads = {
+        name: found[name] if passed is None else g.get(own.results[passed])
+        for name, (_, passed) in zip(program.needs, own.gradients, strict=True)
+    }
     inputs = {name: grads.get(name) for name in kept.how.inputs}
     if not state:
         return inputs, state
@@ -245,13 +216,9 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
         raise RecipeError(
             static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state"
         )
-    amaxes = arrays["amax"] | {name: value for name, value in found.items() if name.endswith("_amax")}
-    return inputs, next_state(
-        static.scaling,
-        state,
-        {name.removesuffix("_amax"): value for name, value in amaxes.items()},
-        static.axes,
-    )
+    amaxes = arrays["amax"] | {name: found[name] for name in own.grad_amaxes if name in found}
+    largest = {name.removesuffix("_amax"): value for name, value in amaxes.items()}
+    return inputs, next_state(static.scaling, state, largest, static.axes)
 
 
 _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

@@ -1,13 +1,13 @@
-"""How a program splits over a mesh under ``jax.jit`` with shardings: custom_partitioning, so that XLA gathers
-nothing.
+"""How a program splits over a mesh, so that XLA gathers nothing: under ``jax.jit`` with shardings
+(custom_partitioning), and on mesh axes of the kind ``Explicit``.
 
-``cuts`` says along what a program may be cut, and what one device computes then (its ``local`` program).
-Which dimension of every array goes along is not written down anywhere: the operation's own ``infer`` is asked
-for the program of one device, and what has become smaller is cut. What has not, is the same on all devices,
-or a sum over them (``Cut.sums``); amaxes are maxima over them, taken before the cast where scales are current
-(``shared``). Dropout's numbers are those of one device (``spread``), cuDNN's own aside.
+Operations declare the ways to split them (``Operation.partitions``), and ``ops.partition.part_of`` gives what
+one device computes then. Which dimension of every array goes along is not written down anywhere: the
+operation's own ``infer`` is asked for the program of one device, and what has become smaller is split. What
+has not, is the same on all devices, or a sum over them; amaxes are maxima over them, taken before the cast
+where scales are current (``shared_amaxes``). Dropout's numbers are those of one device, cuDNN's own aside.
 
-A program that cannot be cut as its arguments are, because rows of different devices meet in it or because a
+A program that cannot be split as its arguments are, because rows of different devices meet in it or because a
 device's part would be padded, runs whole on every device along that mesh axis.
 """
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,50 +26,79 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.arrays import Shape
-from fp8kit_jax import manual, shared, spread
-from fp8kit_jax.cuts import RUNNING, Cut, cuts, local, unjoined
+from fp8kit.errors import Fp8kitError
+from fp8kit.ops.partition import Partition, part_of
+from fp8kit_jax import manual, shared_amaxes
 from fp8kit_jax.program import Program
 
 Bind = Callable[..., Any]
-Dims = list[int | None]  # for each array, which dimension is cut, None for none
-_FACTORS = (2, 3, 5, 7)  # numbers of parts by which a cut's dimensions are found
+Dims = list[int | None]  # for each array, which dimension is split, None for none
+Made = tuple[tuple[Partition, int], ...]  # partitions, and into how many parts each
+_FACTORS = (2, 3, 5, 7)  # numbers of parts by which a partition's dimensions are found
 
 
 class Chosen(NamedTuple):
-    """A cut that is made: over which mesh axes, and which dimension of every argument and result it cuts."""
+    """A partition that is made: over which mesh axes, and which dimension of every argument and result it
+    splits."""
 
-    cut: Cut
+    partition: Partition
     axes: tuple[str, ...]
     arguments: Dims
     results: Dims
 
 
-def dims_of(program: Program, cut: Cut, count: int) -> tuple[Dims, Dims] | None:
-    """Which dimension of each argument and of each result a cut into ``count`` parts cuts; None where the
-    program has no such parts."""
-    part = local(program, ((cut, count),))
-    if part is None:
+@functools.lru_cache(maxsize=4096)
+def partitions(program: Program) -> tuple[Partition, ...]:
+    """The partitions of a program, those that cost no sum over devices first."""
+    return program.op.partitions(program.spec, dict(program.metas), dict(program.views))
+
+
+@functools.lru_cache(maxsize=4096)
+def part(program: Program, made: Made) -> Program | None:
+    """The program of one part; None where there is none."""
+    found = part_of(program.op, program.spec, dict(program.metas), dict(program.views), made)
+    if found is None:
+        return None
+    spec, metas, views = found
+    streams = (partition.stream for partition, _ in made if partition.stream)
+    cotangents = (*program.cotangents, *streams) if program.face == "backward" else ()
+    own = replace(
+        program, spec=spec, metas=tuple(metas.items()), views=tuple(views.items()), cotangents=cotangents
+    )
+    try:
+        _ = own.interface
+    except Fp8kitError:
+        return None
+    return own
+
+
+def dims_of(program: Program, partition: Partition, count: int) -> tuple[Dims, Dims] | None:
+    """Which dimension of each argument and of each result a partition into ``count`` parts splits; None where
+    the program has no such parts."""
+    own = part(program, ((partition, count),))
+    if own is None:
         return None
 
-    def one(name: str, whole: Shape, own: Shape) -> int | None:
-        changed = [d for d, (m, n) in enumerate(zip(whole, own, strict=True)) if m != n]
-        if name in RUNNING or not changed:
+    def one(name: str, whole: Shape, smaller: Shape) -> int | None:
+        changed = [d for d, (m, n) in enumerate(zip(whole, smaller, strict=True)) if m != n]
+        if name in partition.windows or not changed:
             return None
-        if len(changed) > 1 or whole[changed[0]] != count * own[changed[0]]:
+        if len(changed) > 1 or whole[changed[0]] != count * smaller[changed[0]]:
             raise ValueError(name)
         return changed[0]
 
     try:
-        return tuple(  # type: ignore[return-value]
-            [one(name, a, b) for (name, a), (_, b) in zip(program.seen(kind), part.seen(kind), strict=True)]
+        arguments, results = (
+            [one(name, a, dict(own.seen(kind)).get(name, a)) for name, a in program.seen(kind)]
             for kind in ("arguments", "results")
         )
     except ValueError:
         return None
+    return arguments, results
 
 
-def _found(program: Program, cut: Cut) -> tuple[Dims, Dims] | None:
-    return next((dims for count in _FACTORS if (dims := dims_of(program, cut, count)) is not None), None)
+def _found(program: Program, partition: Partition) -> tuple[Dims, Dims] | None:
+    return next((dims for n in _FACTORS if (dims := dims_of(program, partition, n)) is not None), None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,14 +111,14 @@ def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
 
 
 def _rule(program: Program) -> SdyShardingRule:
-    """Along which dimensions shardings go from array to array: a factor for each cut, each other dimension
-    its own. Where what is cut is flattened together with other dimensions, the factor is the major part of a
-    compound."""
+    """Along which dimensions shardings go from array to array: a factor for each partition, each other
+    dimension its own. Where what is split is flattened together with other dimensions, the factor is the
+    major part of a compound."""
     arrays = [*program.seen("arguments"), *program.seen("results")]
     along: dict[tuple[int, int], str] = {}  # (array, dimension) -> factor
     base: dict[str, int] = {}  # factor -> its size
-    for number, cut in enumerate(cuts(program)):
-        found = _found(program, cut)
+    for number, partition in enumerate(partitions(program)):
+        found = _found(program, partition)
         if found is None:
             continue
         dims = {
@@ -122,21 +152,21 @@ def _rule(program: Program) -> SdyShardingRule:
 
 
 def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
-    """The cuts that the arguments' PartitionSpecs suggest, as many as can be made together, one after the
-    other."""
+    """The partitions that the arguments' PartitionSpecs suggest, as many as can be made together, one after
+    the other."""
     chosen: list[Chosen] = []
-    counts: tuple[tuple[Cut, int], ...] = ()
+    counts: Made = ()
     taken: set[str] = set()
-    for cut in cuts(program):
-        found = _found(program, cut)
+    for partition in partitions(program):
+        found = _found(program, partition)
         axes: tuple[str, ...] = ()
         for spec, d in zip(specs, found[0] if found is not None else (), strict=False):
             if d is not None and d < len(spec) and spec[d] and not axes:
                 named = (spec[d],) if isinstance(spec[d], str) else tuple(spec[d])
                 axes = tuple(axis for axis in named if axis not in taken)
         count = math.prod(mesh.shape[axis] for axis in axes)
-        dims = dims_of(program, cut, count) if count > 1 else None
-        if dims is None or local(program, (*counts, (cut, count))) is None:
+        dims = dims_of(program, partition, count) if count > 1 else None
+        if dims is None or part(program, (*counts, (partition, count))) is None:
             continue
         if any(
             a is not None and a == b
@@ -144,14 +174,14 @@ def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
             for mine, own in zip(dims, other[2:], strict=True)
             for a, b in zip(mine, own, strict=True)
         ):
-            continue  # two cuts of one dimension
-        chosen.append(Chosen(cut, axes, *dims))
-        counts, taken = (*counts, (cut, count)), taken | set(axes)
+            continue  # two of one dimension
+        chosen.append(Chosen(partition, axes, *dims))
+        counts, taken = (*counts, (partition, count)), taken | set(axes)
     return chosen
 
 
 def _specs(program: Program, chosen: Sequence[Chosen], kind: str) -> list[P]:
-    """The PartitionSpecs of "arguments" or "results" after the cuts ``chosen``."""
+    """The PartitionSpecs of "arguments" or "results" after the partitions ``chosen``."""
     found = []
     for i, (_, shape) in enumerate(program.seen(kind)):
         dims: list[Any] = [None] * len(shape)
@@ -173,14 +203,10 @@ def _partition(
     program: Program, bind: Bind, wide: bool, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any
 ) -> Any:
     chosen = _choose(program, mesh, [shape.sharding.spec for shape in arg_shapes])
-    part = local(
-        program, tuple((one.cut, math.prod(mesh.shape[axis] for axis in one.axes)) for one in chosen)
-    )
-    assert part is not None
 
     def lower(*arrays: Any) -> tuple[Any, ...]:
         with jax.enable_x64(wide):
-            return _run_part(part, bind, arrays, chosen)
+            return _run_part(program, mesh, chosen, arrays, bind)
 
     results, arguments = (
         tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, kind))
@@ -189,31 +215,110 @@ def _partition(
     return mesh, lower, results, arguments
 
 
-def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence[Chosen]) -> tuple[Any, ...]:
-    """One device's program, and what its results need of the other devices."""
-    given, addend = list(arrays), None
-    if any(one.cut.kind in ("inner", "contraction") for one in chosen):
-        part, given, addend = unjoined(part, arrays)
+# --- one device's part --------------------------------------------------------------------------------------
+
+
+def _run_part(
+    program: Program, mesh: Any, chosen: Sequence[Chosen], arrays: Sequence[Any], bind: Bind
+) -> tuple[Any, ...]:
+    """The results of ``program`` on one device: its part of them, with what that needs of the others."""
+    counts = [math.prod(mesh.shape[axis] for axis in one.axes) for one in chosen]
+    own = part(program, tuple((one.partition, n) for one, n in zip(chosen, counts, strict=True)))
+    assert own is not None
+    have, incoming = program.named(arrays)
+    forward, whole = program.face == "forward", dict(have)
     for one in chosen:
-        for i in one.cut.once(part):
-            given[i] = jnp.where(manual.first(one.axes), given[i], jnp.zeros_like(given[i]))
-        for i, (name, meta) in enumerate(part.arguments):
-            if name in RUNNING and given[i].shape != meta.shape:
-                start = jax.lax.axis_index(one.axes) * (meta.shape[0] - 1)
-                window = jax.lax.dynamic_slice_in_dim(given[i], start, meta.shape[0])
-                given[i] = window - window[0]
-    part, given = spread.placed(part, given, {one.cut.kind: one.axes for one in chosen})
+        if one.partition.stream and not forward:
+            incoming[one.partition.stream] = incoming[one.partition.sums[0]]
+        table, names = (have, one.partition.once) if forward else (incoming, _counted_once(program, one))
+        first = manual.first(one.axes)
+        table |= {n: jnp.where(first, table[n], jnp.zeros_like(table[n])) for n in names if n in table}
+        for name in have.keys() & set(one.partition.windows):
+            length = dict(own.metas)[name].shape[0]
+            start = jax.lax.axis_index(one.axes) * (length - 1)
+            window = jax.lax.dynamic_slice_in_dim(have[name], start, length)
+            have[name] = window - window[0]
+    own, have = _placed(own, have, chosen)
+    means = [(one.partition.mean, one.axes) for one in chosen if one.partition.mean is not None and forward]
+    run = replace(own, spec=means[0][0].spec) if means else own
     everywhere = tuple(axis for one in chosen for axis in one.axes)
-    special = spread.special(part, chosen[0].cut.kind) if chosen else None
-    results = list(
-        special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind)
-    )
-    for i, (name, meta) in enumerate(part.results):
+    found = shared_amaxes.run(run, run.ordered(have, incoming), everywhere, bind)
+    results = {name: result for (name, _), result in zip(run.results, found, strict=True)}
+    for mean, axes in means:
+        rows, counted = results[mean.name], have[mean.rows_of] != mean.ignored
+        total, count = jax.lax.psum((rows.sum(), counted.sum(dtype=jnp.float32)), axes)
+        results[mean.name] = (total / jnp.maximum(count, 1.0)).reshape(1)
+        results[mean.total] = jnp.stack([results[mean.name][0], count])
+    for i, (name, meta) in enumerate(program.results):
         for one in chosen:
             if one.results[i] is None and meta.zero:
-                results[i] = jax.lax.pmax(results[i], one.axes)
-            elif one.results[i] is None and one.cut.sums(part.face, name) and not special:
-                results[i] = jax.lax.psum(results[i], one.axes)
-        if name == "y" and addend is not None:
-            results[i] = results[i] + addend
-    return tuple(results)
+                results[name] = jax.lax.pmax(results[name], one.axes)
+            elif one.results[i] is None and _sums(program, one.partition, name):
+                results[name] = jax.lax.psum(results[name], one.axes)
+    for one in chosen:
+        if one.partition.addend and forward:
+            (name,) = one.partition.sums
+            results[name] = results[name] + whole[one.partition.addend]
+    return tuple(results[name] for name, _ in program.results)
+
+
+def _counted_once(program: Program, one: Chosen) -> set[str]:
+    """Cotangents of what is the same on all devices: they count on one of them."""
+    start, p = len(program.arguments) - len(program.cotangents), one.partition
+    same = {name for name, d in zip(program.cotangents, one.arguments[start:], strict=True) if d is None}
+    return (same | {p.stream}) - {*p.sums, p.mean.name if p.mean is not None else ""}
+
+
+def _sums(program: Program, partition: Partition, result: str) -> bool:
+    """Whether a result that is not split is the sum of the parts'; otherwise it is the same in all."""
+    if program.face == "forward":
+        return result in partition.sums
+    return program.face == "backward" and result not in partition.once
+
+
+def _placed(own: Program, have: dict[str, Any], chosen: Sequence[Chosen]) -> tuple[Program, dict[str, Any]]:
+    """The part as it runs, with its place in the whole as an input where it draws random numbers."""
+    parts = {
+        one.partition.kind: (jax.lax.axis_index(one.axes), jax.lax.axis_size(one.axes)) for one in chosen
+    }
+    place = own.op.place(own.spec, dict(own.metas), parts)
+    if place is None:
+        return own, have
+    numbers = jnp.stack([jnp.asarray(n, jnp.int32) for n in place.numbers])
+    if place.name in have:
+        first = have[place.name]  # int64, or pairs of uint32
+        numbers = numbers.astype(first.dtype)
+        if first.dtype == jnp.uint32:
+            numbers = jnp.stack([numbers, jnp.zeros_like(numbers)], 1).reshape(-1)
+        numbers = jnp.concatenate([first, numbers])
+    metas = dict(own.metas) | {place.name: place.meta}
+    return replace(own, spec=place.spec, metas=tuple(metas.items())), have | {place.name: numbers}
+
+
+# --- mesh axes of the kind Explicit -------------------------------------------------------------------------
+
+
+def explicit_mesh(tree: Any) -> Any:
+    """The mesh whose explicit axes the types of the leaves name, None where there is none: there an array's
+    type says how it is split, and so must a result's."""
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def run_explicit(
+    function: Callable[[Any, Any], Any],
+    mesh: Any,
+    program: Program,
+    arguments: Mapping[str, Any],
+    inputs: Any,
+    state: Any,
+) -> Any:
+    """``function(inputs, state)``, which gives the outputs of the forward ``program`` by name, run as on axes
+    of the kind ``Auto``; the outputs are typed by the partitions that the types of its ``arguments`` ask for.
+    A gradient takes the type of what it is the gradient of."""
+    types = {name: jax.typeof(value).sharding.spec for name, value in arguments.items()}
+    specs = result_specs(program, mesh, [types[name] for name, _ in program.arguments])
+    out = {name: NamedSharding(mesh, specs[name]) for name in program.interface.outputs}
+    passes = program.interface.passes.items()
+    out |= {name: NamedSharding(mesh, types[source]) for name, source in passes}
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)(inputs, state)

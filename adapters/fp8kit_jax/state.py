@@ -54,7 +54,8 @@ def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: boo
 
     Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max *
     2**-margin / a where a is finite and positive, brought into ``recipe.DELAYED_SCALES``; the history rolls
-    by one and amax becomes its last row. XLA's CPU code takes a subnormal amax for 0.
+    by one and amax becomes its last row. XLA's CPU code takes a subnormal amax for 0. Written in JAX, where
+    XLA fuses it; the bits are the engine's (``tests/adapters/jax/test_same_as_native.py``).
     """
     before = slot.amax_history[1:]
     # parts are joined: XLA makes a loop of a scatter, and compiles it for long

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.ops.activation import activation_numbers
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers
+from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, activated, amax_of

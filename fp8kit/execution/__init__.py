@@ -3,7 +3,7 @@
 ==============  ==========================================================================================
 file            what it holds
 ==============  ==========================================================================================
-bound.py        ``BoundOp``: an operation with everything decided; runs forward and backward on addresses
+bound.py        ``Interface``: what goes into and comes out of an operation; ``BoundOp``: runs it on addresses
 plans.py        the bounded cache of bound operations; ``validate``
 memory.py       where the buffers of a call lie; ``Memory``: what a frontend supplies
 replay.py       recorded calls, done again by their addresses

@@ -16,7 +16,7 @@ from fp8kit.errors import AutogradError
 from fp8kit.execution.memory import Layout, Memory, Room
 from fp8kit.execution.replay import replays
 from fp8kit.formats import DType
-from fp8kit.spec import Meta, Operation, Views
+from fp8kit.spec import Meta, Operation, Signature, Views
 
 Addresses = Sequence[int]
 Part = tuple[str, Shape, DType]
@@ -41,20 +41,20 @@ def views_at(parts: Sequence[Part], addresses: Sequence[int | None], device: Dev
     }
 
 
-class BoundOp:
-    """One operation for one spec, input shapes, wanted gradients, device and set of kernels.
+class Interface:
+    """What goes into and comes out of an operation for one spec, input shapes and wanted gradients: what
+    ``infer`` says, as lists. Needs no device.
 
-    All lists are in the order in which addresses are handed over:
+    All lists are in the order in which arrays are handed over:
 
     * ``inputs``: name -> meta, as they were given. ``needs``: those whose gradient is wanted.
     * ``outputs``: what forward fills, name -> meta. ``amaxes``: accumulators that it maximises, float32 [1],
       zeroed or running: a frontend hands over a state's own slots, or zeros.
     * ``results``: names of what a caller gets: outputs, then inputs that pass through (``passes``: result ->
-      input).
-    * ``kept``: inputs and outputs that backward reads, name -> ``Source``. ``backward_inputs``: what it reads
-      besides, with the values of that moment (the gradients' scales).
+      input); ``result_metas``: their metas.
+    * ``kept``: inputs and outputs that backward reads, name -> ``Source``; ``kept_metas``: their metas.
+      ``backward_inputs``: what it reads besides, with the values of that moment (the gradients' scales).
     * ``grads``: what backward fills, input name -> meta; ``grad_amaxes``: its accumulators.
-      ``streamed_grads``: those of ``grads`` that backward allocates itself, unless it is handed an address.
     * ``gradients``: for each of ``needs`` its index in ``grads``, or that of the result whose cotangent it
       is: (index, None) or (None, index).
 
@@ -67,48 +67,25 @@ class BoundOp:
         spec: Any,
         metas: Mapping[str, Meta],
         needs: tuple[str, ...],
-        memory: Memory,
-        kernels: Any,
-        streaming: bool = True,
+        signature: Signature | None = None,
     ) -> None:
-        self.operation, self.spec, self.needs, self.memory, self.device = (
-            operation,
-            spec,
-            needs,
-            memory,
-            memory.device,
-        )
-        self.plan = plan = operation.plan(spec, metas, frozenset(needs), kernels)
-        self.signature = s = plan.signature
-        self.kernels = kernels  # held: the plan's key has their identity
+        self.operation, self.spec, self.needs = operation, spec, needs
+        self.signature = s = signature or operation.infer(spec, metas, frozenset(needs))
         self.inputs = dict(metas)
         self.outputs = {name: meta for name, meta in s.outputs.items() if not meta.zero}
         self.amaxes = {name: meta for name, meta in s.outputs.items() if meta.zero}
         self.passes = dict(s.passes)
         self.results = (*self.outputs, *s.passes)
+        self.result_metas = self.outputs | {name: self.inputs[source] for name, source in s.passes.items()}
         self.grads = {name: meta for name, meta in s.grads.items() if name in metas}
         self.grad_amaxes = {name: meta for name, meta in s.grads.items() if name not in metas}
         self.backward_inputs = dict(s.backward_inputs)
         places = {name: Source(i, True) for i, name in enumerate(self.outputs)}
         places |= {name: Source(i, False) for i, name in enumerate(metas)}
         self.kept = {name: places[name] for name in s.kept if name in places}
+        known = {**self.inputs, **self.outputs}
+        self.kept_metas = {name: known[name] for name in self.kept}
         self.gradients = [self._gradient(name) for name in needs]
-        streaming = streaming and operation.streams
-        self.streamed_grads = streamed(self.grads) if streaming else {}
-        self.saved = Layout(s.saved, streaming)
-        self.scratch = Layout(plan.scratch, streaming)
-        self.backward_scratch = Layout(plan.backward_scratch, streaming)
-        known = {**metas, **self.outputs}
-        self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
-        self._kept_parts = _parts({name: known[name] for name in self.kept})
-        self._late_parts = _parts(self.backward_inputs)
-        self._grad_parts, self._grad_amax_parts = _parts(self.grads), _parts(self.grad_amaxes)
-        through = {name: metas[source] for name, source in s.passes.items()}
-        self._result_parts = _parts({**self.outputs, **through})
-        fixed = not self.saved.streamed
-        self._forward_replays = replays(kernels) if fixed and not self.scratch.streamed else None
-        fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
-        self._backward_replays = replays(kernels) if fixed and s.grads else None
 
     def _gradient(self, name: str) -> tuple[int | None, int | None]:
         s = self.signature
@@ -121,6 +98,48 @@ class BoundOp:
         raise AutogradError(
             f"{self.operation.name}: no gradient rule for its input {name!r}, which requires a gradient"
         )
+
+
+class BoundOp(Interface):
+    """One operation for one spec, input shapes, wanted gradients, device and set of kernels.
+
+    ``memory``: a frontend's on a device; the device alone where the caller allocates everything
+    (``run_forward``, ``run_backward``, ``run_measure``). Beside the lists of ``Interface``:
+
+    * ``saved``, ``scratch``, ``backward_scratch``, ``measure_scratch``: ``Layout`` of those buffers.
+    * ``streamed_grads``: those of ``grads`` that backward allocates itself, unless it is handed an address.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        spec: Any,
+        metas: Mapping[str, Meta],
+        needs: tuple[str, ...],
+        memory: Memory | Device,
+        kernels: Any,
+        streaming: bool = True,
+    ) -> None:
+        self.plan = plan = operation.plan(spec, metas, frozenset(needs), kernels)
+        super().__init__(operation, spec, metas, needs, plan.signature)
+        s = plan.signature
+        self.memory: Any = memory
+        self.device: Device = memory if isinstance(memory, Device) else memory.device
+        self.kernels = kernels  # held: the plan's key has their identity
+        streaming = streaming and operation.streams
+        self.streamed_grads = streamed(self.grads) if streaming else {}
+        self.saved = Layout(s.saved, streaming)
+        self.scratch = Layout(plan.scratch, streaming)
+        self.backward_scratch = Layout(plan.backward_scratch, streaming)
+        self.measure_scratch = Layout(plan.measure_scratch)
+        self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
+        self._kept_parts, self._result_parts = _parts(self.kept_metas), _parts(self.result_metas)
+        self._late_parts = _parts(self.backward_inputs)
+        self._grad_parts, self._grad_amax_parts = _parts(self.grads), _parts(self.grad_amaxes)
+        fixed = not self.saved.streamed
+        self._forward_replays = replays(kernels) if fixed and not self.scratch.streamed else None
+        fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
+        self._backward_replays = replays(kernels) if fixed and s.grads else None
 
     # --- forward --------------------------------------------------------------------------------------------
 
@@ -172,6 +191,12 @@ class BoundOp:
         ins, outs, maxima = self._forward_parts
         filled = views_at(outs, outputs, device) | views_at(maxima, amaxes, device)
         self.operation.forward(self.plan, views_at(ins, inputs, device), filled, saved, scratch, stream)
+
+    def run_measure(self, inputs: Addresses, amaxes: Addresses, scratch: Views, stream: int) -> None:
+        """The operation's measure: maximises the amaxes, and runs no product."""
+        ins, _, maxima = self._forward_parts
+        read, filled = views_at(ins, inputs, self.device), views_at(maxima, amaxes, self.device)
+        self.operation.measure(self.plan, read, filled, scratch, stream)
 
     # --- backward -------------------------------------------------------------------------------------------
 

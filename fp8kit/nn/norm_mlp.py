@@ -17,8 +17,9 @@ from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Parameter, as_tensor, hints, make_parameter, positive, resolve
 from fp8kit.nn.norm import norm_parameters
 from fp8kit.nn.random import Init, init_of
+from fp8kit.ops.activation import activation_numbers
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers, norm_mlp
+from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 

@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from fp8kit.arguments import choice, shown
+from fp8kit.arrays import Shape
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import uint8
-from fp8kit.ops.norm_mlp import activation_numbers
-from fp8kit.ops.product import row_count, want_rows
+from fp8kit.formats import float32, uint8
+from fp8kit.ops import partition as split
+from fp8kit.ops.partition import Partition
+from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+def activation_numbers(
+    operation: str, activation: str, params: Mapping[str, Any] | None
+) -> tuple[float, ...]:
+    """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
+    ``backends.activation``.
+
+    FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit
+    that is not positive.
+    """
+    row = ACTIVATIONS[choice(operation, "activation", activation, ACTIVATIONS, FormatError)]
+    if params is not None and not isinstance(params, Mapping):
+        raise FormatError(operation, "activation_params", shown(params), "a mapping of names to numbers")
+    given = dict(params or {})
+    unknown = [name for name in given if name not in row.params]
+    if unknown:
+        wanted = f"names out of {', '.join(row.params)}" if row.params else f"none for {activation}"
+        raise FormatError(operation, "activation_params", ", ".join(map(repr, unknown)), wanted)
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+            raise FormatError(operation, f"activation_params[{name!r}]", repr(value), "a finite number")
+        if name == "limit" and value <= 0:
+            raise FormatError(operation, "activation_params['limit']", value, "a positive number")
+    return tuple(float(given.get(name, default)) for name, default in row.params.items())
 
 
 @dataclass(frozen=True)
 class ActivationSpec:
     """``activation``: a name of ``backends.activation``; ``features`` of the input, of a gated one twice the
-    output's; ``params``: its numbers, see ``norm_mlp.activation_numbers``; () is the defaults."""
+    output's; ``params``: its numbers, see ``activation_numbers``; () is the defaults. ``amax``: the amaxes of
+    y and of x's gradient are taken on the way."""
 
     activation: str
     features: int
     params: tuple[float, ...] = ()
+    amax: bool = False
 
     def __post_init__(self) -> None:
         defaults = activation_numbers("activation", self.activation, None)
@@ -35,19 +66,39 @@ class ActivationSpec:
 
 
 class Activation(Operation):
-    """y = activation(x). Input x h (..., F), or h (..., 2 F) of a gated one; output y h (..., F). Gradient of
-    x."""
+    """y = activation(x + bias0). Inputs x h (..., F), or h (..., 2 F) of a gated one; bias0 h, x's features,
+    or None. Outputs y h (..., F); with ``spec.amax`` amax float32 [1]. Gradients of x and bias0, and with
+    ``spec.amax`` amax."""
 
     name: ClassVar[str] = "activation"
 
+    def independent_rows(self, spec: ActivationSpec, saved: Collection[str]) -> tuple[str, ...]:
+        return () if spec.amax else ("x",)
+
+    def partitions(
+        self, spec: ActivationSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        found = split.rows(metas, views, "x")
+        if ACTIVATIONS[spec.activation].parts > 1 and "x" not in views:  # the two halves lie in one dimension
+            return found
+        return (*found, Partition("inner", (("x", -1, -1), ("bias0", -1, -1))))
+
+    def part(self, spec: ActivationSpec, partition: Partition, count: int) -> Any:
+        if partition.kind == "rows":
+            return spec
+        return None if spec.features % count else replace(spec, features=spec.features // count)
+
     def infer(self, spec: ActivationSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = want_rows(self.name, "x", metas, spec.features)
+        amax = {"amax": Meta((1,), float32, zero=True)} if spec.amax else {}
+        grads = {"x": Meta(x.shape, x.dtype)} | amax if "x" in needs else {}
+        biased = metas.get("bias0") is not None
+        if biased:
+            bias = want(self.name, "bias0", metas, (spec.features,), x.dtype)
+            grads |= {"bias0": bias} if "bias0" in needs else {}
         y = Meta((*x.shape[:-1], spec.features // ACTIVATIONS[spec.activation].parts), x.dtype)
-        return (
-            Signature({"y": y}, {}, ("x",), {"x": Meta(x.shape, x.dtype)})
-            if "x" in needs
-            else Signature({"y": y})
-        )
+        kept = ("x", *(("bias0",) if biased else ())) if grads else ()
+        return Signature({"y": y} | amax, {}, kept, grads)
 
     def plan(self, spec: ActivationSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         x = want_rows(self.name, "x", metas, spec.features)
@@ -60,7 +111,8 @@ class Activation(Operation):
         s: ActivationSpec = plan.spec
         x, y = inputs["x"], outputs["y"]
         assert x is not None and y is not None
-        plan.kernels.act_fwd(x.rows(), None, y.rows(), None, None, s.activation, s.params, stream)
+        given, out = (x.rows(), inputs.get("bias0")), (y.rows(), outputs.get("amax"))
+        plan.kernels.act_fwd(*given, *out, None, s.activation, s.params, stream)
 
     def backward(
         self,
@@ -73,11 +125,11 @@ class Activation(Operation):
         stream: int,
     ) -> None:
         s: ActivationSpec = plan.spec
-        dy, x, dx, space = cotangents["y"], kept["x"], grads["x"], scratch["workspace"]
-        assert dy is not None and x is not None and dx is not None
-        plan.kernels.act_bwd(
-            dy.rows(), x.rows(), None, dx.rows(), None, None, None, s.activation, s.params, space, stream
-        )
+        dy, x, dx = cotangents["y"], kept["x"], grads.get("x")
+        assert dy is not None and x is not None
+        given = dy.rows(), x.rows(), kept.get("bias0")
+        out = None if dx is None else dx.rows(), grads.get("bias0"), grads.get("amax")
+        plan.kernels.act_bwd(*given, *out, None, s.activation, s.params, scratch["workspace"], stream)
 
 
 activation = Activation()

@@ -12,12 +12,14 @@ packed after them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fp8kit import formats
+from fp8kit.arrays import Shape
 from fp8kit.ops.attention_checks import check_extras, check_inputs
-from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, check
+from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check
 from fp8kit.ops.attention_views import (
     attends,
     dense_of,
@@ -33,6 +35,7 @@ from fp8kit.ops.attention_views import (
     tokens_of,
     unpacked,
 )
+from fp8kit.ops.partition import Partition, Place
 from fp8kit.ops.values import check_lengths
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -72,6 +75,48 @@ class Attention(Operation):
 
     def outputs(self, spec: Any) -> tuple[str, ...]:
         return ("o",)
+
+    def partitions(
+        self, spec: AttentionSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        """By batches and by heads; sequences are not split."""
+        if spec.packed:
+            return ()
+        there = {name: meta.shape for name, meta in metas.items() if meta is not None}
+        main, at = tuple(LAYOUTS[spec.layout]), spec.qkv_format.index("b")
+        rows, heads = [(name, at, at) for name in (*main, "o")], [("o", 2, -1)]
+        heads += [(name, 3, 2) if name in views else (name, 2, 2) for name in main]
+        for name in {"mask", "bias"} & there.keys():  # 1 stands for all
+            rows += [(name, 0, 0)] if there[name][0] == there[main[0]][at] != 1 else []
+            heads += [(name, 1, 1)] if there[name][1] == spec.num_heads != 1 else []
+        if "alibi_slopes" in there:
+            last = len(there["alibi_slopes"]) - 1
+            rows += [("alibi_slopes", 0, 0)] * last
+            heads.append(("alibi_slopes", last, last))
+        heads += [("softmax_offset", 0, 0)] if "softmax_offset" in there else []
+        sums = tuple(name for name in ("cu_seqlens_q", "cu_seqlens_kv") if name in there)
+        found = Partition("rows", tuple(sorted(rows + [(name, 0, 0) for name in sums])), windows=sums)
+        if all(name in views or len(there[name]) == 4 for name in main):
+            return found, Partition("heads", tuple(sorted(heads)))
+        return (found,)
+
+    def part(self, spec: AttentionSpec, partition: Partition, count: int) -> Any:
+        if partition.kind == "rows":
+            return spec
+        if spec.num_heads % count or spec.num_gqa_groups % count:
+            return None
+        return replace(spec, num_heads=spec.num_heads // count, num_gqa_groups=spec.num_gqa_groups // count)
+
+    def place(self, spec: AttentionSpec, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
+        """Also of a call that is whole in this direction: the other one may be split, and both must drop the
+        same weights. cuDNN, whose numbers know only the call, does not take it."""
+        if not spec.dropout or spec.packed:
+            return None
+        q = meta_of(metas, next(iter(LAYOUTS[spec.layout])))
+        (row, _), (head, count) = parts.get("rows", (0, 1)), parts.get("heads", (0, 1))
+        first = row * batch_of(spec.qkv_format, q.shape), head * spec.num_heads
+        numbers = (*first, count * spec.num_heads)
+        return Place(replace(spec, placed=True), "dropout_place", Meta((3,), formats.int32), numbers)
 
     def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         check(spec)

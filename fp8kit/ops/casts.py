@@ -4,13 +4,16 @@ gradient."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import Shape
 from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.formats import Format, float32, uint8
+from fp8kit.ops import partition as split
+from fp8kit.ops.partition import Partition, SharedAmaxes
 from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -33,32 +36,60 @@ def meta_of(operation: str, name: str, metas: Metas) -> Meta:
     return meta
 
 
+def whole(shape: Shape, tile: tuple[int, int]) -> tuple[int, int]:
+    """A tile of an array of ``shape``, its leading dimensions flattened into rows: 0 is all of them."""
+    return tile[0] or math.prod(shape[:-1]) or 1, tile[1] or (shape[-1] if shape else 1) or 1
+
+
 def grid(shape: Shape, tile: tuple[int, int]) -> Shape:
-    """(tiles,) of an array of ``shape``, its leading dimensions flattened into rows."""
+    """(tiles,) of an array of ``shape``."""
     rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
-    return (-(-rows // tile[0]) * -(-columns // tile[1]),)
+    high, wide = whole(shape, tile)
+    return (-(-rows // high) * -(-columns // wide),)
+
+
+def by_rows(
+    name: str, tile: tuple[int, int], metas: Metas, views: Mapping[str, Shape]
+) -> tuple[Partition, ...]:
+    """The rows of the codes, and of the scales where they belong to rows; not where a scale belongs to
+    several rows, but for one that belongs to all."""
+    if tile[0] > 1 or (not tile[0] and tile[1]):
+        return ()
+    return split.rows(metas, views, name, *(("scale", "scale_inv") if tile[0] else ()))
 
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """``format`` of the codes; ``tile`` (rows, columns) that share a scale; ``saturate``; ``power_2``:
-    current scales are rounded down to a power of two; ``for_inf``: a current scale that overflows; ``given``:
-    the scales are an input; ``stochastic``: rng is an input."""
+    """``format`` of the codes; ``tile`` (rows, columns) that share a scale, 0 is all of them; ``saturate``;
+    ``power_2``: current scales are rounded down to a power of two; ``for_inf``: a current scale that
+    overflows; ``source`` of the scales: "current", "scale", they are an input, or "amax", the one tile's amax
+    is an input; ``stochastic``: rng is an input."""
 
     format: Format
     tile: tuple[int, int]
     saturate: bool = True
     power_2: bool = False
     for_inf: float = FLT_MAX
-    given: bool = False
+    source: str = "current"
     stochastic: bool = False
 
 
 class Quantize(Operation):
-    """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) where given; rng int64 (2,) where
-    stochastic. Outputs: q uint8 like x, scale_inv float32 (tiles,)."""
+    """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) or amax_in float32 (1,), by
+    ``spec.source``; rng int64 (2,) where stochastic. Outputs: q uint8 like x, scale_inv float32 (tiles,)."""
 
     name: ClassVar[str] = "quantize"
+
+    def partitions(
+        self, spec: QuantizeSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        """Not where bits are drawn, which know their place in the array."""
+        return () if spec.stochastic else by_rows("x", spec.tile, metas, views)
+
+    def shared_amaxes(self, spec: QuantizeSpec) -> SharedAmaxes | None:
+        if spec.source != "current" or spec.tile != (0, 0):
+            return None
+        return SharedAmaxes(replace(spec, source="amax"), {"amax_in": "x"})
 
     def _checked(self, spec: QuantizeSpec, metas: Metas) -> tuple[Meta, Shape]:
         x = meta_of(self.name, "x", metas)
@@ -72,36 +103,40 @@ class Quantize(Operation):
     def infer(self, spec: QuantizeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         no_gradient(self.name, needs)
         x, tiles = self._checked(spec, metas)
-        if spec.given:
-            want(self.name, "scale", metas, tiles, float32)
+        if spec.source != "current":
+            want(self.name, "scale" if spec.source == "scale" else "amax_in", metas, tiles, float32)
         if spec.stochastic:
             want(self.name, "rng", metas, (2,), formats.int64)
         return Signature({"q": Meta(x.shape, uint8), "scale_inv": Meta(tiles, float32)})
 
     def plan(self, spec: QuantizeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        tiles = Meta(self._checked(spec, metas)[1], float32)
-        return Plan(spec, self.infer(spec, metas, needs), kernels, {} if spec.given else {"scale": tiles})
+        x, tiles = self._checked(spec, metas)
+        scratch = {} if spec.source == "scale" else {"scale": Meta(tiles, float32)}
+        tile = whole(x.shape, spec.tile)
+        return Plan(spec, self.infer(spec, metas, needs), kernels, scratch, extra=tile)
 
     def forward(
         self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
     ) -> None:
         s: QuantizeSpec = plan.spec
         x, q, inverse, k = inputs["x"], outputs["q"], outputs["scale_inv"], plan.kernels
-        scale = inputs["scale"] if s.given else scratch["scale"]
-        assert x is not None and q is not None
-        if not s.given:  # scale_inv holds the amaxes until they are scales
-            assert inverse is not None
-            arrays.provider(inverse.device).fill_zero(inverse, stream)
-            k.amax(x.rows(), inverse, s.tile, stream)
-            k.scale_from_amax(inverse, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, stream)
-        k.quantize(
-            x.rows(), q.rows(), scale, inverse, None, s.format, s.tile, s.saturate, inputs.get("rng"), stream
-        )
+        tile, scale, amax = plan.extra, inputs.get("scale"), inputs.get("amax_in")
+        assert x is not None and q is not None and inverse is not None
+        if scale is None:
+            scale = scratch["scale"]
+            if amax is None:  # scale_inv holds the amaxes until they are scales
+                amax = inverse
+                arrays.provider(inverse.device).fill_zero(inverse, stream)
+                k.amax(x.rows(), inverse, tile, stream)
+            k.scale_from_amax(amax, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, stream)
+        rng = inputs.get("rng")
+        k.quantize(x.rows(), q.rows(), scale, inverse, None, s.format, tile, s.saturate, rng, stream)
 
 
 @dataclass(frozen=True)
 class DequantizeSpec:
-    """``format`` of the codes, ``tile`` that shares a scale, name of the result's ``dtype``."""
+    """``format`` of the codes, ``tile`` that shares a scale, as in ``QuantizeSpec``, name of the result's
+    ``dtype``."""
 
     format: Format
     tile: tuple[int, int]
@@ -115,6 +150,11 @@ class Dequantize(Operation):
 
     def outputs(self, spec: Any) -> tuple[str, ...]:
         return ("x",)
+
+    def partitions(
+        self, spec: DequantizeSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        return by_rows("q", spec.tile, metas, views)
 
     def infer(self, spec: DequantizeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         no_gradient(self.name, needs)
@@ -132,7 +172,8 @@ class Dequantize(Operation):
         s: DequantizeSpec = plan.spec
         q, x = inputs["q"], outputs["x"]
         assert q is not None and x is not None
-        plan.kernels.dequantize(q.rows(), x.rows(), inputs["scale_inv"], s.format, s.tile, stream)
+        tile = whole(q.shape, s.tile)
+        plan.kernels.dequantize(q.rows(), x.rows(), inputs["scale_inv"], s.format, tile, stream)
 
 
 quantize = Quantize()

@@ -4,13 +4,16 @@ log-sum-exp."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fp8kit import formats
 from fp8kit.arguments import choice, integer, number
+from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32
+from fp8kit.ops import partition as split
+from fp8kit.ops.partition import Mean, Partition
 from fp8kit.ops.product import row_count, want_rows
 from fp8kit.ops.values import check_indices
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -43,6 +46,12 @@ class CrossEntropy(Operation):
 
     def outputs(self, spec: Any) -> tuple[str, ...]:
         return ("loss",)
+
+    def partitions(
+        self, spec: CrossEntropySpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        mean = Mean("loss", replace(spec, reduction="none"), "targets", spec.ignore_index, "total")
+        return split.rows(metas, views, "logits", "targets", mean=mean if spec.reduction == "mean" else None)
 
     def infer(self, spec: CrossEntropySpec, metas: Metas, needs: frozenset[str]) -> Signature:
         logits = want_rows(self.name, "logits", metas, spec.classes)

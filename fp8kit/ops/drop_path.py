@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import int32, int64
+from fp8kit.formats import int32
+from fp8kit.ops import partition as split
 from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts
+from fp8kit.ops.partition import Partition, Place
 from fp8kit.ops.product import want, want_rows
 from fp8kit.ops.values import check_sequences
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -33,12 +37,21 @@ class DropPath(Operation):
     """y = residual + keep / (1 - p) * x, keep 0 or 1 for each sample: in the mean over the draws y = residual
     + x.
 
-    Inputs: x h, its shape as ``spec.format`` says, of no rows too; residual h like x; rng int64 [2]; starts
-    int32 (b + 1,) with "thd". Output y. The residual's gradient is y's own cotangent. ``forward`` raises
-    ArgumentError for starts on the CPU that are no running sums.
+    Inputs: x h, its shape as ``spec.format`` says, of no rows too; residual h like x; rng int64 [2], or [3]
+    with the number of the part (``place``); starts int32 (b + 1,) with "thd". Output y. The residual's
+    gradient is y's own cotangent. ``forward`` raises ArgumentError for starts on the CPU that are no running
+    sums.
     """
 
     name = "drop_path"
+
+    def partitions(
+        self, spec: DropPathSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        return split.rows(metas, views, "x", "residual") if spec.format == "bshd" else ()
+
+    def place(self, spec: DropPathSpec, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
+        return split.part_place(spec, parts)
 
     def _check(self, spec: DropPathSpec, metas: Metas) -> tuple[Meta, int, int]:
         """x, and rows from one sample to the next, and samples."""
@@ -48,7 +61,7 @@ class DropPath(Operation):
                 self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features"
             )
         want(self.name, "residual", metas, x.shape, x.dtype)
-        want(self.name, "rng", metas, (2,), int64)
+        split.want_rng(self.name, metas)
         starts = metas.get("starts")
         if (starts is None) == (spec.format == "thd"):
             got = None if starts is None else f"shape {starts.shape}"

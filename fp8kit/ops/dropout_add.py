@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fp8kit.arguments import number
+from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import HIGH_PRECISION, int64, uint8
+from fp8kit.formats import HIGH_PRECISION, uint8
+from fp8kit.ops import partition as split
+from fp8kit.ops.partition import Partition, Place
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -28,12 +32,20 @@ class DropoutAddSpec:
 class DropoutAdd(Operation):
     """y = residual + dropout(x + bias).
 
-    Inputs: x h (..., N); bias h (N,) or None; residual h like x or None; rng int64 [2] where p > 0. Output:
-    y. The residual's gradient is y's own cotangent, and x's too where nothing is dropped: they take no pass
-    and no memory.
+    Inputs: x h (..., N); bias h (N,) or None; residual h like x or None; where p > 0 rng int64 [2], or [3]
+    with the number of the part (``place``). Output: y. The residual's gradient is y's own cotangent, and x's
+    too where nothing is dropped: they take no pass and no memory.
     """
 
     name = "dropout_add"
+
+    def partitions(
+        self, spec: DropoutAddSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        return split.rows(metas, views, "x", "residual")
+
+    def place(self, spec: DropoutAddSpec, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
+        return split.part_place(spec, parts) if spec.p > 0 else None
 
     def infer(self, spec: DropoutAddSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = want_rows(self.name, "x", metas, spec.features)
@@ -42,7 +54,7 @@ class DropoutAdd(Operation):
         if metas.get("residual") is not None:
             want(self.name, "residual", metas, x.shape, x.dtype)
         if spec.p > 0:
-            want(self.name, "rng", metas, (2,), int64)
+            split.want_rng(self.name, metas)
         passes = {"residual": "y"} if "residual" in needs else {}
         grads = {}
         if "x" in needs and spec.p == 0:

@@ -3,11 +3,14 @@ micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fp8kit.arrays import Shape
 from fp8kit.formats import float32, uint8
+from fp8kit.ops import partition as split
+from fp8kit.ops.partition import OneProduct, Partition
 from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count, want, want_rows
 from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -20,7 +23,7 @@ class LinearSpec:
     product: ProductSpec
 
 
-class Linear(Operation):
+class Linear(OneProduct):
     """y = x W^T + b, and + residual where there is one: the product adds it, and its gradient is y's own
     cotangent.
 
@@ -34,6 +37,21 @@ class Linear(Operation):
     streams = True
     parameters = ("weight", "bias")
     arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "weight0": "weight", "bias0": "bias"}
+
+    def independent_rows(self, spec: LinearSpec, saved: Collection[str]) -> tuple[str, ...]:
+        return ("x", "residual") if not saved and split.scaled_by_rows(spec.product) else ()
+
+    def partitions(self, spec: LinearSpec, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+        p = spec.product
+        if split.cached(p):
+            return ()
+        io = int(p.layout == "io")
+        at = 0 if io else len(views.get("weight0", (0, 0))) - 1
+        dims = ("x", -1, -1), ("weight0", at, 1 - io), ("w_qt", 0, 0), ("w_qt_inv", 0, 0)
+        residual = "residual" if metas.get("residual") is not None else ""
+        contraction = Partition("contraction", dims, ("y",), ("bias0",), residual)
+        own_rows = split.rows(metas, views, "x", "residual")
+        return (*own_rows, *split.features(p, metas, views), contraction)
 
     def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
         x = want_rows(self.name, "x", metas, spec.product.in_features)

@@ -3,13 +3,16 @@ operations share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.arguments import choice
+from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError
 from fp8kit.formats import float32, uint8
+from fp8kit.ops import partition as split
+from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -78,6 +81,12 @@ class Norm(Operation):
     name = "norm"
     parameters = ("weight", "bias")
     arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "norm_weight": "weight", "norm_bias": "bias"}
+
+    def independent_rows(self, spec: NormSpec, saved: Collection[str]) -> tuple[str, ...]:
+        return ("x",)
+
+    def partitions(self, spec: NormSpec, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+        return split.rows(metas, views, "x")
 
     def infer(self, spec: NormSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = spec.check(self.name, metas)

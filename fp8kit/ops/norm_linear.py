@@ -6,18 +6,20 @@ residual stream's gradient is added inside the normalisation's gradient, which s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast
 from fp8kit.buffers import free
 from fp8kit.formats import uint8
+from fp8kit.ops import partition as split
 from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.partition import OneProduct, Partition
 from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count
 from fp8kit.ops.products import product_of
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Plan, Signature, Views
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class NormStage:
         )
 
 
-class NormLinear(Operation):
+class NormLinear(OneProduct):
     """y = norm(x) W^T + b.
 
     Inputs: those of ``norm`` and ``linear``. Outputs: y h (..., out); residual (x itself) and normed where
@@ -132,6 +134,16 @@ class NormLinear(Operation):
         "weight0": "weight",
         "bias0": "bias",
     }
+
+    def independent_rows(self, spec: NormLinearSpec, saved: Collection[str]) -> tuple[str, ...]:
+        return ("x",) if not saved and split.scaled_by_rows(spec.product) else ()
+
+    def partitions(
+        self, spec: NormLinearSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        if split.cached(spec.product):
+            return ()
+        return (*split.rows(metas, views, "x"), *split.features(spec.product, metas, views))
 
     def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
         x = spec.norm.check(self.name, metas)

@@ -10,48 +10,26 @@ fc2's weight, but not fc2's product: the same kernels on the same values, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fp8kit.arguments import choice, shown
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.buffers import free, free_contents, take
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32, uint8
+from fp8kit.ops import partition as split
+from fp8kit.ops.activation import ActivationSpec, activation, activation_numbers
+from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_linear import NormStage
+from fp8kit.ops.norm_linear import NormLinearSpec, NormStage, norm_linear
+from fp8kit.ops.partition import Component, Partition, SharedAmaxes
 from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
-
-
-def activation_numbers(
-    operation: str, activation: str, params: Mapping[str, Any] | None
-) -> tuple[float, ...]:
-    """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
-    ``backends.activation``.
-
-    FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit
-    that is not positive.
-    """
-    row = ACTIVATIONS[choice(operation, "activation", activation, ACTIVATIONS, FormatError)]
-    if params is not None and not isinstance(params, Mapping):
-        raise FormatError(operation, "activation_params", shown(params), "a mapping of names to numbers")
-    given = dict(params or {})
-    unknown = [name for name in given if name not in row.params]
-    if unknown:
-        wanted = f"names out of {', '.join(row.params)}" if row.params else f"none for {activation}"
-        raise FormatError(operation, "activation_params", ", ".join(map(repr, unknown)), wanted)
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-            raise FormatError(operation, f"activation_params[{name!r}]", repr(value), "a finite number")
-        if name == "limit" and value <= 0:
-            raise FormatError(operation, "activation_params['limit']", value, "a positive number")
-    return tuple(float(given.get(name, default)) for name, default in row.params.items())
 
 
 @dataclass(frozen=True)
@@ -183,6 +161,61 @@ class NormMLP(Operation):
         "fc2_weight0": "fc2_weight",
         "fc2_bias0": "fc2_bias",
     }
+
+    def products(self, spec: NormMLPSpec) -> tuple[ProductSpec, ...]:
+        return spec.fc1, spec.fc2
+
+    def independent_rows(self, spec: NormMLPSpec, saved: Collection[str]) -> tuple[str, ...]:
+        return ("x",) if not saved and split.scaled_by_rows(spec.fc1, spec.fc2) else ()
+
+    def partitions(
+        self, spec: NormMLPSpec, metas: Metas, views: Mapping[str, Shape]
+    ) -> tuple[Partition, ...]:
+        if spec.recompute or split.cached(spec.fc1, spec.fc2):
+            return ()
+        io = int(spec.fc1.layout == "io")
+        dims = (
+            ("fc1_weight0", 1 + io, io),
+            ("fc1_bias0", 1, 0),
+            ("h", 2, 1),
+            ("fc1_w_qt", 2, 1),
+            ("fc1_w_qt_inv", 2, 1),
+            ("fc2_weight0", 1 - io, 1 - io),
+        )
+        addend = ("x", "residual") if spec.joins else ("", "")
+        return (*split.rows(metas, views, "x"), Partition("inner", dims, ("y",), ("fc2_bias0",), *addend))
+
+    def part(self, spec: NormMLPSpec, partition: Partition, count: int) -> Any:
+        if partition.kind == "rows":
+            return spec
+        fc1, fc2 = split.narrowed(spec.fc1, count), split.narrowed(spec.fc2, count, contraction=True)
+        if fc1 is None or fc2 is None:
+            return None
+        return replace(spec, fc1=fc1, fc2=fc2, joins=False, residual=spec.residual or spec.joins)
+
+    def shared_amaxes(self, spec: NormMLPSpec) -> SharedAmaxes | None:
+        return None if split.with_amaxes(spec.fc1) is None else SharedAmaxes(None, {})
+
+    def decompose(self, spec: NormMLPSpec) -> tuple[Component, ...]:
+        """``norm_linear``, ``activation`` and ``linear``, with the residual stream as the last one's residual
+        where it joins y."""
+        stream = spec.residual or spec.joins
+        first = NormLinearSpec(spec.norm, replace(spec.fc1, bias="none"), stream, spec.return_norm)
+        act = ActivationSpec(spec.activation, spec.fc1.out_features, spec.activation_params, amax=True)
+        second = ("x", "fc2_weight0", "fc2_bias0", *(("residual",) if spec.joins else ()))
+        return (
+            Component(
+                norm_linear, first, {n: n for n in ("x", *spec.norm.inputs(), "fc1_weight0")}, {"y": "h"}
+            ),
+            Component(
+                activation,
+                act,
+                {"x": "h", "bias0": "fc1_bias0"},
+                {"y": "act", "amax": "fc2_x_amax"},
+                {"amax": "fc1_g_amax"},
+            ),
+            Component(linear, LinearSpec(spec.fc2), {n: n for n in second} | {"x": "act"}),
+        )
 
     def _stages(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Stages:
         x = spec.norm.check(self.name, metas)

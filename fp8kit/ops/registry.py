@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 
-from fp8kit import ops, recipe
+from fp8kit import ops, quantization, recipe
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
 from fp8kit.spec import Operation
@@ -59,7 +59,8 @@ def _register_all() -> None:
             for value in vars(module).values():
                 if isinstance(value, Operation):
                     register_operation(value)
-    SPECS.update({kind.__name__: kind for kind in _dataclasses_of(recipe)})
+    for module in (recipe, quantization):
+        SPECS.update({kind.__name__: kind for kind in _dataclasses_of(module)})
 
 
 _register_all()

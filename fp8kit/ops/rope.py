@@ -3,8 +3,8 @@ packed one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fp8kit import formats
@@ -12,6 +12,7 @@ from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.attention_spec import FORMATS, check_starts
+from fp8kit.ops.partition import Partition
 from fp8kit.ops.values import check_sequences
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -61,6 +62,22 @@ class Rope(Operation):
     """
 
     name: ClassVar[str] = "rope"
+
+    def partitions(self, spec: RopeSpec, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+        x = metas["x"]
+        if spec.qkv_format == "thd" or x is None or len(x.shape) != 4:
+            return ()
+        at = spec.qkv_format.index("b")
+        rows = [("x", at, at)]
+        if metas.get("start_positions") is not None:
+            rows.append(("start_positions", 0, 0))
+        return Partition("rows", tuple(rows)), Partition("heads", (("x", 2, 2),))
+
+    def part(self, spec: RopeSpec, partition: Partition, count: int) -> Any:
+        if partition.kind == "rows":
+            return spec
+        ((heads, dim, angles),) = spec.segments
+        return None if heads % count else replace(spec, segments=((heads // count, dim, angles),))
 
     def infer(self, spec: RopeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         if spec.qkv_format not in FORMATS:

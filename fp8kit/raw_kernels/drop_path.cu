@@ -18,7 +18,7 @@ DEVICE i64 sample_of(i64 row, i64 inner, i64 count, const i32* starts) {
 // may be null, y may be x.
 extern "C" __global__ void __launch_bounds__(256)
 drop_path(const T* x, const T* residual, T* y, const i32* starts, const i64* rng, i64 n, i64 N, i64 inner,
-          i64 count, i64 threshold, f64 factor) {
+          i64 count, i64 threshold, f64 factor, const i64* part) {
   const bool wide = rows_aligned<16>(x, 0) && rows_aligned<16>(y, 0) && rows_aligned<16>(residual, 0);
   const Rng state = load_rng(rng);
   for (i64 i = first() * 8; i < n; i += step() * 8) {
@@ -31,7 +31,8 @@ drop_path(const T* x, const T* residual, T* y, const i32* starts, const i64* rng
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if (fresh)
-        times = philox_word(state, (u64)sample_of(row, inner, count, starts)) >= (u32)threshold
+        times = philox_word(state, first_index(part, count) + (u64)sample_of(row, inner, count, starts)) >=
+                        (u32)threshold
                     ? (float)factor
                     : 0.0f;
       v[j] = (times == 0.0f ? 0.0f : value(in, j) * times) + value(stream, j);

@@ -9,20 +9,39 @@
 #include "philox.cuh"
 #include "rows.cuh"
 
+// Bit j: whether element index + j is kept. Not inlined, so that its registers are not the caller's.
+__device__ __noinline__ u32 kept_of_8(const i64* rng, u64 index, u32 threshold) {
+  u32 kept = 0;
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    const uint4 w = philox(load_rng(rng), (index >> 2) + k);
+    kept |= ((u32)(w.x >= threshold) | (u32)(w.y >= threshold) << 1 | (u32)(w.z >= threshold) << 2 |
+             (u32)(w.w >= threshold) << 3) << 4 * k;
+  }
+  return kept >> index % 4;
+}
+
 // x where it is kept, times factor. `index` is the first element's; rng null: unchanged.
 DEVICE void drop8(float (&x)[8], const i64* rng, u64 index, u32 threshold, float factor) {
   if (rng == nullptr) return;
-  u32 words[8];
-  philox_words<8>(load_rng(rng), index, words);
+  if (index % 4 == 0) {
+    u32 words[8];
+    philox_words<8>(load_rng(rng), index, words);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) x[j] = words[j] >= threshold ? x[j] * factor : 0.0f;
+    for (int j = 0; j < 8; ++j) x[j] = words[j] >= threshold ? x[j] * factor : 0.0f;
+  } else {
+    const u32 kept = kept_of_8(rng, index, threshold);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = kept >> j & 1 ? x[j] * factor : 0.0f;
+  }
 }
 
 // y = residual + dropout(x + bias) over n elements in rows of N, from the end; y may be x.
 extern "C" __global__ void __launch_bounds__(256)
 dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, i64 n, i64 N,
-            i64 threshold, f64 factor) {
+            i64 threshold, f64 factor, const i64* part) {
   start_early();
+  const u64 base = first_index(part, n);
   const bool wide = rows_aligned<16>(x, 0) && rows_aligned<16>(y, 0) && rows_aligned<16>(residual, 0);
   const bool wide_bias = rows_aligned<16>(bias, 0) && N % 8 == 0;
   const i64 last = ceil_div(n, 8) - 1;
@@ -48,7 +67,7 @@ dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, 
         }
       }
     }
-    drop8(v, rng, (u64)i, (u32)threshold, (float)factor);
+    drop8(v, rng, base + (u64)i, (u32)threshold, (float)factor);
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] += value(stream, j);
     write8(y + i, valid, wide, rounded8<T>(v));
@@ -61,9 +80,10 @@ constexpr int AHEAD = 4;  // rows of a thread of column_sums that are on their w
 // float32. Either may be null. A block of 32 x 8 threads takes 256 columns of `rows` rows.
 extern "C" __global__ void __launch_bounds__(256)
 column_sums(const T* __restrict__ dy, T* __restrict__ dx, float* partial, const i64* rng, i64 M, i64 N,
-            i64 rows, i64 column_blocks, i64 threshold, f64 factor) {
+            i64 rows, i64 column_blocks, i64 threshold, f64 factor, const i64* part) {
   __shared__ float of_warps[8][257];
   let_next_start();
+  const u64 base = first_index(part, M * N);
   const i64 row_block = blockIdx.x / column_blocks, column0 = blockIdx.x % column_blocks * 256,
             column = column0 + threadIdx.x * 8;
   const int valid = columns_left(column, N);
@@ -82,7 +102,7 @@ column_sums(const T* __restrict__ dy, T* __restrict__ dx, float* partial, const 
       float v[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = value(in[k], j);
-      drop8(v, rng, (u64)at, (u32)threshold, (float)factor);
+      drop8(v, rng, base + (u64)at, (u32)threshold, (float)factor);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] += v[j];
       if (dx != nullptr) write8(dx + at, valid, wide_dx, rounded8<T>(v));

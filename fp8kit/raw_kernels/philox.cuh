@@ -8,6 +8,9 @@ struct Rng { u64 seed, offset; };
 
 DEVICE Rng load_rng(const i64* rng) { return Rng{(u64)rng[0], (u64)rng[1]}; }
 
+// Index of the first of n elements: of part `part[0]` of equal parts; null: of the whole.
+DEVICE u64 first_index(const i64* part, i64 n) { return part == nullptr ? 0 : (u64)part[0] * (u64)n; }
+
 // The four words of elements 4 * group ... 4 * group + 3.
 DEVICE uint4 philox(Rng rng, u64 group) {
   u32 c0 = (u32)group, c1 = (u32)(group >> 32), c2 = (u32)rng.offset, c3 = (u32)(rng.offset >> 32);

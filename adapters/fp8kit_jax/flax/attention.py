@@ -17,7 +17,7 @@ from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
-from fp8kit_jax import small
+from fp8kit_jax import functional
 from fp8kit_jax.flax import cache, lora
 from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned, want_array
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
@@ -97,7 +97,7 @@ class DotProductAttention(nn.Module):
             functions.dot_product_attention(*layers, **options), self.context_checkpoint_name
         )
 
-    def rehearse(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
+    def validate(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
         """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for the layers. A
         mask may be stood for too."""
         check_fixed(self, {})
@@ -108,7 +108,7 @@ class DotProductAttention(nn.Module):
             options["mask"] = jax.ShapeDtypeStruct(mask.shape, bool)
         if self.softmax_type == "learnable":
             options["softmax_offset"] = jax.ShapeDtypeStruct((self.num_attention_heads,), jnp.float32)
-        functions.rehearse(*layers, **options)
+        functions.validate(*layers, **options)
 
     def _options(
         self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any
@@ -239,14 +239,14 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Any, ...]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
         check_fixed(self, fixed)
-        late = {"return_bias": self.return_bias}
-        check_join("MultiHeadAttention", self.join_residual, return_residual=self.return_residual, **late)
+        asked = {"return_bias": self.return_bias}
+        check_join("MultiHeadAttention", self.join_residual, return_residual=self.return_residual, **asked)
         check_join(
             "MultiHeadAttention",
             self.join_layernorm_output,
             "join_layernorm_output",
             join_residual=self.join_residual,
-            **late,
+            **asked,
         )
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         own = inputs_q is inputs_kv
@@ -304,9 +304,9 @@ class MultiHeadAttention(nn.Module):
             )(x, residual)
 
         # queries and keys go through something of their own
-        apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
+        separate = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
         packed = own and self.fuse_qkv_params and groups == heads
-        stands = self._stands(inputs_q, inputs_kv, apart, packed)
+        stands = self._stands(inputs_q, inputs_kv, separate, packed)
         past = cache.Past(self, *stands[1:], sequence_descriptor) if decode else None
         kind, window = self.attn_mask_type, self.window_size
         if past is not None and past.index is not None:
@@ -325,26 +325,26 @@ class MultiHeadAttention(nn.Module):
             window_size=window,
             softmax_type=self.softmax_type,
         )
-        turn, norms = self._turn(past), {name: self._norm(name) for name in ("q_norm", "k_norm")}
+        rotate, norms = self._rotation(past), {name: self._norm(name) for name in ("q_norm", "k_norm")}
         if past is None:
-            core.rehearse(stands, sequence_descriptor, bias, mask)
+            core.validate(stands, sequence_descriptor, bias, mask)
         else:
-            core.rehearse([stands[0], *past.stands()], sequence_descriptor, *past.rehearsed(mask, bias))
+            core.validate([stands[0], *past.stands()], sequence_descriptor, *past.validated(mask, bias))
         if packed:
             y, ln, residual = normed("qkv", (3, heads * self.head_dim), 3)
-            layers = [y[..., i, :] for i in range(3)] if apart else [y]
+            layers = [y[..., i, :] for i in range(3)] if separate else [y]
         else:
             q, ln, residual = normed("query", heads * self.head_dim, 1)
             source = ln if own else inputs_kv
             if self.fuse_qkv_params:
                 kv = plain("kv", (2, groups * self.head_dim), source, 2)
-                layers = [q, kv[..., 0, :], kv[..., 1, :]] if apart else [q, kv]
+                layers = [q, kv[..., 0, :], kv[..., 1, :]] if separate else [q, kv]
             else:
                 layers = [q, *(plain(name, groups * self.head_dim, source) for name in ("key", "value"))]
         layers = [a.reshape(*a.shape[:-1], -1, self.head_dim) for a in layers]
-        if apart:
+        if separate:
             layers[:2] = (
-                normed_and_turned(a, norm, turn, self.qk_norm_before_rope)
+                normed_and_turned(a, norm, rotate, self.qk_norm_before_rope)
                 for a, norm in zip(layers[:2], norms.values(), strict=True)
             )
         if past is not None:
@@ -366,10 +366,10 @@ class MultiHeadAttention(nn.Module):
             return_bias=self.return_bias,
             residual=stream,
         )
-        y, *later = y if self.return_bias else (y,)
-        return returned(self, y, ln, residual, *later)
+        y, *unadded = y if self.return_bias else (y,)
+        return returned(self, y, ln, residual, *unadded)
 
-    def _stands(self, inputs_q: Any, inputs_kv: Any, apart: bool, packed: bool) -> list[Any]:
+    def _stands(self, inputs_q: Any, inputs_kv: Any, separate: bool, packed: bool) -> list[Any]:
         """What stands for the layers that the core attention will be given. ShapeError for inputs that do not
         fit each other."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
@@ -383,9 +383,9 @@ class MultiHeadAttention(nn.Module):
         def layer(source: Any, *last: int) -> Any:
             return jax.ShapeDtypeStruct((*source.shape[:-1], *last, self.head_dim), inputs_q.dtype)
 
-        if packed and not apart:
+        if packed and not separate:
             return [layer(inputs_q, 3, heads)]
-        if apart or not self.fuse_qkv_params:
+        if separate or not self.fuse_qkv_params:
             return [layer(inputs_q, heads), layer(inputs_kv, groups), layer(inputs_kv, groups)]
         return [layer(inputs_q, heads), layer(inputs_kv, 2, groups)]
 
@@ -398,10 +398,10 @@ class MultiHeadAttention(nn.Module):
                 "MultiHeadAttention", "qk_norm_type", repr(self.qk_norm_type), f"one of {', '.join(QK_NORMS)}"
             )
         if self.qk_norm_type == "L2Normalization":
-            return lambda x: small.l2norm(x, self.qk_norm_eps)
+            return lambda x: functional.l2norm(x, self.qk_norm_eps)
         return LayerNorm(self.qk_norm_eps, QK_NORMS[self.qk_norm_type], dtype=self.dtype, name=name)
 
-    def _turn(self, past: cache.Past | None) -> Any:
+    def _rotation(self, past: cache.Past | None) -> Any:
         """The rotary embedding as a function, None where there is none."""
         if not self.enable_rotary_pos_emb:
             return None
@@ -416,14 +416,14 @@ class MultiHeadAttention(nn.Module):
         order, alternate = form(self), GROUPINGS[self.rotary_pos_emb_group_method]
         low, high = self.rotary_pos_emb_windows
 
-        def turn(x: Any) -> Any:
+        def rotate(x: Any) -> Any:
             positions = x.shape[order.index("s")] if past is None else past.length
-            freqs = small.rope_frequencies(self.head_dim, positions, high / low, alternate) / low
-            return small.rope(
+            freqs = functional.rope_frequencies(self.head_dim, positions, high / low, alternate) / low
+            return functional.rope(
                 x, freqs, None if past is None else past.starts(), qkv_format=order, interleaved=alternate
             )
 
-        return turn
+        return rotate
 
 
 class RelativePositionBiases(nn.Module):

@@ -78,7 +78,7 @@ class Past:
         key, value = self.key.value, self.value.value
         return jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)
 
-    def rehearsed(self, mask: Any, bias: Any) -> tuple[Any, Any]:
+    def validated(self, mask: Any, bias: Any) -> tuple[Any, Any]:
         """The bias and the mask that ``extended`` will give, or what stands for them. ShapeError for a mask
         that does not fit."""
         if self.index is None:

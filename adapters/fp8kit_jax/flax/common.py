@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, RecipeError
-from fp8kit_jax import small
+from fp8kit_jax import functional
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES, UNTYPED, check_module
 from fp8kit_jax.quantizers import QuantizerSet
@@ -188,10 +188,10 @@ def dropped(x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None
     """dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's
     ``broadcast_dims``)."""
     if not dims or not rate:
-        return small.dropout_add(x, None, bias, rate, key)
-    x = x if bias is None else small.dropout_add(x, bias=bias)
+        return functional.dropout_add(x, None, bias, rate, key)
+    x = x if bias is None else functional.dropout_add(x, bias=bias)
     shape = [1 if d in {range(x.ndim)[i] for i in dims} else n for d, n in enumerate(x.shape)]
-    return x * small.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
+    return x * functional.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
 
 
 def joined(module: Any, x: Any, bias: Any, residual: Any, deterministic: bool, path: float) -> Any:
@@ -201,11 +201,13 @@ def joined(module: Any, x: Any, bias: Any, residual: Any, deterministic: bool, p
     key = module.make_rng(module.dropout_rng_name) if rate else None
     dims = tuple(module.hidden_dropout_dims)
     if not path and not (rate and dims):
-        return small.dropout_add(x, residual, bias, rate, key)
+        return functional.dropout_add(x, residual, bias, rate, key)
     branch = x if bias is None and not rate else dropped(x, rate, key, dims, bias)
     if not path:
-        return small.dropout_add(branch, residual)
-    return small.drop_path(branch, residual, path, module.make_rng(module.dropout_rng_name), form(module))
+        return functional.dropout_add(branch, residual)
+    return functional.drop_path(
+        branch, residual, path, module.make_rng(module.dropout_rng_name), form(module)
+    )
 
 
 def form(module: Any) -> str:

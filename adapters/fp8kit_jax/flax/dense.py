@@ -12,8 +12,8 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.errors import ShapeError
+from fp8kit_jax import functional
 from fp8kit_jax import layers as functions
-from fp8kit_jax import small
 from fp8kit_jax.activations import activation
 from fp8kit_jax.checks import check_module
 from fp8kit_jax.flax.common import (
@@ -43,14 +43,14 @@ def _last_axis(module: Any) -> None:
         )
 
 
-def returned(module: Any, y: Any, normed: Any, residual: Any, *later: Any) -> tuple[Any, ...]:
-    """What a module with a norm returns by its fields; ``later``: a bias that is not added, where there is to
-    be one."""
+def returned(module: Any, y: Any, normed: Any, residual: Any, *unadded: Any) -> tuple[Any, ...]:
+    """What a module with a norm returns by its fields; ``unadded``: a bias that is not added, where it is
+    asked for."""
     return (
         y,
         normed if module.return_layernorm_output else None,
         *([residual] if module.return_residual else []),
-        *later,
+        *unadded,
     )
 
 
@@ -77,7 +77,9 @@ class LayerNorm(nn.Module):
         check_module(self)
         x = want_array(self, "x", x)
         scale, bias = norm_parameters(self, x.shape[-1], x.dtype)
-        return small.layernorm(x, scale, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon)
+        return functional.layernorm(
+            x, scale, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon
+        )
 
 
 class DenseGeneral(nn.Module):
@@ -145,7 +147,7 @@ class DenseGeneral(nn.Module):
         )
         bias = None if bias is None else jnp.asarray(bias, inputs.dtype)
         dims = (axis, tuple(range(len(axis))))
-        late = self.enable_low_rank_adaptation and residual is not None
+        after = self.enable_low_rank_adaptation and residual is not None
         y = functions.dense(
             inputs,
             jnp.asarray(kernel, inputs.dtype),
@@ -153,12 +155,12 @@ class DenseGeneral(nn.Module):
             dims,
             quantizer_set(self),
             self.return_bias,
-            residual=None if late else residual,
+            residual=None if after else residual,
         )
-        y, *later = y if self.return_bias else (y,)
+        y, *unadded = y if self.return_bias else (y,)
         y = adapted(self, y, inputs, axis, features)
-        y = small.dropout_add(y, residual) if late else y
-        return (y, *later) if self.return_bias else y
+        y = functional.dropout_add(y, residual) if after else y
+        return (y, *unadded) if self.return_bias else y
 
 
 class LayerNormDenseGeneral(nn.Module):
@@ -228,7 +230,7 @@ class LayerNormDenseGeneral(nn.Module):
             normed = beside[0] if wanted else None
         else:
             residual = inputs
-            normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
+            normed = functional.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
             normed = constrained(normed, self.dot_input_axes)
             y = functions.dense(normed, kernel, bias, quantizer_set=quantizer_set(self))
         y = adapted(self, y, normed, (inputs.ndim - 1,), features)
@@ -245,7 +247,7 @@ class LayerNormMLP(nn.Module):
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F),
     ``wo_bias`` (H,), with a = len(activations), which with ``activation_params`` are as in
     ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and ``wo_``. One operation, but where
-    dropout, adaptation, ``enable_layernorm=False`` or logical axes of what lies between take it apart.
+    dropout, adaptation, ``enable_layernorm=False`` or logical axes of what lies between make it several.
     ``intermediate_hidden_dropout_dims``: dimensions along which one draw serves all. y has the name
     ``ffn2_ckpt_name`` for ``jax.checkpoint``'s policies. The rest: as ``LayerNormDenseGeneral``.
     """
@@ -324,13 +326,13 @@ class LayerNormMLP(nn.Module):
         sets = quantizer_set(self, "_0"), quantizer_set(self, "_1")
         norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
-        apart = (
+        separate = (
             rate
             or self.enable_low_rank_adaptation
             or constrains(self.dot_1_input_axes)
             or constrains(self.dot_2_input_axes)
         )
-        if self.enable_layernorm and not apart:
+        if self.enable_layernorm and not separate:
             own = (self.return_layernorm_output, "io", self.activation_params)
             y = functions.layernorm_mlp(
                 inputs,
@@ -363,7 +365,7 @@ class LayerNormMLP(nn.Module):
             )
         else:
             residual = inputs
-            normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
+            normed = functional.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
             normed = constrained(normed, self.dot_1_input_axes)
             h = functions.dense(normed, wi, bi, quantizer_set=sets[0])
         h = adapted(self, h, normed, (inputs.ndim - 1,), (len(parts), wide), "wi_")
@@ -376,16 +378,16 @@ class LayerNormMLP(nn.Module):
                 tuple(self.intermediate_hidden_dropout_dims),
             )
         act = constrained(act, self.dot_2_input_axes)
-        late = self.enable_low_rank_adaptation and self.join_residual
+        after = self.enable_low_rank_adaptation and self.join_residual
         y = functions.dense(
             act,
             wo,
             bo,
             quantizer_set=sets[1],
             return_bias=self.return_bias,
-            residual=residual if self.join_residual and not late else None,
+            residual=residual if self.join_residual and not after else None,
         )
-        y, *later = y if self.return_bias else (y,)
+        y, *unadded = y if self.return_bias else (y,)
         y = adapted(self, y, act, (inputs.ndim - 1,), (hidden,), "wo_")
-        y = small.dropout_add(y, residual) if late else y
-        return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *later)
+        y = functional.dropout_add(y, residual) if after else y
+        return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *unadded)

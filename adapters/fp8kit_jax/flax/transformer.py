@@ -176,9 +176,9 @@ class TransformerLayer(nn.Module):
                 "decode": decode and first,
                 "sequence_descriptor": sequence_descriptor if first else None,
             }
-            y, normed, *late = layer(x, kv, mask, bias, deterministic=deterministic, **options)
+            y, normed, *others = layer(x, kv, mask, bias, deterministic=deterministic, **options)
             return (
-                joined(self, y, late[1], normed if post else late[0], deterministic, path)
+                joined(self, y, others[1], normed if post else others[0], deterministic, path)
                 if between(path)
                 else y
             )
@@ -186,7 +186,7 @@ class TransformerLayer(nn.Module):
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
             x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
-        apart = post or between(self.drop_path)
+        separate = post or between(self.drop_path)
         mlp = LayerNormMLP(
             self.mlp_hidden_size,
             epsilon=self.layernorm_epsilon,
@@ -197,14 +197,14 @@ class TransformerLayer(nn.Module):
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
             name="mlp",
-            **(ask if apart else {"join_residual": True}),
+            **(ask if separate else {"join_residual": True}),
             **lora.fields(self, "mlp"),
             **MLP_AXES,
             **self._fields(_BOTH),
         )
-        y, normed, *late = mlp(x, deterministic)
-        if apart:
-            y = joined(self, y, late[1], normed if post else late[0], deterministic, self.drop_path)
+        y, normed, *others = mlp(x, deterministic)
+        if separate:
+            y = joined(self, y, others[1], normed if post else others[0], deterministic, self.drop_path)
         if not self.output_layernorm:
             return y
         axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}

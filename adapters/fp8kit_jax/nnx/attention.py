@@ -13,7 +13,7 @@ from fp8kit.arguments import check, flag, optional
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
-from fp8kit_jax import small
+from fp8kit_jax import functional
 from fp8kit_jax.arguments import as_array, stand
 from fp8kit_jax.checks import RULES, size
 from fp8kit_jax.layers import check_join
@@ -67,12 +67,12 @@ class DotProductAttention(nnx.Module):
         self.softmax_offset = nnx.Param(jnp.zeros((num_attention_heads,), jnp.float32)) if learnable else None
 
     def __call__(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> Any:
-        """``query``, ``key``, ``value``: apart or packed; ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and
-        so on."""
+        """``query``, ``key``, ``value``: separate or packed; ``given``: ``mask``, ``bias``, ``cu_seqlens_q``
+        and so on."""
         functions.known("DotProductAttention", given)
         if self.dropout.stream is not None:  # whose state changes with a draw
             layers = {"query": query, "key": key, "value": value}
-            self.rehearse(
+            self.validate(
                 *(
                     None if a is None else stand("dot_product_attention", name, a)
                     for name, a in layers.items()
@@ -83,10 +83,10 @@ class DotProductAttention(nnx.Module):
         options = {**self._options(), **given, "dropout_rate": rate, "dropout_key": key_now}
         return functions.dot_product_attention(query, key, value, **options)
 
-    def rehearse(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> None:
+    def validate(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> None:
         """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for ``query``,
         ``key`` and ``value``."""
-        functions.rehearse(query, key, value, **{**self._options(), **given})
+        functions.validate(query, key, value, **{**self._options(), **given})
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -184,7 +184,8 @@ class MultiHeadAttention(nnx.Module):
         join_residual: bool = False,
         **given: Any,
     ) -> Any:
-        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), across. ``given``: as ``DotProductAttention``.
+        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), for cross-attention. ``given``: as
+        ``DotProductAttention``.
         Returns h like x, or a tuple with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias
         of ``out``, which then is not added, or None. ``join_residual``: x is added to y, by the product of
         ``out``; neither of the two then."""
@@ -195,9 +196,9 @@ class MultiHeadAttention(nnx.Module):
             "MultiHeadAttention", join_residual, return_residual=return_residual, return_bias=return_bias
         )
         if (encoded is not None) != self.cross:
-            wanted = "an array across" if self.cross else "None for self attention"
+            wanted = "an array for cross-attention" if self.cross else "None for self attention"
             raise ShapeError("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted)
-        self._rehearse(x, encoded if self.cross else x, given)
+        self._validate(x, encoded if self.cross else x, given)
         first = self.qkv or self.query
         if isinstance(first, LayerNormDenseGeneral):
             y, residual = first(x, return_residual=True)
@@ -210,7 +211,7 @@ class MultiHeadAttention(nnx.Module):
             packed = layers[-1]
             parts = [*layers[:-1], *(packed[..., i, :, :] for i in range(packed.shape[-3]))]
             q, k = (
-                normed_and_turned(a, self._norm(own), self._turn(), self.first)
+                normed_and_turned(a, self._norm(own), self._rotation(), self.first)
                 for a, own in zip(parts, (self.q_norm, self.k_norm), strict=False)
             )
             layers = [q, k, parts[2]]
@@ -220,11 +221,11 @@ class MultiHeadAttention(nnx.Module):
             return_bias=return_bias,
             residual=residual if join_residual else None,
         )
-        y, *later = y if return_bias else (y,)
-        more = [*([residual] if return_residual else []), *later]
+        y, *unadded = y if return_bias else (y,)
+        more = [*([residual] if return_residual else []), *unadded]
         return (y, *more) if more else y
 
-    def _rehearse(self, x: Any, source: Any, given: Mapping[str, Any]) -> None:
+    def _validate(self, x: Any, source: Any, given: Mapping[str, Any]) -> None:
         """Refuse what does not fit before the projections run."""
         functions.known("MultiHeadAttention", given)
         x, source = as_array("MultiHeadAttention", "x", x), as_array("MultiHeadAttention", "encoded", source)
@@ -244,7 +245,7 @@ class MultiHeadAttention(nnx.Module):
             layers = [layer(x, 3, heads)]
         else:
             layers = [layer(x, heads), layer(source, 2, self.groups)]
-        self.core.rehearse(*layers, **given)
+        self.core.validate(*layers, **given)
 
     def _apart(self, x: Any) -> Any:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
@@ -252,15 +253,15 @@ class MultiHeadAttention(nnx.Module):
     def _norm(self, own: LayerNorm | None) -> Any:
         """The norm of queries or keys as a function, None where there is none."""
         return (
-            (lambda x: small.l2norm(x, self.qk_norm_eps))
+            (lambda x: functional.l2norm(x, self.qk_norm_eps))
             if own is None and self.qk_norm_type is not None
             else own
         )
 
-    def _turn(self) -> Any:
+    def _rotation(self) -> Any:
         """The rotary embedding as a function, None where there is none."""
         return (
-            (lambda x: small.rope(x, small.rope_frequencies(self.head_dim, x.shape[1])))
+            (lambda x: functional.rope(x, functional.rope_frequencies(self.head_dim, x.shape[1])))
             if self.rotary
             else None
         )

@@ -11,7 +11,7 @@ from flax import nnx
 
 from fp8kit.arguments import check, shown
 from fp8kit.errors import ArgumentError, RecipeError
-from fp8kit_jax import layers, small
+from fp8kit_jax import functional, layers
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
@@ -95,7 +95,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Any) -> Any:
         """Normalise."""
         x = as_array("LayerNorm", "x", x)
-        return small.layernorm(x, *self.parameters(x.dtype), *self.options)
+        return functional.layernorm(x, *self.parameters(x.dtype), *self.options)
 
 
 class DenseGeneral(nnx.Module):

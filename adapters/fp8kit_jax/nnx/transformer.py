@@ -11,7 +11,7 @@ from flax import nnx
 from fp8kit.arguments import check
 from fp8kit.errors import on_behalf_of
 from fp8kit_jax import attention as functions
-from fp8kit_jax import small
+from fp8kit_jax import functional
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
@@ -93,6 +93,8 @@ class TransformerLayer(nnx.Module):
     def _joined(self, branch: Any, residual: Any, bias: Any) -> Any:
         (rate, key), (path, path_key) = self.dropout(), self.path()
         if not path:
-            return small.dropout_add(branch, residual, bias, rate, key)
-        branch = branch if bias is None and not rate else small.dropout_add(branch, None, bias, rate, key)
-        return small.drop_path(branch, residual, path, path_key)
+            return functional.dropout_add(branch, residual, bias, rate, key)
+        branch = (
+            branch if bias is None and not rate else functional.dropout_add(branch, None, bias, rate, key)
+        )
+        return functional.drop_path(branch, residual, path, path_key)

@@ -100,6 +100,11 @@ def column_sums_bytes(rows: int, columns: int) -> int:
     return _column_blocks(rows, columns)[2] * columns * 4
 
 
+def part_of(rng: ArrayView) -> int:
+    """Address of the number of the part that a generator's state names, 0 where it names none."""
+    return rng.ptr + 16 if rng.size == 3 else 0
+
+
 def column_sums(
     x: ArrayView,
     dx: ArrayView | None,
@@ -107,17 +112,19 @@ def column_sums(
     rng: int,
     threshold: int,
     factor: float,
+    part: int,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
-    """dx = x behind dropout's mask (``rng`` = 0: none), out = its column sums. x, dx: h (M, N); out: h (N,);
-    either may be None."""
+    """dx = x behind dropout's mask (``rng`` = 0: none; ``part``: see ``part_of``), out = its column sums. x,
+    dx: h (M, N); out: h (N,); either may be None."""
     if out is not None and workspace is None:
         raise BackendError("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes")
     rows, columns = x.shape
     across, tall, down = _column_blocks(rows, columns)
     partial = address(workspace) if out is not None else 0
-    arguments = (x.ptr, address(dx), partial, rng, rows, columns, tall, max(across, 1), threshold, factor)
+    arrays, sizes = (x.ptr, address(dx), partial, rng), (rows, columns, tall, max(across, 1))
+    arguments = (*arrays, *sizes, threshold, factor, part)
     launch.launch(kernel("dropout.cu", "column_sums", x), across * down, (32, 8), arguments, stream)
     if out is not None:
         sum_partials(partial, down, out, None, stream)

@@ -6,7 +6,7 @@ import numpy as np
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address, ceil_div, kernel
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel, part_of
 from fp8kit.errors import BackendError
 
 
@@ -37,5 +37,6 @@ def drop_path(
         count,
         int(p * 2.0**32),
         float(np.float32(1 / (1 - p))),
+        part_of(rng),
     )
     launch.launch(kernel("drop_path.cu", "drop_path", x), ceil_div(size, 2048), 256, arguments, stream)

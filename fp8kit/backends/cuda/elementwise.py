@@ -97,7 +97,7 @@ def add(a: ArrayView, b: ArrayView, out: ArrayView, stream: int) -> None:
 
 def sum_rows(x: ArrayView, out: ArrayView, workspace: ArrayView | None, stream: int) -> None:
     """See ``backends.protocol``. BackendError for a missing workspace."""
-    column_sums(x, None, out, 0, 0, 1.0, workspace, stream)
+    column_sums(x, None, out, 0, 0, 1.0, 0, workspace, stream)
 
 
 def column_sum_workspace(rows: int, columns: int) -> int:

@@ -16,8 +16,10 @@ Conventions
   ignored in an amax, Inf is not.
 * ``rng`` is int64[2] ``(seed, offset)``. Element i of the operation's output uses word ``i % 4`` of
   Philox4x32-10 with counter ``(lo(i // 4), hi(i // 4), lo(offset), hi(offset))`` and key ``(lo(seed),
-  hi(seed))`` (Salmon et al., SC'11). Dropout keeps an element when its word is at least ``floor(p * 2**32)``
-  and multiplies it by float32(1 / (1 - p)).
+  hi(seed))`` (Salmon et al., SC'11). In ``dropout_add``, ``dropout_bwd`` and ``drop_path`` it may be
+  int64[3], with the number of the part among equal parts of a larger array: element i of a part of n elements
+  counts as element ``part * n + i``, and likewise samples. Dropout keeps an element when its word is at least
+  ``floor(p * 2**32)`` and multiplies it by float32(1 / (1 - p)).
 * ``workspace`` is a uint8 view of at least ``<kernel>_workspace(...)`` bytes, contents undefined before and
   after.
 * ``stream`` is the raw stream handle, 0 on the CPU.

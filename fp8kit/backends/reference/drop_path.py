@@ -31,7 +31,8 @@ def drop_path(
         samples = rows // inner % count
     else:
         samples = np.clip(np.searchsorted(starts.numpy(), rows, side="right") - 1, 0, count - 1)
-    factors = Dropout(p, rng).factors(np.zeros(1, np.int64), count)[0][samples][:, None]
+    drawn = Dropout(p, rng, count)
+    factors = drawn.factors(np.array([drawn.first]), count)[0][samples][:, None]
     values = result(y)
     np.multiply(f32(x), factors, out=values)
     values[factors[:, 0] == 0] = 0  # also what is not finite

@@ -15,10 +15,11 @@ from fp8kit.backends.reference.threads import njit, prange
 
 class Dropout:
     """The keep-factors of one operation's dropout: 0, or float32(1 / (1 - p)), by element index (see the
-    protocol's conventions)."""
+    protocol's conventions). ``first``: index of the first of ``count`` elements."""
 
-    def __init__(self, p: float, rng: ArrayView) -> None:
-        self.seed, self.offset = (int(v) for v in rng.numpy())
+    def __init__(self, p: float, rng: ArrayView, count: int = 0) -> None:
+        self.seed, self.offset, *part = (int(v) for v in rng.numpy())
+        self.first = part[0] * count if part else 0
         self.threshold = np.uint32(int(p * 2.0**32))
         self.factor = np.float32(1.0 / (1.0 - p))
 
@@ -31,12 +32,12 @@ class Dropout:
 
     def block(self, rows: slice, columns: int) -> Float32:
         """Factors of some rows of a matrix."""
-        return self.factors(np.arange(rows.start, rows.stop) * columns, columns)
+        return self.factors(self.first + np.arange(rows.start, rows.stop) * columns, columns)
 
 
-def dropout(p: float, rng: ArrayView | None) -> Dropout | None:
+def dropout(p: float, rng: ArrayView | None, count: int = 0) -> Dropout | None:
     """The dropout of a call, None where p is 0."""
-    return Dropout(p, rng) if p > 0 and rng is not None else None
+    return Dropout(p, rng, count) if p > 0 and rng is not None else None
 
 
 @quiet
@@ -51,7 +52,7 @@ def dropout_add(
 ) -> None:
     """``y = residual + dropout(x + bias)``; see ``protocol.Kernels.dropout_add``."""
     rows, columns = x.shape
-    mask = dropout(p, rng)
+    mask = dropout(p, rng, x.size)
     source, values = f32(x), result(y)
     shift = None if bias is None else f32(bias)
     base = None if residual is None else f32(residual)
@@ -80,7 +81,7 @@ def dropout_bwd(
 ) -> None:
     """``dx = dy * mask / (1 - p)`` and its column sums; see ``protocol.Kernels.dropout_bwd``."""
     rows, columns = dy.shape
-    mask = dropout(p, rng)
+    mask = dropout(p, rng, dy.size)
     values = f32(dy)
     if mask is not None:
         source = values

@@ -1,5 +1,5 @@
-"""Eight virtual CPU devices for every test of the JAX door, set before JAX looks for devices; tests run there
-but for those marked gpu."""
+"""Eight virtual CPU devices for every test of the JAX frontend, set before JAX looks for devices; tests run
+there but for those marked gpu."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Where the native door's arrays live; JAX's are ``placed`` there too."""
+    """Where the native frontend's arrays live; JAX's are ``placed`` there too."""
     return request.param
 
 

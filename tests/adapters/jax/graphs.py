@@ -2,7 +2,7 @@
 tests.adapters.jax.graphs`` on a GPU.
 
 A step of FP8 training with dropout runs eight times, its inputs, scales, histories and keys different every
-time, once with the door's handler as it is and once with the trait that lets XLA record it, each time by
+time, once with the frontend's handler as it is and once with the trait that lets XLA record it, each time by
 itself and inside a ``lax.scan``, where the addresses stay and a graph is replayed. Counted is how often the
 handler ran; compared are all results, bit for bit. The last line that is printed is the verdict, in JSON.
 """
@@ -26,7 +26,6 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from fp8kit_jax import calls  # noqa: E402
-from fp8kit_jax.program import prepare  # noqa: E402
 
 import fp8kit as fk  # noqa: E402
 from fp8kit.recipe import DelayedScaling  # noqa: E402
@@ -36,8 +35,9 @@ ran = 0
 
 
 def register(platform: str) -> None:
-    """The door's handler twice more, counted: as a call that XLA may not record, and as one that it may."""
-    receive = calls._receiver(prepare, calls.PLATFORMS[platform])
+    """The frontend's handler twice more, counted: as a call that XLA may not record, and as one that it
+    may."""
+    receive = calls._receiver(calls.PLATFORMS[platform])
 
     def counted(*values):
         global ran

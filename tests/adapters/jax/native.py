@@ -1,5 +1,5 @@
-"""What ``fp8kit.nn`` gives on an engine, for comparison with the JAX door bit for bit: values, gradients, FP8
-state."""
+"""What ``fp8kit.nn`` gives on an engine, for comparison with the JAX frontend bit for bit: values, gradients,
+FP8 state."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -73,8 +74,9 @@ def leave(path):
     print("left")
 
 
-def leave_slow(path):
-    """End while calls wait for one that sleeps, nothing of this process running meanwhile."""
+def launch_slow():
+    """Launch calls on all devices that wait for one that sleeps, nothing of this process running
+    meanwhile. The results of the first device."""
 
     def slow(x, y):
         time.sleep(0.3)
@@ -83,9 +85,29 @@ def leave_slow(path):
     fj.register("test.slow", slow)
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     step = jax.jit(lambda x: fj.dense(fj.call("test.slow", shape, x @ x), x))
-    for device in jax.devices():
-        for _ in range(2):
-            step(jax.device_put(jnp.ones((64, 64)), device))
+    return [step(jax.device_put(jnp.ones((64, 64)), device)) for _ in range(2) for device in jax.devices()][
+        : 1 - 2 * jax.device_count()
+    ]
+
+
+def leave_slow(path):
+    """End while slow calls are in flight."""
+    launch_slow()
+    print("left")
+
+
+def leave_held(path):
+    """End while slow calls are in flight, holding a result and a device: XLA's client stays."""
+    global held
+    held = launch_slow(), jax.devices()[0]
+    print("left")
+
+
+def leave_in_a_thread(path):
+    """End while slow calls are in flight that a thread of before has launched."""
+    thread = threading.Thread(target=launch_slow)
+    thread.start()
+    thread.join()
     print("left")
 
 
@@ -105,6 +127,5 @@ def fail(path):
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (run, save, load, leave, leave_slow, fail)}[sys.argv[1]](
-        sys.argv[2] if len(sys.argv) > 2 else ""
-    )
+    programs = (run, save, load, leave, leave_slow, leave_held, leave_in_a_thread, fail)
+    {f.__name__: f for f in programs}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")

@@ -20,7 +20,9 @@ from fp8kit_jax import calls
 from fp8kit_jax.program import Program
 
 from fp8kit import formats
-from fp8kit.errors import BackendError
+from fp8kit.errors import AutogradError, BackendError
+from fp8kit.lru import LRU
+from fp8kit.ops.registry import register_operation
 from fp8kit.spec import Meta, Operation, Plan, Signature
 from fp8kit.testing import assert_same_bits
 from tests.adapters.jax import programs
@@ -75,6 +77,45 @@ class Plus(Operation):
 fj.register_operation(plus := Plus(), PlusSpec)
 
 
+@dataclass(frozen=True)
+class GateSpec:
+    """``scaled``: whether the gate has a parameter."""
+
+    scaled: bool = True
+
+
+class Gate(Operation):
+    """y = x sigmoid(a x), with a parameter a (features,): what a user writes. sigmoid(a x) is saved."""
+
+    name = "test_gate"
+    parameters = ("a",)
+
+    def infer(self, spec, metas, needs):
+        x = metas["x"]
+        grads = {name: metas[name] for name in ("x", "a") if name in needs}
+        return Signature({"y": x}, {"gate": x} if grads else {}, ("x", "a"), grads)
+
+    def plan(self, spec, metas, needs, kernels):
+        return Plan(spec, self.infer(spec, metas, needs), kernels, {"gate": metas["x"]})
+
+    def forward(self, plan, inputs, outputs, saved, scratch, stream):
+        gate = (saved.get("gate") or scratch["gate"]).numpy()
+        x = inputs["x"].numpy()
+        gate[...] = 1 / (1 + np.exp(-inputs["a"].numpy() * x))
+        outputs["y"].numpy()[...] = x * gate
+
+    def backward(self, plan, kept, saved, cotangents, grads, scratch, stream):
+        x, a, gate, dy = kept["x"].numpy(), kept["a"].numpy(), saved["gate"].numpy(), cotangents["y"].numpy()
+        inner = dy * x * gate * (1 - gate)
+        if "x" in grads:
+            grads["x"].numpy()[...] = dy * gate + inner * a
+        if "a" in grads:
+            grads["a"].numpy()[...] = (inner * x).sum(0)
+
+
+register_operation(gate := Gate(), GateSpec)
+
+
 def test_a_users_operation_runs_and_subnormals_are_kept():
     tiny = jnp.full((4,), 2e-38, jnp.float32)
     got = jax.jit(lambda x: fj.apply(plus, PlusSpec(0.0), {"x": x})["y"])(tiny)
@@ -82,6 +123,48 @@ def test_a_users_operation_runs_and_subnormals_are_kept():
     assert np.asarray(got)[0] > 0
     # XLA's own threads flush still
     np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: x * 0.5)(tiny)), 0)
+
+
+def test_a_users_operation_has_gradients_within_jit():
+    """Registered once, for every frontend: what JAX gives for the same formula, also in a scan, under vmap
+    and by rows over devices."""
+    x, a = (
+        jnp.asarray(np.random.default_rng(i).standard_normal(s), jnp.float32)
+        for i, s in ((0, (16, 8)), (1, 8))
+    )
+
+    def own(x, a):
+        return fj.apply(gate, GateSpec(), {"x": x, "a": a})["y"]
+
+    def plain(x, a):
+        return x * jax.nn.sigmoid(a * x)
+
+    def twice(function):
+        return lambda x, a: jax.lax.scan(lambda x, _: (function(x, a), None), x, length=2)[0]
+
+    def batched(function):
+        return lambda x, a: jax.vmap(function, (0, None))(jnp.stack([x, -x]), a)
+
+    def both(function):
+        return jax.jit(jax.value_and_grad(lambda *given: (function(*given) ** 2).sum(), (0, 1)))(x, a)
+
+    for form in (lambda f: f, twice, batched, jax.checkpoint):
+        got, want = both(form(own)), both(form(plain))
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2.0**-16, atol=2.0**-16)
+    assert float(jax.grad(lambda a: own(x, a).sum())(a)[0]) != 0
+    with pytest.raises(AutogradError, match="test_plus: has no backward, but x requires a gradient"):
+        jax.grad(lambda x: fj.apply(plus, PlusSpec(0.0), {"x": x})["y"].sum())(x)
+
+
+def test_an_operation_that_nobody_registered_is_refused_by_name():
+    class Unknown(Plus):
+        name = "test_unknown"
+
+    with pytest.raises(
+        BackendError, match=r"operation: got 'test_unknown', expected one that register_operation"
+    ):
+        fj.apply(Unknown(), PlusSpec(0.0), {"x": jnp.ones(3)})
 
 
 def test_an_error_in_a_handler_is_an_exception_and_nothing_more():
@@ -127,12 +210,14 @@ def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
     )
     monkeypatch.setattr(calls.arrays, "provider", lambda device: provider)
     monkeypatch.setattr(calls.tvm_ffi, "get_raw_stream", lambda place: 70 + place.index)
+    monkeypatch.setattr(calls, "plans", LRU(16))
 
     def prepare(text, device):
         events.append((text.strip(), device.index))
-        return lambda pointers, stream: events.append((pointers, stream))
+        return SimpleNamespace(run=lambda pointers, stream: events.append((pointers, stream)))
 
-    receive = calls._receiver(prepare, "cuda")
+    monkeypatch.setattr(calls.program, "prepare", prepare)
+    receive = calls._receiver("cuda")
 
     def call(text, index):
         tensor = SimpleNamespace(device=SimpleNamespace(index=index), data_ptr=lambda: 4096)
@@ -193,9 +278,10 @@ def test_a_text_of_before_means_the_defaults(monkeypatch):
     taken, text = [], Program.text
 
     def before(program, scratch):
-        found = json.loads(text(program, scratch))
-        taken.append(found["program"]["spec"].pop("joins"))
-        return json.dumps(found)
+        whole = json.loads(text(program, scratch))
+        found = json.loads(whole["program"])
+        taken.append(found[2].pop("joins"))
+        return json.dumps(whole | {"program": json.dumps(found)})
 
     monkeypatch.setattr(Program, "text", before)
     got = jax.jit(lambda x: fj.layernorm_mlp(x, jnp.ones(32), None, kernels, norm_type="rmsnorm"))(x)
@@ -221,9 +307,9 @@ def test_a_saved_program_runs_where_it_was_never_traced(tmp_path):
     assert child("save", path, XLA_FLAGS="") == child("load", path, XLA_FLAGS="")
 
 
-def test_a_program_may_end_with_calls_in_flight():
-    for program in ("leave", "leave_slow"):
-        assert child(program, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "left"
+@pytest.mark.parametrize("program", ["leave", "leave_slow", "leave_held", "leave_in_a_thread"])
+def test_a_program_may_end_with_calls_in_flight(program):
+    assert child(program, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "left"
 
 
 def test_an_error_in_a_handler_leaves_gradients_other_threads_and_the_process_alone():

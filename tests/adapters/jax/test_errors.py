@@ -1,4 +1,4 @@
-"""Errors of the JAX door: what is no array or no number is refused by the function's and the argument's
+"""Errors of the JAX frontend: what is no array or no number is refused by the function's and the argument's
 name."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The examples of the JAX door run, say what their docstrings promise, and learn; the benchmark of the layer
-checks its results."""
+"""The examples of the JAX frontend run, say what their docstrings promise, and learn; the benchmark of the
+layer checks its results."""
 
 from __future__ import annotations
 

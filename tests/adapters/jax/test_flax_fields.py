@@ -38,10 +38,10 @@ def test_norms_of_queries_and_keys(kind, first):
         beta = jnp.zeros(8) if kind == "LayerNorm" else None
         return fj.l2norm(a) if kind == "L2Normalization" else fj.layernorm(a, jnp.ones(8), beta, kind.lower())
 
-    def turn(a):
+    def rotate(a):
         return fj.rope(a, fj.rope_frequencies(8, 16))
 
-    q, k = (turn(norm(a)) if first else norm(turn(a)) for a in (q, k))
+    q, k = (rotate(norm(a)) if first else norm(rotate(a)) for a in (q, k))
     o = fj.dot_product_attention(q, k, v, scale_factor=1.0).reshape(2, 16, 32)
     want = fj.dense(o, p["out"]["kernel"], p["out"]["bias"])
     assert_same_bits("y", np.asarray(layer.apply(variables, X, X)[0]), np.asarray(want))

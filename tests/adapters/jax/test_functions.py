@@ -1,5 +1,5 @@
-"""Every function of the door against JAX's own arithmetic in float32 or the native door's bits, with its
-gradients."""
+"""Every function of the frontend against JAX's own arithmetic in float32 or the native frontend's bits, with
+its gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""CUDA graphs: a replay of recorded calls, which the door allows under ``fk.deterministic``, gives every bit
-that the calls give."""
+"""CUDA graphs: a replay of recorded calls, which the frontend allows under ``fk.deterministic``, gives every
+bit that the calls give."""
 
 from __future__ import annotations
 

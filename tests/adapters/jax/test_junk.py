@@ -1,4 +1,4 @@
-"""Every argument of the JAX door's functions and modules, given what it cannot be: the call works all the
+"""Every argument of the JAX frontend's functions and modules, given what it cannot be: the call works all the
 same, or is refused when it is traced by an error of the right kind."""
 
 from __future__ import annotations

@@ -90,10 +90,10 @@ def test_attention_is_the_function():
                     a, jnp.ones(8), jnp.zeros(8) if kind == "LayerNorm" else None, kind.lower()
                 )
 
-            def turn(a):
+            def rotate(a):
                 return fj.rope(a, fj.rope_frequencies(8, 16))
 
-            q, k = (turn(norm(a)) if first else norm(turn(a)) for a in (q, kv[:, :, 0]))
+            q, k = (rotate(norm(a)) if first else norm(rotate(a)) for a in (q, kv[:, :, 0]))
             want = layer.out(
                 fj.dot_product_attention(q, k, kv[:, :, 1], attn_mask_type="no_mask").reshape(2, 16, 32)
             )

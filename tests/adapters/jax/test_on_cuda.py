@@ -1,5 +1,5 @@
-"""The door on a GPU: the reference engine's bits or values, XLA's stream, errors, compiled programs in other
-processes. Needs no Flax."""
+"""The frontend on a GPU: the reference engine's bits or values, XLA's stream, errors, compiled programs in
+other processes. Needs no Flax."""
 
 from __future__ import annotations
 

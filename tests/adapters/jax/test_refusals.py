@@ -74,13 +74,13 @@ def layer(**options):
 
 CASES = {
     "attention": (attention, {"x": X}, NNX),
-    "attention in groups, turned and normed": (
+    "attention in groups, rotated and normed": (
         lambda: attention(num_gqa_groups=2, rotary=True, qk_norm_type="RMSNorm"),
         {"x": X},
         NNX,
     ),
     "attention in groups": (lambda: attention(num_gqa_groups=2, input_layernorm=False), {"x": X}, NNX),
-    "attention across": (
+    "cross-attention": (
         lambda: attention(cross=True),
         {"x": X, "encoded": SOURCE, "attn_mask_type": "no_mask"},
         ACROSS,
@@ -175,7 +175,7 @@ FLAX = {
     "a window right of a causal diagonal": ({"window_size": (1, 1)}, {}),
     "such a window beside a mask": ({"window_size": (1, 1)}, {"mask": zeros(B, 1, S, S, dtype=bool)}),
     "an unknown norm of queries": ({"qk_norm_type": "rms"}, {}),
-    "an unknown way to turn": ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"}, {}),
+    "an unknown way to rotate": ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"}, {}),
     "decoding with lengths": (
         {"attn_mask_type": "padding"},
         {"decode": True, "sequence_descriptor": sums(3, 4)},

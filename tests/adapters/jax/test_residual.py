@@ -134,12 +134,12 @@ def test_it_is_what_xla_adds():
         (x, args[1], kernel),
     )
     jax.tree.map(lambda a, b: near(a, b, BITS), whole[1][:3], want[1])
-    turned = gradients(
+    swapped = gradients(
         lambda x, gamma, kernel, sets: projected(x, gamma, kernel, sets, kernel_layout="oi"),
         (x, args[1], jnp.moveaxis(kernel, 0, 2), args[-1]),
         (0,),
     )
-    near(turned[1][0], want[1][0], BITS)
+    near(swapped[1][0], want[1][0], BITS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -230,7 +230,7 @@ def test_over_devices(recipe, axes):
             function, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS
         )
     kernel = draw(6, x.shape[-1], 3, x.shape[-1]) / 16
-    if recipe != "block":  # squares of 128 keep their scales in fours: a kernel of this width is not cut
+    if recipe != "block":  # squares of 128 keep their scales in fours: a kernel of this width is not split
         test_sharding.check(projected, (x, gamma, kernel, sets), [data, (), columns, ()])
 
 

@@ -210,9 +210,9 @@ ATTENTIONS = {
 
 
 @pytest.mark.parametrize("what", ["join_residual", "join_layernorm_output"])
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("case", ATTENTIONS)
-def test_an_attention_that_joins(case, across, what):
+def test_an_attention_that_joins(case, cross, what):
     """Whatever its projections are: y is what it is without, and x or norm(x); so are the gradients."""
     x, encoded, g = draw(0, 2, 16, 64), draw(1, 2, 16, 64), draw(7, 2, 16, 64)
     options = {
@@ -223,12 +223,12 @@ def test_an_attention_that_joins(case, across, what):
     } | ATTENTIONS[case]
     plain, joins = (flax_modules.MultiHeadAttention(**options, **more) for more in ({}, {what: True}))
     variables = jax.tree.map(
-        lambda leaf: leaf + 0.25, linen.unbox(plain.init(KEY, x, encoded if across else x))
+        lambda leaf: leaf + 0.25, linen.unbox(plain.init(KEY, x, encoded if cross else x))
     )
 
     def pulled(variables, x, encoded, join):
         def function(variables, x, encoded):
-            y, normed = (joins if join else plain).apply(variables, x, encoded if across else x)
+            y, normed = (joins if join else plain).apply(variables, x, encoded if cross else x)
             return (y if join else y + (x if what == "join_residual" else normed)) + jnp.tanh(normed)
 
         y, back = jax.vjp(function, variables, x, encoded)

@@ -20,7 +20,7 @@ SHAPE = (3, 5)
 
 
 def steps(module, function, params, recipe, dtype, gemms, device):
-    """Three steps through both doors; ``function(params, sets, x)``; params in the module's layout and
+    """Three steps through both frontends; ``function(params, sets, x)``; params in the module's layout and
     names."""
     sets = fj.create_set(recipe, gemms) if recipe is not None else (fj.noop_quantizer_set,) * gemms
     sets = sets if isinstance(sets, tuple) else (sets,)

@@ -1,6 +1,6 @@
-"""The same bits as the native door on the CPU and on a GPU: functions without weights, attention, casts and
-products of codes, draws of the same seed. ``softmax`` is not among them: it is XLA's own code, and the native
-door has no such function."""
+"""The same bits as the native frontend on the CPU and on a GPU: functions without weights, attention, casts
+and products of codes, draws of the same seed. ``softmax`` is not among them: it is XLA's own code, and the
+native frontend has no such function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from fp8kit_jax.activations import ACTIVATION_TYPES
 import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.autograd import apply
-from fp8kit.ops.activation import ActivationSpec, activation
+from fp8kit.ops.activation import ActivationSpec, activation, activation_numbers
 from fp8kit.ops.drop_path import DropPathSpec, drop_path
 from fp8kit.ops.dropout_add import DropoutAddSpec, dropout_add
-from fp8kit.ops.norm_mlp import activation_numbers
 from fp8kit.testing import assert_same_bits
 from tests.adapters.jax.native import draw, host, same_function
 
@@ -28,7 +27,7 @@ SEED = (3 << 32) | 7
 
 def key(offset=0):
     """A key's words are the seed, low word first, and, of a key of four words, the offset: what the native
-    door draws first is offset 0."""
+    frontend draws first is offset 0."""
     return np.array([SEED % 2**32, SEED >> 32, *([offset, 0] if offset else [])], np.uint32)
 
 
@@ -49,7 +48,7 @@ def test_activation(types, dtype, device):
 
 ANGLES = np.asarray(np.random.default_rng(5).uniform(0, 6, (16, 8)), np.float32)
 STARTS, SUMS = np.array([4, 0], np.int32), np.array([0, 2, 9], np.int32)
-# x's shape, and the arguments of both doors
+# x's shape, and the arguments of both frontends
 TURNS = {
     "bshd": ((2, 7, 3, 12), {}, {}),
     "starts": ((2, 7, 3, 12), {"start_positions": STARTS}, {}),
@@ -122,8 +121,8 @@ def test_functions_that_draw(dtype, device):
 
 
 def test_the_pair_of_a_key(device):
-    """Keys of one kind and the other, of two words and of four; the native door drops by the pair what JAX
-    drops by the key."""
+    """Keys of one kind and the other, of two words and of four; the native frontend drops by the pair what
+    JAX drops by the key."""
     x = draw(0, (6, 5, 40))
     for one in (
         key(),
@@ -160,7 +159,7 @@ NAMES = {
     "bias": "core_attention_bias",
     "attn_bias_type": "core_attention_bias_type",
 }
-# options of both doors, arrays among them; "groups" of keys and values, "shape" of the query but for its
+# options of both frontends, arrays among them; "groups" of keys and values, "shape" of the query but for its
 # heads
 ATTENTION = {
     "no_mask": {"attn_mask_type": "no_mask"},

@@ -1,8 +1,8 @@
-"""A transformer layer through every door: Flax, NNX, PyTorch and ``fp8kit.nn``, with the same weights, on the
-CPU and on a GPU.
+"""A transformer layer through every frontend: Flax, NNX, PyTorch and ``fp8kit.nn``, with the same weights, on
+the CPU and on a GPU.
 
 The output, dx, the gradients of norms and biases and the FP8 state are the same bits. Kernels lie (in, out)
-in Flax and NNX, where the other doors have (out, in): their gradients are the same sums in another order.
+in Flax and NNX, where the other frontends have (out, in): their gradients are the same sums in another order.
 Without FP8 cuBLASLt may for that reason sum outputs in another order too (FP8 products have one layout), so
 that those layers are compared on the CPU.
 """
@@ -127,7 +127,7 @@ def nnx_layer(x, bias):
     return function, {path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
 
 
-DOORS = {"flax": flax_layer, "nnx": nnx_layer}
+FRONTENDS = {"flax": flax_layer, "nnx": nnx_layer}
 DTYPES = ("float32", "bfloat16")
 CASES = [
     ("flax", "delayed", "float32", False),
@@ -136,23 +136,23 @@ CASES = [
 ]
 CASES += [("nnx", "delayed", "float32", True), ("nnx", "block", "float32", False)]
 CASES += [
-    (door, "current", dtype, bias)
-    for door in DOORS
+    (frontend, "current", dtype, bias)
+    for frontend in FRONTENDS
     for dtype, bias in zip(DTYPES, (True, False), strict=True)
 ]
 
 
-@pytest.mark.parametrize(("door", "recipe", "dtype", "bias"), CASES)
-def test_a_transformer_layer(door, recipe, dtype, bias, device):
-    same_layer(door, recipe, dtype, bias, device)
+@pytest.mark.parametrize(("frontend", "recipe", "dtype", "bias"), CASES)
+def test_a_transformer_layer(frontend, recipe, dtype, bias, device):
+    same_layer(frontend, recipe, dtype, bias, device)
 
 
 @pytest.mark.parametrize(
-    ("door", "dtype", "bias"),
+    ("frontend", "dtype", "bias"),
     [("flax", "bfloat16", True), ("flax", "float32", False), ("nnx", "bfloat16", False)],
 )
-def test_a_transformer_layer_without_fp8(door, dtype, bias):
-    same_layer(door, "high", dtype, bias, "cpu")
+def test_a_transformer_layer_without_fp8(frontend, dtype, bias):
+    same_layer(frontend, "high", dtype, bias, "cpu")
 
 
 @pytest.mark.parametrize("option", ["apply_residual_connection_post_layernorm", "output_layernorm"])
@@ -184,7 +184,7 @@ DECODER = {  # native parameter -> path in Flax
 
 @pytest.mark.parametrize(("recipe", "post"), [("current", False), ("block", True)])
 def test_a_decoder(recipe, post):
-    """In bfloat16, one step: the attention across adds its residual within its product, too. Beside the
+    """In bfloat16, one step: the cross-attention adds its residual within its product, too. Beside the
     native layer alone."""
     _, native = twins(
         "TransformerLayer",
@@ -279,11 +279,11 @@ def test_dropout_by_the_same_keys(dtype, device):
                 assert relative_error(got, value.T.reshape(got.shape)) <= kernels, f"step {number}: {name}"
 
 
-def same_layer(door, recipe, dtype, bias, device, **options):
-    """Three steps of a layer through all doors."""
+def same_layer(frontend, recipe, dtype, bias, device, **options):
+    """Three steps of a layer through all frontends."""
     torch.manual_seed(1234)
     ours, native = twins("TransformerLayer", device, dtype, **OPTIONS | options, bias=bias)
-    which, recipe = list(DOORS).index(door), RECIPES[recipe]
+    which, recipe = list(FRONTENDS).index(frontend), RECIPES[recipe]
     kernels = max(SUMS[device], 0.0 if dtype == "float32" else epsilon(dtype))
     parameters = {
         name: path
@@ -311,7 +311,9 @@ def same_layer(door, recipe, dtype, bias, device, **options):
 
         with fj.autocast(enabled=recipe is not None, recipe=recipe):
             if step is None:
-                variables, step = started(DOORS[door], native, parameters, which, numpy_of(x), bias, options)
+                variables, step = started(
+                    FRONTENDS[frontend], native, parameters, which, numpy_of(x), bias, options
+                )
             found_y, (found, found_dx) = step(variables, numpy_of(x), numpy_of(g))
         alike(f"step {number}: y", np.asarray(found_y), want_y.numpy())
         alike(f"step {number}: dx", np.asarray(found_dx), want_dx.numpy())
@@ -325,10 +327,10 @@ def same_layer(door, recipe, dtype, bias, device, **options):
         same_slots(f"step {number}", native, variables, which, recipe)
 
 
-def started(door, native, parameters, which, x, bias, options):
+def started(frontend, native, parameters, which, x, bias, options):
     """The variables of a layer with the native one's weights and fresh state, and a step: y, the gradients of
     variables and x."""
-    function, shapes = door(x, bias, **options)
+    function, shapes = frontend(x, bias, **options)
     fresh = {
         path: np.full(leaf.shape, path.endswith("_scale"), np.float32)
         for path, leaf in shapes.items()

@@ -8,26 +8,16 @@ them by a code: half a step of E5M2 each.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8kit_jax import spread
-from fp8kit_jax.cuts import cuts
-from fp8kit_jax.program import Program
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8kit import formats
-from fp8kit.ops.linear import LinearSpec
-from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_linear import NormLinearSpec
-from fp8kit.ops.product import ProductSpec
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8kit.spec import Meta
 from fp8kit.testing import assert_same_bits
 
 RECIPES = {
@@ -189,10 +179,10 @@ def test_attention_of_packed_arrays_biases_and_sinks():
         (Q, K, V, draw(3, 4)),
         (*(HEADS,) * 3, ("tensor",)),
     )
-    turned = [a.swapaxes(0, 1) for a in (Q, K, V)]
+    swapped = [a.swapaxes(0, 1) for a in (Q, K, V)]
     check(
         lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd"),
-        turned,
+        swapped,
         ((None, "data", "tensor"),) * 3,
     )
 
@@ -254,10 +244,10 @@ def test_dropped_weights_of_packed_arrays_biases_and_sinks():
         (Q, K, V, draw(3, 4)),
         (*(HEADS,) * 3, ("tensor",)),
     )
-    turned = [a.swapaxes(0, 1) for a in (Q, K, V)]
+    swapped = [a.swapaxes(0, 1) for a in (Q, K, V)]
     check(
         lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd", **dropped),
-        turned,
+        swapped,
         ((None, "data", "tensor"),) * 3,
     )
 
@@ -324,16 +314,15 @@ def test_small_functions(case):
     check(*SMALL[case])
 
 
-def test_the_words_of_dropout_are_those_of_the_kernels():
-    """Word i of (seed, offset) drops element i where it is below p 2^32: compared for parts that begin and
-    end inside a group of four."""
-    x, key = jnp.ones((7, 33)), jax.random.key(5)
-    words = jax.random.key_data(key).astype(jnp.uint32)
-    rng = jnp.concatenate([words, jnp.zeros(2, jnp.uint32)])
-    kept = np.asarray(fj.dropout_add(x, rate=0.25, key=key)).reshape(-1) != 0
-    for part in range(7):
-        found = np.asarray(spread.philox(rng, jnp.uint32(part), 33))
-        np.testing.assert_array_equal(found >= np.uint32(2**30), kept[33 * part : 33 * part + 33])
+@pytest.mark.parametrize("split", ["data", "batches by both", "tensor"])
+@pytest.mark.parametrize("case", ["dropout", "drop path"])
+def test_split_dropout_is_that_of_one_device(case, split):
+    """Bit for bit, values and gradients of what has rows; also where rows are not split."""
+    function, args, _ = SMALL[case]
+    step = jax.jit(lambda args, g: pulled(lambda x, r: function(x, r, *args[2:]), args[:2], g))
+    specs = [SPLITS[split]] * 2 if split != "tensor" else [(None, None, "tensor")] * 2
+    own = placed(args[:2], specs)
+    same_bits(step([*own, *args[2:]], own[1]), step(list(args), args[1]))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -359,20 +348,6 @@ def test_a_product_and_its_state(recipe, axes):
         assert_same_bits(jax.tree_util.keystr(path), np.asarray(other), np.asarray(leaf))
     for a, c in ((got, want), (grads[0], dx), (grads[1], dw), (grads[2], db)):
         near(a, c, BITS)
-
-
-def test_operands_that_come_in_fp8_are_not_cut():
-    """Their codes are padded as a whole: a program that takes them runs whole on every device."""
-    fp8 = RECIPES["current"].quantization
-    x, weight = Meta((64, 128), formats.float32), Meta((256, 128), formats.float32)
-    for operation in ("linear", "norm_linear"):
-        for name in ("weight_cached", "input_cached"):
-            for flag in (False, True):
-                spec: Any = LinearSpec(ProductSpec(128, (256,), bias="none", fp8=fp8, **{name: flag}))
-                if operation == "norm_linear":
-                    spec = NormLinearSpec(NormSpec(128, "RMSNorm"), spec.product)
-                program = Program("forward", operation, spec, (("x", x), ("weight0", weight)), ())
-                assert bool(cuts(program)) is not flag
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

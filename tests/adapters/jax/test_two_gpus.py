@@ -154,14 +154,14 @@ def test_a_gpu_that_is_behind(monkeypatch):
     """One GPU's first calls take a second longer. The other one is at a collective by then, and its next
     call, a first one too, must keep nothing that the late one needs, the interpreter above all: all would
     stand still."""
-    plan = program.Program.plan
+    prepare = program.prepare
 
-    def late(self, device):
+    def late(text, device):
         if device.index:
             time.sleep(1)
-        return plan(self, device)
+        return prepare(text, device)
 
-    monkeypatch.setattr(program.Program, "plan", late)
+    monkeypatch.setattr(program, "prepare", late)
     layers = [draw(i, 4, S, 2, 64) for i in range(3)]
     # the logarithm's gradient is 1 / sum: backward needs what all GPUs have summed
     step = jax.jit(

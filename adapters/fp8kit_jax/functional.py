@@ -72,7 +72,7 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
       out whole is 0.
 
     Returns h (..., N). Raises FormatError for logits that are no floating-point numbers, ShapeError for a
-    mask that does not broadcast. Source: Transformer Engine's ``softmax`` in JAX, its kinds told apart by
+    mask that does not broadcast. Source: Transformer Engine's ``softmax`` in JAX, its kinds distinguished by
     ``mask``.
     """
     logits = as_array("softmax", "logits", logits)
