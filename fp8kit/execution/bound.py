@@ -58,6 +58,9 @@ class BoundOp:
     * ``gradients``: for each of ``needs`` its index in ``grads``, or that of the result whose cotangent it
       is: (index, None) or (None, index).
 
+    With ``streaming`` the large buffers of an operation that ``streams`` are allocated one by one; with
+    ``save_in_block`` not those that forward saves.
+
     AutogradError where a gradient is wanted that the operation does not have; whatever ``infer`` raises.
     """
 
@@ -70,6 +73,7 @@ class BoundOp:
         memory: Memory,
         kernels: Any,
         streaming: bool = True,
+        save_in_block: bool = False,
     ) -> None:
         self.operation, self.spec, self.needs, self.memory, self.device = (
             operation,
@@ -95,13 +99,13 @@ class BoundOp:
         self.gradients = [self._gradient(name) for name in needs]
         streaming = streaming and operation.streams
         self.streamed_grads = streamed(self.grads) if streaming else {}
-        self.saved = Layout(s.saved, streaming)
+        self.saved = Layout(s.saved, streaming and not save_in_block)
         self.scratch = Layout(plan.scratch, streaming)
         self.backward_scratch = Layout(plan.backward_scratch, streaming)
         known = {**metas, **self.outputs}
         self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
-        self._kept_parts = _parts({name: known[name] for name in self.kept})
-        self._late_parts = _parts(self.backward_inputs)
+        self._filled_parts = [*self._forward_parts[1], *self._forward_parts[2]]
+        self._read_parts = _parts({name: known[name] for name in self.kept} | self.backward_inputs)
         self._grad_parts, self._grad_amax_parts = _parts(self.grads), _parts(self.grad_amaxes)
         through = {name: metas[source] for name, source in s.passes.items()}
         self._result_parts = _parts({**self.outputs, **through})
@@ -168,10 +172,9 @@ class BoundOp:
         stream: int,
     ) -> None:
         """The operation's forward, for who has allocated ``saved`` and ``scratch`` too."""
-        device = self.device
-        ins, outs, maxima = self._forward_parts
-        filled = views_at(outs, outputs, device) | views_at(maxima, amaxes, device)
-        self.operation.forward(self.plan, views_at(ins, inputs, device), filled, saved, scratch, stream)
+        read = views_at(self._forward_parts[0], inputs, self.device)
+        filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
+        self.operation.forward(self.plan, read, filled, saved, scratch, stream)
 
     # --- backward -------------------------------------------------------------------------------------------
 
@@ -230,12 +233,14 @@ class BoundOp:
             }
             own.clear()
             held = Buffers(held, {}, memory.view)
-        filled = {n: v for n, v in views_at(self._grad_parts, grads, device).items() if v is not None}
-        missing = {name: meta for name, meta in self.grads.items() if name not in filled}
-        into: Any = Buffers(filled, missing, memory.view) if missing else filled
+        into: Any = views_at(self._grad_parts, grads, device)
+        missing = [name for name in into if into[name] is None] if None in grads else ()
+        if missing:
+            filled = {name: view for name, view in into.items() if view is not None}
+            into = Buffers(filled, {name: self.grads[name] for name in missing}, memory.view)
         temporaries = room.views(self.backward_scratch, memory)
         self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
-        return {name: into[name].owner for name in missing}
+        return {name: into[name].owner for name in missing} if missing else {}
 
     def run_backward(
         self,
@@ -250,7 +255,8 @@ class BoundOp:
     ) -> None:
         """The operation's backward, for who has allocated everything; the amaxes are added to ``grads``."""
         device = self.device
-        read = views_at(self._kept_parts, kept, device) | views_at(self._late_parts, backward_inputs, device)
+        read = views_at(self._read_parts, [*kept, *backward_inputs], device)
         incoming = views_at(self._result_parts, cotangents, device)
-        grads.update(views_at(self._grad_amax_parts, amaxes, device))
+        if self._grad_amax_parts:
+            grads.update(views_at(self._grad_amax_parts, amaxes, device))
         self.operation.backward(self.plan, read, saved, incoming, grads, scratch, stream)
