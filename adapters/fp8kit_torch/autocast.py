@@ -14,6 +14,7 @@ import torch
 from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError
+from fp8kit.execution.codec import encode
 from fp8kit.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -25,9 +26,8 @@ from fp8kit.recipe import (
 )
 from fp8kit_torch.arguments import only
 from fp8kit_torch.constants import constant_result
-from fp8kit_torch.ops import update_
+from fp8kit_torch.library import update_
 from fp8kit_torch.state import ScalingState
-from fp8kit_torch.texts import encode
 
 _DEFAULT = DelayedScaling()
 
@@ -158,8 +158,8 @@ def recipe_parts(recipe: Any) -> tuple[Any, ...]:
 
 
 def recipe_text(recipe: Any) -> str:
-    """The text of a recipe (``texts``) within a compiled function. The history's length is left out: it is
-    the state's."""
+    """The text of a recipe (``execution.codec``) within a compiled function. The history's length is left
+    out: it is the state's."""
     return _text(recipe_parts(recipe))
 
 
@@ -169,7 +169,7 @@ def _text(parts: tuple[Any, ...]) -> str:
 
 
 def recipe_of(parts: tuple[Any, ...]) -> Recipe:
-    """The recipe that ``recipe_parts`` took apart."""
+    """The recipe of what ``recipe_parts`` gave."""
     form = Format[parts[1]]
     if parts[0] == "delayed":
         return DelayedScaling(parts[2], form, amax_compute_algo=parts[3], reduce_amax=parts[4])

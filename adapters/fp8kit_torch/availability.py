@@ -8,6 +8,8 @@ reference engine computes the same FP8 products there, exactly and slowly. Recip
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fp8kit import arrays
@@ -15,6 +17,7 @@ from fp8kit.arguments import flag
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError
+from fp8kit.ops.product import ProductSpec
 from fp8kit.recipe import DelayedScaling, Recipe
 
 Answer = bool | tuple[bool, str]
@@ -50,6 +53,22 @@ def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
                 "; ".join(f"{impl.impl_id} {why}" for impl, why in refused) or "nothing implements it"
             )
     return ""
+
+
+def want_fp8(operation: str, spec: Any, device: torch.device) -> None:
+    """BackendError where the tensor cores of a CUDA device do not carry out a spec's products: FP8, or FP8
+    with the scales of blocks."""
+    products = [value for value in getattr(spec, "__dict__", {}).values() if isinstance(value, ProductSpec)]
+    asked = [product.fp8 for product in products if product.fp8 is not None]
+    if device.type == "cuda" and asked:
+        blocks = any(fp8.blocks for fp8 in asked)
+        have, least = torch.cuda.get_device_capability(device), (9, 0) if blocks else (8, 9)
+        if have < least:
+            what = "FP8 with scales of blocks" if blocks else "FP8"
+            wanted = f"{least[0]}.{least[1]} or higher for {what}, or autocast(enabled=False)"
+            raise BackendError(
+                operation, "device", f"{device} of compute capability {have[0]}.{have[1]}", wanted
+            )
 
 
 def _answer(reason: str, return_reason: bool) -> Answer:
