@@ -7,9 +7,13 @@ import copy
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch import ready
+from fp8kit_torch.availability import want_fp8
+from fp8kit_torch.bound import TorchOp
 
 from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import fp8_from_recipe
 
 from .twins import RECIPES, WIDTH, batches, numpy_of, same, scope, torch_step, twins
 
@@ -43,8 +47,8 @@ def nothing_runs(monkeypatch):
         raise AssertionError("an operation ran")
 
     def start():
-        for name in ("forward", "backward"):
-            monkeypatch.setattr(ready.Ready, name, run)
+        for name in ("call", "call_backward"):
+            monkeypatch.setattr(TorchOp, name, run)
 
     return start
 
@@ -113,12 +117,15 @@ def test_an_unknown_mask_type_in_a_constructor():
 @pytest.mark.parametrize(("blocks", "have", "least"), [(False, (8, 6), "8.9"), (True, (8, 9), "9.0")])
 def test_a_gpu_without_fp8(monkeypatch, blocks, have, least):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: have)
+    fp8 = fp8_from_recipe(RECIPES["block" if blocks else "delayed"])
+    spec = LinearSpec(ProductSpec(16, (24,), fp8=fp8))
     with pytest.raises(
         BackendError,
         match=rf"linear: device: got cuda:0 of compute capability {have[0]}.{have[1]}, expected {least}",
     ):
-        ready.want_fp8("linear", blocks, torch.device("cuda", 0))
-    ready.want_fp8("linear", blocks, torch.device("cpu"))
+        want_fp8("linear", spec, torch.device("cuda", 0))
+    want_fp8("linear", spec, torch.device("cpu"))
+    want_fp8("linear", LinearSpec(ProductSpec(16, (24,))), torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
