@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fp8kit.lab.overrides import override
     from fp8kit.nn.random import draw_from, manual_seed
     from fp8kit.nn.recompute import checkpoint
+    from fp8kit.ops.registry import register_operation
     from fp8kit.serialization import load, save
 
 # public name -> module that holds it ("" for a submodule of that name)
@@ -101,6 +102,7 @@ _PUBLIC = {
     "draw_from": "nn.random",
     "manual_seed": "nn.random",
     "checkpoint": "nn.recompute",
+    "register_operation": "ops.registry",
 }
 
 __all__ = sorted([*_PUBLIC, "__version__", "autocast", "warmup"])

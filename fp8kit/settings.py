@@ -15,8 +15,7 @@ FP8KIT_DENY_VENDORS          comma-separated vendors that may not be used (none)
 FP8KIT_PER_OP                order for single kernels: ``gemm=impl:cuda.gemm|reference;amax=reference`` (none)
 FP8KIT_PLUGIN_MODULES        comma-separated modules whose ``register(registry)`` is called, besides
                              installed plugins (none)
-FP8KIT_REPLAYS               0: make every call anew, none is replayed from a recording or a script; to
-                             find faults (1)
+FP8KIT_REPLAYS               0: run every call anew, none from a recording; to find faults (1)
 FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's
                              logging says)
 ===========================  ================================================================================

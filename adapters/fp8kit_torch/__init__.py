@@ -1,4 +1,4 @@
-"""The PyTorch door of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and
+"""The PyTorch frontend of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and
 ``torch.compile``."""
 
 import sys as _sys
@@ -24,6 +24,7 @@ from fp8kit_torch.availability import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from fp8kit_torch.call import apply
 from fp8kit_torch.convert import convert, revert
 from fp8kit_torch.cross_entropy import parallel_cross_entropy
 from fp8kit_torch.dot_product_attention import DotProductAttention
@@ -78,6 +79,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerEngineBaseModule",
     "TransformerLayer",
+    "apply",
     "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
     "as_transformer_engine",

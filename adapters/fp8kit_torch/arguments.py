@@ -5,6 +5,8 @@ accepted with that value, else NotImplementedError by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, UnsupportedError
 from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS, FORWARD
 from fp8kit_torch.checks import shown, tensor
+from fp8kit_torch.torch_compat import any_autocast
 from fp8kit_torch.views import FLOATS
 
 
@@ -69,7 +72,7 @@ def not_compiled(what: str) -> NotImplementedError:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
-    if not torch._C._is_any_autocast_enabled():  # a device takes longer to say its kind
+    if not any_autocast():  # a device takes longer to say its kind
         return None
     kind = x.device.type
     return (
@@ -79,10 +82,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     )
 
 
-def brings(module: torch.nn.Module) -> bool:
-    """Whether a call of ``module`` may begin with somebody else's code, which brings its parameters, say
+def has_foreign_code(module: torch.nn.Module) -> bool:
+    """Whether a call of ``module`` may begin with somebody else's code, which may supply its parameters
     (``fully_shard``, offloading)."""
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
+
+
+_kind, _is_there = attrgetter("dtype", "device"), partial(is_not, None)
 
 
 def want_parameters(
@@ -91,7 +97,7 @@ def want_parameters(
     """BackendError or FormatError where a parameter is on another device or of another dtype than x;
     ``cast``: the dtype only where ``torch.autocast`` casts neither."""
     device, dtype = x.device, x.dtype
-    if all(own is None or (own.dtype is dtype and own.device == device) for own in parameters.values()):
+    if set(map(_kind, filter(_is_there, parameters.values()))) <= {(dtype, device)}:
         if dtype not in FLOATS:
             raise FormatError(
                 operation, "inp", f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"
@@ -152,7 +158,7 @@ def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> Fo
 def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
     """``want_parameters`` of a part of a layer, where the part will find them as they are now: before another
     part runs."""
-    if module is not None and not brings(module):
+    if module is not None and not has_foreign_code(module):
         want_parameters(type(module).__name__, module._parameters, x)
 
 
@@ -177,8 +183,8 @@ __all__ = [
     "CONSTRUCTOR",
     "FORWARD",
     "autocast_dtype",
-    "brings",
     "dtype_name",
+    "has_foreign_code",
     "not_compiled",
     "only",
     "options_of",

@@ -1,5 +1,5 @@
 """``python -m fp8kit_torch.as_transformer_engine script.py args...`` (or ``-m module args...``): run a
-program written for Transformer Engine with this door under that name, unchanged."""
+program written for Transformer Engine with this frontend under that name, unchanged."""
 
 from __future__ import annotations
 

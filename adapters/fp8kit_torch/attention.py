@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,26 +21,30 @@ from fp8kit.layers import (
     projected,
     turning,
 )
-from fp8kit_torch.apply import rehearse, run
+from fp8kit.lru import LRU
+from fp8kit.ops.rope import rope as rotate  # ``rope`` here is a module of Transformer Engine
+from fp8kit.ops.split_heads import split_heads
 from fp8kit_torch.arguments import (
     CONSTRUCTOR,
     autocast_dtype,
-    brings,
+    has_foreign_code,
     options_of,
     positive,
     refuse,
     want_input,
     want_like,
 )
+from fp8kit_torch.bound import TensorMeta, validate
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, one_of
 from fp8kit_torch.inference import InferenceParams
+from fp8kit_torch.library import policy_now
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import Branch, as_branch, part_of
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
-from fp8kit_torch.parameters import Init, Watched
-from fp8kit_torch.plans import Stand
+from fp8kit_torch.parameters import Init
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.reprs import described
 from fp8kit_torch.rope import angles, check_turns
@@ -47,9 +52,24 @@ from fp8kit_torch.specs import spec_for
 from fp8kit_torch.te_methods import TransformerEngineMethods
 
 _NO_NAMES: Mapping[str, str] = {}
+# all that a call of the core attention without options depends on, beside its input's shape, dtype and place
+_SETTINGS = attrgetter(
+    "num_attention_heads",
+    "kv_channels",
+    "num_gqa_groups",
+    "qkv_format",
+    "attn_mask_type",
+    "window_size",
+    "bottom_right_diagonal",
+    "softmax_scale",
+    "softmax_type",
+    "attention_dropout",
+    "training",
+)
+_PREPARED: LRU[Any, Ahead] = LRU(1024)  # such calls, once they were checked
 
 
-class MultiheadAttention(TransformerEngineMethods, Watched):
+class MultiheadAttention(TransformerEngineMethods, torch.nn.Module):
     """proj(attention(projections of x)).
 
     * ``hidden_size`` H, ``num_attention_heads`` h, ``kv_channels`` d (None: H / h), ``num_gqa_groups`` g
@@ -285,19 +305,23 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
             fast_zero_fill,
             pad_between_seqs,
         )
-        if not torch.compiler.is_compiling():
-            check(op, CALLED, locals() | options)
-        x = want_input(
-            op, "hidden_states", hidden_states, self.proj.out_features, self.core_attention.qkv_format
-        )
-        bias = "add" if self.proj.use_bias and not self.return_bias else "none"
-        options = options | {
+        named = {
             "attention_mask": attention_mask,
             "attn_mask_type": attn_mask_type,
             "window_size": window_size,
             "bottom_right_diagonal": bottom_right_diagonal,
             "inference_params": inference_params,
         }
+        options |= {name: value for name, value in named.items() if value is not None}
+        if not torch.compiler.is_compiling():
+            beside = {"encoder_output": encoder_output, "rotary_pos_emb": rotary_pos_emb}
+            flags = {"is_first_microbatch": is_first_microbatch}
+            flags["checkpoint_core_attention"] = checkpoint_core_attention
+            check(op, CALLED, {**options, **beside, **flags})
+        x = want_input(
+            op, "hidden_states", hidden_states, self.proj.out_features, self.core_attention.qkv_format
+        )
+        bias = "add" if self.proj.use_bias and not self.return_bias else "none"
         ahead = self.settle(op, x, encoder_output, options, rotary_pos_emb)
         out = self.branch(
             x,
@@ -334,27 +358,39 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
         the core attention, the angles. Fp8kitError kinds, with nothing changed; ``names``: what ``operation``
         calls arguments that have another name there. Within ``torch.compile`` the core and the turns are left
         to be settled with the layers."""
-        cross, form = self.attention_type == "cross", self.core_attention.qkv_format
+        children = self._modules
+        core: Any = children["core_attention"]
+        cross, form = self.attention_type == "cross", core.qkv_format
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "a tensor") if cross else ("a tensor", "None")
             raise ArgumentError(
                 operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention"
             )
-        source = None
-        if self.key_value is not None:
-            source = want_input(operation, "encoder_output", encoder_output, self.key_value.in_features, form)
+        source, key_value = None, self.key_value
+        if key_value is not None:
+            source = want_input(operation, "encoder_output", encoder_output, key_value.in_features, form)
         if torch.compiler.is_compiling():
             return Ahead(None, source, None)
         if source is not None:
             self._want_source(operation, x, source)
-        if not brings(self):
-            for name in (self._first, "key_value", "proj"):
-                if getattr(self, name) is not None:
-                    part_of("MultiheadAttention", name, getattr(self, name)).want_ready(x)
-            for norm in (self.q_norm, self.k_norm):
+        if not has_foreign_code(self):
+            for name in (self._first, "proj") if key_value is None else (self._first, "key_value", "proj"):
+                part_of("MultiheadAttention", name, children[name]).want_ready(x)
+            for norm in (self.q_norm, self.k_norm) if self._apart else ():
                 want_like(norm, x)
+        plain = (
+            type(core) is DotProductAttention and not options and source is None and rotary_pos_emb is None
+        )
+        key: Any = None
+        if plain:
+            own = *_SETTINGS(core), self._apart, self._interleaved, policy_now().deterministic
+            key = x.shape[:-1], autocast_dtype(x) or x.dtype, x.device, *own
+            known = _PREPARED.get(key)
+            if known is not None:
+                return known
         with on_behalf_of(operation, **names):
-            return self._settled(x, source, options, rotary_pos_emb)
+            found = self._settled(x, source, options, rotary_pos_emb)
+        return _PREPARED.put(key, found) if plain and not found.core.beside else found
 
     def _want_source(self, operation: str, x: Tensor, source: Tensor) -> None:
         at = self.core_attention.qkv_format.find("b")
@@ -383,7 +419,7 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
             self._apart,
             self.q_norm is not None,
         )
-        stands = {name: Stand(shape, dtype, x.device) for name, shape in shapes.items()}
+        stands = {name: TensorMeta(shape, dtype, x.device) for name, shape in shapes.items()}
         layout, names = layout_of(op, {**dict.fromkeys(PARTS), **stands})
         wanted: tuple[str, ...] = ()
         if options.get("inference_params") is not None and torch.is_grad_enabled():
@@ -422,7 +458,8 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
         """y, and "residual", the residual stream, and "normed", norm(x), where asked for, one of which proj's
         product adds to y where it ``joins``; ``bias``: proj's; ``options``: the core attention's, and
         ``ahead`` what ``settle`` said of them and of ``rotary_pos_emb``."""
-        first, source = getattr(self, self._first), ahead.source
+        children: Any = self._modules
+        first, core, source = children[self._first], children["core_attention"], ahead.source
         asked: dict[str, Any] = {"bias": first.bias_mode}
         if self.input_layernorm:
             out = as_branch(
@@ -431,10 +468,9 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
         else:
             out = Branch(first(x, is_first_microbatch, part=asked), x)
         layers: dict[str, Tensor] = {"qkv_layer" if source is None else "query_layer": out.y}
-        if self.key_value is not None and source is not None:
-            layers["kv_layer"] = self.key_value(
-                source, is_first_microbatch, part={"bias": self.key_value.bias_mode}
-            )
+        if source is not None:
+            across = children["key_value"]
+            layers["kv_layer"] = across(source, is_first_microbatch, part={"bias": across.bias_mode})
         if self._apart:
             layers = self._split(layers)
 
@@ -447,26 +483,23 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
             return {
                 **found,
                 **{
-                    name: run("rope", spec, {"x": found[name], **beside})["y"]
+                    name: apply(rotate, spec, {"x": found[name], **beside})["y"]
                     for name, (spec, beside) in turns.items()
                 },
             }
 
-        layers = normed_and_turned(
-            layers, self._normed, None if rotary_pos_emb is None else turn, self.qk_norm_before_rope
-        )
+        if self._apart or rotary_pos_emb is not None:
+            layers = normed_and_turned(
+                layers, self._normed, None if rotary_pos_emb is None else turn, self.qk_norm_before_rope
+            )
         given = {**layers, **options, "qkv_interleave_dim": self._interleave_dim}
-        if ahead.core is not None and isinstance(self.core_attention, DotProductAttention):
+        if ahead.core is not None and isinstance(core, DotProductAttention):
             given["settled"] = ahead.core
-        o = (
-            checkpoint(self.core_attention, use_reentrant=False, **given)
-            if checkpoint_core
-            else self.core_attention(**given)
-        )
+        o = checkpoint(core, use_reentrant=False, **given) if checkpoint_core else core(**given)
         asked = (
             {"bias": bias} if joins is None else {"bias": bias, "residual": getattr(out, joins).to(o.dtype)}
         )
-        return Branch(self.proj(o, is_first_microbatch, part=asked), out.residual, out.normed)
+        return Branch(children["proj"](o, is_first_microbatch, part=asked), out.residual, out.normed)
 
     def _split(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Queries, keys and values, each (..., heads, d)."""
@@ -482,8 +515,8 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
                 continue
             parts = tuple([(LAYERS[part], heads[part]) for part in PARTS[name]])
             repeated = self._interleaved and name != "query_layer"
-            found |= run(
-                "split_heads",
+            found |= apply(
+                split_heads,
                 spec_for("SplitHeadsSpec", parts, core.kv_channels, groups if repeated else 1),
                 {"x": layer},
             )
@@ -502,7 +535,7 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
     def _turns(
         self,
         operation: str,
-        layers: Mapping[str, Tensor | Stand],
+        layers: Mapping[str, Tensor | TensorMeta],
         rotary_pos_emb: Any,
         options: Mapping[str, Any],
     ) -> dict[str, tuple[Any, Mapping[str, Tensor]]]:
@@ -528,7 +561,7 @@ class MultiheadAttention(TransformerEngineMethods, Watched):
                     self.rotary_pos_interleaved,
                     self._interleaved and not self._apart,
                 )
-                rehearse("rope", spec, inputs)
+                validate(rotate, spec, inputs)
                 if cache is None and core.qkv_format == "thd":
                     check_turns(operation, spec, inputs, layer.shape[0])
                 found[name] = spec, {argument: value for argument, value in inputs.items() if argument != "x"}

@@ -14,12 +14,12 @@ import torch
 from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError
+from fp8kit.execution.codec import encode
 from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.constants import constant_result
-from fp8kit_torch.ops import update_
+from fp8kit_torch.library import update_
 from fp8kit_torch.state import ScalingState
-from fp8kit_torch.texts import encode
 
 _DEFAULT = DelayedScaling()
 

@@ -8,6 +8,8 @@ reference engine computes the same FP8 products there, exactly and slowly. Recip
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fp8kit import arrays
@@ -15,7 +17,8 @@ from fp8kit.arguments import flag
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError
-from fp8kit.ops.products import PRODUCTS
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.products import PRODUCTS, product_class
 from fp8kit.recipe import DelayedScaling, Recipe
 
 Answer = bool | tuple[bool, str]
@@ -55,6 +58,21 @@ def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
                 "; ".join(f"{impl.impl_id} {why}" for impl, why in refused) or "nothing implements it"
             )
     return ""
+
+
+def want_fp8(operation: str, spec: Any, device: torch.device) -> None:
+    """BackendError where the tensor cores of a CUDA device do not carry out a spec's products."""
+    products = [value for value in getattr(spec, "__dict__", {}).values() if isinstance(value, ProductSpec)]
+    asked = [product_class(product.fp8) for product in products if product.fp8 is not None]
+    if device.type == "cuda" and asked:
+        have = torch.cuda.get_device_capability(device)
+        kind = max(asked, key=lambda kind: kind.capability)
+        if have < kind.capability:
+            least = "{}.{}".format(*kind.capability)
+            wanted = f"{least} or higher for {kind.described}, or autocast(enabled=False)"
+            raise BackendError(
+                operation, "device", f"{device} of compute capability {have[0]}.{have[1]}", wanted
+            )
 
 
 def _answer(reason: str, return_reason: bool) -> Answer:

@@ -11,7 +11,7 @@ from torch.library import custom_op
 
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit_torch.texts import decode
+from fp8kit.execution.codec import decode
 from fp8kit_torch.views import as_view
 
 Amaxes = list[tuple[int, Tensor]]  # (slot of the forward state, float32 (1,)); a slot may come more than once

@@ -1,5 +1,5 @@
-"""What each argument of the torch door may be, by its name: ``check`` asks before anything is made, run or
-changed. Not within ``torch.compile``, which need not follow it.
+"""What each argument of the torch frontend may be, by its name: ``check`` asks before anything is made, run
+or changed. Not within ``torch.compile``, which need not follow it.
 
 What an argument means beside others (sizes that must divide, shapes that must fit) is asked where it is used.
 """

@@ -13,11 +13,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _settled(value: Any) -> Any:
+def _constants(value: Any) -> Any:
     """``value`` with its numbers as constants. Dynamo makes a number symbolic that was another one at the
     last compilation; this guards it, so that each number has a compilation of its own."""
     if isinstance(value, tuple | list):
-        return tuple([_settled(part) for part in value])
+        return tuple([_constants(part) for part in value])
     return guard_scalar(value) if isinstance(value, int | float) else value
 
 
@@ -28,7 +28,7 @@ def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function, updated=())  # not the mark that torch has left on it
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return made(*_settled(args), **{name: _settled(value) for name, value in kwargs.items()})
+        return made(*_constants(args), **{name: _constants(value) for name, value in kwargs.items()})
 
     return call
 

@@ -20,16 +20,16 @@ from torch.nn.parameter import is_lazy
 
 from fp8kit.arguments import function
 from fp8kit.errors import ArgumentError
-from fp8kit.ops.linear import LinearSpec
-from fp8kit.ops.norm import NormSpec
+from fp8kit.execution.codec import encode
+from fp8kit.ops.linear import LinearSpec, linear
+from fp8kit.ops.norm import NormSpec, norm
 from fp8kit.ops.product import ProductSpec
-from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.calibration import Amaxes, amax_of
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import module
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.texts import encode
-from fp8kit_torch.torch_checkpoint import unseen
+from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import FLOATS
 
 Filter = Callable[[nn.Module, str], bool]
@@ -80,7 +80,7 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
     """y = x W^T + b for an ``nn.Linear``, y = x W + b for a ``Conv1D``, with the plain module's parameters;
     FP8 under ``autocast``."""
 
-    operation = "linear"
+    operation = linear
     holds = False  # the parameters are the plain module's
 
     def __init__(self, plain: nn.Module, layout: str) -> None:
@@ -148,13 +148,13 @@ class ConvertedNorm(_Converted):
             else self.result_within(x.device.type, cast, x.dtype, own)
         )
         if result in (None, x.dtype) and (x.dtype == own or x.dtype not in FLOATS):
-            return run("norm", spec, inputs)["y"]
+            return apply(norm, spec, inputs)["y"]
         wide = torch.promote_types(x.dtype, own)
         if result is None:
             result = self.results.get((x.dtype, own), wide)
         elif cast is not None:
             wide = torch.promote_types(wide, result)
-        y = run("norm", spec, {name: None if t is None else t.to(wide) for name, t in inputs.items()})["y"]
+        y = apply(norm, spec, {name: None if t is None else t.to(wide) for name, t in inputs.items()})["y"]
         return y.to(result)
 
     @torch.compiler.assume_constant_result

@@ -13,17 +13,20 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.kv_steps import cached_mask
 from fp8kit.layers import MISPLACED, Settled, alibi_slopes, layout_of, pair_of, want_padding
+from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
+from fp8kit.ops.kv_cache import cached_attention
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit_torch import checks
-from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
+from fp8kit_torch.bound import TensorMeta, validate
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CONSTRUCTED, MASK_ALIASES, channels, check, instance, optional
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.kv_cache import LONGEST, trace_cached
+from fp8kit_torch.library import policy_now
 from fp8kit_torch.parameters import ParameterModule
-from fp8kit_torch.plans import Stand, policy_now
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.te_methods import TransformerEngineMethods
@@ -260,7 +263,7 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
             inputs["rng"] = next_rng(first.device)
         if inference_params is not None and torch.compiler.is_compiling():
             return trace_cached(settled.spec, inputs, inference_params.handle, self.layer_number)
-        o = run(settled.operation, settled.spec, inputs)["o"]
+        o = apply(settled.operation, settled.spec, inputs)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
         return o
@@ -276,7 +279,7 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
         self,
         operation: str,
         layout: str,
-        layers: Mapping[str, Tensor | Stand],
+        layers: Mapping[str, Tensor | TensorMeta],
         options: Mapping[str, Any],
         wanted: tuple[str, ...] = (),
     ) -> Settled:
@@ -340,10 +343,10 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
         corner, window = of("bottom_right_diagonal"), of("window_size")
         corner = self.bottom_right_diagonal if corner is None else bool(corner)
         window = self.window_size if window is None else _window(op, window)
-        longest, asked, cache = (0, 0), "attention", of("inference_params")
-        step: dict[str, Stand] = {}
+        longest, asked, cache = (0, 0), attention, of("inference_params")
+        step: dict[str, TensorMeta] = {}
         if cache is not None:
-            mask, corner, asked = self._check_cached(op, mask, bias, beside), None, "cached_attention"
+            mask, corner, asked = self._check_cached(op, mask, bias, beside), None, cached_attention
             if torch.compiler.is_compiling():
                 cache.check_layer(op, self.layer_number)
                 longest = LONGEST
@@ -356,7 +359,7 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
                 )
                 metas, longest = cache.check_step(op, self.layer_number, form, *own)
                 step = {
-                    name: Stand(meta.shape, dtype_of(meta.dtype), cache.cu_seqlens_q.device)
+                    name: TensorMeta(meta.shape, dtype_of(meta.dtype), cache.cu_seqlens_q.device)
                     for name, meta in metas.items()
                 }
         else:
@@ -389,9 +392,9 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
             *longest,
         )
         # a draw changes the generator's state, a first step makes caches
-        if dropout or cache is not None or type(first) is Stand:
-            rng = {"rng": Stand((2,), torch.int64, device)} if dropout else {}
-            rehearse(asked, spec, {**layers, **beside, **step, **rng}, wanted)
+        if dropout or cache is not None or type(first) is TensorMeta:
+            rng = {"rng": TensorMeta((2,), torch.int64, device)} if dropout else {}
+            validate(asked, spec, {**layers, **beside, **step, **rng}, wanted)
         return Settled(asked, spec, beside)
 
     def _check_cached(self, op: str, mask: str, bias: str, inputs: dict[str, Tensor]) -> str:
@@ -436,7 +439,7 @@ def _layers(
     return layout, {name: given[argument] for name, argument in inputs.items()}
 
 
-def _lengths(form: str, inputs: Mapping[str, Tensor | Stand]) -> tuple[int, int] | None:
+def _lengths(form: str, inputs: Mapping[str, Tensor | TensorMeta]) -> tuple[int, int] | None:
     """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a
     sequence."""
     q = inputs["q"] if "q" in inputs else inputs["qkv"]

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit_torch.apply import rehearse, run
+from fp8kit.ops.cross_entropy import cross_entropy as cross_entropy_op
+from fp8kit.ops.dropout_add import dropout_add as dropout_add_op
+from fp8kit.ops.embedding import embedding as embedding_op
+from fp8kit_torch.bound import TensorMeta, validate
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.draws import next_rng
-from fp8kit_torch.plans import Stand
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -32,7 +35,7 @@ def cross_entropy(
     if logits.ndim == 0:
         raise ShapeError("cross_entropy", "logits", "no dimension", "(..., classes)")
     spec = spec_for("CrossEntropySpec", logits.shape[-1], reduction, float(label_smoothing), ignore_index)
-    return run("cross_entropy", spec, {"logits": logits, "targets": targets})["loss"]
+    return apply(cross_entropy_op, spec, {"logits": logits, "targets": targets})["loss"]
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
@@ -45,7 +48,7 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     if table.dtype not in FLOATS:
         raise FormatError("embedding", "table", table.dtype, "float32, bfloat16 or float16")
     spec = spec_for("EmbeddingSpec", *table.shape, str(table.dtype).removeprefix("torch."))
-    return run("embedding", spec, {"ids": ids, "table": table})["y"]
+    return apply(embedding_op, spec, {"ids": ids, "table": table})["y"]
 
 
 def dropout_add(
@@ -72,6 +75,6 @@ def dropout_add(
     if p:
         there = {name: value for name, value in inputs.items() if value is not None}
         # a draw changes the generator's state
-        rehearse("dropout_add", spec, {**there, "rng": Stand((2,), torch.int64, x.device)})
+        validate(dropout_add_op, spec, {**there, "rng": TensorMeta((2,), torch.int64, x.device)})
         inputs["rng"] = next_rng(x.device)
-    return run("dropout_add", spec, inputs)["y"]
+    return apply(dropout_add_op, spec, inputs)["y"]

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError
+from fp8kit.ops.activation import activation
+from fp8kit.ops.dropout_add import add
 from fp8kit_torch import linear, norm
-from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import only, positive, refuse, want_input
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.functional import dropout_add
 from fp8kit_torch.parameters import ParameterModule
@@ -131,7 +133,7 @@ class Bias(ParameterModule):
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., size); so is the result."""
         inp = want_input("ops.Bias", "inp", inp, self.bias.shape[0])
-        return run("add", spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
+        return apply(add, spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
 
 
 class LayerNorm(norm.LayerNorm):
@@ -192,7 +194,7 @@ class _Activation(BasicOperation):
         """``inp``: h (..., F), of a gated activation (..., 2 F), the gate's half first. Returns h (...,
         F)."""
         spec = spec_for("ActivationSpec", self.activation, inp.shape[-1], self.params)
-        return run("activation", spec, {"x": inp})["y"]
+        return apply(activation, spec, {"x": inp})["y"]
 
 
 def _activation(name: str, activation: str) -> type[_Activation]:

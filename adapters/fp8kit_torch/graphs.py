@@ -26,6 +26,7 @@ from fp8kit_torch.autocast import autocast
 from fp8kit_torch.checks import check, named, optional
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.state import ScalingState, finish_backward, held
+from fp8kit_torch.torch_compat import tree_leaves
 
 Forward = Callable[..., Any]
 
@@ -106,7 +107,7 @@ def make_graphed_callables(
         raise BackendError(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs")
     for tensor in (
         *(t for module in given for t in (*module.parameters(), *module.buffers())),
-        *torch.utils._pytree.tree_leaves(samples),
+        *tree_leaves(samples),
     ):
         if isinstance(tensor, Tensor) and not tensor.is_cuda:
             raise BackendError(

@@ -10,27 +10,26 @@ from torch import Tensor
 
 from fp8kit.autocast import AutocastState, current
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit.ops.linear import LinearSpec
+from fp8kit.execution.codec import encode
+from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import arguments, recompute
-from fp8kit_torch.apply import apply, trace
 from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_input
 from fp8kit_torch.autocast import recipe_parts
+from fp8kit_torch.bound import validate
 from fp8kit_torch.calibration import Amaxes, amax_of, row_of
+from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
-from fp8kit_torch.memory import NOTHING, Placed
+from fp8kit_torch.library import record_, trace
+from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.nodes import NO_STATE, Fused, Wiring
 from fp8kit_torch.once import once
-from fp8kit_torch.ops import record_
 from fp8kit_torch.parameters import Init, normal_init
-from fp8kit_torch.plans import Call, call
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.specs import layer_spec, layer_text
-from fp8kit_torch.texts import encode
-from fp8kit_torch.views import kind_of
+from fp8kit_torch.specs import layer_spec, layer_text, scale_names
+from fp8kit_torch.state import NO_STATE, StateBinding
 
 CONSTRUCTOR = {
     "sequence_parallel": False,
@@ -69,7 +68,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     scales do not age. Within ``torch.compile`` the numbers of rows are a part of the compiled code.
     """
 
-    operation = "linear"
+    operation = linear
 
     def __init__(
         self,
@@ -161,13 +160,13 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
         if not torch.compiler.is_compiling():
             self._want_groups_alike(x)
-        fused = None
+        main = None
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
                 raise not_compiled("fuse_wgrad_accumulation")
-            fused = self._fused(is_first_microbatch, autocast_dtype(x) or x.dtype)
+            main = self._main_grads(is_first_microbatch, autocast_dtype(x) or x.dtype)
         y = torch.cat(
-            [self._group(i, part, is_first_microbatch, fused) for i, part in enumerate(rows.split(splits))]
+            [self._group(i, part, is_first_microbatch, main) for i, part in enumerate(rows.split(splits))]
         )
         y = y.reshape(*x.shape[:-1], self.out_features)
         return (
@@ -189,17 +188,17 @@ class GroupedLinear(TransformerEngineBaseModule):
                     raise ShapeError("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {shape}")
             arguments.want_parameters("GroupedLinear", named, x)
 
-    def _group(self, i: int, x: Tensor, first: bool | None, main: Fused | None) -> Tensor:
+    def _group(self, i: int, x: Tensor, first: bool | None, mains: MainGrads | None) -> Tensor:
         weight = self._opened_group(i)
         bias = getattr(self, f"bias{i}") if self.use_bias and not self.return_bias else None
         compiled, state = torch.compiler.is_compiling(), current()
-        fused = None
-        if main is not None and f"weight{i}" in main.parameters:
-            fused = main._replace(parameters={"weight0": main.parameters[f"weight{i}"]})
+        main = None
+        if mains is not None and f"weight{i}" in mains.parameters:
+            main = mains._replace(parameters={"weight0": mains.parameters[f"weight{i}"]})
         if x.shape[0] == 0:
             return (
-                _Nothing.apply(x, weight, bias, fused)
-                if fused is not None
+                _Nothing.apply(x, weight, bias, main)
+                if main is not None
                 else torch.nn.functional.linear(x, weight, bias)
             )
         tensors = {"x": x, "weight0": weight} | ({} if bias is None else {"bias0": bias})
@@ -210,14 +209,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         off = state is None or not (state.enabled or state.calibrating)
         if compiled:
             return self._trace_group(i, tensors, mode, None if off else state, first)
-        if off:
-            recompute.look()
+        if state is None or off:
+            if not recompute.idle():
+                recompute.note()
             if self._unrecorded:
                 self._want_autocast()
-            return apply(
-                self._call_of(None, False, mode, tensors, False, fused), list(tensors.values()), fused=fused
-            )["y"]
-        return self._fp8_group(i, tensors, mode, state, first, fused)  # type: ignore[arg-type]
+            spec = self._spec_for(None, False, mode, {}, main)
+            return run(*prepare(linear, spec, tensors), main=main)["y"]
+        return self._fp8_group(i, tensors, mode, state, first, main)
 
     def _opened_group(self, i: int) -> Tensor:
         """A group's weight: held in FP8 where it is, and FP8 is on."""
@@ -232,14 +231,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         text, prefix = self._spec_texts[i], self.gemms[i]
         named = {name if name == "x" else f"{prefix}{name}": tensor for name, tensor in tensors.items()}
         if state is None:
-            return trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))[
-                "y"
-            ]
+            return trace(linear, layer_text(text, (), False, bias, ()), named)["y"]
         parts, traced = recipe_parts(state.recipe), self._traced(state)
         if not state.enabled:
-            y = trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))[
-                "y"
-            ]
+            y = trace(linear, layer_text(text, (), False, bias, ()), named)["y"]
             if traced is not None and traced.record:
                 with torch.no_grad():
                     row = self.calibrate_group(i, tensors["x"], tensors["weight0"])
@@ -249,14 +244,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             return y
         if first is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
-        return trace(
-            "linear",
-            layer_text(text, parts, False, bias, ()),
-            tuple(named),
-            list(named.values()),
-            self.gemms,
-            traced,
-        )["y"]
+        return trace(linear, layer_text(text, parts, False, bias, ()), named, traced)["y"]
 
     def _fp8_group(
         self,
@@ -265,75 +253,40 @@ class GroupedLinear(TransformerEngineBaseModule):
         bias: str,
         state: AutocastState,
         first: bool | None,
-        fused: Fused | None,
+        main: MainGrads | None,
     ) -> Tensor:
-        recipe, kept = state.recipe, recompute.recall(self)
+        recipe, fp8, kept = state.recipe, self._fp8_of(state.recipe), recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.history is not None, training or state.calibrating
         if (state.enabled and not training) is not self._unrecorded:
             self.__dict__["_unrecorded"] = not self._unrecorded
         cached, held = None, tensors["weight0"]
+        scales = scale_names(("",)) if delayed and state.enabled else ()
         if isinstance(held, QuantizedTensor):
-            cached = held.inputs("GroupedLinear", "", self._fp8_of(recipe))
-        # a cache or a state is to be made: not for what is refused
-        elif kept is None and (first or (delayed and self._wired is None)):
-            asked = self._call_of(
-                self._fp8_of(recipe) if state.enabled else None,
-                False,
-                bias,
-                tensors,
-                delayed and state.enabled,
-                fused,
-            )
-            asked.rehearse(list(tensors.values()))
-        wiring = _of(i, self.wiring(recipe, training, record, kept)) if delayed else NO_STATE
+            cached = held.inputs("GroupedLinear", "", fp8)
+        elif kept is None and (first or (delayed and self._binding is None)):
+            # a cache or a state is to be made: not for what is refused
+            asked = self._spec_for(fp8 if state.enabled else None, False, bias, {}, main)
+            validate(linear, asked, tensors, scales=scales)
+        binding = NO_STATE
+        if delayed:
+            binding = self.bind_state(recipe, training, record, kept).of_gemm(self.gemms[i], rename=True)
         if cached is None and first is not None and state.enabled:
-            cached = (
-                self._cached_group(i, self._fp8_of(recipe), first, tensors, wiring)
-                if kept is None
-                else kept.weights
-            )
+            cached = self._cached_group(i, fp8, first, tensors, binding) if kept is None else kept.weights
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
         if not state.enabled:
-            y = apply(
-                self._call_of(None, False, bias, tensors, False, fused), list(tensors.values()), fused=fused
-            )["y"]
+            spec = self._spec_for(None, False, bias, {}, main)
+            y = run(*prepare(linear, spec, tensors), main=main)["y"]
             if delayed and record and kept is None:
                 with torch.no_grad():
                     self._note(self.calibrate_group(i, tensors["x"], tensors["weight0"]))
             return y
-        tensors = tensors | (cached or {})
-        made = self._call_of(self._fp8_of(recipe), cached is not None, bias, tensors, delayed, fused)
-        return apply(made, list(tensors.values()), wiring, fused)["y"]
-
-    def _call_of(
-        self,
-        fp8: Quantization | None,
-        cached: bool,
-        bias: str,
-        tensors: dict[str, Tensor],
-        scaled: bool,
-        fused: Fused | None,
-    ) -> Call:
-        """The call of one group's product, the same for all groups."""
-        key = (id(fp8), cached, bias, None if fused is None else (fused.dtype, fused.overwrite), *tensors)
-        found = self._calls.get(key)
-        if found is None:
-            more = (
-                ()
-                if fused is None
-                else (("main_grad", kind_of(fused.dtype).name), ("overwrite_grad", fused.overwrite))
-            )
-            spec = layer_spec(self._spec, fp8, cached, bias, (), more)
-            found = self._calls[key] = (
-                call("linear", spec, tuple(tensors), ("",) if fp8 is not None else (), scaled),
-                fp8,
-            )
-        return found[0]
+        spec = self._spec_for(fp8, cached is not None, bias, {}, main)
+        return run(*prepare(linear, spec, tensors | (cached or {}), scales), binding, main)["y"]
 
     def _cached_group(
-        self, i: int, fp8: Quantization, first: bool, tensors: dict[str, Tensor], wiring: Wiring
+        self, i: int, fp8: Quantization, first: bool, tensors: dict[str, Tensor], binding: StateBinding
     ) -> dict[str, Tensor]:
         """The group's FP8 weight: cast now for the first micro-batch, or where there is none by this
         recipe."""
@@ -342,28 +295,13 @@ class GroupedLinear(TransformerEngineBaseModule):
             self._weights = (text, {})
         known: Any = self._weights[1]
         if first or i not in known:
-            spec = layer_spec(self._spec, fp8, False, "none", ())
-            made = call("weight_cast", spec, ("weight0",), ("",), wiring is not NO_STATE)
-            only = Wiring(
-                wiring.scales, Placed({name: view for name, view in wiring.front.items() if name == "w_amax"})
-            )
+            key = "weight_cast", id(fp8)
+            if key not in self._specs:
+                self._keep_spec(key, layer_spec(self._spec, fp8, False, "none", ()), fp8)
+            spec, own = self._specs[key][0], {"weight0": tensors["weight0"]}
             with torch.no_grad():
-                known[i] = apply(made, [tensors["weight0"]], NO_STATE if wiring is NO_STATE else only)
+                known[i] = run(*prepare(weight_cast, spec, own, tuple(binding.scales)), binding)
         return known[i]  # type: ignore[no-any-return]
-
-
-def _of(i: int, wiring: Wiring) -> Wiring:
-    """The part of a layer's wiring that one group reads and writes."""
-
-    def part(views: Placed, *names: str) -> Placed:
-        return Placed({name: views[f"{i}_{name}"] for name in names}) if views else NOTHING
-
-    return wiring._replace(
-        scales=part(wiring.scales, "x_scale", "w_scale"),
-        front=part(wiring.front, "x_amax", "w_amax"),
-        late=part(wiring.late, "g_scale"),
-        back=part(wiring.back, "g_amax"),
-    )
 
 
 class _Nothing(torch.autograd.Function):
@@ -371,9 +309,9 @@ class _Nothing(torch.autograd.Function):
     added."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-        ctx.fused, ctx.shapes, ctx.dtype = (
-            fused,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGrads) -> Tensor:
+        ctx.main, ctx.shapes, ctx.dtype = (
+            main,
             (x.shape, weight.shape, None if bias is None else bias.shape),
             weight.dtype,
         )
@@ -382,13 +320,13 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (main,) = ctx.fused.into(["weight0"]).values()
-        if ctx.fused.overwrite:
-            main.zero_()
+        (buffer,) = ctx.main.buffers(["weight0"]).values()
+        if ctx.main.overwrite:
+            buffer.zero_()
         x, weight, bias = ctx.shapes
         return (
             grad.new_empty(x),
-            ctx.fused.stand_in("weight0", weight, ctx.dtype),
+            ctx.main.placeholder("weight0", weight, ctx.dtype),
             None if bias is None else grad.new_zeros(bias),
             None,
         )

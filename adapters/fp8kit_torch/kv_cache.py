@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError
+from fp8kit.execution.codec import decode, encode
 from fp8kit.kv_steps import Steps
-from fp8kit_torch.apply import described
-from fp8kit_torch.memory import NOTHING
-from fp8kit_torch.plans import Call, call, call_by, policy_now
-from fp8kit_torch.texts import decode
+from fp8kit.ops.kv_cache import cached_attention
+from fp8kit_torch.bound import addresses
+from fp8kit_torch.library import StaticCall, call_by, described, policy_now
 from fp8kit_torch.views import dtype_of, kind_of
 
 LONGEST = (1, 1)  # what a traced spec has for max_seqlen_q and max_seqlen_kv, which are known when it runs
@@ -74,31 +74,22 @@ def cached_attention_(
     for name, cache in zip(_CACHES, tensors[-2:], strict=True):
         if not cache.is_contiguous():
             raise ShapeError("cached_attention_", name, f"strides {cache.stride()}", "C-contiguous")
-    outputs, _, _ = (
-        _with_lengths(call, *longest.tolist()).ready(tensors, ()).forward(tensors, NOTHING, NOTHING)
-    )
-    return outputs[0]
+    kinds = [(t.shape, t.dtype, t.device) for t in tensors]
+    op = _with_lengths(call, *longest.tolist()).bind(kinds)
+    return op.call(addresses(op, tensors)[1])[0][0]
 
 
 @cached_attention_.register_fake
 def _(inputs: Sequence[Tensor], k_cache: Tensor, v_cache: Tensor, longest: Tensor, call: str) -> Tensor:
-    found = call_by(call)
-    meta = found.infer([(t.shape, kind_of(t.dtype)) for t in (*inputs, k_cache, v_cache)], ()).outputs["o"]
+    meta = call_by(call).infer([(t.shape, t.dtype) for t in (*inputs, k_cache, v_cache)], ()).outputs["o"]
     return inputs[0].new_empty(meta.shape, dtype=dtype_of(meta.dtype))
 
 
 @lru_cache(maxsize=1024)
-def _with_lengths(text: str, rows: int, columns: int) -> Call:
+def _with_lengths(text: str, rows: int, columns: int) -> StaticCall:
     """The call of that text with these lengths."""
-    name, spec, names, gemms, scaled, policy = decode(text)
-    return call(
-        name,
-        dataclasses.replace(spec, max_seqlen_q=rows, max_seqlen_kv=columns),
-        names,
-        gemms,
-        scaled,
-        policy,
-    )
+    name, spec, *rest = decode(text)
+    return call_by(encode((name, dataclasses.replace(spec, max_seqlen_q=rows, max_seqlen_kv=columns), *rest)))
 
 
 def trace_cached(spec: str, inputs: Mapping[str, Tensor], handle: Tensor, layer_number: int) -> Tensor:
@@ -110,7 +101,7 @@ def trace_cached(spec: str, inputs: Mapping[str, Tensor], handle: Tensor, layer_
             _OP, ", ".join(wanted), "a tensor that requires a gradient", "inference under no_grad()"
         )
     names = [name for name in inputs if name not in _CACHES]
-    text, _ = described("cached_attention", spec, (*names, *_CACHES), (), False, policy_now().text)
+    text, _ = described(cached_attention.name, spec, (*names, *_CACHES), (), policy_now().text)
     longest = torch.empty(2, dtype=torch.int64, device="cpu")
     take_step_(longest, inputs[names[0]], handle, layer_number, text)
     return cached_attention_(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8kit.arguments import integer, listed, shown
 from fp8kit.errors import ArgumentError
-from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, amaxes_of
@@ -76,7 +76,7 @@ class LinearBase(TransformerEngineBaseModule):
         self.apply_bias, self.fuse_wgrad_accumulation = self.use_bias and not self.return_bias, bool(fuse)
         self._split = split_sizes(operation, out_features, parameters_split)
         self._weight_names = [(f"weight{i}", f"{prefix}weight") for i, prefix in enumerate(self._split)]
-        self._bias_names = [
+        self._product_names = self._weight_names + [
             (f"bias{i}", f"{prefix}bias") for i, prefix in enumerate(self._split) if self.use_bias
         ]
         if self.return_bias and len(self._split) > 1:
@@ -93,16 +93,7 @@ class LinearBase(TransformerEngineBaseModule):
         return ProductSpec(in_features, tuple(self._split.values()), bias=self.bias_mode)
 
     def weight_inputs(self) -> dict[str, Tensor]:
-        return self._by_name(self._weight_names)
-
-    def _by_name(self, names: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """What the module has by (name, attribute), by the name; a parameter as an attribute would be slow to
-        find."""
-        own = self._parameters
-        return {
-            name: own[attribute] if attribute in own else getattr(self, attribute)
-            for name, attribute in names
-        }
+        return self.inputs_of(self._weight_names)
 
     @property
     def bias_mode(self) -> str:
@@ -111,7 +102,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     def product_inputs(self, bias: str) -> Inputs:
         """Weights, and biases where the operation takes them."""
-        return self._by_name(self._weight_names if bias == "none" else self._weight_names + self._bias_names)
+        return self.inputs_of(self._weight_names if bias == "none" else self._product_names)
 
 
 class Linear(LinearBase):
@@ -134,7 +125,7 @@ class Linear(LinearBase):
     of 16 need no padding).
     """
 
-    operation = "linear"
+    operation = linear
 
     def __init__(
         self,
@@ -209,19 +200,15 @@ class Linear(LinearBase):
             return self.branch(inp, is_first_microbatch, **part)
         x = want_input("Linear", "inp", inp, self.in_features)
         want_plain("Linear", is_first_microbatch, fp8_output, fp8_grad)
-        y = self.branch(x, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)
+        bias = "add" if self.apply_bias else "none"
+        inputs = {"x": x, **self.product_inputs(bias)}
+        y = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad)["y"]
         return (y, self.bias) if self.return_bias else y
 
     def branch(
-        self,
-        x: Tensor,
-        is_first_microbatch: bool | None,
-        bias: str,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        residual: Tensor | None = None,
+        self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: Tensor | None = None
     ) -> Tensor:
         """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made
         here ("deferred"), and with ``residual`` added, like y."""
         inputs = {"x": x, **self.product_inputs(bias), "residual": residual}
-        return self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad)["y"]
+        return self.run(inputs, is_first_microbatch, bias)["y"]

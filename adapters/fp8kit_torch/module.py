@@ -15,32 +15,33 @@ from torch import Tensor
 
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
+from fp8kit.execution.codec import encode
 from fp8kit.layers import Kept
-from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
-from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch import recompute, torch_checkpoint
-from fp8kit_torch.apply import Traced, apply, prepare, trace
-from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_parameters
+from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
+from fp8kit.spec import Operation
+from fp8kit_torch import recompute, torch_checkpoint, torch_compat
+from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
 from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, touch_traced
+from fp8kit_torch.bound import validate
 from fp8kit_torch.calibration import Amaxes, row_of
+from fp8kit_torch.call import prepare, run
 from fp8kit_torch.constants import exporting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
-from fp8kit_torch.memory import NOTHING, Placed, amax_views, scale_views
-from fp8kit_torch.nodes import NO_STATE, Fused, Wiring
-from fp8kit_torch.ops import FORWARD, NEITHER, record_
-from fp8kit_torch.plans import Call, call, want_alike
+from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
+from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, products
+from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, scale_names
+from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
 from fp8kit_torch.te_methods import TransformerEngineMethods
-from fp8kit_torch.texts import encode
 from fp8kit_torch.views import kind_of
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
-_CALL_LIMIT = 256  # requests of a layer: recipes, options
+_SPEC_LIMIT = 256  # requests of a layer: recipes, options
 
 
 class Branch(NamedTuple):
@@ -81,10 +82,9 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     kept.
     """
 
-    operation: str
+    operation: Operation
     fuse_wgrad_accumulation = False
-    # whether the last call was in FP8 and unrecorded, as the first pass of a checkpoint that we do not know
-    # is
+    # whether the last call was in FP8 and unrecorded, as the first pass of an unknown checkpoint is
     _unrecorded = False
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
 
@@ -133,37 +133,23 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                 if asked:
                     raise not_compiled(name)
             return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
-        fused = (
-            self._fused(is_first_microbatch, tensors["x"].dtype)
-            if self.fuse_wgrad_accumulation and torch.is_grad_enabled()
-            else None
-        )
-        if off:
-            recompute.look()
+        main = None
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            main = self._main_grads(is_first_microbatch, tensors["x"].dtype)
+        if state is None or off:
+            if not recompute.idle():
+                recompute.note()
             if self._unrecorded:
                 self._want_autocast()
-            return apply(
-                self._call(None, False, bias, options, tensors, False, fused),
-                list(tensors.values()),
-                fused=fused,
-            )
-        return self._run_fp8(
-            tensors,
-            state,
-            is_first_microbatch,
-            bias,
-            options,
-            fused,
-            weights,
-            codes,  # type: ignore[arg-type]
-            fp8_output,
-            fp8_grad,
-        )
+            spec = self._spec_for(None, False, bias, options, main)
+            return run(*prepare(self.operation, spec, tensors), main=main)
+        given = (tensors, state, is_first_microbatch, bias, options, main, weights, codes)
+        return self._run_fp8(*given, fp8_output, fp8_grad)
 
     def _want_autocast(self) -> None:
         """AutogradError where this call in high precision, in a backward pass, does again what ran in FP8."""
         self.__dict__["_unrecorded"] = False
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if torch.is_grad_enabled() and torch_compat.current_backward() != -1:
             wanted = "the first one's: torch.utils.checkpoint and fp8kit_torch.checkpoint bring it"
             raise AutogradError(
                 type(self).__name__, "autocast", "none in the second pass of a checkpoint", wanted
@@ -201,7 +187,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if torch.compiler.is_compiling():
             raise not_compiled("an input in FP8")
         direct = (
-            self.operation == "linear"
+            self.operation is linear
             and state is not None
             and state.enabled
             and autocast_dtype(x) in (None, x.dtype)
@@ -215,13 +201,13 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         """Fp8kitError kinds where a pass on inputs like ``x`` would find a parameter on another device or of
         another dtype, or a weight without the ``main_grad`` that it fills: what a layer of several modules
         asks of each before the first of them runs, outside of ``torch.compile``."""
-        if brings(self):
+        if has_foreign_code(self):
             return
         want_parameters(type(self).__name__, self._parameters, x)
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            self._fused(None, autocast_dtype(x) or x.dtype)
+            self._main_grads(None, autocast_dtype(x) or x.dtype)
 
-    def _fused(self, first: bool | None, dtype: torch.dtype) -> Fused:
+    def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         """The weights whose gradient goes into ``main_grad``, for inputs of ``dtype``. Fp8kitError where one
         has none that fits."""
         weights = {name: weight for name, weight in self.weight_inputs().items() if weight.requires_grad}
@@ -252,7 +238,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                 raise ArgumentError(
                     type(self).__name__, f"{name}.main_grad", got, "a multiple of 16 bytes, in FP8 on a GPU"
                 )
-        return Fused(weights, first is True, some, aligned)
+        return MainGrads(weights, first is True, some, aligned)
 
     def _run_fp8(
         self,
@@ -261,7 +247,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         first: bool | None,
         bias: str,
         options: dict[str, Any],
-        fused: Fused | None,
+        main: MainGrads | None,
         weights: Held8,
         codes: dict[str, Tensor] | None,
         fp8_output: bool,
@@ -276,24 +262,19 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         record = training or state.calibrating
         if (state.enabled and not training) is not self._unrecorded:
             self.__dict__["_unrecorded"] = not self._unrecorded
-        if (
-            first is not None
-            or weights
-            or codes is not None
-            or kept is not None
-            or fp8_grad
-            or not state.enabled
-        ):
+        special = first is not None or weights or codes is not None or kept is not None or fp8_grad
+        if special or not state.enabled:
             outputs = self._run_special(
-                tensors, state, first, bias, options, fused, weights, codes, kept, training, fp8_grad
+                tensors, state, first, bias, options, main, weights, codes, kept, training, fp8_grad
             )
         else:
-            what = self._call(self._fp8_of(recipe), False, bias, options, tensors, delayed, fused)
-            prepared = prepare(what, list(tensors.values()), True)  # refuses before the state is touched
-            wiring = self.wiring(recipe, training, record, None) if delayed else NO_STATE
+            spec = self._spec_for(self._fp8_of(recipe), False, bias, options, main)
+            scales = scale_names(self.gemms) if delayed else ()
+            prepared = prepare(self.operation, spec, tensors, scales)  # refuses before the state is touched
+            binding = self.bind_state(recipe, training, record, None) if delayed else NO_STATE
             if not idle:
                 recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None)
-            outputs = prepared.run(wiring, fused)
+            outputs = run(*prepared, binding, main)
         if fp8_output and state.enabled:
             states = self.fp8_meta if delayed else None
             outputs["y"] = cast_output(
@@ -308,74 +289,64 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         first: bool | None,
         bias: str,
         options: dict[str, Any],
-        fused: Fused | None,
+        main: MainGrads | None,
         weights: Held8,
         codes: dict[str, Tensor] | None,
         kept: Kept | None,
         training: bool,
         fp8_grad: bool,
     ) -> dict[str, Tensor]:
-        """A pass that calibrates, is done again, or has an operand that is in FP8 already or is to be
+        """A pass that calibrates, is recomputed, or has an operand that is in FP8 already or is to be
         kept."""
-        want_alike(self.operation, tensors)
-        recipe = state.recipe
+        recipe, fp8 = state.recipe, self._fp8_of(state.recipe)
         delayed, record = recipe.history is not None, training or state.calibrating
+        # a cache or a state may be made: not for what is refused
+        asked = self._spec_for(fp8 if state.enabled else None, False, bias, options, main)
+        scales = scale_names(self.gemms) if delayed and state.enabled else ()
+        validate(self.operation, asked, tensors, scales=scales)
         cached = None
         if weights:
             cached = {}
             for prefix, weight in zip(self.gemms, weights.values(), strict=True):
-                cached |= weight.inputs(type(self).__name__, prefix, self._fp8_of(recipe))
-        elif kept is None and codes is None and (first or (delayed and self._wired is None)):
-            # a cache or a state is to be made: not for what is refused
-            own = self._fp8_of(recipe) if state.enabled else None
-            asked = self._call(own, False, bias, options, tensors, delayed and state.enabled, fused)
-            asked.rehearse(list(tensors.values()))
-        wiring = self.wiring(recipe, training, record, kept) if delayed else NO_STATE
+                cached |= weight.inputs(type(self).__name__, prefix, fp8)
+        binding = self.bind_state(recipe, training, record, kept) if delayed else NO_STATE
         if not weights and first is not None and state.enabled:
-            cached = (
-                self._cached(self._fp8_of(recipe), first, bias, tensors, wiring)
-                if kept is None
-                else kept.weights
-            )
+            cached = self._cached(fp8, first, bias, tensors, binding) if kept is None else kept.weights
         if kept is None:
             recompute.keep(
                 self, self.fp8_meta["scaling_fwd"].scale if delayed else None, None if weights else cached
             )
         if not state.enabled:
-            given = options | self.calibration_options
-            outputs = apply(
-                self._call(None, False, bias, given, tensors, False, fused),
-                list(tensors.values()),
-                fused=fused,
-            )
+            spec = self._spec_for(None, False, bias, options | self.calibration_options, main)
+            outputs = run(*prepare(self.operation, spec, tensors), main=main)
             if delayed and record and kept is None:
                 with torch.no_grad():
                     self._note(row_of(self.calibrate(tensors, outputs), FORWARD_SLOTS * len(self.gemms)))
             return outputs
-        fp8 = self._fp8_of(recipe)
         if fp8_grad and tensors["x"].requires_grad and torch.is_grad_enabled():
-            tensors["x"] = cast_gradient(tensors["x"], fp8, self.fp8_meta if delayed else None, wiring.ticket)
-        if codes or cached:
-            tensors = tensors | (codes or {}) | (cached or {})
-        what = self._call(fp8, cached is not None, bias, options, tensors, delayed, fused, codes is not None)
-        return apply(what, list(tensors.values()), wiring, fused)
+            tensors["x"] = cast_gradient(tensors["x"], fp8, self.fp8_meta if delayed else None, binding.token)
+        spec = self._spec_for(fp8, cached is not None, bias, options, main, codes is not None)
+        tensors = tensors | (codes or {}) | (cached or {})
+        return run(*prepare(self.operation, spec, tensors, scales), binding, main)
 
     def _note(self, row: Tensor) -> None:
         """Accumulate amaxes that were taken beside an operation, float32 by slot."""
         history = self.fp8_meta["scaling_fwd"].amax_history
         torch.fmax(history[0], row, out=history[0])
 
-    def wiring(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> Wiring:
-        """How this call hangs on the state of delayed scaling, which is touched where amaxes are recorded:
-        not in a pass that is done again, which has the scales of the first one (``kept``)."""
-        found, forward = self._wire(recipe, record), self.fp8_meta["scaling_fwd"]
+    def bind_state(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> StateBinding:
+        """The operation's binding to the state of delayed scaling, which is touched where amaxes are
+        recorded: not in a pass that is recomputed, which has the scales of the first one (``kept``)."""
+        found, forward = self._bound(recipe, record), self.fp8_meta["scaling_fwd"]
         if kept is not None:
             assert kept.scales is not None
-            ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
-            front, scale = products(self.gemms)[0], forward.scale
-            nowhere = amax_views(front, recompute.nowhere(scale.numel(), scale.device), forward.device)
+            slots, scale = forward_slots(self.gemms), forward.scale
+            row = recompute.nowhere(scale.numel(), scale.device)
             return found._replace(
-                scales=scale_views(front, kept.scales, forward.device), front=nowhere, ticket=ticket
+                scales=slot_addresses(slots, kept.scales, "scale"),
+                amaxes=slot_addresses(slots, row, "amax"),
+                token=None if found.token is None else (*found.token[:2], recompute.backward_pass()),
+                held=(*found.held, kept.scales, row),
             )
         if record:
             forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
@@ -388,38 +359,39 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             self._fp8 = known = (recipe, recipe.quantization)
         return known[1]
 
-    def _call(
+    def _spec_for(
         self,
         fp8: Quantization | None,
         cached: bool,
         bias: str,
         options: dict[str, Any],
-        tensors: dict[str, Tensor],
-        scaled: bool = False,
-        fused: Fused | None = None,
+        main: MainGrads | None = None,
         codes: bool = False,
-    ) -> Call:
-        """The call for this request; found by what may differ from one to the next."""
-        main = () if fused is None else (fused.dtype, fused.overwrite)
-        key = (id(fp8), cached, codes, bias, main, *options.items(), *tensors)
-        found = self._calls.get(key)
+    ) -> Any:
+        """The spec for this request, the same object for the same one: plans are found by it."""
+        grads = () if main is None else (main.dtype, main.overwrite)
+        key = (id(fp8), cached, codes, bias, grads, *options.items())
+        found = self._specs.get(key)
         if found is None:
             more: dict[str, Any] = {"input_cached": True} if codes else {}
-            if fused is not None:
-                more |= {"main_grad": kind_of(fused.dtype).name, "overwrite_grad": fused.overwrite}
+            if main is not None:
+                more |= {"main_grad": kind_of(main.dtype).name, "overwrite_grad": main.overwrite}
             spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()), tuple(more.items()))
-            made = call(self.operation, spec, tuple(tensors), self.gemms if fp8 is not None else (), scaled)
-            if len(self._calls) >= _CALL_LIMIT:
-                self._calls.clear()
-            found = self._calls[key] = (made, fp8)  # fp8 is held, so that its id stays its own
+            found = self._keep_spec(key, spec, fp8)
         return found[0]
+
+    def _keep_spec(self, key: Any, spec: Any, fp8: Quantization | None) -> tuple[Any, Quantization | None]:
+        if len(self._specs) >= _SPEC_LIMIT:
+            self._specs.clear()
+        self._specs[key] = spec, fp8  # fp8 is held, so that its id stays its own
+        return self._specs[key]
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 
-    def _wire(self, recipe: Recipe, record: bool) -> Wiring:
-        """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the
-        recipe's length."""
-        known = self._wired
+    def _bound(self, recipe: Recipe, record: bool) -> StateBinding:
+        """The state's addresses by the operation's names. Where amaxes are to be recorded, the history gets
+        the recipe's length."""
+        known = self._binding
         history: Any = recipe.history
         length = history.length
         same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
@@ -431,24 +403,23 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             return known[2]
         self.prepare(length, record)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        place = forward.device
-        front, back = products(self.gemms)
-        wiring = Wiring(
-            scale_views(front, forward.scale, place), late=scale_views(back, backward.scale, place)
-        )
+        front, back = forward_slots(self.gemms), backward_slots(self.gemms)
+        scales = slot_addresses(front, forward.scale, "scale")
+        late = slot_addresses(back, backward.scale, "scale")
+        binding = StateBinding(scales, backward_scales=late, held=(*forward.parts, *backward.parts))
         if record:
-            wiring = wiring._replace(
-                front=amax_views(front, forward.amax_history, place),
-                back=amax_views(back, backward.amax_history, place),
-                ticket=(history, backward, None),
+            binding = binding._replace(
+                amaxes=slot_addresses(front, forward.amax_history, "amax"),
+                backward_amaxes=slot_addresses(back, backward.amax_history, "amax"),
+                token=(history, backward, None),
             )
-        self._wired = (recipe, record, wiring)
-        return wiring
+        self._binding = (recipe, record, binding)
+        return binding
 
     # --- the weight cache -----------------------------------------------------------------------------------
 
     def _cached(
-        self, fp8: Quantization, first: bool, bias: str, tensors: dict[str, Tensor], wiring: Wiring
+        self, fp8: Quantization, first: bool, bias: str, tensors: dict[str, Tensor], binding: StateBinding
     ) -> dict[str, Tensor]:
         """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else
         those of the first one."""
@@ -458,12 +429,12 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             with torch.inference_mode(False), torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                    spec = LinearSpec(layer_products(layer_spec(self._spec, fp8, False, bias, ()))[i])
-                    made |= apply(
-                        call("weight_cast", spec, tuple(own), (prefix,), wiring is not NO_STATE),
-                        list(own.values()),
-                        _of(wiring, prefix),
-                    )
+                    key = "weight_cast", id(fp8), bias, i
+                    if key not in self._specs:
+                        products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
+                        self._keep_spec(key, LinearSpec(products[i]), fp8)
+                    state = binding.of_gemm(prefix)
+                    made |= run(*prepare(weight_cast, self._specs[key][0], own, tuple(state.scales)), state)
             self._weights = (text, made)
         return self._weights[1]
 
@@ -481,13 +452,13 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         changes beside them."""
         if state is None:
             spec = layer_text(self._spec_text, (), False, bias, tuple(options.items()))
-            return trace(self.operation, spec, tuple(tensors), list(tensors.values()))
+            return trace(self.operation, spec, tensors)
         parts, traced = recipe_parts(state.recipe), self._traced(state)
         if not state.enabled:
             spec = layer_text(
                 self._spec_text, (), False, bias, (*options.items(), *self.calibration_options.items())
             )
-            outputs = trace(self.operation, spec, tuple(tensors), list(tensors.values()))
+            outputs = trace(self.operation, spec, tensors)
             if traced is not None and traced.record:
                 with torch.no_grad():
                     row = row_of(self.calibrate(tensors, outputs), FORWARD_SLOTS * len(self.gemms))
@@ -498,10 +469,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
         spec = layer_text(self._spec_text, parts, first is not None, bias, tuple(options.items()))
-        return trace(self.operation, spec, tuple(tensors), list(tensors.values()), self.gemms, traced)
+        return trace(self.operation, spec, tensors, traced)
 
-    def _traced(self, state: AutocastState) -> Traced | None:
-        """How a compiled call hangs on the state of delayed scaling; None with another recipe."""
+    def _traced(self, state: AutocastState) -> TracedState | None:
+        """How a compiled call uses the state of delayed scaling; None with another recipe."""
         text = history_text(recipe_parts(state.recipe))
         if not text:
             return None
@@ -516,7 +487,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         prepare_all(text)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         when = NEITHER if record and touch_traced(forward, text) else FORWARD
-        return Traced(forward, backward, text, record, when)
+        return TracedState(forward, backward, self.gemms, text, record, when)
 
     def _trace_cached(
         self,
@@ -524,7 +495,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         first: bool,
         bias: str,
         tensors: dict[str, Tensor],
-        traced: Traced | None,
+        traced: TracedState | None,
     ) -> dict[str, Tensor]:
         text = fp8_text(parts)
         if first or self._weights is None or self._weights[0] != text:
@@ -533,20 +504,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
                     spec = layer_text(self._spec_text, parts, False, bias, (), i)
-                    made.update(
-                        trace("weight_cast", spec, tuple(own), list(own.values()), (prefix,), traced, i)
-                    )
+                    state = None if traced is None else traced.of_gemm(i)
+                    made.update(trace(weight_cast, spec, own, state, i))
             self._weights = (text, made)
         return self._weights[1]
-
-
-def _of(wiring: Wiring, prefix: str) -> Wiring:
-    """The part of a wiring that one weight's cast reads and writes."""
-    if wiring is NO_STATE:
-        return wiring
-    scales = Placed(
-        {f"{prefix}{operand}_scale": wiring.scales[f"{prefix}{operand}_scale"] for operand in "xw"}
-    )
-    return Wiring(
-        scales, Placed({f"{prefix}w_amax": wiring.front[f"{prefix}w_amax"]}) if wiring.front else NOTHING
-    )

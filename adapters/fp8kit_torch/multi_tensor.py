@@ -20,6 +20,7 @@ from fp8kit import arrays
 from fp8kit.arguments import flag, function, integer, number
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
+from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
 from fp8kit_torch.views import FLOATS, as_view
 
@@ -147,10 +148,10 @@ def multi_tensor_scale(
     some = [t for t in wide if t.numel()]
     if not some:
         return
-    largest = torch.stack(torch._foreach_norm(some, float("inf")))  # Inf or NaN where an element is one
+    largest = torch.stack(torch_compat.foreach_norm(some, float("inf")))  # Inf or NaN where an element is one
     noop_flag.copy_(torch.where(largest.isfinite().all(), noop_flag, torch.ones_like(noop_flag)))
     factor = scale.reshape(()) if isinstance(scale, Tensor) else float(scale)
-    torch._foreach_copy_(results, torch._foreach_mul(wide, factor))
+    torch_compat.foreach_copy_(results, torch_compat.foreach_mul(wide, factor))
 
 
 multi_tensor_scale_tensor = multi_tensor_scale
@@ -167,7 +168,7 @@ def multi_tensor_l2norm(
     norms = torch.zeros(0, dtype=torch.float32, device=noop_flag.device)
     if tensors:
         norms = torch.stack(
-            torch._foreach_norm([t if t.dtype is torch.float32 else t.float() for t in tensors], 2)
+            torch_compat.foreach_norm([t if t.dtype is torch.float32 else t.float() for t in tensors], 2)
         )
     return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms[:0]
 

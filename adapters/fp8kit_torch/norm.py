@@ -10,14 +10,17 @@ from torch import Tensor
 
 from fp8kit.arguments import listed
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
-from fp8kit.ops.norm import NormSpec
-from fp8kit_torch.apply import run
+from fp8kit.execution.codec import encode
+from fp8kit.ops.norm import NormSpec, norm
 from fp8kit_torch.arguments import autocast_dtype, only, positive, want_input
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
-from fp8kit_torch.parameters import ParameterModule, Watched
+from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.reprs import described
 from fp8kit_torch.specs import spec_for
-from fp8kit_torch.texts import encode
+
+# inputs of an operation that begins with a norm -> the parameters of its layer
+NORM_INPUTS = [("norm_weight", "layer_norm_weight"), ("norm_bias", "layer_norm_bias")]
 
 
 def add_norm(
@@ -87,7 +90,7 @@ class _Norm(ParameterModule):
         if dtype is not None:
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         spec = self._spec_text if torch.compiler.is_compiling() else self._spec
-        return run("norm", spec, {"x": x, "norm_weight": weight, "norm_bias": bias})["y"]
+        return apply(norm, spec, {"x": x, "norm_weight": weight, "norm_bias": bias})["y"]
 
 
 class LayerNorm(_Norm):
@@ -108,7 +111,7 @@ class RMSNorm(_Norm):
     normalization = "RMSNorm"
 
 
-class L2Normalization(Watched):
+class L2Normalization(torch.nn.Module):
     """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
 
     ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of
@@ -133,6 +136,6 @@ class L2Normalization(Watched):
             check("L2Normalization", CALLED, locals())
         if not inp.ndim:
             raise ShapeError("L2Normalization", "inp", "no dimension", "at least one")
-        return run("norm", spec_for("L2NormSpec", inp.shape[-1], "L2Normalization", self.eps), {"x": inp})[
+        return apply(norm, spec_for("L2NormSpec", inp.shape[-1], "L2Normalization", self.eps), {"x": inp})[
             "y"
         ]

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_linear import NormLinearSpec
+from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, amaxes_of
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.linear import LinearBase
 from fp8kit_torch.module import Branch, Inputs, branch_of
-from fp8kit_torch.norm import add_norm
+from fp8kit_torch.norm import NORM_INPUTS, add_norm
 from fp8kit_torch.parameters import Init
 
 
@@ -28,7 +28,7 @@ class LayerNormLinear(LinearBase):
     ``parameters_split`` names.
     """
 
-    operation = "norm_linear"
+    operation = norm_linear
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
     def __init__(
@@ -126,12 +126,7 @@ class LayerNormLinear(LinearBase):
         fp8_grad: bool = False,
     ) -> Branch:
         """y, and the residual stream and norm(x) where asked for."""
-        inputs: Inputs = {
-            "x": x,
-            "norm_weight": self.layer_norm_weight,
-            "norm_bias": self.layer_norm_bias,
-            **self.product_inputs(bias),
-        }
+        inputs: Inputs = {"x": x, **self.inputs_of(NORM_INPUTS), **self.product_inputs(bias)}
         return branch_of(
             self.run(
                 inputs,

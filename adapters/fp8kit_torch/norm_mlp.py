@@ -11,14 +11,16 @@ from torch import Tensor
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.ops.activation import activation_numbers
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_mlp import NormMLPSpec
+from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, activated, amax_of
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.module import Branch, Inputs, TransformerEngineBaseModule, branch_of
-from fp8kit_torch.norm import add_norm
+from fp8kit_torch.norm import NORM_INPUTS, add_norm
 from fp8kit_torch.parameters import Init, normal_init
+
+_INPUTS = [(f"{name}0", name) for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")]
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
@@ -38,7 +40,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
       Others as ``LayerNormLinear``.
     """
 
-    operation = "norm_mlp"
+    operation = norm_mlp
     gemms = ("fc1_", "fc2_")
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
@@ -169,15 +171,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
     ) -> Branch:
         """y, x added to it where it ``joins``, and the residual stream and norm(x) where asked for; ``bias``:
         fc2's."""
-        inputs: Inputs = {
-            "x": x,
-            "norm_weight": self.layer_norm_weight,
-            "norm_bias": self.layer_norm_bias,
-            "fc1_weight0": self.fc1_weight,
-            "fc1_bias0": self.fc1_bias,
-            "fc2_weight0": self.fc2_weight,
-            "fc2_bias0": None if bias == "none" else self.fc2_bias,
-        }
+        inputs: Inputs = {"x": x, **self.inputs_of(NORM_INPUTS), **self.inputs_of(_INPUTS)}
+        if bias == "none":
+            inputs["fc2_bias0"] = None
         return branch_of(
             self.run(
                 inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm, joins=joins

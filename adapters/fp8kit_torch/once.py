@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fp8kit_torch.torch_compat import DelayedError
+
 _REFUSAL = (
     b"fp8kit_torch: gradients of gradients are not there: what a backward pass gave, with create_graph=True, "
     b"is differentiated"
@@ -28,7 +30,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
             found = backward(ctx, *grads)
         # so that what asks for their gradients passes here
         through = [grad for grad in grads if grad is not None and grad.requires_grad]
-        fail = torch._C._functions.DelayedError(_REFUSAL, len(found) + len(through))
+        fail = DelayedError(_REFUSAL, len(found) + len(through))
         return fail(*[None if grad is None else grad.detach().requires_grad_() for grad in found], *through)[
             : len(found)
         ]

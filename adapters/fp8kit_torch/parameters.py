@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from fp8kit import arrays, settings
 from fp8kit.backends.policy import get_policy
@@ -17,11 +15,10 @@ from fp8kit.errors import ArgumentError, BackendError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit_torch import checks
 from fp8kit_torch.reprs import described
+from fp8kit_torch.torch_compat import default_device_is_set
 from fp8kit_torch.views import dtype_of
 
 Init = Callable[[Tensor], Any]
-# attributes that say what a module is, and that a pass does not read
-_SETTLED = ("activation", "use_bias", "apply_bias")
 _DTYPES = tuple(dtype_of(kind) for kind in HIGH_PRECISION)
 
 
@@ -29,8 +26,7 @@ def default_device() -> torch.device:
     """Where ``device=None`` puts parameters: torch's default device where one is set (``with
     torch.device(...)``, ``set_default_device``), else FP8KIT_DEVICE, else CUDA where it is usable, else the
     CPU. BackendError where that variable names what is not usable."""
-    is_set = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
-    if is_set or getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+    if default_device_is_set():
         return torch.get_default_device()
     said = settings.device()
     if said:
@@ -67,37 +63,7 @@ def normal_init(tensor: Tensor) -> None:
     torch.nn.init.normal_(tensor, 0.0, 0.023)
 
 
-class Watched(torch.nn.Module):
-    """A module that counts how often it was changed from without: attributes set, parts put in (``scripts``).
-    Its mode, which some loops set before every pass, and its parameters, which ``fully_shard`` sets so often,
-    are looked at themselves."""
-
-    _changes = 0
-    _unrecorded = False
-    _scripts: Any = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTLED and self.__dict__.get(name, value) != value:
-            got, wanted = repr(value), f"{self.__dict__[name]!r}: it is settled when the module is made"
-            raise ArgumentError(type(self).__name__, name, got, wanted)
-        super().__setattr__(name, value)
-        if (
-            name != "training"
-            and not name.startswith("_")
-            and name not in self.__dict__.get("_parameters", ())
-        ):
-            self.__dict__["_changes"] = self._changes + 1
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
-        return self.__dict__ | {"_scripts": None}
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        self.__dict__["_changes"] = self._changes + 1
-
-
-class ParameterModule(Watched):
+class ParameterModule(torch.nn.Module):
     """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after
     ``device="meta"``, say)."""
 
@@ -121,6 +87,15 @@ class ParameterModule(Watched):
         if where.type != "meta":
             with torch.no_grad():
                 init(self._parameters[name])  # type: ignore[arg-type]
+
+    def inputs_of(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        """Parameters by an operation's names, of (name, attribute). What stands for one as an attribute
+        counts; a parameter as an attribute would be slow to find."""
+        own = self._parameters
+        return {
+            name: own[attribute] if attribute in own else getattr(self, attribute)
+            for name, attribute in names
+        }
 
     def extra_repr(self) -> str:
         """Sizes, and what is not as usual (``reprs``)."""

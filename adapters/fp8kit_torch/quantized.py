@@ -17,23 +17,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fp8kit.arguments import flag
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
-from fp8kit.ops.linear import LinearSpec
+from fp8kit.execution.codec import decode, encode
+from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import Operand, QuantizedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DelayedScaling, Recipe
-from fp8kit_torch import checks
-from fp8kit_torch.apply import apply
+from fp8kit_torch import checks, torch_compat
 from fp8kit_torch.arguments import only
+from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import check, shown
-from fp8kit_torch.nodes import NO_STATE, Wiring
-from fp8kit_torch.plans import call
-from fp8kit_torch.texts import decode, encode
+from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.views import FLOATS, as_view
 
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
@@ -75,7 +73,7 @@ class QuantizedTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> QuantizedTensor:
         device = parts["w_q"].device
-        made = torch.Tensor._make_wrapper_subclass(
+        made = torch_compat.wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
         made._parts, made._fp8, made._high = dict(parts), fp8, None
@@ -90,12 +88,11 @@ class QuantizedTensor(torch.Tensor):
         return cls(_cast(values, fp8), fp8, tuple(values.shape), values.dtype)
 
     @classmethod
-    def cast(cls, values: Tensor, fp8: Quantization, wiring: Wiring = NO_STATE) -> QuantizedTensor:
-        """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``wiring``, by the names
+    def cast(cls, values: Tensor, fp8: Quantization, state: StateBinding = NO_STATE) -> QuantizedTensor:
+        """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``state``, by the names
         w_scale and w_amax."""
-        return cls(
-            _cast(values.reshape(-1, values.shape[-1]), fp8, wiring), fp8, tuple(values.shape), values.dtype
-        )
+        parts = _cast(values.reshape(-1, values.shape[-1]), fp8, state)
+        return cls(parts, fp8, tuple(values.shape), values.dtype)
 
     # --- values ---------------------------------------------------------------------------------------------
 
@@ -226,7 +223,7 @@ class QuantizedTensor(torch.Tensor):
 
     # --- torch ----------------------------------------------------------------------------------------------
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_compat.no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,17 +250,17 @@ class QuantizedTensor(torch.Tensor):
                 return value
             return decoded.setdefault(id(value), value._values())
 
-        given, named = tree_map(plain, args), tree_map(plain, kwargs)
+        given, named = torch_compat.tree_map(plain, args), torch_compat.tree_map(plain, kwargs)
         out = func(*given, **named)
         written = {}
-        for place, argument in enumerate(func._schema.arguments):
+        for place, argument in enumerate(torch_compat.schema_arguments(func)):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for one in (value if isinstance(value, list | tuple) else (value,)) if argument.is_write else ():
                 # also one of a list, as optimisers with foreach=True write them
                 if isinstance(one, QuantizedTensor):
                     one._take(decoded[id(one)])
                     written[id(decoded[id(one)])] = one
-        return tree_map(lambda value: written.get(id(value), value), out) if written else out
+        return torch_compat.tree_map(lambda value: written.get(id(value), value), out) if written else out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = _rebuilt(
@@ -333,12 +330,15 @@ def _of_values(fp8: Quantization) -> Quantization:
     return fp8.map(lambda own: replace(own, scale_source="current"))
 
 
-def _cast(values: Tensor, fp8: Quantization, wiring: Wiring = NO_STATE) -> dict[str, Tensor]:
-    n, k = values.shape
-    scaled = wiring is not NO_STATE
-    spec = LinearSpec(ProductSpec(k, (n,), bias="none", fp8=fp8 if scaled else _of_values(fp8)))
+@lru_cache(maxsize=1024)
+def _cast_spec(rows: int, columns: int, fp8: Quantization) -> LinearSpec:
+    return LinearSpec(ProductSpec(columns, (rows,), bias="none", fp8=fp8))
+
+
+def _cast(values: Tensor, fp8: Quantization, state: StateBinding = NO_STATE) -> dict[str, Tensor]:
+    spec = _cast_spec(*values.shape, _of_values(fp8) if state is NO_STATE else fp8)
     with torch.inference_mode(False), torch.no_grad():
-        return apply(call("weight_cast", spec, ("weight0",), ("",), scaled), [values.detach()], wiring)
+        return run(*prepare(weight_cast, spec, {"weight0": values.detach()}, tuple(state.scales)), state)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ the scales and the cached weights that the first pass found, and records no amax
 gives dropout the same numbers.
 
 A layer that is called within a checkpointed function finds torch's note of what is to be called again
-(``torch_checkpoint``), and puts an ``_Again`` in that place, which lives as long as the graph does.
+(``torch_checkpoint``), and puts an ``_Recomputed`` in that place, which lives as long as the graph does.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from fp8kit.layers import Kept, Pass, Passes
 from fp8kit_torch import torch_checkpoint as torchs
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checks import check, one, optional
-from fp8kit_torch.state import open_walk
+from fp8kit_torch.state import open_backward
+from fp8kit_torch.torch_compat import unseen
 
 
 class _Later(Pass):
-    """A later pass. ``walk``: the backward pass that it belongs to; ``hook``: torch's innermost hook when it
-    began."""
+    """A later pass. ``backward``: number of the backward pass that it belongs to; ``hook``: torch's innermost
+    hook when it began."""
 
-    def __init__(self, calls: list[Kept], walk: int | None) -> None:
+    def __init__(self, calls: list[Kept], backward: int) -> None:
         super().__init__(False, calls)
-        self.walk, self.hook = walk, torchs.hook()
+        self.backward, self.hook = backward, torchs.hook()
 
 
 _passes = Passes()  # of which the later ones run; a first one is found by torch's note of it
 
 
-class _Again:
+class _Recomputed:
     """What backward calls instead of a checkpointed ``function``, and what the first pass found.
     ``reentrant``: torch's variant."""
 
     def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
         self.function, self.reentrant = function, reentrant
         self.calls: list[Kept] = []
-        self.walk, self.policy = walk(), get_policy()
+        self.backward, self.policy = backward_pass(), get_policy()
         self.state: AutocastState | None = None
         self.depth: int | None = None
 
@@ -65,26 +66,26 @@ class _Again:
 
     def __call__(self, *args: Any) -> Any:
         """A later pass."""
-        later = _Later(self.calls, open_walk() if self.walk is None else self.walk)
+        later = _Later(self.calls, open_backward() if self.backward is None else self.backward)
         with resumed(self.state), policy_context(self.policy), _passes.within(later):
             return self.function(*args)
 
 
-def _noted(holder: Any, name: str, reentrant: bool) -> _Again:
-    """The ``_Again`` in a place of torch's; put there where there is none yet."""
+def _noted(holder: Any, name: str, reentrant: bool) -> _Recomputed:
+    """The ``_Recomputed`` in a place of torch's; put there where there is none yet."""
     found = getattr(holder, name)
-    if type(found) is not _Again:
-        found = _Again(found, reentrant)
+    if type(found) is not _Recomputed:
+        found = _Recomputed(found, reentrant)
         setattr(holder, name, found)
     found.look()
     return found
 
 
-def _firsts() -> list[_Again]:
+def _firsts() -> list[_Recomputed]:
     """The checkpointed functions that run for the first time, within the later pass that runs, if one
     does."""
     later = _passes.running
-    found = [_noted(ctx, "run_function", True) for ctx in torchs.contexts(_Again.__call__.__code__)]
+    found = [_noted(ctx, "run_function", True) for ctx in torchs.contexts(_Recomputed.__call__.__code__)]
     return found + [
         _noted(frame, "recompute_fn", False) for frame in torchs.frames(None if later is None else later.hook)
     ]
@@ -94,10 +95,10 @@ def idle() -> bool:
     """Whether this thread runs no pass of any checkpoint. AutogradError in a second pass of a function that
     ran no layer in the first."""
     if _passes.running is None:
-        if torchs.apart():
+        if torchs.outside():
             return True
         if not _firsts():
-            if torchs.again():
+            if torchs.recomputing():
                 raise AutogradError(
                     "torch.utils.checkpoint",
                     "function",
@@ -108,11 +109,10 @@ def idle() -> bool:
     return False
 
 
-def look() -> None:
-    """What a layer calls that runs in high precision: so that it does in later passes too, whatever autocast
-    is around backward."""
-    if not idle():
-        _firsts()
+def note() -> None:
+    """What a layer calls that runs in high precision, unless all is ``idle``: so that it does in later passes
+    too, whatever autocast is around backward."""
+    _firsts()
 
 
 def first() -> bool:
@@ -136,21 +136,22 @@ def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     """In a first pass: keep what this call of ``owner`` found, its scales by value."""
     firsts = _firsts()
     if firsts:
-        with torchs.unseen():  # in later passes there is no such call
+        with unseen():  # in later passes there is no such call
             kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
         for again in firsts:
             again.calls.append(kept)
 
 
-def walk() -> int | None:
-    """The backward pass, the outermost one, that a recomputation runs for; None where none is running."""
+def backward_pass() -> int | None:
+    """Number of the backward pass, the outermost one, that a recomputation runs for; None where none is
+    running."""
     running = _passes.running
-    return None if running is None else running.walk
+    return None if running is None else running.backward
 
 
 def nowhere(slots: int, device: torch.device) -> Tensor:
     """float32 (slots,) for amaxes of a later pass, which are not recorded again."""
-    with torchs.unseen():
+    with unseen():
         return torch.zeros(slots, dtype=torch.float32, device=device)
 
 
@@ -309,13 +310,13 @@ def _around(tracker: Any, context_fn: Callable[[], Sequence[AbstractContextManag
 
 __all__ = [
     "Kept",
+    "backward_pass",
     "checkpoint",
     "checkpoint_contexts",
     "first",
     "idle",
     "keep",
-    "look",
+    "note",
     "nowhere",
     "recall",
-    "walk",
 ]

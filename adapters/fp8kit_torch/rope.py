@@ -11,9 +11,9 @@ from torch import Tensor
 from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.ops.attention_spec import FORMATS
-from fp8kit.ops.rope import check_tokens
-from fp8kit_torch.apply import run
+from fp8kit.ops.rope import check_tokens, rope
 from fp8kit_torch.arguments import only, positive
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.parameters import placed
 from fp8kit_torch.specs import spec_for
@@ -142,8 +142,8 @@ def apply_rotary_pos_emb(
         if value is not None:
             inputs[name] = value.to(t.device)
     heads, dim = t.shape[-2:]
-    return run(
-        "rope", spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved)), inputs
+    return apply(
+        rope, spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved)), inputs
     )["y"]
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from fp8kit import formats
+from fp8kit.execution.codec import decode, encode
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.registry import SPECS
 from fp8kit.quantization import Quantization
-from fp8kit.scaling import backward_slots, forward_slots
+from fp8kit.scaling import forward_slots
 from fp8kit_torch.autocast import recipe_of
 from fp8kit_torch.constants import constant_result
-from fp8kit_torch.texts import SPECS, decode, encode
 
 
 def layer_products(spec: Any) -> list[ProductSpec]:
@@ -70,9 +71,9 @@ def fp8_text(recipe: tuple[Any, ...]) -> str:
 
 
 @lru_cache(maxsize=64)
-def products(gemms: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
-    """Forward and backward slots of a layer's operands."""
-    return forward_slots(gemms), backward_slots(gemms)
+def scale_names(gemms: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the scales that a layer's forward reads from its state, in the order of the slots."""
+    return tuple(f"{operand}_scale" for operand in forward_slots(gemms))
 
 
 def spec_for(kind: str, *arguments: Any) -> Any:

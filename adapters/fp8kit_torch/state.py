@@ -10,7 +10,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,16 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FIELDS
-from fp8kit_torch.torch_checkpoint import unseen
+from fp8kit_torch import torch_compat
+from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import as_view
 
 _DISTRIBUTED = dist.is_available()
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-# backward pass -> rules of states, and the states that recorded in it
-_WALKS: dict[int, dict[int, tuple[AmaxHistory, dict[int, ScalingState]]]] = {}
+# backward pass, by its number -> rules of states, and the states that recorded in it
+_RECORDED: dict[int, dict[int, tuple[AmaxHistory, dict[int, ScalingState]]]] = {}
 
 
 class ScalingState:
@@ -119,7 +121,7 @@ class ScalingState:
         update(recipe.history, states, forward=True)
         # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with
         # later scales, is to be refused
-        torch._C._increment_version([state.scale for state in states if not state.scale.is_inference()])
+        torch.autograd.graph.increment_version([s.scale for s in states if not s.scale.is_inference()])
 
     @classmethod
     def discard_forward(cls, states: Sequence[ScalingState]) -> None:
@@ -139,7 +141,7 @@ def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) ->
 
 def _stream(device: Device) -> int:
     """torch's current stream of a device."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.kind == "cuda" else 0
+    return torch_compat.current_stream(device.index) if device.kind == "cuda" else 0
 
 
 def _reduce(states: Sequence[Any]) -> None:
@@ -153,7 +155,7 @@ def _reduce(states: Sequence[Any]) -> None:
         if dist.get_world_size(group) > 1:
             whole = torch.cat(rows)
             dist.all_reduce(whole, dist.ReduceOp.MAX, group)
-            torch._foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
+            torch_compat.foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
 
 
 def named(handle: int) -> ScalingState | None:
@@ -172,7 +174,7 @@ def held() -> Iterator[None]:
         _HELD.pop()
 
 
-class _Walk(int):
+class _BackwardEnd(int):
     """The end of a backward pass, by its number, called by autograd's engine. Where the pass fails the engine
     lets go of it uncalled, on a device's thread perhaps a moment after it raised: then what the pass recorded
     is dropped, as is what an update that raises leaves."""
@@ -180,15 +182,15 @@ class _Walk(int):
     __slots__ = ()
 
     def __call__(self) -> None:
-        groups = _WALKS[self]
+        groups = _RECORDED[self]
         for key in [*groups]:
             history, states = groups[key]
             update(history, [*states.values()], False)
             del groups[key]
-        del _WALKS[self]
+        del _RECORDED[self]
 
     def __del__(self) -> None:
-        groups = _WALKS.pop(self, None)
+        groups = _RECORDED.pop(self, None)
         for _, states in groups.values() if groups else ():
             for state in states.values():
                 if state.scale.is_cuda:
@@ -197,29 +199,58 @@ class _Walk(int):
                 state.drop()
 
 
-_pass_now: Callable[[], int] = torch._C._current_graph_task_id
-_at_its_end: Callable[[_Walk], None] = torch.autograd.Variable._execution_engine.queue_callback
-
-
-def open_walk() -> int:
-    """The backward pass that runs now, at whose end the states that it recorded are updated. Called within
-    one, by any of its threads: there is one for each device."""
-    walk = _pass_now()
-    if walk not in _WALKS:
+def open_backward() -> int:
+    """Number of the backward pass that runs now, at whose end the states that it recorded are updated. Called
+    within one, by any of its threads: there is one for each device."""
+    number = torch_compat.current_backward()
+    if number not in _RECORDED:
         own: dict[int, tuple[AmaxHistory, dict[int, ScalingState]]] = {}
-        if _WALKS.setdefault(walk, own) is own:  # one thread's
-            _at_its_end(_Walk(walk))
-    return walk
+        if _RECORDED.setdefault(number, own) is own:  # one thread's
+            torch_compat.at_backwards_end(_BackwardEnd(number))
+    return number
 
 
-def finish_backward(history: AmaxHistory, state: ScalingState, walk: int | None = None) -> None:
-    """Update ``state`` when a backward pass has ended: the one that runs now, or ``walk``, which
-    ``open_walk`` gave, around it."""
+def finish_backward(history: AmaxHistory, state: ScalingState, number: int | None = None) -> None:
+    """Update ``state`` when a backward pass has ended: the one that runs now, or the one of that ``number``
+    around it, as ``open_backward`` gave it."""
     if _HELD:
         return
-    groups = _WALKS[open_walk() if walk is None else walk]
+    groups = _RECORDED[open_backward() if number is None else number]
     found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
     found[1][id(state)] = state
+
+
+class StateBinding(NamedTuple):
+    """Where an operation finds a layer's FP8 state in an eager call: addresses by the operation's names.
+
+    ``scales``: inputs of forward; ``amaxes``: where forward accumulates, none for memory that does not last.
+    ``backward_scales``, ``backward_amaxes``: those of backward, with the values of that moment. ``token``:
+    what ``finish_backward`` is called with. ``held``: the tensors that the addresses are of.
+    """
+
+    scales: Mapping[str, int]
+    amaxes: Mapping[str, int] = MappingProxyType({})
+    backward_scales: Mapping[str, int] = MappingProxyType({})
+    backward_amaxes: Mapping[str, int] = MappingProxyType({})
+    token: tuple[Recipe, ScalingState, int | None] | None = None
+    held: tuple[Tensor, ...] = ()
+
+    def of_gemm(self, prefix: str, rename: bool = False) -> StateBinding:
+        """The part of one GEMM, by the prefix of its names; with ``rename`` without that prefix."""
+        if not self.scales:
+            return self
+        start = len(prefix) if rename else 0
+        parts = ({n[start:]: at for n, at in part.items() if n.startswith(prefix)} for part in self[:4])
+        return StateBinding(*parts, *self[4:])
+
+
+NO_STATE = StateBinding({})
+
+
+def slot_addresses(slots: Mapping[str, int], row: Tensor, what: str) -> dict[str, int]:
+    """Addresses of operands' slots in a row, float32, by the names ``{operand}_{what}``."""
+    start = row.data_ptr()
+    return {f"{operand}_{what}": start + 4 * slot for operand, slot in slots.items()}
 
 
 def moved(states: Mapping[str, ScalingState], fn: Callable[[Tensor], Tensor]) -> dict[str, ScalingState]:

@@ -12,20 +12,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp8kit.errors import UnsupportedError
+from fp8kit.execution.codec import decode, encode
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
 from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.constants import constant_result
-from fp8kit_torch.nodes import Wiring
 from fp8kit_torch.parameters import ParameterModule
-from fp8kit_torch.plans import Call
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
-from fp8kit_torch.state import FIELDS, ScalingState, moved
+from fp8kit_torch.state import FIELDS, ScalingState, StateBinding, moved
 from fp8kit_torch.te_extra_state import any_extra_state
-from fp8kit_torch.texts import decode, encode
 from fp8kit_torch.views import as_view
 
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
@@ -85,8 +83,8 @@ class StatefulModule(ParameterModule):
 
     def _forget(self) -> None:
         """Drop what is derived from the rest."""
-        self._calls: dict[Any, tuple[Call, Any]] = {}
-        self._wired: tuple[Recipe, bool, Wiring] | None = None
+        self._specs: dict[Any, tuple[Any, Quantization | None]] = {}
+        self._binding: tuple[Recipe, bool, StateBinding] | None = None
         self._fp8: tuple[Recipe, Quantization] | None = None
         self._weights: tuple[str, dict[str, Tensor]] | None = None
 
@@ -103,7 +101,7 @@ class StatefulModule(ParameterModule):
                 self.fp8_meta[name] = ScalingState(slots * len(self.gemms), history_len, weight.device)
             elif resize and state.history_len != history_len:
                 state.resize(history_len)
-                self._wired = None
+                self._binding = None
 
     # --- moved, saved, loaded -------------------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ class StatefulModule(ParameterModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
-        return super().__getstate__() | {"_calls": {}, "_wired": None, "_fp8": None, "_weights": None}
+        return self.__dict__ | {"_specs": {}, "_binding": None, "_fp8": None, "_weights": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

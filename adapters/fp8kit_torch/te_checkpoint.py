@@ -1,8 +1,8 @@
-"""Checkpoints of Transformer Engine and of plain torch models into this door's modules, whose parameters have
-the same names.
+"""Checkpoints of Transformer Engine and of plain torch models into this frontend's modules, whose parameters
+have the same names.
 
 A plain model's ``state_dict`` loads as it is. Transformer Engine's differs in ``_extra_state``, a pickle,
-which is read without being run (``te_extra_state``) and becomes this door's own bytes: scales and amax
+which is read without being run (``te_extra_state``) and becomes this frontend's own bytes: scales and amax
 histories keep their values and their slots. A module's own ``load_state_dict`` reads it too; what is here
 says by name, before anything is loaded, what cannot be.
 """

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fp8kit.errors import CheckpointError
 from fp8kit_torch import extra_state
+from fp8kit_torch.torch_compat import untyped_storage
 
 _DIRECTIONS = {"fwd": 3, "bwd": 2}  # slots a GEMM
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
@@ -103,7 +104,7 @@ def _storage(data: bytes) -> _Held:
     if not isinstance(storage, torch.storage.TypedStorage | torch.UntypedStorage):
         raise CheckpointError(f"_extra_state: a tensor's storage holds {type(storage).__name__}")
     dtype = getattr(storage, "dtype", torch.uint8)
-    untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+    untyped = untyped_storage(storage)
     return _Held(torch.empty(0, dtype=dtype).set_(untyped))
 
 
@@ -216,7 +217,7 @@ def _read(data: bytes) -> Any:
 
 
 def convert_extra_state(value: Any, gemms: int) -> Tensor:
-    """A Transformer Engine module's ``_extra_state`` as this door's: uint8 (n,), (0,) where it holds no
+    """A Transformer Engine module's ``_extra_state`` as this frontend's: uint8 (n,), (0,) where it holds no
     delayed scaling.
 
     ``gemms``: GEMMs of the module that it is for. CheckpointError where it does not fit, or is no extra
@@ -251,8 +252,8 @@ def convert_extra_state(value: Any, gemms: int) -> Tensor:
 
 
 def any_extra_state(value: Any, gemms: int) -> dict[str, Tensor]:
-    """The parts of an ``_extra_state``, this door's own or Transformer Engine's. CheckpointError for what is
-    neither."""
+    """The parts of an ``_extra_state``, this frontend's own or Transformer Engine's. CheckpointError for what
+    is neither."""
     try:
         return extra_state.unpack(value)
     except CheckpointError as own:

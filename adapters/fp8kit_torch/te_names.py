@@ -1,6 +1,6 @@
-"""``as_transformer_engine``: programs written for Transformer Engine import this door under that name.
+"""``as_transformer_engine``: programs written for Transformer Engine import this frontend under that name.
 
-The modules within ``transformer_engine.pytorch`` are attributes of the door as it is imported
+The modules within ``transformer_engine.pytorch`` are attributes of the frontend as it is imported
 (``te.quantization``, ``te.ops``); only the call makes names in ``sys.modules``. Nothing but names changes:
 ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of Transformer Engine that there is
 nothing for are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why
@@ -119,8 +119,8 @@ def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
 
 
 def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
-    """Make the modules attributes of those that they are in. Where the door itself has a module of that name,
-    it gets what it lacks."""
+    """Make the modules attributes of those that they are in. Where the frontend itself has a module of that
+    name, it gets what it lacks."""
     for name, module in made.items():
         above, _, last = name.rpartition(".")
         at: Any = top
@@ -196,8 +196,8 @@ def modules_within(top: ModuleType) -> dict[str, ModuleType]:
 
 def as_transformer_engine() -> ModuleType:
     """Make ``transformer_engine``, ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``
-    importable names of this door, in this process; returns ``transformer_engine``. Calling it again changes
-    nothing.
+    importable names of this frontend, in this process; returns ``transformer_engine``. Calling it again
+    changes nothing.
 
     An installed Transformer Engine is left out from then on. BackendError where it was imported already.
     """

@@ -1,5 +1,4 @@
-"""What torch's checkpoint shows of itself while it runs a function: the one place that knows torch's own
-names for it.
+"""What torch's checkpoint shows of itself while it runs a function.
 
 ``torch.utils.checkpoint`` says nowhere that it runs, but holds the function that backward is to call again in
 an object that can be found:
@@ -9,8 +8,8 @@ an object that can be found:
 * ``use_reentrant=True``: in the ``ctx`` of the ``autograd.Function`` whose ``forward`` runs, as
   ``run_function``. Megatron's and DeepSpeed's checkpoints, which are made after torch's, have it there too.
 
-Found so, it may be replaced by one that does more. The names are those of torch 2.11 to 2.13; with a torch
-that has others, what would give wrong numbers is a BackendError.
+Found so, it may be replaced by one that does more. With a torch that does this in another way, what would
+give wrong numbers is a BackendError.
 """
 
 from __future__ import annotations
@@ -25,40 +24,30 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import checkpoint
 
 from fp8kit.errors import BackendError
+from fp8kit_torch.torch_compat import (
+    FIRST_PASS,
+    KNOWN,
+    LATER_PASS,
+    TRACED_CHECKPOINT,
+    forward_grad_enabled,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 
 Hook = Callable[..., Any]
-_FIRST, _LATER = "_checkpoint_hook.", "_recomputation_hook."  # where its hooks are made
 
 
-def _torchs(where: Any, name: str) -> Any:
-    """What torch has by that name. BackendError for a torch that has not."""
-    if not hasattr(where, name):
-        got = f"{torch.__version__}, which has no {getattr(where, '__name__', where)}.{name}"
-        raise BackendError("fp8kit_torch", "torch", got, "torch 2.11 to 2.13, whose checkpoint fp8kit knows")
-    return getattr(where, name)
-
-
-_top = _torchs(torch._C._autograd, "_top_saved_tensors_default_hooks")
-_pop = _torchs(torch._C._autograd, "_pop_saved_tensors_default_hooks")
-_push = _torchs(torch._C._autograd, "_push_saved_tensors_default_hooks")
-# not within the forward of an autograd.Function, nor in inference mode
-_plain = _torchs(torch._C, "_is_fwd_grad_enabled")
-# a context in which a selective checkpoint's mode does not count calls
-unseen = _torchs(torch._C, "_DisableTorchDispatch")
-for _name in ("_checkpoint_hook", "_recomputation_hook"):
-    _torchs(checkpoint, _name)
-
-
-def apart() -> bool:
+def outside() -> bool:
     """Whether this is certainly not within a checkpointed function that torch runs for the first time, nor
     for another time with its hooks up. Two calls of torch, so that it may be asked in every call of a layer.
     """
-    return _top(True) is None and (_plain() or torch.is_inference_mode_enabled())
+    return top_hooks(True) is None and (forward_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def hook() -> Hook | None:
     """What packs the tensors that are saved now."""
-    pair = _top(True)
+    pair = top_hooks(True)
     return None if pair is None else pair[0]
 
 
@@ -67,15 +56,15 @@ def frames(until: Hook | None) -> list[Any]:
     hook ``until``. BackendError for hooks of torch's checkpoint that are not known."""
     found, taken = [], []
     try:
-        while (pair := _top(True)) is not None and pair[0] is not until:
+        while (pair := top_hooks(True)) is not None and pair[0] is not until:
             pack = pair[0]
-            if _torchs_own(pack) and not pack.__qualname__.startswith(_LATER):
+            if _torchs_own(pack) and not pack.__qualname__.startswith(LATER_PASS):
                 found.append(_frame_of(pack))
             taken.append(pair)
-            _pop()
+            pop_hooks()
     finally:
         for pair in reversed(taken):
-            _push(*pair)
+            push_hooks(*pair)
     return found
 
 
@@ -83,25 +72,22 @@ def _torchs_own(pack: Hook | None) -> bool:
     return getattr(pack, "__module__", None) == checkpoint.__name__
 
 
-def again() -> bool:
+def recomputing() -> bool:
     """Whether torch runs a checkpointed function for another time, by its innermost hooks."""
     pack = hook()
-    return _torchs_own(pack) and pack.__qualname__.startswith(_LATER)  # type: ignore[union-attr]
+    return _torchs_own(pack) and pack.__qualname__.startswith(LATER_PASS)  # type: ignore[union-attr]
 
 
 def _frame_of(pack: Any) -> Any:
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     held = (
         pack.__closure__[names.index("frame")].cell_contents
-        if pack.__qualname__.startswith(_FIRST) and "frame" in names
+        if pack.__qualname__.startswith(FIRST_PASS) and "frame" in names
         else None
     )
     if not hasattr(held, "recompute_fn"):
         got = f"{pack.__qualname__} of torch {torch.__version__}"
-        wanted = (
-            "torch 2.11 to 2.13, whose checkpoint fp8kit knows; or layers of FP8 outside of "
-            "torch.utils.checkpoint"
-        )
+        wanted = f"{KNOWN}, whose checkpoint fp8kit knows; or layers of FP8 outside of torch.utils.checkpoint"
         raise BackendError("torch.utils.checkpoint", "hooks", got, wanted)
     return held
 
@@ -109,7 +95,7 @@ def _frame_of(pack: Any) -> Any:
 def contexts(until: CodeType | None) -> Iterator[Any]:
     """The ``ctx`` of the functions that run for the first time, reentrant, and that backward will come back
     to; innermost first, as far as a Python frame of the code ``until``."""
-    if _plain() or torch.is_inference_mode_enabled():
+    if forward_grad_enabled() or torch.is_inference_mode_enabled():
         return
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not until:
@@ -131,7 +117,7 @@ def traced() -> bool:
     own tracing of it."""
     frame = sys._getframe(1)
     while frame is not None:
-        if type(frame.f_locals.get("self")).__name__ == "CheckpointHigherOrderVariable":
+        if type(frame.f_locals.get("self")).__name__ == TRACED_CHECKPOINT:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -7,63 +7,65 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _global_forward_hooks
 
 from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers import ACROSS, sequence_starts, want_no_encoder
+from fp8kit.ops.drop_path import drop_path
+from fp8kit.ops.dropout_add import add, dropout_add
 from fp8kit.ops.values import check_sequences
-from fp8kit_torch.apply import rehearse, run
-from fp8kit_torch.arguments import CONSTRUCTOR, brings, options_of, positive, refuse, want_input, want_like
+from fp8kit_torch.arguments import (
+    CONSTRUCTOR,
+    has_foreign_code,
+    options_of,
+    positive,
+    refuse,
+    want_input,
+    want_like,
+)
 from fp8kit_torch.attention import MultiheadAttention
+from fp8kit_torch.bound import TensorMeta, validate
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CONSTRUCTED, check
-from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention
+from fp8kit_torch.dot_product_attention import CALLED
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import as_branch, part_of
-from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
-from fp8kit_torch.norm_linear import LayerNormLinear
+from fp8kit_torch.norm import LayerNorm, RMSNorm
 from fp8kit_torch.norm_mlp import LayerNormMLP
-from fp8kit_torch.parameters import Init, Watched
-from fp8kit_torch.plans import Stand
+from fp8kit_torch.parameters import Init
 from fp8kit_torch.reprs import described
-from fp8kit_torch.scripts import by_script, runs_its_own
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.te_methods import TransformerEngineMethods
+from fp8kit_torch.torch_compat import global_forward_hooks
 from fp8kit_torch.views import as_view
 
 # what the attention across has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
-# the core attention's arguments, and what the layer calls them: its own attention's
-_OWN = {"attn_mask_type": "self_attn_mask_type"}
+# the core attention's arguments -> what the layer calls them: of its own attention, of the cross-attention
+_OWN = {
+    "attention_mask": "attention_mask",
+    "attn_mask_type": "self_attn_mask_type",
+    "window_size": "window_size",
+    "bottom_right_diagonal": "bottom_right_diagonal",
+    "inference_params": "inference_params",
+}
 _ACROSS = {
+    "attention_mask": "enc_dec_attn_mask",
     "attn_mask_type": "enc_dec_attn_mask_type",
     "window_size": "enc_dec_window_size",
-    "attention_mask": "enc_dec_attn_mask",
     "bottom_right_diagonal": "enc_dec_bottom_right_diagonal",
-}  # and those of the attention across
+}
 # whether a residual starts after a branch's norm -> its name among the branch's outputs, and how to ask for
 # it
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
 
-# what a layer with scripts is made of, with nobody's ``forward`` in place of their own
-_PARTS = {
-    part: part.forward
-    for part in (
-        MultiheadAttention,
-        DotProductAttention,
-        LayerNormLinear,
-        Linear,
-        LayerNormMLP,
-        LayerNorm,
-        RMSNorm,
-        L2Normalization,
-    )
-}
+# parts whose last product may add the residual, where nobody has put another forward into their place
+_JOINING = (MultiheadAttention, Linear, LayerNormMLP)
 
 
-class TransformerLayer(TransformerEngineMethods, Watched):
+class TransformerLayer(TransformerEngineMethods, torch.nn.Module):
     """One layer, norms before the branches ::
 
         a = x + dropout(self_attention(norm(x)))         child self_attention
@@ -344,123 +346,69 @@ class TransformerLayer(TransformerEngineMethods, Watched):
             fast_zero_fill,
             pad_between_seqs,
         )
-        given = (
-            attention_mask,
-            self_attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            encoder_output,
-            enc_dec_attn_mask,
-            enc_dec_attn_mask_type,
-            enc_dec_window_size,
-            enc_dec_bottom_right_diagonal,
-            is_first_microbatch,
-            checkpoint_core_attention,
-            inference_params,
-            rotary_pos_emb,
-        )
-        # a script would keep what is not to be kept
-        if options or checkpoint_core_attention or torch.compiler.is_compiling():
-            return self._forward(hidden_states, *given, **options)
-        return by_script(
-            self, TransformerLayer, _PARTS, hidden_states, given, lambda: self._forward(hidden_states, *given)
-        )  # type: ignore[no-any-return]
-
-    def _forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        self_attn_mask_type: str | None,
-        window_size: tuple[int, int] | None,
-        bottom_right_diagonal: bool | None,
-        encoder_output: Tensor | None,
-        enc_dec_attn_mask: Any,
-        enc_dec_attn_mask_type: str | None,
-        enc_dec_window_size: tuple[int, int] | None,
-        enc_dec_bottom_right_diagonal: bool | None,
-        is_first_microbatch: bool | None,
-        checkpoint_core_attention: bool,
-        inference_params: InferenceParams | None,
-        rotary_pos_emb: Any,
-        **options: Any,
-    ) -> Tensor:
-        """``forward``, the plain way."""
-        op = "TransformerLayer"
-        if not torch.compiler.is_compiling():
-            check(op, CALLED, locals() | options)
-        x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)
-        if self.inter_attention is not None and encoder_output is None:
-            raise ArgumentError(op, "encoder_output", None, "a tensor with layer_type 'decoder'")
-        if self.inter_attention is None:
-            want_no_encoder(
-                op,
-                "a tensor",
-                encoder_output=encoder_output,
-                enc_dec_attn_mask=enc_dec_attn_mask,
-                enc_dec_attn_mask_type=enc_dec_attn_mask_type,
-                enc_dec_window_size=enc_dec_window_size,
-                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-            )
-        own = {
-            **options,
+        named = {
             "attention_mask": attention_mask,
-            "attn_mask_type": self_attn_mask_type,
+            "self_attn_mask_type": self_attn_mask_type,
             "window_size": window_size,
             "bottom_right_diagonal": bottom_right_diagonal,
             "inference_params": inference_params,
+            "rotary_pos_emb": rotary_pos_emb,
+            "is_first_microbatch": is_first_microbatch,
+            "encoder_output": encoder_output,
+            "enc_dec_attn_mask": enc_dec_attn_mask,
+            "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
+            "enc_dec_window_size": enc_dec_window_size,
+            "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal,
         }
-        first, mlp = is_first_microbatch, self.layernorm_mlp
-        ahead = self.self_attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
-        if not torch.compiler.is_compiling():
-            part_of(op, "layernorm_mlp", mlp).want_ready(x)
+        given = {name: value for name, value in named.items() if value is not None}
+        op, first, recomputed = "TransformerLayer", is_first_microbatch, checkpoint_core_attention
+        compiled = torch.compiler.is_compiling()
+        if not compiled and (given or options or recomputed is not False):
+            check(op, CALLED, {**given, **options, "checkpoint_core_attention": recomputed})
+        x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)
+        children: Any = self._modules
+        attention, inter = children["self_attention"], self.inter_attention
+        if inter is not None and encoder_output is None:
+            raise ArgumentError(op, "encoder_output", None, "a tensor with layer_type 'decoder'")
+        if inter is None and given:
+            want_no_encoder(op, "a tensor", **{n: v for n, v in given.items() if n.startswith("enc")})
+        own = options | {name: given[mine] for name, mine in _OWN.items() if mine in given}
+        ahead = attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
+        if not compiled:
+            part_of(op, "layernorm_mlp", children["layernorm_mlp"]).want_ready(x)
             want_like(self.layernorm, x)
         paths = own if ahead.core is None else ahead.core.beside, inference_params
-        if (
-            self.training
-            and self.drop_path_rate
-            and self.attn_input_format == "thd"
-            and not torch.compiler.is_compiling()
-        ):
+        if self.training and self.drop_path_rate and self.attn_input_format == "thd" and not compiled:
             self._want_starts(x, sequence_starts(*paths))
-        across: dict[str, Any] = {}
+        core: dict[str, Any] = {"options": own, "ahead": ahead, "checkpoint_core": recomputed}
         core_across: dict[str, Any] = {}
-        if self.inter_attention is not None:
+        if inter is not None:
             across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
-            across |= {
-                "attention_mask": enc_dec_attn_mask,
-                "attn_mask_type": enc_dec_attn_mask_type,
-                "window_size": enc_dec_window_size,
-                "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
-            }
-            beyond = self.inter_attention.settle(op, x, encoder_output, across, None, _ACROSS)
-            core_across = {"options": across, "ahead": beyond, "checkpoint_core": checkpoint_core_attention}
-        core: dict[str, Any] = {
-            "options": own,
-            "ahead": ahead,
-            "checkpoint_core": checkpoint_core_attention,
-            "rotary_pos_emb": rotary_pos_emb,
-        }
-        return self._layer(x, first, core, core_across, paths)
+            across |= {name: given[mine] for name, mine in _ACROSS.items() if mine in given}
+            beyond = inter.settle(op, x, encoder_output, across, None, _ACROSS)
+            core_across = {"options": across, "ahead": beyond, "checkpoint_core": recomputed}
+        return self._layer(x, first, core | {"rotary_pos_emb": rotary_pos_emb}, core_across, paths)
 
     def _layer(
         self, x: Tensor, first: bool | None, core: Mapping[str, Any], across: Mapping[str, Any], paths: Any
     ) -> Tensor:
         """The layer's output. ``core``, ``across``: what ``MultiheadAttention.branch`` is told; ``paths``:
         see ``_join``."""
-        attention, mlp = self.self_attention, self.layernorm_mlp
+        children: Any = self._modules
+        attention, mlp, inter = children["self_attention"], children["layernorm_mlp"], self.inter_attention
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
             out = as_branch(
                 attention(x, is_first_microbatch=first, part={"bias": bias, "residual": True, **core})
             )
             beside = as_branch(mlp(out.residual, first, part={"bias": bias, "residual": True}))
-            both = run("add", spec_for("AddSpec"), {"a": out.y, "b": beside.y})["y"]
+            both = apply(add, spec_for("AddSpec"), {"a": out.y, "b": beside.y})["y"]
             return self._join(both, None, beside.residual, paths)
 
         post = self.apply_residual_connection_post_layernorm
         a = self._attend(attention, x, first, core, post and attention.input_layernorm, paths)
-        if self.inter_attention is not None:
-            a = self._attend(self.inter_attention, a, first, across, post, None)
+        if inter is not None:
+            a = self._attend(inter, a, first, across, post, None)
         if not post and self._joins(paths, mlp):
             y = as_branch(mlp(a, first, part={"bias": "add" if mlp.use_bias else "none", "joins": True})).y
         else:
@@ -481,12 +429,13 @@ class TransformerLayer(TransformerEngineMethods, Watched):
     ) -> Tensor:
         """x, or with ``post`` its norm, and what ``layer`` makes of it."""
         stream, ask = _STREAMS[post]
-        if self._joins(paths, layer, layer.proj):
-            bias = "add" if layer.proj.use_bias else "none"
+        proj: Any = layer._modules["proj"]
+        if self._joins(paths, layer, proj):
+            bias = "add" if proj.use_bias else "none"
             return as_branch(
                 layer(x, is_first_microbatch=first, part={"bias": bias, "joins": stream, **given, **ask})
             ).y
-        late = self._late_bias(layer, layer.proj)
+        late = self._late_bias(layer, proj)
         out = as_branch(layer(x, is_first_microbatch=first, part={"bias": late, **given, **ask}))
         return self._join(out.y, layer.proj_bias if late == "deferred" else None, getattr(out, stream), paths)
 
@@ -495,16 +444,19 @@ class TransformerLayer(TransformerEngineMethods, Watched):
         what the branch alone gives, or what one of its ``parts`` does."""
         if self.training and (self.hidden_dropout or (self.drop_path_rate and paths is not None)):
             return False
-        return not _global_forward_hooks and all(
-            not part._forward_hooks and runs_its_own(part, _PARTS) for part in parts
-        )
+        if global_forward_hooks():
+            return False
+        for part in parts:
+            if type(part) not in _JOINING or part._forward_hooks or "forward" in vars(part):
+                return False
+        return True
 
     def _late_bias(self, branch: MultiheadAttention | LayerNormMLP, last: Linear | LayerNormMLP) -> str:
         """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its
         gradient), but not where the parameter may be there within the branch's call only."""
         if not last.use_bias:
             return "none"
-        return "add" if brings(branch) or brings(last) else "deferred"
+        return "add" if has_foreign_code(branch) or has_foreign_code(last) else "deferred"
 
     def _want_starts(self, x: Tensor, starts: Tensor | None) -> None:
         """Fp8kitError for sequences that ``drop_path`` would refuse."""
@@ -512,11 +464,11 @@ class TransformerLayer(TransformerEngineMethods, Watched):
             like = {
                 "x": x,
                 "residual": x,
-                "rng": Stand((2,), torch.int64, x.device),
+                "rng": TensorMeta((2,), torch.int64, x.device),
                 **({} if starts is None else {"starts": starts}),
             }
-            rehearse(
-                "drop_path",
+            validate(
+                drop_path,
                 spec_for("DropPathSpec", self.hidden_size, self.drop_path_rate, self.attn_input_format),
                 like,
             )
@@ -543,13 +495,13 @@ class TransformerLayer(TransformerEngineMethods, Watched):
                 "residual": None if rate else residual,
                 "rng": next_rng(branch.device) if p else None,
             }
-            joined = run("dropout_add", spec_for("DropoutAddSpec", self.hidden_size, p, False), inputs)["y"]
+            joined = apply(dropout_add, spec_for("DropoutAddSpec", self.hidden_size, p, False), inputs)["y"]
         if not rate or paths is None:
             return joined
         inputs = {"x": joined, "residual": residual, "rng": next_rng(branch.device)}
         if self.attn_input_format == "thd":
             starts = sequence_starts(*paths)
             inputs["starts"] = None if starts is None else starts.to(branch.device)
-        return run(
-            "drop_path", spec_for("DropPathSpec", self.hidden_size, rate, self.attn_input_format), inputs
+        return apply(
+            drop_path, spec_for("DropPathSpec", self.hidden_size, rate, self.attn_input_format), inputs
         )["y"]

@@ -108,6 +108,9 @@ class BoundOp(Interface):
 
     * ``saved``, ``scratch``, ``backward_scratch``, ``measure_scratch``: ``Layout`` of those buffers.
     * ``streamed_grads``: those of ``grads`` that backward allocates itself, unless it is handed an address.
+
+    With ``streaming`` the large buffers of an operation that ``streams`` are allocated one by one; with
+    ``save_in_block`` not those that forward saves.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class BoundOp(Interface):
         memory: Memory | Device,
         kernels: Any,
         streaming: bool = True,
+        save_in_block: bool = False,
     ) -> None:
         self.plan = plan = operation.plan(spec, metas, frozenset(needs), kernels)
         super().__init__(operation, spec, metas, needs, plan.signature)
@@ -128,13 +132,14 @@ class BoundOp(Interface):
         self.kernels = kernels  # held: the plan's key has their identity
         streaming = streaming and operation.streams
         self.streamed_grads = streamed(self.grads) if streaming else {}
-        self.saved = Layout(s.saved, streaming)
+        self.saved = Layout(s.saved, streaming and not save_in_block)
         self.scratch = Layout(plan.scratch, streaming)
         self.backward_scratch = Layout(plan.backward_scratch, streaming)
         self.measure_scratch = Layout(plan.measure_scratch)
         self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
-        self._kept_parts, self._result_parts = _parts(self.kept_metas), _parts(self.result_metas)
-        self._late_parts = _parts(self.backward_inputs)
+        self._filled_parts = [*self._forward_parts[1], *self._forward_parts[2]]
+        self._read_parts = _parts(self.kept_metas | self.backward_inputs)
+        self._result_parts = _parts(self.result_metas)
         self._grad_parts, self._grad_amax_parts = _parts(self.grads), _parts(self.grad_amaxes)
         fixed = not self.saved.streamed
         self._forward_replays = replays(kernels) if fixed and not self.scratch.streamed else None
@@ -187,10 +192,9 @@ class BoundOp(Interface):
         stream: int,
     ) -> None:
         """The operation's forward, for who has allocated ``saved`` and ``scratch`` too."""
-        device = self.device
-        ins, outs, maxima = self._forward_parts
-        filled = views_at(outs, outputs, device) | views_at(maxima, amaxes, device)
-        self.operation.forward(self.plan, views_at(ins, inputs, device), filled, saved, scratch, stream)
+        read = views_at(self._forward_parts[0], inputs, self.device)
+        filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
+        self.operation.forward(self.plan, read, filled, saved, scratch, stream)
 
     def run_measure(self, inputs: Addresses, amaxes: Addresses, scratch: Views, stream: int) -> None:
         """The operation's measure: maximises the amaxes, and runs no product."""
@@ -255,12 +259,14 @@ class BoundOp(Interface):
             }
             own.clear()
             held = Buffers(held, {}, memory.view)
-        filled = {n: v for n, v in views_at(self._grad_parts, grads, device).items() if v is not None}
-        missing = {name: meta for name, meta in self.grads.items() if name not in filled}
-        into: Any = Buffers(filled, missing, memory.view) if missing else filled
+        into: Any = views_at(self._grad_parts, grads, device)
+        missing = [name for name in into if into[name] is None] if None in grads else ()
+        if missing:
+            filled = {name: view for name, view in into.items() if view is not None}
+            into = Buffers(filled, {name: self.grads[name] for name in missing}, memory.view)
         temporaries = room.views(self.backward_scratch, memory)
         self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
-        return {name: into[name].owner for name in missing}
+        return {name: into[name].owner for name in missing} if missing else {}
 
     def run_backward(
         self,
@@ -275,7 +281,8 @@ class BoundOp(Interface):
     ) -> None:
         """The operation's backward, for who has allocated everything; the amaxes are added to ``grads``."""
         device = self.device
-        read = views_at(self._kept_parts, kept, device) | views_at(self._late_parts, backward_inputs, device)
+        read = views_at(self._read_parts, [*kept, *backward_inputs], device)
         incoming = views_at(self._result_parts, cotangents, device)
-        grads.update(views_at(self._grad_amax_parts, amaxes, device))
+        if self._grad_amax_parts:
+            grads.update(views_at(self._grad_amax_parts, amaxes, device))
         self.operation.backward(self.plan, read, saved, incoming, grads, scratch, stream)

@@ -61,7 +61,7 @@ class Room:
 
     def views(self, layout: Layout, memory: Memory) -> Any:
         """The buffers of a layout in this room, contents undefined; not to be changed."""
-        found = self._views.get(layout)
+        found = self._views.get(layout) if self.kept else None
         if found is None:
             found = layout.at(self.address, self.device)
             if self.kept:

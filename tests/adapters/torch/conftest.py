@@ -1,4 +1,4 @@
-"""Shared by the torch door's tests: the device, seeds, and the switch that promises equal bits."""
+"""Shared by the torch frontend's tests: the device, seeds, and the switch that promises equal bits."""
 
 from __future__ import annotations
 

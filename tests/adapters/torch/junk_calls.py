@@ -1,4 +1,4 @@
-"""Good calls of the torch door's public names, argument by argument: what ``test_junk`` spoils one at a
+"""Good calls of the torch frontend's public names, argument by argument: what ``test_junk`` spoils one at a
 time."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Programs written for Transformer Engine, with this door under its name. In processes of their own: names
-are not given back."""
+"""Programs written for Transformer Engine, with this frontend under its name. In processes of their own:
+names are not given back."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_within_a_program(part, told):
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["nosuch.py"]])
 def test_without_a_program_the_usage_is_said(arguments, capsys):
-    # the door has a function of that name
+    # the frontend has a function of that name
     assert importlib.import_module("fp8kit_torch.as_transformer_engine").main(arguments) == 2
     assert "usage" in capsys.readouterr().err
     assert "transformer_engine" not in sys.modules

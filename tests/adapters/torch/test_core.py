@@ -1,5 +1,4 @@
-"""What the modules stand on: specs as texts, calls and their plans, the ops called directly, memory and
-streams."""
+"""What the modules stand on: specs as texts, plans, the ops called directly, memory and streams."""
 
 from __future__ import annotations
 
@@ -9,19 +8,19 @@ import sys
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.apply import apply
 from fp8kit_torch.autocast import recipe_of, recipe_parts
-from fp8kit_torch.memory import Block
-from fp8kit_torch.ops import OPS
-from fp8kit_torch.plans import call, call_by
-from fp8kit_torch.texts import decode, encode
+from fp8kit_torch.bound import bind
+from fp8kit_torch.library import OPS, call_by, text_of
 
 from fp8kit import formats
 from fp8kit.backends.cuda.cublaslt import WORKSPACE
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, FormatError
+from fp8kit.execution.codec import decode, encode
+from fp8kit.execution.memory import Layout
+from fp8kit.ops.dropout_add import AddSpec, add
 from fp8kit.ops.embedding import EmbeddingSpec
-from fp8kit.ops.linear import LinearSpec
-from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.linear import LinearSpec, linear
+from fp8kit.ops.norm import NormSpec, norm
 from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, QParams
@@ -59,7 +58,7 @@ def test_texts_say_everything(value):
 
 def test_a_text_is_the_same_in_another_process():
     code = (
-        "from fp8kit_torch.texts import encode; from fp8kit.ops.linear import LinearSpec; "
+        "from fp8kit.execution.codec import encode; from fp8kit.ops.linear import LinearSpec; "
         "from fp8kit.ops.product import ProductSpec\n"
         "print(encode(LinearSpec(ProductSpec(16, (24, 8), prefix='p_'))))"
     )
@@ -70,7 +69,7 @@ def test_a_text_is_the_same_in_another_process():
 
 
 def test_what_has_no_text_is_refused():
-    with pytest.raises(TypeError, match=r"function .* cannot go into a compiled graph"):
+    with pytest.raises(FormatError, match=r"encode: spec: got <function .* expected numbers, text"):
         encode(DelayedScaling(amax_compute_algo=lambda history: history[0]).history)
 
 
@@ -80,33 +79,38 @@ def test_recipes_are_taken_apart_and_made_again(recipe):
 
 
 def test_blocks_are_aligned():
-    block = Block(
+    layout = Layout(
         {"a": Meta((3,), formats.float32), "b": Meta((0, 4), formats.uint8), "c": Meta((300,), formats.uint8)}
     )
-    assert [(name, offset) for name, offset, *_ in block.parts] == [("a", 0), ("b", 256), ("c", 256)]
-    assert block.size == 256 + 512
+    assert [(name, offset) for name, offset, *_ in layout.parts] == [("a", 0), ("b", 256), ("c", 256)]
+    assert layout.nbytes == 256 + 512
 
 
 def test_plans_are_kept():
-    one = call("norm", NormSpec(16), ("x", "norm_weight", "norm_bias"))
-    assert call_by(one.text) is one
+    spec, names = NormSpec(16), ("x", "norm_weight", "norm_bias")
+    text = text_of("norm", spec, names)
+    assert call_by(text) is call_by(text_of("norm", NormSpec(16), names))
+
+    def kinds(*tensors):
+        return [(t.shape, t.dtype, t.device) for t in tensors]
+
     tensors = [torch.ones(4, 16), torch.ones(16), torch.ones(16)]
-    assert one.ready(tensors, ()) is one.ready([t.clone() for t in tensors], ())
-    assert one.ready(tensors, ("x",)) is not one.ready(tensors, ())
-    with pytest.raises(BackendError, match="norm: bias: got device meta, expected device cpu"):
-        one.ready([*tensors[:2], torch.ones(16, device="meta")], ())
-
-
-def test_an_op_gives_the_short_ways_bits(device):
-    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in ((5, 16), (24, 16), (24,))]
-    what = call(
-        "linear",
-        LinearSpec(ProductSpec(16, (24,), fp8=RECIPES[1].quantization)),
-        ("x", "weight0", "bias0"),
-        ("",),
+    own = kinds(*tensors)
+    assert bind(norm, spec, (), names, own) is bind(
+        norm, spec, (), names, kinds(*[t.clone() for t in tensors])
     )
-    short = apply(what, tensors)["y"]
-    y, *_ = OPS["linear"](tensors, None, [], what.text, "x,weight0,bias0", "")
+    assert bind(norm, spec, ("x",), names, own) is not bind(norm, spec, (), names, own)
+    assert call_by(text).bind(own) is call_by(text).bind(own)
+    with pytest.raises(BackendError, match="norm: bias: got device meta, expected device cpu"):
+        bind(norm, spec, (), names, kinds(*tensors[:2], torch.ones(16, device="meta")))
+
+
+def test_an_op_gives_the_bits_of_the_eager_call(device):
+    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in ((5, 16), (24, 16), (24,))]
+    spec = LinearSpec(ProductSpec(16, (24,), fp8=RECIPES[1].quantization))
+    names = ("x", "weight0", "bias0")
+    short = ft.apply(linear, spec, dict(zip(names, tensors, strict=True)))["y"]
+    y, *_ = OPS["linear"][0](tensors, [], text_of("linear", spec, names), ",".join(names), "")
     same(y, short, "y")
     g = torch.randn_like(y)
     for got, want in zip(
@@ -120,7 +124,8 @@ def test_few_rows(device, rows):
     tensors = [
         torch.randn(shape, device=device, requires_grad=True) for shape in ((rows, 16), (24, 16), (24,))
     ]
-    y = apply(call("linear", LinearSpec(ProductSpec(16, (24,))), ("x", "weight0", "bias0")), tensors)["y"]
+    inputs = dict(zip(("x", "weight0", "bias0"), tensors, strict=True))
+    y = ft.apply(linear, LinearSpec(ProductSpec(16, (24,))), inputs)["y"]
     y.sum().backward()
     assert y.shape == (rows, 24)
     same(tensors[2].grad, torch.full((24,), float(rows)), "db")
@@ -128,13 +133,13 @@ def test_few_rows(device, rows):
 
 @pytest.mark.gpu
 def test_work_goes_to_torchs_stream():
-    what = call("add", decode('{"AddSpec":{}}'), ("a", "b"))
+    spec = AddSpec()
     a, b = torch.zeros(1 << 24, device="cuda"), torch.ones(1 << 24, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(50):  # each reads what the one before wrote on the same stream
-            a = apply(what, [a, b])["y"]
+            a = ft.apply(add, spec, {"a": a, "b": b})["y"]
     stream.synchronize()
     assert torch.equal(a, torch.full_like(a, 50.0))
 

@@ -1,4 +1,4 @@
-"""Every argument of every public name of the torch door, given what it cannot be: the call works all the
+"""Every argument of every public name of the torch frontend, given what it cannot be: the call works all the
 same, or is refused by an error of the right kind, with nothing changed."""
 
 from __future__ import annotations

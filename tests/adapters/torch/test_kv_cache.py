@@ -9,7 +9,7 @@ import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch.kv_cache import LONGEST, cached_attention_, take_step_
-from fp8kit_torch.plans import call
+from fp8kit_torch.library import text_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
@@ -173,7 +173,7 @@ def test_opcheck(device, form, monkeypatch):
         max_seqlen_q=LONGEST[0],
         max_seqlen_kv=LONGEST[1],
     )
-    text = call("cached_attention", spec, (*inputs, "k_cache", "v_cache")).text
+    text = text_of("cached_attention", spec, (*inputs, "k_cache", "v_cache"))
     with monkeypatch.context() as patched:
         patched.setattr(params, "stepped", lambda number: None)  # the checks take the step several times
         longest = torch.zeros(2, dtype=torch.int64)
@@ -225,9 +225,8 @@ def test_what_the_host_reads_stays_with_it():
 def test_a_handle_of_nothing():
     params = ft.InferenceParams(1, 4, qkv_format="bshd", device="cpu")
     handle = params.handle
-    text = call(
-        "cached_attention", AttentionSpec(2, 8, 2, "bshd", "padding", max_seqlen_kv=1), ("q", "k", "v")
-    ).text
+    spec = AttentionSpec(2, 8, 2, "bshd", "padding", max_seqlen_kv=1)
+    text = text_of("cached_attention", spec, ("q", "k", "v"))
     del params
     with pytest.raises(
         ArgumentError, match=r"^take_step_: handle: got \d+, expected InferenceParams that are alive"

@@ -1,26 +1,26 @@
-"""Memory of a step through the torch door: large buffers come when they are first asked for and go as soon as
-they are no longer needed, with the same bits."""
+"""Memory of a step through the torch frontend: large buffers come when they are first asked for and go as
+soon as they are no longer needed, with the same bits."""
 
 from __future__ import annotations
 
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit.scratch import Buffers
-from fp8kit_torch import plans
 
 from fp8kit import arrays
 from fp8kit.backends import dispatch
+from fp8kit.buffers import Buffers
+from fp8kit.execution import plans
 from tests import peaks
 
 from .twins import KINDS, RECIPES, bits, scope
 
 
 @pytest.fixture
-def apart(monkeypatch):
-    """A function: from its call on, in this test, the buffers of new layers lie apart."""
-    yield lambda: (peaks.stream_everything(monkeypatch), plans.call_by.cache_clear())
-    plans.call_by.cache_clear()
+def stream(monkeypatch):
+    """A function: from its call on, in this test, the buffers of layers are streamed."""
+    yield lambda: (peaks.stream_everything(monkeypatch), plans.plans.clear())
+    plans.plans.clear()
 
 
 def most_of(step):
@@ -99,9 +99,9 @@ def steps(layer, recipe, device, call=None, walks=(True, False)):
     ids=["linear", "split", "mlp", "recompute", "layer"],
 )
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
-def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, apart):
+def test_streamed_buffers_change_no_bit(device, recipe, kind, options, stream):
     want = steps(layer_of(kind, device, **options), recipe, device)
-    apart()
+    stream()
     found = steps(layer_of(kind, device, **options), recipe, device)
     assert found == want
     if recipe != "delayed":  # its scales of gradients have been updated between the walks
@@ -110,24 +110,24 @@ def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, apa
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same_bits(device, reentrant, apart):
+def test_recomputation_gives_the_same_bits(device, reentrant, stream):
     def call(layer, x):
         return ft.checkpoint(layer, x, use_reentrant=reentrant)
 
     want = steps(layer_of("LayerNormMLP", device), "delayed", device, call, (False,))
-    apart()
+    stream()
     assert steps(layer_of("LayerNormMLP", device), "delayed", device, call, (False,)) == want
 
 
-def test_compiled_layers_give_the_bits_of_eager_ones(device, apart):
-    apart()
+def test_compiled_layers_give_the_bits_of_eager_ones(device, stream):
+    stream()
     want = steps(layer_of("LayerNormMLP", device), "current", device)
     assert (
         steps(torch.compile(layer_of("LayerNormMLP", device), backend="aot_eager"), "current", device) == want
     )
 
 
-def test_main_grad_goes_on_where_it_lies(device, apart):
+def test_main_grad_goes_on_where_it_lies(device, stream):
     def sums():
         layer = layer_of("LayerNormMLP", device, fuse_wgrad_accumulation=True)
         for parameter in layer.parameters():
@@ -139,12 +139,12 @@ def test_main_grad_goes_on_where_it_lies(device, apart):
         return [bits(p.main_grad).tobytes() for p in layer.parameters()]
 
     want = sums()
-    apart()
+    stream()
     assert sums() == want
 
 
-def test_a_value_changed_in_place_is_refused_before_anything_goes(apart):
-    apart()
+def test_a_value_changed_in_place_is_refused_before_anything_goes(stream):
+    stream()
     layer, x = layer_of("LayerNormMLP", "cpu"), torch.randn(16, 48, requires_grad=True)
     kept = x * 1
     y = layer(kept)
@@ -157,8 +157,8 @@ def test_a_value_changed_in_place_is_refused_before_anything_goes(apart):
         kept -= 1
 
 
-def test_a_second_backward_through_what_is_gone_is_torchs_own_error(apart, monkeypatch):
-    apart()
+def test_a_second_backward_through_what_is_gone_is_torchs_own_error(stream, monkeypatch):
+    stream()
     layer, x = layer_of("LayerNormMLP", "cpu"), torch.randn(16, 48, requires_grad=True)
     y, kernels = layer(x), dispatch.kernels(arrays.CPU)
 
@@ -173,10 +173,10 @@ def test_a_second_backward_through_what_is_gone_is_torchs_own_error(apart, monke
         y.sum().backward()
 
 
-def test_memory_goes_back_within_backward(apart, monkeypatch):
+def test_memory_goes_back_within_backward(stream, monkeypatch):
     """While fc1's weight gradient is computed nobody holds fc1's output any more, nor what fc2's products
     read."""
-    apart()
+    stream()
     layer, x = layer_of("LayerNormMLP", "cpu"), torch.randn(16, 48, requires_grad=True)
     seen, backward = [], Buffers.__setitem__
 

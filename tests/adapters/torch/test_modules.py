@@ -7,9 +7,11 @@ import copy
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch import ready
+from fp8kit_torch.availability import want_fp8
+from fp8kit_torch.bound import TorchOp
 
 from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError
+from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 
 from .twins import RECIPES, WIDTH, batches, numpy_of, same, scope, torch_step, twins
@@ -44,8 +46,8 @@ def nothing_runs(monkeypatch):
         raise AssertionError("an operation ran")
 
     def start():
-        for name in ("forward", "backward"):
-            monkeypatch.setattr(ready.Ready, name, run)
+        for name in ("call", "call_backward"):
+            monkeypatch.setattr(TorchOp, name, run)
 
     return start
 
@@ -113,14 +115,15 @@ def test_an_unknown_mask_type_in_a_constructor():
 
 @pytest.mark.parametrize(("recipe", "have", "least"), [("delayed", (8, 6), "8.9"), ("block", (8, 9), "9.0")])
 def test_a_gpu_without_fp8(monkeypatch, recipe, have, least):
-    products = [ProductSpec(16, (16,)), ProductSpec(16, (16,), fp8=RECIPES[recipe].quantization)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: have)
+    spec = LinearSpec(ProductSpec(16, (24,), fp8=RECIPES[recipe].quantization))
     with pytest.raises(
         BackendError,
         match=rf"linear: device: got cuda:0 of compute capability {have[0]}.{have[1]}, expected {least}",
     ):
-        ready.want_fp8("linear", products, torch.device("cuda", 0))
-    ready.want_fp8("linear", products, torch.device("cpu"))
+        want_fp8("linear", spec, torch.device("cuda", 0))
+    want_fp8("linear", spec, torch.device("cpu"))
+    want_fp8("linear", LinearSpec(ProductSpec(16, (24,))), torch.device("cuda", 0))
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""torch's own checks of every op of the door, forward and backward: schema, fake tensors, registration,
+"""torch's own checks of every op of the frontend, forward and backward: schema, fake tensors, registration,
 tracing."""
 
 from __future__ import annotations
@@ -7,15 +7,13 @@ import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch.calibration import activated, amax_of
-from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
-from fp8kit_torch.plans import call
-from fp8kit_torch.texts import OPERATIONS, encode
-from fp8kit_torch.views import kind_of
+from fp8kit_torch.library import OPS, call_by, record_, text_of, update_
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fp8kit as fk
+from fp8kit.execution.codec import encode
 from fp8kit.formats import float32
 from fp8kit.ops.activation import ActivationSpec
 from fp8kit.ops.attention import AttentionSpec
@@ -30,6 +28,7 @@ from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.registry import OPERATIONS
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.recipe import DelayedScaling
@@ -39,8 +38,8 @@ from .twins import same
 
 
 def _operands(device):
-    """One call of every operation: name -> (spec, inputs, names of those that want a gradient, GEMMs,
-    scaled)."""
+    """One call of every operation: name -> (spec, inputs, names of those that want a gradient, GEMMs whose
+    scales come from a state)."""
 
     def r(*shape):
         return torch.randn(shape, device=device)
@@ -60,16 +59,14 @@ def _operands(device):
             {"x": r(2, 3, 16), **own, "residual": r(2, 3, 24)},
             "x weight0 bias0 residual",
             ("",),
-            True,
         ),
-        "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",), True),
-        "norm": (norm, norms, "x norm_weight norm_bias", (), False),
+        "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",)),
+        "norm": (norm, norms, "x norm_weight norm_bias", ()),
         "norm_linear": (
             NormLinearSpec(norm, plain, True, True),
             norms | own,
             "x norm_weight norm_bias weight0 bias0",
             (),
-            False,
         ),
         "norm_mlp": (
             NormMLPSpec(norm, fc1, fc2, joins=True),
@@ -77,78 +74,64 @@ def _operands(device):
             | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
             "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0",
             (),
-            False,
         ),
-        "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", (), False),
+        "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", ()),
         "dropout_add": (
             DropoutAddSpec(16, 0.25),
             {"x": r(6, 16), "bias": r(16), "residual": r(6, 16), "rng": torch.tensor([3, 4], device=device)},
             "x bias residual",
             (),
-            False,
         ),
         "drop_path": (
             DropPathSpec(16, 0.25),
             {"x": r(3, 2, 16), "residual": r(3, 2, 16), "rng": torch.tensor([3, 4], device=device)},
             "x residual",
             (),
-            False,
         ),
-        "split_heads": (SplitHeadsSpec((("q", 4), ("k", 2)), 8, 2), {"x": r(5, 2, 48)}, "x", (), False),
-        "add": (AddSpec(), {"a": r(6, 16), "b": r(16)}, "a b", (), False),
-        "rope": (RopeSpec(((2, 8, "freqs"),)), {"x": r(5, 2, 16), "freqs": r(5, 8)}, "x", (), False),
+        "split_heads": (SplitHeadsSpec((("q", 4), ("k", 2)), 8, 2), {"x": r(5, 2, 48)}, "x", ()),
+        "add": (AddSpec(), {"a": r(6, 16), "b": r(16)}, "a b", ()),
+        "rope": (RopeSpec(((2, 8, "freqs"),)), {"x": r(5, 2, 16), "freqs": r(5, 8)}, "x", ()),
         "cross_entropy": (
             CrossEntropySpec(16),
             {"logits": r(6, 16), "targets": torch.arange(6, device=device)},
             "logits",
             (),
-            False,
         ),
         "embedding": (
             EmbeddingSpec(10, 4, float32),
             {"ids": torch.arange(6, device=device), "table": r(10, 4)},
             "table",
             (),
-            False,
         ),
-        "activation": (ActivationSpec("swiglu", 16), {"x": r(6, 16)}, "x", (), False),
-        "quantize": (QuantizeSpec(fk.E4M3, (6, 16)), {"x": r(6, 16)}, "", (), False),
-        "dequantize": (
-            DequantizeSpec(fk.E4M3, (6, 16), "float32"),
-            {"q": codes, "scale_inv": r(1)},
-            "",
-            (),
-            False,
-        ),
+        "activation": (ActivationSpec("swiglu", 16), {"x": r(6, 16)}, "x", ()),
+        "quantize": (QuantizeSpec(fk.E4M3, (6, 16)), {"x": r(6, 16)}, "", ()),
+        "dequantize": (DequantizeSpec(fk.E4M3, (6, 16), "float32"), {"q": codes, "scale_inv": r(1)}, "", ()),
         "fp8_gemm": (
             Fp8GemmSpec(16, 16, "float32", fk.E4M3, fk.E4M3),
             {"a": codes16, "b": codes16 + 1, "a_scale_inv": r(1), "b_scale_inv": r(1)},
             "",
             (),
-            False,
         ),
     }
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(device, name):
-    spec, inputs, wanted, gemms, scaled = _operands(device)[name]
+    spec, inputs, wanted, gemms = _operands(device)[name]
     needs = wanted.split()
     tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
-    text = call(name, spec, tuple(inputs), gemms, scaled).text
-    slots = torch.ones(3, device=device)
-    scale = slots if scaled else None
+    text = text_of(name, spec, tuple(inputs), gemms)
+    state = [torch.ones(3, device=device)] if gemms else []
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     # the gradient of a quantised call also changes a live module's state: test_autocast_around
-    if not scaled:
+    if not gemms:
         checks = (*checks, "test_aot_dispatch_dynamic")
     # fills what an operation leaves undefined, between the parts of the saved block
     torch.use_deterministic_algorithms(True)
     try:
-        opcheck(OPS[name], (tensors, scale, [], text, ",".join(needs), ""), test_utils=checks)
+        opcheck(OPS[name][0], (tensors, state, text, ",".join(needs), ""), test_utils=checks)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert name in BACKWARD_OPS
 
 
 class _Calls(TorchDispatchMode):
@@ -164,33 +147,33 @@ class _Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-DIFFERENTIABLE = [name for name, (_, _, wanted, _, _) in _operands("cpu").items() if wanted]
+DIFFERENTIABLE = [name for name, (_, _, wanted, _) in _operands("cpu").items() if wanted]
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_opcheck_of_backward(device, name):
     """The arguments are those that autograd gives."""
-    spec, inputs, wanted, gemms, scaled = _operands(device)[name]
+    spec, inputs, wanted, gemms = _operands(device)[name]
     needs = wanted.split()
     tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
-    late, scale, recipe = [], None, ""
-    if scaled:
+    own_state, recipe = [], ""
+    if gemms:
         layer, own = ft.Linear(16, 24, device=device), DelayedScaling()
         with ft.autocast(recipe=own):
             layer(torch.randn(6, 16, device=device)).sum().backward()
-        state, recipe, scale = layer.fp8_meta["scaling_bwd"], encode(own), layer.fp8_meta["scaling_fwd"].scale
-        late = [state.scale, state.amax_history, state.handle]
+        state, recipe = layer.fp8_meta["scaling_bwd"], encode(own.history)
+        scale = layer.fp8_meta["scaling_fwd"].scale
+        own_state = [scale, state.scale, state.amax_history, state.handle]
     operation = getattr(torch.ops.fp8kit, f"{name}_backward").default
-    what = call(name, spec, tuple(inputs), gemms, scaled)
-    y = OPS[name](tensors, scale, late, what.text, ",".join(needs), recipe)[0]
+    text = text_of(name, spec, tuple(inputs), gemms)
+    forward, backward = OPS[name]
+    y = forward(tensors, own_state, text, ",".join(needs), recipe)[0]
     with _Calls(operation) as calls, torch.autograd.set_multithreading_enabled(False):
         y.backward(torch.randn_like(y))
     (given,) = calls.seen
-    opcheck(
-        BACKWARD_OPS[name], given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    )
-    made = [n for n in needs if n in what.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs).grads]
-    for n, grad in zip(made, BACKWARD_OPS[name](*given), strict=False):  # amaxes come after them
+    opcheck(backward, given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+    made = [n for n in needs if n in call_by(text).infer([(t.shape, t.dtype) for t in tensors], needs).grads]
+    for n, grad in zip(made, backward(*given), strict=False):  # amaxes come after them
         same(grad, inputs[n].grad, n)
 
 
@@ -205,7 +188,7 @@ def test_opcheck_of_state(device):
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     opcheck(record_, (history.clone(), row, torch.tensor(0), "", 0), test_utils=checks)
     parts = [[torch.ones(4, device=device)], [torch.ones(4, device=device)], [history]]
-    opcheck(update_, (*parts, encode(DelayedScaling()), True), test_utils=checks)
+    opcheck(update_, (*parts, encode(DelayedScaling().history), True), test_utils=checks)
     record_(history, row, torch.tensor(0), "", 0)
     same(history[0], torch.maximum(history[0], row), "row 0")
 

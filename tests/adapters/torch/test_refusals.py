@@ -35,7 +35,7 @@ CASES = cases(mha, layer)
 
 
 def placed(value, device):
-    """An option as the torch door takes it."""
+    """An option as the torch frontend takes it."""
     if callable(value):
         return value(ft.InferenceParams, device)
     if isinstance(value, tuple):

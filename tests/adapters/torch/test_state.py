@@ -12,9 +12,9 @@ import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
-from fp8kit_torch import ready as readies
-from fp8kit_torch import state
-from fp8kit_torch.state import _WALKS
+from fp8kit_torch import state, torch_compat
+from fp8kit_torch.bound import TorchOp
+from fp8kit_torch.state import _RECORDED
 
 from fp8kit.errors import CheckpointError
 from fp8kit.recipe import DelayedScaling
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.usefixtures("settled")
 RECIPE = RECIPES["delayed"]
 
 
-def wait_for_walks():
+def wait_for_passes():
     """Until backward passes that have raised are gone: a device's thread of the engine may let go of one a
     moment later."""
     gc.collect()
     end = time.monotonic() + 10
-    while _WALKS and time.monotonic() < end:
+    while _RECORDED and time.monotonic() < end:
         time.sleep(1e-3)
-    assert not _WALKS
+    assert not _RECORDED
 
 
 def trained(device, kind="TransformerLayer"):
@@ -165,17 +165,17 @@ def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monk
 
             y = ft.checkpoint(run, x, use_reentrant=False) if how == "checkpoint" else run(x)
         if direction == "after" and Fail.failing:
-            ready, calls = readies.Ready.backward, []
+            whole, calls = TorchOp.call_backward, []
 
             def failing(self, *arguments):
-                found = ready(self, *arguments)
+                found = whole(self, *arguments)
                 calls.append(self)
                 if len(calls) == 2:
                     raise ZeroDivisionError
                 return found
 
             with monkeypatch.context() as patch:
-                patch.setattr(readies.Ready, "backward", failing)
+                patch.setattr(TorchOp, "call_backward", failing)
                 y.sum().backward()
         else:
             y.sum().backward()
@@ -191,7 +191,7 @@ def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monk
     forward = {layer: copy.deepcopy(layer.fp8_meta["scaling_fwd"]) for layer in ours}
     with pytest.raises(ZeroDivisionError):
         step(ours, x * 100)
-    wait_for_walks()
+    wait_for_passes()
     for layer, history in zip(ours, before, strict=True):
         same(layer.fp8_meta["scaling_bwd"].amax_history, history, "history")
         layer.fp8_meta["scaling_fwd"] = forward[layer]  # the forward pass did succeed, and counts
@@ -201,7 +201,7 @@ def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monk
         step(layers, x)
     for one, other in zip(ours, never, strict=True):
         same(one.get_extra_state(), other.get_extra_state(), "state")
-    assert not _WALKS  # nor has a pass that went well left any
+    assert not _RECORDED  # nor has a pass that went well left any
 
 
 def test_inference_leaves_no_trace(device):
@@ -259,7 +259,7 @@ def test_an_update_that_raises_drops_what_was_recorded(device):
         y = ours(x)
     with pytest.raises(ZeroDivisionError):
         y.sum().backward()
-    wait_for_walks()
+    wait_for_passes()
     for part in ("scaling_fwd", "scaling_bwd"):
         assert not ours.fp8_meta[part].amax_history[0].any()
     assert ours.fp8_meta["scaling_bwd"].scale.tolist() == [1.0, 1.0]
@@ -282,9 +282,10 @@ def test_a_pass_has_a_thread_for_each_device(monkeypatch):
     """Four threads that record in one pass at the same moment: one callback at its end, and all states
     updated by it."""
     queued, updated = [], []
-    monkeypatch.setattr(state, "_WALKS", _Slow(4))
-    monkeypatch.setattr(state, "_pass_now", lambda: -7)  # of no pass that there ever was
-    monkeypatch.setattr(state, "_at_its_end", queued.append)
+    monkeypatch.setattr(state, "_RECORDED", _Slow(4))
+    # of no pass that there ever was
+    monkeypatch.setattr(torch_compat, "current_backward", lambda: -7)
+    monkeypatch.setattr(torch_compat, "at_backwards_end", queued.append)
     monkeypatch.setattr(state, "update", lambda history, states, forward: updated.append(states))
     states = [state.ScalingState(2, 1, "cpu") for _ in range(4)]
     threads = [threading.Thread(target=state.finish_backward, args=(RECIPE.history, own)) for own in states]
@@ -292,8 +293,8 @@ def test_a_pass_has_a_thread_for_each_device(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    (walk,) = queued
-    walk()
+    (end,) = queued
+    end()
     (found,) = updated
     assert {id(own) for own in found} == {id(own) for own in states}
 

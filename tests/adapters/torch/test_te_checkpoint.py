@@ -1,4 +1,4 @@
-"""State dicts of Transformer Engine and of plain torch layers in this door's modules."""
+"""State dicts of Transformer Engine and of plain torch layers in this frontend's modules."""
 
 from __future__ import annotations
 

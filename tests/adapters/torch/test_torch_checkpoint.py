@@ -17,6 +17,7 @@ from fp8kit_torch import (
     convert,
     recompute,
     torch_checkpoint,
+    torch_compat,
 )
 from fp8kit_torch import checkpoint as own_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -480,7 +481,7 @@ def test_torchs_own_names():
             (
                 len(torch_checkpoint.frames(None)),
                 len(list(torch_checkpoint.contexts(None))),
-                torch_checkpoint.again(),
+                torch_checkpoint.recomputing(),
             )
         )
         return x.exp()
@@ -494,7 +495,7 @@ def test_torchs_own_names():
         checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
         assert found == wanted
     with pytest.raises(BackendError, match="torch"):
-        torch_checkpoint._torchs(torch.utils.checkpoint, "_no_such_name")
+        torch_compat._required(torch.utils.checkpoint, "_no_such_name")
 
     def pack_hook(tensor):
         return tensor

@@ -1,5 +1,5 @@
-"""The same module through both doors, and a step of it: what the torch door gives is compared with the native
-one bit for bit."""
+"""The same module through both frontends, and a step of it: what the torch frontend gives is compared with
+the native one bit for bit."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def scope(door, recipe):
-    return contextlib.nullcontext() if recipe is None else door.autocast(recipe=recipe)
+def scope(frontend, recipe):
+    return contextlib.nullcontext() if recipe is None else frontend.autocast(recipe=recipe)
 
 
 def twins(kind, device, dtype="float32", **options):
@@ -116,8 +116,8 @@ def torch_step(ours, call, recipe, x, g=None, **options):
 
 
 def same_steps(ours, native, call, recipe, device, dtype="float32", around=None, **options):
-    """Three steps through both doors, everything compared. ``around``: the recipe of the autocast that the
-    test itself enters."""
+    """Three steps through both frontends, everything compared. ``around``: the recipe of the autocast that
+    the test itself enters."""
     for x in batches(device, dtype):
         y, dx, grads, g = torch_step(ours, call, around, x, **options)
         yn, dxn, gradsn = native_step(native, recipe, x, g, **options)

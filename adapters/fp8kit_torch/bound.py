@@ -1,0 +1,277 @@
+"""``TorchOp``: a bound operation that allocates by torch and works on torch's stream, found by a cheap key;
+and ``validate``, which refuses what would be refused and runs nothing.
+
+Refusals call the inputs as the user does, and say of a parameter that is unlike the input what can be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.arrays import Shape
+from fp8kit.backends import dispatch
+from fp8kit.errors import BackendError, FormatError, Fp8kitError
+from fp8kit.execution import plans
+from fp8kit.execution.bound import BoundOp
+from fp8kit.formats import float32
+from fp8kit.spec import Meta, Operation
+from fp8kit_torch import torch_compat
+from fp8kit_torch.arguments import dtype_name, unlike_devices, unlike_dtypes
+from fp8kit_torch.availability import want_fp8
+from fp8kit_torch.memory import TorchMemory, memory_of, place_of
+from fp8kit_torch.state import NO_STATE, StateBinding
+from fp8kit_torch.views import has_kind, kind_of
+
+Kind = tuple[Shape, torch.dtype, torch.device]
+_NOWHERE: Mapping[str, Tensor] = {}
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+
+
+class TensorMeta(NamedTuple):
+    """What stands for a tensor that is not there yet."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+class TorchOp(BoundOp):
+    """A bound operation and the functions that allocate its outputs and gradients.
+
+    ``wanted``, ``through``: places, among the tensors, of ``needs`` and of what ``passes`` name.
+    """
+
+    memory: TorchMemory
+
+    def __init__(
+        self,
+        operation: Operation,
+        spec: Any,
+        metas: Mapping[str, Meta],
+        needs: tuple[str, ...],
+        memory: TorchMemory,
+        kernels: Any,
+    ) -> None:
+        want_fp8(operation.name, spec, memory.where)
+        super().__init__(operation, spec, metas, needs, memory, kernels, save_in_block=memory.compiled)
+        self.make_outputs = [memory.maker(meta) for meta in self.outputs.values()]
+        self.make_grads = [
+            None if name in self.streamed_grads else memory.maker(meta) for name, meta in self.grads.items()
+        ]
+        self.kept_count = len(self.kept)
+        places = {name: i for i, name in enumerate(metas)}
+        self.wanted = [places[name] for name in needs]
+        self.through = [places[name] for name in self.passes.values()]
+        # whether the gradients that are made are the wanted ones, in that order
+        self.direct = self.gradients == [(i, None) for i in range(len(self.grads))]
+
+    def call(self, inputs: list[int], state: StateBinding = NO_STATE) -> tuple[list[Tensor], list[Tensor]]:
+        """(outputs, what is saved for backward). ``inputs``: addresses of the tensors; ``state`` adds those
+        of the scales, and of the amaxes, without which these go to memory that does not last."""
+        memory = self.memory
+        if memory.several and torch_compat.current_device() != self.device.index:
+            with torch.cuda.device(memory.where):
+                return self.call(inputs, state)
+        outputs = [make() for make in self.make_outputs]
+        amaxes: Sequence[int] = ()
+        if state.amaxes:
+            amaxes = [*map(state.amaxes.__getitem__, self.amaxes)]
+        elif self.amaxes:
+            row = memory.zeros(len(self.amaxes))
+            amaxes = _slots(row)
+        if state.scales:
+            inputs = [*inputs, *state.scales.values()]
+        return outputs, self.forward(inputs, [*map(_address, outputs)], amaxes)
+
+    def call_backward(
+        self,
+        kept: Sequence[Tensor],
+        saved: list[Tensor],
+        cotangents: Sequence[Tensor | None],
+        state: StateBinding = NO_STATE,
+        into: Mapping[str, Tensor] = _NOWHERE,
+    ) -> list[Tensor | None]:
+        """The gradients of ``needs``. ``kept``: the tensors of ``BoundOp.kept``; ``saved``: what ``call``
+        gave, emptied of what goes early; ``cotangents``: contiguous; ``into``: where gradients by name go."""
+        memory = self.memory
+        if memory.several and torch_compat.current_device() != self.device.index:
+            with torch.cuda.device(memory.where):
+                return self.call_backward(kept, saved, cotangents, state, into)
+        grads: list[Tensor | None]
+        if into or self.streamed_grads:
+            grads = [
+                into[name] if name in into else None if make is None else make()
+                for name, make in zip(self.grads, self.make_grads, strict=True)
+            ]
+            places = [None if t is None else _address(t) for t in grads]
+        else:
+            grads = [make() for make in self.make_grads]  # type: ignore[misc]
+            places = [*map(_address, grads)]
+        amaxes: Sequence[int] = ()
+        if state.backward_amaxes:
+            amaxes = [*map(state.backward_amaxes.__getitem__, self.grad_amaxes)]
+        elif self.grad_amaxes:
+            row = memory.zeros(len(self.grad_amaxes))
+            amaxes = _slots(row)
+        if self.signature.grads:
+            streamed = self.backward(
+                [*map(_address, kept)],
+                [*map(state.backward_scales.__getitem__, self.backward_inputs)],
+                saved,
+                [None if g is None else _address(g) for g in cotangents],
+                places,
+                amaxes,
+            )
+            if streamed:
+                grads = [streamed.get(name, grad) for name, grad in zip(self.grads, grads, strict=True)]
+        if self.direct:
+            return grads
+        return [cotangents[passed] if at is None else grads[at] for at, passed in self.gradients]  # type: ignore[index]
+
+
+def _slots(row: Tensor) -> range:
+    """Addresses of the elements of float32 (n,)."""
+    start = row.data_ptr()
+    return range(start, start + 4 * row.numel(), 4)
+
+
+def bind(
+    operation: Operation,
+    spec: Any,
+    needs: tuple[str, ...],
+    names: tuple[str, ...],
+    kinds: Sequence[Kind],
+    scales: tuple[str, ...] = (),
+    kernels: Any = None,
+) -> TorchOp:
+    """The bound operation for tensors of these names and kinds, and scales of these names; made once.
+
+    ``kernels``: what a compiled graph works by; None for those in force, for an eager call. Raises what
+    ``infer`` raises, and BackendError when the tensors are on different devices.
+    """
+    device, chosen = kinds[0][2], kernels
+    try:
+        place = place_of(device)
+    except FormatError:
+        _want_one_device(operation, names, kinds)
+        raise
+    if chosen is None:
+        chosen = dispatch.kernels(place)
+    key = ("torch", operation.name, id(spec), id(chosen), kernels is None, needs, scales, names, *kinds)
+    found = plans.plans.get(key)
+    if found is None:
+        metas = _metas(operation, names, kinds, scales)
+        try:
+            found = plans.plans.put(
+                key, TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
+            )
+        except Fp8kitError as error:
+            raise as_the_user_calls_it(error, operation, names, kinds) from None
+    return found  # type: ignore[return-value]
+
+
+def validate(
+    operation: Operation,
+    spec: Any,
+    inputs: Mapping[str, Tensor | TensorMeta],
+    needs: tuple[str, ...] = (),
+    scales: tuple[str, ...] = (),
+) -> None:
+    """Raise what an eager ``apply`` would raise for these inputs' shapes, dtypes and devices, and run
+    nothing; some may be there by their meta only. ``needs``: names of those whose gradient will be wanted,
+    where that matters. Within ``torch.compile`` nothing: there all is refused before anything runs."""
+    if torch.compiler.is_compiling():
+        return
+    names, kinds = tuple(inputs), [(t.shape, t.dtype, t.device) for t in inputs.values()]
+    metas = _metas(operation, names, kinds, scales)
+    try:
+        plans.validate(operation, spec, metas, needs)
+    except Fp8kitError as error:
+        raise as_the_user_calls_it(error, operation, names, kinds) from None
+
+
+def _metas(
+    operation: Operation, names: Sequence[str], kinds: Sequence[Kind], scales: Sequence[str]
+) -> dict[str, Meta]:
+    """The inputs as the operation knows them. FormatError, by the user's name of the input, for a dtype that
+    fp8kit does not have; BackendError for several devices."""
+    _want_one_device(operation, names, kinds)
+    for name, (_, dtype, _) in zip(names, kinds, strict=True):
+        if not has_kind(dtype):
+            argument, wanted = operation.argument(name, names), "a dtype of fp8kit, such as float32"
+            raise FormatError(operation.name, argument, dtype_name(dtype), wanted)
+    metas = {
+        name: Meta(tuple(shape), kind_of(dtype)) for name, (shape, dtype, _) in zip(names, kinds, strict=True)
+    }
+    return metas | dict.fromkeys(scales, _SCALE) if scales else metas
+
+
+_SCALE = Meta((1,), float32)
+
+
+def _want_one_device(operation: Operation, names: Sequence[str], kinds: Sequence[Kind]) -> None:
+    """BackendError where the tensors are on several devices."""
+    device = kinds[0][2]
+    if all(kind[2] == device for kind in kinds):
+        return
+    first, *rest = (operation.argument(name, names) for name in names)
+    devices = {name: str(kind[2]) for name, kind in zip(rest, kinds[1:], strict=True)}
+    if names[0] == "x" and any(map(operation.is_parameter, names)):
+        raise unlike_devices(operation.name, devices, str(device))
+    name, other = next((name, other) for name, other in devices.items() if other != str(device))
+    raise BackendError(operation.name, name, f"device {other}", f"device {device}, as {first}")
+
+
+def as_the_user_calls_it(
+    error: Fp8kitError, operation: Operation, names: Sequence[str], kinds: Sequence[Any]
+) -> Fp8kitError:
+    """A refusal of ``infer`` with the user's name of the input, be it there or missing. Of a parameter that
+    has not the dtype of x it says what can be done. ``kinds``: of the ``names``, a dtype the second of
+    each."""
+    argument = error.argument
+    if argument is None or (argument not in names and error.got is not None):
+        return error
+    dtypes = {name: dtype_name(kind[1]) for name, kind in zip(names, kinds, strict=True)}
+    if isinstance(error, FormatError) and operation.is_parameter(argument) and "x" in dtypes:
+        own = {name: dtype for name, dtype in dtypes.items() if operation.is_parameter(name)}
+        if own.get(argument, dtypes["x"]) != dtypes["x"]:
+            named = {operation.argument(name, names): dtype for name, dtype in own.items()}
+            return unlike_dtypes(operation.name, named, dtypes["x"])
+    return error.renamed(operation.name, operation.argument(argument, names))
+
+
+def addresses(op: TorchOp, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """The tensors of a call, and where they lie: 0 for one without elements. What a transform of torch.func
+    left behind is what it wraps. FormatError for a tensor that stands for values elsewhere."""
+    try:
+        found = [*map(_address, tensors)]
+        if all(found):
+            return tensors, found
+    except RuntimeError:
+        tensors = [torch_compat.unwrap(t) for t in tensors]
+        found = [_address_or_0(t) for t in tensors]
+    names = tuple(op.inputs)
+    for name, tensor, address in zip(names, tensors, found, strict=False):  # scales come after them
+        # a tensor in FP8 has codes beside it
+        held = hasattr(tensor, "held_in_fp8") and any(own.endswith("_q") for own in names)
+        if not address and tensor.numel() and not held:
+            got = f"a {type(tensor).__name__} without memory"
+            wanted = "a tensor with memory of its own: a DTensor's to_local(), a real one for a FakeTensor"
+            raise FormatError(op.operation.name, op.operation.argument(name, names), got, wanted)
+    return tensors, found
+
+
+def _address_or_0(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0

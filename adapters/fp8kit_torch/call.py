@@ -1,0 +1,141 @@
+"""``apply``: an operation on tensors, in one of two ways that give the same bits.
+
+Eagerly it runs at once, and one node of torch's graph holds what its backward needs; the amaxes land in the
+layer's own history, and a residual stream that goes through an operation is the input itself. Under
+``torch.compile`` the operation's torch op is called instead (``library``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.execution.codec import decode
+from fp8kit.spec import Operation
+from fp8kit_torch.bound import TorchOp, addresses, bind
+from fp8kit_torch.library import trace
+from fp8kit_torch.main_grad import MainGrads
+from fp8kit_torch.once import once
+from fp8kit_torch.state import NO_STATE, StateBinding, finish_backward
+from fp8kit_torch.torch_compat import applier
+from fp8kit_torch.views import dtype_of
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_NOWHERE: Mapping[str, Tensor] = {}
+_requires_grad, _kind = attrgetter("requires_grad"), attrgetter("shape", "dtype", "device")
+_is_contiguous = Tensor.is_contiguous
+
+
+def apply(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The outputs by name of an operation of fp8kit or of your own (``fp8kit.register_operation``), eagerly
+    or within ``torch.compile``, differentiable where the operation is.
+
+    * ``spec``: its static arguments, as the operation takes them. Plans are found by this object: keep it,
+      and make no new one for each call. Within ``torch.compile`` it is made of numbers, texts, formats and
+      registered dataclasses.
+    * ``inputs``: tensors by name, in any strides; None where absent.
+
+    Raises what the operation's ``infer`` raises, with the names that the operation gives its inputs,
+    BackendError for tensors on several devices, AutogradError for a gradient that there is none of.
+    """
+    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    if torch.compiler.is_compiling():
+        return trace(operation, spec, present)
+    for name, tensor in present.items():
+        if type(tensor) not in _PLAIN and hasattr(tensor, "held_in_fp8"):
+            present[name] = tensor.dequantize()
+    return run(*prepare(operation, decode(spec) if isinstance(spec, str) else spec, present))
+
+
+def prepare(
+    operation: Operation, spec: Any, inputs: Mapping[str, Tensor], scales: tuple[str, ...] = ()
+) -> tuple[TorchOp, list[Tensor]]:
+    """An eager call before it runs, as ``run`` takes it: its bound operation, and its tensors, contiguous.
+    ``scales``: names of the inputs that a ``StateBinding`` will add. Raises what ``apply`` raises: what was
+    prepared is not refused any more."""
+    names, tensors = tuple(inputs), list(inputs.values())
+    needs: tuple[str, ...] = ()
+    if torch.is_grad_enabled():
+        needs = tuple(compress(names, map(_requires_grad, tensors)))
+    if not all(map(_is_contiguous, tensors)):
+        tensors = [t.contiguous() for t in tensors]
+    return bind(operation, spec, needs, names, [*map(_kind, tensors)], scales), tensors
+
+
+def run(
+    op: TorchOp, tensors: list[Tensor], state: StateBinding = NO_STATE, main: MainGrads | None = None
+) -> dict[str, Tensor]:
+    """The outputs by name of a call that was prepared. ``state``: of delayed scaling; ``main``: the
+    parameters whose gradients go into their ``main_grad``."""
+    tensors, inputs = addresses(op, tensors)
+    outputs, held = op.call(inputs, state)
+    results: Any = outputs
+    if op.needs:
+        if op.kept:
+            held = [outputs[i] if made else tensors[i] for i, made in op.kept.values()] + held
+        results = _record((op, state, main), outputs, held, *tensors)
+    elif op.through:
+        results = [*outputs, *[tensors[at] for at in op.through]]
+    return dict(zip(op.results, results, strict=True))
+
+
+class _Node(torch.autograd.Function):
+    """The node of a call, which ran already. ``call``: (bound operation, state, parameters with a
+    ``main_grad``); ``held``: the tensors that backward reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: tuple[TorchOp, StateBinding, MainGrads | None],
+        outputs: list[Tensor],
+        held: list[Tensor],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*held)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        through = call[0].through
+        return (*outputs, *[tensors[at] for at in through]) if through else tuple(outputs)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        op, state, main = ctx.call
+        saved = list(ctx.saved_tensors)
+        # before anything is recorded: a pass that fails later finds what to drop
+        if state.token is not None and op.grad_amaxes:
+            finish_backward(*state.token)
+        into = _NOWHERE if main is None else main.buffers(op.needs)
+        # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
+        if op.saved.streamed:
+            ctx.maybe_clear_saved_tensors()
+        count = op.kept_count
+        kept = saved[:count]
+        del saved[:count]
+        made = op.call_backward(kept, saved, [*map(_plain, grads)], state, into)
+        for i, name in enumerate(op.needs) if into else ():
+            if name in into:
+                meta = op.inputs[name]
+                made[i] = main.placeholder(name, meta.shape, dtype_of(meta.dtype))
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for at, grad in zip(op.wanted, made, strict=True):
+            found[3 + at] = grad
+        return tuple(found)
+
+
+_record = applier(_Node)
+
+
+def _plain(grad: Tensor | None) -> Tensor | None:
+    """A gradient as backward takes it: contiguous, and by its values where a layer with ``fp8_grad`` gave it
+    in FP8."""
+    if grad is None:
+        return None
+    if type(grad) is not Tensor and hasattr(grad, "held_in_fp8"):
+        grad = grad.dequantize()
+    return grad if grad.is_contiguous() else grad.contiguous()

@@ -1,0 +1,49 @@
+"""``main_grad``: parameters whose gradient the operation itself puts into a buffer of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import FormatError
+
+
+class MainGrads(NamedTuple):
+    """Parameters, by the name of their input, whose gradient goes into ``main_grad``: it is added, or, with
+    ``overwrite``, written there. ``dtype``: of those buffers; ``aligned``: they must lie at multiples of 16
+    bytes."""
+
+    parameters: Mapping[str, Tensor]
+    overwrite: bool
+    dtype: torch.dtype
+    aligned: bool
+
+    def buffers(self, needs: Sequence[str]) -> dict[str, Tensor]:
+        """The buffers of the wanted gradients by name. FormatError where one is not what it was in
+        forward."""
+        found = {}
+        for name in needs:
+            if name in self.parameters:
+                parameter: Any = self.parameters[name]
+                main = parameter.main_grad
+                alike = main.dtype is self.dtype and main.shape == parameter.shape and main.is_contiguous()
+                if not alike or (self.aligned and main.data_ptr() % 16):
+                    got = f"address {main.data_ptr():#x}" if alike else f"{main.dtype} {tuple(main.shape)}"
+                    place = " at a multiple of 16 bytes" * self.aligned
+                    wanted = f"contiguous {self.dtype} {tuple(parameter.shape)}{place}, as at forward"
+                    raise FormatError("main_grad", name, f"{got} at backward", wanted)
+                found[name] = main
+        return found
+
+    def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """What autograd gets instead of the gradient: nothing, or, where the parameter has the flag
+        ``grad_added_to_main_grad``, which is set, a gradient that says nothing, so that hooks on the
+        parameter run."""
+        parameter: Any = self.parameters[name]
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        return torch.zeros((), dtype=dtype, device=parameter.device).expand(shape)

@@ -1,0 +1,151 @@
+"""Every private name of torch that fp8kit_torch uses: what each is for, and what stands in for it where a
+torch has it no more.
+
+The names are those of torch 2.11 to 2.13. Where nothing public says the same, a torch without the name is
+refused at import, as a BackendError: its numbers would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree, checkpoint
+from torch.utils._device import DeviceContext
+
+from fp8kit.errors import BackendError
+
+KNOWN = "torch 2.11 to 2.13"
+
+
+def _required(owner: Any, name: str) -> Any:
+    """What torch has by that name. BackendError for a torch that has it not."""
+    if not hasattr(owner, name):
+        got = f"{torch.__version__}, which has no {getattr(owner, '__name__', owner)}.{name}"
+        raise BackendError("fp8kit_torch", "torch", got, f"{KNOWN}, whose names fp8kit knows")
+    return getattr(owner, name)
+
+
+# --- memory and streams -------------------------------------------------------------------------------------
+
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def empty_strided(kind: str) -> Empty:
+    """(shape, strides, dtype) -> a tensor on the current device of that kind. What Inductor's code calls: it
+    goes past the dispatcher, which takes longer than the allocator. Else ``torch.empty_strided``."""
+    quick: Empty | None = getattr(getattr(torch._C._dynamo, "guards", None), f"_empty_strided_{kind}", None)
+    return quick or (
+        lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind)
+    )
+
+
+def _public_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# Handle of the current stream of a CUDA device, without an object round it.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+# Index of the current CUDA device; the public function also starts CUDA.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# Whether the current CUDA stream is captured; the public function also asks whether CUDA is there.
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+# --- autograd -----------------------------------------------------------------------------------------------
+
+# Number of the backward pass that runs on this thread, -1 outside of any.
+current_backward: Callable[[], int] = _required(torch._C, "_current_graph_task_id")
+# Calls a function when the backward pass that runs has ended.
+at_backwards_end: Callable[[Callable[[], object]], None] = _required(
+    torch.autograd.Variable, "_execution_engine"
+).queue_callback
+# (message, count) -> a function whose results, so many, raise when they are differentiated.
+DelayedError: Callable[..., Any] = _required(torch._C._functions, "DelayedError")
+# Whether torch.func transforms run on this thread.
+_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+# A tensor that such a transform left behind: what it wraps.
+unwrap: Callable[[torch.Tensor], torch.Tensor] = getattr(
+    getattr(torch._C, "_functorch", None), "unwrap_if_dead", lambda tensor: tensor
+)
+
+
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, for a function without ``setup_context`` and for tensors that no transform wraps:
+    the call of the base class in C++ that ``apply`` ends in, without the Python before it."""
+    quick = super(torch.autograd.Function, function).apply
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args) if _transforming() else quick(*args)
+
+    return apply
+
+
+# --- modes --------------------------------------------------------------------------------------------------
+
+
+def _any_autocast() -> bool:
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+# Whether ``torch.autocast`` is on for any kind of device: quicker than to ask what kind a tensor's is.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _any_autocast)
+
+
+def default_device_is_set() -> bool:
+    """Whether somebody has said where torch makes tensors (``with torch.device``, ``set_default_device``):
+    ``torch.get_default_device`` says "cpu" either way."""
+    if any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return True
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
+
+
+def global_forward_hooks() -> bool:
+    """Whether there are forward hooks on every module (``register_module_forward_hook``)."""
+    return bool(torch.nn.modules.module._global_forward_hooks)
+
+
+# --- tensors ------------------------------------------------------------------------------------------------
+
+# For a subclass that decides by ``__torch_dispatch__`` alone.
+no_torch_function: Any = _required(torch._C, "_disabled_torch_function_impl")
+# A tensor of a subclass that has a shape and no memory of its own.
+wrapper_subclass: Callable[..., Any] = _required(torch.Tensor, "_make_wrapper_subclass")
+tree_map: Callable[..., Any] = _pytree.tree_map
+tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+
+
+def schema_arguments(operation: Any) -> Any:
+    """The arguments of an ATen operation as its schema has them."""
+    return operation._schema.arguments
+
+
+def untyped_storage(storage: Any) -> Any:
+    """The bytes of a storage, typed or not; the public method of the former warns that it is deprecated."""
+    return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+
+
+# Lists of tensors in few kernels.
+foreach_copy_: Callable[..., Any] = _required(torch, "_foreach_copy_")
+foreach_mul: Callable[..., Any] = _required(torch, "_foreach_mul")
+foreach_norm: Callable[..., Any] = _required(torch, "_foreach_norm")
+
+# --- torch.utils.checkpoint (``torch_checkpoint``) ----------------------------------------------------------
+
+# The pair of hooks on saved tensors that was put up last; puts one up, takes it down.
+top_hooks: Callable[[bool], Any] = _required(torch._C._autograd, "_top_saved_tensors_default_hooks")
+pop_hooks: Callable[[], Any] = _required(torch._C._autograd, "_pop_saved_tensors_default_hooks")
+push_hooks: Callable[..., Any] = _required(torch._C._autograd, "_push_saved_tensors_default_hooks")
+# False within the forward of an autograd.Function, and in inference mode.
+forward_grad_enabled: Callable[[], bool] = _required(torch._C, "_is_fwd_grad_enabled")
+# A context in which a selective checkpoint's mode does not count calls.
+unseen: Any = _required(torch._C, "_DisableTorchDispatch")
+# The classes in which its hooks are made, for a first and for a later pass.
+FIRST_PASS, LATER_PASS = (
+    _required(checkpoint, name).__name__ + "." for name in ("_checkpoint_hook", "_recomputation_hook")
+)
+# How Dynamo calls a checkpointed function that it traces.
+TRACED_CHECKPOINT = "CheckpointHigherOrderVariable"

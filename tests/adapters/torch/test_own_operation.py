@@ -1,0 +1,141 @@
+"""An operation that a user wrote and registered: eagerly, within ``torch.compile``, with gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import fp8kit_torch as ft
+import numpy as np
+import pytest
+import torch
+from fp8kit_torch.library import OPS, text_of
+
+import fp8kit as fk
+from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
+from fp8kit.execution.codec import encode
+from fp8kit.formats import float32
+from fp8kit.spec import Meta, Operation, Plan, Signature
+
+
+@dataclass(frozen=True)
+class GateSpec:
+    """``features``: length of the last dimension."""
+
+    features: int
+
+
+class Gate(Operation):
+    """y = x * sigmoid(a x), with a parameter a (features,)."""
+
+    name = "test_gate"
+    parameters = ("slope",)
+    arguments = {"slope": "a"}  # noqa: RUF012
+
+    def infer(self, spec, metas, needs):
+        x, slope = metas["x"], metas["slope"]
+        if x.dtype != float32:
+            raise FormatError(self.name, "x", x.dtype.name, "float32")
+        if slope.dtype != x.dtype:
+            raise FormatError(self.name, "slope", slope.dtype.name, x.dtype.name)
+        if slope.shape != (spec.features,):
+            raise ShapeError(self.name, "slope", f"shape {slope.shape}", f"({spec.features},)")
+        made = {name: metas[name] for name in ("x", "slope") if name in needs}
+        saved = {"gate": Meta(x.shape, x.dtype)} if made else {}
+        return Signature({"y": Meta(x.shape, x.dtype)}, saved, ("x", "slope") if made else (), made)
+
+    def plan(self, spec, metas, needs, kernels):
+        return Plan(spec, self.infer(spec, metas, needs), kernels)
+
+    def forward(self, plan, inputs, outputs, saved, scratch, stream):
+        x = inputs["x"].numpy()
+        gate = 1 / (1 + np.exp(-inputs["slope"].numpy() * x))
+        outputs["y"].numpy()[...] = x * gate
+        if plan.signature.saved:
+            saved["gate"].numpy()[...] = gate
+
+    def backward(self, plan, kept, saved, cotangents, grads, scratch, stream):
+        x, slope, gate = kept["x"].numpy(), kept["slope"].numpy(), saved["gate"].numpy()
+        g, slant = cotangents["y"].numpy(), gate * (1 - gate)
+        if "x" in grads:
+            grads["x"].numpy()[...] = g * (gate + x * slope * slant)
+        if "slope" in grads:
+            grads["slope"].numpy()[...] = (g * x * x * slant).reshape(-1, x.shape[-1]).sum(0)
+
+
+gate = fk.register_operation(Gate(), GateSpec)
+SPEC = GateSpec(16)
+
+
+class GatedLinear(torch.nn.Module):
+    """The operation between a layer of fp8kit and torch's own work."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = ft.Linear(16, 16, device="cpu")
+        self.slope = torch.nn.Parameter(torch.linspace(-1, 2, 16))
+
+    def forward(self, x):
+        return ft.apply(gate, SPEC, {"x": self.linear(x), "slope": self.slope})["y"].square()
+
+
+def wanted(x, slope):
+    return x * torch.sigmoid(slope * x)
+
+
+def test_it_is_torchs_own_result_and_gradients():
+    x, slope = torch.randn(5, 3, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    y, want = ft.apply(gate, SPEC, {"x": x, "slope": slope})["y"], wanted(x, slope)
+    torch.testing.assert_close(y, want)
+    g = torch.randn_like(y)
+    for got, expected in zip(
+        torch.autograd.grad(y, (x, slope), g), torch.autograd.grad(want, (x, slope), g), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+def test_strides_and_no_gradient():
+    x, slope = torch.randn(16, 5).t(), torch.randn(16)
+    y = ft.apply(gate, SPEC, {"x": x, "slope": slope, "absent": None})["y"]
+    assert not y.requires_grad
+    torch.testing.assert_close(y, wanted(x, slope))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_to_the_same_bits(dynamic):
+    model, x = GatedLinear(), torch.randn(4, 16, requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+
+    def step(run):
+        model.zero_grad()
+        x.grad = None
+        y = run(x)
+        y.sum().backward()
+        return [y.detach(), x.grad.clone(), *[p.grad.clone() for p in model.parameters()]]
+
+    for got, want in zip(step(compiled), step(model), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_its_errors_name_its_arguments():
+    x = torch.ones(2, 16)
+    with pytest.raises(ShapeError, match=r"test_gate: a: got shape \(8,\), expected \(16,\)"):
+        ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(8)})
+    with pytest.raises(FormatError, match=r"test_gate: inp: got float32, expected float16, as a"):
+        ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(16, dtype=torch.float16)})
+    with pytest.raises(BackendError, match="device meta"):
+        ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(16, device="meta")})
+    other = torch.ones(1, requires_grad=True)
+    with pytest.raises(AutogradError, match="test_gate: no gradient rule for its input 'other'"):
+        ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(16), "other": other})
+
+
+def test_it_passes_torchs_checks_of_ops():
+    tensors = [torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)]
+    text = text_of("test_gate", SPEC, ("x", "slope"))
+    torch.library.opcheck(OPS["test_gate"][0], (tensors, [], text, "x,slope", ""))
+
+
+def test_its_spec_is_the_same_in_a_text():
+    x, slope = torch.randn(2, 16), torch.randn(16)
+    by_text = ft.apply(gate, encode(SPEC), {"x": x, "slope": slope})["y"]
+    assert torch.equal(by_text, ft.apply(gate, SPEC, {"x": x, "slope": slope})["y"])
