@@ -6,7 +6,8 @@ that float32 may make.
 Tolerances, with u = 2^-24: a score's error is that of a sum of d products; a probability's relative error is
 twice the largest score error (score and log-sum-exp) plus (s_kv + 16) u. Tensor-core attention rounds P and
 dS to the operands' 16-bit dtype before the next product: off the CPU, half an epsilon of each term is allowed
-for that, and as much for what P's rounding did.
+for that, and as much for what P's rounding did; in float16, whose steps are 2^-24 below 2^-14, also half such a
+step for each P and dS.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.formats import DType, float32
+from fp8kit.formats import DType, float16, float32
 from fp8kit.ops.attention_spec import AttentionSpec
 from fp8kit.testing.compare import ROUNDOFF, Array, epsilon
 
@@ -146,7 +147,8 @@ class Oracle:
         relative = 2 * self.score_error + (z.s_kv + z.d + 16) * ROUNDOFF
         if not exact and dtype is not float32:
             relative += epsilon(dtype)
-        self.o_slack = relative * (p * factors) @ np.abs(v)
+        step = 0.0 if exact or dtype is not float16 else 2.0**-25
+        self.o_slack = (relative * p * factors + step * (p > 0)) @ np.abs(v)
         self.lse_slack = self.score_error + (z.s_kv + 16) * ROUNDOFF + 2 * ROUNDOFF * np.abs(finite[..., 0])
 
         self.o_given = self.o.astype(np.float32).astype(dtype.numpy) if given is None else given
@@ -165,9 +167,9 @@ class Oracle:
         self.rounding = 0.0 if dtype is float32 else epsilon(dtype)
         self.grads = {"dq": scale * ds @ k, "dk": over_group(scale * ds_t @ q), "dv": over_group(kept @ do)}
         self.slacks = {
-            "dq": relative * scale * size @ np.abs(k),
-            "dk": over_group(relative * scale * size_t @ np.abs(q)),
-            "dv": over_group(relative * kept @ np.abs(do)),
+            "dq": scale * (relative * size + step * (p > 0)) @ np.abs(k),
+            "dk": over_group(scale * (relative * size_t + step * (size_t > 0)) @ np.abs(q)),
+            "dv": over_group((relative * kept + step * (kept > 0)) @ np.abs(do)),
         }
         if bias is not None:
             axes = tuple(axis for axis in range(3) if bias.shape[axis] == 1)

@@ -115,7 +115,11 @@ def _operands(device):
     }
 
 
-@pytest.mark.parametrize("name", OPS)
+# not those that other tests register
+SHIPPED = {name: op for name, op in OPERATIONS.items() if type(op).__module__.startswith("fp8kit.")}
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name in SHIPPED])
 def test_opcheck(device, name):
     spec, inputs, wanted, gemms = _operands(device)[name]
     needs = wanted.split()
@@ -179,7 +183,7 @@ def test_opcheck_of_backward(device, name):
 
 def test_every_backward_is_checked():
     assert {
-        name for name, op in OPERATIONS.items() if name in OPS and type(op).backward is not Operation.backward
+        name for name, op in SHIPPED.items() if name in OPS and type(op).backward is not Operation.backward
     } <= set(DIFFERENTIABLE)
 
 

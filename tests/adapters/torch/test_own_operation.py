@@ -27,7 +27,7 @@ class GateSpec:
 class Gate(Operation):
     """y = x * sigmoid(a x), with a parameter a (features,)."""
 
-    name = "test_gate"
+    name = "user_gate"
     parameters = ("slope",)
     arguments = {"slope": "a"}  # noqa: RUF012
 
@@ -118,21 +118,21 @@ def test_it_compiles_to_the_same_bits(dynamic):
 
 def test_its_errors_name_its_arguments():
     x = torch.ones(2, 16)
-    with pytest.raises(ShapeError, match=r"test_gate: a: got shape \(8,\), expected \(16,\)"):
+    with pytest.raises(ShapeError, match=r"user_gate: a: got shape \(8,\), expected \(16,\)"):
         ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(8)})
-    with pytest.raises(FormatError, match=r"test_gate: inp: got float32, expected float16, as a"):
+    with pytest.raises(FormatError, match=r"user_gate: inp: got float32, expected float16, as a"):
         ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(16, dtype=torch.float16)})
     with pytest.raises(BackendError, match="device meta"):
         ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(16, device="meta")})
     other = torch.ones(1, requires_grad=True)
-    with pytest.raises(AutogradError, match="test_gate: no gradient rule for its input 'other'"):
+    with pytest.raises(AutogradError, match="user_gate: no gradient rule for its input 'other'"):
         ft.apply(gate, SPEC, {"x": x, "slope": torch.ones(16), "other": other})
 
 
 def test_it_passes_torchs_checks_of_ops():
     tensors = [torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)]
-    text = text_of("test_gate", SPEC, ("x", "slope"))
-    torch.library.opcheck(OPS["test_gate"][0], (tensors, [], text, "x,slope", ""))
+    text = text_of("user_gate", SPEC, ("x", "slope"))
+    torch.library.opcheck(OPS["user_gate"][0], (tensors, [], text, "x,slope", ""))
 
 
 def test_its_spec_is_the_same_in_a_text():
