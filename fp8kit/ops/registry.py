@@ -30,7 +30,8 @@ def register_operation(operation: Operation, *specs: type) -> Operation:
     for kind in specs:
         if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
             raise ArgumentError("register_operation", "specs", shown(kind), "frozen dataclasses")
-        if SPECS.get(kind.__name__, kind).__qualname__ != kind.__qualname__:
+        known = SPECS.get(kind.__name__, kind)
+        if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
             raise ArgumentError("register_operation", "specs", kind.__name__, "names that no other spec has")
         SPECS[kind.__name__] = kind
     OPERATIONS[operation.name] = operation

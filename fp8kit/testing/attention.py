@@ -5,9 +5,9 @@ that float32 may make.
 
 Tolerances, with u = 2^-24: a score's error is that of a sum of d products; a probability's relative error is
 twice the largest score error (score and log-sum-exp) plus (s_kv + 16) u. Tensor-core attention rounds P and
-dS to the operands' 16-bit dtype before the next product: off the CPU, half an epsilon of each term is allowed
-for that, and as much for what P's rounding did; in float16, whose steps are 2^-24 below 2^-14, also half such a
-step for each P and dS.
+dS to the operands' 16-bit dtype before the next product: off the CPU, half an epsilon of each term is
+allowed for that, and as much for what P's rounding did; in float16, whose steps are 2^-24 below 2^-14, also
+half such a step for each P and dS.
 """
 
 from __future__ import annotations
