@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.house import source
+from tests.support import source
 
 # package of the architecture -> prefixes of its modules; the longest prefix decides. A package may import
 # itself and those above it here, without those in LESS.

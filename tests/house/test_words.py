@@ -9,7 +9,7 @@ import re
 import pytest
 
 from fp8kit.backends.protocol import KERNELS
-from tests.house import source
+from tests.support import source
 
 LEAST_WORDS = 2
 ENDS = ".)`|="  # a sentence, or a formula or table

@@ -13,8 +13,8 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import RecipeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.scaling import ScalingState, default_scale, update
-from tests.nn.products import f64, host
-from tests.nn.test_layers import draw, make, step
+from tests.support.layers import draw, make, step
+from tests.support.products import f64, host
 
 FLT_MAX = np.finfo(np.float32).max
 LEAST = np.float32(2.0**-126)

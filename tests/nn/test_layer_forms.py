@@ -15,10 +15,10 @@ from fp8kit.ops.attention import attention
 from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract.dropout import keep_factors
-from tests.nn.layer_oracle import Block, Normed, layer_step
-from tests.nn.products import f64
-from tests.nn.running_error import R, assert_within
-from tests.nn.test_layers import draw, make, scope
+from tests.support.layer_oracle import Block, Normed, layer_step
+from tests.support.layers import draw, make, scope
+from tests.support.products import f64
+from tests.support.running_error import R, assert_within
 
 S, OTHER, B, H, HEADS = 7, 9, 2, 32, 4
 BASE = {"hidden_size": H, "num_attention_heads": HEADS, "attention_dropout": 0.0}

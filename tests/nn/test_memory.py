@@ -21,7 +21,7 @@ from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta
-from tests import peaks
+from tests.support import peaks
 
 pytestmark = pytest.mark.usefixtures("settled")
 

@@ -23,8 +23,8 @@ from fp8kit.autograd import tensor
 from fp8kit.errors import CheckpointError, FormatError, Fp8kitError
 from fp8kit.optim import AdamW
 from fp8kit.recipe import DelayedScaling
-from tests.nn.products import f64
-from tests.nn.test_layers import draw
+from tests.support.layers import draw
+from tests.support.products import f64
 
 RECIPE = DelayedScaling(amax_history_len=3)
 

@@ -13,26 +13,9 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError
 from fp8kit.optim import AdamW, base, clip_grad_norm_, warmup_cosine
 from fp8kit.testing.compare import assert_close, sum_slack
-from tests.nn.products import f64
-from tests.nn.test_layers import draw
-
-
-class Model:
-    """AdamW in float64 (Loshchilov & Hutter 2019, algorithm 2)."""
-
-    def __init__(self, w):
-        self.w, self.m, self.v, self.t = w.astype(float), np.zeros(w.shape), np.zeros(w.shape), 0
-
-    def step(self, g, lr, betas, eps, decay):
-        self.t += 1
-        self.m = betas[0] * self.m + (1 - betas[0]) * g
-        self.v = betas[1] * self.v + (1 - betas[1]) * g * g
-        m, v = self.m / (1 - betas[0] ** self.t), self.v / (1 - betas[1] ** self.t)
-        self.w -= lr * (m / (np.sqrt(v) + eps) + decay * self.w)
-
-
-def give(param, g):
-    param.grad = tensor(g.copy(), device=param.device).view
+from tests.support.adamw import Model, give
+from tests.support.layers import draw
+from tests.support.products import f64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

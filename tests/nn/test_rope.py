@@ -11,8 +11,8 @@ from fp8kit.errors import FormatError, Fp8kitError, ShapeError
 from fp8kit.ops.rope import RopeSpec, rope
 from fp8kit.spec import Meta
 from fp8kit.testing.compare import assert_close, assert_same_bits
-from tests.nn.products import f64
-from tests.nn.test_layers import draw
+from tests.support.layers import draw
+from tests.support.products import f64
 
 U = 2.0**-24
 S, B, H, D = 9, 2, 3, 16

@@ -10,8 +10,8 @@ from fp8kit.autocast import autocast
 from fp8kit.autograd import apply, tensor
 from fp8kit.ops.dropout_add import DropoutAddSpec, dropout_add
 from tests.nn import test_layers as layers
-from tests.nn.products import f64, host
-from tests.nn.test_layers import MODES, draw, make, step
+from tests.support.layers import MODES, draw, make, step
+from tests.support.products import f64, host
 
 MODULES = {
     "Linear": (nn.Linear, {"in_features": 40, "out_features": 56}, 40, 56),

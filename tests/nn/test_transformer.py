@@ -10,9 +10,10 @@ from fp8kit.autograd import tensor
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.nn.later import CONSTRUCTOR
 from fp8kit.testing.compare import relative_error
-from tests.nn.products import Product, f64
-from tests.nn.running_error import R, U, activation, assert_within, norm, norm_grad
-from tests.nn.test_layers import draw, make, quantiser, step
+from tests.support.layer_oracle import Head, join
+from tests.support.layers import draw, make, quantiser, step
+from tests.support.products import Product, f64
+from tests.support.running_error import R, U, activation, assert_within, norm, norm_grad
 
 S, B, H, HEADS = 7, 2, 32, 4
 D = H // HEADS
@@ -20,34 +21,6 @@ D = H // HEADS
 # gradients fall below its normal numbers, where a fused kernel that keeps them in float16 rounds them
 # coarsely.
 G_SCALE = {"float32": 2.0**-6, "bfloat16": 2.0**-6, "float16": 1.0}
-
-
-def join(parts, axis):
-    return R(np.concatenate([p.v for p in parts], axis), np.concatenate([p.e for p in parts], axis))
-
-
-class Head:
-    """One batch and head: o = softmax(scale q k^T) v; ``seen``: bool (s_q, s_kv). ``p_error``: relative
-    rounding of P and dS."""
-
-    def __init__(self, q, k, v, seen, scale, p_error):
-        self.q, self.k, self.v, self.scale, self.p_error = q, k, v, scale, p_error
-        scores = (q @ k.T) * scale
-        masked = np.where(seen, scores.v, -np.inf)
-        top = masked.max(1, keepdims=True)
-        weights = np.exp(masked - top)
-        total = weights.sum(1, keepdims=True)
-        p = weights / total
-        doubt = np.where(seen, scores.e + U * (np.abs(scores.v) + 16), 0)
-        relative = 2 * doubt.max(1, keepdims=True) + (seen.shape[1] + 8) * U + p_error
-        self.p = R(p, 1.1 * p * relative)
-        self.o = self.p @ v
-
-    def backward(self, do):
-        dp = do @ self.v.T
-        ds = self.p * (dp - (do * self.o).sum(1, True)) * self.scale
-        ds = R(ds.v, ds.e + self.p_error * np.abs(ds.v))
-        return ds @ self.k, ds.T @ self.q, self.p.T @ do
 
 
 class Attention:
