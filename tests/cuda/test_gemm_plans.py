@@ -54,7 +54,7 @@ def test_the_transposed_problem_is_the_same_product(layout: Any, pad: int) -> No
     first, second, result = operands(key)
     out = np.zeros((m, n + pad))
     column_major(out, result)[:] = column_major(b, first) @ column_major(a, second)
-    np.testing.assert_allclose(out[:, :n], product, rtol=1e-14)
+    assert_close("product", out[:, :n], product, "float64", 1e-14 * np.abs(product))
     assert not out[:, n:].any()
 
 

@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_dot_product_attention(device, name, dtype):
     options, call, rules = CASES[name]

@@ -7,6 +7,8 @@ checks the FP8 arithmetic itself.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
@@ -15,26 +17,39 @@ from fp8kit.autograd import tensor
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import Float8BlockScaling, Format
-from fp8kit.testing.compare import relative_error
+from fp8kit.testing.compare import assert_close, relative_error
 from tests.support.layers import MODES, draw, make, quantiser, step
 from tests.support.products import Product, f64
 from tests.support.running_error import R, activation, assert_within, norm, norm_grad
 
 DTYPES = ("float32", "bfloat16", "float16")
-K, N, F = 40, 56, 48
-SHAPE = (3, 5)
+
+
+class Sizes(NamedTuple):
+    """Rows of the input, its features, those of the output, and of an MLP's hidden layer."""
+
+    shape: tuple[int, ...] = (3, 5)
+    k: int = 40
+    n: int = 56
+    f: int = 48
+
+
+USUAL = Sizes()
+SHAPE, K, N, F = USUAL
+# a multiple of nothing
+ODD = [Sizes((rows,), *features) for rows in (1, 3, 17) for features in ((33, 19, 21), (7, 131, 5))]
 G_SCALE = 2.0**-6  # gradients are small numbers, as in training
 
 
-def warmed(module, mode, dtype, k, n):
+def warmed(module, mode, dtype, k, n, shape=SHAPE):
     """Two steps on other data, so that delayed scales and histories are not at their start."""
     for seed in (10, 20):
-        step(module, mode, draw(seed, (*SHAPE, k), dtype, 2.0), draw(seed + 1, (*SHAPE, n), dtype, G_SCALE))
+        step(module, mode, draw(seed, (*shape, k), dtype, 2.0), draw(seed + 1, (*shape, n), dtype, G_SCALE))
     return {name: f64(parameter) for name, parameter in module.named_parameters()}
 
 
-def data(dtype, k, n):
-    x, g = draw(1, (*SHAPE, k), dtype), draw(2, (*SHAPE, n), dtype, G_SCALE)
+def data(dtype, k, n, shape=SHAPE):
+    x, g = draw(1, (*shape, k), dtype), draw(2, (*shape, n), dtype, G_SCALE)
     return x, g, R(x.astype(np.float64).reshape(-1, k)), R(g.astype(np.float64).reshape(-1, n))
 
 
@@ -43,9 +58,14 @@ def data(dtype, k, n):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_linear(device, dtype, mode, bias):
-    module = make(nn.Linear, device, dtype, in_features=K, out_features=N, bias=bias)
-    p = warmed(module, mode, dtype, K, N)
-    x, g, rx, rg = data(dtype, K, N)
+    check_linear(device, dtype, mode, bias)
+
+
+def check_linear(device, dtype, mode, bias=True, sizes=USUAL):
+    shape, k, n, _ = sizes
+    module = make(nn.Linear, device, dtype, in_features=k, out_features=n, bias=bias)
+    p = warmed(module, mode, dtype, k, n, shape)
+    x, g, rx, rg = data(dtype, k, n, shape)
     product = Product(rx, p["weight"], quantiser(mode, module))
     y, dx, grads = step(module, mode, x, g)
     want_dx, want_dw, want_db = product.backward(rg)
@@ -135,12 +155,11 @@ def test_linear_with_split_parameters_is_the_joined_one(device, mode, split):
         y, dx, grads = step(whole, mode, x, g)
         y2, dx2, grads2 = step(parts, mode, x, g)
         # another order of float32 sums at most; operands have the same codes
-        bound = 0 if mode == "high" else 2.0**-18
-        np.testing.assert_allclose(y2, y, rtol=0, atol=max(bound, 2.0**-18) * np.abs(y).max())
-        np.testing.assert_allclose(dx2, dx, rtol=0, atol=2.0**-18 * np.abs(dx).max())
+        pairs = [("y", y2, y), ("dx", dx2, dx)]
         for kind in ("weight", "bias"):
-            joined = np.concatenate([grads2[f"{n}_{kind}"] for n in names])
-            np.testing.assert_allclose(joined, grads[kind], rtol=0, atol=2.0**-18 * np.abs(grads[kind]).max())
+            pairs.append((kind, np.concatenate([grads2[f"{n}_{kind}"] for n in names]), grads[kind]))
+        for what, got, want in pairs:
+            assert_close(what, got, want, "float64", 2.0**-18 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -164,18 +183,23 @@ def test_norms(device, dtype, kind, zero_centered):
 @pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_linear(device, dtype, mode, kind):
+    check_layer_norm_linear(device, dtype, mode, kind)
+
+
+def check_layer_norm_linear(device, dtype, mode, kind, sizes=USUAL):
+    shape, k, n, _ = sizes
     centred = (kind == "RMSNorm") != (dtype == "float16")
     module = make(
         nn.LayerNormLinear,
         device,
         dtype,
-        in_features=K,
-        out_features=N,
+        in_features=k,
+        out_features=n,
         normalization=kind,
         zero_centered_gamma=centred,
     )
-    p = warmed(module, mode, dtype, K, N)
-    x, g, rx, rg = data(dtype, K, N)
+    p = warmed(module, mode, dtype, k, n, shape)
+    x, g, rx, rg = data(dtype, k, n, shape)
     normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p.get("layer_norm_bias"), kind, 1e-5, centred)
     product = Product(normed.rounded(dtype), p["weight"], quantiser(mode, module))
     y, dx, grads = step(module, mode, x, g)
@@ -210,21 +234,26 @@ MLP_CASES += [
 
 @pytest.mark.parametrize(("dtype", "mode", "kind"), MLP_CASES)
 def test_layer_norm_mlp(device, dtype, mode, kind):
+    check_layer_norm_mlp(device, dtype, mode, kind)
+
+
+def check_layer_norm_mlp(device, dtype, mode, kind, sizes=USUAL):
+    shape, k, _, f = sizes
     params = CLAMP if kind == "clamped_swiglu" else None
     normalization, centred = ("RMSNorm", True) if dtype == "float16" else ("LayerNorm", dtype == "bfloat16")
     module = make(
         nn.LayerNormMLP,
         device,
         dtype,
-        hidden_size=K,
-        ffn_hidden_size=F,
+        hidden_size=k,
+        ffn_hidden_size=f,
         activation=kind,
         activation_params=params,
         normalization=normalization,
         zero_centered_gamma=centred,
     )
-    p = warmed(module, mode, dtype, K, K)
-    x, g, rx, rg = data(dtype, K, K)
+    p = warmed(module, mode, dtype, k, k, shape)
+    x, g, rx, rg = data(dtype, k, k, shape)
     normed, xhat, rstd = norm(
         rx, p["layer_norm_weight"], p.get("layer_norm_bias"), normalization, 1e-5, centred
     )
@@ -255,6 +284,17 @@ def test_layer_norm_mlp(device, dtype, mode, kind):
     assert_within("dx", dx, want_dx.rounded(dtype))
 
 
+@pytest.mark.parametrize("sizes", ODD, ids=str)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [*((mode, "float32") for mode in MODES), ("delayed", "bfloat16"), ("block", "float16")]
+)
+def test_sizes_that_are_a_multiple_of_nothing(device, mode, dtype, sizes):
+    check_linear(device, dtype, mode, True, sizes)
+    if mode in MLP_MODES:
+        check_layer_norm_linear(device, dtype, mode, "LayerNorm", sizes)
+        check_layer_norm_mlp(device, dtype, mode, "geglu", sizes)
+
+
 def test_returned_bias_and_norm(device):
     x = draw(1, (4, K), "float32")
     plain = make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=F)
@@ -269,7 +309,7 @@ def test_returned_bias_and_norm(device):
     )
     on = tensor(x, device=plain.device)
     y, bias, normed = more(on)
-    np.testing.assert_allclose(f64(y) + f64(bias), f64(plain(on)), rtol=0, atol=2.0**-20)
+    assert_close("y", f64(y) + f64(bias), f64(plain(on)), "float64", 2.0**-20)
     norm_only = nn.LayerNorm(K, device=device)
     norm_only.load_state_dict({"weight": more.layer_norm_weight, "bias": more.layer_norm_bias})
     np.testing.assert_array_equal(f64(normed), f64(norm_only(on)))
