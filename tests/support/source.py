@@ -45,7 +45,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports(name: str) -> Iterator[Import]:
+@cache
+def imports(name: str) -> tuple[Import, ...]:
     """What a module imports: statements, and ``import_module`` of a literal."""
 
     def visit(node: ast.AST, eager: bool, typing: bool = False) -> Iterator[Import]:
@@ -71,7 +72,7 @@ def imports(name: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, eager, typing)
 
-    return visit(tree(modules()[name]), True)
+    return tuple(visit(tree(modules()[name]), True))
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -89,11 +90,12 @@ def public(name: str) -> Iterator[tuple[str, Definition, ast.ClassDef | None]]:
                         yield f"{name}.{node.name}.{inner.name}", inner, node
 
 
-def texts() -> Iterator[Path]:
+@cache
+def texts() -> tuple[Path, ...]:
     """Every text file that the project wrote."""
-    for folder in ("fp8kit", "adapters", "tests", "examples", "benchmarks", "docs"):
-        yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in TEXTS)
-    yield from (path for path in sorted(ROOT.glob("*")) if path.suffix in TEXTS or path.name == "Makefile")
+    folders = (ROOT / name for name in ("fp8kit", "adapters", "tests", "examples", "benchmarks", "docs"))
+    found = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in TEXTS]
+    return (*found, *(p for p in sorted(ROOT.glob("*")) if p.suffix in TEXTS or p.name == "Makefile"))
 
 
 def long_files() -> list[str]:
