@@ -49,7 +49,8 @@ def operand(
 ) -> tuple[Array, Array, Array]:
     """(codes, scale_inv in cuBLASLt's layout, scale_inv of every code) of one orientation, from the rule's
     text."""
-    (rows, columns), (codes_shape, layout_shape) = x.shape, block_shapes(*x.shape, tile)
+    rows, columns = x.shape
+    codes_shape, layout_shape = block_shapes(rows, columns, tile)
     codes, layout = np.zeros(codes_shape, np.uint8), np.ones(layout_shape, np.float32)
     starts = [np.arange(0, n, own) for n, own in zip(x.shape, tile, strict=True)]
     if x.size:
