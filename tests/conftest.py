@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.house import source
+from tests.support import source
 
 # The frameworks' imports, and tracing, make objects by the million and drop most without a cycle: looked
 # through less often, which takes a third off the time to collect the tests. A test that needs garbage to be

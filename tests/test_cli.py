@@ -214,7 +214,13 @@ def test_train_writes_a_checkpoint(tmp_path, capsys):
     assert said[2] == f"replaces loss.csv, model.safetensors, training.safetensors in {tmp_path}/"
 
 
-def test_a_demo_that_is_too_short_to_be_judged_says_so(tmp_path, capsys):
+@pytest.fixture
+def short_samples(monkeypatch):
+    """The demo's models say a few bytes."""
+    monkeypatch.setattr("fp8kit.models.demo.SAMPLE_BYTES", 8)
+
+
+def test_a_demo_that_is_too_short_to_be_judged_says_so(short_samples, tmp_path, capsys):
     assert cli.main(["demo", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert "\ntiny is too short to be judged: " in said.out
@@ -222,7 +228,7 @@ def test_a_demo_that_is_too_short_to_be_judged_says_so(tmp_path, capsys):
     assert "FAILED" not in said.err
 
 
-def test_demo_fails_when_a_bound_fails(monkeypatch, tmp_path, capsys):
+def test_demo_fails_when_a_bound_fails(short_samples, monkeypatch, tmp_path, capsys):
     assert [name for name, size in PRESETS.items() if not size.judged] == ["tiny"]
     monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], judged=True))
     assert (

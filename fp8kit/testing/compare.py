@@ -2,7 +2,7 @@
 
 The tolerance is always a formula: one rounding to the stored dtype (``epsilon(dtype) * |reference|``, plus
 the smallest subnormal) and ``slack``, the error that the arithmetic may have made, which the caller derives
-from the number of terms and their magnitude. A slack of -Inf allows no error at all.
+from the number of terms and their magnitude. A slack of -Inf or NaN allows no error at all.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
     if g.shape != r.shape:
         raise AssertionError(f"{what}: shape {g.shape}, expected {r.shape}")
     error, limit = errors(g, r, dtype, slack)
-    wrong = error > limit
+    wrong = (error > 0) & ~(error <= limit)  # a slack of NaN allows nothing
     if wrong.any():
         at = _first(wrong)
         value, allowed = g.astype(np.float64)[at], np.broadcast_to(limit, r.shape)[at]

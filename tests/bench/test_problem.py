@@ -23,6 +23,7 @@ from fp8kit.bench.problem import (
 )
 from fp8kit.bench.report import Setting, Unavailable
 from fp8kit.bench.sizes import SMALL
+from fp8kit.testing.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("settled")
 
@@ -163,5 +164,5 @@ def test_references_are_float32():
         np.asarray(a, np.float64) for a in (small("Linear").x, *small("Linear").weights.values())
     )
     exact = (x.reshape(32, 32) @ weight.T + bias).astype(np.float32)
-    np.testing.assert_allclose(y, exact, rtol=0, atol=32 * np.finfo(np.float32).eps * np.abs(exact).max())
+    assert_close("y", y, exact, "float64", 32 * np.finfo(np.float32).eps * np.abs(exact).max())
     assert formats.bfloat16.numpy == small("Linear").x.dtype

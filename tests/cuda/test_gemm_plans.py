@@ -4,7 +4,6 @@ the GPU."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import types
 from typing import Any
 
@@ -20,6 +19,7 @@ from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, E5M2, bfloat16, float8_e4m3fn, float32
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from fp8kit.testing.contract import get, poisoned, put, workspace
+from tests.support.cuda_libraries import Library
 
 GPU = Device("cuda", 0)
 LAYOUTS = ("nt", "nn", "tn")
@@ -54,7 +54,7 @@ def test_the_transposed_problem_is_the_same_product(layout: Any, pad: int) -> No
     first, second, result = operands(key)
     out = np.zeros((m, n + pad))
     column_major(out, result)[:] = column_major(b, first) @ column_major(a, second)
-    np.testing.assert_allclose(out[:, :n], product, rtol=1e-14)
+    assert_close("product", out[:, :n], product, "float64", 1e-14 * np.abs(product))
     assert not out[:, n:].any()
 
 
@@ -66,67 +66,7 @@ def test_fp8_products_are_what_hopper_takes() -> None:
     assert (first.transposed, second.transposed) == (True, False)  # FP8 is "TN" only
 
 
-class _Library:
-    """Stands for nvmath.bindings.cublasLt: keeps what descriptors are told and what matmul gets."""
-
-    def __init__(self) -> None:
-        self.attributes: list[tuple[int, int]] = []
-        self.products: list[tuple[int, ...]] = []
-        self.created = 100
-        self.refused = ""  # the function that refuses
-
-    def _allow(self, function: str) -> None:
-        if function == self.refused:
-            raise self.cuBLASLtError("NOT_SUPPORTED (15)")
-
-    def _create(self, *_: object) -> int:
-        self.created += 1
-        return self.created
-
-    def matmul_desc_destroy(self, description: int) -> None:
-        pass
-
-    create = matmul_desc_create = matrix_layout_create = matmul_preference_create = _create
-
-    def _ignore(self, *_: object) -> None:
-        return None
-
-    matrix_layout_set_attribute = matmul_preference_set_attribute = matmul_preference_destroy = _ignore
-
-    def matmul_desc_set_attribute(self, _: int, attribute: int, address: int, size: int) -> None:
-        self._allow("matmul_desc_set_attribute")
-        self.attributes.append((attribute, int.from_bytes(ctypes.string_at(address, size), "little")))
-
-    cuBLASLtError = KeyError  # of no kin to RuntimeError, as the real one
-
-    def matmul_algo_get_heuristic(self, *numbers: int) -> None:
-        self._allow("matmul_algo_get_heuristic")
-        for i in range(3):
-            ctypes.memmove(numbers[8] + 96 * i, b"%c" % (65 + i) * 64, 64)
-        ctypes.c_int.from_address(numbers[9]).value = 3
-
-    def matmul(self, *numbers: int) -> None:
-        scalars = (
-            ctypes.c_float.from_address(numbers[2]).value,
-            ctypes.c_float.from_address(numbers[7]).value,
-        )
-        self._allow("matmul")
-        algorithm = ctypes.string_at(numbers[12], 64)[0]
-        product = (*numbers[3:7], *numbers[8:12], algorithm, *numbers[13:], *scalars)
-        self.products.append(product)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
-    fake = _Library()
-    monkeypatch.setattr(cublaslt, "bindings", lambda: fake)
-    monkeypatch.setattr(cublaslt, "_handle", lambda index: 1)
-    monkeypatch.setattr(cublaslt.launch, "current_device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(cublaslt.launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0))
-    return fake
-
-
-def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
+def test_a_run_patches_only_pointers_that_changed(library: Library) -> None:
     key = MatmulKey(
         32,
         48,
@@ -177,7 +117,7 @@ def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
     assert (chr(algorithm), alpha, beta) == ("A", 1.0, 1.0)
 
 
-def test_block_scaling_modes_swap_with_the_operands(library: _Library) -> None:
+def test_block_scaling_modes_swap_with_the_operands(library: Library) -> None:
     key = MatmulKey(
         32,
         48,
@@ -196,7 +136,7 @@ def test_block_scaling_modes_swap_with_the_operands(library: _Library) -> None:
     assert library.attributes[2:5] == [(25, 0), (31, 5), (32, 4)]
 
 
-def test_other_candidates_can_be_chosen(library: _Library) -> None:
+def test_other_candidates_can_be_chosen(library: Library) -> None:
     plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, alpha=0.25), 0)
     plan.choose(2)
     plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
@@ -210,21 +150,21 @@ PLAIN = MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4)
 
 
 @pytest.mark.parametrize("function", ["matmul_algo_get_heuristic", "matmul_desc_set_attribute"])
-def test_a_problem_that_cublaslt_refuses_is_one_error(library: _Library, function: str) -> None:
+def test_a_problem_that_cublaslt_refuses_is_one_error(library: Library, function: str) -> None:
     library.refused = function
     with pytest.raises(BackendError, match=r"cublaslt: MatmulKey.*NOT_SUPPORTED"):
         cublaslt.Plan(PLAIN, 0)
 
 
 @pytest.mark.parametrize("function", ["matmul", "matmul_desc_set_attribute"])
-def test_a_product_that_cublaslt_refuses_is_one_error(library: _Library, function: str) -> None:
+def test_a_product_that_cublaslt_refuses_is_one_error(library: Library, function: str) -> None:
     plan = cublaslt.Plan(PLAIN, 0)
     library.refused = function
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
         plan.run(1, 2, 3, 4, 5, 0, 0, 0, 0)  # with scales, so that the descriptor is told
 
 
-def test_a_recorded_product_that_cublaslt_refuses_is_one_error(library: _Library) -> None:
+def test_a_recorded_product_that_cublaslt_refuses_is_one_error(library: Library) -> None:
     plan = cublaslt.Plan(PLAIN, 0)
     bound = cublaslt.Bound(plan, (1, 2, 3, 0, 0, 0, 0, 0, 0, 3))
     library.refused = "matmul"
@@ -238,12 +178,12 @@ def test_a_recorded_product_that_cublaslt_refuses_is_one_error(library: _Library
 
 def test_no_handle_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def create() -> int:
-        raise _Library.cuBLASLtError("NOT_INITIALIZED (1)")
+        raise Library.cuBLASLtError("NOT_INITIALIZED (1)")
 
     monkeypatch.setattr(
         cublaslt,
         "bindings",
-        lambda: types.SimpleNamespace(create=create, cuBLASLtError=_Library.cuBLASLtError),
+        lambda: types.SimpleNamespace(create=create, cuBLASLtError=Library.cuBLASLtError),
     )
     monkeypatch.setattr(cublaslt.launch, "current_device", lambda index: contextlib.nullcontext())
     with pytest.raises(BackendError, match=r"no handle on cuda:0.*NOT_INITIALIZED"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import threading
 import types
@@ -12,53 +11,9 @@ import numpy as np
 import pytest
 
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda.compile import Resources
 from fp8kit.errors import BackendError
 from fp8kit.raw_kernels import manifest
-
-_EX = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
-_HANDLE = 1 << 44
-
-
-class Driver:
-    """Stands for ``cuLaunchKernelEx``: copies the configuration and the parameters as the driver would, by
-    their sizes."""
-
-    def __init__(self, sizes: list[int], status: int = 0) -> None:
-        self.sizes, self.status = sizes, status
-        self.launches: list[tuple[Any, ...]] = []
-        self.addresses: list[int] = []
-        self.attributes: list[tuple[int, ...]] = []
-        self.entry = _EX(self._launch)
-
-    def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
-        assert function == _HANDLE
-        assert extra is None
-        x, y, z, i, j, k, shared, stream, attributes, count = struct.unpack(
-            "=7I4xQQI4x", ctypes.string_at(config, 56)
-        )
-        self.attributes = [
-            struct.unpack("=I4xI60x", ctypes.string_at(attributes + 72 * i, 72)) for i in range(count)
-        ]
-        assert (attributes != 0) == bool(count)
-        self.addresses = list((ctypes.c_uint64 * len(self.sizes)).from_address(parameters))
-        values = [ctypes.string_at(at, size) for at, size in zip(self.addresses, self.sizes, strict=True)]
-        self.launches.append(((x, y, z), (i, j, k), shared, stream, *values))
-        return self.status
-
-
-def fake(
-    parameters: str, monkeypatch: pytest.MonkeyPatch, structure: int = 0, status: int = 0, early: bool = False
-) -> tuple[launch.Kernel, Driver]:
-    stand_in = Driver([structure if code == "s" else 8 for code in parameters], status)
-    monkeypatch.setattr(launch, "entry_point", lambda: (stand_in.entry, None))
-    monkeypatch.setattr(launch, "here", launch.Here())
-    monkeypatch.setattr(
-        launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
-    )
-    raw = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=_HANDLE), max_dynamic_shared_size_bytes=0)
-    loaded = launch.Loaded(raw, Resources(32, 0, 0, 0, 0), early)
-    return launch.Kernel("fake.cu", "fake", 0, (), parameters, lambda: loaded), stand_in
+from tests.support.cuda_libraries import EX, fake
 
 
 def test_the_configuration_and_every_kind_of_number_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +147,7 @@ def test_another_device_is_made_current_for_the_launch(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(launch, "runtime", lambda: calls)
     seen: list[int] = []
-    entry = _EX(lambda *pointers: seen.append(now[0]) or 0)
+    entry = EX(lambda *pointers: seen.append(now[0]) or 0)
     monkeypatch.setattr(launch, "entry_point", lambda: (entry, calls.getDevice))
     launch.launch(kernel, 1, 32, (1,), 0)
     assert (seen, now) == ([0], [1])

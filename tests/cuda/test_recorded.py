@@ -23,9 +23,7 @@ from fp8kit.errors import BackendError
 from fp8kit.execution.replay import Replays, replays
 from fp8kit.formats import bfloat16, float8_e4m3fn, float32
 from fp8kit.raw_kernels import manifest
-
-from .test_gemm_plans import _Library, library  # noqa: F401  # a fixture
-from .test_launch import fake
+from tests.support.cuda_libraries import Library, fake
 
 KEY = MatmulKey(
     32,
@@ -254,10 +252,7 @@ def test_an_error_within_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) ->
     assert launch.here.recording is None
 
 
-def test_a_product_again_has_its_own_addresses(
-    library: _Library,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_product_again_has_its_own_addresses(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "entry_point", lambda: (None, None))
     monkeypatch.setattr(launch, "here", launch.Here())
     launch.here.memory = types.SimpleNamespace()  # type: ignore[assignment]
@@ -280,8 +275,7 @@ def test_a_product_again_has_its_own_addresses(
 
 
 def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(
-    library: _Library,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = cublaslt.Plan(KEY, 0)
     monkeypatch.setattr(plan, "description", lambda *addresses: library._allow("description"))
@@ -292,7 +286,7 @@ def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(
     assert not made.complete
 
 
-def test_a_product_whose_algorithm_is_not_settled_is_not_recorded(library: _Library) -> None:  # noqa: F811
+def test_a_product_whose_algorithm_is_not_settled_is_not_recorded(library: Library) -> None:
     plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
     with recorded.recording() as made:
         plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 DIFFS = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/adding.md").read_text(), re.MULTILINE | re.DOTALL)
 # what is added -> (files at most, tests that run it, and the words that pick them)

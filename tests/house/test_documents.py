@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import fp8kit
-from tests.house import source
-from tests.house.source import ROOT
+from tests.support import source
+from tests.support.source import ROOT
 
 DOCUMENTS = [path for path in source.texts() if path.suffix == ".md"]
 by_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

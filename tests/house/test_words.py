@@ -9,7 +9,7 @@ import re
 import pytest
 
 from fp8kit.backends.protocol import KERNELS
-from tests.house import source
+from tests.support import source
 
 LEAST_WORDS = 2
 ENDS = ".)`|="  # a sentence, or a formula or table
@@ -100,7 +100,7 @@ def test_modules_say_what_they_are(name):
     assert ast.get_docstring(source.tree(source.modules()[name])), f"{name} has no docstring"
 
 
-@pytest.mark.parametrize("path", list(source.texts()), ids=lambda path: str(path.relative_to(source.ROOT)))
+@pytest.mark.parametrize("path", source.texts(), ids=lambda path: str(path.relative_to(source.ROOT)))
 def test_no_unwanted_words(path):
     found = [
         f"{number}: {line.strip()}"

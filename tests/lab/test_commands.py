@@ -21,7 +21,7 @@ from fp8kit.errors import BackendError, Fp8kitError
 from fp8kit.lab import native, sources, timing
 from fp8kit.lab.timing import TIMED
 from fp8kit.raw_kernels import manifest
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 PAGE = ROOT / "docs/kernel_lab.md"
 COMMANDS = [line for line in PAGE.read_text().splitlines() if line.startswith("fp8kit kernels ")]

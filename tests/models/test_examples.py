@@ -6,7 +6,6 @@ import ast
 import re
 import runpy
 import sys
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,31 +13,9 @@ import pytest
 import fp8kit as fk
 from fp8kit import lab
 from fp8kit.lab.checks import Report
-from tests.house.source import ROOT
+from tests.support.examples import EXAMPLES, HALF_STEP, numbers
 
-EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 LINES = 120
-HALF_STEP = 2.0**-4  # of E4M3: rounding to the nearest moves no normal value by more, relative to it
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def printed(request, monkeypatch, capsys):
-    """A function that runs an example as a script on the device and gives what it printed."""
-
-    def run(stem, *arguments):
-        (path,) = (path for path in EXAMPLES if path.stem[3:] == stem)
-        monkeypatch.setenv("FP8KIT_DEVICE", request.param)
-        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-        runpy.run_path(str(path), run_name="__main__")
-        return capsys.readouterr().out
-
-    yield run
-    # an example leaves it on, as a script may; it would make Python several times slower for all later tests
-    tracemalloc.stop()
-
-
-def numbers(pattern, text):
-    return [float(found) for found in re.findall(pattern, text)]
 
 
 def test_examples_are_numbered_documented_and_short():

@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-from tests.models.test_examples import HALF_STEP, numbers, printed
-
-__all__ = ["printed"]  # a fixture
+from tests.support.examples import HALF_STEP, numbers
 
 
 def test_quick_start(printed):

@@ -21,7 +21,7 @@ from fp8kit.models.gpt import GPT
 from fp8kit.models.presets import PRESETS, preset
 from fp8kit.models.resume import KIND, Checkpoint, Run, identity
 from fp8kit.models.train import fp8_recipe, train
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 TINY = preset("tiny")
 RECIPES = {"high": None, "FP8": fp8_recipe(TINY)}

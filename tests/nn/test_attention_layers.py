@@ -12,10 +12,10 @@ from fp8kit.autograd import tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits
-from tests.nn.products import Product, f64, host
-from tests.nn.running_error import R, assert_within, norm, norm_grad
-from tests.nn.test_layers import draw, make
-from tests.nn.test_transformer import Head
+from tests.support.layer_oracle import Head
+from tests.support.layers import draw, make
+from tests.support.products import Product, f64, host
+from tests.support.running_error import R, assert_within, norm, norm_grad
 
 B, ROWS, COLUMNS, HEADS, GROUPS, D = 2, 7, 11, 4, 2, 8
 LENGTHS_Q, LENGTHS_KV = (7, 3), (5, 11)
@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_dot_product_attention(device, name, dtype):
     options, call, rules = CASES[name]

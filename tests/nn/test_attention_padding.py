@@ -9,8 +9,8 @@ import pytest
 from fp8kit import nn
 from fp8kit.autograd import tensor
 from fp8kit.testing.compare import assert_same_bits
-from tests.nn.products import host
-from tests.nn.test_layers import draw
+from tests.support.layers import draw
+from tests.support.products import host
 
 HEADS, GROUPS, D = 4, 2, 8
 ROWS, COLUMNS = (7, 3, 5), (5, 11, 2)

@@ -13,7 +13,7 @@ from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.ops.activation import ActivationSpec, activation
 from fp8kit.ops.casts import DequantizeSpec, QuantizeSpec, dequantize, quantize
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 
 def draw(seed, *shape):
@@ -26,10 +26,8 @@ def test_activation_and_its_gradient(device):
     y.backward(tensor(np.ones((6, 16), np.float32), device=device))
     u, v = np.split(draw(0, 6, 32).astype(np.float64), 2, 1)
     s = 1 / (1 + np.exp(-u))
-    np.testing.assert_allclose(y.numpy(), u * s * v, rtol=0, atol=2.0**-18)
-    np.testing.assert_allclose(
-        x.grad.numpy(), np.hstack([v * s * (1 + u * (1 - s)), u * s]), rtol=0, atol=2.0**-18
-    )
+    assert_close("y", y.numpy(), u * s * v, "float64", 2.0**-18)
+    assert_close("dx", x.grad.numpy(), np.hstack([v * s * (1 + u * (1 - s)), u * s]), "float64", 2.0**-18)
 
 
 @pytest.mark.parametrize(("scaling", "tile"), [("tensor", (12, 48)), ("row", (1, 48)), ("mx_1x32", (1, 32))])
@@ -58,7 +56,7 @@ def test_the_product_of_codes(device):
     ].numpy()
     want = a.dequantize().astype(np.float64) @ b.dequantize().astype(np.float64).T
     # the tensor cores sum in 14 bits
-    np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-12 * np.abs(want).max())
+    assert_close("product", out, want, "float64", 2.0**-12 * np.abs(want).max())
 
 
 def test_refusals():

@@ -14,8 +14,8 @@ from fp8kit.autograd import apply, no_grad, tensor
 from fp8kit.errors import NonFiniteError, RecipeError
 from fp8kit.ops.activation import ActivationSpec, activation
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
-from tests.nn.test_layers import draw
-from tests.nn.test_recompute import bits
+from tests.support.layers import draw
+from tests.support.products import bits
 
 H = 32
 RECIPES = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}

@@ -15,7 +15,7 @@ from fp8kit.errors import AutogradError, FormatError, Fp8kitError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits, relative_error
-from tests.nn.test_layers import draw, make
+from tests.support.layers import draw, make
 
 HEADS, GROUPS, D = 4, 2, 8
 HIDDEN = HEADS * D

@@ -7,91 +7,49 @@ checks the FP8 arithmetic itself.
 
 from __future__ import annotations
 
-import contextlib
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from fp8kit import formats, nn
-from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import Fp8kitError
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
-from fp8kit.testing.compare import relative_error
-from tests.nn.products import Product, Quantiser, f64, scales_of
-from tests.nn.running_error import R, activation, assert_within, norm, norm_grad
+from fp8kit.recipe import Float8BlockScaling, Format
+from fp8kit.testing.compare import assert_close, relative_error
+from tests.support.layers import MODES, draw, make, quantiser, step
+from tests.support.products import Product, f64
+from tests.support.running_error import R, activation, assert_within, norm, norm_grad
 
-MODES = {
-    "high": None,
-    "delayed": DelayedScaling(amax_history_len=3, margin=1),
-    "current": Float8CurrentScaling(),
-    "e4m3": DelayedScaling(fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
-    "block": Float8BlockScaling(),
-    "block_f32": Float8BlockScaling(True, Format.HYBRID, x_block_scaling_dim=2, w_block_scaling_dim=1),
-}
 DTYPES = ("float32", "bfloat16", "float16")
-K, N, F = 40, 56, 48
-SHAPE = (3, 5)
+
+
+class Sizes(NamedTuple):
+    """Rows of the input, its features, those of the output, and of an MLP's hidden layer."""
+
+    shape: tuple[int, ...] = (3, 5)
+    k: int = 40
+    n: int = 56
+    f: int = 48
+
+
+USUAL = Sizes()
+SHAPE, K, N, F = USUAL
+# a multiple of nothing
+ODD = [Sizes((rows,), *features) for rows in (1, 3, 17) for features in ((33, 19, 21), (7, 131, 5))]
 G_SCALE = 2.0**-6  # gradients are small numbers, as in training
 
 
-def scope(mode):
-    return contextlib.nullcontext() if MODES[mode] is None else autocast(recipe=MODES[mode])
-
-
-def quantiser(mode, module, gemm=0):
-    recipe = MODES[mode]
-    if recipe is None:
-        return None
-    narrow, fp8 = module.device.kind == "cuda", recipe.quantization
-    if fp8.x.granularity != "tensor":
-        tiles = {name: (own.tile, own.power_2) for name, own in (("x", fp8.x), ("w", fp8.w), ("g", fp8.g))}
-        return Quantiser(None, fp8.g.format, narrow, tiles)
-    return Quantiser(scales_of(module, gemm) if fp8.x.needs_state else None, fp8.g.format, narrow)
-
-
-def draw(seed, shape, dtype, scale=1.0):
-    values = np.random.default_rng(seed).standard_normal(shape) * scale
-    return values.astype(np.float32).astype(formats.dtype(dtype).numpy)
-
-
-def make(kind, device, dtype, **options):
-    """A module whose parameters, biases and gammas too, are random."""
-    module = kind(params_dtype=dtype, device=device, **options)
-    state = {}
-    for i, (name, parameter) in enumerate(module.named_parameters()):
-        base = 1.0 if name.endswith("norm_weight") or (name == "weight" and parameter.view.ndim == 1) else 0.0
-        noise = draw(100 + i, parameter.shape, "float32", 0.1) + np.float32(base)
-        state[name] = noise.astype(formats.dtype(dtype).numpy)
-    module.load_state_dict(state)
-    return module
-
-
-def step(module, mode, x, g, **options):
-    """One forward and backward; (output, x's gradient, gradients by name), float64 matrices."""
-    x = tensor(
-        x,
-        requires_grad=True,
-        device=module.device if hasattr(module, "device") else next(module.parameters()).device,
-    )
-    with scope(mode):
-        y = module(x, **options)
-    y.backward(g)
-    grads = {name: f64(parameter.grad) for name, parameter in module.named_parameters()}
-    module.zero_grad()
-    return f64(y).reshape(-1, y.shape[-1]), f64(x.grad).reshape(-1, x.shape[-1]), grads
-
-
-def warmed(module, mode, dtype, k, n):
+def warmed(module, mode, dtype, k, n, shape=SHAPE):
     """Two steps on other data, so that delayed scales and histories are not at their start."""
     for seed in (10, 20):
-        step(module, mode, draw(seed, (*SHAPE, k), dtype, 2.0), draw(seed + 1, (*SHAPE, n), dtype, G_SCALE))
+        step(module, mode, draw(seed, (*shape, k), dtype, 2.0), draw(seed + 1, (*shape, n), dtype, G_SCALE))
     return {name: f64(parameter) for name, parameter in module.named_parameters()}
 
 
-def data(dtype, k, n):
-    x, g = draw(1, (*SHAPE, k), dtype), draw(2, (*SHAPE, n), dtype, G_SCALE)
+def data(dtype, k, n, shape=SHAPE):
+    x, g = draw(1, (*shape, k), dtype), draw(2, (*shape, n), dtype, G_SCALE)
     return x, g, R(x.astype(np.float64).reshape(-1, k)), R(g.astype(np.float64).reshape(-1, n))
 
 
@@ -100,9 +58,14 @@ def data(dtype, k, n):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_linear(device, dtype, mode, bias):
-    module = make(nn.Linear, device, dtype, in_features=K, out_features=N, bias=bias)
-    p = warmed(module, mode, dtype, K, N)
-    x, g, rx, rg = data(dtype, K, N)
+    check_linear(device, dtype, mode, bias)
+
+
+def check_linear(device, dtype, mode, bias=True, sizes=USUAL):
+    shape, k, n, _ = sizes
+    module = make(nn.Linear, device, dtype, in_features=k, out_features=n, bias=bias)
+    p = warmed(module, mode, dtype, k, n, shape)
+    x, g, rx, rg = data(dtype, k, n, shape)
     product = Product(rx, p["weight"], quantiser(mode, module))
     y, dx, grads = step(module, mode, x, g)
     want_dx, want_dw, want_db = product.backward(rg)
@@ -192,12 +155,11 @@ def test_linear_with_split_parameters_is_the_joined_one(device, mode, split):
         y, dx, grads = step(whole, mode, x, g)
         y2, dx2, grads2 = step(parts, mode, x, g)
         # another order of float32 sums at most; operands have the same codes
-        bound = 0 if mode == "high" else 2.0**-18
-        np.testing.assert_allclose(y2, y, rtol=0, atol=max(bound, 2.0**-18) * np.abs(y).max())
-        np.testing.assert_allclose(dx2, dx, rtol=0, atol=2.0**-18 * np.abs(dx).max())
+        pairs = [("y", y2, y), ("dx", dx2, dx)]
         for kind in ("weight", "bias"):
-            joined = np.concatenate([grads2[f"{n}_{kind}"] for n in names])
-            np.testing.assert_allclose(joined, grads[kind], rtol=0, atol=2.0**-18 * np.abs(grads[kind]).max())
+            pairs.append((kind, np.concatenate([grads2[f"{n}_{kind}"] for n in names]), grads[kind]))
+        for what, got, want in pairs:
+            assert_close(what, got, want, "float64", 2.0**-18 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -221,18 +183,23 @@ def test_norms(device, dtype, kind, zero_centered):
 @pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_linear(device, dtype, mode, kind):
+    check_layer_norm_linear(device, dtype, mode, kind)
+
+
+def check_layer_norm_linear(device, dtype, mode, kind, sizes=USUAL):
+    shape, k, n, _ = sizes
     centred = (kind == "RMSNorm") != (dtype == "float16")
     module = make(
         nn.LayerNormLinear,
         device,
         dtype,
-        in_features=K,
-        out_features=N,
+        in_features=k,
+        out_features=n,
         normalization=kind,
         zero_centered_gamma=centred,
     )
-    p = warmed(module, mode, dtype, K, N)
-    x, g, rx, rg = data(dtype, K, N)
+    p = warmed(module, mode, dtype, k, n, shape)
+    x, g, rx, rg = data(dtype, k, n, shape)
     normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p.get("layer_norm_bias"), kind, 1e-5, centred)
     product = Product(normed.rounded(dtype), p["weight"], quantiser(mode, module))
     y, dx, grads = step(module, mode, x, g)
@@ -267,21 +234,26 @@ MLP_CASES += [
 
 @pytest.mark.parametrize(("dtype", "mode", "kind"), MLP_CASES)
 def test_layer_norm_mlp(device, dtype, mode, kind):
+    check_layer_norm_mlp(device, dtype, mode, kind)
+
+
+def check_layer_norm_mlp(device, dtype, mode, kind, sizes=USUAL):
+    shape, k, _, f = sizes
     params = CLAMP if kind == "clamped_swiglu" else None
     normalization, centred = ("RMSNorm", True) if dtype == "float16" else ("LayerNorm", dtype == "bfloat16")
     module = make(
         nn.LayerNormMLP,
         device,
         dtype,
-        hidden_size=K,
-        ffn_hidden_size=F,
+        hidden_size=k,
+        ffn_hidden_size=f,
         activation=kind,
         activation_params=params,
         normalization=normalization,
         zero_centered_gamma=centred,
     )
-    p = warmed(module, mode, dtype, K, K)
-    x, g, rx, rg = data(dtype, K, K)
+    p = warmed(module, mode, dtype, k, k, shape)
+    x, g, rx, rg = data(dtype, k, k, shape)
     normed, xhat, rstd = norm(
         rx, p["layer_norm_weight"], p.get("layer_norm_bias"), normalization, 1e-5, centred
     )
@@ -312,6 +284,17 @@ def test_layer_norm_mlp(device, dtype, mode, kind):
     assert_within("dx", dx, want_dx.rounded(dtype))
 
 
+@pytest.mark.parametrize("sizes", ODD, ids=str)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [*((mode, "float32") for mode in MODES), ("delayed", "bfloat16"), ("block", "float16")]
+)
+def test_sizes_that_are_a_multiple_of_nothing(device, mode, dtype, sizes):
+    check_linear(device, dtype, mode, True, sizes)
+    if mode in MLP_MODES:
+        check_layer_norm_linear(device, dtype, mode, "LayerNorm", sizes)
+        check_layer_norm_mlp(device, dtype, mode, "geglu", sizes)
+
+
 def test_returned_bias_and_norm(device):
     x = draw(1, (4, K), "float32")
     plain = make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=F)
@@ -326,7 +309,7 @@ def test_returned_bias_and_norm(device):
     )
     on = tensor(x, device=plain.device)
     y, bias, normed = more(on)
-    np.testing.assert_allclose(f64(y) + f64(bias), f64(plain(on)), rtol=0, atol=2.0**-20)
+    assert_close("y", f64(y) + f64(bias), f64(plain(on)), "float64", 2.0**-20)
     norm_only = nn.LayerNorm(K, device=device)
     norm_only.load_state_dict({"weight": more.layer_norm_weight, "bias": more.layer_norm_bias})
     np.testing.assert_array_equal(f64(normed), f64(norm_only(on)))

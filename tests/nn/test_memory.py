@@ -16,12 +16,13 @@ from fp8kit.buffers import Buffers, free, free_contents, streamed, take
 from fp8kit.errors import AutogradError
 from fp8kit.execution import plans
 from fp8kit.nn import linear as nn_linear
+from fp8kit.nn import module as nn_module
 from fp8kit.nn import norm_mlp as nn_norm_mlp
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta
-from tests import peaks
+from tests.support import peaks
 
 pytestmark = pytest.mark.usefixtures("settled")
 
@@ -45,7 +46,7 @@ def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
         return nn.Parameter(arrays.empty(shape, dtype, device))
 
     peaks.hollow(monkeypatch)
-    for module in (nn_linear, nn_norm_mlp):
+    for module in (nn_module, nn_linear, nn_norm_mlp):
         monkeypatch.setattr(module, "make_parameter", untouched)
     sizes = peaks.HIDDEN, peaks.FFN, peaks.HEADS
     layer = nn.TransformerLayer(

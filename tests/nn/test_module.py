@@ -23,8 +23,9 @@ from fp8kit.autograd import tensor
 from fp8kit.errors import CheckpointError, FormatError, Fp8kitError
 from fp8kit.optim import AdamW
 from fp8kit.recipe import DelayedScaling
-from tests.nn.products import f64
-from tests.nn.test_layers import draw
+from fp8kit.testing.compare import assert_close
+from tests.support.layers import draw
+from tests.support.products import f64
 
 RECIPE = DelayedScaling(amax_history_len=3)
 
@@ -101,11 +102,11 @@ def test_sequential_and_shared_gradient(device):
     x = draw(1, (3, 8), "float32")
     y = net(tensor(x, device=device))
     w1, w2 = f64(first.weight), f64(second.weight)
-    np.testing.assert_allclose(f64(y), x.astype(float) @ w1.T @ w2.T @ w1.T, rtol=0, atol=2.0**-20)
+    assert_close("y", f64(y), x.astype(float) @ w1.T @ w2.T @ w1.T, "float64", 2.0**-20)
     y.backward(np.ones((3, 8), np.float32))
     g = np.ones((3, 8))
     want = g.T @ (x @ w1.T @ w2.T) + (g @ w1 @ w2).T @ x
-    np.testing.assert_allclose(f64(first.weight.grad), want, rtol=0, atol=2.0**-18)
+    assert_close("dw", f64(first.weight.grad), want, "float64", 2.0**-18)
     net.zero_grad()
     assert first.weight.grad is None
 

@@ -17,8 +17,8 @@ from fp8kit.ops.drop_path import DropPathSpec, drop_path
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit.ops.rope import RopeSpec, rope
 from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
-from tests.nn.products import f64, host
-from tests.nn.test_layers import draw, make, step
+from tests.support.layers import draw, make, step
+from tests.support.products import f64, host
 
 HEADS, GROUPS, D = 4, 2, 8
 H = HEADS * D

@@ -14,26 +14,9 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError
 from fp8kit.optim import SGD, AdamW, base, clip_grad_norm_, warmup_cosine
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
-from tests.nn.products import f64
-from tests.nn.test_layers import draw
-
-
-class Model:
-    """AdamW in float64 (Loshchilov & Hutter 2019, algorithm 2)."""
-
-    def __init__(self, w):
-        self.w, self.m, self.v, self.t = w.astype(float), np.zeros(w.shape), np.zeros(w.shape), 0
-
-    def step(self, g, lr, betas, eps, decay):
-        self.t += 1
-        self.m = betas[0] * self.m + (1 - betas[0]) * g
-        self.v = betas[1] * self.v + (1 - betas[1]) * g * g
-        m, v = self.m / (1 - betas[0] ** self.t), self.v / (1 - betas[1] ** self.t)
-        self.w -= lr * (m / (np.sqrt(v) + eps) + decay * self.w)
-
-
-def give(param, g):
-    param.grad = tensor(g.copy(), device=param.device).view
+from tests.support.adamw import Model, give
+from tests.support.layers import draw
+from tests.support.products import f64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -97,7 +80,7 @@ def test_lr_is_read_at_each_step(device):
         give(p, np.full(3, 2, np.float32))
     opt.step()
     for p in params:
-        np.testing.assert_allclose(f64(p), 0.5, atol=1e-6)
+        assert_close("parameter", f64(p), np.full(p.shape, 0.5), "float64", 1e-6)
 
 
 def test_state_dict_is_checked_before_anything_changes(device):
@@ -175,10 +158,9 @@ def test_clip_grad_norm(device, dtype, scale):
 
 def test_warmup_cosine():
     rates = [warmup_cosine(i, 2.0, 4, 12, 0.5) for i in range(15)]
-    np.testing.assert_allclose(rates[:5], [0.5, 1.0, 1.5, 2.0, 2.0])
-    np.testing.assert_allclose(rates[8], 1.25)
-    np.testing.assert_allclose(rates[12:], 0.5)
-    np.testing.assert_allclose(rates[5], 0.5 + 1.5 * 0.5 * (1 + math.cos(math.pi / 8)))
+    fifth = 0.5 + 1.5 * 0.5 * (1 + math.cos(math.pi / 8))
+    known = [*rates[:6], rates[8], *rates[12:]]
+    assert_close("rates", known, [0.5, 1.0, 1.5, 2.0, 2.0, fifth, 1.25, 0.5, 0.5, 0.5], "float64", 1e-8)
     assert warmup_cosine(0, 1.0, 0, 10) == 1.0
     with pytest.raises(Fp8kitError, match="warmup_steps"):
         warmup_cosine(0, 1.0, 5, 4)

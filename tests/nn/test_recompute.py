@@ -15,7 +15,8 @@ from fp8kit.autograd import no_grad, tensor
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.optim import SGD
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from tests.nn.test_layers import draw
+from tests.support.layers import draw
+from tests.support.products import bits
 
 RECIPES = {
     "high": None,
@@ -55,13 +56,6 @@ class Net(nn.Module):
                 x,
             )
         return self.b(self.a(x, is_first_microbatch=first), is_first_microbatch=first)
-
-
-def bits(state):
-    return {
-        name: np.asarray(value.numpy() if hasattr(value, "numpy") else value).tobytes()
-        for name, value in state.items()
-    }
 
 
 def run(how, recipe, device, micro):

@@ -11,8 +11,8 @@ from fp8kit import arrays, nn
 from fp8kit.autograd import Tensor, tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.nn.fp8 import Fp8Module
-from tests.nn.bad_options import FFN, HEADS, H, S
-from tests.nn.refusals import Door, X, cases
+from tests.support.bad_options import FFN, HEADS, H, S
+from tests.support.refusals import Door, X, cases
 
 OPTIONS = {"attention_dropout": 0.1, "layer_number": 1}
 

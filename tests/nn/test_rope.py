@@ -11,8 +11,8 @@ from fp8kit.errors import FormatError, Fp8kitError, ShapeError
 from fp8kit.ops.rope import RopeSpec, rope
 from fp8kit.spec import Meta
 from fp8kit.testing.compare import assert_close, assert_same_bits
-from tests.nn.products import f64
-from tests.nn.test_layers import draw
+from tests.support.layers import draw
+from tests.support.products import f64
 
 U = 2.0**-24
 S, B, H, D = 9, 2, 3, 16
@@ -37,10 +37,17 @@ def speeds(rotated, base=10000.0):
     return base ** (-np.arange(0, rotated, 2) / rotated)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("percent", [1.0, 0.5])
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CASES = [
+    (dtype, form, percent, interleaved)
+    for dtype in ("float32", "bfloat16")
+    for form in ("sbhd", "bshd", "thd")
+    for percent in (1.0, 0.5)
+    for interleaved in (False, True)
+]
+CASES += [("float16", form, 0.5, False) for form in ("sbhd", "thd")]
+
+
+@pytest.mark.parametrize(("dtype", "form", "percent", "interleaved"), CASES)
 def test_apply_rotary_pos_emb(device, dtype, form, percent, interleaved):
     embedding = nn.RotaryPositionEmbedding(D, percent, interleaved=interleaved, device=device)
     freqs, rotated = embedding(32), int(D * percent)

@@ -24,7 +24,7 @@ from fp8kit.quantization import Quantizer
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.spec import Meta
 from fp8kit.testing.contract import put
-from tests.nn.test_layers import draw
+from tests.support.layers import draw
 
 RECIPES = {
     "high": None,

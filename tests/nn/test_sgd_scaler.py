@@ -10,9 +10,9 @@ from fp8kit.autograd import tensor
 from fp8kit.errors import CheckpointError, FormatError, Fp8kitError, ShapeError
 from fp8kit.optim import SGD, AdamW, GradScaler, clip_grad_norm_
 from fp8kit.testing.compare import assert_close
-from tests.nn.products import f64
-from tests.nn.test_layers import draw
-from tests.nn.test_optim import Model, give
+from tests.support.adamw import Model, give
+from tests.support.layers import draw
+from tests.support.products import f64
 
 SHAPES = [(5, 7), (13,), (64, 33)]
 

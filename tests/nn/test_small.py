@@ -9,8 +9,8 @@ from fp8kit import nn, serialization
 from fp8kit.autograd import tensor
 from fp8kit.errors import CheckpointError, FormatError, Fp8kitError
 from fp8kit.testing.compare import assert_close, sum_slack
-from tests.nn.products import f64
-from tests.nn.test_layers import draw, make
+from tests.support.layers import draw, make
+from tests.support.products import f64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,4 +1,4 @@
-"""DotProductAttention, MultiheadAttention and TransformerLayer against float64 with running error bounds."""
+"""DotProductAttention against float64 with running error bounds; what layers made of it name and refuse."""
 
 from __future__ import annotations
 
@@ -10,44 +10,13 @@ from fp8kit.autograd import tensor
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.nn.later import CONSTRUCTOR
 from fp8kit.testing.compare import relative_error
-from tests.nn.products import Product, f64
-from tests.nn.running_error import R, U, activation, assert_within, norm, norm_grad
-from tests.nn.test_layers import draw, make, quantiser, step
+from tests.support.layer_oracle import Head
+from tests.support.layers import draw, make, step
+from tests.support.products import f64
+from tests.support.running_error import R, U, assert_within
 
 S, B, H, HEADS = 7, 2, 32, 4
 D = H // HEADS
-# Gradients are small numbers, as in training; in float16 the loss is scaled, or else an attention's own
-# gradients fall below its normal numbers, where a fused kernel that keeps them in float16 rounds them
-# coarsely.
-G_SCALE = {"float32": 2.0**-6, "bfloat16": 2.0**-6, "float16": 1.0}
-
-
-def join(parts, axis):
-    return R(np.concatenate([p.v for p in parts], axis), np.concatenate([p.e for p in parts], axis))
-
-
-class Head:
-    """One batch and head: o = softmax(scale q k^T) v; ``seen``: bool (s_q, s_kv). ``p_error``: relative
-    rounding of P and dS."""
-
-    def __init__(self, q, k, v, seen, scale, p_error):
-        self.q, self.k, self.v, self.scale, self.p_error = q, k, v, scale, p_error
-        scores = (q @ k.T) * scale
-        masked = np.where(seen, scores.v, -np.inf)
-        top = masked.max(1, keepdims=True)
-        weights = np.exp(masked - top)
-        total = weights.sum(1, keepdims=True)
-        p = weights / total
-        doubt = np.where(seen, scores.e + U * (np.abs(scores.v) + 16), 0)
-        relative = 2 * doubt.max(1, keepdims=True) + (seen.shape[1] + 8) * U + p_error
-        self.p = R(p, 1.1 * p * relative)
-        self.o = self.p @ v
-
-    def backward(self, do):
-        dp = do @ self.v.T
-        ds = self.p * (dp - (do * self.o).sum(1, True)) * self.scale
-        ds = R(ds.v, ds.e + self.p_error * np.abs(ds.v))
-        return ds @ self.k, ds.T @ self.q, self.p.T @ do
 
 
 class Attention:
@@ -96,10 +65,17 @@ def cu_seqlens():
     return np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32)
 
 
-@pytest.mark.parametrize("groups", [HEADS, 2])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CASES = [
+    (dtype, form, mask, groups)
+    for dtype in ("float32", "bfloat16")
+    for form in ("sbhd", "bshd")
+    for mask in MASKS
+    for groups in (HEADS, 2)
+]
+CASES += [("float16", "sbhd", mask, 2) for mask in MASKS]
+
+
+@pytest.mark.parametrize(("dtype", "form", "mask", "groups"), CASES)
 def test_dot_product_attention(device, dtype, form, mask, groups):
     module = nn.DotProductAttention(HEADS, D, groups, qkv_format=form, attn_mask_type=mask)
     raw = [draw(i, (S, B, n, D), dtype) for i, n in enumerate((HEADS, groups, groups))]
@@ -119,183 +95,6 @@ def test_dot_product_attention(device, dtype, form, mask, groups):
         ("dq", "dk", "dv"), inputs, want.backward(R(do.astype(np.float64))), strict=True
     ):
         assert_within(name, f64(x.grad).transpose(swap), grad.rounded(dtype))
-
-
-class Mha:
-    """MultiheadAttention in float64, causal, sbhd: qkv product of ``x`` R (s b, H), attention, proj."""
-
-    def __init__(self, module, x, p, prefix, mode, dtype):
-        first = module.layernorm_qkv if module.input_layernorm else module.qkv
-        child = f"{prefix}{'layernorm_qkv' if module.input_layernorm else 'qkv'}."
-        fused = f"{child}weight" in p
-        weight, bias = (
-            p[f"{child}{k}"]
-            if fused
-            else np.concatenate([p[f"{child}{n}_{k}"] for n in ("query", "key", "value")])
-            for k in ("weight", "bias")
-        )
-        self.dtype, self.groups = dtype, module.core_attention.num_gqa_groups
-        self.qkv = Product(x, weight, quantiser(mode, first))
-        packed = self.qkv.forward(bias).rounded(dtype).reshape(S, B, -1, D)
-        edge = HEADS + self.groups
-        self.attention = Attention(
-            packed[:, :, :HEADS], packed[:, :, HEADS:edge], packed[:, :, edge:], True, dtype
-        )
-        o = self.attention.forward().rounded(dtype).reshape(S * B, H)
-        self.proj = Product(o, p[f"{prefix}proj.weight"], quantiser(mode, module.proj))
-
-    def forward(self, bias=None):
-        return self.proj.forward(bias)
-
-    def backward(self, g):
-        """(dx, qkv's dW and db, proj's dW and db)."""
-        do, dwp, dbp = self.proj.backward(g)
-        parts = self.attention.backward(do.rounded(self.dtype).reshape(S, B, HEADS, D))
-        packed = join([part.rounded(self.dtype) for part in parts], 2).reshape(S * B, -1)
-        dx, dw, db = self.qkv.backward(packed)
-        return dx, dw, db, dwp, dbp
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"num_gqa_groups": 2}, {"fuse_qkv_params": True, "qkv_weight_interleaved": False}]
-)
-@pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
-def test_multihead_attention(device, mode, options):
-    dtype = "float32"
-    module = make(
-        nn.MultiheadAttention,
-        device,
-        dtype,
-        hidden_size=H,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        **options,
-    )
-    shape_of = {"k": H, "n": H}
-    p = warmed_at(module, mode, dtype, (S, B), **shape_of)
-    x, g = draw(1, (S, B, H), dtype), draw(2, (S, B, H), dtype, G_SCALE[dtype])
-    want = Mha(module, R(x.astype(np.float64).reshape(-1, H)), p, "", mode, dtype)
-    y, dx, grads = step(module, mode, x, g)
-    want_dx, dw, db, dwp, dbp = want.backward(R(g.astype(np.float64).reshape(-1, H)))
-    assert_within("y", y, want.forward(p["proj.bias"]).rounded(dtype))
-    assert_within("dx", dx, want_dx.rounded(dtype))
-    assert_within("proj.weight", grads["proj.weight"], dwp.rounded(dtype))
-    assert_within("proj.bias", grads["proj.bias"], dbp.rounded(dtype))
-    names = ["qkv."] if "fuse_qkv_params" in options else [f"qkv.{n}_" for n in ("query", "key", "value")]
-    assert_within("qkv.weight", np.concatenate([grads[f"{n}weight"] for n in names]), dw.rounded(dtype))
-    assert_within("qkv.bias", np.concatenate([grads[f"{n}bias"] for n in names]), db.rounded(dtype))
-
-
-def warmed_at(module, mode, dtype, leading, k, n):
-    for seed in (10, 20):
-        step(
-            module,
-            mode,
-            draw(seed, (*leading, k), dtype, 2.0),
-            draw(seed + 1, (*leading, n), dtype, G_SCALE[dtype]),
-        )
-    return {name: f64(parameter) for name, parameter in module.named_parameters()}
-
-
-@pytest.mark.parametrize("form", ["pre", "post_residual", "output_norm"])
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize(
-    ("mode", "dtype"),
-    [
-        ("high", "float32"),
-        ("high", "bfloat16"),
-        ("delayed", "float32"),
-        ("current", "float32"),
-        ("block", "float32"),
-    ],
-)
-def test_transformer_layer(device, mode, dtype, kind, form):
-    options = {
-        "pre": {},
-        "post_residual": {"apply_residual_connection_post_layernorm": True},
-        "output_norm": {"output_layernorm": True},
-    }
-    module = make(
-        nn.TransformerLayer,
-        device,
-        dtype,
-        hidden_size=H,
-        ffn_hidden_size=48,
-        num_attention_heads=HEADS,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        normalization=kind,
-        activation="silu",
-        **options[form],
-    )
-    p = warmed_at(module, mode, dtype, (S, B), H, H)
-    x, g = draw(1, (S, B, H), dtype), draw(2, (S, B, H), dtype, G_SCALE[dtype])
-    rx, rg = R(x.astype(np.float64).reshape(-1, H)), R(g.astype(np.float64).reshape(-1, H))
-    attn, mlp = module.self_attention, module.layernorm_mlp
-    a_pre, m_pre = "self_attention.layernorm_qkv.layer_norm_", "layernorm_mlp.layer_norm_"
-
-    if form == "output_norm":
-        normed = rx
-    else:
-        normed, ahat, arstd = norm(rx, p[f"{a_pre}weight"], p.get(f"{a_pre}bias"), kind, 1e-5)
-        normed = normed.rounded(dtype)
-    mha = Mha(attn, normed, p, "self_attention.", mode, dtype)
-    a = (
-        mha.forward().rounded(dtype)
-        + p["self_attention.proj.bias"]
-        + (normed if form == "post_residual" else rx)
-    ).rounded(dtype)
-    normed2, mhat, mrstd = norm(a, p[f"{m_pre}weight"], p.get(f"{m_pre}bias"), kind, 1e-5)
-    normed2 = normed2.rounded(dtype)
-    fc1 = Product(normed2, p["layernorm_mlp.fc1_weight"], quantiser(mode, mlp, 0))
-    act, act_back = activation(fc1.forward().rounded(dtype) + p["layernorm_mlp.fc1_bias"], "silu")
-    fc2 = Product(act.rounded(dtype), p["layernorm_mlp.fc2_weight"], quantiser(mode, mlp, 1))
-    out = (
-        fc2.forward().rounded(dtype)
-        + p["layernorm_mlp.fc2_bias"]
-        + (normed2 if form == "post_residual" else a)
-    ).rounded(dtype)
-    top = rg
-    if form == "output_norm":
-        final, fhat, frstd = norm(out, p["layernorm.weight"], p.get("layernorm.bias"), kind, 1e-5)
-        out, top = (
-            final.rounded(dtype),
-            norm_grad(rg, fhat, frstd, p["layernorm.weight"], kind)[0].rounded(dtype),
-        )
-
-    dact, dw2, db2 = fc2.backward(top)
-    dh = act_back(dact.rounded(dtype)).rounded(dtype)
-    dnormed, dw1, _ = fc1.backward(dh)
-    dnormed = dnormed.rounded(dtype)
-    if form == "post_residual":
-        dnormed = (dnormed + top).rounded(dtype)
-    da, dgamma, _ = norm_grad(dnormed, mhat, mrstd, p[f"{m_pre}weight"], kind)
-    da = (da if form == "post_residual" else da + top).rounded(dtype)
-    dnormed, dw, _, dwp, dbp = mha.backward(da)
-    dnormed = dnormed.rounded(dtype)
-    if form == "output_norm":
-        dx = dnormed + da
-    else:
-        dnormed = (dnormed + da).rounded(dtype) if form == "post_residual" else dnormed
-        dx, _, _ = norm_grad(dnormed, ahat, arstd, p[f"{a_pre}weight"], kind)
-        dx = dx if form == "post_residual" else dx + da
-
-    y, got_dx, grads = step(module, mode, x, g)
-    assert_within("y", y, out)
-    named = {
-        "layernorm_mlp.fc2_weight": dw2,
-        "layernorm_mlp.fc2_bias": db2,
-        "layernorm_mlp.fc1_weight": dw1,
-        f"{m_pre}weight": dgamma,
-        "self_attention.proj.weight": dwp,
-        "self_attention.proj.bias": dbp,
-    }
-    for name, want in named.items():
-        assert_within(name, grads[name], want.rounded(dtype))
-    child = "qkv" if form == "output_norm" else "layernorm_qkv"
-    got = np.concatenate([grads[f"self_attention.{child}.{n}_weight"] for n in ("query", "key", "value")])
-    assert_within("qkv", got, dw.rounded(dtype))
-    assert_within("dx", got_dx, dx.rounded(dtype))
 
 
 def test_parameter_names_are_transformer_engines():

@@ -7,17 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fp8kit.backends import dispatch, policy
-from tests.house.source import ROOT
-
-EXAMPLE = ROOT / "examples/plugin_numba"
-# no network and no environment of its own for the build: what is there is enough
-OFFLINE = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
+from tests.support.plugin import EXAMPLE, OFFLINE, Run
+from tests.support.source import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +42,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return target
-
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture

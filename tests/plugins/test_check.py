@@ -13,7 +13,7 @@ from fp8kit.errors import BackendError
 from fp8kit.plugins import Kind, OpImpl, registry
 from fp8kit.testing import ContractReport, check_implementation
 from fp8kit.testing.contract import cases
-from tests.plugins.engines import Engine, refusing
+from tests.support.engines import Engine, refusing
 
 
 def check(impl: OpImpl, **more: Any) -> tuple[ContractReport, str]:

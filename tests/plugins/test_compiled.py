@@ -28,7 +28,7 @@ from fp8kit.plugins import (
     with_preference,
     with_strict_mode,
 )
-from tests.plugins.engines import Engine
+from tests.support.engines import Engine
 
 KERNELS = ("norm_fwd", "norm_bwd")
 

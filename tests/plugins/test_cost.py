@@ -4,7 +4,7 @@ slower machine."""
 from __future__ import annotations
 
 from fp8kit.plugins import dispatch_cost, registry
-from tests.plugins.engines import Engine
+from tests.support.engines import Engine
 
 BUDGET, BUSY = 0.5, 2  # microseconds; factor that a slower or busier machine may cost
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8kit.plugins import KERNELS, OpManager, OpRegistry, discover_plugin
-from tests.plugins.conftest import Run
+from tests.support.plugin import Run
 
 GOOD = """
 from fp8kit.plugins import Kind, OpImpl

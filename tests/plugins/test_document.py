@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.house.source import ROOT
-from tests.plugins.conftest import EXAMPLE, OFFLINE
+from tests.support.plugin import EXAMPLE, OFFLINE
+from tests.support.source import ROOT
 
 TEXT = (ROOT / "docs/plugins.md").read_text()
 

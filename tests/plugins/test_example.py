@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.plugins.conftest import Run
+from tests.support.plugin import Run
 
 STEP = """
 import json

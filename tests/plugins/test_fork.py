@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from tests.plugins.conftest import Run
+from tests.support.plugin import Run
 
 CODE = """
 import os, sys, threading

@@ -34,7 +34,7 @@ from fp8kit.plugins import (
     with_strict_mode,
 )
 from fp8kit.testing import assert_same_bits
-from tests.plugins.engines import Engine, refusing
+from tests.support.engines import Engine, refusing
 
 
 def total(dtype: str = "float32") -> Any:

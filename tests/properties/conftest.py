@@ -3,11 +3,9 @@ many, drawn anew."""
 
 from __future__ import annotations
 
-import os
-
 from hypothesis import HealthCheck, Phase, settings
 
-FACTOR = int(os.environ.get("FP8KIT_PROPERTIES", "0"))
+from tests.support.effort import FACTOR
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(

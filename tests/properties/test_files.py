@@ -18,7 +18,7 @@ import fp8kit as fk
 from fp8kit import nn, optim, recipe, serialization
 from fp8kit.autocast import autocast
 from fp8kit.errors import CheckpointError
-from tests.properties.draws import FLOATS, OTHERS, attempt, examples, host, seeds, things, values
+from tests.support.draws import FLOATS, OTHERS, attempt, examples, host, seeds, things, values
 
 DTYPES = [*FLOATS, *OTHERS]
 

@@ -11,7 +11,7 @@ import pytest
 import fp8kit as fk
 from fp8kit import nn, optim
 from fp8kit.errors import AutogradError, Fp8kitError
-from tests.properties.test_arguments import JUNK
+from tests.support.junk import JUNK
 
 X = np.linspace(-1, 1, 256, dtype=np.float32).reshape(16, 16)
 

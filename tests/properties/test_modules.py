@@ -12,7 +12,7 @@ from fp8kit import nn, recipe
 from fp8kit.autocast import autocast
 from fp8kit.errors import Fp8kitError
 from fp8kit.testing import assert_close, assert_same_bits, epsilon
-from tests.properties.draws import HIGH, OTHERS, attempt, examples, host, seeds, shapes, things, values
+from tests.support.draws import HIGH, OTHERS, attempt, examples, host, seeds, shapes, things, values
 
 F32 = np.dtype(np.float32)
 WIDTHS = [1, 2, 3, 5, 16, 17, 33, 64, 130]

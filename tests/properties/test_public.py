@@ -11,7 +11,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import arrays, autograd, formats, nn, optim, recipe, serialization, testing
-from tests.properties.calls import CALLS
+from tests.support.calls import CALLS
 
 ROOMS = {
     "": fk,

@@ -12,18 +12,7 @@ from fp8kit import codec, formats
 from fp8kit.backends.reference.philox import words
 from fp8kit.errors import FormatError, Fp8kitError, ShapeError
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
-from tests.properties.draws import (
-    FLOATS,
-    OTHERS,
-    attempt,
-    examples,
-    host,
-    seeds,
-    shapes,
-    thing,
-    things,
-    values,
-)
+from tests.support.draws import FLOATS, OTHERS, attempt, examples, host, seeds, shapes, thing, things, values
 
 TILES = {
     "tensor": (0, 0),

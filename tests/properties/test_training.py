@@ -17,7 +17,7 @@ from fp8kit.arrays import CPU
 from fp8kit.errors import Fp8kitError
 from fp8kit.scaling import FIELDS, ScalingState, update
 from fp8kit.testing import assert_close, assert_same_bits
-from tests.properties.draws import HIGH, attempt, examples, host, seeds, shapes, thing, things, values
+from tests.support.draws import HIGH, attempt, examples, host, seeds, shapes, thing, things, values
 
 F32 = np.dtype(np.float32)
 rates = st.sampled_from([0.0, 1e-3, 0.1, 1.0])

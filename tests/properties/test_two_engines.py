@@ -12,7 +12,7 @@ import fp8kit as fk
 from fp8kit import nn, recipe
 from fp8kit.errors import Fp8kitError
 from fp8kit.testing import assert_close, assert_same_bits, epsilon
-from tests.properties.draws import FLOATS, HIGH, examples, host, seeds, shapes, values
+from tests.support.draws import FLOATS, HIGH, examples, host, seeds, shapes, values
 
 pytestmark = pytest.mark.gpu
 DEVICES = ("cpu", "cuda")

@@ -12,7 +12,7 @@ from fp8kit import arrays, formats
 from fp8kit.arrays import CPU
 from fp8kit.errors import AutogradError, BackendError, Fp8kitError
 from fp8kit.testing import assert_close, assert_same_bits
-from tests.properties.draws import (
+from tests.support.draws import (
     FLOATS,
     FOREIGN,
     HIGH,

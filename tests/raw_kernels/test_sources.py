@@ -20,7 +20,7 @@ import pytest
 
 from fp8kit.backends.cuda.compile import compile_cubin
 from fp8kit.raw_kernels import manifest
-from tests.properties.conftest import FACTOR
+from tests.support.effort import FACTOR
 
 ARCHITECTURES = ("sm_90a", "sm_89", "sm_100a")
 STATIC_SHARED = 48 * 1024

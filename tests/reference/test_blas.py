@@ -179,6 +179,7 @@ CHILD = """
 import os
 import numpy as np
 from fp8kit.backends.reference import blas
+from fp8kit.testing import assert_close
 blas._PART = 1 << 10
 library = blas._openblas()
 assert library is not None, "NumPy's OpenBLAS is not found"
@@ -187,7 +188,7 @@ random = np.random.default_rng(1)
 left = random.standard_normal((200, 60)).astype(np.float32)
 right = random.standard_normal((60, 50)).astype(np.float32)
 want = blas.matmul(left, right)
-np.testing.assert_allclose(want, left @ right, rtol=1e-4, atol=1e-5)
+assert_close("product", want, left @ right, "float64", 1e-5 + 1e-4 * np.abs(left @ right))
 with blas._one_thread:
     child = os.fork()
     if child == 0:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 PROGRAM = """
 import hashlib

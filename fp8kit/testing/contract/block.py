@@ -17,7 +17,7 @@ from fp8kit.backends.protocol import BLOCK, block_shapes
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float32, uint8
 from fp8kit.testing.compare import ROUNDOFF, Array
 from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
-from fp8kit.testing.contract.casts import largest, scale_of, scaled
+from fp8kit.testing.contract.casts import scale_of, scaled
 from fp8kit.testing.contract.gemm import fp8_slack, joined, product_results, sizes
 from fp8kit.testing.contract.sampler import Sampler, narrowed
 
@@ -47,15 +47,21 @@ def blocks(s: Sampler, rows: int, columns: int, dtype: DType) -> Array:
 def operand(
     x: Array, tile: Tile, fmt: Format, power_2: bool, epsilon: float, for_inf: float
 ) -> tuple[Array, Array, Array]:
-    """(codes, scale_inv in cuBLASLt's layout, scale_inv of every code) of one orientation, tile by tile, from
-    the rule's text."""
-    codes_shape, layout_shape = block_shapes(x.shape[0], x.shape[1], tile)
+    """(codes, scale_inv in cuBLASLt's layout, scale_inv of every code) of one orientation, from the rule's
+    text."""
+    rows, columns = x.shape
+    codes_shape, layout_shape = block_shapes(rows, columns, tile)
     codes, layout = np.zeros(codes_shape, np.uint8), np.ones(layout_shape, np.float32)
-    for i, j in np.ndindex(-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1])):
-        at = slice(i * tile[0], (i + 1) * tile[0]), slice(j * tile[1], (j + 1) * tile[1])
-        scale = scale_of(np.array([largest(x[at])]), fmt.max, power_2, epsilon, for_inf)
-        codes[: x.shape[0], : x.shape[1]][at] = codec.encode(scaled(x[at], scale), fmt)
-        layout[(j, i) if tile == LINE else (i, j)] = (np.float32(1) / scale)[0]
+    starts = [np.arange(0, n, own) for n, own in zip(x.shape, tile, strict=True)]
+    if x.size:
+        size = np.abs(x.astype(np.float32))
+        amax = np.fmax.reduceat(np.fmax.reduceat(size, starts[0], 0), starts[1], 1)
+        amax = np.fmax(amax, np.float32(0))  # NaN counts as nothing
+        scale = scale_of(amax.reshape(-1), fmt.max, power_2, epsilon, for_inf).reshape(amax.shape)
+        own = np.repeat(np.repeat(scale, tile[0], 0)[:rows], tile[1], 1)[:, :columns]
+        codes[:rows, :columns] = codec.encode(scaled(x, own), fmt)
+        inverse = np.float32(1) / (scale.T if tile == LINE else scale)
+        layout[: inverse.shape[0], : inverse.shape[1]] = inverse
     return codes, layout, each_scale(layout, codes_shape, tile)
 
 

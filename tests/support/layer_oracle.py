@@ -9,12 +9,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.nn.products import Product
-from tests.nn.running_error import R, activation, norm, norm_grad
-from tests.nn.test_layers import quantiser
-from tests.nn.test_transformer import Head, join
+from tests.support.layers import quantiser
+from tests.support.products import Product
+from tests.support.running_error import R, U, activation, norm, norm_grad
 
 TRIG = 8 * 2.0**-24  # cos and sin of a float32 angle: relative to a radian or so
+
+
+def join(parts, axis):
+    return R(np.concatenate([p.v for p in parts], axis), np.concatenate([p.e for p in parts], axis))
+
+
+class Head:
+    """One batch and head: o = softmax(scale q k^T) v; ``seen``: bool (s_q, s_kv). ``p_error``: relative
+    rounding of P and dS."""
+
+    def __init__(self, q, k, v, seen, scale, p_error):
+        self.q, self.k, self.v, self.scale, self.p_error = q, k, v, scale, p_error
+        scores = (q @ k.T) * scale
+        masked = np.where(seen, scores.v, -np.inf)
+        top = masked.max(1, keepdims=True)
+        weights = np.exp(masked - top)
+        total = weights.sum(1, keepdims=True)
+        p = weights / total
+        doubt = np.where(seen, scores.e + U * (np.abs(scores.v) + 16), 0)
+        relative = 2 * doubt.max(1, keepdims=True) + (seen.shape[1] + 8) * U + p_error
+        self.p = R(p, 1.1 * p * relative)
+        self.o = self.p @ v
+
+    def backward(self, do):
+        dp = do @ self.v.T
+        ds = self.p * (dp - (do * self.o).sum(1, True)) * self.scale
+        ds = R(ds.v, ds.e + self.p_error * np.abs(ds.v))
+        return ds @ self.k, ds.T @ self.q, self.p.T @ do
 
 
 def turn(x, angle, sign, dtype):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fp8kit as fk
 from fp8kit import arrays
 from fp8kit.errors import Fp8kitError
-from tests.properties.conftest import FACTOR
+from tests.support.effort import FACTOR
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIGH = [np.dtype(np.float32), BF16, np.dtype(np.float16)]

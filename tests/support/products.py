@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fp8kit import formats
-from tests.nn.running_error import R, current_scale, quantised, quantised_blocks
+from tests.support.running_error import R, current_scale, quantised, quantised_blocks
 
 
 class Quantiser:
@@ -78,3 +78,10 @@ def host(array):
 def f64(tensor):
     """A tensor's or view's values as float64."""
     return np.asarray(tensor.numpy()).astype(np.float64)
+
+
+def bits(state):
+    return {
+        name: np.asarray(value.numpy() if hasattr(value, "numpy") else value).tobytes()
+        for name, value in state.items()
+    }

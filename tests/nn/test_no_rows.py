@@ -1,4 +1,4 @@
-"""Layers on no rows at all, and on sizes that are a multiple of nothing, under every recipe."""
+"""Layers on no rows at all, under every recipe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from fp8kit import nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import apply, tensor
 from fp8kit.ops.dropout_add import DropoutAddSpec, dropout_add
-from tests.nn import test_layers as layers
-from tests.nn.products import f64, host
-from tests.nn.test_layers import MODES, draw, make, step
+from tests.support.layers import MODES, draw, make, step
+from tests.support.products import f64, host
 
 MODULES = {
     "Linear": (nn.Linear, {"in_features": 40, "out_features": 56}, 40, 56),
@@ -126,20 +125,3 @@ def test_no_rows_between_operations(device):
         False,
         True,
     ]
-
-
-SIZES = [(rows, features) for rows in (1, 3, 17) for features in ((33, 19, 21), (7, 131, 5))]
-
-
-@pytest.mark.parametrize(("rows", "features"), SIZES)
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [*((mode, "float32") for mode in MODES), ("delayed", "bfloat16"), ("block", "float16")]
-)
-def test_sizes_that_are_a_multiple_of_nothing(device, monkeypatch, mode, dtype, rows, features):
-    """``test_layers`` with other sizes: against the quantised model, forward and backward."""
-    for name, value in zip(("SHAPE", "K", "N", "F"), ((rows,), *features), strict=True):
-        monkeypatch.setattr(layers, name, value)
-    layers.test_linear(device, dtype, mode, True)
-    if mode in layers.MLP_MODES:
-        layers.test_layer_norm_linear(device, dtype, mode, "LayerNorm")
-        layers.test_layer_norm_mlp(device, dtype, mode, "geglu")

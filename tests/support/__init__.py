@@ -1,0 +1,1 @@
+"""What test files share: oracles, modules with random parameters, bad arguments, stand-ins for libraries."""
