@@ -22,10 +22,10 @@ from fp8kit_jax.program import Program
 from fp8kit import formats
 from fp8kit.errors import AutogradError, BackendError
 from fp8kit.lru import LRU
-from fp8kit.ops.registry import register_operation
 from fp8kit.spec import Meta, Operation, Plan, Signature
 from fp8kit.testing import assert_same_bits
 from tests.adapters.jax import programs
+from tests.support.gate import GateSpec, gate
 
 
 def child(*args, **environment):
@@ -77,45 +77,6 @@ class Plus(Operation):
 fj.register_operation(plus := Plus(), PlusSpec)
 
 
-@dataclass(frozen=True)
-class GateSpec:
-    """``scaled``: whether the gate has a parameter."""
-
-    scaled: bool = True
-
-
-class Gate(Operation):
-    """y = x sigmoid(a x), with a parameter a (features,): what a user writes. sigmoid(a x) is saved."""
-
-    name = "test_gate"
-    parameters = ("a",)
-
-    def infer(self, spec, metas, needs):
-        x = metas["x"]
-        grads = {name: metas[name] for name in ("x", "a") if name in needs}
-        return Signature({"y": x}, {"gate": x} if grads else {}, ("x", "a"), grads)
-
-    def plan(self, spec, metas, needs, kernels):
-        return Plan(spec, self.infer(spec, metas, needs), kernels, {"gate": metas["x"]})
-
-    def forward(self, plan, inputs, outputs, saved, scratch, stream):
-        gate = (saved.get("gate") or scratch["gate"]).numpy()
-        x = inputs["x"].numpy()
-        gate[...] = 1 / (1 + np.exp(-inputs["a"].numpy() * x))
-        outputs["y"].numpy()[...] = x * gate
-
-    def backward(self, plan, kept, saved, cotangents, grads, scratch, stream):
-        x, a, gate, dy = kept["x"].numpy(), kept["a"].numpy(), saved["gate"].numpy(), cotangents["y"].numpy()
-        inner = dy * x * gate * (1 - gate)
-        if "x" in grads:
-            grads["x"].numpy()[...] = dy * gate + inner * a
-        if "a" in grads:
-            grads["a"].numpy()[...] = (inner * x).sum(0)
-
-
-register_operation(gate := Gate(), GateSpec)
-
-
 def test_a_users_operation_runs_and_subnormals_are_kept():
     tiny = jnp.full((4,), 2e-38, jnp.float32)
     got = jax.jit(lambda x: fj.apply(plus, PlusSpec(0.0), {"x": x})["y"])(tiny)
@@ -134,7 +95,7 @@ def test_a_users_operation_has_gradients_within_jit():
     )
 
     def own(x, a):
-        return fj.apply(gate, GateSpec(), {"x": x, "a": a})["y"]
+        return fj.apply(gate, GateSpec(8), {"x": x, "slope": a})["y"]
 
     def plain(x, a):
         return x * jax.nn.sigmoid(a * x)

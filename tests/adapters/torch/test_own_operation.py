@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import fp8kit_torch as ft
-import numpy as np
 import pytest
 import torch
 from fp8kit_torch.library import OPS, text_of
 
-import fp8kit as fk
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.execution.codec import encode
-from fp8kit.formats import float32
-from fp8kit.spec import Meta, Operation, Plan, Signature
+from tests.support.gate import GateSpec, gate
 
-
-@dataclass(frozen=True)
-class GateSpec:
-    """``features``: length of the last dimension."""
-
-    features: int
-
-
-class Gate(Operation):
-    """y = x * sigmoid(a x), with a parameter a (features,)."""
-
-    name = "user_gate"
-    parameters = ("slope",)
-    arguments = {"slope": "a"}  # noqa: RUF012
-
-    def infer(self, spec, metas, needs):
-        x, slope = metas["x"], metas["slope"]
-        if x.dtype != float32:
-            raise FormatError(self.name, "x", x.dtype.name, "float32")
-        if slope.dtype != x.dtype:
-            raise FormatError(self.name, "slope", slope.dtype.name, x.dtype.name)
-        if slope.shape != (spec.features,):
-            raise ShapeError(self.name, "slope", f"shape {slope.shape}", f"({spec.features},)")
-        made = {name: metas[name] for name in ("x", "slope") if name in needs}
-        saved = {"gate": Meta(x.shape, x.dtype)} if made else {}
-        return Signature({"y": Meta(x.shape, x.dtype)}, saved, ("x", "slope") if made else (), made)
-
-    def plan(self, spec, metas, needs, kernels):
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
-
-    def forward(self, plan, inputs, outputs, saved, scratch, stream):
-        x = inputs["x"].numpy()
-        gate = 1 / (1 + np.exp(-inputs["slope"].numpy() * x))
-        outputs["y"].numpy()[...] = x * gate
-        if plan.signature.saved:
-            saved["gate"].numpy()[...] = gate
-
-    def backward(self, plan, kept, saved, cotangents, grads, scratch, stream):
-        x, slope, gate = kept["x"].numpy(), kept["slope"].numpy(), saved["gate"].numpy()
-        g, slant = cotangents["y"].numpy(), gate * (1 - gate)
-        if "x" in grads:
-            grads["x"].numpy()[...] = g * (gate + x * slope * slant)
-        if "slope" in grads:
-            grads["slope"].numpy()[...] = (g * x * x * slant).reshape(-1, x.shape[-1]).sum(0)
-
-
-gate = fk.register_operation(Gate(), GateSpec)
 SPEC = GateSpec(16)
 
 

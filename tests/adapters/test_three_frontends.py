@@ -1,0 +1,156 @@
+"""The three frontends as they ship give the same bits: a layer with delayed scaling over several steps, and
+an operation that a user registered once."""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import fp8kit_torch as ft
+import jax
+import numpy as np
+import pytest
+import torch
+
+import fp8kit as fk
+from fp8kit.autograd import apply, tensor
+from fp8kit.testing import assert_same_bits
+from tests.support.gate import GateSpec, gate
+
+RECIPE = fk.recipe.DelayedScaling(amax_history_len=3)
+ROWS, K, N = 20, 24, 40
+SLOTS = {"x": ("fwd", 0), "w": ("fwd", 1), "g": ("bwd", 0)}
+
+
+def normal(seed, *shape, scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+WEIGHTS = {"weight": normal(1, N, K), "bias": normal(2, N)}
+BATCHES = [(normal(3 + i, ROWS, K, scale=2.0**i), normal(13 + i, ROWS, N, scale=0.01)) for i in range(4)]
+SPEC = GateSpec(16)
+GATE = normal(5, 6, 4, 16), normal(6, 16), normal(7, 6, 4, 16)
+
+
+def state_of(layer):
+    """Scale and history of input, weight and output gradient, as a module holds them."""
+    found = {}
+    for name, (side, slot) in SLOTS.items():
+        state = layer.fp8_meta[f"scaling_{side}"]
+        found[f"{name}_scale"] = np.asarray(state.scale)[slot].copy()
+        found[f"{name}_history"] = np.asarray(state.amax_history)[:, slot].copy()
+    return found
+
+
+def native_steps():
+    layer = fk.nn.Linear(K, N, device="cpu")
+    layer.load_state_dict(WEIGHTS)
+    for x, g in BATCHES:
+        given = tensor(x, requires_grad=True, device="cpu")
+        layer.zero_grad()
+        with fk.autocast(recipe=RECIPE):
+            y = layer(given)
+        y.backward(g)
+        grads = {"dx": given.grad, "dweight": layer.weight.grad, "dbias": layer.bias.grad}
+        yield {"y": y.numpy()} | {name: grad.numpy() for name, grad in grads.items()} | state_of(layer)
+
+
+def torch_steps(compiled):
+    layer = ft.Linear(K, N, device="cpu")
+    with torch.no_grad():
+        for name, value in WEIGHTS.items():
+            getattr(layer, name).copy_(torch.from_numpy(value))
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for x, g in BATCHES:
+        given = torch.from_numpy(x.copy()).requires_grad_()
+        layer.zero_grad()
+        with ft.autocast(recipe=RECIPE):
+            y = call(given)
+        y.backward(torch.from_numpy(g.copy()))
+        made = {"y": y, "dx": given.grad, "dweight": layer.weight.grad, "dbias": layer.bias.grad}
+        yield {name: t.detach().numpy().copy() for name, t in made.items()} | state_of(layer)
+
+
+def jax_steps():
+    def layer(x, weight, bias, own):
+        return fj.dense(x, weight, bias, ((1,), (1,)), own)
+
+    @jax.jit
+    def step(own, x, g):
+        y, pull = jax.vjp(layer, x, *WEIGHTS.values(), own)
+        return y, *pull(g)
+
+    own = fj.create_set(RECIPE)
+    for x, g in BATCHES:
+        y, dx, dweight, dbias, own = step(own, x, g)
+        made = {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
+        for name, slot in (("x", own.x), ("w", own.kernel), ("g", own.grad)):
+            made |= {f"{name}_scale": slot.scale, f"{name}_history": slot.amax_history}
+        yield {name: np.asarray(array).squeeze() for name, array in made.items()}
+
+
+@pytest.fixture(scope="module")
+def native():
+    return list(native_steps())
+
+
+def same(got, want):
+    for step, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.keys() == b.keys()
+        for name in b:
+            assert_same_bits(f"step {step}: {name}", a[name], b[name])
+
+
+def test_the_steps_exercise_delayed_scaling(native):
+    """Scales move at every step, in both directions, so that a stale or a lost state shows."""
+    for name in ("x_scale", "w_scale", "g_scale"):
+        assert native[0][name] != 1.0
+    assert len({float(step["x_scale"]) for step in native}) == len(native)
+    assert native[-1]["g_history"][1:].min() > 0
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+def test_torch(native, compiled):
+    same(torch_steps(compiled), native)
+
+
+def test_jax_inside_jit(native):
+    same(jax_steps(), native)
+
+
+@pytest.fixture(scope="module")
+def native_gate():
+    x, slope = (tensor(value, requires_grad=True, device="cpu") for value in GATE[:2])
+    y = apply(gate, SPEC, {"x": x, "slope": slope})["y"]
+    y.backward(GATE[2])
+    return {"y": y.numpy(), "dx": x.grad.numpy(), "dslope": slope.grad.numpy()}
+
+
+def test_a_users_operation_is_what_its_formula_says(native_gate):
+    x, slope, _ = (value.astype(np.float64) for value in GATE)
+    exact = x / (1 + np.exp(-slope * x))
+    # a product, an exponential, a sum, a quotient and a product; the exponent's error is |a x| times larger
+    fk.testing.assert_close(
+        "y", native_gate["y"], exact, "float32", 2.0**-24 * (8 + np.abs(slope * x)) * np.abs(exact)
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+def test_a_users_operation_in_torch(native_gate, compiled):
+    def call(x, slope):
+        return ft.apply(gate, SPEC, {"x": x, "slope": slope})["y"]
+
+    x, slope = (torch.from_numpy(value.copy()).requires_grad_() for value in GATE[:2])
+    y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(x, slope)
+    y.backward(torch.from_numpy(GATE[2].copy()))
+    same([{"y": y.detach().numpy(), "dx": x.grad.numpy(), "dslope": slope.grad.numpy()}], [native_gate])
+
+
+def test_a_users_operation_in_jax(native_gate):
+    def call(x, slope):
+        return fj.apply(gate, SPEC, {"x": x, "slope": slope})["y"]
+
+    @jax.jit
+    def step(x, slope, g):
+        y, pull = jax.vjp(call, x, slope)
+        return y, *pull(g)
+
+    same([dict(zip(("y", "dx", "dslope"), map(np.asarray, step(*GATE)), strict=True))], [native_gate])
