@@ -8,12 +8,7 @@ from pathlib import Path
 
 from tests.support import source
 
-# tests/adapters is to follow
-FILES = [
-    path
-    for path in sorted((source.ROOT / "tests").rglob("*.py"))
-    if "adapters" not in path.relative_to(source.ROOT).parts
-]
+FILES = sorted((source.ROOT / "tests").rglob("*.py"))
 
 
 def private(module: str) -> bool:

@@ -113,7 +113,7 @@ def leave_in_a_thread(path):
 
 def fail(path):
     """An error in a handler, then work as usual."""
-    from tests.adapters.jax.test_calls import PlusSpec, plus
+    from tests.support.jax_calls import PlusSpec, plus
 
     said, step = (
         "nothing",

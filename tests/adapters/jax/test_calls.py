@@ -4,11 +4,7 @@ export, a clean end."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import fp8kit_jax as fj
@@ -19,62 +15,12 @@ import pytest
 from fp8kit_jax import calls
 from fp8kit_jax.program import Program
 
-from fp8kit import formats
 from fp8kit.errors import AutogradError, BackendError
 from fp8kit.lru import LRU
-from fp8kit.spec import Meta, Operation, Plan, Signature
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
 from tests.support.gate import GateSpec, gate
-
-
-def child(*args, **environment):
-    """What a program printed, in a process of its own."""
-    fixed = {
-        "JAX_PLATFORMS": "cpu",
-        "OPENBLAS_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    env = os.environ | fixed | environment
-    command = [sys.executable, "-m", "tests.adapters.jax.programs", *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-KEEPING = 7.0
-keeping: list[ValueError] = []
-
-
-@dataclass(frozen=True)
-class PlusSpec:
-    amount: float
-
-
-class Plus(Operation):
-    """y = x / 2 + amount; refuses amounts below 0 when it runs, and keeps an exception at ``KEEPING``."""
-
-    name = "test_plus"
-
-    def infer(self, spec, metas, needs):
-        return Signature({"y": Meta(metas["x"].shape, formats.float32)})
-
-    def plan(self, spec, metas, needs, kernels):
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
-
-    def forward(self, plan, inputs, outputs, saved, scratch, stream):
-        if plan.spec.amount < 0:
-            raise BackendError("test_plus", "amount", plan.spec.amount, "a number >= 0")
-        if plan.spec.amount == KEEPING:
-            try:
-                raise ValueError("kept")
-            except ValueError as error:
-                keeping.append(error)
-        outputs["y"].numpy()[...] = inputs["x"].numpy() * np.float32(0.5) + np.float32(plan.spec.amount)
-
-
-fj.register_operation(plus := Plus(), PlusSpec)
+from tests.support.jax_calls import KEEPING, Plus, PlusSpec, child, keeping, plus
 
 
 def test_a_users_operation_runs_and_subnormals_are_kept():
@@ -112,7 +58,13 @@ def test_a_users_operation_has_gradients_within_jit():
     for form in (lambda f: f, twice, batched, jax.checkpoint):
         got, want = both(form(own)), both(form(plain))
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2.0**-16, atol=2.0**-16)
+            assert_close(
+                "values",
+                np.asarray(one),
+                np.asarray(other),
+                "float32",
+                2.0 ** (-16) + 2.0 ** (-16) * np.abs(np.asarray(other)),
+            )
     assert float(jax.grad(lambda a: own(x, a).sum())(a)[0]) != 0
     with pytest.raises(AutogradError, match="test_plus: has no backward, but x requires a gradient"):
         jax.grad(lambda x: fj.apply(plus, PlusSpec(0.0), {"x": x})["y"].sum())(x)

@@ -13,7 +13,7 @@ from benchmarks import jax_cases
 from fp8kit import arrays
 from fp8kit.bench.report import setting_for
 from fp8kit.bench.sizes import SMALL
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 
 def printed(stem, capsys, monkeypatch, *arguments):

@@ -8,40 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.testing import assert_same_bits
-from tests.adapters.jax.test_sharding import BITS, CODES, MOVES, RECIPES, draw, mlp, near, squares, two
-
-
-def mesh():
-    return jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:8])
-
-
-def placed(args, specs):
-    return [
-        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
-        for a, own in zip(args, specs, strict=True)
-    ]
-
-
-def check(function, args, specs, bound=BITS):
-    """Value and gradients of the sum of squares, split and whole. Gradients come split as what they are
-    gradients of."""
-    step = squares(function, len(args))
-    want = step(*args)
-    with jax.set_mesh(mesh()):
-        given = placed(args, specs)
-        compiled = step.lower(*given).compile()
-        got = compiled(*given)
-    jax.tree.map(lambda a, b: near(a, b, bound), got, want)
-    for grad, own in zip(jax.tree.leaves(got[1]), jax.tree.leaves(given), strict=True):
-        assert grad.sharding.is_equivalent_to(own.sharding, own.ndim)
-    assert not [
-        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
-    ]
-    return got[1], want[1]
+from tests.support.sharding import (
+    BITS,
+    CODES,
+    RECIPES,
+    check_explicit,
+    draw,
+    explicit_mesh,
+    explicitly_placed,
+    mlp,
+    near,
+    two,
+)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -58,7 +39,7 @@ def test_an_mlp_and_its_state(recipe):
     )
     specs = ("data",), (), (None, None, "tensor"), ("tensor",), (None, "tensor"), (), ()
 
-    got, want = check(mlp, args, specs, CODES if recipe == "block" else BITS)
+    got, want = check_explicit(mlp, args, specs, CODES if recipe == "block" else BITS)
     if recipe == "delayed":
         for slot in ("x", "kernel"):
             for a, b in zip(getattr(got[-1][0], slot), getattr(want[-1][0], slot), strict=True):
@@ -70,19 +51,19 @@ def test_a_product(split):
     columns, inner = ("tensor" if split == name else None for name in ("columns", "contraction"))
     args = draw(0, 8, 16, 64), draw(1, 64, 64), draw(2, 64), two("current")[0]
     specs = ("data", None, inner), (inner, columns), (columns,), ()
-    check(lambda x, w, b, sets: fj.dense(x, w, b, quantizer_set=sets), args, specs, CODES)
+    check_explicit(lambda x, w, b, sets: fj.dense(x, w, b, quantizer_set=sets), args, specs, CODES)
 
 
 def test_attention_by_batches_and_heads():
     layers = [draw(i, 8, 16, heads, 8) for i, heads in enumerate((4, 2, 2))]
-    check(fj.dot_product_attention, layers, (("data", None, "tensor"),) * 3)
+    check_explicit(fj.dot_product_attention, layers, (("data", None, "tensor"),) * 3)
 
 
 def test_types_of_outputs():
     """Also where no mesh is set, and of what cannot be split as it is: then the output is whole, its gradient
     still of its type."""
     x, gamma = draw(0, 8, 16, 64), jnp.ones(64)
-    (rows,), (sequence,) = placed([x], [("data",)]), placed([x], [(None, "data")])
+    (rows,), (sequence,) = explicitly_placed([x], [("data",)]), explicitly_placed([x], [(None, "data")])
     for function, spec in (
         (lambda x: fj.rmsnorm(x, gamma), P("data", None, None)),
         (lambda x: fj.dropout_add(x, x), P("data", None, None)),
@@ -94,7 +75,7 @@ def test_types_of_outputs():
     def loss(x):
         return (fj.dense(x, jnp.eye(64)) ** 2).sum()
 
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(explicit_mesh()):
         got = jax.jit(jax.grad(loss))(sequence)
     assert got.sharding.spec == P(None, "data", None)
     near(got, jax.grad(loss)(x), BITS)
@@ -108,4 +89,4 @@ def test_layers_in_a_scan_with_remat():
         body = jax.checkpoint(lambda h, own: (jnp.tanh(fj.dense(h, own[0], quantizer_set=own[1])), None))
         return jax.lax.scan(body, x, (w, sets))[0]
 
-    check(deep, (x, w, stacked), (("data",), (), ()))
+    check_explicit(deep, (x, w, stacked), (("data",), (), ()))

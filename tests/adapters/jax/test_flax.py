@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from fp8kit import recipe
 from fp8kit.errors import RecipeError
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 RECIPES = {
     "high": None,
@@ -177,14 +177,14 @@ def test_relative_position_biases_and_masks():
     causal = te_flax.DotProductAttention(16, 4).apply({}, q, q, q)
     hidden = jnp.zeros((1, 1, 8, 8), bool)
     masked = te_flax.DotProductAttention(16, 4).apply({}, q, q, q, mask=hidden)
-    np.testing.assert_allclose(np.asarray(masked), np.asarray(causal), rtol=0, atol=2.0**-20)
+    assert_close("values", np.asarray(masked), np.asarray(causal), "float32", 2.0 ** (-20))
     lengths = jnp.array([8, 5])
     padded = te_flax.DotProductAttention(16, 4, attn_mask_type="padding").apply({}, q, q, q, lengths)
     assert not np.asarray(padded)[1, 5:].any()
     short = te_flax.DotProductAttention(16, 4, attn_mask_type="no_mask").apply(
         {}, q[1:, :5], q[1:, :5], q[1:, :5]
     )
-    np.testing.assert_allclose(np.asarray(padded)[1:, :5], np.asarray(short), rtol=0, atol=2.0**-20)
+    assert_close("values", np.asarray(padded)[1:, :5], np.asarray(short), "float32", 2.0 ** (-20))
 
 
 CAUSAL = ("causal", "causal_bottom_right", "padding_causal", "causal_padding", "padding_causal_bottom_right")
@@ -204,7 +204,7 @@ def test_a_mask_adds_to_what_a_causal_type_and_a_window_hide(kind, rows, window)
     core = te_flax.DotProductAttention(16, 4, attn_mask_type=kind, window_size=window)
     whole = te_flax.DotProductAttention(16, 4, attn_mask_type="arbitrary")
     got, want = core.apply({}, q, k, v, mask=mask), whole.apply({}, q, k, v, mask=mask | hidden)
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=2.0**-20)
+    assert_close("values", np.asarray(got), np.asarray(want), "float32", 2.0 ** (-20))
     narrow = core.apply({}, q, k, v, mask=jnp.broadcast_to(mask, (2, 1, rows, 8)))
     assert_same_bits("a mask of every row", np.asarray(narrow), np.asarray(got))
     other = core.apply({}, q, k.at[:, 5].add(1.0), v.at[:, 5].set(9.0), mask=mask)

@@ -12,6 +12,7 @@ from fp8kit_jax import flax as modules
 
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
+from fp8kit.testing import assert_close
 
 X = jax.random.normal(jax.random.key(1), (2, 12, 32))
 BITS = 2.0**-19  # other numbers of columns and rows, so another order of the same float32 sums
@@ -61,9 +62,7 @@ def test_tokens_in_turn_are_all_tokens(kind):
     variables = module.init(jax.random.key(0), x, encoded, deterministic=True, decode=True)
     want = module.apply({"params": variables["params"]}, x, encoded, deterministic=True)
     got, cache = incremental(module, variables, jnp.split(x, (5, 6, 7), at), at, encoded)
-    np.testing.assert_allclose(
-        np.asarray(got), np.asarray(want), rtol=0, atol=BITS * float(jnp.abs(want).max())
-    )
+    assert_close("values", np.asarray(got), np.asarray(want), "float32", BITS * float(jnp.abs(want).max()))
     own = cache["self_attention" if kind == "decoder" else "attention"]
     assert sorted(own) == ["cache_index", "cached_key", "cached_value"]
     assert int(own["cache_index"]) == 12
@@ -102,9 +101,7 @@ def test_a_mask_hides_cached_tokens_and_room_ends():
         cache = fresh["cache"]
         out.append(y)
     got = jnp.concatenate(out[:12], 1)
-    np.testing.assert_allclose(
-        np.asarray(got), np.asarray(want), rtol=0, atol=BITS * float(jnp.abs(want).max())
-    )
+    assert_close("values", np.asarray(got), np.asarray(want), "float32", BITS * float(jnp.abs(want).max()))
     assert jnp.isnan(out[12]).all()
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 X = jax.random.normal(jax.random.key(1), (2, 16, 32))
 
@@ -93,7 +93,7 @@ def test_activation_parameters_reach_the_mlp():
     h = fj.layernorm_dense(X, p["wi_kernel"], p["scale"], p["ln_bias"])
     want = fj.dense(fj.activation(h, types, params), p["wo_kernel"])
     got = fused.apply(variables, X)[0]
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=48 * 2.0**-22)
+    assert_close("values", np.asarray(got), np.asarray(want), "float32", 48 * 2.0 ** (-22))
     usual = modules.LayerNormMLP(48, activations=types).apply(variables, X)[0]
     assert not np.allclose(got, usual)
     layer = modules.TransformerLayer(
@@ -127,8 +127,8 @@ def test_logical_axes_place_the_parameters():
     x = jax.random.normal(jax.random.key(4), (8, 16, 32))
     want = jax.jit(lambda v: layer.apply(v, x, deterministic=True))(plain)
     got = jax.jit(lambda v: layer.apply(v, x, deterministic=True))(placed)
-    np.testing.assert_allclose(
-        np.asarray(got), np.asarray(want), rtol=0, atol=64 * 2.0**-22 * float(jnp.abs(want).max())
+    assert_close(
+        "values", np.asarray(got), np.asarray(want), "float32", 64 * 2.0 ** (-22) * float(jnp.abs(want).max())
     )
 
 
@@ -141,8 +141,8 @@ def test_input_axes_constrain():
     with jax.set_mesh(mesh), nn.logical_axis_rules((("rows", "data"), ("in", None), ("out", None))):
         y = jax.jit(module.apply)(variables, x)
     assert y.sharding.spec[0] == "data"
-    np.testing.assert_allclose(
-        np.asarray(y), np.asarray(module.apply(variables, x)), rtol=0, atol=32 * 2.0**-21
+    assert_close(
+        "values", np.asarray(y), np.asarray(module.apply(variables, x)), "float32", 32 * 2.0 ** (-21)
     )
 
 

@@ -17,7 +17,7 @@ from fp8kit_jax.flax.lora import SCOPES
 from jax.sharding import Mesh
 
 from fp8kit.recipe import DelayedScaling
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 X = jax.random.normal(jax.random.key(1), (2, 16, 32))
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -123,9 +123,7 @@ def started(module, *args):
 
 
 def alike(got, want, bound):
-    np.testing.assert_allclose(
-        np.asarray(got), np.asarray(want), rtol=0, atol=bound * float(jnp.abs(want).max())
-    )
+    assert_close("values", np.asarray(got), np.asarray(want), "float32", bound * float(jnp.abs(want).max()))
 
 
 def adapted(kernel, a, b):

@@ -11,7 +11,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit.errors import AutogradError, Fp8kitError, RecipeError
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 
 def draw(seed, *shape):
@@ -21,7 +21,7 @@ def draw(seed, *shape):
 def close(got, want, terms):
     """Both are float32 sums of ``terms`` terms: an error of 2^-23 each, relative to the largest value."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=terms * 2.0**-22 * max(np.abs(want).max(), 1))
+    assert_close("values", got, want, "float32", terms * 2.0 ** (-22) * max(np.abs(want).max(), 1))
 
 
 def check(function, reference, args, terms=64):

@@ -17,7 +17,7 @@ from fp8kit_jax import nnx as fn
 import fp8kit as fk
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
-from tests.properties.conftest import FACTOR
+from tests.support.effort import FACTOR
 
 X = np.linspace(-2, 2, 24, dtype=np.float32).reshape(3, 8)
 W, V = np.ones((8, 6), np.float32), np.ones(8, np.float32)

@@ -12,9 +12,9 @@ from fp8kit_jax import calls
 
 import fp8kit as fk
 from fp8kit.recipe import DelayedScaling
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
-from tests.adapters.jax.test_calls import child
+from tests.support.jax_calls import child
 
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 
@@ -88,7 +88,7 @@ def test_the_reference_values_and_gradients(name):
     for got, want in zip(
         jax.tree.leaves(on("gpu", both, x)), jax.tree.leaves(on("cpu", both, x)), strict=True
     ):
-        np.testing.assert_allclose(got, want, rtol=0, atol=bound * max(1.0, np.abs(want).max()))
+        assert_close("values", got, want, "float32", bound * max(1.0, np.abs(want).max()))
 
 
 @pytest.mark.gpu
@@ -105,7 +105,7 @@ def test_products_of_codes(scalings):
     with jax.default_matmul_precision("highest"):
         got, want = on("gpu", product, a, b)
     # the tensor cores sum in 14 bits
-    np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-12 * np.abs(want).max() * 16)
+    assert_close("values", got, want, "float32", 2.0 ** (-12) * np.abs(want).max() * 16)
 
 
 @ON_BOTH
@@ -130,7 +130,7 @@ def test_calls_are_in_the_order_of_xlas_own_work(device):
         x = draw(1, 256, 128)
         first = on(device, chain, x, w)
         # 20 layers, each of 2^-20 and a gain of 2
-        np.testing.assert_allclose(first, on(device, plain, x, w), rtol=0, atol=2.0**-10)
+        assert_close("values", first, on(device, plain, x, w), "float32", 2.0 ** (-10))
         for _ in range(10):
             assert_same_bits("again", on(device, chain, x, w), first)
 
@@ -149,7 +149,9 @@ def test_an_error_in_a_handler(device):
         for _ in range(2):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"fp8kit\.run: program: got form 0"):
                 bad(x).block_until_ready()
-            np.testing.assert_allclose(np.asarray(fj.rmsnorm(x, jnp.ones(4))), 1.0, rtol=2.0**-18)
+            assert_close(
+                "values", np.asarray(fj.rmsnorm(x, jnp.ones(4))), 1.0, "float32", 2.0 ** (-18) * np.abs(1.0)
+            )
 
 
 @pytest.mark.gpu

@@ -15,8 +15,8 @@ from fp8kit_jax.scopes import autocast
 
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling
-from tests.nn.bad_options import FFN, HEADS, OTHER, THD, B, D, H, S, sums, zeros
-from tests.nn.test_layers import draw
+from tests.support.bad_options import FFN, HEADS, OTHER, THD, B, D, H, S, sums, zeros
+from tests.support.layers import draw
 
 X, SOURCE = draw(1, (B, S, H), "float32"), draw(2, (B, OTHER, H), "float32")
 RECIPE = DelayedScaling(amax_history_len=4)

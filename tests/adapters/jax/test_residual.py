@@ -20,9 +20,21 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
-from fp8kit.testing import assert_same_bits
-from tests.adapters.jax import test_explicit, test_sharding
-from tests.adapters.jax.test_sharding import BITS, CODES, JOINED, RECIPES, ROWS, draw, near, two
+from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.sharding import (
+    BITS,
+    CODES,
+    JOINED,
+    RECIPES,
+    ROWS,
+    check,
+    check_explicit,
+    draw,
+    gradients,
+    near,
+    placed,
+    two,
+)
 
 KEY = jax.random.key(3)
 
@@ -113,12 +125,6 @@ def arguments(recipe, parts=1):
     )
 
 
-def gradients(function, args, wanted=None):
-    if wanted is None:
-        return test_sharding.squares(function, len(args))(*args)
-    return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), wanted))(*args)
-
-
 def test_it_is_what_xla_adds():
     """In float32, without FP8: the same sums, but for their order."""
     args = arguments("high")
@@ -184,7 +190,13 @@ def test_a_product_rounds_the_sum_once(recipe):
     halves = [a.astype(jnp.bfloat16) for a in (x, kernel, bias, residual * 16)]
     y, back = jax.vjp(lambda r: adding(*halves[:3], r, sets), halves[3])
     want = np.asarray(adding(*(a.astype(jnp.float32) for a in halves), sets), np.float64)
-    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8, atol=BITS * np.abs(want).max())
+    assert_close(
+        "values",
+        np.asarray(y, np.float64),
+        want,
+        "float32",
+        BITS * np.abs(want).max() + 2.0 ** (-8) * np.abs(want),
+    )
     assert_same_bits("residual", np.asarray(back(y)[0]), np.asarray(y))
 
 
@@ -213,7 +225,13 @@ def test_what_is_used_alone(used):
     _, (dx, dgamma, dkernel) = gradients(found, (x, gamma, kernel))
     _, want = gradients(alone, (x, gamma))
     near(dx, want[0], BITS)
-    np.testing.assert_allclose(np.asarray(dgamma), np.asarray(want[1]), rtol=BITS, atol=BITS)
+    assert_close(
+        "values",
+        np.asarray(dgamma),
+        np.asarray(want[1]),
+        "float32",
+        BITS + BITS * np.abs(np.asarray(want[1])),
+    )
     assert not np.asarray(dkernel).any()
 
 
@@ -226,12 +244,10 @@ def test_over_devices(recipe, axes):
     data, columns = ROWS if rows else (), JOINED if tensor else ()
     specs = [data, (), columns, ("tensor",) if tensor else (), (None, "tensor") if tensor else (), (), ()]
     for function in (mlp, joining):
-        test_sharding.check(
-            function, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS
-        )
+        check(function, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS)
     kernel = draw(6, x.shape[-1], 3, x.shape[-1]) / 16
     if recipe != "block":  # squares of 128 keep their scales in fours: a kernel of this width is not split
-        test_sharding.check(projected, (x, gamma, kernel, sets), [data, (), columns, ()])
+        check(projected, (x, gamma, kernel, sets), [data, (), columns, ()])
 
 
 # how x, kernel, bias and the residual are split
@@ -256,14 +272,14 @@ def split_case(recipe, split):
 def test_a_product_over_devices(recipe, split):
     """Where y is a sum over devices, the residual joins it once. Nothing is gathered."""
     args, specs = split_case(recipe, split)
-    test_sharding.check(adding, args, specs, CODES)
+    check(adding, args, specs, CODES)
 
 
 @pytest.mark.parametrize("split", list(SPLITS)[:-1])  # of x that is whole the gradient must be
 @pytest.mark.parametrize("recipe", ["high", "current"])
 def test_a_product_over_an_explicit_mesh(recipe, split):
     args, specs = split_case(recipe, split)
-    test_explicit.check(adding, args, specs, CODES)
+    check_explicit(adding, args, specs, CODES)
 
 
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
@@ -271,7 +287,7 @@ def test_a_residual_joins_the_rounded_sum(recipe):
     """In bfloat16, a contraction over devices: the bits of an addition behind it, which does not round the
     residual with every part."""
     *args, sets = operands(recipe, 48)
-    args = test_sharding.placed([a.astype(jnp.bfloat16) for a in args], SPLITS["contraction"])
+    args = placed([a.astype(jnp.bfloat16) for a in args], SPLITS["contraction"])
     got, want = (jax.jit(adding, static_argnums=5)(*args, sets, join) for join in (True, False))
     assert_same_bits("y", np.asarray(got), np.asarray(want))
 
@@ -333,7 +349,7 @@ def test_a_batch_of_products(recipe, features, mapped):
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
 def test_over_an_explicit_mesh(recipe, function):
     specs = [("data",), (), JOINED, ("tensor",), (None, "tensor"), (), ()]
-    test_explicit.check(function, arguments(recipe), specs)
+    check_explicit(function, arguments(recipe), specs)
 
 
 @pytest.mark.parametrize("function", [mlp, joining])

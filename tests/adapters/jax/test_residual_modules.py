@@ -18,9 +18,8 @@ from fp8kit_jax import nnx as nnx_modules
 from fp8kit_jax.flax.common import joined
 from jax.sharding import Mesh
 
-from fp8kit.testing import assert_same_bits
-from tests.adapters.jax.test_residual import gradients
-from tests.adapters.jax.test_sharding import BITS, draw, near
+from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.sharding import BITS, draw, gradients, near
 
 KEY = jax.random.key(3)
 
@@ -66,7 +65,7 @@ def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
     branch = np.asarray(joined(module, x, bias, residual, False, path) - residual)
     whole = np.asarray(x + bias) / ((1 - rate) * (1 - path))
     kept = np.abs(branch) > 2.0**-12 * np.abs(whole)
-    np.testing.assert_allclose(branch, kept * whole, rtol=0, atol=2.0**-20)
+    assert_close("values", branch, kept * whole, "float32", 2.0 ** (-20))
     assert kept.all() == (rate == path == 0)
     if dims:
         assert (kept == kept[:, :1]).all()

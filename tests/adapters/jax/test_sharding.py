@@ -7,83 +7,32 @@ them by a code: half a step of E5M2 each.
 
 from __future__ import annotations
 
-import functools
-
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
-
-RECIPES = {
-    "high": None,
-    "delayed": DelayedScaling(amax_history_len=3),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-}
-MOVES = ("all-gather", "all-to-all", "collective-permute")
-BITS = 2.0**-19  # another order of float32 sums of at most 2^11 terms, relative to the largest value
-# some codes of E5M2 (half a step: 2^-3) among the 2^10 terms of a sum of random signs, relative to the
-# largest
-CODES = 2.0**-9
-
-
-def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
-
-
-def mesh():
-    return Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
-
-
-def placed(args, specs):
-    return [
-        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
-        for a, own in zip(args, specs, strict=True)
-    ]
-
-
-def near(got, want, bound):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.abs(want).max())
-
-
-@functools.cache
-def squares(function, count):
-    """Value and gradients of the sum of squares, jitted: for whole arguments a function is compiled once,
-    however it is split beside."""
-    return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), tuple(range(count))))
-
-
-def check(function, args, specs, bound=BITS, gathers=False):
-    """Value and gradients of the sum of squares, split and whole; the text of the split program."""
-    step = squares(function, len(args))
-    compiled = step.lower(*placed(args, specs)).compile()
-    jax.tree.map(lambda a, b: near(a, b, bound), compiled(*placed(args, specs)), step(*args))
-    found = [
-        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
-    ]
-    assert bool(found) == gathers, found
-    return compiled
-
-
-def two(recipe):
-    return (fj.noop_quantizer_set,) * 2 if RECIPES[recipe] is None else fj.create_set(RECIPES[recipe], 2)
-
-
-ROWS, COLUMNS, JOINED = ("data",), (None, "tensor"), (None, None, "tensor")
-SIZES = {"block": (64, 256, 1024)}  # sequence, width, inner width: squares of 128 keep their scales in fours
-
-
-def mlp(x, gamma, k1, k2, b1, b2, sets):
-    return fj.layernorm_mlp(
-        x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets
-    )
+from tests.support.sharding import (
+    BITS,
+    CODES,
+    COLUMNS,
+    JOINED,
+    MOVES,
+    RECIPES,
+    ROWS,
+    SIZES,
+    check,
+    draw,
+    mesh,
+    mlp,
+    near,
+    placed,
+    two,
+)
 
 
 @pytest.mark.parametrize("axes", ["rows", "tensor", "both"])

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import fp8kit as fk
 from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 RECIPES = {
     "high": None,
@@ -45,7 +45,7 @@ def same(what, got, want):
 
 def near(got, want):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=BITS * np.abs(want).max())
+    assert_close("values", got, want, "float32", BITS * np.abs(want).max())
 
 
 def alike(what, got, want):

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8kit as fk
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu2]
 RECIPES = {
@@ -49,7 +49,7 @@ def mesh():
 
 def near(got, want, bound):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=bound * max(np.abs(want).max(), 1e-30))
+    assert_close("values", got, want, "float32", bound * max(np.abs(want).max(), 1e-30))
 
 
 def alike(got, want):

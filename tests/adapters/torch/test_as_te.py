@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 PROGRAM = """
     import sys

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8kit.errors import RecipeError
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 WORLD = 2
 CASES = ["ddp", "single", "ddp_recompute", "groups", "sharded", "sharded_parts", "held_in_fp8"]

@@ -30,7 +30,7 @@ from fp8kit import arrays
 from fp8kit.backends import dispatch
 from fp8kit.recipe import DelayedScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
-from tests.house.source import ROOT
+from tests.support.source import ROOT
 
 VOCABULARY, LENGTH, STEPS, LAYERS = 64, 16, 4, 2
 _GPT2 = GPT2Config(

@@ -11,7 +11,7 @@ from fp8kit import arrays
 from fp8kit.backends import dispatch
 from fp8kit.buffers import Buffers
 from fp8kit.execution import plans
-from tests import peaks
+from tests.support import peaks
 
 from .twins import KINDS, RECIPES, bits, scope
 

@@ -15,9 +15,9 @@ from fp8kit_torch.module import TransformerEngineBaseModule
 
 from fp8kit.errors import Fp8kitError, RecipeError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
-from tests.adapters.torch.test_junk import state_of
-from tests.nn.bad_options import FFN, HEADS, B, H, S
-from tests.nn.refusals import SOURCE, Door, X, cases
+from tests.support.bad_options import FFN, HEADS, B, H, S
+from tests.support.refusals import SOURCE, Door, X, cases
+from tests.support.torch_state import state_of
 
 OPTIONS = {"attention_dropout": 0.1, "layer_number": 1, "params_dtype": torch.float32}
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -1,3 +1,0 @@
-"""For tests/adapters: ``tests.support.source``."""
-
-from tests.support.source import *  # noqa: F403
