@@ -51,8 +51,8 @@ from fp8kit_torch.quantized import Float8Tensor, QuantizedTensor, fp8_model_init
 from fp8kit_torch.recompute import checkpoint, checkpoint_contexts
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8kit_torch.te_later import get_cpu_offload_context, mark_not_offload, missing, onnx_export
-from fp8kit_torch.te_names import as_transformer_engine, modules_within
+from fp8kit_torch.te_compat.names import as_transformer_engine, modules_within
+from fp8kit_torch.te_compat.unsupported import get_cpu_offload_context, mark_not_offload, missing, onnx_export
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 

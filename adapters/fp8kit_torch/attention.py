@@ -49,7 +49,7 @@ from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.reprs import described
 from fp8kit_torch.rope import angles, check_turns
 from fp8kit_torch.specs import spec_for
-from fp8kit_torch.te_methods import TransformerEngineMethods
+from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 
 _NO_NAMES: Mapping[str, str] = {}
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and place

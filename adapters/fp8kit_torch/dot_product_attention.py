@@ -29,7 +29,7 @@ from fp8kit_torch.library import policy_now
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
-from fp8kit_torch.te_methods import TransformerEngineMethods
+from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 CALLED = checks.CALLED | {

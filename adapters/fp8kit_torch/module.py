@@ -36,7 +36,7 @@ from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
-from fp8kit_torch.te_methods import TransformerEngineMethods
+from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.views import kind_of
 
 Inputs = dict[str, Tensor | None]

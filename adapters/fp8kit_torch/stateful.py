@@ -23,7 +23,7 @@ from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, StateBinding, moved
-from fp8kit_torch.te_extra_state import any_extra_state
+from fp8kit_torch.te_compat.extra_state import any_extra_state
 from fp8kit_torch.views import as_view
 
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
@@ -140,7 +140,7 @@ class StatefulModule(ParameterModule):
         return extra_state.pack(parts)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over what ``get_extra_state`` gave, or Transformer Engine's did (see ``te_extra_state``).
+        """Take over what ``get_extra_state`` gave, or Transformer Engine's (``te_compat.extra_state``).
         CheckpointError where it does not fit, with nothing changed."""
         parts = any_extra_state(state, len(self.gemms))
         checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))

@@ -36,7 +36,7 @@ from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.reprs import described
 from fp8kit_torch.specs import spec_for
-from fp8kit_torch.te_methods import TransformerEngineMethods
+from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.torch_compat import global_forward_hooks
 from fp8kit_torch.views import as_view
 
