@@ -2,8 +2,7 @@
 where arrays lie.
 
 Who reads such a thing says so (``hold``); nobody listens unless a graph is being captured. Each replay asks
-again (``Held.check``), so that a change which it could not see is an error. What a replay has done nobody is
-told either: ``era`` is for who must know that there was one.
+again (``Held.check``), so that a change which it could not see is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Held(NamedTuple):
 
 
 class _Thread(threading.local):
-    told: dict[int, tuple[object, Look]] | None = None  # by the owner's identity
+    held: dict[int, tuple[object, Look]] | None = None  # by the owner's identity
 
 
 _thread = _Thread()
@@ -56,39 +55,25 @@ def hold(owner: object, look: Look) -> None:
     """While a graph is captured on this thread: it holds things of ``owner``. ``look()`` gives their names,
     what reads them, and what must stay alive meanwhile; it is called once, at the capture's end. Raises
     nothing."""
-    if _thread.told is not None and id(owner) not in _thread.told:
-        _thread.told[id(owner)] = owner, look
+    if _thread.held is not None and id(owner) not in _thread.held:
+        _thread.held[id(owner)] = owner, look
 
 
 def capturing() -> bool:
     """Whether this thread is capturing a graph: its calls are recorded, not carried out."""
-    return _thread.told is not None
-
-
-_era = object()
-
-
-def era() -> object:
-    """An object that is another one after every replay: what a graph changes no count on the host sees."""
-    return _era
-
-
-def replayed() -> None:
-    """A graph has been replayed: a new era."""
-    global _era
-    _era = object()
+    return _thread.held is not None
 
 
 @contextmanager
 def capture() -> Iterator[list[Held]]:
     """Within, what this thread's calls hold is noted; it is in the list when the block has ended."""
     found: list[Held] = []
-    told: dict[int, tuple[object, Look]] = {}
-    _thread.told = told
+    held: dict[int, tuple[object, Look]] = {}
+    _thread.held = held
     try:
         yield found
     finally:
-        _thread.told = None
-    for _, look in told.values():
+        _thread.held = None
+    for _, look in held.values():
         names, read, kept = look()
         found.append(Held(names, read, read(), kept))

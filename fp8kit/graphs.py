@@ -123,7 +123,6 @@ class Graph:
             for own, view in zip(self._captured.inputs, views, strict=True):
                 arrays.copy(own, arrays.contiguous(view))
             self._captured.recording.launch()
-            captured.replayed()
             return _mapped(self._captured.outputs, _fresh)
 
     @staticmethod

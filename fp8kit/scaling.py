@@ -107,18 +107,13 @@ class ScalingState:
     ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots),
     zeros at first, row 0 the amaxes since the last update, row 1 the oldest. They read as arrays of the
     device's library that share the state's memory.
-
-    ``generation`` is another number whenever the scales may be others. ``pending``: slot -> an amax, float32
-    [1], that belongs into row 0 and is brought there by ``settle``, for many states at once.
     """
 
-    __slots__ = ("amaxes", "device", "generation", "pending", "scales", "slots", "views")
+    __slots__ = ("amaxes", "device", "scales", "slots", "views")
 
     def __init__(self, slots: int, history_len: int, device: Device) -> None:
         self.slots = slots
         self.device = device
-        self.generation = 0
-        self.pending: dict[int, ArrayView] = {}
         ones = np.ones(slots, np.float32)
         self.views: dict[str, ArrayView] = {}
         self._take(
@@ -135,13 +130,12 @@ class ScalingState:
     def of(cls, parts: Sequence[ArrayView], device: Device) -> ScalingState:
         """A state with the values of (scale, scale_inv, amax_history), copied to ``device``."""
         state = cls.__new__(cls)
-        state.slots, state.device, state.generation, state.pending = parts[0].size, device, 0, {}
+        state.slots, state.device = parts[0].size, device
         state._take(*(_put(part.numpy(), device) for part in parts))
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalingState:
         """The same values in memory of their own."""
-        settle([self])
         return ScalingState.of([self.views[field] for field in FIELDS], self.device)
 
     @property
@@ -152,7 +146,6 @@ class ScalingState:
     @property
     def scale(self) -> Any:
         """float32 (slots,): multiplies before the cast."""
-        self.generation += 1  # whoever has the array may write into it
         return arrays.provider(self.device).native(self.views["scale"])
 
     @property
@@ -163,7 +156,6 @@ class ScalingState:
     @property
     def amax_history(self) -> Any:
         """float32 (history_len, slots)."""
-        settle([self])
         return arrays.provider(self.device).native(self.views["amax_history"])
 
     def resize(self, history_len: int) -> None:
@@ -175,35 +167,18 @@ class ScalingState:
         arrays.copy(new.slice(0, 0, rows), old.slice(0, 0, rows))
         self._take(self.views["scale"], self.views["scale_inv"], new)
 
-    def pend(self, amaxes: Mapping[int, ArrayView]) -> None:
-        """Record amaxes, slot -> float32 [1], that are known already, at the next ``settle``. What they lie
-        in is not written meanwhile."""
-        if any(self.pending.get(slot, amax) is not amax for slot, amax in amaxes.items()):
-            settle([self])
-        self.pending.update(amaxes)
-
     def load(self, other: ScalingState) -> None:
         """Take over the values of a state of the same sizes, in place."""
-        self.pending.clear()
-        self.generation += 1
         for field in FIELDS:
             arrays.copy(self.views[field], other.views[field])
 
     def drop(self) -> None:
         """Forget the amaxes since the last update."""
-        self.pending.clear()
         arrays.zero_(self.views["amax_history"].slice(0, 0, 1))
 
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
-        known = False
-        for state in states:
-            state.generation += 1
-            if state.pending:
-                known = True
-        if known:
-            settle(states)
         update(recipe.history, states, forward=True)
 
     @classmethod
@@ -215,20 +190,6 @@ class ScalingState:
 
 def _put(array: HostArray, device: Device) -> ArrayView:
     return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)
-
-
-def settle(states: Sequence[ScalingState]) -> None:
-    """Bring what is pending into row 0 of the histories: one kernel call a device, none where nothing is."""
-    found: dict[Device, list[tuple[ArrayView, ArrayView]]] = {}
-    for state in states:
-        if state.pending:
-            found.setdefault(state.device, []).extend(
-                (amax, state.amaxes[slot]) for slot, amax in state.pending.items()
-            )
-            state.pending.clear()
-    for device, pairs in found.items():
-        amaxes, rows = ([pair[side] for pair in pairs] for side in range(2))
-        dispatch.kernels(device).amax_many(amaxes, rows, arrays.current_stream(device))
 
 
 def update(

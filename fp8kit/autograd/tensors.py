@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ class Tensor:
     Raises FormatError for ``requires_grad`` with a dtype that is not floating.
     """
 
-    __slots__ = ("__weakref__", "_derived", "_edge", "_hooks", "_version", "grad", "requires_grad", "view")
+    __slots__ = ("__weakref__", "_edge", "_hooks", "_version", "grad", "requires_grad", "view")
 
     def __init__(self, view: ArrayView, requires_grad: bool = False) -> None:
         if type(view) is not ArrayView:
@@ -92,7 +91,6 @@ class Tensor:
         self._edge: Edge | None = None
         self._hooks: list[Hook] | None = None  # a leaf's
         self._version: Version | None = None
-        self._derived: list[weakref.ref[Any]] | None = None  # fp8kit.autograd.derived
 
     @property
     def shape(self) -> Shape:

@@ -21,11 +21,7 @@ NATIVE = (
         "a TransformerLayer, forward and backward, at four sizes; the skeleton of the same run",
         layer_part,
     ),
-    Part(
-        "steps",
-        "a layer's training step with AdamW, its weights cast by the layer and by the optimiser",
-        steps_part,
-    ),
+    Part("steps", "a TransformerLayer's training step with AdamW", steps_part),
     Part("modules", "LayerNormMLP and Linear, forward and backward", modules_part),
     Part("attention", "causal attention alone", attention_part),
     Part("kernels", "each memory-bound kernel beside a copy of the same bytes", kernels_part),

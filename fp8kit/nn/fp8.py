@@ -23,7 +23,6 @@ from fp8kit.formats import float32
 from fp8kit.layers import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
-from fp8kit.nn.weight_forms import WeightForm, Written
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
@@ -36,7 +35,6 @@ from fp8kit.scaling import (
     backward_slots,
     check_saved,
     forward_slots,
-    settle,
     update,
 )
 from fp8kit.spec import Operation
@@ -111,7 +109,6 @@ class Fp8Module(Module):
         self._way: _Way | None = None  # of the last recipe
         self._wiring: _Wiring | None = None
         self._weights: _WeightCache | None = None
-        self._form: WeightForm | None = None
 
     # --- what a subclass gives ------------------------------------------------------------------------------
 
@@ -138,12 +135,12 @@ class Fp8Module(Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if isinstance(value, Parameter):  # another weight knows nothing of the form, and may be elsewhere
-            self._form = self._way = None
+        if isinstance(value, Parameter):  # another weight may be on another device
+            self._way = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
-        return vars(self) | {"_specs": {}, "_way": None, "_wiring": None, "_weights": None, "_form": None}
+        return vars(self) | {"_specs": {}, "_way": None, "_wiring": None, "_weights": None}
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -187,23 +184,13 @@ class Fp8Module(Module):
             if record:  # inference leaves no trace in the history
                 given, late, finish = wiring.given, wiring.late, wiring.finish
                 touch_forward(self.fp8_meta["scaling_fwd"], wiring.recipe, training)
-        form = self._form
-        if form is None:
-            form = self._form = WeightForm(self)
-        if training:
-            form.wanted, form.idle = fp8, 0
-        written = cached = None
-        if is_first_microbatch is not None or form.written is not None:
-            written = form.find(fp8, inputs, self.fp8_meta.get("scaling_fwd"))
-            cached = self._fp8_weights(written, fp8, is_first_microbatch, bias, scales, given)
+        cached = None
+        if is_first_microbatch is not None:
+            cached = self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
         recompute.keep(self, scales, cached)
         if cached is not None:
-            inputs, spec = inputs | cached, self._spec(fp8, True, bias, options)
-        out = apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
-        # only now: a call that is refused records nothing
-        if given and written is not None and is_first_microbatch is None:
-            written.record()
-        return out
+            inputs, spec = {**inputs, **cached}, self._spec(fp8, True, bias, options)
+        return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
 
     def _run_again(
         self,
@@ -299,36 +286,19 @@ class Fp8Module(Module):
 
     # --- the weight cache -----------------------------------------------------------------------------------
 
-    def _fp8_weights(
+    def _cached_weights(
         self,
-        written: Written | None,
         fp8: Quantization,
-        first: bool | None,
+        first: bool,
         bias: str,
         scales: dict[str, ArrayView],
         given: dict[str, ArrayView],
-    ) -> Inputs | None:
-        """The FP8 weights, None where the operation casts them: what the optimiser has written, if that
-        holds; with ``first`` those of the first micro-batch (False), or cast now to be kept (True, or where
-        there are none by this recipe)."""
-        if first is None and written is None:
-            return None
-        cache = self._weights
-        if first is False and cache is not None and cache.fp8 is fp8:
-            return dict(cache.arrays)
-        if written is None:
-            cache = self._weights = _WeightCache(fp8, self._cast_weights(fp8, bias, scales, given))
-            return dict(cache.arrays)
-        if first is not None:
-            self._weights = _WeightCache(fp8, written.arrays)
-            if given:
-                written.record()
-        return dict(written.arrays)
-
-    def _cast_weights(
-        self, fp8: Quantization, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]
     ) -> dict[str, ArrayView]:
-        """The FP8 weights, cast now."""
+        """The FP8 weights: those of the first micro-batch; cast now and kept where this is the first, or
+        where none are kept by this recipe."""
+        cache = self._weights
+        if not first and cache is not None and cache.fp8 is fp8:
+            return cache.arrays
         made: dict[str, ArrayView] = {}
         weights = self.weight_inputs()
         with no_grad():
@@ -342,6 +312,7 @@ class Fp8Module(Module):
                     found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
                 out = apply(weight_cast, found[0], own, given, owner=self)
                 made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
+        self._weights = _WeightCache(fp8, made)
         return made
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -349,7 +320,6 @@ class Fp8Module(Module):
     def extra_state(self) -> dict[str, ArrayView]:
         """``scaling_fwd.scale``, ``.scale_inv``, ``.amax_history`` and the same of ``scaling_bwd``; nothing
         before the first FP8 step."""
-        settle(list(self.fp8_meta.values()))
         return {
             f"{name}.{field}": state.views[field] for name, state in self.fp8_meta.items() for field in FIELDS
         }
@@ -377,8 +347,6 @@ class Fp8Module(Module):
 
     def forget(self) -> None:
         self._weights = None
-        if self._form is not None:
-            self._form.clear()
 
     def arrays_used(self) -> Iterator[ArrayView]:
         yield from super().arrays_used()

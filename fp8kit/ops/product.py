@@ -18,7 +18,7 @@ from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.quantization import Quantization
-from fp8kit.spec import Meta, Metas, Views
+from fp8kit.spec import Meta, Metas
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,6 @@ class WorkingSet(NamedTuple):
     saved: Mapping[str, Any]
     scratch: Mapping[str, Any]
     stream: int
-
-
-class WeightJob(NamedTuple):
-    """A weight to be cast: its ``product`` (for no rows), ``inputs`` and ``made`` by name as
-    ``weight_cast``'s inputs and outputs."""
-
-    product: Any
-    inputs: Views
-    made: Views
-
-    def working_set(self, k: Any, stream: int) -> WorkingSet:
-        """What ``cast_weight`` works on."""
-        return WorkingSet(k, self.inputs, self.made, {}, {}, stream)
 
 
 class Product:
@@ -220,17 +207,6 @@ class Product:
         transpose may be left out."""
         raise NotImplementedError
 
-    @classmethod
-    def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
-        """``cast_weight`` of many products of this class and of one ``Quantization``, in as few launches as
-        it has steps. ``numbers``: float32 (3, len(jobs)), zeros; where there is one scale a tensor, row 0
-        becomes the weights' amaxes."""
-        raise NotImplementedError
-
-    def casts_together(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether ``cast_weights`` takes these weights."""
-        return False
-
     def measure(self, ws: WorkingSet, x: ArrayView) -> None:
         """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs, where there
         are such."""
@@ -337,8 +313,6 @@ class Product:
 def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
     """The parts along ``dim`` as one array over their own memory, None where they do not lie so."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
     ptr = first.ptr
     for part in parts:
         if part.ptr != ptr or part.owner is not first.owner or dim:

@@ -6,12 +6,12 @@ which is another axis there; squares have the same codes in both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import block_shapes
-from fp8kit.ops.product import WeightJob, WorkingSet, side_by_side
+from fp8kit.ops.product import WorkingSet
 from fp8kit.ops.product_quantized import Operand, Pair, QuantizedProduct, unsupported
 from fp8kit.quantization import Gemm, Quantizer
 
@@ -64,18 +64,6 @@ class BlockProduct(QuantizedProduct):
     def _cast(self, ws: WorkingSet, operand: str, x: ArrayView, into: Pair, amax_known: bool = False) -> None:
         rule = _rule(self.quantizers[operand])
         ws.kernels.block_quantize(x, *self._sides(operand, into), *rule, ws.stream)
-
-    def casts_together(self, inputs: Mapping[str, Any]) -> bool:
-        return side_by_side([inputs[name] for name in self.weights], 0 if self.oi else 1) is not None
-
-    @classmethod
-    def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
-        rows = []
-        for job in jobs:
-            ws = job.working_set(k, stream)
-            sides = job.product._sides("w", (ws.outputs, ws.outputs))
-            rows.append((job.product._whole_weight(ws), *sides))
-        k.block_quantize_many(*map(list, zip(*rows, strict=True)), *_rule(jobs[0].product.fp8.w), stream)
 
 
 def _rule(quantizer: Quantizer) -> tuple[Any, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import DType, float32
-from fp8kit.ops.product import ProductSpec, WeightJob, WorkingSet, want
+from fp8kit.ops.product import ProductSpec, WorkingSet, want
 from fp8kit.ops.product_quantized import ALIGN, Operand, Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas
@@ -140,40 +139,20 @@ class TensorProduct(QuantizedProduct):
         if dbias is not None:
             self._part_bias_sums(ws, dbias)
 
-    def casts_together(self, inputs: Mapping[str, Any]) -> bool:
-        return True
-
     def _cast_weight(self, ws: WorkingSet, into: Pair) -> None:
         whole = self._target(ws, "w", into)
         for name in self.weights if self.cast_rules["w"][1] else ():
             part = ws.inputs[name]
             ws.kernels.amax(part, whole.amax, part.shape, ws.stream)
-        for part, cast in self._weight_casts(ws, whole):
-            ws.kernels.quantize_transpose(part, cast, None, None, ws.stream)
-
-    @classmethod
-    def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
-        quantizer, count = jobs[0].product.fp8.w, len(jobs)
-        flat = numbers.reshape(numbers.size)
-        amaxes = [flat.slice(0, i, 1) for i in range(count)]
-        if quantizer.takes_amax:
-            segments = [
-                (job.inputs[name], amax)
-                for job, amax in zip(jobs, amaxes, strict=True)
-                for name in job.product.weights
-            ]
-            k.amax_many(*map(list, zip(*segments, strict=True)), stream)
-            rule = quantizer.format.max, quantizer.power_2, quantizer.epsilon, float32.max
-            k.scale_from_amax(*(flat.slice(0, row * count, count) for row in range(3)), *rule, stream)
-        casts: list[tuple[ArrayView, Cast]] = []
-        for i, (job, amax) in enumerate(zip(jobs, amaxes, strict=True)):
-            made = {**job.made, f"{job.product.spec.prefix}w_amax": amax}
-            ws = job.working_set(k, stream)._replace(outputs=made)
-            whole = job.product._target(ws, "w", (made, made))
-            if quantizer.takes_amax:
-                whole.scale, whole.amax, whole.rule = flat.slice(0, count + i, 1), None, None
-            casts += job.product._weight_casts(ws, whole)
-        k.quantize_transpose_many([part for part, _ in casts], [cast for _, cast in casts], stream)
+        for i, (name, start) in enumerate(zip(self.weights, self.starts, strict=True)):
+            q, q_t = whole.q, whole.q_t
+            if len(self.weights) > 1:
+                rows = (pad(self.n) if i + 1 == len(self.weights) else start + self.spec.segments[i]) - start
+                along = 0 if self.oi else 1
+                q = None if q is None else q.slice(along, start, rows)
+                q_t = None if q_t is None else q_t.slice(1 - along, start, rows)
+            cast = Cast(whole.format, q, q_t, whole.scale, whole.scale_inv, whole.amax, whole.rule)
+            ws.kernels.quantize_transpose(ws.inputs[name], cast, None, None, ws.stream)
 
     def _target(self, ws: WorkingSet, operand: str, into: Pair) -> Cast:
         """Where "x", "w" or "g" is cast to, and by which scale or amax."""
@@ -187,15 +166,3 @@ class TensorProduct(QuantizedProduct):
         known, inputs = ws.inputs[scale] if rule is None else None, ws.inputs
         found = inputs[amax_in] if shared else ws.outputs.get(amax)
         return Cast(fmt, codes, codes_t, known, scale_inv, found, rule)
-
-    def _weight_casts(self, ws: WorkingSet, whole: Cast) -> Iterator[tuple[ArrayView, Cast]]:
-        """Each weight segment, and where in the cast of all of them it goes."""
-        for i, (name, start) in enumerate(zip(self.weights, self.starts, strict=True)):
-            q, q_t = whole.q, whole.q_t
-            if len(self.weights) > 1:
-                rows = (pad(self.n) if i + 1 == len(self.weights) else start + self.spec.segments[i]) - start
-                along = 0 if self.oi else 1
-                q = None if q is None else q.slice(along, start, rows)
-                q_t = None if q_t is None else q_t.slice(1 - along, start, rows)
-            cast = Cast(whole.format, q, q_t, whole.scale, whole.scale_inv, whole.amax, whole.rule)
-            yield ws.inputs[name], cast

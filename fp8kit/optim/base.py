@@ -8,6 +8,7 @@ steps share a counter.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,6 @@ from fp8kit import arrays, captured, serialization
 from fp8kit.arguments import flag, listed, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
-from fp8kit.autograd.derived import renewing
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, ShapeError
 from fp8kit.formats import float32, int64
@@ -120,15 +120,7 @@ class Optimizer:
     array of one element on the parameters' device, which is read there at each step and can be changed
     without a new captured graph.
 
-    ``write_fp8_weights``: after its update, a step also casts the weights of the layers that have run under
-    ``autocast``, as the next forward pass would: all in a few launches, and once for all micro-batches where
-    scaling is not delayed. That pass then casts no weight; the bits are the same. Where a weight, its scale
-    or the recipe has changed since, it casts as ever. It is off unless asked for, for two reasons: what is
-    written into a weight through ``data``, ``numpy()`` or DLPack, or into the arrays of a ``state_dict()``,
-    no count sees, so that between a step and a forward pass weights must be changed by ``copy_`` and its
-    like; and the codes, two bytes for each element, lie in memory from step to step. Without FP8 it costs
-    nothing. Not written are: what a captured graph (``fp8kit.graph``) uses; in block scaling, weights in
-    parts that do not lie side by side (those of a layer that was copied).
+    ``write_fp8_weights`` is deprecated: True has no effect but a DeprecationWarning.
 
     Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside
     their range, ShapeError for a ``grad`` that was set to an array of another shape, dtype or device.
@@ -143,7 +135,9 @@ class Optimizer:
         write_fp8_weights: bool = False,
     ) -> None:
         name = type(self).__name__
-        self.write_fp8_weights = flag(name, "write_fp8_weights", write_fp8_weights)
+        if flag(name, "write_fp8_weights", write_fp8_weights):
+            said = f"{name}: write_fp8_weights is deprecated and has no effect: layers cast their weights"
+            warnings.warn(said, DeprecationWarning, stacklevel=3)
         given = listed(name, "params", params, "tensors, such as model.parameters(), or dicts of them")
         groups: list[Mapping[str, Any]] = (
             given if given and isinstance(given[0], Mapping) else [{"params": given}]
@@ -263,7 +257,6 @@ class Optimizer:
         for batch in batches.values():
             # what may fail for want of memory, before the step counts
             batch.columns(*self.slots((0.0, *batch.hyper, 0.0)))
-        write_derived = renewing([param for param, *_ in taking]) if self.write_fp8_weights else None
         counted: list[_Counter] = []
         updated: set[int] = set()
         try:
@@ -280,8 +273,6 @@ class Optimizer:
             raise
         for param, *_ in taking:
             param.version().count += 1
-        if write_derived is not None:
-            write_derived()
 
     def _held(self) -> tuple[list[str], captured.Read, object]:
         """What a captured graph would not see change, as ``captured.hold`` takes it. An ``lr`` that is an

@@ -1,36 +1,30 @@
-// The largest magnitude of a matrix, whole, by tiles and of many.
+// The largest magnitude of a matrix, whole and by tiles.
 //
-// functions: amax_tensor (amax, quantize), amax_tiles (amax, quantize), amax_many
+// functions: amax_tensor (amax, quantize), amax_tiles (amax, quantize)
 // variants: T=f32,bf16,f16,f64
 #include "rows.cuh"
 
 constexpr int AHEAD = 4;  // times eight elements that a thread has under way
 
-// The largest magnitude of x[start] ... x[end - 1], from the end; thread `at` of `count`
-// takes every count-th eight.
-DEVICE float amax_of_range(const T* x, i64 start, i64 end, i64 at, i64 count) {
-  const i64 eights = rows_aligned<16>(x + start, 0) ? (end - start) / 8 : 0;
+// amax[0] = max(amax[0], max|x|) over n elements that lie together, from the end.
+extern "C" __global__ void __launch_bounds__(256) amax_tensor(const T* x, float* amax, i64 n) {
+  start_early();
+  __shared__ float shared[32];
+  const i64 eights = rows_aligned<16>(x, 0) ? n / 8 : 0, count = step();
   Peak<T> peak;
-  for (i64 i = at; i < eights; i += count * AHEAD) {
+  for (i64 i = first(); i < eights; i += count * AHEAD) {
     Eight<T> in[AHEAD];
 #pragma unroll
     for (int k = 0; k < AHEAD; ++k) {
       const i64 left = eights - 1 - i - k * count;
-      in[k] = left >= 0 ? read8(x + start + left * 8, 8, true) : Eight<T>{};
+      in[k] = left >= 0 ? read8(x + left * 8, 8, true) : Eight<T>{};
     }
 #pragma unroll
     for (int k = 0; k < AHEAD; ++k) peak.add(in[k]);
   }
   float most = peak.amax();
-  for (i64 i = start + eights * 8 + at; i < end; i += count) most = amax_of(most, to_float(x[i]));
-  return most;
-}
-
-// amax[0] = max(amax[0], max|x|) over n elements that lie together.
-extern "C" __global__ void __launch_bounds__(256) amax_tensor(const T* x, float* amax, i64 n) {
-  start_early();
-  __shared__ float shared[32];
-  block_amax(amax, amax_of_range(x, 0, n, first(), step()), shared);
+  for (i64 i = eights * 8 + first(); i < n; i += count) most = amax_of(most, to_float(x[i]));
+  block_amax(amax, most, shared);
 }
 
 // amax[i, j] over tiles of tile_rows x tile_columns. A warp takes `chunk` rows of one tile at a time.
@@ -64,24 +58,4 @@ amax_tiles(const T* x, float* amax, i64 rows, i64 columns, i64 tile_rows, i64 ti
     top = warp_max(top);
     if (lane == 0) atomic_amax(amax + tile, top);
   }
-}
-
-constexpr int AMAX_TENSORS = 128, AMAX_PIECE = 16384;
-
-struct AmaxTable {
-  const T* x[AMAX_TENSORS];
-  float* amax[AMAX_TENSORS];
-  i64 size[AMAX_TENSORS];
-  u32 first[AMAX_TENSORS];
-};
-
-// amax[t][0] = max(amax[t][0], max|x[t]|); a block takes AMAX_PIECE elements of one tensor.
-extern "C" __global__ void __launch_bounds__(256)
-amax_many(i64 count, const __grid_constant__ AmaxTable table) {
-  start_early();
-  __shared__ float shared[32];
-  const int t = tensor_of(table.first, count);
-  const i64 start = (i64)(blockIdx.x - table.first[t]) * AMAX_PIECE,
-            end = min64(start + AMAX_PIECE, table.size[t]);
-  block_amax(table.amax[t], amax_of_range(table.x[t], start, end, threadIdx.x, 256), shared);
 }

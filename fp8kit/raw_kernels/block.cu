@@ -1,7 +1,6 @@
-// Current scaling by blocks of 128: a matrix and its transpose, each cast with its own scales, in one pass;
-// of one matrix or of many.
+// Current scaling by blocks of 128: a matrix and its transpose, each cast with its own scales, in one pass.
 //
-// functions: block_quantize, block_quantize_many
+// functions: block_quantize
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "fp8.cuh"
 #include "scale.cuh"
@@ -9,26 +8,21 @@
 // a block's square; a thread takes 8 rows of 8 columns, sixteen threads a row of threads
 constexpr int B = 128, E = 8;
 
-// What holds for all squares of a launch. square: a square has one scale, else 128 neighbours along
-// the contraction have one.
-struct Rule {
-  float fp8_max, epsilon, value_for_inf;
-  bool square, power_2;
-};
-
-// Square `tile`, squares across first, by a block of 256 threads: x (rows, columns) into q (q_rows,
-// across * 128) and q_t (qt_rows, down * 128), down x across being the squares that cover x; either may be
-// null, together with its scales. With squares scale_inv is (ceil(q_rows / 128), across up to 4), else
-// (across, q_rows); likewise for q_t.
-DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
-                            i64 rows, i64 columns, i64 q_rows, i64 qt_rows, const Rule& rule) {
+// x (rows, columns) into q (q_rows, across * 128) and q_t (qt_rows, down * 128), down x across being the
+// squares that cover x; either may be null, together with its scales. square: a square has one scale, else 128
+// neighbours along the contraction have one. With squares scale_inv is (ceil(q_rows / 128), across up to 4),
+// else (across, q_rows); likewise for q_t. A one-dimensional grid, a block a square, squares across first.
+extern "C" __global__ void __launch_bounds__(256)
+block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
+               i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
+               i64 power_2) {
   // q_t's square, 8 rows of x an entry; entry e of column c lies at place e ^ (c / 8)
-  __shared__ uint2 turned[B][B / E];
+  __shared__ uint2 transposed[B][B / E];
   __shared__ float column_amax[8][B];
   __shared__ float row_scale[B], column_scale[B];
   __shared__ float shared[32];
   const i64 across = ceil_div(columns, B), down = ceil_div(rows, B);
-  const i64 tile_row = tile / across, tile_column = tile % across;
+  const i64 tile_row = blockIdx.x / across, tile_column = blockIdx.x % across;
   const u32 rank = threadIdx.x, warp = rank / 32, group = rank % 16, band = rank / 16;
   const i64 row = tile_row * B + E * band, column = tile_column * B + E * group;
 
@@ -76,8 +70,8 @@ DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q
 #pragma unroll
     for (int w = 0; w < 8; ++w) amax = fmaxf(amax, column_amax[w][line]);
   }
-  if (rule.square) amax = block_max(amax, shared);
-  const float own = scale_of(amax, rule.fp8_max, rule.epsilon, rule.value_for_inf, rule.power_2);
+  if (square) amax = block_max(amax, shared);
+  const float own = scale_of(amax, (float)fp8_max, (float)epsilon, (float)value_for_inf, power_2 != 0);
   (by_row ? row_scale : column_scale)[line] = own;
 
   float* inverses = by_row ? scale_inv : scale_inv_t;
@@ -86,9 +80,9 @@ DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q
   const i64 outer = by_row ? tile_row : tile_column, inner = by_row ? tile_column : tile_row;
   if (inverses != nullptr) {
     // padding's scale is 1, whatever epsilon says
-    const bool real = rule.square || outer * B + line < (by_row ? rows : columns);
+    const bool real = square || outer * B + line < (by_row ? rows : columns);
     const float inverse = real ? __fdiv_rn(1.0f, own) : 1.0f;
-    if (!rule.square) {
+    if (!square) {
       if (outer * B + line < lines) inverses[inner * lines + outer * B + line] = inverse;
     } else {
       const i64 tiles = by_row ? across : down, padded = ceil_div(tiles, 4) * 4;
@@ -121,48 +115,16 @@ DEVICE void quantize_square(u32 tile, const T* x, u8* q, float* scale_inv, u8* q
       for (int r = 0; r < E; ++r) v[r] = to_float(raw[r][c]) * s;
       u32 words[E / 4];
       encode_words<FORMAT>(v, words);
-      turned[E * group + c][band ^ group] = make_uint2(words[0], words[1]);
+      transposed[E * group + c][band ^ group] = make_uint2(words[0], words[1]);
     }
     __syncthreads();
 #pragma unroll
     for (int turn = 0; turn < B * B / 16 / 256; ++turn) {
       const u32 at = rank + 256 * turn, from = at / 8, pair = at % 8, swizzle = from / E;
-      const uint2 low = turned[from][(2 * pair) ^ swizzle], next = turned[from][(2 * pair + 1) ^ swizzle];
+      const uint2 low = transposed[from][(2 * pair) ^ swizzle], next = transposed[from][(2 * pair + 1) ^ swizzle];
       const u32 sixteen[4] = {low.x, low.y, next.x, next.y};
       const i64 to_row = tile_column * B + from;
       if (to_row < qt_rows) store_codes<16>(q_t + to_row * down * B + tile_row * B + 16 * pair, sixteen);
     }
   }
-}
-
-// A one-dimensional grid, a block a square.
-extern "C" __global__ void __launch_bounds__(256)
-block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
-               i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
-               i64 power_2) {
-  const Rule rule = {(float)fp8_max, (float)epsilon, (float)value_for_inf, square != 0, power_2 != 0};
-  quantize_square(blockIdx.x, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows, qt_rows, rule);
-}
-
-constexpr int BLOCK_TENSORS = 64;
-
-struct BlockTable {
-  const T* x[BLOCK_TENSORS];
-  u8* q[BLOCK_TENSORS];
-  float* scale_inv[BLOCK_TENSORS];
-  u8* q_t[BLOCK_TENSORS];
-  float* scale_inv_t[BLOCK_TENSORS];
-  u32 rows[BLOCK_TENSORS], columns[BLOCK_TENSORS], q_rows[BLOCK_TENSORS], qt_rows[BLOCK_TENSORS],
-      first[BLOCK_TENSORS];
-};
-
-// The same for a list of matrices.
-extern "C" __global__ void __launch_bounds__(256)
-block_quantize_many(i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf, i64 power_2, i64 count,
-                    const __grid_constant__ BlockTable table) {
-  const Rule rule = {(float)fp8_max, (float)epsilon, (float)value_for_inf, square != 0, power_2 != 0};
-  const int t = tensor_of(table.first, count);
-  quantize_square(blockIdx.x - table.first[t], table.x[t], table.q[t], table.scale_inv[t], table.q_t[t],
-                  table.scale_inv_t[t], table.rows[t], table.columns[t], table.q_rows[t], table.qt_rows[t],
-                  rule);
 }

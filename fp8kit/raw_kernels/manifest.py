@@ -3,7 +3,7 @@ compiles them with.
 
 A source says so itself, in comments at its head::
 
-    // functions: amax_tensor (amax, quantize), amax_many
+    // functions: amax_tensor (amax, quantize), amax_tiles (amax, quantize)
     // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 
 Behind a function stand the operations of the kernel contract that launch it; without any it is the operation

@@ -1,8 +1,6 @@
-// Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations,
-// of one matrix or of many.
+// Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations.
 //
 // functions: quantize_fp8 (quantize), dequantize_fp8 (dequantize), quantize_transpose
-// functions: quantize_transpose_many
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "rows.cuh"
 
@@ -104,16 +102,16 @@ struct Job {
   }
 };
 
-struct Room {
+struct Shared {
   // q_t's tile, 16 rows of x an entry, entries of column c at place ^ (c / 8)
-  uint4 turned[COLUMNS][ROWS / 16];
+  uint4 transposed[COLUMNS][ROWS / 16];
   float sums[8][COLUMNS];
   float maxima[32];
 };
 
 // The tile whose first element is (top_row, left), by a block of 256 threads. WHOLE: all of it is there, in
 // x, q and q_t, and aligned.
-template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 left, Room& room) {
+template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 left, Shared& shared) {
   const u32 warp = threadIdx.x / 32, group = threadIdx.x % 8, quad = threadIdx.x / 8;
   const i64 row = top_row + 4 * quad, column = left + 8 * group;
   const int valid = WHOLE ? 8 : columns_left(column, job.columns);
@@ -147,7 +145,7 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
     write_q<WHOLE>(job.q, job.q_stride, words, row, column, job.padded_rows, job.padded_columns, wide_q);
 
   if (job.q_t != nullptr) {
-    u32* place = reinterpret_cast<u32*>(room.turned);
+    u32* place = reinterpret_cast<u32*>(shared.transposed);
     u32 lines[8];
     transpose_codes(words, lines);
 #pragma unroll
@@ -161,7 +159,7 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
 #pragma unroll
     for (int turn = 0; turn < COLUMNS * (ROWS / 16) / 256; ++turn) {
       const u32 line = threadIdx.x / (ROWS / 16) + 256 / (ROWS / 16) * turn;
-      const uint4 codes = room.turned[line][entry ^ (line / 8)];
+      const uint4 codes = shared.transposed[line][entry ^ (line / 8)];
       if (WHOLE || left + line < job.padded_columns)
         write_codes<16>(job.q_t + (left + line) * job.qt_stride + to_column, left_over, wide_t,
                         {codes.x, codes.y, codes.z, codes.w});
@@ -173,65 +171,35 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
     for (int c = 0; c < 8; ++c) {
       total[c] += __shfl_xor_sync(~0u, total[c], 8);
       total[c] += __shfl_xor_sync(~0u, total[c], 16);
-      if (threadIdx.x % 32 < 8) room.sums[warp][8 * group + c] = total[c];
+      if (threadIdx.x % 32 < 8) shared.sums[warp][8 * group + c] = total[c];
     }
     __syncthreads();
     if (threadIdx.x < COLUMNS && left + threadIdx.x < job.columns && top_row < job.rows) {
       float sum = 0.0f;
 #pragma unroll
-      for (int w = 0; w < 8; ++w) sum += room.sums[w][threadIdx.x];
+      for (int w = 0; w < 8; ++w) sum += shared.sums[w][threadIdx.x];
       job.partials[top_row / ROWS * job.columns + left + threadIdx.x] = sum;
     }
   }
-  block_amax(job.amax, peak.amax(), room.maxima);
+  block_amax(job.amax, peak.amax(), shared.maxima);
 }
 
-// Tile `tile` of a cast, tiles across first.
-DEVICE void cast_one(const Job& job, u32 tile) {
-  __shared__ Room room;
-  const u32 across = job.padded_columns ? (u32)ceil_div(job.padded_columns, COLUMNS) : 1;
-  const i64 top_row = (i64)(tile / across) * ROWS, left = (i64)(tile % across) * COLUMNS;
-  if (tile == 0 && threadIdx.x == 0) *job.scale_inv = __fdiv_rn(1.0f, job.scale_now());
-  const bool whole = top_row + ROWS <= job.rows && left + COLUMNS <= job.columns &&
-                     rows_aligned<16>(job.x, job.columns) && rows_aligned<8>(job.q, job.q_stride) &&
-                     rows_aligned<16>(job.q_t, job.qt_stride);
-  if (whole)
-    cast_tile<true>(job, top_row, left, room);
-  else
-    cast_tile<false>(job, top_row, left, room);
-}
-
-// A one-dimensional grid, a block a tile.
+// A one-dimensional grid, a block a tile, tiles across first.
 extern "C" __global__ void __launch_bounds__(256)
 quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv, float* amax,
                    float* partials, i64 rows, i64 columns, i64 padded_rows, i64 padded_columns,
                    i64 q_stride, i64 qt_stride, const float* known_amax, f64 epsilon, i64 power_2) {
   start_early();
-  cast_one({x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride,
-            qt_stride, known_amax, epsilon, power_2},
-           blockIdx.x);
-}
-
-constexpr int CAST_TENSORS = 48;
-
-struct CastTable {
-  const T* x[CAST_TENSORS];
-  u8* q[CAST_TENSORS];
-  u8* q_t[CAST_TENSORS];
-  const float* scale[CAST_TENSORS];
-  float* scale_inv[CAST_TENSORS];
-  float* amax[CAST_TENSORS];
-  u32 rows[CAST_TENSORS], columns[CAST_TENSORS], padded_rows[CAST_TENSORS], padded_columns[CAST_TENSORS];
-  u32 q_stride[CAST_TENSORS], qt_stride[CAST_TENSORS], first[CAST_TENSORS];
-};
-
-// The same for a list of matrices.
-extern "C" __global__ void __launch_bounds__(256)
-quantize_transpose_many(i64 count, const __grid_constant__ CastTable table) {
-  start_early();
-  const int t = tensor_of(table.first, count);
-  cast_one({table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr,
-            table.rows[t], table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t],
-            table.qt_stride[t], nullptr, 0.0, 0},
-           blockIdx.x - table.first[t]);
+  __shared__ Shared shared;
+  const Job job = {x,       q,           q_t,            scale,    scale_inv, amax,       partials, rows,
+                   columns, padded_rows, padded_columns, q_stride, qt_stride, known_amax, epsilon,  power_2};
+  const u32 across = padded_columns ? (u32)ceil_div(padded_columns, COLUMNS) : 1;
+  const i64 top_row = (i64)(blockIdx.x / across) * ROWS, left = (i64)(blockIdx.x % across) * COLUMNS;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = __fdiv_rn(1.0f, job.scale_now());
+  const bool whole = top_row + ROWS <= rows && left + COLUMNS <= columns && rows_aligned<16>(x, columns) &&
+                     rows_aligned<8>(q, q_stride) && rows_aligned<16>(q_t, qt_stride);
+  if (whole)
+    cast_tile<true>(job, top_row, left, shared);
+  else
+    cast_tile<false>(job, top_row, left, shared);
 }

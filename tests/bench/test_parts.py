@@ -241,10 +241,10 @@ def test_a_long_round_is_not_repeated():
 # --- training steps -----------------------------------------------------------------------------------------
 
 
-def test_steps_with_and_without(monkeypatch):
+def test_steps():
     rows = steps.steps_part(QUICK)
-    assert len(rows) == 3 * 2 * len(SMALL.layers)
-    assert {row["status"] for row in rows} == {"ok"}
+    assert len(rows) == 4 * len(SMALL.layers)
+    assert {(row["status"], row["check"]) for row in rows} == {("ok", "finite parameters")}
     assert all(row["ratio"] > 0 and row["gpu_ms"] > 0 for row in rows)
     assert {row["status"] for row in steps.steps_part(QUICK.within(-1))} == {"left out: no time"}
 

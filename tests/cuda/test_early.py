@@ -78,7 +78,6 @@ class Room:
 Call = Callable[[Any, ArrayView, Room], None]
 CALLS: dict[str, Call] = {
     "amax": lambda k, x, r: k.amax(x, r.blank(1), x.shape, 0),
-    "amax_many": lambda k, x, r: k.amax_many([x, x], [r.blank(1), r.blank(1)], 0),
     "quantize_transpose": lambda k, x, r: k.quantize_transpose(
         x,
         r.cast(),
@@ -86,7 +85,6 @@ CALLS: dict[str, Call] = {
         r.space(k.quantize_transpose_workspace(ROWS, COLUMNS)),
         0,
     ),
-    "quantize_transpose_many": lambda k, x, r: k.quantize_transpose_many([x], [r.cast()], 0),
     "act_fwd": lambda k, x, r: k.act_fwd(x, None, None, None, r.cast(), "gelu", (), 0),
     "act_bwd": lambda k, x, r: k.act_bwd(
         x,

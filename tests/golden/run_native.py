@@ -113,9 +113,8 @@ class Native:
         module.zero_grad()
 
     def optimizer(self, name: str, module: Any, options: Mapping[str, Any]) -> Any:
-        kwargs = dict(options)
-        write = kwargs.pop("write", False)
-        return getattr(fk.optim, name)(module.parameters(), **kwargs, write_fp8_weights=write)
+        kwargs = {key: value for key, value in options.items() if key != "write"}  # only in the cases' names
+        return getattr(fk.optim, name)(module.parameters(), **kwargs)
 
     def cache(self, **options: Any) -> Any:
         return fk.nn.InferenceParams(**options, device=self.device)
@@ -311,7 +310,7 @@ def demo(f: Native, case: Case, record: Record) -> None:
     model.load_state_dict(
         {name: parameter("demo", name, own.shape, False) for name, own in model.named_parameters()}
     )
-    optimizer = fk.optim.AdamW(model.parameters(), lr=0.01, write_fp8_weights=True)
+    optimizer = fk.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(STEPS):
         ids = f.array(draw("ids", Array((12, 3), "ids", False, 17), step))
         with scope(f, case):

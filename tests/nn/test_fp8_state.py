@@ -3,6 +3,8 @@ updated."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,9 @@ from fp8kit import nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Function, no_grad, tensor
 from fp8kit.backends import dispatch
+from fp8kit.backends.dispatch import deterministic
 from fp8kit.errors import RecipeError
+from fp8kit.optim import SGD
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.scaling import ScalingState, default_scale, update
 from tests.nn.products import f64, host
@@ -340,6 +344,52 @@ def test_weight_is_cast_once_for_all_microbatches(device, recipe):
         amaxes = host(cached.fp8_meta["scaling_fwd"].amax_history)
         assert (amaxes[:, 1] != 0).sum() == 1  # the weight's history did not age in later micro-batches
         assert (amaxes[:, 0] != 0).sum() == 3
+
+
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
+)
+def test_backward_after_a_step_reads_the_weights_of_its_forward_pass(device, recipe):
+    """In FP8 it goes back through what forward cast; the weight may have changed since."""
+    found = []
+    for changed in (False, True):
+        module = make(nn.Linear, device, "float32", in_features=K, out_features=N)
+        x = tensor(draw(0, (4, K), "float32"), requires_grad=True, device=device)
+        with autocast(recipe=recipe):
+            y = module(x)
+        if changed:
+            with no_grad():
+                module.weight.zero_()
+        y.backward(draw(1, (4, N), "float32"))
+        found.append((f64(x.grad), f64(module.weight.grad)))
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert got.any()
+
+
+def test_every_call_in_a_thread_of_its_own(device):
+    """Forward, backward and the optimiser's step give what they give in one thread."""
+
+    def in_a_thread(function, *arguments):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *arguments).result()
+
+    found = []
+    for call in (lambda function, *arguments: function(*arguments), in_a_thread):
+        module = make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=N)
+        optimizer = SGD(module.parameters(), lr=0.1)
+
+        def forward(x, module=module):
+            with deterministic(True), autocast(recipe=DelayedScaling(amax_history_len=4)):
+                return module(x)
+
+        for i in range(4):
+            y = call(forward, tensor(draw(i, (4, K), "float32"), device=device))
+            call(y.backward, draw(20 + i, (4, K), "float32"))
+            call(optimizer.step)
+            optimizer.zero_grad()
+        found.append(snapshot(module))
+    assert same(*found)
 
 
 def test_nested_recipes_update_each_state_by_its_own(device):

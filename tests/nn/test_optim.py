@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
+import fp8kit as fk
 from fp8kit import nn
 from fp8kit.autograd import tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError
-from fp8kit.optim import AdamW, base, clip_grad_norm_, warmup_cosine
-from fp8kit.testing.compare import assert_close, sum_slack
+from fp8kit.optim import SGD, AdamW, base, clip_grad_norm_, warmup_cosine
+from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from tests.nn.products import f64
 from tests.nn.test_layers import draw
 
@@ -237,3 +238,29 @@ def test_a_step_that_failed_does_not_count(monkeypatch, where):
         opt.step()
     np.testing.assert_array_equal(params[0], params[1])
     assert opts[0].state_dict()["steps"].numpy().tolist() == [1]
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_write_fp8_weights_has_no_effect(kind, device):
+    """The argument is deprecated."""
+    found = []
+    for write in (False, True):
+        layer = nn.Linear(32, 16, device=device)
+        layer.load_state_dict({"weight": draw(0, (16, 32), "float32"), "bias": draw(1, (16,), "float32")})
+        if write:
+            with pytest.warns(DeprecationWarning, match="write_fp8_weights .* no effect") as seen:
+                opt = kind(layer.parameters(), write_fp8_weights=True)
+            assert seen[0].filename == __file__
+        else:
+            opt = kind(layer.parameters(), write_fp8_weights=False)
+        for step in range(3):
+            with fk.deterministic(True), fk.autocast(recipe=fk.recipe.DelayedScaling()):
+                y = layer(tensor(draw(2 + step, (8, 32), "float32"), device=device))
+            y.backward(draw(9, (8, 16), "float32"))
+            opt.step()
+            opt.zero_grad()
+        found.append(layer.state_dict())
+    for name, value in found[0].items():
+        assert_same_bits(name, found[1][name].numpy(), value.numpy())
+    with pytest.raises(Fp8kitError, match="write_fp8_weights: got 'yes'"):
+        kind(layer.parameters(), write_fp8_weights="yes")

@@ -6,25 +6,18 @@ cuBLASLt takes these scales on Hopper alone (compute capability 9.0, cuBLAS 12.9
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from typing import Any
-
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._lists import launches
 from fp8kit.backends.cuda._rows import address
 from fp8kit.backends.cuda.cublaslt import Scaling
 from fp8kit.backends.cuda.gemm import scaled_gemm
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
-from fp8kit.formats import DType, Format
+from fp8kit.formats import Format
 
 _BLOCK = 128
 _THREADS = 256
-_TENSORS = 64  # of a list (block.cu: the table's layout is mirrored there)
-_TABLE = struct.Struct(f"={5 * _TENSORS}q{5 * _TENSORS}I")
 _SCALINGS: dict[tuple[int, int], Scaling] = {(1, 128): "block_1x128", (128, 128): "block_128x128"}
 
 
@@ -51,7 +44,7 @@ def block_quantize(
     )
     args = (
         x.ptr,
-        *(0 if view is None else view.ptr for view in (q, scale_inv, q_t, scale_inv_t)),
+        *map(address, (q, scale_inv, q_t, scale_inv_t)),
         rows,
         columns,
         0 if q is None else q.shape[0],
@@ -63,49 +56,6 @@ def block_quantize(
         int(power_2),
     )
     launch.launch(kernel, squares, _THREADS, args, stream)
-
-
-def block_quantize_many(
-    xs: Sequence[ArrayView],
-    qs: Sequence[ArrayView | None],
-    scale_invs: Sequence[ArrayView | None],
-    q_ts: Sequence[ArrayView | None],
-    scale_inv_ts: Sequence[ArrayView | None],
-    format: Format,
-    tile: tuple[int, int],
-    power_2: bool,
-    epsilon: float,
-    stream: int,
-) -> None:
-    """See ``backends.protocol``. One launch for every 64 matrices of a type."""
-    name = format_name(format)
-    if name is None:
-        raise BackendError("block_quantize_many", "format", format, "E4M3 or E5M2")
-    kinds: dict[DType, list[tuple[Any, ...]]] = {}
-    for operand in zip(xs, qs, scale_invs, q_ts, scale_inv_ts, strict=True):
-        if operand[0].size:
-            kinds.setdefault(operand[0].dtype, []).append(operand)
-    for kind, operands in kinds.items():
-        rows = [
-            (
-                *map(address, (x, q, s, q_t, s_t)),
-                *x.shape,
-                0 if q is None else q.shape[0],
-                0 if q_t is None else q_t.shape[0],
-            )
-            for x, q, s, q_t, s_t in operands
-        ]
-        blocks = [-(-x.shape[0] // _BLOCK) * -(-x.shape[1] // _BLOCK) for x, *_ in operands]
-        kernel = launch.kernel(
-            "block.cu",
-            "block_quantize_many",
-            operands[0][0].device.index,
-            T=launch.type_name(kind),
-            FORMAT=name,
-        )
-        rule = int(_SCALINGS[tile] == "block_128x128"), format.max, epsilon, kind.max, int(power_2)
-        for count, packed, total in launches(_TABLE, _TENSORS, rows, blocks):
-            launch.launch(kernel, total, _THREADS, (*rule, count, packed), stream)
 
 
 def block_gemm(

@@ -7,12 +7,11 @@ for every 64 (AdamW, SGD) or 128 tensors, and no memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._lists import firsts, pack
 from fp8kit.backends.cuda._rows import TYPE_CODES, address, ceil_div, kernel
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType
@@ -28,7 +27,18 @@ _LIST = struct.Struct(f"={2 * _LIST_TENSORS}q{_LIST_TENSORS}I")
 
 def _pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
     """First block of each tensor, and the number of blocks."""
-    return firsts(ceil_div(size, _PIECE) for size in sizes)
+    first, total = [], 0
+    for size in sizes:
+        first.append(total)
+        total += ceil_div(size, _PIECE)
+    return first, total
+
+
+def _pack(layout: struct.Struct, length: int, columns: Iterable[Sequence[Any]]) -> bytes:
+    """A table's columns one after the other, each filled up with zeros to ``length``."""
+    return layout.pack(
+        *(value for column in columns for value in (*column, *(0 for _ in range(length - len(column)))))
+    )
 
 
 def _by_dtype(xs: Sequence[ArrayView]) -> dict[DType, list[ArrayView]]:
@@ -50,7 +60,7 @@ def _lists(xs: Sequence[ArrayView]) -> Iterator[tuple[ArrayView, int, bytes, int
             yield (
                 part[0],
                 len(part),
-                pack(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)),
+                _pack(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)),
                 blocks,
             )
 
@@ -89,7 +99,7 @@ def _step(
             sizes = [row[0].size for row in part]
             first, blocks = _pieces(sizes)
             pointers = [[address(view) for view in column] for column in list(zip(*part, strict=True))[:-1]]
-            packed = pack(layout, _STEP_TENSORS, (*pointers, sizes, first, [row[-1] for row in part]))
+            packed = _pack(layout, _STEP_TENSORS, (*pointers, sizes, first, [row[-1] for row in part]))
             arguments = (*scalars, TYPE_CODES[grad_type.name], len(part), packed)
             launch.launch(kernel("optim.cu", function, part[0][0]), blocks, _THREADS, arguments, stream)
 

@@ -1,4 +1,4 @@
-"""The contract's casts: quantize, dequantize and quantize_transpose, of one array or of a list.
+"""The contract's casts: quantize, dequantize and quantize_transpose.
 
 E4M3 and E5M2, rounded to nearest and saturating, take the hardware's conversion, 16 codes a thread; every
 other format and mode the exact integer path. Both give the oracle's bits.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch, scales
-from fp8kit.backends.cuda._lists import launches
 from fp8kit.backends.cuda._rows import address, scaling, sum_partials
-from fp8kit.backends.protocol import Cast, want_scale
-from fp8kit.formats import E4M3, E5M2, DType, Format, float64
+from fp8kit.backends.protocol import Cast
+from fp8kit.formats import E4M3, E5M2, Format, float64
 
 _FORMAT_NAMES = {"E4M3": "e4m3", "E5M2": "e5m2"}
 _THREADS = 256
 _VECTOR = 16
 _DECODED = 8 * 4  # codes that a thread of dequantize_fp8 takes at a time
 _TILE_ROWS, _TILE_COLUMNS = 128, 64  # of quantize_transpose's blocks
-# matrices of one launch; quantize.cu mirrors the table's layout
-_CAST_TENSORS = 48
-_CASTS = struct.Struct(f"={6 * _CAST_TENSORS}q{7 * _CAST_TENSORS}I")
 
 
 def format_name(fmt: Format) -> str | None:
@@ -186,40 +181,6 @@ def quantize_transpose(
     launch.launch(kernel, max(grid, 1), _THREADS, args, stream)
     if dbias is not None:
         sum_partials(partials, -(-rows // _TILE_ROWS), dbias, None, stream)
-
-
-def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
-    """See ``backends.protocol``. One launch for every 48 matrices of a type and a format."""
-    kinds: dict[tuple[DType, str], list[tuple[ArrayView, Cast]]] = {}
-    for x, cast in zip(xs, casts, strict=True):
-        kinds.setdefault((x.dtype, _FORMAT_NAMES[cast.format.name]), []).append((x, cast))
-    for (kind, fmt), pairs in kinds.items():
-        rows, blocks = [], []
-        for x, cast in pairs:
-            want_scale(cast)
-            q, q_t = cast.q, cast.q_t
-            down, across = q.shape if q is not None else q_t.shape[::-1]  # type: ignore[union-attr]
-            pitches = (0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t))
-            rows.append(
-                (
-                    x.ptr,
-                    *map(address, (q, q_t, cast.scale, cast.scale_inv, cast.amax)),
-                    *x.shape,
-                    down,
-                    across,
-                    *pitches,
-                )
-            )
-            blocks.append(max(-(-down // _TILE_ROWS) * -(-across // _TILE_COLUMNS), 1))
-        kernel = launch.kernel(
-            "quantize.cu",
-            "quantize_transpose_many",
-            pairs[0][0].device.index,
-            T=launch.type_name(kind),
-            FORMAT=fmt,
-        )
-        for count, packed, total in launches(_CASTS, _CAST_TENSORS, rows, blocks):
-            launch.launch(kernel, total, _THREADS, (count, packed), stream)
 
 
 def quantize_transpose_workspace(rows: int, columns: int) -> int:

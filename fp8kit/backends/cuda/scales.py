@@ -8,14 +8,9 @@ from collections.abc import Sequence
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._lists import launches
-from fp8kit.formats import DType
 
 _THREADS = 256
 _CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
-# amax.cu: tensors of a table, which is mirrored here, and elements of a block's piece
-_AMAX_TENSORS, _AMAX_PIECE = 128, 16384
-_AMAXES = struct.Struct(f"={3 * _AMAX_TENSORS}q{_AMAX_TENSORS}I")
 _STATES = (8, 96)  # states that one launch takes as a parameter by value: the variants of scales.cu
 _STATE = struct.Struct("=QQQiifi")  # one of them (scales.cu)
 
@@ -49,21 +44,6 @@ def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> N
     kernel = launch.kernel("amax.cu", "amax_tiles", index, T=name)
     args = (x.ptr, amax.ptr, rows, columns, height, width, chunk)
     launch.launch(kernel, launch.blocks(warps, _THREADS // 32, index), _THREADS, args, stream)
-
-
-def amax_many(xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int) -> None:
-    """See ``backends.protocol``. One launch for every 128 tensors of a type."""
-    kinds: dict[DType, list[tuple[ArrayView, ArrayView]]] = {}
-    for x, most in zip(xs, amaxes, strict=True):
-        if x.size:
-            kinds.setdefault(x.dtype, []).append((x, most))
-    for kind, pairs in kinds.items():
-        kernel = launch.kernel("amax.cu", "amax_many", pairs[0][0].device.index, T=launch.type_name(kind))
-        rows = [(x.ptr, most.ptr, x.size) for x, most in pairs]
-        for count, packed, blocks in launches(
-            _AMAXES, _AMAX_TENSORS, rows, [-(-x.size // _AMAX_PIECE) for x, _ in pairs]
-        ):
-            launch.launch(kernel, blocks, _THREADS, (count, packed), stream)
 
 
 def scale_from_amax(

@@ -42,7 +42,7 @@ from typing import Protocol
 from fp8kit.backends.protocol.activation import Activations
 from fp8kit.backends.protocol.attention import AttentionExtras, Attentions, AttentionSpec
 from fp8kit.backends.protocol.block import BLOCK, Blocks, block_shapes
-from fp8kit.backends.protocol.cast import Cast, Rule, want_scale
+from fp8kit.backends.protocol.cast import Cast, Rule
 from fp8kit.backends.protocol.cross_entropy import CrossEntropies
 from fp8kit.backends.protocol.drop_path import DropPaths
 from fp8kit.backends.protocol.dropout import Dropouts
@@ -78,7 +78,6 @@ __all__ = [
     "map_arrays",
     "signature",
     "views",
-    "want_scale",
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from fp8kit.arrays import ArrayView, Shape
@@ -48,22 +47,6 @@ class Blocks(Protocol):
         from x as well, one for 128 neighbours of a column. Tile (128, 128): q_t is q transposed. Layouts
         (cuBLASLt's), of an operand (R, Kp): tile (1, 128): float32 (Kp / 128, R); tile (128, 128): float32
         (ceil(R / 128), Kp / 128 up to 4). Every element is written, 1 for a tile outside x."""
-
-    @kernel(writes="qs scale_invs q_ts scale_inv_ts", exact=True)
-    def block_quantize_many(
-        self,
-        xs: Sequence[ArrayView],
-        qs: Sequence[ArrayView | None],
-        scale_invs: Sequence[ArrayView | None],
-        q_ts: Sequence[ArrayView | None],
-        scale_inv_ts: Sequence[ArrayView | None],
-        format: Format,
-        tile: tuple[int, int],
-        power_2: bool,
-        epsilon: float,
-        stream: int,
-    ) -> None:
-        """``block_quantize`` of every x into the arrays at its place."""
 
     @kernel(writes="out", workspace=product_workspace, flops=product_flops)
     def block_gemm(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
 
@@ -31,7 +30,7 @@ class Cast:
     * ``scale``: float32[1], read. ``scale_inv``: float32[1], written ``1 / scale``.
     * ``amax``: float32[1] or None, max-accumulated with max|result|.
     * ``rule``: where there is one, the scale is what it makes of ``amax``, which is read and not changed, and
-      ``scale`` is None. Not in ``quantize_transpose_many``.
+      ``scale`` is None.
 
     ValueError for a scale and a rule, for neither, and for a rule without an amax.
     """
@@ -60,11 +59,3 @@ class Cast:
         self.scale_inv = scale_inv
         self.amax = amax
         self.rule = rule
-
-
-def want_scale(cast: Cast) -> None:
-    """BackendError for a cast with a rule, which ``quantize_transpose_many`` does not take."""
-    if cast.rule is not None:
-        raise BackendError(
-            "quantize_transpose_many", "cast", "a rule", "a scale, as scale_from_amax makes it"
-        )

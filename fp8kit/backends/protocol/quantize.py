@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fp8kit.arrays import ArrayView
@@ -64,8 +63,3 @@ class Quantization(Protocol):
     @workspace_of("quantize_transpose")
     def quantize_transpose_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``quantize_transpose``'s workspace when it has a dbias."""
-
-    @kernel(writes="casts", casts="xs", exact=True)
-    def quantize_transpose_many(self, xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
-        """``quantize_transpose``, without a dbias, of every x into the cast at its place. Casts may share
-        scale, scale_inv and amax: those of the parts of one weight, whose codes lie in one buffer."""

@@ -18,11 +18,6 @@ class Scales(Protocol):
         (rows, columns) of a tile; (M, N) is per tensor, (1, N) per row. amax: float32, ceil(M / rows) *
         ceil(N / columns) elements."""
 
-    @kernel(updates="amaxes", exact=True)
-    def amax_many(self, xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int) -> None:
-        """amaxes[i] = max(amaxes[i], max|xs[i]|) for every tensor. xs: h, of any shape; amaxes: float32 [1],
-        which may repeat."""
-
     @kernel(writes="scale scale_inv", exact=True)
     def scale_from_amax(
         self,

@@ -2,8 +2,7 @@
 
 The signature says the rest: ``ArrayView | None`` is an array that may be absent, ``workspace`` and ``stream``
 are what their names say, and every array that a spec does not name is only read. Arguments hold arrays in
-four ways: alone, in lists, in a ``Cast`` or a list of those, in ``AttentionExtras``; ``map_arrays`` finds
-them all.
+four ways: alone, in lists, in a ``Cast``, in ``AttentionExtras``; ``map_arrays`` finds them all.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class KernelSpec:
       without self.
     * ``writes``: arguments that it writes, whatever stood there. ``updates``: arguments whose former content
       matters: accumulated, changed in place, or not written everywhere.
-    * ``casts``: the array, a result or an input, whose cast ``cast`` holds (``casts`` for lists) and whose
-      largest magnitude ``amax`` takes in.
+    * ``casts``: the array, a result or an input, whose cast ``cast`` holds and whose largest magnitude
+      ``amax`` takes in.
     * ``sums``: output -> the array whose column sums it holds, of a result as it was stored.
     * ``rounded``: output -> the output that it is the rounding of, tensor by tensor, where there is one.
     * ``exact``: every output is known bit for bit; otherwise ``fp8kit.testing.contract`` has the tolerance.

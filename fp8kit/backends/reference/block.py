@@ -3,8 +3,6 @@ so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from fp8kit import arrays
@@ -67,23 +65,6 @@ def _operand(
         inverses[:, :rows] = inverse.T
     else:
         inverses[: grid[0], : grid[1]] = inverse
-
-
-def block_quantize_many(
-    xs: Sequence[ArrayView],
-    qs: Sequence[ArrayView | None],
-    scale_invs: Sequence[ArrayView | None],
-    q_ts: Sequence[ArrayView | None],
-    scale_inv_ts: Sequence[ArrayView | None],
-    format: Format,
-    tile: tuple[int, int],
-    power_2: bool,
-    epsilon: float,
-    stream: int,
-) -> None:
-    """See ``Kernels.block_quantize_many``."""
-    for operand in zip(xs, qs, scale_invs, q_ts, scale_inv_ts, strict=True):
-        block_quantize(*operand, format, tile, power_2, epsilon, stream)
 
 
 @quiet

@@ -3,7 +3,6 @@ orientations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.arrays import ArrayView, as_view
-from fp8kit.backends.protocol import Cast, want_scale
+from fp8kit.backends.protocol import Cast
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
 from fp8kit.backends.reference.philox import words
@@ -265,13 +264,6 @@ def quantize_transpose(
     if dbias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             dbias.numpy()[...] = np.add.reduce(sums, axis=0).astype(dbias.dtype.numpy)
-
-
-def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
-    """See ``Kernels.quantize_transpose_many``."""
-    for x, cast in zip(xs, casts, strict=True):
-        want_scale(cast)
-        quantize_transpose(x, cast, None, None, stream)
 
 
 def quantize_transpose_workspace(rows: int, columns: int) -> int:

@@ -49,12 +49,6 @@ def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> N
     accumulate(rows, max(tile[0], 1), amax)
 
 
-def amax_many(xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int) -> None:
-    """See ``Kernels.amax_many``."""
-    for x, most in zip(xs, amaxes, strict=True):
-        amax(x.reshape(1, x.size), most, (1, x.size), stream)
-
-
 def scale_from_amax(
     amax: ArrayView,
     scale: ArrayView,

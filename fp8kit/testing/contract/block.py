@@ -14,7 +14,7 @@ import numpy as np
 from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import BLOCK, block_shapes
-from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, Format, bfloat16, float32, uint8
+from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float32, uint8
 from fp8kit.testing.compare import ROUNDOFF, Array
 from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
 from fp8kit.testing.contract.casts import largest, scale_of, scaled
@@ -105,35 +105,6 @@ def block_quantize_oracle(a: Any) -> Results:
     rule = a.tile, a.format, a.power_2, a.epsilon, formats.dtype(a.x.dtype).max
     (q, scale_inv, _), (q_t, scale_inv_t, _) = operand(a.x, *rule), operand(a.x.T, *rule)
     return {"q": q, "scale_inv": scale_inv, "q_t": q_t, "scale_inv_t": scale_inv_t}
-
-
-_LISTS = ("x", "q", "scale_inv", "q_t", "scale_inv_t")
-
-
-def block_quantize_many(
-    s: Sampler, m: int = 0, n: int = 0, count: int = 0, tile: Tile = LINE, **options: Any
-) -> Arguments:
-    """``count`` matrices of all types and shapes, and then small ones of one type, every fifth in one
-    orientation; without ``count`` one of (m, n)."""
-    each = [] if count else [block_quantize(s, m, n, tile, **options)]
-    for i in range(count):
-        s.dtype = HIGH_PRECISION[i % 3 if i < 12 else 1]
-        shape = _SHAPES[i % len(_SHAPES)] if i < 12 else (9, 20)
-        only = {0: "q_t", 1: "q"}.get(i % 5, "")
-        each.append(block_quantize(s, *shape, tile, only=only if all(shape) else "neither"))
-    names = {f"{name}s": [one.pop(name) for one in each] for name in _LISTS}
-    return {**names, **each[0]}
-
-
-def block_quantize_many_oracle(a: Any) -> Results:
-    """One after the other."""
-    found: Results = {}
-    for i, x in enumerate(a.xs):
-        rule = a.tile, a.format, a.power_2, a.epsilon, formats.dtype(x.dtype).max
-        sides = zip(("q", "q_t"), ("scale_inv", "scale_inv_t"), (x, x.T), strict=True)
-        for codes, scales, side in sides:
-            found[f"{codes}s[{i}]"], found[f"{scales}s[{i}]"], _ = operand(side, *rule)
-    return found
 
 
 def block_gemm(
@@ -232,12 +203,5 @@ _GEMM: dict[str, Options] = {
 
 TESTS = (
     KernelTest("block_quantize", block_quantize, block_quantize_oracle, _QUANTIZE, {"strewn": False}),
-    KernelTest(
-        "block_quantize_many",
-        block_quantize_many,
-        block_quantize_many_oracle,
-        _tiles({str(count): {"count": count} for count in (1, 80)}),
-        {"strewn": False},
-    ),
     KernelTest("block_gemm", block_gemm, block_gemm_oracle, typed(_GEMM)),
 )

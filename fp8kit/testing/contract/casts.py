@@ -40,29 +40,18 @@ def scaled(x: Array, scale: Any) -> Array:
 
 
 def cast_results(a: Any, values: Any) -> dict[str, Array]:
-    """Every array of ``a.cast``, or of the list ``a.casts``, and ``a.amax``, after ``values``, or a list of
-    them, were cast."""
-    several = hasattr(a, "casts")
-    named = [
-        (f"casts[{i}]" if several else "cast", cast, x)
-        for i, (cast, x) in enumerate(
-            zip(a.casts if several else [a.cast], values if several else [values], strict=True)
-        )
-        if cast is not None
-    ]
-    running: dict[int, Array] = {}  # an amax may belong to several casts
-    for _, cast, x in named:
-        if cast.amax is not None and cast.rule is None:
-            running[id(cast.amax)] = np.maximum(running.get(id(cast.amax), cast.amax), largest(x))
+    """Every array of ``a.cast``, and ``a.amax``, after ``values`` were cast."""
     found: dict[str, Array] = {}
-    for name, cast, x in named:
+    cast = a.cast
+    if cast is not None:
         rule, fmt = cast.rule, cast.format
         scale = cast.scale if rule is None else scale_of(cast.amax, fmt.max, rule.power_2, rule.epsilon)
         codes = np.zeros(cast.q_t.shape[::-1] if cast.q is None else cast.q.shape, np.uint8)
-        codes[: x.shape[0], : x.shape[1]] = codec.encode(scaled(x, scale), fmt)
-        found |= {f"{name}.q": codes, f"{name}.q_t": np.ascontiguousarray(codes.T)}
-        found |= {f"{name}.scale_inv": np.float32(1) / scale}
-        found |= {f"{name}.amax": running.get(id(cast.amax), cast.amax)}
+        codes[: values.shape[0], : values.shape[1]] = codec.encode(scaled(values, scale), fmt)
+        found |= {"cast.q": codes, "cast.q_t": np.ascontiguousarray(codes.T)}
+        found["cast.scale_inv"] = np.float32(1) / scale
+        known = cast.amax is None or rule is not None
+        found["cast.amax"] = cast.amax if known else np.maximum(cast.amax, largest(values))
     if getattr(a, "amax", None) is not None:
         found["amax"] = np.maximum(a.amax, largest(values))
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.backends.protocol import Cast, Rule
+from fp8kit.backends.protocol import Rule
 from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, HIGH_PRECISION, Format, bfloat16, float32, float64, uint8
 from fp8kit.testing.compare import Array
 from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed
@@ -124,32 +124,6 @@ def quantize_transpose(
     }
 
 
-def quantize_transpose_many(s: Sampler, m: int = 0, n: int = 0, count: int = 0) -> Arguments:
-    """``count`` matrices of all types, shapes and both formats, then small ones of one kind, and a weight in
-    three parts whose codes lie in one buffer; without ``count`` one of (m, n)."""
-    if not count:
-        return {"xs": [s.normal(m, n)], "casts": [s.cast(m, n, {})]}
-    shapes = ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (0, 70))
-    xs, casts = [], []
-    for i in range(count):
-        shape, dtype = (shapes[i % 6], HIGH_PRECISION[i % 3]) if i < 12 else ((9, 20), bfloat16)
-        xs.append(s.put(s.strewn(*shape, dtype)))
-        how = {
-            "fmt": (E4M3, E5M2)[i // 3 % 2 if i < 12 else 0],
-            "only": {0: "q_t", 1: "q"}.get(i % 7, ""),
-            "amax": 0.0 if i % 5 else None,
-            "scale": float(_scales(s, 1)[0]),
-        }
-        casts.append(s.cast(*shape, how))
-    q, q_t = s.output(144, 48, dtype=uint8), s.output(48, 144, dtype=uint8)
-    shared = s.full(3.3, 1), s.output(1, dtype=float32), s.full(0.0, 1)
-    for start, rows in ((0, 32), (32, 80), (112, 20)):
-        padded = -(-rows // 16) * 16
-        xs.append(s.put(s.strewn(rows, 48, bfloat16)))
-        casts.append(Cast(E4M3, q.slice(0, start, padded), q_t.slice(1, start, padded), *shared))
-    return {"xs": xs, "casts": casts}
-
-
 def _boundaries(fmt: Format) -> Array:
     """Every value of the format, every midpoint, and the float32 next to each on both sides."""
     values = codec.table(fmt)[: 1 << fmt.bits]
@@ -214,10 +188,4 @@ TESTS = (
     KernelTest("quantize", quantize, quantize_oracle, _quantize_cases(), {"strewn": False}),
     KernelTest("dequantize", dequantize, dequantize_oracle, _dequantize_cases(), {"strewn": False}),
     KernelTest("quantize_transpose", quantize_transpose, None, _transpose_cases(), {"strewn": False}),
-    KernelTest(
-        "quantize_transpose_many",
-        quantize_transpose_many,
-        None,
-        {str(count): {"count": count} for count in (1, 70)},
-    ),
 )

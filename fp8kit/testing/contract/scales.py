@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.formats import HIGH_PRECISION, bfloat16, float32, float64
+from fp8kit.formats import HIGH_PRECISION, float32, float64
 from fp8kit.testing.compare import Array
 from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed
 from fp8kit.testing.contract.casts import largest, scale_of
@@ -66,32 +66,6 @@ def amax(
 def amax_oracle(a: Any) -> Results:
     """See ``tile_amax``."""
     return {"amax": tile_amax(a.x, a.tile, a.amax)}
-
-
-def several(s: Sampler, count: int) -> list[Array]:
-    """Tensors of all types and shapes, and then small ones of one type."""
-    shapes = ((1,), (33, 65), (5, 1000), (20000,), (0, 8), (3, 4, 5))
-    picked = [(shapes[i % 6], HIGH_PRECISION[i % 3]) if i < 12 else ((9, 20), bfloat16) for i in range(count)]
-    return [s.strewn(1, int(np.prod(shape)), dtype, finite=True).reshape(shape) for shape, dtype in picked]
-
-
-def amax_many(s: Sampler, m: int = 0, n: int = 0, count: int = 0) -> Arguments:
-    """``count`` tensors, of which the last three share a running maximum; without it one of (m, n)."""
-    if not count:
-        return {"xs": [s.normal(m, n)], "amaxes": [s.full(0.0, 1)]}
-    found = s.put(np.linspace(0, 9, count - 2), float32)
-    return {
-        "xs": [s.put(x) for x in several(s, count)],
-        "amaxes": [found.slice(0, min(i, count - 3), 1) for i in range(count)],
-    }
-
-
-def amax_many_oracle(a: Any) -> Results:
-    """Those that share a maximum all hold the last."""
-    found: dict[int, Array] = {}
-    for x, running in zip(a.xs, a.amaxes, strict=True):
-        found[id(running)] = np.maximum(found.get(id(running), running), largest(x))
-    return {f"amaxes[{i}]": found[id(running)] for i, running in enumerate(a.amaxes)}
 
 
 def scale_from_amax(
@@ -220,7 +194,6 @@ TESTS = (
         },
         {"strewn": False},
     ),
-    KernelTest("amax_many", amax_many, amax_many_oracle, {str(n): {"count": n} for n in (3, 150)}),
     KernelTest(
         "scale_from_amax",
         scale_from_amax,
