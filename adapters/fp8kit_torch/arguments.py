@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, UnsupportedError
-from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS, FORWARD
+from fp8kit.layers.attention_inputs import CORE_OPTIONS
+from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD
 from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.torch_compat import any_autocast
 from fp8kit_torch.views import FLOATS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
-from fp8kit.layers import (
+from fp8kit.layers.attention_inputs import (
     LAYERS,
     PARTS,
     QK_NORMS,

@@ -14,7 +14,7 @@ import torch
 from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import ArgumentError, FormatError, UnsupportedError
-from fp8kit.layers import QK_NORMS
+from fp8kit.layers.attention_inputs import QK_NORMS
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 
 MASK_ALIASES = ("padding,causal", "causal,padding")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
-from fp8kit.kv_steps import cached_mask
-from fp8kit.layers import MISPLACED, Settled, alibi_slopes, layout_of, pair_of, want_padding
+from fp8kit.layers.attention_inputs import MISPLACED, Settled, alibi_slopes, layout_of, pair_of, want_padding
+from fp8kit.layers.kv_steps import cached_mask
 from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
 from fp8kit.ops.kv_cache import cached_attention
@@ -69,7 +69,7 @@ class DotProductAttention(TransformerEngineMethods, ParameterModule):
       ``device``: where that lies.
     * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
 
-    Other arguments are Transformer Engine's, at their defaults only (``fp8kit.layers.CONSTRUCTOR``).
+    Other arguments are Transformer Engine's, at their defaults only (``layers.unsupported.CONSTRUCTOR``).
     """
 
     def __init__(

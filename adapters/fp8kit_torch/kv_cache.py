@@ -19,7 +19,7 @@ from torch.library import custom_op
 
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError
 from fp8kit.execution.codec import decode, encode
-from fp8kit.kv_steps import Steps
+from fp8kit.layers.kv_steps import Steps
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit_torch.bound import addresses
 from fp8kit_torch.library import StaticCall, call_by, described, policy_now

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 from fp8kit.execution.codec import encode
-from fp8kit.layers import Kept
+from fp8kit.layers.recompute import Kept
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, on_behalf_of
-from fp8kit.layers import ACROSS, sequence_starts, want_no_encoder
+from fp8kit.layers.attention_inputs import ACROSS, sequence_starts, want_no_encoder
 from fp8kit.ops.drop_path import drop_path
 from fp8kit.ops.dropout_add import add, dropout_add
 from fp8kit.ops.values import check_sequences

@@ -11,7 +11,7 @@ from fp8kit.arguments import choice, flag, integer
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, validate
 from fp8kit.errors import ArgumentError, BackendError, ShapeError, on_behalf_of
-from fp8kit.layers import (
+from fp8kit.layers.attention_inputs import (
     LAYERS,
     PARTS,
     QK_NORMS,

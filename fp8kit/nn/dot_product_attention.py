@@ -8,18 +8,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fp8kit import arrays, layers
+from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, validate
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import bool_, float32, int64, uint8
-from fp8kit.kv_steps import cached_mask
-from fp8kit.layers import Settled
+from fp8kit.layers.attention_inputs import MISPLACED, Settled, alibi_slopes, layout_of, pair_of, want_padding
+from fp8kit.layers.kv_steps import cached_mask
+from fp8kit.layers.unsupported import FORWARD
 from fp8kit.nn import random
 from fp8kit.nn.inference import InferenceParams
-from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
+from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
 from fp8kit.nn.recompute import checkpoint
 from fp8kit.ops.attention import AttentionSpec, attention
@@ -41,7 +42,7 @@ def _spec(*arguments: Any) -> AttentionSpec:
 @lru_cache(maxsize=64)
 def alibi_slopes_for(heads: int, device: Device) -> ArrayView:
     """ALiBi's slopes, float32 (h,)."""
-    return arrays.to(arrays.as_view(np.array(layers.alibi_slopes(heads), np.float32)), device)
+    return arrays.to(arrays.as_view(np.array(alibi_slopes(heads), np.float32)), device)
 
 
 class DotProductAttention(Module):
@@ -414,7 +415,7 @@ def _layers(
 ) -> tuple[str, dict[str, Any]]:
     """The layout's name and its inputs. Fp8kitError for a mixture of forms."""
     given = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv, "qkv_layer": qkv}
-    layout, inputs = layers.layout_of(operation, given)
+    layout, inputs = layout_of(operation, given)
     return layout, {
         name: as_tensor(operation, argument, given[argument]) for name, argument in inputs.items()
     }
@@ -433,17 +434,15 @@ def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | Non
     where s is not ``lengths``'."""
     found: dict[str, Any] = {}
     for name, mask in zip(
-        ("cu_seqlens_q", "cu_seqlens_kv"),
-        layers.pair_of(operation, "attention_mask", attention_mask),
-        strict=True,
+        ("cu_seqlens_q", "cu_seqlens_kv"), pair_of(operation, "attention_mask", attention_mask), strict=True
     ):
         view = as_tensor(operation, "attention_mask", mask).view
-        layers.want_padding(operation, view.shape, lengths, bool(found))
+        want_padding(operation, view.shape, lengths, bool(found))
         if view.dtype not in (bool_, uint8):
             raise FormatError(operation, "attention_mask", view.dtype.name, "bool, True where masked out")
         rows = view.numpy()[:, 0, 0] != 0
         if (rows[:, :-1] & ~rows[:, 1:]).any():
-            raise ShapeError(operation, "attention_mask", *layers.MISPLACED)
+            raise ShapeError(operation, "attention_mask", *MISPLACED)
         found[name] = np.concatenate([[0], np.cumsum((~rows).sum(1))]).astype(np.int32)
     return found
 

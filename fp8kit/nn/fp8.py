@@ -20,7 +20,7 @@ from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, validate
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError
 from fp8kit.formats import float32
-from fp8kit.layers import Kept
+from fp8kit.layers.recompute import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
 from fp8kit.ops.linear import LinearSpec, weight_cast

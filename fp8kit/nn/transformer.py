@@ -10,7 +10,7 @@ from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, on_behalf_of
-from fp8kit.layers import ACROSS, Ahead, known_options, sequence_starts, want_no_encoder
+from fp8kit.layers.attention_inputs import ACROSS, Ahead, known_options, sequence_starts, want_no_encoder
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec

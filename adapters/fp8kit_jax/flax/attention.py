@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.layers import normed_and_turned
+from fp8kit.layers.attention_inputs import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import functional
 from fp8kit_jax.flax import cache, lora

@@ -11,7 +11,7 @@ from flax import nnx
 
 from fp8kit.arguments import check, flag, optional
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.layers import normed_and_turned
+from fp8kit.layers.attention_inputs import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import functional
 from fp8kit_jax.arguments import as_array, stand

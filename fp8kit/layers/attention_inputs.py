@@ -1,74 +1,13 @@
-"""What the layers of every door have in common and no array is needed for: tables of Transformer Engine's
-arguments, which layers attention is given in which form, the numbers of a formula, what a recomputed pass
-finds of the first one."""
+"""How attention is called: the form of its inputs, what a call resolves to, rotary embeddings, padding."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, AutogradError, ShapeError
-
-# --- arguments that have one supported value: Transformer Engine's default ----------------------------------
-
-_GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
-_OVERLAP = {
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-}
-_WEIGHT = _GROUP | _OVERLAP | {"delay_wgrad_compute": False, "symmetric_ar_type": None}
-_WHOLE = _GROUP | {"set_parallel_mode": False}
-
-# constructor -> its arguments
-CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "Linear": _WEIGHT
-    | {"ub_name": None, "rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
-    "LayerNorm": {"sequence_parallel": None, "dtype": None},
-    "RMSNorm": {"sequence_parallel": None, "dtype": None},
-    "LayerNormLinear": _WEIGHT
-    | {"ub_name": None, "parallel_mode": None, "return_layernorm_output_gathered": False},
-    "LayerNormMLP": _WEIGHT | {"set_parallel_mode": False, "return_layernorm_output_gathered": False},
-    "DotProductAttention": _GROUP
-    | {
-        "return_max_logit": False,
-        "cp_group": None,
-        "cp_global_ranks": None,
-        "cp_stream": None,
-        "cp_comm_type": "p2p",
-    },
-    "MultiheadAttention": _WHOLE | _OVERLAP,
-    "TransformerLayer": _WHOLE
-    | {
-        "ub_tp_comm_overlap": False,
-        "ub_overlap_ag": True,
-        "ub_overlap_rs": True,
-        "ub_overlap_rs_dgrad": False,
-        "ub_bulk_dgrad": True,
-        "ub_bulk_wgrad": True,
-    },
-}
-
-# a ``forward`` that takes more than its own arguments -> these
-FORWARD: dict[str, dict[str, Any]] = {
-    "DotProductAttention": {
-        "fp8_output": False,
-        "bf16_backward": False,
-        "num_splits": 1,
-        "score_mod": None,
-        "score_mod_bprop": None,
-        "score_mod_tensors": None,
-        "score_mod_bprop_tensors": None,
-    }
-}
-
-# --- attention ----------------------------------------------------------------------------------------------
+from fp8kit.errors import ArgumentError, ShapeError
 
 # what a layer's forward hands to the core attention as it is, beside its own arguments -> its default
 CORE_OPTIONS: dict[str, Any] = {
@@ -287,80 +226,3 @@ def want_padding(
             "a pair where the lengths differ"
         )
         raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", wanted)
-
-
-# --- recomputation ------------------------------------------------------------------------------------------
-
-
-class Kept(NamedTuple):
-    """What one call of an FP8 layer found in the first pass: the layer, copies of its forward scales (None
-    where it has none), and cached weights, if it took any; arrays of a door."""
-
-    owner: object
-    scales: Any
-    weights: Any
-
-
-class Pass:
-    """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads
-    them in the same order.
-
-    A first pass may run within an outer checkpoint: ``above`` is that one's first pass, which remembers the
-    calls too, or its later pass, which this one reads from.
-    """
-
-    def __init__(self, first: bool, calls: list[Kept], above: Pass | None = None) -> None:
-        self.first, self.calls, self.above = first, calls, above
-        self.position = 0
-
-    def next(self, owner: object) -> Kept:
-        """The next call, which must be of ``owner``; AutogradError otherwise."""
-        kept = self.calls[self.position] if self.position < len(self.calls) else None
-        if kept is None or kept.owner is not owner:
-            got = f"{type(owner).__name__} as FP8 layer {self.position}"
-            raise AutogradError(
-                "checkpoint", "function", got, "the same layers in the same order as in the first pass"
-            )
-        self.position += 1
-        return kept
-
-
-class Passes(threading.local):
-    """The pass that a door runs, thread by thread: ``running``, None outside of any."""
-
-    def __init__(self) -> None:
-        self.running: Any = None
-
-    @contextmanager
-    def within(self, running: Pass) -> Iterator[None]:
-        """Around a pass."""
-        before, self.running = self.running, running
-        try:
-            yield
-        finally:
-            self.running = before
-
-    def first(self) -> bool:
-        """Whether this is a checkpoint's first pass: perhaps unrecorded, but a training step all the same."""
-        running = self.running
-        return running is not None and running.first
-
-    def recall(self, owner: object) -> Kept | None:
-        """What this call of ``owner`` found in the first pass that is being recomputed; None where none
-        is."""
-        running = self.running
-        if running is None:
-            return None
-        if not running.first:
-            return running.next(owner)  # type: ignore[no-any-return]
-        if running.above is None or running.above.first:
-            return None
-        running.calls.append(running.above.next(owner))
-        return running.calls[-1]  # type: ignore[no-any-return]
-
-    def keep(self, kept: Kept) -> None:
-        """In a first pass: what a call found, for its later passes."""
-        running = self.running
-        while running is not None:
-            running.calls.append(kept)
-            running = running.above

@@ -1,0 +1,58 @@
+"""Arguments of Transformer Engine that have one supported value, its default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
+_OVERLAP = {
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_bulk_dgrad": False,
+    "ub_bulk_wgrad": False,
+}
+_WEIGHT = _GROUP | _OVERLAP | {"delay_wgrad_compute": False, "symmetric_ar_type": None}
+_WHOLE = _GROUP | {"set_parallel_mode": False}
+
+# constructor -> its arguments
+CONSTRUCTOR: dict[str, dict[str, Any]] = {
+    "Linear": _WEIGHT
+    | {"ub_name": None, "rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
+    "LayerNorm": {"sequence_parallel": None, "dtype": None},
+    "RMSNorm": {"sequence_parallel": None, "dtype": None},
+    "LayerNormLinear": _WEIGHT
+    | {"ub_name": None, "parallel_mode": None, "return_layernorm_output_gathered": False},
+    "LayerNormMLP": _WEIGHT | {"set_parallel_mode": False, "return_layernorm_output_gathered": False},
+    "DotProductAttention": _GROUP
+    | {
+        "return_max_logit": False,
+        "cp_group": None,
+        "cp_global_ranks": None,
+        "cp_stream": None,
+        "cp_comm_type": "p2p",
+    },
+    "MultiheadAttention": _WHOLE | _OVERLAP,
+    "TransformerLayer": _WHOLE
+    | {
+        "ub_tp_comm_overlap": False,
+        "ub_overlap_ag": True,
+        "ub_overlap_rs": True,
+        "ub_overlap_rs_dgrad": False,
+        "ub_bulk_dgrad": True,
+        "ub_bulk_wgrad": True,
+    },
+}
+
+# a ``forward`` that takes more than its own arguments -> these
+FORWARD: dict[str, dict[str, Any]] = {
+    "DotProductAttention": {
+        "fp8_output": False,
+        "bf16_backward": False,
+        "num_splits": 1,
+        "score_mod": None,
+        "score_mod_bprop": None,
+        "score_mod_tensors": None,
+        "score_mod_bprop_tensors": None,
+    }
+}
