@@ -33,6 +33,7 @@ from fp8kit_torch.functional import cross_entropy, dropout_add, embedding
 from fp8kit_torch.graphs import make_graphed_callables
 from fp8kit_torch.grouped_linear import GroupedLinear
 from fp8kit_torch.inference import InferenceParams
+from fp8kit_torch.layer import TorchLayer as _TorchLayer
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.moe import (
@@ -124,6 +125,7 @@ __all__ = [
 
 
 _within = modules_within(_sys.modules[__name__])
+_TorchLayer.frontend = _sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,18 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit.layers.attention_inputs import CORE_OPTIONS
-from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD
+from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, refuse
+from fp8kit.layers.unsupported import refuse_others as only
 from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.torch_compat import any_autocast
 from fp8kit_torch.views import FLOATS
-
-
-def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """NotImplementedError for arguments of ``table``, name -> the one supported value, that have another one.
-    ``given``: all arguments of the call by name, its ``locals()`` say."""
-    only(operation, {name: (given[name], supported) for name, supported in table.items()})
 
 
 def options_of(*given: Any) -> dict[str, Any]:
@@ -34,16 +29,6 @@ def options_of(*given: Any) -> dict[str, Any]:
         for (name, usual), value in zip(CORE_OPTIONS.items(), given, strict=True)
         if value is not usual
     }
-
-
-def only(operation: str, supported: Mapping[str, tuple[Any, Any]]) -> None:
-    """NotImplementedError for arguments, name -> (value, what is supported), that have another value."""
-    for name, (value, default) in supported.items():
-        alike = value is default or (isinstance(value, str | int | float | None) and value == default)
-        if not alike:
-            raise UnsupportedError(
-                operation, name, shown(value), f"{default!r}: nothing else is supported yet"
-            )
 
 
 def positive(operation: str, **sizes: Any) -> None:

@@ -8,7 +8,7 @@ backward pass ends (backward).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 from fp8kit.execution.codec import encode
+from fp8kit.layers.base import Branch, as_branch, branch_of
 from fp8kit.layers.recompute import Kept
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.quantization import Quantization
@@ -44,20 +45,6 @@ Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their nam
 _SPEC_LIMIT = 256  # requests of a layer: recipes, options
 
 
-class Branch(NamedTuple):
-    """What a layer gives the one that it is a part of: ``y``, and, where asked for, ``residual`` (x, its
-    gradient summed in backward) and ``normed``, norm(x)."""
-
-    y: Tensor
-    residual: Tensor | None = None
-    normed: Tensor | None = None
-
-
-def as_branch(given: Any) -> Branch:
-    """What a part of a layer gave: a ``Branch``, or the tuple that a hook made of one."""
-    return given if isinstance(given, Branch) else Branch(*given)
-
-
 def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
     """A part of a layer that computes in FP8. ArgumentError for another module in its place."""
     if not isinstance(part, TransformerEngineBaseModule):
@@ -67,11 +54,6 @@ def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
         )
         raise ArgumentError(layer, name, f"a {type(part).__name__}", wanted)
     return part
-
-
-def branch_of(outputs: Mapping[str, Tensor]) -> Branch:
-    """A ``Branch`` of an operation's outputs by name."""
-    return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
 
 
 class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
@@ -508,3 +490,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                     made.update(trace(weight_cast, spec, own, state, i))
             self._weights = (text, made)
         return self._weights[1]
+
+
+__all__ = ["Branch", "Inputs", "TransformerEngineBaseModule", "as_branch", "branch_of", "part_of"]

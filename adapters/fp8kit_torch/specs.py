@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from fp8kit import formats
 from fp8kit.execution.codec import decode, encode
+from fp8kit.layers.base import spec_object
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.registry import SPECS
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import forward_slots
 from fp8kit_torch.autocast import recipe_of
@@ -79,16 +78,9 @@ def scale_names(gemms: tuple[str, ...]) -> tuple[str, ...]:
 def spec_for(kind: str, *arguments: Any) -> Any:
     """The spec of class ``kind`` with these plain arguments: an object, the same one for the same arguments;
     within ``torch.compile`` its text."""
-    return _text_of(kind, arguments) if torch.compiler.is_compiling() else _object_of(kind, arguments)
-
-
-@lru_cache(maxsize=4096)
-def _object_of(kind: str, arguments: tuple[Any, ...]) -> Any:
-    if kind == "EmbeddingSpec":  # the one spec that holds a dtype, which comes by its name
-        arguments = (*arguments[:-1], formats.DTYPES[arguments[-1]])
-    return SPECS[kind](*arguments)
+    return _text_of(kind, arguments) if torch.compiler.is_compiling() else spec_object(kind, *arguments)
 
 
 @constant_result
 def _text_of(kind: str, arguments: tuple[Any, ...]) -> str:
-    return encode(_object_of(kind, arguments))
+    return encode(spec_object(kind, *arguments))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+
+from fp8kit.arguments import shown
+from fp8kit.errors import UnsupportedError
 
 _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
 _OVERLAP = {
@@ -56,3 +62,19 @@ FORWARD: dict[str, dict[str, Any]] = {
         "score_mod_bprop_tensors": None,
     }
 }
+
+
+def refuse(operation: str, table: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """UnsupportedError for arguments of ``table``, name -> the one supported value, that have another one.
+    ``arguments``: all of the call by name, its ``locals()`` say."""
+    refuse_others(operation, {name: (arguments[name], supported) for name, supported in table.items()})
+
+
+def refuse_others(operation: str, values: Mapping[str, tuple[Any, Any]]) -> None:
+    """UnsupportedError for arguments, name -> (value, what is supported), that have another value."""
+    for name, (value, supported) in values.items():
+        plain = isinstance(value, str | int | float | np.generic | None)
+        if value is not supported and not (plain and value == supported):
+            raise UnsupportedError(
+                operation, name, shown(value), f"{supported!r}: nothing else is supported yet"
+            )
