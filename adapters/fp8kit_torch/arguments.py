@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
+from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.attention_inputs import CORE_OPTIONS
 from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, refuse
 from fp8kit.layers.unsupported import refuse_others as only
@@ -36,19 +37,6 @@ def positive(operation: str, **sizes: Any) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
             raise ArgumentError(operation, name, shown(value), "an int of at least 1")
-
-
-def want_plain(
-    operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False
-) -> None:
-    """ArgumentError for options of a layer's call that are no flags; nothing is called for those that are."""
-    for name, value in (
-        ("is_first_microbatch", is_first_microbatch),
-        ("fp8_output", fp8_output),
-        ("fp8_grad", fp8_grad),
-    ):
-        if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
-            raise ArgumentError(operation, name, shown(value), "True or False")
 
 
 def not_compiled(what: str) -> NotImplementedError:

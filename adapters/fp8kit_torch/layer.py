@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Layer
 from fp8kit.spec import Operation
 from fp8kit_torch.arguments import autocast_dtype, want_input
@@ -41,6 +42,12 @@ class TorchLayer(Layer, torch.nn.Module):
             return tensor(self.layer_name, argument, value)
         return want_input(self.layer_name, argument, value, features, qkv_format)
 
+    def set_spec(self, spec: Any) -> None:
+        self._spec, self._spec_text = spec, encode(spec)
+
+    def own_spec(self) -> Any:
+        return self._spec_text if torch.compiler.is_compiling() else self._spec
+
     def spec_for(self, kind: str, *fields: Any) -> Any:
         return spec_for(kind, *fields)
 
@@ -67,10 +74,16 @@ class TorchLayer(Layer, torch.nn.Module):
     def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> TensorMeta:
         return TensorMeta(shape, dtype, device)
 
+    def autocast_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        dtype = autocast_dtype(inputs["x"])
+        if dtype is None:
+            return inputs
+        return {name: None if tensor is None else tensor.to(dtype) for name, tensor in inputs.items()}
+
     def call_dtype(self, x: Tensor) -> torch.dtype:
         return autocast_dtype(x) or x.dtype
 
-    def checkpoint(self, function: Callable[..., Any], **arguments: Any) -> Any:
+    def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:
         return checkpoint(function, use_reentrant=False, **arguments)
 
     def is_grad_enabled(self) -> bool:

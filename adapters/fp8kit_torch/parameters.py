@@ -96,9 +96,8 @@ class ParameterModule(TorchLayer):
     def add_no_parameter(self, name: str) -> None:
         self.register_parameter(name, None)
 
-    def inputs_of(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """Parameters by an operation's names, of (name, attribute). What stands for one as an attribute
-        counts; a parameter as an attribute would be slow to find."""
+    def parameters_by(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        # what stands for a parameter as an attribute counts; a parameter as an attribute is slow to find
         own = self._parameters
         return {
             name: own[attribute] if attribute in own else getattr(self, attribute)

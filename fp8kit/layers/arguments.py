@@ -135,3 +135,16 @@ CALLED: dict[str, Rule] = {
     "map_type": one("mask", "index"),
     "reduction": one("mean", "none"),
 }
+
+
+def want_plain(
+    operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False
+) -> None:
+    """ArgumentError for options of a layer's call that are no flags; nothing is called for those that are."""
+    for name, value in (
+        ("is_first_microbatch", is_first_microbatch),
+        ("fp8_output", fp8_output),
+        ("fp8_grad", fp8_grad),
+    ):
+        if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
+            raise ArgumentError(operation, name, shown(value), "True or False")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -114,7 +114,19 @@ class Layer:
         """None as the parameter ``name``."""
         raise NotImplementedError
 
+    def parameters_by(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        """Parameters by an operation's names, of (name, attribute)."""
+        return {name: getattr(self, attribute) for name, attribute in names}
+
     # --- operations -----------------------------------------------------------------------------------------
+
+    def set_spec(self, spec: Any) -> None:
+        """Keep the spec of a layer that is one operation."""
+        self._spec = spec
+
+    def own_spec(self) -> Any:
+        """That spec; within ``torch.compile`` its text."""
+        return self._spec
 
     def spec_for(self, kind: str, *fields: Any) -> Any:
         """``spec_object``; within ``torch.compile`` its text."""
@@ -143,11 +155,15 @@ class Layer:
         """What stands for a tensor that is not there yet, for ``check_call``."""
         raise NotImplementedError
 
+    def autocast_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """``inputs`` in the dtype of ``call_dtype``."""
+        return inputs
+
     def call_dtype(self, x: Any) -> Any:
         """The dtype that operations on ``x`` run in: its own, but within ``torch.autocast``."""
         return x.dtype
 
-    def checkpoint(self, function: Callable[..., Any], **arguments: Any) -> Any:
+    def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """``function(**arguments)``, whose activations are not kept but computed once more in backward."""
         raise NotImplementedError
 

@@ -25,8 +25,8 @@ _WHOLE = _GROUP | {"set_parallel_mode": False}
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "Linear": _WEIGHT
     | {"ub_name": None, "rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
-    "LayerNorm": {"sequence_parallel": None, "dtype": None},
-    "RMSNorm": {"sequence_parallel": None, "dtype": None},
+    "LayerNorm": {"sequence_parallel": None, "sm_margin": 0},
+    "RMSNorm": {"sequence_parallel": None, "sm_margin": 0},
     "LayerNormLinear": _WEIGHT
     | {"ub_name": None, "parallel_mode": None, "return_layernorm_output_gathered": False},
     "LayerNormMLP": _WEIGHT | {"set_parallel_mode": False, "return_layernorm_output_gathered": False},

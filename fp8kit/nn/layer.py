@@ -100,7 +100,7 @@ class NativeLayer(Layer, Module):
     def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> ArrayView:
         return ArrayView(0, shape, dtype, device)
 
-    def checkpoint(self, function: Callable[..., Any], **arguments: Any) -> Any:
+    def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:
         return checkpoint(function, **arguments)
 
     def is_grad_enabled(self) -> bool:
