@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8kit.layers import dot_product_attention as layers
+from fp8kit import layers
 from fp8kit.layers.attention_inputs import ResolvedCall
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.draws import next_rng

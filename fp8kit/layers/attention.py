@@ -259,11 +259,11 @@ class MultiheadAttention(AttentionBase):
 
         Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where
         ``return_layernorm_output``). Raises ShapeError, FormatError and other Fp8kitError kinds for what does
-        not fit. ``part``: for the layer that this is a part of, see ``branch``.
+        not fit. ``part``: for the layer that this is a part of, see ``compute``.
         """
         # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
         if part is not None:
-            return self.branch(hidden_states, is_first_microbatch, **part)
+            return self.compute(hidden_states, is_first_microbatch, **part)
         op, cross = self.layer_name, self.attention_type == "cross"
         options = core_options(
             core_attention_bias_type,
@@ -302,7 +302,7 @@ class MultiheadAttention(AttentionBase):
         if source is not None:
             source = self.as_input("encoder_output", source, self.proj.out_features, form)
         prepared = self.prepare(op, x, source, options, rotary_pos_emb)
-        out = self.branch(
+        out = self.compute(
             x,
             is_first_microbatch,
             "add" if self.proj.use_bias and not self.return_bias else "none",
@@ -322,7 +322,7 @@ class MultiheadAttention(AttentionBase):
     @property
     def proj_bias(self) -> Any:
         """The output projection's bias, None where there is none."""
-        return self.proj.bias if self.proj.use_bias else None
+        return self.proj.bias
 
     def prepare(
         self,
@@ -401,7 +401,7 @@ class MultiheadAttention(AttentionBase):
     def _interleave_dim(self) -> int:
         return -2 if self._interleaved and not self._separate else -3
 
-    def branch(
+    def compute(
         self,
         x: Any,
         is_first_microbatch: bool | None,
@@ -451,7 +451,7 @@ class MultiheadAttention(AttentionBase):
         arguments: dict[str, Any] = {**layers, **options, "qkv_interleave_dim": self._interleave_dim}
         if prepared.core is not None and isinstance(core, self.frontend.DotProductAttention):
             arguments["prepared"] = prepared.core
-        o = self.checkpoint(core, **arguments) if checkpoint_core else core(**arguments)
+        o = self.call_checkpointed(core, **arguments) if checkpoint_core else core(**arguments)
         asked: dict[str, Any] = {"bias": bias}
         if fused_residual is not None:
             asked["residual"] = self.same_dtype(getattr(out, fused_residual), o)

@@ -30,7 +30,7 @@ class AttentionBase(Layer):
         raise NotImplementedError
 
     def call_part(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Any:
-        """What the ``branch`` of a layer returns for ``x``; ``asked``: its further arguments."""
+        """What the ``compute`` of a layer returns for ``x``; ``asked``: its further arguments."""
         return part(x, is_first_microbatch=is_first_microbatch, part=asked)
 
     def call_branch(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Branch:

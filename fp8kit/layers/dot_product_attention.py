@@ -216,7 +216,7 @@ class DotProductAttention(AttentionBase):
             self.check_arguments({**layers, **options, **flags})
         if checkpoint_core_attention:
             again: Any = self
-            return self.checkpoint(again, **layers, **options, prepared=prepared)
+            return self.call_checkpointed(again, **layers, **options, prepared=prepared)
         layout, names = layout_of(op, layers)
         inputs = {name: self.as_input(argument, layers[argument]) for name, argument in names.items()}
         if prepared is None:

@@ -351,7 +351,7 @@ class TransformerLayer(AttentionBase):
     def _layer(
         self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
     ) -> Any:
-        """The layer's output. ``core``, ``cross``: further arguments of ``MultiheadAttention.branch``;
+        """The layer's output. ``core``, ``cross``: further arguments of ``MultiheadAttention.compute``;
         ``paths``: see ``_add_residual``."""
         parts: Mapping[str, Any] = self.parts
         attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fp8kit.layers import attention as layers
+from fp8kit import layers
 from fp8kit.nn.attention_base import AttentionBase
 
 

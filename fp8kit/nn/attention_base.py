@@ -16,7 +16,6 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import bool_, uint8
 from fp8kit.layers.attention_base import AttentionBase as Shared
 from fp8kit.layers.attention_inputs import MISPLACED, alibi_slopes
-from fp8kit.layers.base import Branch, branch_of
 from fp8kit.nn.layer import NativeLayer
 from fp8kit.nn.module import as_tensor
 
@@ -35,11 +34,7 @@ class AttentionBase(Shared, NativeLayer):
         return vars(self)
 
     def call_part(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Any:
-        return part.branch(x, is_first_microbatch, **asked)
-
-    def call_branch(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Branch:
-        found = part.branch(x, is_first_microbatch, **asked)
-        return found if isinstance(found, Branch) else branch_of(found)
+        return part.compute(x, is_first_microbatch, **asked)
 
     def check_part(self, operation: str, name: str, x: Tensor) -> None:
         found = getattr(vars(self)[name], "weight_inputs", None)

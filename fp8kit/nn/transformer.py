@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8kit.layers import transformer as layers
+from fp8kit import layers
 from fp8kit.nn.attention_base import AttentionBase
 
 
