@@ -162,8 +162,9 @@ def named(rule: Rule, names: str) -> dict[str, Rule]:
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value's ``repr``, shortened; an array by its kind."""
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype}, shape {value.shape}"
+    """A value's ``repr``, shortened; an array or a tensor by its kind."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+        kind = "an array" if isinstance(value, np.ndarray) else "a tensor"
+        return f"{kind} of {getattr(value.dtype, 'name', value.dtype)}, shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."

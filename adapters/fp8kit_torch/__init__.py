@@ -33,6 +33,7 @@ from fp8kit_torch.functional import cross_entropy, dropout_add, embedding
 from fp8kit_torch.graphs import make_graphed_callables
 from fp8kit_torch.grouped_linear import GroupedLinear
 from fp8kit_torch.inference import InferenceParams
+from fp8kit_torch.layer import TorchLayer as _TorchLayer
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.moe import (
@@ -51,8 +52,8 @@ from fp8kit_torch.quantized import Float8Tensor, QuantizedTensor, fp8_model_init
 from fp8kit_torch.recompute import checkpoint, checkpoint_contexts
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8kit_torch.te_later import get_cpu_offload_context, mark_not_offload, missing, onnx_export
-from fp8kit_torch.te_names import as_transformer_engine, modules_within
+from fp8kit_torch.te_compat.names import as_transformer_engine, modules_within
+from fp8kit_torch.te_compat.unsupported import get_cpu_offload_context, mark_not_offload, missing, onnx_export
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 
@@ -124,6 +125,7 @@ __all__ = [
 
 
 _within = modules_within(_sys.modules[__name__])
+_TorchLayer.frontend = _sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Any:

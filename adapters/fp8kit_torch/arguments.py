@@ -12,17 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, UnsupportedError
-from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS, FORWARD
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
+from fp8kit.layers.arguments import want_plain
+from fp8kit.layers.attention_inputs import CORE_OPTIONS
+from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, refuse
+from fp8kit.layers.unsupported import refuse_others as only
 from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.torch_compat import any_autocast
 from fp8kit_torch.views import FLOATS
-
-
-def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """NotImplementedError for arguments of ``table``, name -> the one supported value, that have another one.
-    ``given``: all arguments of the call by name, its ``locals()`` say."""
-    only(operation, {name: (given[name], supported) for name, supported in table.items()})
 
 
 def options_of(*given: Any) -> dict[str, Any]:
@@ -35,34 +32,11 @@ def options_of(*given: Any) -> dict[str, Any]:
     }
 
 
-def only(operation: str, supported: Mapping[str, tuple[Any, Any]]) -> None:
-    """NotImplementedError for arguments, name -> (value, what is supported), that have another value."""
-    for name, (value, default) in supported.items():
-        alike = value is default or (isinstance(value, str | int | float | None) and value == default)
-        if not alike:
-            raise UnsupportedError(
-                operation, name, shown(value), f"{default!r}: nothing else is supported yet"
-            )
-
-
 def positive(operation: str, **sizes: Any) -> None:
     """Fp8kitError for sizes that are not positive integers."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
             raise ArgumentError(operation, name, shown(value), "an int of at least 1")
-
-
-def want_plain(
-    operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False
-) -> None:
-    """ArgumentError for options of a layer's call that are no flags; nothing is called for those that are."""
-    for name, value in (
-        ("is_first_microbatch", is_first_microbatch),
-        ("fp8_output", fp8_output),
-        ("fp8_grad", fp8_grad),
-    ):
-        if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
-            raise ArgumentError(operation, name, shown(value), "True or False")
 
 
 def not_compiled(what: str) -> NotImplementedError:

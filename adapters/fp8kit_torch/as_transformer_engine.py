@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from fp8kit_torch.te_names import as_transformer_engine
+from fp8kit_torch.te_compat.names import as_transformer_engine
 
 
 def main(arguments: list[str]) -> int:

@@ -14,8 +14,6 @@ from fp8kit.backends import dispatch
 from fp8kit.execution.codec import decode
 from fp8kit_torch.views import as_view
 
-Amaxes = list[tuple[int, Tensor]]  # (slot of the forward state, float32 (1,)); a slot may come more than once
-
 
 def stream_of(device: Device) -> int:
     """Handle of torch's current stream of a device."""
@@ -62,14 +60,9 @@ def _(normed: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Tensor:
     return normed.new_empty(1, dtype=torch.float32)
 
 
-def row_of(amaxes: Amaxes, slots: int) -> Tensor:
-    """The largest amax of each slot, 0 where there is none: float32 (slots,)."""
-    parts: list[Tensor] = [amaxes[0][1].new_zeros(1)] * slots
-    for slot, amax in amaxes:
-        parts[slot] = torch.fmax(parts[slot], amax)
+def row_of(looked_at: Sequence[tuple[int, Tensor]], slots: int) -> Tensor:
+    """The largest amax of the tensors of each slot, 0 where there is none: float32 (slots,)."""
+    parts: list[Tensor] = [looked_at[0][1].new_zeros(1, dtype=torch.float32)] * slots
+    for slot, tensor in looked_at:
+        parts[slot] = torch.fmax(parts[slot], amax_of(tensor))
     return torch.cat(parts)
-
-
-def amaxes_of(slot: int, tensors: Sequence[Tensor]) -> Amaxes:
-    """The amaxes of ``tensors``, all of the same slot."""
-    return [(slot, amax_of(tensor)) for tensor in tensors]

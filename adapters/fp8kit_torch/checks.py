@@ -11,22 +11,10 @@ from typing import Any
 
 import torch
 
-from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional
-from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional, shown
 from fp8kit.errors import ArgumentError, FormatError, UnsupportedError
-from fp8kit.layers import QK_NORMS
-from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
-
-MASK_ALIASES = ("padding,causal", "causal,padding")
-
-
-def shown(value: Any) -> str:
-    """A value for a message, shortened; a tensor by its kind."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {value.dtype}, shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
+from fp8kit.layers import arguments
+from fp8kit.layers.arguments import MASK_ALIASES, channels, instance, probability
 
 # --- rules --------------------------------------------------------------------------------------------------
 
@@ -62,16 +50,6 @@ def of_one(operation: str, name: str, group: object) -> None:
         )
 
 
-def size(operation: str, name: str, value: Any) -> int:
-    """A positive int that an extent can be."""
-    return integer(operation, name, value, 1, 2**31 - 1)
-
-
-def whole(operation: str, name: str, value: Any) -> int:
-    """An int of 32 bits."""
-    return integer(operation, name, value, -(2**31), 2**31 - 1)
-
-
 def device(operation: str, name: str, value: Any) -> torch.device:
     """What torch.device takes, or a device. ArgumentError for anything else."""
     try:
@@ -80,17 +58,6 @@ def device(operation: str, name: str, value: Any) -> torch.device:
     except (RuntimeError, ValueError):
         pass
     raise ArgumentError(operation, name, shown(value), 'a device of torch, such as "cpu" or "cuda:1"')
-
-
-def instance(kind: type, wanted: str) -> Rule:
-    """An object of that class, called ``wanted`` in the message."""
-
-    def rule(operation: str, name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ArgumentError(operation, name, shown(value), wanted)
-        return value
-
-    return rule
 
 
 dtype, module = instance(torch.dtype, "a torch.dtype"), instance(torch.nn.Module, "a torch.nn.Module")
@@ -110,24 +77,6 @@ def splits(operation: str, name: str, value: Any) -> None:
         integer(operation, name, rows, 0, 2**31 - 1)
 
 
-def window(operation: str, name: str, value: Any) -> None:
-    """(left, right), each -1 or more."""
-    whole = isinstance(value, tuple | list) and len(value) == 2
-    if not whole or any(isinstance(n, bool) or not isinstance(n, int) or not -1 <= n < 2**31 for n in value):
-        raise ArgumentError(
-            operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"
-        )
-
-
-def channels(operation: str, name: str, value: Any) -> None:
-    """Features of a head, or (of q and k, of v)."""
-    pair = value if isinstance(value, tuple) else (value, value)
-    if len(pair) != 2:
-        raise ArgumentError(operation, name, shown(value), "an int, or two: of q and k, and of v")
-    for features in pair:
-        size(operation, name, features)
-
-
 def mask(operation: str, name: str, value: Any) -> None:
     """A tensor, or a pair of them."""
     for each in value if isinstance(value, tuple | list) and len(value) == 2 else (value,):
@@ -139,21 +88,6 @@ def init(operation: str, name: str, value: Any) -> None:
     if isinstance(value, torch.nn.Module):
         raise ArgumentError(operation, name, type(value).__name__, "a function that fills a tensor, or None")
     function(operation, name, value)
-
-
-def probability(operation: str, name: str, value: Any) -> None:
-    """A number in [0, 1)."""
-    number(operation, name, value, 1.0)
-
-
-def positive_number(operation: str, name: str, value: Any) -> None:
-    """A finite number above 0."""
-    number(operation, name, value, above=0.0)
-
-
-def fraction(operation: str, name: str, value: Any) -> None:
-    """A number in (0, 1]."""
-    number(operation, name, value, 1.0 + 2.0**-52, above=0.0)
 
 
 def rate(operation: str, name: str, value: Any) -> None:
@@ -187,60 +121,17 @@ def betas(operation: str, name: str, value: Any) -> None:
         probability(operation, name, beta)
 
 
-_MASK = one(*MASKS, *MASK_ALIASES)
-
 # of modules' constructors
 CONSTRUCTED: dict[str, Rule] = {
-    **named(
-        flag,
-        """bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output checkpoint
-        input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved qk_norm_before_rope
-        apply_residual_connection_post_layernorm output_layernorm parallel_attention_mlp interleaved
-        set_parallel_mode accumulate_into_main_grad is_paged""",
-    ),
-    **named(optional(flag), "bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    **named(
-        size,
-        """in_features out_features hidden_size ffn_hidden_size num_attention_heads num_gemms dim size
-        max_batch_size max_sequence_length""",
-    ),
-    **named(
-        optional(size),
-        """seq_length micro_batch_size num_gqa_groups align_size seq_len_interpolation_factor num_heads_kv
-        head_dim_k head_dim_v total_num_pages page_size max_ctx_len pretrained_max_position_embeddings""",
-    ),
-    **named(number, "eps layernorm_epsilon qk_norm_eps"),
-    **named(probability, "attention_dropout hidden_dropout drop_path_rate"),
+    **arguments.CONSTRUCTED,
     **named(optional(init), "init_method output_layer_init_method"),
     **named(optional(dtype), "params_dtype dtype"),
-    **named(optional(window), "window_size enc_dec_window_size"),
-    **named(_MASK, "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
-    **named(one(*FORMATS), "qkv_format attn_input_format"),
-    "normalization": one("LayerNorm", "RMSNorm"),
-    "activation": one(*ACTIVATIONS),
-    "qk_norm_type": optional(one(*QK_NORMS)),
-    "softmax_type": one(*SOFTMAX_TYPES),
-    "attention_type": one("self", "cross"),
-    "layer_type": one("encoder", "decoder"),
-    "softmax_scale": optional(positive_number),
-    "rotary_base": positive_number,
-    "rotary_percent": fraction,
-    "kv_channels": optional(channels),
     "device": optional(device),
-    "layer_number": optional(integer),
 }
 
 # of modules' calls, and of functions
 CALLED: dict[str, Rule] = {
-    **named(
-        flag,
-        "fp8_output fp8_grad checkpoint_core_attention fast_zero_fill interleaved fused training reduce_loss "
-        "defer_init",
-    ),
-    **named(
-        optional(flag),
-        "is_first_microbatch bottom_right_diagonal enc_dec_bottom_right_diagonal pad_between_seqs",
-    ),
+    **arguments.CALLED,
     **named(
         tensor,
         "inp logits targets ids table x t freqs qkv q_freqs k_freqs probs routing_map row_id_map "
@@ -253,19 +144,8 @@ CALLED: dict[str, Rule] = {
         start_positions cu_seqlens cu_seqlens_padded residual bias merging_probs pad_offsets target""",
     ),
     **named(optional(mask), "attention_mask enc_dec_attn_mask rotary_pos_emb"),
-    **named(optional(window), "window_size enc_dec_window_size"),
-    **named(optional(_MASK), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
-    **named(optional(size), "max_seqlen_q max_seqlen_kv"),
-    **named(probability, "p label_smoothing"),
-    **named(whole, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num"),
-    "qkv_format": optional(one(*FORMATS)),
-    "tensor_format": one(*FORMATS),
-    "core_attention_bias_type": one(*BIASES),
     "m_splits": splits,
     "qkv_split_arg_list": splits,
-    "align_size": size,
-    "map_type": one("mask", "index"),
-    "reduction": one("mean", "none"),
 }
 
 # of optimisers, their parameters' groups among it
@@ -286,6 +166,7 @@ OPTIMISED: dict[str, Rule] = {
 __all__ = [
     "CALLED",
     "CONSTRUCTED",
+    "MASK_ALIASES",
     "OPTIMISED",
     "Rule",
     "channels",

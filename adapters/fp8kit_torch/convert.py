@@ -25,7 +25,6 @@ from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec, norm
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import autocast_dtype, want_input
-from fp8kit_torch.calibration import Amaxes, amax_of
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import module
 from fp8kit_torch.module import TransformerEngineBaseModule
@@ -100,8 +99,10 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
     def weight_inputs(self) -> dict[str, Tensor]:
         return {"weight0": self.weight}
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
-        return [(0, amax_of(inputs["x"])), (1, amax_of(inputs["weight0"]))]
+    def calibrate(
+        self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> list[tuple[int, Tensor]]:
+        return [(0, inputs["x"]), (1, inputs["weight0"])]
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (..., in_features) of the weight's dtype."""

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fp8kit_torch.layer import next_rng
 from fp8kit_torch.parameters import placed
-
-
-def next_rng(device: torch.device) -> Tensor:
-    """A fresh int64 [2] ``(seed, offset)`` for one operation, drawn from the default generator of ``device``.
-
-    Drawn on the device: nothing waits for the host, and a captured graph draws anew at each replay.
-    """
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
 def dropout_seed(device: Any = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.layers import Kept
+from fp8kit.layers.recompute import Kept
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.once import once

@@ -19,7 +19,7 @@ from fp8kit_torch import arguments, recompute
 from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_input
 from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.bound import validate
-from fp8kit_torch.calibration import Amaxes, amax_of, row_of
+from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.library import record_, trace
@@ -125,8 +125,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def calibrate_group(self, i: int, x: Tensor, weight: Tensor) -> Tensor:
         """The amaxes of one group's input and weight among all slots, float32."""
-        amaxes: Amaxes = [(FORWARD_SLOTS * i, amax_of(x)), (FORWARD_SLOTS * i + 1, amax_of(weight))]
-        return row_of(amaxes, FORWARD_SLOTS * self.num_gemms)
+        looked_at = [(FORWARD_SLOTS * i, x), (FORWARD_SLOTS * i + 1, weight)]
+        return row_of(looked_at, FORWARD_SLOTS * self.num_gemms)
 
     def forward(
         self,

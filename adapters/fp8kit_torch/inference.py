@@ -12,7 +12,7 @@ from fp8kit.arrays import Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError
 from fp8kit.formats import HIGH_PRECISION, DType
-from fp8kit.kv_steps import Steps
+from fp8kit.layers.kv_steps import Steps
 from fp8kit_torch.arguments import only
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED, check

@@ -19,13 +19,12 @@ from torch.library import custom_op
 
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError
 from fp8kit.execution.codec import decode, encode
-from fp8kit.kv_steps import Steps
+from fp8kit.layers.kv_steps import Steps
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit_torch.bound import addresses
 from fp8kit_torch.library import StaticCall, call_by, described, policy_now
 from fp8kit_torch.views import dtype_of, kind_of
 
-LONGEST = (1, 1)  # what a traced spec has for max_seqlen_q and max_seqlen_kv, which are known when it runs
 _OP = "DotProductAttention"
 _CACHES = ("k_cache", "v_cache")
 _HANDLES = itertools.count(1)
@@ -93,8 +92,9 @@ def _with_lengths(text: str, rows: int, columns: int) -> StaticCall:
 
 
 def trace_cached(spec: str, inputs: Mapping[str, Tensor], handle: Tensor, layer_number: int) -> Tensor:
-    """Attention over a cache within ``torch.compile``. ``spec``: its text, with ``LONGEST``; ``inputs``: the
-    operation's, one of the new tokens first. AutogradError where a gradient would be wanted."""
+    """Attention over a cache within ``torch.compile``. ``spec``: its text, with ``TRACED_LENGTHS``;
+    ``inputs``: the operation's, one of the new tokens first. AutogradError where a gradient would be
+    wanted."""
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
     if torch.is_grad_enabled() and wanted:
         raise AutogradError(

@@ -7,8 +7,7 @@ backward pass ends (backward).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +15,17 @@ from torch import Tensor
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 from fp8kit.execution.codec import encode
-from fp8kit.layers import Kept
+from fp8kit.layers.base import Branch, as_branch, branch_of
+from fp8kit.layers.recompute import Kept
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
-from fp8kit.spec import Operation
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
 from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, touch_traced
 from fp8kit_torch.bound import validate
-from fp8kit_torch.calibration import Amaxes, row_of
+from fp8kit_torch.calibration import activated, row_of
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.constants import exporting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
@@ -36,26 +35,12 @@ from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
-from fp8kit_torch.te_methods import TransformerEngineMethods
+from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.views import kind_of
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
 _SPEC_LIMIT = 256  # requests of a layer: recipes, options
-
-
-class Branch(NamedTuple):
-    """What a layer gives the one that it is a part of: ``y``, and, where asked for, ``residual`` (x, its
-    gradient summed in backward) and ``normed``, norm(x)."""
-
-    y: Tensor
-    residual: Tensor | None = None
-    normed: Tensor | None = None
-
-
-def as_branch(given: Any) -> Branch:
-    """What a part of a layer gave: a ``Branch``, or the tuple that a hook made of one."""
-    return given if isinstance(given, Branch) else Branch(*given)
 
 
 def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
@@ -69,11 +54,6 @@ def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
     return part
 
 
-def branch_of(outputs: Mapping[str, Tensor]) -> Branch:
-    """A ``Branch`` of an operation's outputs by name."""
-    return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
-
-
 class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
@@ -82,17 +62,13 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     kept.
     """
 
-    operation: Operation
-    fuse_wgrad_accumulation = False
     # whether the last call was in FP8 and unrecorded, as the first pass of an unknown checkpoint is
     _unrecorded = False
-    calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
 
-    # --- what a subclass gives ------------------------------------------------------------------------------
+    # --- what the shared layers ask -------------------------------------------------------------------------
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
-        """The amaxes of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass."""
-        raise NotImplementedError
+    def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return activated(normed, weight, bias, self._spec_text)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -105,9 +81,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         fp8_grad: bool = False,
         **options: Any,
     ) -> dict[str, Tensor]:
-        """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last
-        product; ``fp8_output``, ``fp8_grad``: y, and the gradient of x, in FP8 where FP8 is on (see
-        ``Linear``); ``options``: further fields of the spec."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise ArgumentError(
                 type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
@@ -121,9 +94,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         codes = None
         if type(tensors["x"]) is QuantizedTensor:
             codes = self._codes(tensors, state)
-        dtype = autocast_dtype(tensors["x"])
-        if dtype is not None:
-            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        tensors = self.autocast_inputs(tensors)
         if torch.compiler.is_compiling():
             for name, asked in (
                 ("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation),
@@ -508,3 +479,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                     made.update(trace(weight_cast, spec, own, state, i))
             self._weights = (text, made)
         return self._weights[1]
+
+
+__all__ = ["Branch", "Inputs", "TransformerEngineBaseModule", "as_branch", "branch_of", "part_of"]

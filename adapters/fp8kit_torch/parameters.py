@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, BackendError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit_torch import checks
-from fp8kit_torch.reprs import described
+from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.torch_compat import default_device_is_set
 from fp8kit_torch.views import dtype_of
 
@@ -63,7 +64,11 @@ def normal_init(tensor: Tensor) -> None:
     torch.nn.init.normal_(tensor, 0.0, 0.023)
 
 
-class ParameterModule(torch.nn.Module):
+def _filled_with(value: float) -> Init:
+    return partial(torch.nn.init.constant_, val=value)
+
+
+class ParameterModule(TorchLayer):
     """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after
     ``device="meta"``, say)."""
 
@@ -73,33 +78,31 @@ class ParameterModule(torch.nn.Module):
         get_policy()  # read now, not within a compiled function
 
     def add_parameter(
-        self, name: str, shape: tuple[int, ...], init: Init, dtype: torch.dtype | None, device: Any
+        self, name: str, shape: tuple[int, ...], init: Init | float | None, dtype: Any, device: Any
     ) -> None:
-        """A parameter of ``shape``, filled by ``init`` in place. FormatError for a dtype that the operations
-        do not have, BackendError for a CUDA device that is not there."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
             names = ", ".join(kind.name for kind in HIGH_PRECISION)
             raise ArgumentError(type(self).__name__, "params_dtype", dtype, f"one of {names}")
         where = placed(type(self).__name__, device)
         self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
+        if not callable(init):
+            init = normal_init if init is None else _filled_with(init)
         self._inits[name] = init
         if where.type != "meta":
             with torch.no_grad():
                 init(self._parameters[name])  # type: ignore[arg-type]
 
-    def inputs_of(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """Parameters by an operation's names, of (name, attribute). What stands for one as an attribute
-        counts; a parameter as an attribute would be slow to find."""
+    def add_no_parameter(self, name: str) -> None:
+        self.register_parameter(name, None)
+
+    def parameters_by(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        # what stands for a parameter as an attribute counts; a parameter as an attribute is slow to find
         own = self._parameters
         return {
             name: own[attribute] if attribute in own else getattr(self, attribute)
             for name, attribute in names
         }
-
-    def extra_repr(self) -> str:
-        """Sizes, and what is not as usual (``reprs``)."""
-        return described(self)
 
     def _load_from_state_dict(
         self,

@@ -26,7 +26,7 @@ from fp8kit.arguments import function as callable_
 from fp8kit.autocast import AutocastState, _thread, resumed
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import ArgumentError, AutogradError
-from fp8kit.layers import Kept, Pass, Passes
+from fp8kit.layers.recompute import Kept, Pass, Passes
 from fp8kit_torch import torch_checkpoint as torchs
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checks import check, one, optional

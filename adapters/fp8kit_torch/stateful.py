@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp8kit.errors import UnsupportedError
-from fp8kit.execution.codec import decode, encode
+from fp8kit.execution.codec import decode
+from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
@@ -23,13 +24,13 @@ from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, StateBinding, moved
-from fp8kit_torch.te_extra_state import any_extra_state
+from fp8kit_torch.te_compat.extra_state import any_extra_state
 from fp8kit_torch.views import as_view
 
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
 
 
-class StatefulModule(ParameterModule):
+class StatefulModule(FP8Layer, ParameterModule):
     """What a layer of FP8 products keeps beside its parameters.
 
     ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed
@@ -39,7 +40,6 @@ class StatefulModule(ParameterModule):
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: Held | None = None
-    gemms: tuple[str, ...] = ("",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class StatefulModule(ParameterModule):
 
     def set_spec(self, spec: Any) -> None:
         """The operation's spec in high precision; recipes and call options vary it."""
-        self._spec, self._spec_text = spec, encode(spec)
+        super().set_spec(spec)
         self._held = held_now() if self.holds else None
         self._hold()
 
@@ -87,10 +87,6 @@ class StatefulModule(ParameterModule):
         self._binding: tuple[Recipe, bool, StateBinding] | None = None
         self._fp8: tuple[Recipe, Quantization] | None = None
         self._weights: tuple[str, dict[str, Tensor]] | None = None
-
-    def weight_inputs(self) -> dict[str, Tensor]:
-        """The weights by their name in the operation."""
-        raise NotImplementedError
 
     def prepare(self, history_len: int, resize: bool = True) -> None:
         """Make the FP8 state where there is none, and give its history that length."""
@@ -140,7 +136,7 @@ class StatefulModule(ParameterModule):
         return extra_state.pack(parts)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over what ``get_extra_state`` gave, or Transformer Engine's did (see ``te_extra_state``).
+        """Take over what ``get_extra_state`` gave, or Transformer Engine's (``te_compat.extra_state``).
         CheckpointError where it does not fit, with nothing changed."""
         parts = any_extra_state(state, len(self.gemms))
         checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))

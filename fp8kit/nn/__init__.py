@@ -23,10 +23,13 @@ between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_st
 ``normal_init`` fills weights.
 """
 
+import sys as _sys
+
 from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.nn.embedding import Dropout, Embedding, cross_entropy
 from fp8kit.nn.inference import InferenceParams
+from fp8kit.nn.layer import NativeLayer as _NativeLayer
 from fp8kit.nn.linear import Linear
 from fp8kit.nn.module import Module, ModuleList, Parameter, Sequential
 from fp8kit.nn.norm import L2Normalization, LayerNorm, RMSNorm
@@ -35,6 +38,8 @@ from fp8kit.nn.norm_mlp import LayerNormMLP
 from fp8kit.nn.random import RandomState, draw_from, get_rng_state, manual_seed, normal_init, set_rng_state
 from fp8kit.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from fp8kit.nn.transformer import TransformerLayer
+
+_NativeLayer.frontend = _sys.modules[__name__]
 
 __all__ = [
     "DotProductAttention",

@@ -19,12 +19,13 @@ from fp8kit.autocast import current, touch_forward
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, validate
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError
-from fp8kit.formats import float32
-from fp8kit.layers import Kept
+from fp8kit.formats import float32, uint8
+from fp8kit.layers.fp8_layer import FP8Layer, layer_products, layer_spec
+from fp8kit.layers.recompute import Kept
 from fp8kit.nn import recompute
-from fp8kit.nn.module import Module, Parameter
+from fp8kit.nn.layer import NativeLayer
+from fp8kit.nn.module import Parameter
 from fp8kit.ops.linear import LinearSpec, weight_cast
-from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import (
@@ -37,7 +38,6 @@ from fp8kit.scaling import (
     forward_slots,
     update,
 )
-from fp8kit.spec import Operation
 
 Inputs = dict[str, Tensor | ArrayView | None]
 _NONE: dict[str, ArrayView] = {}
@@ -91,47 +91,36 @@ def commit_backward(tickets: list[_Ticket]) -> None:
         update(recipe.history, states, forward=False)
 
 
-class Fp8Module(Module):
+class Fp8Module(FP8Layer, NativeLayer):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
     ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed
-    scaling. Forward slots per GEMM: input, weight, output; backward: grad_output, grad_input. A subclass
-    names its GEMMs in ``gemms`` (prefixes of the operation's names), its operation, and gives
-    ``make_product`` and ``make_spec``.
+    scaling. Forward slots per GEMM: input, weight, output; backward: grad_output, grad_input.
     """
 
-    gemms: tuple[str, ...] = ("",)
-    operation: Operation
-
     def __init__(self) -> None:
+        super().__init__()
         self.fp8_meta: dict[str, ScalingState] = {}
         self._specs: dict[Any, Any] = {}
         self._way: _Way | None = None  # of the last recipe
         self._wiring: _Wiring | None = None
         self._weights: _WeightCache | None = None
 
-    # --- what a subclass gives ------------------------------------------------------------------------------
+    # --- what the shared layers ask -------------------------------------------------------------------------
 
-    def make_product(self, gemm: int, fp8: Quantization | None, cached: bool, bias: str) -> ProductSpec:
-        """The product of GEMM ``gemm``; ``bias`` "add", "none" or "deferred" for the layer's last GEMM."""
-        raise NotImplementedError
-
-    def make_spec(self, products: list[ProductSpec], **options: Any) -> Any:
-        """The operation's spec."""
-        raise NotImplementedError
-
-    def weight_inputs(self) -> dict[str, Parameter]:
-        """The weights by their name in the operation."""
-        raise NotImplementedError
-
-    def calibrate(self, inputs: Inputs, outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass
-        into ``amaxes``, float32 [1] a slot. ``inputs``, ``outputs``: the operation's, by name. Raises no
-        errors of its own."""
-        raise NotImplementedError
-
-    # further options of ``make_spec`` while calibrating
-    calibration_options: dict[str, Any] = {}  # noqa: RUF012
+    def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> ArrayView:
+        x, w, device = normed.view.rows(), weight.view, normed.device
+        kernels, stream, fc2 = dispatch.kernels(device), arrays.current_stream(device), self._spec.fc2
+        h = arrays.empty((x.shape[0], w.shape[0]), x.dtype, device)
+        act = arrays.empty((x.shape[0], fc2.in_features), x.dtype, device)
+        workspace = arrays.empty((max(kernels.gemm_workspace(), 1),), uint8, device)
+        amax = arrays.zeros((1,), float32, device)
+        kernels.gemm(x, w, h, "nt", None, None, workspace, stream)
+        added = None if bias is None else bias.view
+        kernels.act_fwd(
+            h, added, act, amax, None, self._spec.activation, self._spec.activation_params, stream
+        )
+        return amax
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -145,17 +134,21 @@ class Fp8Module(Module):
     # --- running --------------------------------------------------------------------------------------------
 
     def run(
-        self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any
+        self,
+        inputs: Inputs,
+        is_first_microbatch: bool | None,
+        bias: str,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        **options: Any,
     ) -> dict[str, Tensor]:
-        """The layer's operation on ``inputs`` (weights included), as the autocast says. ``options`` go to
-        ``make_spec``."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise Fp8kitError(
                 type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
             )
         state = current()
         if state is None or not (state.enabled or state.calibrating):
-            return apply(self.operation, self._spec(None, False, bias, options), inputs, owner=self)
+            return apply(self.operation, self._spec_for(None, False, bias, options), inputs, owner=self)
         recipe, training = state.recipe, is_grad_enabled() or recompute.first()
         way = self._way
         if way is None or way.recipe is not recipe:
@@ -173,7 +166,7 @@ class Fp8Module(Module):
         if not state.enabled:
             recompute.keep(self, _NONE, None)
             return self._run_calibrating(inputs, recipe, training, bias, options)
-        spec = self._spec(fp8, False, bias, options)
+        spec = self._spec_for(fp8, False, bias, options)
         validate(self.operation, spec, inputs, self, implied=way.implied)  # before the state is touched
         given, late, finish = _NONE, _NONE, None
         scales: dict[str, ArrayView] = _NONE
@@ -189,7 +182,7 @@ class Fp8Module(Module):
             cached = self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
         recompute.keep(self, scales, cached)
         if cached is not None:
-            inputs, spec = {**inputs, **cached}, self._spec(fp8, True, bias, options)
+            inputs, spec = {**inputs, **cached}, self._spec_for(fp8, True, bias, options)
         return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
 
     def _run_again(
@@ -206,7 +199,7 @@ class Fp8Module(Module):
         if recipe is None:
             return apply(
                 self.operation,
-                self._spec(None, False, bias, options | self.calibration_options),
+                self._spec_for(None, False, bias, options | self.calibration_options),
                 inputs,
                 owner=self,
             )
@@ -214,7 +207,7 @@ class Fp8Module(Module):
         if recipe.history is not None:
             wiring = self._wire(recipe, True)
             given, late, finish = wiring.given_again, wiring.late, wiring.finish
-        spec = self._spec(fp8, kept.weights is not None, bias, options)
+        spec = self._spec_for(fp8, kept.weights is not None, bias, options)
         return apply(
             self.operation, spec, {**inputs, **(kept.weights or {}), **kept.scales}, given, late, finish, self
         )
@@ -225,7 +218,7 @@ class Fp8Module(Module):
         """In high precision; the amaxes that FP8 would have seen are recorded."""
         outputs = apply(
             self.operation,
-            self._spec(None, False, bias, options | self.calibration_options),
+            self._spec_for(None, False, bias, options | self.calibration_options),
             inputs,
             owner=self,
         )
@@ -233,17 +226,17 @@ class Fp8Module(Module):
             wiring = self._wire(recipe, True)
             state = self.fp8_meta["scaling_fwd"]
             touch_forward(state, wiring.recipe, training)
-            self.calibrate(inputs, outputs, list(state.amaxes))
+            for slot, tensor in self.calibrate(inputs, outputs):
+                amax_of(tensor.view if isinstance(tensor, Tensor) else tensor, state.amaxes[slot])
         return outputs
 
-    def _spec(self, fp8: Quantization | None, cached: bool, bias: str, options: dict[str, Any]) -> Any:
+    def _spec_for(self, fp8: Quantization | None, cached: bool, bias: str, options: dict[str, Any]) -> Any:
         """The operation's spec, the same object for the same request: plans are found by its identity."""
         key = (id(fp8), cached, bias, *options.items())
         found = self._specs.get(key)
         if found is None:
-            products = [self.make_product(i, fp8, cached, bias) for i in range(len(self.gemms))]
-            # fp8 is held, so that its id stays its own
-            found = self._specs[key] = (self.make_spec(products, **options), fp8)
+            spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()))
+            found = self._specs[key] = (spec, fp8)  # fp8 is held, so that its id stays its own
         return found[0]
 
     # --- delayed scaling ------------------------------------------------------------------------------------
@@ -251,7 +244,8 @@ class Fp8Module(Module):
     @property
     def device(self) -> Device:
         """Where the layer's weights are."""
-        return next(iter(self.weight_inputs().values())).device
+        weight: Parameter = next(iter(self.weight_inputs().values()))
+        return weight.device
 
     def _wire(self, recipe: Recipe, record: bool) -> _Wiring:
         """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the
@@ -309,7 +303,8 @@ class Fp8Module(Module):
                 key = ("weight_cast", id(fp8), i)
                 found = self._specs.get(key)
                 if found is None:
-                    found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
+                    products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
+                    found = self._specs[key] = (LinearSpec(products[i]), fp8)
                 out = apply(weight_cast, found[0], own, given, owner=self)
                 made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
         self._weights = _WeightCache(fp8, made)

@@ -10,7 +10,7 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.formats import DType
-from fp8kit.kv_steps import Steps
+from fp8kit.layers.kv_steps import Steps
 from fp8kit.nn.module import resolve
 
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import layers
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
+from fp8kit.layers.unsupported import CONSTRUCTOR as _TABLES
 
 # gradients are not accumulated by the operations here
 _FUSED = ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 CONSTRUCTOR = {
     name: table | ({"fuse_wgrad_accumulation": False} if name in _FUSED else {})
-    for name, table in layers.CONSTRUCTOR.items()
+    for name, table in _TABLES.items()
 }
-FORWARD = layers.FORWARD
 
 
 def later(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:

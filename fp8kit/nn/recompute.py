@@ -21,7 +21,7 @@ from fp8kit.autograd.tape import Edge, Node, Probe, Watcher, probing, watcher, w
 from fp8kit.autograd.tensors import fresh, owned, unchanged
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
 from fp8kit.errors import AutogradError
-from fp8kit.layers import Kept, Pass, Passes
+from fp8kit.layers.recompute import Kept, Pass, Passes
 from fp8kit.nn import random
 
 

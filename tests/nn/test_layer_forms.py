@@ -444,7 +444,7 @@ def test_positions_start_where_the_inference_says(device, options, monkeypatch):
         tensor(draw(1, (S, B, H), "float32"), device=device),
     )
 
-    def without(self, *given, inference_params=None, settled=None, **named):
+    def without(self, *given, inference_params=None, prepared=None, **named):
         seen.append(inference_params)
         return forward(self, *given, **named)
 

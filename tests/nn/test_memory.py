@@ -15,9 +15,7 @@ from fp8kit.bench.memory import Peak
 from fp8kit.buffers import Buffers, free, free_contents, streamed, take
 from fp8kit.errors import AutogradError
 from fp8kit.execution import plans
-from fp8kit.nn import linear as nn_linear
-from fp8kit.nn import module as nn_module
-from fp8kit.nn import norm_mlp as nn_norm_mlp
+from fp8kit.nn import layer as nn_layer
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
@@ -46,8 +44,7 @@ def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
         return nn.Parameter(arrays.empty(shape, dtype, device))
 
     peaks.hollow(monkeypatch)
-    for module in (nn_module, nn_linear, nn_norm_mlp):
-        monkeypatch.setattr(module, "make_parameter", untouched)
+    monkeypatch.setattr(nn_layer, "make_parameter", untouched)
     sizes = peaks.HIDDEN, peaks.FFN, peaks.HEADS
     layer = nn.TransformerLayer(
         *sizes, params_dtype="bfloat16", device="cpu", hidden_dropout=0.0, attention_dropout=0.0

@@ -15,7 +15,7 @@ import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.autograd import call, tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError
+from fp8kit.errors import ArgumentError, FormatError
 from fp8kit.execution import plans
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
@@ -218,7 +218,11 @@ def test_the_tape_holds_no_activation(monkeypatch):
 
 def test_activation_params_are_checked():
     options = {"hidden_size": 8, "ffn_hidden_size": 8, "device": "cpu"}
-    assert nn.LayerNormMLP(**options, activation="clamped_swiglu")._activation_numbers == (7.0, 1.702, 1.0)
+    assert nn.LayerNormMLP(**options, activation="clamped_swiglu")._spec.activation_params == (
+        7.0,
+        1.702,
+        1.0,
+    )
     for activation, params, words in (
         ("clamped_swiglu", {"limits": 1.0}, "limits.*limit, alpha, glu_linear_offset"),
         ("gelu", {"limit": 1.0}, "none for gelu"),
@@ -227,7 +231,8 @@ def test_activation_params_are_checked():
         ("clamped_swiglu", {"alpha": "1"}, "alpha.*finite"),
         ("mish", None, "mish.*sreglu"),
     ):
-        with pytest.raises(FormatError, match=f"LayerNormMLP: .*{words}"):
+        kind = ArgumentError if activation == "mish" else FormatError  # no such word; no such numbers
+        with pytest.raises(kind, match=f"LayerNormMLP: .*{words}"):
             nn.LayerNormMLP(**options, activation=activation, activation_params=params)
     with pytest.raises(FormatError, match=r"norm_mlp: activation_params: got \(1.0,\), expected 3 numbers"):
         replace(spec_of("high", False), activation="clamped_swiglu", activation_params=(1.0,))

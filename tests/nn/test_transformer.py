@@ -8,7 +8,7 @@ import pytest
 from fp8kit import nn
 from fp8kit.autograd import tensor
 from fp8kit.errors import ArgumentError, Fp8kitError
-from fp8kit.nn.later import CONSTRUCTOR
+from fp8kit.layers.unsupported import CONSTRUCTOR
 from fp8kit.testing.compare import relative_error
 from tests.support.layer_oracle import Head
 from tests.support.layers import draw, make, step
@@ -211,14 +211,15 @@ def test_an_encoder_refuses_what_is_about_an_encoders_output(argument, wrong):
 
 
 @pytest.mark.parametrize("kind", CONSTRUCTOR)
-def test_arguments_for_later_are_known_by_name(kind):
+def test_unsupported_arguments_are_known_by_name(kind):
     """Transformer Engine's further arguments pass at their defaults, and any other value is refused."""
     needed = {"LayerNorm": (32,), "RMSNorm": (32,), "TransformerLayer": (32, 64, 4)}.get(kind, (32, 4))
     where = {} if kind == "DotProductAttention" else {"device": "cpu"}
     getattr(nn, kind)(*needed, **where, **CONSTRUCTOR[kind])
-    for name in CONSTRUCTOR[kind]:
-        with pytest.raises(Fp8kitError, match=f"{kind}: {name}: got 'other'.* yet"):
-            getattr(nn, kind)(*needed, **where, **{name: "other"})
+    for name, usual in CONSTRUCTOR[kind].items():
+        other = not usual if isinstance(usual, bool) else "other"
+        with pytest.raises(Fp8kitError, match=f"{kind}: {name}: got {other!r}.* yet"):
+            getattr(nn, kind)(*needed, **where, **{name: other})
 
 
 def test_interleaved_weights_are_the_same_layer_with_its_rows_in_another_order(device):

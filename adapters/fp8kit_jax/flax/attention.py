@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.layers import normed_and_turned
+from fp8kit.layers.attention_inputs import normed_and_rotated
 from fp8kit_jax import attention as functions
 from fp8kit_jax import functional
 from fp8kit_jax.flax import cache, lora
@@ -344,7 +344,7 @@ class MultiHeadAttention(nn.Module):
         layers = [a.reshape(*a.shape[:-1], -1, self.head_dim) for a in layers]
         if separate:
             layers[:2] = (
-                normed_and_turned(a, norm, rotate, self.qk_norm_before_rope)
+                normed_and_rotated(a, norm, rotate, self.qk_norm_before_rope)
                 for a, norm in zip(layers[:2], norms.values(), strict=True)
             )
         if past is not None:

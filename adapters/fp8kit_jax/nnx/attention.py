@@ -11,7 +11,7 @@ from flax import nnx
 
 from fp8kit.arguments import check, flag, optional
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.layers import normed_and_turned
+from fp8kit.layers.attention_inputs import normed_and_rotated
 from fp8kit_jax import attention as functions
 from fp8kit_jax import functional
 from fp8kit_jax.arguments import as_array, stand
@@ -211,7 +211,7 @@ class MultiHeadAttention(nnx.Module):
             packed = layers[-1]
             parts = [*layers[:-1], *(packed[..., i, :, :] for i in range(packed.shape[-3]))]
             q, k = (
-                normed_and_turned(a, self._norm(own), self._rotation(), self.first)
+                normed_and_rotated(a, self._norm(own), self._rotation(), self.first)
                 for a, own in zip(parts, (self.q_norm, self.k_norm), strict=False)
             )
             layers = [q, k, parts[2]]

@@ -8,12 +8,13 @@ import copy
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.kv_cache import LONGEST, cached_attention_, take_step_
+from fp8kit_torch.kv_cache import cached_attention_, take_step_
 from fp8kit_torch.library import text_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, ShapeError
+from fp8kit.layers.dot_product_attention import TRACED_LENGTHS
 from fp8kit.ops.attention import AttentionSpec
 
 from .twins import KINDS, RECIPES, WIDTH, same
@@ -170,8 +171,8 @@ def test_opcheck(device, form, monkeypatch):
         form,
         "padding_causal_bottom_right",
         layout="separate",
-        max_seqlen_q=LONGEST[0],
-        max_seqlen_kv=LONGEST[1],
+        max_seqlen_q=TRACED_LENGTHS[0],
+        max_seqlen_kv=TRACED_LENGTHS[1],
     )
     text = text_of("cached_attention", spec, (*inputs, "k_cache", "v_cache"))
     with monkeypatch.context() as patched:

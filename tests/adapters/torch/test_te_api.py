@@ -7,8 +7,8 @@ import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch import fusible
-from fp8kit_torch.gemms import general_gemm
-from fp8kit_torch.global_state import FP8GlobalStateManager as State
+from fp8kit_torch.te_compat.gemms import general_gemm
+from fp8kit_torch.te_compat.global_state import FP8GlobalStateManager as State
 
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
 from fp8kit.testing.compare import relative_error

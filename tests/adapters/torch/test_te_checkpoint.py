@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fp8kit_torch import DotProductAttention, LayerNormMLP, Linear, RMSNorm, autocast
-from fp8kit_torch.te_checkpoint import convert_extra_state, from_transformer_engine, load_state_dict
+from fp8kit_torch.te_compat.checkpoint import convert_extra_state, from_transformer_engine, load_state_dict
 
 from fp8kit.errors import CheckpointError
 from fp8kit.recipe import DelayedScaling

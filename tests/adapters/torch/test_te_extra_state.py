@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 import pytest
 import torch
-from fp8kit_torch.te_extra_state import Record, read_extra_state
+from fp8kit_torch.te_compat.extra_state import Record, read_extra_state
 
 from fp8kit.errors import CheckpointError
 from fp8kit.testing.compare import assert_same_bits

@@ -16,7 +16,8 @@ import torch
 from fp8kit_torch.grouped_linear import CONSTRUCTOR as GROUPED
 
 from fp8kit.errors import ArgumentError
-from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS
+from fp8kit.layers.attention_inputs import CORE_OPTIONS
+from fp8kit.layers.unsupported import CONSTRUCTOR
 
 from .twins import same
 

@@ -2,7 +2,7 @@
 have the same names.
 
 A plain model's ``state_dict`` loads as it is. Transformer Engine's differs in ``_extra_state``, a pickle,
-which is read without being run (``te_extra_state``) and becomes this frontend's own bytes: scales and amax
+which is read without being run (``extra_state``) and becomes this frontend's own bytes: scales and amax
 histories keep their values and their slots. A module's own ``load_state_dict`` reads it too; what is here
 says by name, before anything is loaded, what cannot be.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8kit.errors import CheckpointError
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.te_extra_state import convert_extra_state
+from fp8kit_torch.te_compat.extra_state import convert_extra_state
 
 _SUFFIX = "_extra_state"
 

@@ -1,74 +1,13 @@
-"""What the layers of every door have in common and no array is needed for: tables of Transformer Engine's
-arguments, which layers attention is given in which form, the numbers of a formula, what a recomputed pass
-finds of the first one."""
+"""How attention is called: the form of its inputs, what a call resolves to, rotary embeddings, padding."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, AutogradError, ShapeError
-
-# --- arguments that have one supported value: Transformer Engine's default ----------------------------------
-
-_GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
-_OVERLAP = {
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-}
-_WEIGHT = _GROUP | _OVERLAP | {"delay_wgrad_compute": False, "symmetric_ar_type": None}
-_WHOLE = _GROUP | {"set_parallel_mode": False}
-
-# constructor -> its arguments
-CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "Linear": _WEIGHT
-    | {"ub_name": None, "rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
-    "LayerNorm": {"sequence_parallel": None, "dtype": None},
-    "RMSNorm": {"sequence_parallel": None, "dtype": None},
-    "LayerNormLinear": _WEIGHT
-    | {"ub_name": None, "parallel_mode": None, "return_layernorm_output_gathered": False},
-    "LayerNormMLP": _WEIGHT | {"set_parallel_mode": False, "return_layernorm_output_gathered": False},
-    "DotProductAttention": _GROUP
-    | {
-        "return_max_logit": False,
-        "cp_group": None,
-        "cp_global_ranks": None,
-        "cp_stream": None,
-        "cp_comm_type": "p2p",
-    },
-    "MultiheadAttention": _WHOLE | _OVERLAP,
-    "TransformerLayer": _WHOLE
-    | {
-        "ub_tp_comm_overlap": False,
-        "ub_overlap_ag": True,
-        "ub_overlap_rs": True,
-        "ub_overlap_rs_dgrad": False,
-        "ub_bulk_dgrad": True,
-        "ub_bulk_wgrad": True,
-    },
-}
-
-# a ``forward`` that takes more than its own arguments -> these
-FORWARD: dict[str, dict[str, Any]] = {
-    "DotProductAttention": {
-        "fp8_output": False,
-        "bf16_backward": False,
-        "num_splits": 1,
-        "score_mod": None,
-        "score_mod_bprop": None,
-        "score_mod_tensors": None,
-        "score_mod_bprop_tensors": None,
-    }
-}
-
-# --- attention ----------------------------------------------------------------------------------------------
+from fp8kit.errors import ArgumentError, ShapeError
 
 # what a layer's forward hands to the core attention as it is, beside its own arguments -> its default
 CORE_OPTIONS: dict[str, Any] = {
@@ -84,8 +23,8 @@ CORE_OPTIONS: dict[str, Any] = {
     "fast_zero_fill": True,
     "pad_between_seqs": None,
 }
-# what an encoder's constructor takes of the attention across, where that is not None
-ACROSS = {"enc_dec_attn_mask_type": "no_mask"}
+# what an encoder's constructor takes of the cross-attention, where that is not None
+CROSS_DEFAULTS = {"enc_dec_attn_mask_type": "no_mask"}
 _NOTHING: Mapping[str, Any] = {}
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 # layer -> what is in it
@@ -99,10 +38,9 @@ _FORMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """What a call of the core attention comes to, decided and checked before the layers are there: the
-    ``operation`` and its ``spec``, as the door has them, and the inputs ``beside`` the layers by name, where
-    the layers will be."""
+class ResolvedCall:
+    """A call of the core attention, checked before its layers are there: the ``operation`` and its ``spec``,
+    and the inputs ``beside`` the layers by name, on the layers' device."""
 
     operation: Any
     spec: Any
@@ -110,25 +48,26 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class PreparedCall:
     """A call of ``MultiheadAttention``, checked before its first projection runs: its ``core``, where keys
-    and values come from (``source``, None for self attention), and for each layer that is turned ``RopeSpec``
-    and its inputs but "x"."""
+    and values come from (``source``, None for self attention), and for each layer that is rotated
+    ``RopeSpec`` and its inputs but "x". Within ``torch.compile`` core and rotations are None: they are
+    resolved with the layers."""
 
-    core: Settled
+    core: ResolvedCall | None
     source: Any
-    turns: Mapping[str, tuple[Any, Mapping[str, Any]]]
+    rotations: Mapping[str, tuple[Any, Mapping[str, Any]]] | None
 
 
 def projected(
-    core: Any, queries: tuple[int, ...], keys: tuple[int, ...] | None, apart: bool, normed: bool
+    core: Any, queries: tuple[int, ...], keys: tuple[int, ...] | None, separate: bool, normed: bool
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the layers that ``MultiheadAttention`` will hand to its ``core``, by the core's arguments.
-    ``queries``, ``keys``: leading dimensions of what is projected, keys None for self attention; ``apart``:
-    each part a layer, its heads a dimension of their own, the queries of an attention across only where they
-    are ``normed``."""
+    ``queries``, ``keys``: leading dimensions of what is projected, keys None for self attention;
+    ``separate``: each part a layer, its heads a dimension of their own, the queries of a cross-attention only
+    where they are ``normed``."""
     heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-    if not apart:
+    if not separate:
         if keys is None:
             return {"qkv_layer": (*queries, (heads + 2 * groups) * dim)}
         return {"query_layer": (*queries, heads * dim), "kv_layer": (*keys, 2 * groups * dim)}
@@ -150,8 +89,8 @@ def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
 
 def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTHING, **given: Any) -> None:
     """ArgumentError for what is about an encoder's output, in the constructor or the call of a layer that has
-    no attention across: for all that is not ``usual``, None where that has no value. ``array``: what the door
-    calls one."""
+    no cross-attention: for all that is not ``usual``, None where that has no value. ``array``: what the
+    frontend calls one."""
     for name, value in given.items():
         wanted = usual.get(name)
         if value is not wanted and not (isinstance(value, str) and value == wanted):
@@ -159,11 +98,14 @@ def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTH
             raise ArgumentError(operation, name, got, f"{wanted!r} with layer_type 'encoder'")
 
 
-def known_options(operation: str, given: Iterable[str]) -> None:
-    """TypeError for a name that is not in ``CORE_OPTIONS``."""
-    for name in given:
-        if name not in CORE_OPTIONS:
-            raise TypeError(f"{operation}: unexpected argument {name!r}")
+def core_options(*values: Any) -> dict[str, Any]:
+    """Those of the core attention's options, in the order of ``CORE_OPTIONS``, that are not at their
+    defaults."""
+    return {
+        name: value
+        for (name, usual), value in zip(CORE_OPTIONS.items(), values, strict=True)
+        if value is not usual
+    }
 
 
 def layout_of(operation: str, given: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
@@ -183,27 +125,27 @@ def layout_of(operation: str, given: Mapping[str, Any]) -> tuple[str, dict[str, 
     return layout, dict(zip(names, there, strict=True))
 
 
-def turned_segments(
+def rotated_segments(
     parts: str, heads: int, groups: int, head_dim: Any, one_freqs: bool
 ) -> tuple[tuple[int, int, str], ...]:
     """``RopeSpec``'s segments of a layer: (heads, features, name of the angles' input, "" for values, which
-    are not turned). ``one_freqs``: queries and keys are turned by the same angles."""
-    turn = {
+    are not rotated). ``one_freqs``: queries and keys have the same angles."""
+    rotated = {
         "q": (heads, head_dim, "freqs"),
         "k": (groups, head_dim, "freqs" if one_freqs else "k_freqs"),
         "v": (groups, head_dim, ""),
     }
-    return tuple([turn[part] for part in parts])
+    return tuple([rotated[part] for part in parts])
 
 
-def normed_and_turned(
-    value: Any, norm: Callable[[Any], Any] | None, turn: Callable[[Any], Any] | None, norm_first: bool
+def normed_and_rotated(
+    value: Any, norm: Callable[[Any], Any] | None, rotate: Callable[[Any], Any] | None, norm_first: bool
 ) -> Any:
     """Queries or keys, or a layer's projections, after their norm and their rotary embedding, in this or the
     other order.
 
-    ``norm``, ``turn``: functions of one value, None for what there is not."""
-    for step in (norm, turn) if norm_first else (turn, norm):
+    ``norm``, ``rotate``: functions of one value, None for what there is not."""
+    for step in (norm, rotate) if norm_first else (rotate, norm):
         value = value if step is None else step(value)
     return value
 
@@ -217,7 +159,7 @@ def alibi_slopes(heads: int) -> list[float]:
     ]
 
 
-def turning(
+def rotation(
     operation: str,
     name: str,
     layer: Any,
@@ -230,8 +172,9 @@ def turning(
     ``name`` of the attention ``core``.
 
     ``freqs``: angles of queries and of keys; ``options``: of the core's forward, of which lengths and the
-    cache count. ``placed(argument, value)``: the door's array of an argument where the layer is; the angles',
-    "rotary_pos_emb", as (positions, r). ShapeError where the angles end before the cache's longest sequence.
+    cache count. ``placed(argument, value)``: the frontend's array of an argument where the layer is;
+    the angles', "rotary_pos_emb", as (positions, r). ShapeError where the angles end before the cache's
+    longest sequence.
     """
     parts, same, cache = PARTS[name], freqs[0] is freqs[1], options.get("inference_params")
     inputs = {"x": layer}
@@ -256,7 +199,7 @@ def turning(
         sums = inputs.get("cu_seqlens")
         batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
         inputs["start_positions"] = placed("rope_starts", cache.rope_starts(batch))
-    return turned_segments(
+    return rotated_segments(
         parts, core.num_attention_heads, core.num_gqa_groups, core.kv_channels, same
     ), inputs
 
@@ -287,80 +230,3 @@ def want_padding(
             "a pair where the lengths differ"
         )
         raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", wanted)
-
-
-# --- recomputation ------------------------------------------------------------------------------------------
-
-
-class Kept(NamedTuple):
-    """What one call of an FP8 layer found in the first pass: the layer, copies of its forward scales (None
-    where it has none), and cached weights, if it took any; arrays of a door."""
-
-    owner: object
-    scales: Any
-    weights: Any
-
-
-class Pass:
-    """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads
-    them in the same order.
-
-    A first pass may run within an outer checkpoint: ``above`` is that one's first pass, which remembers the
-    calls too, or its later pass, which this one reads from.
-    """
-
-    def __init__(self, first: bool, calls: list[Kept], above: Pass | None = None) -> None:
-        self.first, self.calls, self.above = first, calls, above
-        self.position = 0
-
-    def next(self, owner: object) -> Kept:
-        """The next call, which must be of ``owner``; AutogradError otherwise."""
-        kept = self.calls[self.position] if self.position < len(self.calls) else None
-        if kept is None or kept.owner is not owner:
-            got = f"{type(owner).__name__} as FP8 layer {self.position}"
-            raise AutogradError(
-                "checkpoint", "function", got, "the same layers in the same order as in the first pass"
-            )
-        self.position += 1
-        return kept
-
-
-class Passes(threading.local):
-    """The pass that a door runs, thread by thread: ``running``, None outside of any."""
-
-    def __init__(self) -> None:
-        self.running: Any = None
-
-    @contextmanager
-    def within(self, running: Pass) -> Iterator[None]:
-        """Around a pass."""
-        before, self.running = self.running, running
-        try:
-            yield
-        finally:
-            self.running = before
-
-    def first(self) -> bool:
-        """Whether this is a checkpoint's first pass: perhaps unrecorded, but a training step all the same."""
-        running = self.running
-        return running is not None and running.first
-
-    def recall(self, owner: object) -> Kept | None:
-        """What this call of ``owner`` found in the first pass that is being recomputed; None where none
-        is."""
-        running = self.running
-        if running is None:
-            return None
-        if not running.first:
-            return running.next(owner)  # type: ignore[no-any-return]
-        if running.above is None or running.above.first:
-            return None
-        running.calls.append(running.above.next(owner))
-        return running.calls[-1]  # type: ignore[no-any-return]
-
-    def keep(self, kept: Kept) -> None:
-        """In a first pass: what a call found, for its later passes."""
-        running = self.running
-        while running is not None:
-            running.calls.append(kept)
-            running = running.above

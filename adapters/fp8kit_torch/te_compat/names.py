@@ -4,7 +4,7 @@ The modules within ``transformer_engine.pytorch`` are attributes of the frontend
 (``te.quantization``, ``te.ops``); only the call makes names in ``sys.modules``. Nothing but names changes:
 ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of Transformer Engine that there is
 nothing for are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why
-(``te_later``).
+(``unsupported``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from fp8kit import recipe as recipes
 from fp8kit.errors import BackendError, RecipeError
-from fp8kit_torch.te_later import WHY, missing
+from fp8kit_torch.te_compat.unsupported import WHY, missing
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
@@ -29,13 +29,13 @@ _SAME = {
         "fp8kit_torch.autocast",
         "fp8kit_torch.availability",
         "fp8kit_torch.quantized",
-        "fp8kit_torch.global_state",
+        "fp8kit_torch.te_compat.global_state",
     ),
     "quantization": (
         "fp8kit_torch.autocast",
         "fp8kit_torch.availability",
         "fp8kit_torch.quantized",
-        "fp8kit_torch.global_state",
+        "fp8kit_torch.te_compat.global_state",
     ),
     "tensor": ("fp8kit_torch.quantized",),
     "tensor.float8_tensor": ("fp8kit_torch.quantized",),
@@ -49,11 +49,11 @@ _SAME = {
     "permutation": ("fp8kit_torch.moe",),
     "router": (),
     "ep": (),
-    "cpu_offload": ("fp8kit_torch.te_later",),
-    "export": ("fp8kit_torch.te_later",),
+    "cpu_offload": ("fp8kit_torch.te_compat.unsupported",),
+    "export": ("fp8kit_torch.te_compat.unsupported",),
     "utils": ("fp8kit_torch.availability",),
-    "cpp_extensions": ("fp8kit_torch.gemms",),
-    "cpp_extensions.gemm": ("fp8kit_torch.gemms",),
+    "cpp_extensions": ("fp8kit_torch.te_compat.gemms",),
+    "cpp_extensions.gemm": ("fp8kit_torch.te_compat.gemms",),
     "ops": ("fp8kit_torch.fusible",),
     "ops.basic": ("fp8kit_torch.fusible",),
     "module": ("fp8kit_torch",),
@@ -218,7 +218,7 @@ def as_transformer_engine() -> ModuleType:
         "transformer_engine.common": _module("transformer_engine.common", []),
         "transformer_engine.common.recipe": recipe,
     }
-    top, base = importlib.import_module("fp8kit_torch"), "transformer_engine.pytorch"
+    top, base = sys.modules["fp8kit_torch"], "transformer_engine.pytorch"
     made |= {base: top} | {f"{base}.{name}": module for name, module in top.__dict__["_within"].items()}
     whole = made["transformer_engine"]
     whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]

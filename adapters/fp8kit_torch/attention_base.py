@@ -1,0 +1,105 @@
+"""``AttentionBase``: what attention, and layers that are made of others, ask of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.formats import DType
+from fp8kit.layers.attention_base import AttentionBase as Shared
+from fp8kit.layers.attention_inputs import MISPLACED, alibi_slopes
+from fp8kit_torch.arguments import has_foreign_code, want_like
+from fp8kit_torch.layer import TorchLayer
+from fp8kit_torch.library import policy_now
+from fp8kit_torch.module import part_of
+from fp8kit_torch.te_compat.methods import TransformerEngineMethods
+from fp8kit_torch.torch_compat import global_forward_hooks
+from fp8kit_torch.views import as_view, dtype_of, kind_of
+
+# parts that may have no FP8 products
+_PLAIN = ("q_norm", "k_norm", "layernorm")
+
+
+@lru_cache(maxsize=64)
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
+
+
+class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
+    """Base of attention and of the layers around it."""
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        return self._modules
+
+    def check_part(self, operation: str, name: str, x: Tensor) -> None:
+        if self.is_compiling():
+            return
+        if name in _PLAIN:
+            want_like(getattr(self, name), x)
+        else:
+            part_of(self.layer_name, name, self._modules[name]).want_ready(x)
+
+    def may_fuse(self, *parts: Any) -> bool:
+        if global_forward_hooks():
+            return False
+        here = self.frontend
+        known = here.MultiheadAttention, here.Linear, here.LayerNormMLP
+        for part in parts:
+            if type(part) not in known or part._forward_hooks or "forward" in vars(part):
+                return False
+        return True
+
+    def has_hooks(self, part: Any) -> bool:
+        return has_foreign_code(part)
+
+    def dtype_of(self, kind: DType) -> torch.dtype:
+        return dtype_of(kind)
+
+    def kind_of(self, dtype: torch.dtype) -> DType:
+        return kind_of(dtype)
+
+    def constant(self, argument: str, value: Any, like: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise ArgumentError(self.layer_name, argument, type(value).__name__, "a tensor")
+        return value.detach().to(like.device)
+
+    def same_dtype(self, value: Tensor, like: Tensor) -> Tensor:
+        return value.to(like.dtype)
+
+    def detached(self, parameter: Tensor, like: Tensor) -> Tensor:
+        return parameter.detach().to(like.dtype)
+
+    def host_views(self, inputs: Mapping[str, Any]) -> Mapping[str, ArrayView]:
+        if self.is_compiling():
+            return {}
+        there = {n: t for n, t in inputs.items() if type(t) is Tensor and t.device.type == "cpu"}
+        return {name: as_view(value) for name, value in there.items()}
+
+    def host_values(self, value: Tensor) -> np.ndarray[Any, Any] | None:
+        return None if value.is_meta else value.cpu().numpy()
+
+    def sums_of_mask(self, mask: Tensor) -> Tensor:
+        if mask.dtype not in (torch.bool, torch.uint8):
+            wanted = "torch.bool, True where masked out"
+            raise FormatError(self.layer_name, "attention_mask", mask.dtype, wanted)
+        rows = mask[:, 0, 0] != 0
+        if not self.is_compiling() and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
+            raise ShapeError(self.layer_name, "attention_mask", *MISPLACED)
+        sums = (~rows).sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch.nn.functional.pad(sums, (1, 0))
+
+    def slopes(self, heads: int, device: torch.device) -> Tensor:
+        if self.is_compiling():
+            return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
+        return _slopes(heads, device)
+
+    def is_deterministic(self) -> bool:
+        return policy_now().deterministic

@@ -1,0 +1,97 @@
+"""``TorchLayer``: what the shared layers ask of a frontend, in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.execution.codec import encode
+from fp8kit.layers.base import Layer
+from fp8kit.spec import Operation
+from fp8kit_torch.arguments import autocast_dtype, want_input
+from fp8kit_torch.bound import TensorMeta, validate
+from fp8kit_torch.call import apply
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, tensor
+from fp8kit_torch.recompute import checkpoint
+from fp8kit_torch.reprs import described
+from fp8kit_torch.specs import spec_for
+
+
+def next_rng(device: torch.device) -> Tensor:
+    """A fresh int64 [2] ``(seed, offset)`` for one operation, drawn from the default generator of ``device``.
+
+    Drawn on the device: nothing waits for the host, and a captured graph draws anew at each replay.
+    """
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+class TorchLayer(Layer, torch.nn.Module):
+    """Base of layers that need no parameters of their own."""
+
+    array_name = "a tensor"
+    constructor_rules = CONSTRUCTED
+    call_rules = CALLED
+
+    def as_input(
+        self, argument: str, value: Any, features: int | None = None, qkv_format: str | None = None
+    ) -> Tensor:
+        if features is None:
+            return tensor(self.layer_name, argument, value)
+        return want_input(self.layer_name, argument, value, features, qkv_format)
+
+    def set_spec(self, spec: Any) -> None:
+        self._spec, self._spec_text = spec, encode(spec)
+
+    def own_spec(self) -> Any:
+        return self._spec_text if torch.compiler.is_compiling() else self._spec
+
+    def spec_for(self, kind: str, *fields: Any) -> Any:
+        return spec_for(kind, *fields)
+
+    def call(
+        self, operation: Operation, spec: Any, inputs: Mapping[str, Any], rng: bool = False
+    ) -> dict[str, Tensor]:
+        if rng:
+            inputs = {**inputs, "rng": next_rng(next(iter(inputs.values())).device)}
+        return apply(operation, spec, inputs)
+
+    def check_call(
+        self,
+        operation: Operation,
+        spec: Any,
+        inputs: Mapping[str, Any],
+        needs: tuple[str, ...] = (),
+        rng: bool = False,
+    ) -> None:
+        there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        if rng:
+            there["rng"] = TensorMeta((2,), torch.int64, next(iter(there.values())).device)
+        validate(operation, spec, there, needs)
+
+    def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> TensorMeta:
+        return TensorMeta(shape, dtype, device)
+
+    def autocast_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        dtype = autocast_dtype(inputs["x"])
+        if dtype is None:
+            return inputs
+        return {name: None if tensor is None else tensor.to(dtype) for name, tensor in inputs.items()}
+
+    def call_dtype(self, x: Tensor) -> torch.dtype:
+        return autocast_dtype(x) or x.dtype
+
+    def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        return checkpoint(function, use_reentrant=False, **arguments)
+
+    def is_grad_enabled(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def is_compiling(self) -> bool:
+        return torch.compiler.is_compiling()
+
+    def extra_repr(self) -> str:
+        """Sizes, and what is not as usual (``reprs``)."""
+        return described(self)

@@ -1,0 +1,150 @@
+"""What each argument may be, by its name: the rules that all frontends have. A frontend adds those of its own
+tensors, dtypes and devices.
+
+What an argument means beside others (sizes that must divide, shapes that must fit) is checked where it is
+used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, shown
+from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.errors import ArgumentError
+from fp8kit.layers.attention_inputs import QK_NORMS
+from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+
+MASK_ALIASES = ("padding,causal", "causal,padding")
+
+
+def size(operation: str, name: str, value: Any) -> int:
+    """A positive int that an extent can be."""
+    return integer(operation, name, value, 1, 2**31 - 1)
+
+
+def whole(operation: str, name: str, value: Any) -> int:
+    """An int of 32 bits."""
+    return integer(operation, name, value, -(2**31), 2**31 - 1)
+
+
+def instance(kind: type, wanted: str) -> Rule:
+    """An object of that class, called ``wanted`` in the message."""
+
+    def rule(operation: str, name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ArgumentError(operation, name, shown(value), wanted)
+        return value
+
+    return rule
+
+
+def window(operation: str, name: str, value: Any) -> None:
+    """(left, right), each -1 or more."""
+    whole = isinstance(value, tuple | list) and len(value) == 2
+    if not whole or any(isinstance(n, bool) or not isinstance(n, int) or not -1 <= n < 2**31 for n in value):
+        raise ArgumentError(
+            operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"
+        )
+
+
+def channels(operation: str, name: str, value: Any) -> None:
+    """Features of a head, or (of q and k, of v)."""
+    pair = value if isinstance(value, tuple) else (value, value)
+    if len(pair) != 2:
+        raise ArgumentError(operation, name, shown(value), "an int, or two: of q and k, and of v")
+    for features in pair:
+        size(operation, name, features)
+
+
+def probability(operation: str, name: str, value: Any) -> None:
+    """A number in [0, 1)."""
+    number(operation, name, value, 1.0)
+
+
+def positive_number(operation: str, name: str, value: Any) -> None:
+    """A finite number above 0."""
+    number(operation, name, value, above=0.0)
+
+
+def fraction(operation: str, name: str, value: Any) -> None:
+    """A number in (0, 1]."""
+    number(operation, name, value, 1.0 + 2.0**-52, above=0.0)
+
+
+_MASK = one(*MASKS, *MASK_ALIASES)
+
+# of constructors
+CONSTRUCTED: dict[str, Rule] = {
+    **named(
+        flag,
+        """bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output checkpoint
+        input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved qk_norm_before_rope
+        apply_residual_connection_post_layernorm output_layernorm parallel_attention_mlp interleaved
+        set_parallel_mode accumulate_into_main_grad is_paged""",
+    ),
+    **named(optional(flag), "bottom_right_diagonal enc_dec_bottom_right_diagonal"),
+    **named(
+        size,
+        """in_features out_features hidden_size ffn_hidden_size num_attention_heads num_gemms dim size
+        max_batch_size max_sequence_length""",
+    ),
+    **named(
+        optional(size),
+        """seq_length micro_batch_size num_gqa_groups align_size seq_len_interpolation_factor num_heads_kv
+        head_dim_k head_dim_v total_num_pages page_size max_ctx_len pretrained_max_position_embeddings""",
+    ),
+    **named(number, "eps layernorm_epsilon qk_norm_eps"),
+    **named(probability, "attention_dropout hidden_dropout drop_path_rate"),
+    **named(optional(window), "window_size enc_dec_window_size"),
+    **named(_MASK, "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
+    **named(one(*FORMATS), "qkv_format attn_input_format"),
+    "normalization": one("LayerNorm", "RMSNorm"),
+    "activation": one(*ACTIVATIONS),
+    "qk_norm_type": optional(one(*QK_NORMS)),
+    "softmax_type": one(*SOFTMAX_TYPES),
+    "attention_type": one("self", "cross"),
+    "layer_type": one("encoder", "decoder"),
+    "softmax_scale": optional(positive_number),
+    "rotary_base": positive_number,
+    "rotary_percent": fraction,
+    "kv_channels": optional(channels),
+    "layer_number": optional(integer),
+}
+
+# of calls, and of functions
+CALLED: dict[str, Rule] = {
+    **named(
+        flag,
+        "fp8_output fp8_grad checkpoint_core_attention fast_zero_fill interleaved fused training reduce_loss "
+        "defer_init",
+    ),
+    **named(
+        optional(flag),
+        "is_first_microbatch bottom_right_diagonal enc_dec_bottom_right_diagonal pad_between_seqs",
+    ),
+    **named(optional(window), "window_size enc_dec_window_size"),
+    **named(optional(_MASK), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
+    **named(optional(size), "max_seqlen_q max_seqlen_kv"),
+    **named(probability, "p label_smoothing"),
+    **named(whole, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num"),
+    "qkv_format": optional(one(*FORMATS)),
+    "tensor_format": one(*FORMATS),
+    "core_attention_bias_type": one(*BIASES),
+    "align_size": size,
+    "map_type": one("mask", "index"),
+    "reduction": one("mean", "none"),
+}
+
+
+def want_plain(
+    operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False
+) -> None:
+    """ArgumentError for options of a layer's call that are no flags; nothing is called for those that are."""
+    for name, value in (
+        ("is_first_microbatch", is_first_microbatch),
+        ("fp8_output", fp8_output),
+        ("fp8_grad", fp8_grad),
+    ):
+        if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
+            raise ArgumentError(operation, name, shown(value), "True or False")

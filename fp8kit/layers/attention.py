@@ -1,0 +1,513 @@
+"""``MultiheadAttention``: attention with its projections (Vaswani et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
+from fp8kit.layers.attention_base import AttentionBase
+from fp8kit.layers.attention_inputs import (
+    LAYERS,
+    PARTS,
+    PreparedCall,
+    core_options,
+    layout_of,
+    normed_and_rotated,
+    pair_of,
+    projected,
+    rotation,
+)
+from fp8kit.layers.base import Branch
+from fp8kit.layers.rope import as_angles
+from fp8kit.lru import LRU
+from fp8kit.ops.rope import check_tokens, rope
+from fp8kit.ops.split_heads import split_heads
+
+_NO_NAMES: Mapping[str, str] = {}
+# all that a call of the core attention without options depends on, beside its input's shape, dtype and device
+_SETTINGS = attrgetter(
+    "num_attention_heads",
+    "kv_channels",
+    "num_gqa_groups",
+    "qkv_format",
+    "attn_mask_type",
+    "window_size",
+    "bottom_right_diagonal",
+    "softmax_scale",
+    "softmax_type",
+    "attention_dropout",
+    "training",
+)
+_PREPARED: LRU[Any, PreparedCall] = LRU(1024)  # such calls, once they were checked
+
+
+class MultiheadAttention(AttentionBase):
+    """proj(attention(projections of x)).
+
+    * ``hidden_size`` H, ``num_attention_heads`` h, ``kv_channels`` d (None: H / h), ``num_gqa_groups`` g
+      (None: h).
+    * ``attention_type``: "self", or "cross": the queries come from ``hidden_states``, keys and values from
+      ``encoder_output``.
+    * ``input_layernorm``: a norm before the queries' projection. Children: self, ``layernorm_qkv``
+      (LayerNormLinear) or ``qkv`` (Linear); cross, ``layernorm_query`` or ``query_layer``, and ``key_value``.
+    * ``fuse_qkv_params``: False keeps ``query_weight``, ``key_weight``, ``value_weight`` as separate
+      parameters (but ``query_layer`` has one ``weight``, as in Transformer Engine); True makes one
+      ``weight``. Its rows then go group by group, each the h / g queries' heads, the key's and the value's
+      (``qkv_weight_interleaved``; cross: each k, v), or all of q, then k, then v.
+    * ``qk_norm_type``: "L2Normalization", "RMSNorm" or "LayerNorm" of each query's and each key's d features,
+      with ``qk_norm_eps``: children ``q_norm``, ``k_norm``, their parameters (d,) in ``params_dtype``. It
+      comes after the rotary embedding, or before it (``qk_norm_before_rope``).
+    * ``init_method``, ``output_layer_init_method``: for the projections in and out.
+    * ``return_bias``: proj's bias is returned, not added. ``return_layernorm_output``: also return norm(x).
+    * ``rotary_pos_interleaved``: how ``rotary_pos_emb`` pairs features, see ``RotaryPositionEmbedding``.
+    * ``attention_dropout``, ``attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``,
+      ``qkv_format``: as ``DotProductAttention`` (child ``core_attention``). Others as ``Linear`` and
+      ``LayerNormLinear``.
+    * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
+      there is none here.
+
+    Raises Fp8kitError kinds for arguments out of their range.
+    """
+
+    layer_name = "MultiheadAttention"
+
+    @on_behalf_of("MultiheadAttention", eps="layernorm_epsilon")
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Any = None,
+        output_layer_init_method: Any = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Any = None,
+        sequence_parallel: bool = False,
+        params_dtype: Any = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: Any = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        self.check_constructor(locals())
+        super().__init__()
+        op, make = self.layer_name, self.frontend
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ArgumentError(
+                op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels"
+            )
+        hidden_size, num_attention_heads = int(hidden_size), int(num_attention_heads)
+        channels = hidden_size // num_attention_heads if kv_channels is None else int(kv_channels)
+        core = make.DotProductAttention(
+            num_attention_heads,
+            channels,
+            num_gqa_groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            device=device,
+        )
+        cross, groups = attention_type == "cross", core.num_gqa_groups
+        self.input_layernorm, self.return_bias = bool(input_layernorm), bool(return_bias)
+        self.return_layernorm_output, self.name = bool(return_layernorm_output), name
+        self.attention_type, self.layer_number = attention_type, core.layer_number
+        self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
+        self.qk_norm_before_rope = bool(qk_norm_before_rope)
+        if self.return_layernorm_output and not self.input_layernorm:
+            raise ArgumentError(op, "return_layernorm_output", True, "input_layernorm=True beside it")
+        self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
+        # separate weights are always packed as q, k, v
+        self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)
+        # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want
+        # rows of one head.
+        self._separate = self.q_norm is not None or (
+            self._interleaved and (cross or groups != num_attention_heads)
+        )
+
+        q, kv = num_attention_heads * channels, groups * channels
+        split = {"query": q, "key": kv, "value": kv}
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+
+        def sized(child: str, *parts: str) -> dict[str, Any]:
+            sizes = {part: split[part] for part in parts}
+            whole = fuse_qkv_params or child == "query_layer"
+            return {
+                "out_features": sum(sizes.values()),
+                "init_method": init_method,
+                "parameters_split": None if whole else sizes,
+                "name": None if name is None else f"{name}.{child}",
+            } | shared
+
+        self._first = {
+            (False, False): "qkv",
+            (False, True): "layernorm_qkv",
+            (True, False): "query_layer",
+            (True, True): "layernorm_query",
+        }[cross, self.input_layernorm]
+        first = sized(self._first, *(("query",) if cross else split))
+        if self.input_layernorm:
+            first |= {
+                "eps": layernorm_epsilon,
+                "normalization": normalization,
+                "zero_centered_gamma": zero_centered_gamma,
+            }
+        kind = make.LayerNormLinear if self.input_layernorm else make.Linear
+        setattr(self, self._first, kind(hidden_size, **first))
+        self.key_value = make.Linear(hidden_size, **sized("key_value", "key", "value")) if cross else None
+        self.core_attention = core
+        self.proj = make.Linear(
+            q,
+            hidden_size,
+            init_method=output_layer_init_method,
+            name=None if name is None else f"{name}.proj",
+            **shared,
+        )
+
+    def _qk_norms(
+        self, kind: str | None, features: int, eps: float, params_dtype: Any, device: Any
+    ) -> tuple[Any, Any]:
+        """The norms of queries and keys; the one without parameters is the same for both."""
+        if kind is None:
+            return None, None
+        if kind == "L2Normalization":
+            norm = self.frontend.L2Normalization(eps=eps)
+            return norm, norm
+        make = getattr(self.frontend, kind)
+        first = make(features, eps, params_dtype=params_dtype, device=device)
+        return first, make(features, eps, params_dtype=params_dtype, device=device)
+
+    def forward(
+        self,
+        hidden_states: Any,
+        attention_mask: Any = None,
+        encoder_output: Any = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Any = None,
+        alibi_slopes: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_kv: Any = None,
+        cu_seqlens_q_padded: Any = None,
+        cu_seqlens_kv_padded: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        *,
+        part: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Attend.
+
+        * ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd". ``encoder_output``:
+          likewise, with "cross" and only there.
+        * ``checkpoint_core_attention``: what the core attention saves for backward is computed once more
+          there, the same bits.
+        * ``inference_params``: handed to the core attention; its ``rope_starts(batch)``, int32 (b,), are the
+          positions at which ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), the lengths of
+          "thd".
+        * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys,
+          which are rotated by them.
+        * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the others of
+          ``DotProductAttention.forward``: as there.
+
+        Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where
+        ``return_layernorm_output``). Raises ShapeError, FormatError and other Fp8kitError kinds for what does
+        not fit. ``part``: for the layer that this is a part of, see ``compute``.
+        """
+        # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
+        if part is not None:
+            return self.compute(hidden_states, is_first_microbatch, **part)
+        op, cross = self.layer_name, self.attention_type == "cross"
+        options = core_options(
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+            fast_zero_fill,
+            pad_between_seqs,
+        )
+        named = {
+            "attention_mask": attention_mask,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "inference_params": inference_params,
+        }
+        options.update({name: value for name, value in named.items() if value is not None})
+        beside = {
+            "encoder_output": encoder_output,
+            "rotary_pos_emb": rotary_pos_emb,
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+        }
+        self.check_arguments({**options, **beside})
+        form = self.core_attention.qkv_format
+        x = self.as_input("hidden_states", hidden_states, self.proj.out_features, form)
+        if (encoder_output is not None) != cross:
+            got, wanted = ("None", self.array_name) if cross else (self.array_name, "None")
+            raise ArgumentError(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention")
+        source = encoder_output
+        if source is not None:
+            source = self.as_input("encoder_output", source, self.proj.out_features, form)
+        prepared = self.prepare(op, x, source, options, rotary_pos_emb)
+        out = self.compute(
+            x,
+            is_first_microbatch,
+            "add" if self.proj.use_bias and not self.return_bias else "none",
+            options,
+            prepared,
+            checkpoint_core_attention,
+            return_norm=self.return_layernorm_output,
+            rotary_pos_emb=rotary_pos_emb,
+        )
+        parts: list[Any] = [out.y]
+        if self.return_bias:
+            parts.append(self.proj_bias)
+        if self.return_layernorm_output:
+            parts.append(out.normed)
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+    @property
+    def proj_bias(self) -> Any:
+        """The output projection's bias, None where there is none."""
+        return self.proj.bias
+
+    def prepare(
+        self,
+        operation: str,
+        x: Any,
+        source: Any,
+        options: Mapping[str, Any],
+        rotary_pos_emb: Any,
+        names: Mapping[str, str] = _NO_NAMES,
+    ) -> PreparedCall:
+        """Resolve and check all of a call before its first projection runs: ``source``, which is an encoder's
+        output, ``options`` of the core attention, the angles. Fp8kitError kinds, with nothing changed;
+        ``names``: what ``operation`` calls arguments that have another name there."""
+        if self.is_compiling():
+            return PreparedCall(None, source, None)
+        core: Any = self.parts["core_attention"]
+        if source is not None:
+            self._check_source(operation, x, source)
+        if not self.has_hooks(self):
+            self.check_part(operation, self._first, x)
+            if source is not None:
+                self.check_part(operation, "key_value", x)
+            self.check_part(operation, "proj", x)
+            if self._separate:
+                self.check_part(operation, "q_norm", x)
+                self.check_part(operation, "k_norm", x)
+        plain = not options and source is None and rotary_pos_emb is None
+        key: Any = None
+        if plain and type(core) is self.frontend.DotProductAttention:
+            own = *_SETTINGS(core), self._separate, self._interleaved, self.is_deterministic()
+            key = x.shape[:-1], self.call_dtype(x), x.device, *own
+            known = _PREPARED.get(key)
+            if known is not None:
+                return known
+        with on_behalf_of(operation, **names):
+            found = self._prepared(x, source, options, rotary_pos_emb)
+        assert found.core is not None
+        return found if key is None or found.core.beside else _PREPARED.put(key, found)
+
+    def _check_source(self, operation: str, x: Any, source: Any) -> None:
+        """ShapeError, BackendError or FormatError for an encoder's output that does not go with ``x``."""
+        at = self.core_attention.qkv_format.find("b")
+        if at >= 0 and source.shape[at] != x.shape[at]:
+            got, wanted = f"shape {tuple(source.shape)}", f"a batch of {x.shape[at]}, as hidden_states"
+            raise ShapeError(operation, "encoder_output", got, wanted)
+        if source.device != x.device:
+            got, wanted = f"device {source.device}", f"device {x.device}, as hidden_states"
+            raise BackendError(operation, "encoder_output", got, wanted)
+        if self.call_dtype(source) is not self.call_dtype(x):
+            got, wanted = (str(getattr(tensor.dtype, "name", tensor.dtype)) for tensor in (source, x))
+            raise FormatError(operation, "encoder_output", got, f"{wanted}, as hidden_states")
+
+    def _prepared(self, x: Any, source: Any, options: Mapping[str, Any], rotary_pos_emb: Any) -> PreparedCall:
+        core, dtype = self.core_attention, self.call_dtype(x)
+        shapes = projected(
+            core,
+            tuple(x.shape[:-1]),
+            None if source is None else tuple(source.shape[:-1]),
+            self._separate,
+            self.q_norm is not None,
+        )
+        stand_ins = {name: self.stand_in(shape, dtype, x.device) for name, shape in shapes.items()}
+        layout, names = layout_of(self.layer_name, {**dict.fromkeys(PARTS), **stand_ins})
+        needs: tuple[str, ...] = ()
+        if options.get("inference_params") is not None and self.is_grad_enabled():
+            used = (x, *getattr(self, self._first).parameters())
+            needs = tuple(names)[:1] if any(tensor.requires_grad for tensor in used) else ()
+        layers = {name: stand_ins[argument] for name, argument in names.items()}
+        resolved = core.resolve(
+            layout, layers, {**options, "qkv_interleave_dim": self._interleave_dim}, needs, True
+        )
+        rotations = {} if rotary_pos_emb is None else self._rotations(stand_ins, rotary_pos_emb, options)
+        return PreparedCall(resolved, source, rotations)
+
+    @property
+    def _interleave_dim(self) -> int:
+        return -2 if self._interleaved and not self._separate else -3
+
+    def compute(
+        self,
+        x: Any,
+        is_first_microbatch: bool | None,
+        bias: str,
+        options: Mapping[str, Any],
+        prepared: PreparedCall,
+        checkpoint_core: bool = False,
+        residual: bool = False,
+        return_norm: bool = False,
+        rotary_pos_emb: Any = None,
+        fused_residual: str | None = None,
+    ) -> Branch:
+        """y, and "residual", the residual stream, and "normed", norm(x), where asked for, one of which proj's
+        product adds to y where it is the ``fused_residual``; ``bias``: proj's; ``options``: the core
+        attention's, and ``prepared`` what ``prepare`` returned for them and ``rotary_pos_emb``."""
+        parts: Mapping[str, Any] = self.parts
+        first, core, source = parts[self._first], parts["core_attention"], prepared.source
+        micro = is_first_microbatch
+        if self.input_layernorm:
+            out = self.call_branch(
+                first, x, micro, bias=first.bias_mode, residual=residual, return_norm=return_norm
+            )
+        else:
+            out = Branch(self.call_part(first, x, micro, bias=first.bias_mode), x)
+        layers = {"qkv_layer" if source is None else "query_layer": out.y}
+        if source is not None:
+            key_value = parts["key_value"]
+            layers["kv_layer"] = self.call_part(key_value, source, micro, bias=key_value.bias_mode)
+        if self._separate:
+            layers = self._split(layers)
+
+        def rotated(found: Mapping[str, Any]) -> dict[str, Any]:
+            rotations = prepared.rotations
+            if rotations is None:
+                rotations = self._rotations(found, rotary_pos_emb, options)
+            return {
+                **found,
+                **{
+                    name: self.call(rope, spec, {"x": found[name], **beside})["y"]
+                    for name, (spec, beside) in rotations.items()
+                },
+            }
+
+        if self._separate or rotary_pos_emb is not None:
+            rotate = None if rotary_pos_emb is None else rotated
+            layers = normed_and_rotated(layers, self._normed, rotate, self.qk_norm_before_rope)
+        arguments: dict[str, Any] = {**layers, **options, "qkv_interleave_dim": self._interleave_dim}
+        if prepared.core is not None and isinstance(core, self.frontend.DotProductAttention):
+            arguments["prepared"] = prepared.core
+        o = self.call_checkpointed(core, **arguments) if checkpoint_core else core(**arguments)
+        asked: dict[str, Any] = {"bias": bias}
+        if fused_residual is not None:
+            asked["residual"] = self.same_dtype(getattr(out, fused_residual), o)
+        return Branch(self.call_part(parts["proj"], o, micro, **asked), out.residual, out.normed)
+
+    def _split(self, layers: Mapping[str, Any]) -> dict[str, Any]:
+        """Queries, keys and values, each (..., heads, d)."""
+        core, found = self.core_attention, {}
+        groups = core.num_gqa_groups
+        heads = {"q": core.num_attention_heads, "k": groups, "v": groups}
+        for name, layer in layers.items():
+            if name == "query_layer" and self.q_norm is None:
+                found[name] = layer
+                continue
+            parts = tuple([(LAYERS[part], heads[part]) for part in PARTS[name]])
+            repeated = self._interleaved and name != "query_layer"
+            spec = self.spec_for("SplitHeadsSpec", parts, core.kv_channels, groups if repeated else 1)
+            found.update(self.call(split_heads, spec, {"x": layer}))
+        return found
+
+    def _normed(self, layers: Mapping[str, Any]) -> dict[str, Any]:
+        """Queries and keys normalised where there are norms for it."""
+        if self.q_norm is None or self.k_norm is None:
+            return dict(layers)
+        return {
+            **layers,
+            "query_layer": self.q_norm(layers["query_layer"]),
+            "key_layer": self.k_norm(layers["key_layer"]),
+        }
+
+    def _rotations(
+        self, layers: Mapping[str, Any], rotary_pos_emb: Any, options: Mapping[str, Any]
+    ) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+        """How each of the layers, or their stand-ins, will be rotated; checked."""
+        op, core, cache = self.layer_name, self.core_attention, options.get("inference_params")
+        pair = pair_of(op, "rotary_pos_emb", rotary_pos_emb)
+        found: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+        for name, layer in layers.items():
+
+            def placed(argument: str, value: Any, like: Any = layer) -> Any:
+                value = self.constant(argument, value, like)
+                return as_angles(op, argument, value) if argument == "rotary_pos_emb" else value
+
+            if PARTS[name] != "v":
+                segments, inputs = rotation(op, name, layer, pair, core, options, placed)
+                spec = self.spec_for(
+                    "RopeSpec",
+                    segments,
+                    core.qkv_format,
+                    self.rotary_pos_interleaved,
+                    self._interleaved and not self._separate,
+                )
+                self.check_call(rope, spec, inputs)
+                if cache is None and core.qkv_format == "thd" and not self.is_compiling():
+                    views = self.host_views(inputs)
+                    if all(angles in views for angles in spec.angles):
+                        check_tokens(op, spec, views, layer.shape[0])
+                found[name] = spec, {argument: value for argument, value in inputs.items() if argument != "x"}
+        return found

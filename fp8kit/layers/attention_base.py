@@ -1,0 +1,94 @@
+"""``AttentionBase``: what attention and layers that are made of others ask of a frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arguments import check
+from fp8kit.arrays import ArrayView
+from fp8kit.formats import DType
+from fp8kit.layers.base import Branch, Layer, as_branch
+
+
+class AttentionBase(Layer):
+    """Base of ``DotProductAttention``, ``MultiheadAttention`` and ``TransformerLayer`` in every frontend."""
+
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Fp8kitError kinds for arguments of ``forward`` by name that are out of their range. Within
+        ``torch.compile`` nothing."""
+        if not self.is_compiling():
+            check(self.layer_name, self.call_rules, arguments)
+
+    # --- layers that are parts of this one ------------------------------------------------------------------
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """The layer's own layers by name."""
+        raise NotImplementedError
+
+    def call_part(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Any:
+        """What the ``compute`` of a layer returns for ``x``; ``asked``: its further arguments."""
+        return part(x, is_first_microbatch=is_first_microbatch, part=asked)
+
+    def call_branch(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Branch:
+        """``call_part`` of a layer that returns a ``Branch``."""
+        return as_branch(self.call_part(part, x, is_first_microbatch, **asked))
+
+    def check_part(self, operation: str, name: str, x: Any) -> None:
+        """Fp8kitError kinds where the part ``name`` would refuse a parameter for inputs like ``x``."""
+        raise NotImplementedError
+
+    def may_fuse(self, *parts: Any) -> bool:
+        """Whether the last product of these parts may add the residual: nobody sees what each returns."""
+        return True
+
+    def has_hooks(self, part: Any) -> bool:
+        """Whether a call of ``part`` may begin with somebody else's code, which may supply its parameters."""
+        return False
+
+    # --- arrays ---------------------------------------------------------------------------------------------
+
+    def dtype_of(self, kind: DType) -> Any:
+        """A dtype of fp8kit as one of the frontend."""
+        return kind
+
+    def kind_of(self, dtype: Any) -> DType:
+        """A dtype of the frontend as one of fp8kit."""
+        return dtype  # type: ignore[no-any-return]
+
+    def constant(self, argument: str, value: Any, like: Any) -> Any:
+        """The array of an argument, without gradient, on the device of ``like``. Fp8kitError kinds for what
+        is none."""
+        raise NotImplementedError
+
+    def same_dtype(self, value: Any, like: Any) -> Any:
+        """``value``, differentiable, in the dtype of ``like``."""
+        return value
+
+    def detached(self, parameter: Any, like: Any) -> Any:
+        """A parameter whose gradient another operation makes, in the dtype of ``like``."""
+        raise NotImplementedError
+
+    def host_views(self, inputs: Mapping[str, Any]) -> Mapping[str, ArrayView]:
+        """Those of the inputs by name whose values may be looked at without waiting for a device."""
+        raise NotImplementedError
+
+    def host_values(self, value: Any) -> np.ndarray[Any, Any] | None:
+        """The values of an array, which may wait for its device; None where it has none."""
+        raise NotImplementedError
+
+    def sums_of_mask(self, mask: Any) -> Any:
+        """Running sums int32 (b + 1,) of the lengths that a padding mask (b, 1, 1, s) leaves. FormatError for
+        another dtype than bool, ShapeError where padding is not last."""
+        raise NotImplementedError
+
+    def slopes(self, heads: int, device: Any) -> Any:
+        """ALiBi's slopes, float32 (heads,)."""
+        raise NotImplementedError
+
+    def is_deterministic(self) -> bool:
+        """Whether the policy in force wants the same bits from call to call."""
+        raise NotImplementedError

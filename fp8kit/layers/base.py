@@ -1,0 +1,176 @@
+"""``Layer``: what the shared layers ask of a frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+from fp8kit import formats
+from fp8kit.arguments import Rule, check
+from fp8kit.layers.unsupported import CONSTRUCTOR, refuse, refuse_others
+from fp8kit.ops.registry import SPECS
+from fp8kit.spec import Operation
+
+Init = Callable[[Any], Any]
+
+
+class Branch(NamedTuple):
+    """What a layer gives the one that it is a part of: ``y``, and, where asked for, ``residual`` (x, its
+    gradient summed in backward) and ``normed``, norm(x)."""
+
+    y: Any
+    residual: Any = None
+    normed: Any = None
+
+
+def as_branch(value: Any) -> Branch:
+    """What a part of a layer returned: a ``Branch``, or the tuple that a hook made of one."""
+    return value if isinstance(value, Branch) else Branch(*value)
+
+
+def branch_of(outputs: Mapping[str, Any]) -> Branch:
+    """A ``Branch`` of an operation's outputs by name."""
+    return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
+
+
+@lru_cache(maxsize=4096)
+def spec_object(kind: str, *fields: Any) -> Any:
+    """The spec of class ``kind`` with these plain fields, dtypes by their names; the same object for the same
+    fields: plans are found by it."""
+    if kind == "EmbeddingSpec":  # the one spec that holds a dtype
+        fields = (*fields[:-1], formats.DTYPES[fields[-1]])
+    return SPECS[kind](*fields)
+
+
+class Layer:
+    """Base of the layers that all frontends have.
+
+    A layer is a mixin: ``class Linear(layers.Linear, FrontendBase)``. It holds the constructor, the checks,
+    the parameters and what ``forward`` is made of; the frontend's base, a subclass of ``Layer``, gives the
+    methods below in its own tensors.
+    """
+
+    # Transformer Engine's name of the layer, which errors begin with
+    layer_name: ClassVar[str]
+    # where the frontend's own classes are found by name, for layers that are made of others
+    frontend: ClassVar[Any]
+    # what errors call an array
+    array_name: ClassVar[str] = "an array"
+    # rules of the constructor's arguments, and of forward's, by name
+    constructor_rules: ClassVar[Mapping[str, Rule]] = {}
+    call_rules: ClassVar[Mapping[str, Rule]] = {}
+    # further arguments that have one value in this frontend
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+    training: bool
+
+    # --- arguments ------------------------------------------------------------------------------------------
+
+    def check_constructor(self, arguments: Mapping[str, Any]) -> None:
+        """Fp8kitError kinds for constructor arguments by name (a constructor's ``locals()``) that are out of
+        their range, UnsupportedError for a value other than the one that is supported."""
+        check(self.layer_name, self.constructor_rules, arguments)
+        refuse(self.layer_name, CONSTRUCTOR.get(self.layer_name, {}), arguments)
+        self.check_supported(arguments)
+
+    def check_supported(self, arguments: Mapping[str, Any]) -> None:
+        """UnsupportedError for arguments by name that have only one value in this frontend."""
+        table = self.unsupported
+        refuse_others(
+            self.layer_name, {name: (arguments[name], table[name]) for name in table if name in arguments}
+        )
+
+    def as_input(
+        self, argument: str, value: Any, features: int | None = None, qkv_format: str | None = None
+    ) -> Any:
+        """``value`` as a tensor whose last dimension is ``features``, with the dimensions of ``qkv_format``.
+        FormatError, ShapeError that name the argument for anything else."""
+        raise NotImplementedError
+
+    def check_ready(self, x: Any) -> None:
+        """Fp8kitError kinds where a call with inputs like ``x`` would refuse a parameter: what a layer of
+        several asks of each before the first of them runs. Nothing where the frontend finds that out in time
+        by itself."""
+
+    # --- parameters -----------------------------------------------------------------------------------------
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], init: Init | float | None, dtype: Any, device: Any
+    ) -> None:
+        """A parameter as attribute ``name``. ``init``: a function that fills it in place, a constant, or None
+        for normal(0, 0.023); ``dtype``, ``device``: None for the frontend's defaults. FormatError for a dtype
+        that the operations do not have, BackendError for a device that is not there."""
+        raise NotImplementedError
+
+    def add_matrices(
+        self, rows: Mapping[str, int], columns: int, init: Init | None, dtype: Any, device: Any
+    ) -> None:
+        """Parameters by name, (rows, columns) each, one after the other, as ``add_parameter``; side by side
+        in memory where the frontend can."""
+        for name, count in rows.items():
+            self.add_parameter(name, (count, columns), init, dtype, device)
+
+    def add_no_parameter(self, name: str) -> None:
+        """None as the parameter ``name``."""
+        raise NotImplementedError
+
+    def parameters_by(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        """Parameters by an operation's names, of (name, attribute)."""
+        return {name: getattr(self, attribute) for name, attribute in names}
+
+    # --- operations -----------------------------------------------------------------------------------------
+
+    def set_spec(self, spec: Any) -> None:
+        """Keep the spec of a layer that is one operation."""
+        self._spec = spec
+
+    def own_spec(self) -> Any:
+        """That spec; within ``torch.compile`` its text."""
+        return self._spec
+
+    def spec_for(self, kind: str, *fields: Any) -> Any:
+        """``spec_object``; within ``torch.compile`` its text."""
+        return spec_object(kind, *fields)
+
+    def call(
+        self, operation: Operation, spec: Any, inputs: Mapping[str, Any], rng: bool = False
+    ) -> dict[str, Any]:
+        """The outputs of an operation by name, recorded for backward. ``inputs``: None where absent; ``rng``:
+        add the input ``rng``, drawn once nothing is refused any more."""
+        raise NotImplementedError
+
+    def check_call(
+        self,
+        operation: Operation,
+        spec: Any,
+        inputs: Mapping[str, Any],
+        needs: tuple[str, ...] = (),
+        rng: bool = False,
+    ) -> None:
+        """Raise what ``call`` would raise, and run nothing. ``inputs`` may be ``stand_in``; ``needs``: names
+        of those whose gradient will be wanted."""
+        raise NotImplementedError
+
+    def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+        """What stands for a tensor that is not there yet, for ``check_call``."""
+        raise NotImplementedError
+
+    def autocast_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """``inputs`` in the dtype of ``call_dtype``."""
+        return inputs
+
+    def call_dtype(self, x: Any) -> Any:
+        """The dtype that operations on ``x`` run in: its own, but within ``torch.autocast``."""
+        return x.dtype
+
+    def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        """``function(**arguments)``, whose activations are not kept but computed once more in backward."""
+        raise NotImplementedError
+
+    def is_grad_enabled(self) -> bool:
+        """Whether calls are recorded for backward."""
+        raise NotImplementedError
+
+    def is_compiling(self) -> bool:
+        """Whether ``torch.compile`` follows this call."""
+        return False

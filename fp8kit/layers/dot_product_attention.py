@@ -1,0 +1,452 @@
+"""``DotProductAttention`` (Vaswani et al. 2017; grouped query heads: Ainslie et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arguments import choice, shown
+from fp8kit.errors import ArgumentError
+from fp8kit.formats import float32
+from fp8kit.layers.arguments import MASK_ALIASES
+from fp8kit.layers.attention_base import AttentionBase
+from fp8kit.layers.attention_inputs import ResolvedCall, layout_of, pair_of, want_padding
+from fp8kit.layers.kv_steps import cached_mask
+from fp8kit.layers.unsupported import FORWARD, refuse
+from fp8kit.ops.attention import attention
+from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
+from fp8kit.ops.kv_cache import cached_attention
+from fp8kit.ops.values import check_sequences, check_sums
+from fp8kit.spec import Operation
+
+_SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
+TRACED_LENGTHS = (
+    1,
+    1,
+)  # max_seqlen_q, max_seqlen_kv of a cached step within torch.compile: known when it runs
+
+
+class DotProductAttention(AttentionBase):
+    """o = dropout(softmax(scores)) v for each head, over the scores that the mask leaves; scores =
+    softmax_scale * q k^T and a bias.
+
+    * ``num_attention_heads`` h; ``kv_channels``: features of one head, d, or (d of q and k, d of v);
+      ``num_gqa_groups``: key and value heads g (None: h). ``attention_type``: "self" or "cross", kept for the
+      user: lengths may always differ.
+    * ``attention_dropout``: probability, while training. ``qkv_format``: "sbhd", "bshd" or "thd" (sequences
+      one after the other).
+    * ``attn_mask_type``: "no_mask", "causal" (aligned top-left), "causal_bottom_right", "padding",
+      "padding_causal" (also "padding,causal", "causal,padding"), "padding_causal_bottom_right" or
+      "arbitrary". ``window_size`` (left, right), -1 unbounded, None: no window. ``bottom_right_diagonal``:
+      see ``fp8kit.ops.attention_spec.AttentionSpec``.
+    * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
+      the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0.
+      ``device``: where that lies.
+    * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
+
+    Other arguments are Transformer Engine's, at their defaults only (``layers.unsupported.CONSTRUCTOR``).
+    Raises Fp8kitError kinds for arguments out of their range.
+    """
+
+    layer_name = "DotProductAttention"
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+        *,
+        device: Any = None,
+    ) -> None:
+        self.check_constructor(locals())
+        op = self.layer_name
+        if kv_channels is None:
+            raise ArgumentError(op, "kv_channels", None, "an int, or two: of q and k, and of v")
+        super().__init__()
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if num_attention_heads % groups:
+            raise ArgumentError(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads")
+        self.num_attention_heads, self.num_gqa_groups = int(num_attention_heads), int(groups)
+        self.kv_channels: int | tuple[int, int] = (
+            (int(kv_channels[0]), int(kv_channels[1])) if isinstance(kv_channels, tuple) else int(kv_channels)
+        )
+        self.attention_dropout, self.softmax_scale = float(attention_dropout), float(softmax_scale or 0.0)
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+        self.attention_type, self.softmax_type = attention_type, softmax_type
+        self.window_size = _window(window_size)
+        self.bottom_right_diagonal = None if bottom_right_diagonal is None else bool(bottom_right_diagonal)
+        self.layer_number, self.name = None if layer_number is None else int(layer_number), name
+        if softmax_type == "learnable":
+            shape = (self.num_attention_heads,)
+            self.add_parameter("softmax_offset", shape, 0.0, self.dtype_of(float32), device)
+
+    def forward(
+        self,
+        query_layer: Any = None,
+        key_layer: Any = None,
+        value_layer: Any = None,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_kv: Any = None,
+        cu_seqlens_q_padded: Any = None,
+        cu_seqlens_kv_padded: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Any = None,
+        alibi_slopes: Any = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int = 1,
+        score_mod: Any = None,
+        score_mod_bprop: Any = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+        qkv_layer: Any = None,
+        kv_layer: Any = None,
+        qkv_interleave_dim: int = -3,
+        *,
+        prepared: ResolvedCall | None = None,
+    ) -> Any:
+        """Attend. Arguments that have a twin in the constructor override it.
+
+        * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v);
+          with "bshd" b comes first, with "thd" t stands for s and b. Or ``kv_layer`` (s_kv, b, g (d + d_v)):
+          k's features, then v's. Or ``qkv_layer``: q's too (``qkv_interleave_dim`` -3), or head after head,
+          each q, k, v (-2; only where g = h).
+        * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, for padding
+          masks; with "thd" ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` say where the sequences start,
+          if there are gaps (``pad_between_seqs``). They start at 0, never fall and end at most at t; no
+          sequence is longer than s or ``max_seqlen_q``. On the CPU other values are an ArgumentError; on a
+          GPU nobody looks at them: then rows may come out wrong, but nothing out of bounds is read or
+          written.
+        * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device,
+          and rounds up to 64.
+        * ``attention_mask``: True masks out. With "arbitrary": bool (1 | b, 1 | h, 1 | s_q, s_kv). With a
+          padding mask and no cu_seqlens: bool (b, 1, 1, s) of q, or a pair for q and k, padding last.
+        * ``core_attention_bias_type``: "no_bias"; "pre_scale_bias" or "post_scale_bias" with
+          ``core_attention_bias`` h (1 | b, 1 | h, 1 | s_q, s_kv), differentiable; "alibi", with
+          ``alibi_slopes`` float32 (h,) or (b, h), or the paper's.
+        * ``fast_zero_fill``: accepted; outputs of no row are always 0.
+        * ``checkpoint_core_attention``: what is saved for backward is computed once more there, the same
+          bits.
+        * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend
+          over their whole sequences. The step says the lengths, so cu_seqlens and padding masks are not given
+          (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no "arbitrary" mask, no cross-attention, no
+          gradient.
+        * ``fp8_output``, ``bf16_backward``, ``num_splits``, ``score_mod`` and its like: at their defaults
+          only.
+        * ``prepared``: what ``resolve`` returned for these options, where it was asked before the layers were
+          there; else this asks.
+
+        Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises
+        Fp8kitError kinds.
+        """
+        op = self.layer_name
+        layers = {
+            "query_layer": query_layer,
+            "key_layer": key_layer,
+            "value_layer": value_layer,
+            "kv_layer": kv_layer,
+            "qkv_layer": qkv_layer,
+        }
+        options: dict[str, Any] = {}
+        if prepared is None or checkpoint_core_attention:
+            options = {
+                "attention_mask": attention_mask,
+                "qkv_format": qkv_format,
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_kv": cu_seqlens_kv,
+                "cu_seqlens_q_padded": cu_seqlens_q_padded,
+                "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv,
+                "attn_mask_type": attn_mask_type,
+                "window_size": window_size,
+                "bottom_right_diagonal": bottom_right_diagonal,
+                "core_attention_bias_type": core_attention_bias_type,
+                "core_attention_bias": core_attention_bias,
+                "alibi_slopes": alibi_slopes,
+                "inference_params": inference_params,
+                "pad_between_seqs": pad_between_seqs,
+                "qkv_interleave_dim": qkv_interleave_dim,
+            }
+        if prepared is None:
+            more = {
+                "fp8_output": fp8_output,
+                "bf16_backward": bf16_backward,
+                "num_splits": num_splits,
+                "score_mod": score_mod,
+                "score_mod_bprop": score_mod_bprop,
+                "score_mod_tensors": score_mod_tensors,
+                "score_mod_bprop_tensors": score_mod_bprop_tensors,
+            }
+            refuse(op, FORWARD[op], more)
+            flags = {"checkpoint_core_attention": checkpoint_core_attention, "fast_zero_fill": fast_zero_fill}
+            self.check_arguments({**layers, **options, **flags})
+        if checkpoint_core_attention:
+            again: Any = self
+            return self.call_checkpointed(again, **layers, **options, prepared=prepared)
+        layout, names = layout_of(op, layers)
+        inputs = {name: self.as_input(argument, layers[argument]) for name, argument in names.items()}
+        if prepared is None:
+            needs: tuple[str, ...] = ()
+            if inference_params is not None and self.is_grad_enabled():
+                needs = tuple([name for name, layer in inputs.items() if layer.requires_grad])
+            prepared = self.resolve(layout, inputs, options, needs)
+        dtype = next(iter(inputs.values())).dtype
+        inputs.update(prepared.beside)
+        rng = bool(self.training and self.attention_dropout)
+        if inference_params is None:
+            return self.call(prepared.operation, prepared.spec, inputs, rng)["o"]
+        kind = self.kind_of(dtype)
+        inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind))
+        return self.call_cached(prepared, inputs, inference_params, rng)
+
+    def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Any:
+        """Attention over a cache, whose step this layer has taken then."""
+        o = self.call(prepared.operation, prepared.spec, inputs, rng)["o"]
+        cache.stepped(self.layer_number)
+        return o
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        """Features of a head of q and k, and of v."""
+        return (
+            self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
+        )
+
+    def resolve(
+        self,
+        layout: str,
+        layers: Mapping[str, Any],
+        options: Mapping[str, Any],
+        needs: tuple[str, ...] = (),
+        stand_ins: bool = False,
+    ) -> ResolvedCall:
+        """The operation, spec and further inputs of a call of ``forward``, refusing what it would refuse;
+        nothing is changed.
+
+        ``layers``: the operation's inputs of ``layout``, or ``stand_ins`` of those that are not there yet:
+        then what the operation itself refuses is found here too (``needs``: the layers whose gradient will be
+        wanted). ``options``: ``forward``'s arguments.
+        """
+        op, of = self.layer_name, options.get
+        form, mask, bias = of("qkv_format"), of("attn_mask_type"), of("core_attention_bias_type", "no_bias")
+        form = self.qkv_format if form is None else choice(op, "qkv_format", form, FORMATS)
+        if mask is None:
+            mask = self.attn_mask_type
+        else:
+            choice(op, "attn_mask_type", mask, MASKS + MASK_ALIASES)
+        choice(op, "core_attention_bias_type", bias, BIASES)
+        interleave = of("qkv_interleave_dim", -3)
+        if interleave not in (-3, -2) or (interleave == -2 and layout == "q_kv"):
+            raise ArgumentError(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer")
+        if interleave == -2 and layout == "qkv":
+            layout = "qkv_interleaved"
+        first = next(iter(layers.values()))
+        beside = self._arrays(form, mask, bias, layers, options)
+        gaps, declared = (
+            of("cu_seqlens_q_padded") is not None or of("cu_seqlens_kv_padded") is not None,
+            of("pad_between_seqs"),
+        )
+        if declared is not None and declared != gaps:
+            raise ArgumentError(
+                op, "pad_between_seqs", declared, "True with cu_seqlens_*_padded, False without, or None"
+            )
+        corner, window = of("bottom_right_diagonal"), of("window_size")
+        corner = self.bottom_right_diagonal if corner is None else bool(corner)
+        window = self.window_size if window is None else _window(window)
+        asked: Operation = attention
+        longest, cache = (0, 0), of("inference_params")
+        step: dict[str, Any] = {}
+        if cache is not None:
+            mask, corner, asked = self._cached_mask(mask, bias, beside, cache), None, cached_attention
+            if self.is_compiling():
+                cache.check_layer(op, self.layer_number)
+                longest = TRACED_LENGTHS
+            else:
+                leading = tuple(first.shape[: 1 if form == "thd" else 2])
+                own = self.num_gqa_groups, self._dims, self.kind_of(first.dtype)
+                metas, longest = cache.check_step(op, self.layer_number, form, leading, *own)
+                where = cache.cu_seqlens_q.device
+                step = {
+                    name: self.stand_in(meta.shape, self.dtype_of(meta.dtype), where)
+                    for name, meta in metas.items()
+                }
+        else:
+            if form == "thd":
+                longest = (
+                    self._longest("q", of("max_seqlen_q"), beside),
+                    self._longest("kv", of("max_seqlen_kv"), beside),
+                )
+            self._check_sequences(form, beside, *_leading(layers), longest)
+        dropout = self.attention_dropout if self.training else 0.0
+        channels, channels_v = self._dims
+        spec = self.spec_for(
+            "AttentionSpec",
+            self.num_attention_heads,
+            channels,
+            self.num_gqa_groups,
+            form,
+            mask,
+            self.softmax_scale,
+            dropout,
+            self.is_deterministic(),
+            layout,
+            channels_v,
+            window,
+            corner,
+            bias,
+            self.softmax_type,
+            *longest,
+        )
+        # a draw changes the random state, a first step makes caches
+        if stand_ins or dropout or cache is not None:
+            self.check_call(asked, spec, {**layers, **beside, **step}, needs, bool(dropout))
+        return ResolvedCall(asked, spec, beside)
+
+    def _arrays(
+        self, form: str, mask: str, bias: str, layers: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The operation's inputs beside the layers."""
+        op, of = self.layer_name, options.get
+        first = next(iter(layers.values()))
+        found = {name: options[name] for name in (*_SUMS, "alibi_slopes") if of(name) is not None}
+        arguments = {}
+        padding = of("attention_mask")
+        if padding is not None:
+            if "padding" in mask and of("cu_seqlens_q") is None:
+                found.update(self._sums_of_masks(padding, _lengths(form, layers)))
+            elif mask == "arbitrary":
+                found["mask"], arguments["mask"] = padding, "attention_mask"
+            else:
+                raise ArgumentError(
+                    op,
+                    "attention_mask",
+                    self.array_name,
+                    f"None with {mask!r}, or a padding mask without cu_seqlens",
+                )
+        found = {
+            name: self.constant(arguments.get(name, name), value, first) for name, value in found.items()
+        }
+        if bias == "alibi" and of("alibi_slopes") is None:
+            found["alibi_slopes"] = self.slopes(self.num_attention_heads, first.device)
+        if of("core_attention_bias") is not None:
+            found["bias"] = self.as_input("core_attention_bias", options["core_attention_bias"])
+        if self.softmax_type == "learnable":
+            found["softmax_offset"] = self.softmax_offset  # type: ignore[attr-defined]
+        return found
+
+    def _cached_mask(self, mask: str, bias: str, inputs: Mapping[str, Any], cache: Any) -> str:
+        """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
+        op, why = self.layer_name, "with inference_params, whose step says the lengths"
+        if not isinstance(cache, self.frontend.InferenceParams):
+            raise ArgumentError(op, "inference_params", shown(cache), "InferenceParams or None")
+        if self.attention_type == "cross":
+            raise ArgumentError(op, "attention_type", "'cross'", "'self', with inference_params")
+        if bias not in ("no_bias", "alibi"):
+            raise ArgumentError(
+                op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"
+            )
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
+            if name in inputs:
+                raise ArgumentError(op, name, self.array_name, f"None {why}")
+        return cached_mask(op, mask)
+
+    def _sums_of_masks(self, masks: Any, lengths: tuple[int, int] | None) -> dict[str, Any]:
+        """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of
+        ``lengths``."""
+        op, found = self.layer_name, {}
+        for side, mask in zip(("q", "kv"), pair_of(op, "attention_mask", masks), strict=True):
+            mask = self.as_input("attention_mask", mask)
+            want_padding(op, mask.shape, lengths, side == "kv")
+            found[f"cu_seqlens_{side}"] = self.sums_of_mask(mask)
+        return found
+
+    def _check_sequences(
+        self,
+        form: str,
+        inputs: Mapping[str, Any],
+        queries: Sequence[int],
+        keys: Sequence[int],
+        longest: tuple[int, int],
+    ) -> None:
+        """ArgumentError for ``cu_seqlens_*`` on the CPU that do not fit queries and keys of these shapes, s
+        or t among them."""
+        views = self.host_views({name: inputs[name] for name in _SUMS if name in inputs})
+        for side, shape, most in zip(("q", "kv"), (queries, keys), longest, strict=True):
+            at = max(form.find("s"), 0)
+            if views and len(shape) > at:
+                check_sequences(
+                    self.layer_name,
+                    views,
+                    f"cu_seqlens_{side}",
+                    shape[0] if form == "thd" else None,
+                    most or None if form == "thd" else shape[at],
+                )
+
+    def _longest(self, side: str, most: int | None, inputs: Mapping[str, Any]) -> int:
+        """The longest sequence: ``most``, or what cu_seqlens say."""
+        if most is not None:
+            return int(most)
+        op, lengths = self.layer_name, inputs.get(f"cu_seqlens_{side}")
+        if lengths is None:
+            raise ArgumentError(op, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'")
+        if self.is_compiling():
+            raise ArgumentError(op, f"max_seqlen_{side}", None, "an int, within torch.compile")
+        sums = None if len(lengths.shape) != 1 or not lengths.shape[0] else self.host_values(lengths)
+        if sums is None:
+            return _STEP  # refused with the shapes
+        check_sums(op, f"cu_seqlens_{side}", sums, None)
+        return max(_STEP, -(-int(np.diff(sums).max(initial=0)) // _STEP) * _STEP)
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    """(left, right) as ints; None is (-1, -1)."""
+    return (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
+
+
+def _leading(inputs: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
+    """Shapes of what holds the queries and of what holds the keys."""
+    q = inputs["q"] if "q" in inputs else inputs["qkv"]
+    k = inputs["k"] if "k" in inputs else inputs["kv"] if "kv" in inputs else inputs["qkv"]
+    return q.shape, k.shape
+
+
+def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a
+    sequence."""
+    queries, keys = _leading(inputs)
+    dim = form.find("s")
+    return None if dim < 0 or min(len(queries), len(keys)) <= dim else (queries[dim], keys[dim])

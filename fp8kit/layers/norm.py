@@ -1,0 +1,128 @@
+"""``LayerNorm``, ``RMSNorm`` and ``L2Normalization`` alone, and the norm parameters that fused layers
+share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fp8kit.arguments import listed, shown
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.layers.arguments import size
+from fp8kit.layers.base import Layer
+from fp8kit.ops.norm import NormSpec, norm
+
+# inputs of an operation that begins with a norm -> the parameters of its layer
+NORM_INPUTS = [("norm_weight", "layer_norm_weight"), ("norm_bias", "layer_norm_bias")]
+
+
+def add_norm(layer: Layer, prefix: str, spec: NormSpec, dtype: Any, device: Any) -> None:
+    """Parameters ``{prefix}weight`` and ``{prefix}bias``: gamma starts at 1 (stored as 0 with
+    zero_centered_gamma), beta at 0; RMSNorm has no bias."""
+    start = 0.0 if spec.zero_centered_gamma else 1.0
+    layer.add_parameter(f"{prefix}weight", (spec.features,), start, dtype, device)
+    if spec.centered:
+        layer.add_parameter(f"{prefix}bias", (spec.features,), 0.0, dtype, device)
+    else:
+        layer.add_no_parameter(f"{prefix}bias")
+
+
+class Norm(Layer):
+    """What ``LayerNorm`` and ``RMSNorm`` share."""
+
+    layer_name: ClassVar[str]
+    weight: Any
+    bias: Any
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: Any = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+        sm_margin: Any = 0,
+    ) -> None:
+        operation, arguments = self.layer_name, {**locals(), "hidden_size": 1}
+        if sequence_parallel is False:  # as None
+            arguments["sequence_parallel"] = None
+        self.check_constructor(arguments)
+        super().__init__()
+        if params_dtype is not None and dtype is not None:
+            raise ArgumentError(operation, "dtype", dtype, "None beside params_dtype, its other name")
+        if (normalized_shape is None) == (hidden_size is None):
+            wanted = "exactly one of normalized_shape and hidden_size"
+            raise ArgumentError(operation, "normalized_shape", shown(normalized_shape), wanted)
+        extent: Any = hidden_size if normalized_shape is None else normalized_shape
+        if isinstance(extent, int | np.integer):
+            shape = [extent]
+        elif hasattr(extent, "shape"):
+            wanted = "an int, or a sequence of one"
+            raise ArgumentError(operation, "normalized_shape", shown(extent), wanted)
+        else:
+            shape = listed(operation, "normalized_shape", extent, "an int, or a sequence of one")
+        if len(shape) != 1:
+            raise UnsupportedError(
+                operation, "normalized_shape", tuple(shape), "one dimension: nothing else is supported yet"
+            )
+        features = size(operation, "normalized_shape", shape[0])
+        spec = NormSpec(features, operation, float(eps), bool(zero_centered_gamma))
+        self.set_spec(spec)
+        add_norm(self, "", spec, dtype if params_dtype is None else params_dtype, device)
+
+    def forward(self, inp: Any) -> Any:
+        """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype.
+        ShapeError for another last dimension, FormatError for another dtype than the parameters'."""
+        x = self.as_input("inp", inp, self._spec.features)
+        inputs = self.autocast_inputs({"x": x, "norm_weight": self.weight, "norm_bias": self.bias})
+        return self.call(norm, self.own_spec(), inputs)["y"]
+
+
+class LayerNorm(Norm):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016).
+
+    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters
+    ``weight``, ``bias`` (N,), in ``params_dtype`` or ``dtype``, two names of one argument. ``sm_margin``: 0
+    only. ArgumentError for both or neither of the sizes, UnsupportedError for more than one dimension.
+    """
+
+    layer_name = "LayerNorm"
+
+
+class RMSNorm(Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Arguments as
+    ``LayerNorm``; no bias."""
+
+    layer_name = "RMSNorm"
+
+
+class L2Normalization(Layer):
+    """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
+
+    ``eps``: a number from 0 on. ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up
+    that there is no need of here.
+    """
+
+    layer_name = "L2Normalization"
+
+    def __init__(
+        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
+        self.check_constructor(locals())
+        super().__init__()
+        self.eps = float(eps)
+
+    def forward(self, inp: Any) -> Any:
+        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for
+        another dtype."""
+        x = self.as_input("inp", inp)
+        if not x.shape:
+            raise ShapeError("L2Normalization", "inp", "no dimension", "at least one")
+        spec = self.spec_for("L2NormSpec", x.shape[-1], "L2Normalization", self.eps)
+        return self.call(norm, spec, {"x": x})["y"]

@@ -1,0 +1,120 @@
+"""``LayerNormLinear``: y = norm(x) W^T + b in one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp8kit.layers.base import Branch, Init, branch_of
+from fp8kit.layers.linear import LinearBase
+from fp8kit.layers.norm import NORM_INPUTS, add_norm
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
+
+
+class LayerNormLinear(LinearBase):
+    """y = norm(x) W^T + b; under ``autocast`` the normalisation writes FP8 itself.
+
+    ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there.
+    ``return_layernorm_output``: also return norm(x). Other arguments, shapes, dtypes and errors as
+    ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K), ``bias`` (N,)
+    or their ``parameters_split`` names.
+    """
+
+    layer_name = "LayerNormLinear"
+    operation = norm_linear
+    calibration_options = {"return_norm": True}  # noqa: RUF012
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: Any = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.check_constructor(locals())
+        super().__init__()
+        norm = NormSpec(int(in_features), normalization, float(eps), bool(zero_centered_gamma))
+        self.return_layernorm_output = bool(return_layernorm_output)
+        add_norm(self, "layer_norm_", norm, params_dtype, device)
+        product = self.add_linear(
+            in_features,
+            out_features,
+            bias,
+            return_bias,
+            parameters_split,
+            init_method,
+            params_dtype,
+            device,
+            fuse_wgrad_accumulation,
+            name,
+        )
+        self.set_spec(NormLinearSpec(norm, product))
+
+    def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
+        return [(0, outputs["normed"]), *((1, inputs[name]) for name, _ in self._weight_names)]
+
+    def forward(
+        self,
+        inp: Any,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        part: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """``inp``: h (..., K). Returns y, h (..., N), or a tuple (y, bias where ``return_bias``, norm(x)
+        where ``return_layernorm_output``). ``fp8_output``, ``fp8_grad``: see ``Linear``. ``part``: for the
+        layer that this is a part of, see ``compute``."""
+        # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
+        if part is not None:
+            return self.compute(inp, is_first_microbatch, **part)
+        x = self.as_input("inp", inp, self.in_features)
+        self.check_options(is_first_microbatch, fp8_output, fp8_grad)
+        norm = self.return_layernorm_output
+        out = self.compute(x, is_first_microbatch, self.bias_mode, False, norm, fp8_output, fp8_grad)
+        parts: list[Any] = [out.y]
+        if self.return_bias:
+            parts.append(self.bias)  # type: ignore[attr-defined]
+        if self.return_layernorm_output:
+            parts.append(out.normed)
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+    def compute(
+        self,
+        x: Any,
+        is_first_microbatch: bool | None,
+        bias: str,
+        residual: bool = False,
+        return_norm: bool = False,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Branch:
+        """y, and the residual stream and norm(x) where asked for."""
+        inputs = {"x": x, **self.parameters_by(NORM_INPUTS), **self.product_inputs(bias)}
+        options = {"residual": residual, "return_norm": return_norm}
+        return branch_of(self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, **options))

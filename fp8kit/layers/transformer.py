@@ -1,0 +1,442 @@
+"""``TransformerLayer``: attention and MLP, each with its norm, its residual and its dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp8kit.errors import ArgumentError, on_behalf_of
+from fp8kit.layers.attention_base import AttentionBase
+from fp8kit.layers.attention_inputs import CROSS_DEFAULTS, core_options, sequence_starts, want_no_encoder
+from fp8kit.ops.drop_path import drop_path
+from fp8kit.ops.dropout_add import add, dropout_add
+from fp8kit.ops.values import check_sequences
+
+# what the cross-attention has in common with the layer's own
+_CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
+# the core attention's arguments -> what the layer calls them: of its own attention, of the cross-attention
+_OWN = {
+    "attention_mask": "attention_mask",
+    "attn_mask_type": "self_attn_mask_type",
+    "window_size": "window_size",
+    "bottom_right_diagonal": "bottom_right_diagonal",
+    "inference_params": "inference_params",
+}
+_CROSS = {
+    "attention_mask": "enc_dec_attn_mask",
+    "attn_mask_type": "enc_dec_attn_mask_type",
+    "window_size": "enc_dec_window_size",
+    "bottom_right_diagonal": "enc_dec_bottom_right_diagonal",
+}
+# whether a residual starts after a branch's norm -> its name in ``Branch``, and how to ask for it
+_STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
+
+
+class TransformerLayer(AttentionBase):
+    """One layer, norms before the branches ::
+
+        a = x + dropout(self_attention(norm(x)))         child self_attention
+        a = a + dropout(inter_attention(norm(a), e))     child inter_attention, with layer_type "decoder" only
+        y = a + dropout(mlp(norm(a)))                    child layernorm_mlp
+
+    * ``hidden_size`` H, ``ffn_hidden_size``, ``num_attention_heads``, ``num_gqa_groups``, ``kv_channels``: as
+      the children.
+    * ``hidden_dropout``: of the branches' outputs; ``attention_dropout``: of the attention weights; while
+      training.
+    * ``drop_path_rate``: probability q of dropping a whole sample from the self attention's and the MLP's
+      output (after their dropout), while training; what stays is divided by 1 - q. A sample is a sequence of
+      the batch in each format (Transformer Engine takes the first dimension, which is one only with "bshd");
+      the cross-attention is not dropped, as there.
+    * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``,
+      ``rotary_pos_interleaved``, ``qk_norm_type``, ``qk_norm_eps``, ``qk_norm_before_rope``: as
+      ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
+    * ``layer_type``: "encoder", or "decoder": e is ``encoder_output``, and ``enc_dec_attn_mask_type``,
+      ``enc_dec_window_size``, ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd",
+      where nothing says how e's sequences lie. An encoder takes these three at their defaults only,
+      ArgumentError otherwise: Transformer Engine ignores them.
+    * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``:
+      the norm of the self attention's input is left out (its residual starts at x then), and one of the
+      layer's output added (child ``layernorm``).
+    * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of
+      these two, for encoders.
+    * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2; None is normal(0,
+      0.023).
+    * ``fuse_wgrad_accumulation``, ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``,
+      ``bias``, ``activation``, ``activation_params``, ``normalization``, ``layernorm_epsilon``,
+      ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.
+    * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
+      there is none here.
+
+    Raises Fp8kitError kinds for arguments out of their range.
+    """
+
+    layer_name = "TransformerLayer"
+
+    @on_behalf_of(
+        "TransformerLayer",
+        eps="layernorm_epsilon",
+        attn_mask_type="self_attn_mask_type",
+        qkv_format="attn_input_format",
+    )
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Any = None,
+        output_layer_init_method: Any = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: Any = None,
+        get_rng_state_tracker: Any = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: Any = None,
+        normalization: str = "LayerNorm",
+        device: Any = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        self.check_constructor(locals())
+        super().__init__()
+        op, make, decoder = self.layer_name, self.frontend, layer_type == "decoder"
+        if decoder and attn_input_format == "thd":
+            raise ArgumentError(
+                op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"
+            )
+        if not decoder:
+            want_no_encoder(
+                op,
+                self.array_name,
+                CROSS_DEFAULTS,
+                enc_dec_attn_mask_type=enc_dec_attn_mask_type,
+                enc_dec_window_size=enc_dec_window_size,
+                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+            )
+        serial_only = {
+            "layer_type": (layer_type, "encoder"),
+            "output_layernorm": (output_layernorm, False),
+            "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False),
+        }
+        for argument, (value, usual) in serial_only.items():
+            if parallel_attention_mlp and value != usual:
+                raise ArgumentError(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
+        self.hidden_size, self.name, self.layer_type = int(hidden_size), name, layer_type
+        self.hidden_dropout, self.drop_path_rate = float(hidden_dropout), float(drop_path_rate)
+        self.layer_number = None if layer_number is None else int(layer_number)
+        self.attn_input_format = attn_input_format
+        self.parallel_attention_mlp = bool(parallel_attention_mlp)
+        self.apply_residual_connection_post_layernorm = bool(apply_residual_connection_post_layernorm)
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "params_dtype": params_dtype,
+            "device": device,
+            "return_bias": not parallel_attention_mlp,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+
+        def attention(
+            child: str, mask: str, window: tuple[int, int] | None, corner: bool | None, **more: Any
+        ) -> Any:
+            return make.MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                kv_channels,
+                attention_dropout,
+                layernorm_epsilon,
+                init_method,
+                output_layer_init_method,
+                layer_number,
+                mask,
+                window,
+                corner,
+                num_gqa_groups=num_gqa_groups,
+                fuse_qkv_params=fuse_qkv_params,
+                qkv_weight_interleaved=qkv_weight_interleaved,
+                qkv_format=attn_input_format,
+                rotary_pos_interleaved=rotary_pos_interleaved,
+                softmax_type=softmax_type,
+                qk_norm_type=qk_norm_type,
+                qk_norm_eps=qk_norm_eps,
+                qk_norm_before_rope=qk_norm_before_rope,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                name=None if name is None else f"{name}.{child}",
+                **more,
+                **shared,
+            )
+
+        self.self_attention = attention(
+            "self_attention",
+            self_attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            input_layernorm=not output_layernorm,
+        )
+        self.inter_attention: Any = None
+        if decoder:
+            with on_behalf_of(op, **_CROSS):
+                self.inter_attention = attention(
+                    "inter_attention",
+                    enc_dec_attn_mask_type,
+                    enc_dec_window_size,
+                    enc_dec_bottom_right_diagonal,
+                    input_layernorm=True,
+                    attention_type="cross",
+                )
+        self.layernorm_mlp = make.LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            layernorm_epsilon,
+            init_method=init_method,
+            activation=activation,
+            activation_params=activation_params,
+            output_layer_init_method=output_layer_init_method,
+            name=None if name is None else f"{name}.layernorm_mlp",
+            **shared,
+        )
+        self.layernorm: Any = None
+        if output_layernorm:
+            kind = make.LayerNorm if normalization == "LayerNorm" else make.RMSNorm
+            self.layernorm = kind(
+                hidden_size,
+                layernorm_epsilon,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+            )
+
+    def forward(
+        self,
+        hidden_states: Any,
+        attention_mask: Any = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: Any = None,
+        enc_dec_attn_mask: Any = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Any = None,
+        alibi_slopes: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_kv: Any = None,
+        cu_seqlens_q_padded: Any = None,
+        cu_seqlens_kv_padded: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Any:
+        """Returns the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with
+        "thd".
+
+        * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal`` and their ``enc_dec_`` twins
+          override the constructor's.
+        * ``encoder_output``: h, in the same format, of a decoder. ``enc_dec_attn_mask``: the
+          ``attention_mask`` of the cross-attention, a pair with a padding mask. All that is about it is None
+          for an encoder, ArgumentError otherwise.
+        * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``,
+          ``checkpoint_core_attention`` and the others: as ``MultiheadAttention.forward``, for the self
+          attention; the cross-attention gets the score's bias, ALiBi's slopes and
+          ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see
+          ``Linear``.
+
+        Raises ShapeError and FormatError for arrays that do not fit, Fp8kitError kinds for other arguments
+        that do not.
+        """
+        options = core_options(
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+            fast_zero_fill,
+            pad_between_seqs,
+        )
+        named = {
+            "attention_mask": attention_mask,
+            "self_attn_mask_type": self_attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "inference_params": inference_params,
+            "rotary_pos_emb": rotary_pos_emb,
+            "is_first_microbatch": is_first_microbatch,
+            "encoder_output": encoder_output,
+            "enc_dec_attn_mask": enc_dec_attn_mask,
+            "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
+            "enc_dec_window_size": enc_dec_window_size,
+            "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal,
+        }
+        op, form, recomputed = self.layer_name, self.attn_input_format, checkpoint_core_attention
+        named = {name: value for name, value in named.items() if value is not None}
+        if named or options or recomputed is not False:
+            self.check_arguments({**named, **options, "checkpoint_core_attention": recomputed})
+        x = self.as_input("hidden_states", hidden_states, self.hidden_size, form)
+        attention, inter = self.parts["self_attention"], self.inter_attention
+        if inter is None and named:
+            want_no_encoder(op, self.array_name, **{n: v for n, v in named.items() if n.startswith("enc")})
+        source = encoder_output
+        if inter is not None:
+            if source is None:
+                raise ArgumentError(
+                    op, "encoder_output", None, f"{self.array_name} with layer_type 'decoder'"
+                )
+            source = self.as_input("encoder_output", source, self.hidden_size, form)
+        own = options | {name: named[mine] for name, mine in _OWN.items() if mine in named}
+        prepared = attention.prepare(op, x, None, own, rotary_pos_emb, _OWN)
+        self.check_part(op, "layernorm_mlp", x)
+        self.check_part(op, "layernorm", x)
+        paths = own if prepared.core is None else prepared.core.beside, inference_params
+        if self.training and self.drop_path_rate and form == "thd" and not self.is_compiling():
+            self._check_starts(x, sequence_starts(*paths))
+        core = {"options": own, "prepared": prepared, "checkpoint_core": recomputed}
+        core["rotary_pos_emb"] = rotary_pos_emb
+        cross: dict[str, Any] = {}
+        if inter is not None:
+            of_cross = {name: options[name] for name in _CROSS_OPTIONS if name in options}
+            of_cross |= {name: named[mine] for name, mine in _CROSS.items() if mine in named}
+            prepared = inter.prepare(op, x, source, of_cross, None, _CROSS)
+            cross = {"options": of_cross, "prepared": prepared, "checkpoint_core": recomputed}
+        return self._layer(x, is_first_microbatch, core, cross, paths)
+
+    def _layer(
+        self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
+    ) -> Any:
+        """The layer's output. ``core``, ``cross``: further arguments of ``MultiheadAttention.compute``;
+        ``paths``: see ``_add_residual``."""
+        parts: Mapping[str, Any] = self.parts
+        attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention
+        if self.parallel_attention_mlp:
+            bias = "add" if attention.proj.use_bias else "none"
+            out = self.call_branch(attention, x, first, bias=bias, residual=True, **core)
+            other = self.call_branch(mlp, out.residual, first, bias=bias, residual=True)
+            both = self.call(add, self.spec_for("AddSpec"), {"a": out.y, "b": other.y})["y"]
+            return self._add_residual(both, None, other.residual, paths)
+
+        post = self.apply_residual_connection_post_layernorm
+        a = self._attend(attention, x, first, core, post and attention.input_layernorm, paths)
+        if inter is not None:
+            a = self._attend(inter, a, first, cross, post, None)
+        if not post and self._may_fuse(paths, mlp):
+            y = self.call_branch(mlp, a, first, bias="add" if mlp.use_bias else "none", joins=True).y
+        else:
+            stream, ask = _STREAMS[post]
+            bias = self._last_bias(mlp, mlp)
+            out = self.call_branch(mlp, a, first, bias=bias, **ask)
+            last = mlp.fc2_bias if bias == "deferred" else None
+            y = self._add_residual(out.y, last, getattr(out, stream), paths)
+        return y if self.layernorm is None else self.layernorm(y)
+
+    def _attend(
+        self, layer: Any, x: Any, first: bool | None, core: Mapping[str, Any], post: bool, paths: Any
+    ) -> Any:
+        """x, or with ``post`` its norm, plus the output of the attention ``layer``."""
+        stream, ask = _STREAMS[post]
+        proj = layer.proj
+        if self._may_fuse(paths, layer, proj):
+            bias = "add" if proj.use_bias else "none"
+            return self.call_branch(layer, x, first, bias=bias, fused_residual=stream, **core, **ask).y
+        bias = self._last_bias(layer, proj)
+        out = self.call_branch(layer, x, first, bias=bias, **core, **ask)
+        last = layer.proj_bias if bias == "deferred" else None
+        return self._add_residual(out.y, last, getattr(out, stream), paths)
+
+    def _may_fuse(self, paths: Any, *parts: Any) -> bool:
+        """Whether a branch's last product adds the residual: nothing comes between, and nobody wants to see
+        what the branch alone gives, or what one of its ``parts`` does."""
+        if self.training and (self.hidden_dropout or (self.drop_path_rate and paths is not None)):
+            return False
+        return self.may_fuse(*parts)
+
+    def _last_bias(self, branch: Any, last: Any) -> str:
+        """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its
+        gradient), but not where the parameter may be there within the branch's call only."""
+        if not last.use_bias:
+            return "none"
+        return "add" if self.has_hooks(branch) or self.has_hooks(last) else "deferred"
+
+    def _check_starts(self, x: Any, starts: Any) -> None:
+        """Fp8kitError kinds for sequences that ``drop_path`` would refuse."""
+        with on_behalf_of(self.layer_name, starts="cu_seqlens_q_padded"):
+            inputs = {"x": x, "residual": x, "starts": starts}
+            spec = self.spec_for(
+                "DropPathSpec", self.hidden_size, self.drop_path_rate, self.attn_input_format
+            )
+            self.check_call(drop_path, spec, inputs, rng=True)
+            views = self.host_views({} if starts is None else {"starts": starts})
+            check_sequences("drop_path", views, "starts", x.shape[0])
+
+    def _add_residual(
+        self, branch: Any, bias: Any, residual: Any, paths: tuple[Mapping[str, Any], Any] | None = None
+    ) -> Any:
+        """residual + dropout(branch + bias), samples dropped where ``paths`` are: the arguments of
+        ``sequence_starts``."""
+        p = self.hidden_dropout if self.training else 0.0
+        rate = self.drop_path_rate if self.training and paths is not None else 0.0
+        residual = self.same_dtype(residual, branch)
+        summed = branch
+        if not rate or p or bias is not None:
+            inputs = {
+                "x": branch,
+                "bias": None if bias is None else self.detached(bias, branch),
+                "residual": None if rate else residual,
+            }
+            spec = self.spec_for("DropoutAddSpec", self.hidden_size, p, False)
+            summed = self.call(dropout_add, spec, inputs, rng=bool(p))["y"]
+        if not rate or paths is None:
+            return summed
+        inputs = {"x": summed, "residual": residual}
+        if self.attn_input_format == "thd":
+            starts = sequence_starts(*paths)
+            inputs["starts"] = None if starts is None else self.constant("cu_seqlens_q", starts, branch)
+        spec = self.spec_for("DropPathSpec", self.hidden_size, rate, self.attn_input_format)
+        return self.call(drop_path, spec, inputs, rng=True)["y"]
