@@ -157,7 +157,7 @@ class BoundOp(Interface):
         block = memory.address(saved[0]) if nbytes else 0
         room = memory.room(self.scratch.nbytes, stream)
         given = (inputs, outputs, amaxes, block, room, stream, saved)
-        if self._forward_replays is None or not room.kept:
+        if self._forward_replays is None:
             self._forward(*given)
         else:
             key = (stream, room.address, block, *inputs, *outputs, *amaxes)
@@ -229,7 +229,7 @@ class BoundOp(Interface):
         block = memory.address(saved[0]) if self.saved.nbytes else 0
         room = memory.room(self.backward_scratch.nbytes, stream)
         given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, room, stream)
-        if self._backward_replays is None or not room.kept:
+        if self._backward_replays is None:
             return self._backward(*given)
         key = (stream, room.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
         self._backward_replays.run(key, self._backward, *given)
