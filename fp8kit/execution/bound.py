@@ -177,7 +177,9 @@ class BoundOp(Interface):
         """Run forward now; streamed buffers that it saved are appended to ``saved``."""
         kept = self.saved.views(block, self.memory)
         temporaries = room.views(self.scratch, self.memory)
-        self.run_forward(inputs, outputs, amaxes, kept, temporaries, stream)
+        read = views_at(self._forward_parts[0], inputs, self.device)
+        filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
+        self.operation.forward(self.plan, read, filled, kept, temporaries, stream)
         if self.saved.streamed:
             kept.allocate_all()
             saved += [kept[name].owner for name in self.saved.streamed]

@@ -73,7 +73,8 @@ def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) ->
     """Whether something else speaks for this name: the kernel contract, a base class, what it overloads, or
     (ctypes) the C declaration."""
     if isinstance(node, ast.ClassDef):
-        return any(ast.unparse(base).endswith("Structure") for base in node.bases)
+        borrowed = [ast.unparse(line.targets[0]) for line in node.body if isinstance(line, ast.Assign)]
+        return "__doc__" in borrowed or any(ast.unparse(base).endswith("Structure") for base in node.bases)
     marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
     return (
         "overload" in marks
