@@ -6,6 +6,7 @@
 #   make test-gpu2  the tests that need two GPUs
 #   make bench      times of the library, its results checked                              (runs/bench.json)
 #   make info       devices, versions, and what runs or is missing
+#   make size       how much Python the packages are, in tokens
 #   make clean      remove .venv, runs and caches
 
 PYTHON ?= python3
@@ -27,7 +28,7 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 # The tests start a hundred interpreters: bytecode is kept for them, also where the environment says otherwise, as those of containers do.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: a-gpu demo test docs test-gpu test-gpu2 bench info clean
+.PHONY: a-gpu demo test docs test-gpu test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -58,6 +59,9 @@ bench: $(DEMO)
 
 info: $(DEMO)
 	$(BIN)/python -m fp8kit info
+
+size: $(TEST)
+	$(BIN)/python -m tests.support.size
 
 clean:
 	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
