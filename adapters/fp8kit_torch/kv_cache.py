@@ -19,7 +19,7 @@ from torch.library import custom_op
 
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError
 from fp8kit.execution.codec import decode, encode
-from fp8kit.layers.kv_steps import Steps
+from fp8kit.layers.inference import InferenceParams
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit_torch.bound import addresses
 from fp8kit_torch.library import StaticCall, call_by, described, policy_now
@@ -28,13 +28,13 @@ from fp8kit_torch.views import dtype_of, kind_of
 _OP = "DotProductAttention"
 _CACHES = ("k_cache", "v_cache")
 _HANDLES = itertools.count(1)
-_LIVE: weakref.WeakValueDictionary[int, Steps] = weakref.WeakValueDictionary()
+_LIVE: weakref.WeakValueDictionary[int, InferenceParams] = weakref.WeakValueDictionary()
 
 
-def handle_of(steps: Steps) -> Tensor:
-    """int64 () on the CPU: a new name for ``steps`` while they live, in graphs."""
+def handle_of(params: InferenceParams) -> Tensor:
+    """int64 () on the CPU: a new name for ``params`` while they live, in graphs."""
     number = next(_HANDLES)
-    _LIVE[number] = steps
+    _LIVE[number] = params
     return torch.tensor(number, device="cpu")
 
 
@@ -43,18 +43,19 @@ def take_step_(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int
     """Take the announced step of the ``InferenceParams`` of that handle for one of its layers, on the host.
 
     ``longest``: int64 (2,) on the CPU, becomes (max_seqlen_q, max_seqlen_kv) of ``ops.kv_cache``. ``layer``:
-    the new tokens' first input, of which shape and dtype count. Raises what ``Steps.check_step`` raises.
+    the new tokens' first input, of which shape and dtype count. Raises what ``InferenceParams.check_step``
+    raises.
     """
-    steps = _LIVE.get(int(handle))
-    if steps is None:
+    params = _LIVE.get(int(handle))
+    if params is None:
         raise ArgumentError("take_step_", "handle", int(handle), "InferenceParams that are alive")
     spec = call_by(call).spec
     leading = tuple(layer.shape[: 1 if spec.packed else 2])
     dims = spec.head_dim, spec.head_dim_v
-    _, sizes = steps.check_step(
+    _, sizes = params.check_step(
         _OP, layer_number, spec.qkv_format, leading, spec.num_gqa_groups, dims, kind_of(layer.dtype)
     )
-    steps.stepped(layer_number)
+    params.stepped(layer_number)
     longest.copy_(torch.tensor(sizes, device="cpu"))
 
 

@@ -13,7 +13,7 @@ from fp8kit.formats import float32
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import ResolvedCall, layout_of, pair_of, want_padding
-from fp8kit.layers.kv_steps import cached_mask
+from fp8kit.layers.inference import cached_mask
 from fp8kit.layers.unsupported import FORWARD, refuse
 from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS

@@ -5,7 +5,82 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fp8kit.errors import ShapeError
+import numpy as np
+
+from fp8kit.arguments import choice, integer, number, shown
+from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.layers.attention_base import AttentionBase
+from fp8kit.layers.base import Layer
+from fp8kit.layers.unsupported import refuse_others
+from fp8kit.ops.attention_spec import FORMATS
+from fp8kit.ops.rope import rope
+
+_FLOAT32 = np.finfo(np.float32)
+
+
+class RotaryPositionEmbedding(Layer):
+    """Angles of the rotary embedding: position times base^(-2 i / dim) for pair i.
+
+    * ``dim``: features of a head; ``rotary_percent``: the part of them that is rotated. ``rotary_base``: the
+      slowest pair's base.
+    * ``interleaved``: pairs are neighbours, instead of the two halves; the same must be said to
+      ``apply_rotary_pos_emb``.
+    * ``seq_len_interpolation_factor`` f with ``pretrained_max_position_embeddings`` P: positions are divided
+      by f, or by max_seq_len / P where max_seq_len exceeds P f (Chen et al., Position Interpolation, 2023).
+      Both or neither.
+    * ``device``: where the angles are made; None as for parameters.
+    """
+
+    layer_name = "RotaryPositionEmbedding"
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        *,
+        device: Any = None,
+    ) -> None:
+        self.check_constructor(locals())
+        super().__init__()
+        op = self.layer_name
+        number(op, "rotary_base", rotary_base, float(_FLOAT32.max), above=float(_FLOAT32.tiny))
+        if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
+            wanted = "both or neither of it and pretrained_max_position_embeddings"
+            raise ArgumentError(
+                op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted
+            )
+        self.rotated = int(dim * rotary_percent)
+        if self.rotated % 2 or self.rotated == 0:
+            raise ArgumentError(
+                op, "dim", f"{dim}, of which {self.rotated} are rotated", "an even number of them"
+            )
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base, self.interleaved = float(rotary_base), bool(interleaved)
+        self.place(device)
+
+    def place(self, device: Any) -> None:
+        """Keep the device, or what is on it."""
+        raise NotImplementedError
+
+    def angles(self, max_seq_len: int, offset: int, scale: float | None) -> Any:
+        """``forward``, the positions times ``scale``."""
+        raise NotImplementedError
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Any:
+        """Angles in radians of positions offset ... offset + max_seq_len - 1: float32 (max_seq_len, 1, 1,
+        rotated features)."""
+        integer(self.layer_name, "max_seq_len", max_seq_len, 1, 2**31 - 1)
+        offset = integer(self.layer_name, "offset", offset, -(2**31), 2**31)
+        factor, most = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        scale = None
+        if factor is not None and most is not None:
+            scale = most / max_seq_len if max_seq_len > most * factor else 1 / factor
+        return self.angles(max_seq_len, offset, scale)
 
 
 def as_angles(operation: str, argument: str, freqs: Any) -> Any:
@@ -14,3 +89,57 @@ def as_angles(operation: str, argument: str, freqs: Any) -> Any:
     if len(shape) not in (2, 4) or math.prod(shape) != shape[0] * shape[-1]:
         raise ShapeError(operation, argument, f"shape {shape}", "(positions, 1, 1, features)")
     return freqs.reshape(shape[0], shape[-1])
+
+
+class ApplyRotary(AttentionBase):
+    """``apply_rotary_pos_emb`` of a frontend."""
+
+    layer_name = "apply_rotary_pos_emb"
+
+    def rotate(
+        self,
+        t: Any,
+        freqs: Any,
+        tensor_format: str,
+        start_positions: Any,
+        interleaved: bool,
+        fused: bool,
+        cu_seqlens: Any,
+        cp_size: int,
+        cp_rank: int,
+        cu_seqlens_padded: Any,
+    ) -> Any:
+        """``t`` with its heads rotated by their positions' angles; differentiable in t.
+
+        * ``t``: h (s, b, h, d), (b, s, h, d) or (t, h, d), as ``tensor_format`` says: "sbhd", "bshd" or
+          "thd".
+        * ``freqs``: float32 (positions, 1, 1, r), from ``RotaryPositionEmbedding``; features beyond r stay as
+          they are.
+        * ``start_positions``: int32 (b,), the position of each sequence's first token. ``cu_seqlens``: int32
+          (b + 1,), running sums of the lengths, with "thd"; ``cu_seqlens_padded``: where the sequences start,
+          if there are gaps between them. Tokens of no sequence become 0, and so does their gradient.
+        * ``fused``: accepted; there is one way. ``cp_size``, ``cp_rank``: 1 and 0 only.
+
+        Raises Fp8kitError kinds for what does not fit.
+        """
+        op = self.layer_name
+        positions = {
+            "start_positions": start_positions,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_padded": cu_seqlens_padded,
+        }
+        flags = {"interleaved": interleaved, "fused": fused}
+        self.check_arguments({"t": t, "freqs": freqs, **flags, **positions})
+        refuse_others(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
+        choice(op, "tensor_format", tensor_format, FORMATS)
+        x = self.as_input("t", t)
+        if len(x.shape) != len(tensor_format):
+            wanted = f"{len(tensor_format)} dimensions, {tensor_format}"
+            raise ShapeError(op, "t", f"shape {tuple(x.shape)}", wanted)
+        inputs = {"x": x, "freqs": as_angles(op, "freqs", self.constant("freqs", freqs, x))}
+        for name, value in positions.items():
+            if value is not None:
+                inputs[name] = self.constant(name, value, x)
+        heads, dim = x.shape[-2:]
+        spec = self.spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved))
+        return self.call(rope, spec, inputs)["y"]

@@ -28,7 +28,7 @@ PACKAGES = {
     ),
     "ops": ("fp8kit.float8", "fp8kit.spec", "fp8kit.ops"),
     "execution": ("fp8kit.execution", "fp8kit.scaling"),
-    "layers": ("fp8kit.layers", "fp8kit.layers.kv_steps"),
+    "layers": ("fp8kit.layers", "fp8kit.layers.inference"),
     "native": tuple(
         f"fp8kit.{name}" for name in ("autograd", "nn", "optim", "serialization", "graphs", "captured")
     ),

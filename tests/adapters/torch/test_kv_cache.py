@@ -21,7 +21,7 @@ from .twins import KINDS, RECIPES, WIDTH, same
 
 PAGED = {"is_paged": True, "total_num_pages": 33, "page_size": 5}
 # prompts, steps of one token, one that joins and one that ends; on to where more of the cache is read at once
-# (``kv_steps``)
+# (``layers.inference``)
 STEPS = [{"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 2, "a": 1, "c": 60}, *[{"c": 1, "b": 1}] * 7]
 
 

@@ -1,26 +1,26 @@
-"""The host's side of ``kv_cache``: which sequences there are, which pages they have, and what the kernels are
-told of a step.
+"""``InferenceParams``: the keys and values of sequences that grow token by token, kept from step to step.
 
-Where the memory comes from is a door's: each derives its ``InferenceParams``.
+Here is the host's side: which sequences there are, which pages they have, and what the kernels are given of a
+step. Where memory comes from is the frontend's.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fp8kit.arguments import choice, flag, integer
+from fp8kit.arguments import Rule, check, integer
 from fp8kit.arrays import Shape
-from fp8kit.errors import FormatError, Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
 from fp8kit.formats import DType, int32
-from fp8kit.ops.attention_spec import FORMATS
+from fp8kit.layers.unsupported import refuse_others
 from fp8kit.spec import Meta
 
 _OP = "InferenceParams"
-_STEP = ("cu_seqlens_q", "cu_seqlens_kv", "pages")  # what the kernels are told of a step
+_STEP = ("cu_seqlens_q", "cu_seqlens_kv", "pages")  # what the kernels are given of a step
 # positions that a cache is read up to at least; then powers of two, so that plans are found again
 _LEAST = 64
 
@@ -34,13 +34,40 @@ class Cache(NamedTuple):
     dtype: DType
 
 
-class Steps:
-    """A cache of keys and values for every layer of a model, and the sequences that are in it: the base of
-    each door's ``InferenceParams``, which says what the arguments are.
+class InferenceParams:
+    """A cache of keys and values for every layer of a model, and the sequences that are in it.
 
-    A door says where memory comes from: it sets ``device`` and gives ``_empty``, ``_upload``, ``_part`` and
-    ``_gather``. ``sequences``: id -> length, new tokens included, in the step's order.
+    Each step of generation is announced once, then run through the whole model::
+
+        params = InferenceParams(max_batch_size=8, max_sequence_length=2048, qkv_format="sbhd")
+        params.pre_step({"a": 5, "b": 3})        # sequence id -> new tokens: two prompts
+        y = model(x, inference_params=params)    # x (5, 2, H): a's tokens, b's tokens and 2 rows of padding
+        params.pre_step({"a": 1, "c": 7})        # a goes on, b is finished, c begins
+
+    A sequence lives as long as every step names it. Every layer needs a ``layer_number`` of its own. With
+    "sbhd" and "bshd" the new tokens of a sequence come first in its column, padding after them; with "thd"
+    the sequences' new tokens lie one after the other. Masks are meant for whole sequences: "causal" lets each
+    token see its sequence up to itself. It serves inference: under ``no_grad()``. In torch a model may be
+    compiled, with ``fullgraph=True`` too: ``pre_step`` stays outside of what is, and longer sequences compile
+    nothing anew.
+
+    * ``max_batch_size``: sequences in a step. ``max_sequence_length``: tokens of a sequence. ``max_ctx_len``:
+      new tokens of a sequence in one step (None: ``max_sequence_length``).
+    * ``num_heads_kv`` g, ``head_dim_k`` d, ``head_dim_v`` (None: d), ``dtype``: of the caches; None: as each
+      layer's own.
+    * ``is_paged``: False gives every sequence room for ``max_sequence_length`` at once; True hands out pages
+      of ``page_size`` tokens, as sequences grow, of which there are ``total_num_pages``.
+    * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: None only,
+      UnsupportedError otherwise.
+    * ``device``: where the caches lie; None as for parameters.
+
+    ``sequences``: id -> length, new tokens included, in the step's order.
+
+    Raises Fp8kitError kinds for what does not fit. Source of names: Transformer Engine; of the pages: Kwon et
+    al., PagedAttention, 2023.
     """
+
+    constructor_rules: ClassVar[Mapping[str, Rule]]
 
     def __init__(
         self,
@@ -48,7 +75,7 @@ class Steps:
         max_sequence_length: int,
         num_heads_kv: int | None = None,
         head_dim_k: int | None = None,
-        dtype: DType | None = None,
+        dtype: Any = None,
         head_dim_v: int | None = None,
         is_paged: bool = False,
         total_num_pages: int | None = None,
@@ -56,46 +83,41 @@ class Steps:
         max_ctx_len: int | None = None,
         qkv_format: str = "bshd",
         custom_cache_manager: object = None,
+        *,
+        device: Any = None,
     ) -> None:
-        if custom_cache_manager is not None:
-            raise Fp8kitError(
-                _OP, "custom_cache_manager", repr(custom_cache_manager), "None: nothing else is supported yet"
-            )
-        _positive(max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
-        sizes = {
-            "num_heads_kv": num_heads_kv,
-            "head_dim_k": head_dim_k,
-            "head_dim_v": head_dim_v,
-            "max_ctx_len": max_ctx_len,
-            "total_num_pages": total_num_pages,
-            "page_size": page_size,
-        }
-        _positive(**{name: size for name, size in sizes.items() if size is not None})
-        self.is_paged, self.qkv_format = (
-            flag(_OP, "is_paged", is_paged),
-            choice(_OP, "qkv_format", qkv_format, FORMATS),
-        )
+        check(_OP, self.constructor_rules, locals())
+        refuse_others(_OP, {"custom_cache_manager": (custom_cache_manager, None)})
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
-            if (value is None) == self.is_paged:
-                raise Fp8kitError(_OP, name, value, "a positive int with is_paged=True, None without")
+            if (value is None) == bool(is_paged):
+                raise ArgumentError(_OP, name, value, "a positive int with is_paged=True, None without")
+        self.is_paged, self.qkv_format = bool(is_paged), qkv_format
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
-        self.num_heads_kv, self.head_dim_k, self.head_dim_v = (
-            num_heads_kv,
-            head_dim_k,
-            head_dim_v if head_dim_v else head_dim_k,
-        )
-        self.dtype = dtype
+        self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
+        self.head_dim_v = head_dim_v if head_dim_v else head_dim_k
+        self.dtype = None if dtype is None else self._kind(dtype)
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         # without pages, one page holds a whole sequence
         self.total_num_pages = self.max_batch_size if total_num_pages is None else total_num_pages
         self.page_size = self.max_sequence_length if page_size is None else page_size
         self._caches: dict[int, Cache] = {}
+        self._place(device)
         self.reset()
+
+    # --- what a frontend gives ------------------------------------------------------------------------------
 
     device: Any
 
+    def _place(self, device: Any) -> None:
+        """Set ``device`` to what the argument means. BackendError for a device that is not there."""
+        raise NotImplementedError
+
+    def _kind(self, dtype: Any) -> DType:
+        """The dtype that the argument means. Fp8kitError kinds for one that caches cannot have."""
+        raise NotImplementedError
+
     def _empty(self, shape: Shape, dtype: DType) -> Any:
-        """An array of the door on ``device``."""
+        """An array on ``device``."""
         raise NotImplementedError
 
     def _upload(self, host: np.ndarray[Any, Any]) -> Any:
@@ -109,6 +131,8 @@ class Steps:
     def _gather(self, cache: Any, shape: Shape, pages: Any, totals: Any) -> Any:
         """``cache_gather`` of the contract into a new array of ``shape``, "bshd"."""
         raise NotImplementedError
+
+    # --- sequences ------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget all sequences. The caches' memory is kept."""
