@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         RecipeError,
         ShapeError,
+        UnsupportedError,
     )
     from fp8kit.float8 import Float8Tensor, quantize
     from fp8kit.formats import (
@@ -83,6 +84,7 @@ _PUBLIC = {
     "CheckpointError": "errors",
     "AutogradError": "errors",
     "NonFiniteError": "errors",
+    "UnsupportedError": "errors",
     "Float8Tensor": "float8",
     "quantize": "float8",
     "E2M1": "formats",

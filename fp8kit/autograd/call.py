@@ -260,8 +260,8 @@ def validate(
     needs: tuple[str, ...] = (),
     implied: Mapping[str, ArrayView] = _NOTHING,
 ) -> None:
-    """Raise what ``apply`` would raise for these inputs' shapes, dtypes and devices, and run nothing: what a
-    layer asks before its first operation about those that follow.
+    """Raise the errors that ``apply`` would raise for these inputs' shapes, dtypes and devices, and run
+    nothing. A layer calls it before its first operation, about those that follow.
 
     Views of arrays that are not there yet, with address 0, may be among ``inputs``. ``needs``: names of those
     whose gradient will be wanted, where that matters; ``implied``: further inputs that always are as ``spec``

@@ -59,8 +59,8 @@ class TransformerLayer(AttentionBase):
       layer's output added (child ``layernorm``).
     * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of
       these two, for encoders.
-    * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2; None is normal(0,
-      0.023).
+    * ``init_method``, ``output_layer_init_method``: functions that fill arrays of a weight's shape, of qkv
+      and fc1, of proj and fc2; None is normal(0, 0.023).
     * ``fuse_wgrad_accumulation``, ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``,
       ``bias``, ``activation``, ``activation_params``, ``normalization``, ``layernorm_epsilon``,
       ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.

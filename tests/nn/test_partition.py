@@ -27,7 +27,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.rope import RopeSpec, rope
 from fp8kit.recipe import Float8BlockScaling, Float8CurrentScaling
 from fp8kit.spec import Meta
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 
 RNG = np.array([123456789, 3], np.int64)
 SUMS = 2.0**-19  # another order of float32 sums of at most 2^9 terms, relative to the largest
@@ -187,7 +187,7 @@ def test_parts_are_the_whole(case, device):
     for name, value in want.items():
         if exact and device == "cpu":
             assert_same_bits(name, got[name], value)
-        np.testing.assert_allclose(got[name], value, rtol=0, atol=SUMS * np.abs(value).max())
+        assert_close(name, got[name], value, "float32", SUMS * np.abs(value).max())
 
 
 @pytest.mark.parametrize("kind", ["dropout", "drop path"])
