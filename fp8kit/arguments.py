@@ -163,8 +163,9 @@ def named(rule: Rule, names: str) -> dict[str, Rule]:
 
 def shown(value: Any, most: int = 60) -> str:
     """A value's ``repr``, shortened; an array or a tensor by its kind."""
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+    dtype = getattr(value, "dtype", None)
+    if isinstance(getattr(value, "shape", None), tuple) and not isinstance(value, np.generic):
         kind = "an array" if isinstance(value, np.ndarray) else "a tensor"
-        return f"{kind} of {getattr(value.dtype, 'name', value.dtype)}, shape {tuple(value.shape)}"
+        return f"{kind} of {getattr(dtype, 'name', dtype)}, shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8kit.autocast import AutocastState, current
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.execution.codec import encode
+from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
@@ -214,7 +215,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 recompute.note()
             if self._unrecorded:
                 self._want_autocast()
-            spec = self._spec_for(None, False, mode, {}, main)
+            spec = self._spec_for(None, False, mode, {}, () if main is None else main.fields)
             return run(*prepare(linear, spec, tensors), main=main)["y"]
         return self._fp8_group(i, tensors, mode, state, first, main)
 
@@ -222,6 +223,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         """A group's weight: held in FP8 where it is, and FP8 is on."""
         if self._held is None:
             return getattr(self, f"weight{i}")
+        if torch.compiler.is_compiling():
+            raise not_compiled("a weight of quantized_model_init")
         return self._opened({f"weight{i}": getattr(self, f"weight{i}")})[0][f"weight{i}"]
 
     def _trace_group(
@@ -260,13 +263,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         delayed, record = recipe.history is not None, training or state.calibrating
         if (state.enabled and not training) is not self._unrecorded:
             self.__dict__["_unrecorded"] = not self._unrecorded
-        cached, held = None, tensors["weight0"]
+        cached, held, fields = None, tensors["weight0"], () if main is None else main.fields
         scales = scale_names(("",)) if delayed and state.enabled else ()
         if isinstance(held, QuantizedTensor):
             cached = held.inputs("GroupedLinear", "", fp8)
         elif kept is None and (first or (delayed and self._binding is None)):
             # a cache or a state is to be made: not for what is refused
-            asked = self._spec_for(fp8 if state.enabled else None, False, bias, {}, main)
+            asked = self._spec_for(fp8 if state.enabled else None, False, bias, {}, fields)
             validate(linear, asked, tensors, scales=scales)
         binding = NO_STATE
         if delayed:
@@ -276,13 +279,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
         if not state.enabled:
-            spec = self._spec_for(None, False, bias, {}, main)
+            spec = self._spec_for(None, False, bias, {}, fields)
             y = run(*prepare(linear, spec, tensors), main=main)["y"]
             if delayed and record and kept is None:
                 with torch.no_grad():
                     self._note(self.calibrate_group(i, tensors["x"], tensors["weight0"]))
             return y
-        spec = self._spec_for(fp8, cached is not None, bias, {}, main)
+        spec = self._spec_for(fp8, cached is not None, bias, {}, fields)
         return run(*prepare(linear, spec, tensors | (cached or {}), scales), binding, main)["y"]
 
     def _cached_group(
@@ -291,9 +294,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         """The group's FP8 weight: cast now for the first micro-batch, or where there is none by this
         recipe."""
         text = encode(fp8)
-        if self._weights is None or self._weights[0] != text:
-            self._weights = (text, {})
-        known: Any = self._weights[1]
+        if self._weights is None or self._weights.key != text:
+            self._weights = WeightCache(text, {})
+        known: Any = self._weights.arrays
         if first or i not in known:
             key = "weight_cast", id(fp8)
             if key not in self._specs:

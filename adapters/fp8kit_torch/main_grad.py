@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import FormatError
+from fp8kit_torch.views import kind_of
 
 
 class MainGrads(NamedTuple):
@@ -20,6 +21,11 @@ class MainGrads(NamedTuple):
     overwrite: bool
     dtype: torch.dtype
     aligned: bool
+
+    @property
+    def fields(self) -> tuple[tuple[str, Any], ...]:
+        """The fields of a product's spec that this asks for."""
+        return ("main_grad", kind_of(self.dtype).name), ("overwrite_grad", self.overwrite)
 
     def buffers(self, needs: Sequence[str]) -> dict[str, Tensor]:
         """The buffers of the wanted gradients by name. FormatError where one is not what it was in

@@ -7,6 +7,8 @@ backward pass ends (backward).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Branch, as_branch, branch_of
+from fp8kit.layers.fp8_layer import Operands, WeightCache
 from fp8kit.layers.recompute import Kept
-from fp8kit.ops.linear import LinearSpec, linear, weight_cast
+from fp8kit.ops.linear import linear, weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
@@ -32,11 +35,10 @@ from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, scale_names
+from fp8kit_torch.specs import fp8_text, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
-from fp8kit_torch.views import kind_of
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
@@ -65,57 +67,104 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     # whether the last call was in FP8 and unrecorded, as the first pass of an unknown checkpoint is
     _unrecorded = False
 
+    recomputation = recompute
+    no_binding = NO_STATE
+
     # --- what the shared layers ask -------------------------------------------------------------------------
 
-    def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return activated(normed, weight, bias, self._spec_text)
-
-    # --- running --------------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        inputs: Inputs,
-        is_first_microbatch: bool | None,
-        bias: str,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        **options: Any,
-    ) -> dict[str, Tensor]:
-        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-            raise ArgumentError(
-                type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
-            )
+    def open_operands(self, inputs: Inputs, state: AutocastState | None, first: bool | None) -> Operands:
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         weights: Held8 = {}
         if self._held is not None:
             tensors, weights = self._opened(tensors)
-        state = current()
-        off = state is None or not (state.enabled or state.calibrating)
         codes = None
         if type(tensors["x"]) is QuantizedTensor:
             codes = self._codes(tensors, state)
         tensors = self.autocast_inputs(tensors)
-        if torch.compiler.is_compiling():
-            for name, asked in (
-                ("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation),
-                ("fp8_output", fp8_output),
-                ("fp8_grad", fp8_grad),
-            ):
-                if asked:
-                    raise not_compiled(name)
-            return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
-        main = None
-        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            main = self._main_grads(is_first_microbatch, tensors["x"].dtype)
-        if state is None or off:
-            if not recompute.idle():
-                recompute.note()
-            if self._unrecorded:
-                self._want_autocast()
-            spec = self._spec_for(None, False, bias, options, main)
-            return run(*prepare(self.operation, spec, tensors), main=main)
-        given = (tensors, state, is_first_microbatch, bias, options, main, weights, codes)
-        return self._run_fp8(*given, fp8_output, fp8_grad)
+        if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled()):
+            return Operands(tensors, None, (), weights, codes)
+        main = self._main_grads(first, tensors["x"].dtype)
+        return Operands(tensors, main, main.fields, weights, codes)
+
+    def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
+        validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
+
+    def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
+        return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
+
+    def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
+        return run(*prepared, binding, main)
+
+    def cast_weight(
+        self, spec: Any, inputs: dict[str, Any], prefix: str, binding: StateBinding
+    ) -> dict[str, Tensor]:
+        state = binding.of_gemm(prefix)
+        with torch.inference_mode(False), torch.no_grad():
+            return run(*prepare(weight_cast, spec, inputs, tuple(state.scales)), state)
+
+    def record_amaxes(self, tensors: list[tuple[int, Tensor]]) -> None:
+        self._note(row_of(tensors, FORWARD_SLOTS * len(self.gemms)))
+
+    def keep_pass(self, binding: StateBinding, weights: Any) -> None:
+        recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if binding.scales else None, weights)
+
+    def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return activated(normed, weight, bias, self._spec_text)
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    def note_pass(self, unrecorded: bool, fp8: bool) -> None:
+        if fp8:
+            if unrecorded is not self._unrecorded:
+                self.__dict__["_unrecorded"] = unrecorded
+            return
+        if not recompute.idle():
+            recompute.note()
+        if self._unrecorded:
+            self._want_autocast()
+
+    def cache_key(self, fp8: Quantization) -> str:
+        return encode(fp8)
+
+    def held_inputs(self, weights: Mapping[str, QuantizedTensor], fp8: Quantization) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for prefix, weight in zip(self.gemms, weights.values(), strict=True):
+            found |= weight.inputs(type(self).__name__, prefix, fp8)
+        return found
+
+    def cast_output(
+        self, y: Tensor, fp8: Quantization, delayed: bool, record: bool, kept: Kept | None
+    ) -> Tensor:
+        return cast_output(y, fp8, self.fp8_meta if delayed else None, len(self.gemms) - 1, record, kept)
+
+    def cast_gradient(self, x: Tensor, fp8: Quantization, delayed: bool, binding: StateBinding) -> Tensor:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        return cast_gradient(x, fp8, self.fp8_meta if delayed else None, binding.token)
+
+    def run_compiled(
+        self,
+        inputs: Inputs,
+        is_first_microbatch: bool | None,
+        bias: str,
+        in_fp8: Mapping[str, bool],
+        options: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        if self._held is not None:
+            raise not_compiled("a weight of quantized_model_init")
+        if type(tensors["x"]) is QuantizedTensor:
+            raise not_compiled("an input in FP8")
+        tensors = self.autocast_inputs(tensors)
+        for name, asked in {"fuse_wgrad_accumulation": self.fuse_wgrad_accumulation, **in_fp8}.items():
+            if asked:
+                raise not_compiled(name)
+        state = current()
+        off = state is None or not (state.enabled or state.calibrating)
+        return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
+
+    # --- operands -------------------------------------------------------------------------------------------
 
     def _want_autocast(self) -> None:
         """AutogradError where this call in high precision, in a backward pass, does again what ran in FP8."""
@@ -129,8 +178,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
         """The inputs as a pass takes them, and the weights in FP8: none where the pass is in high
         precision."""
-        if torch.compiler.is_compiling():
-            raise not_compiled("a weight of quantized_model_init")
         found: Held8 = {}
         for name in self.weight_inputs():
             weight = tensors.get(name)
@@ -155,8 +202,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         take its place."""
         x = tensors["x"]
         assert isinstance(x, QuantizedTensor)
-        if torch.compiler.is_compiling():
-            raise not_compiled("an input in FP8")
         direct = (
             self.operation is linear
             and state is not None
@@ -211,95 +256,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                 )
         return MainGrads(weights, first is True, some, aligned)
 
-    def _run_fp8(
-        self,
-        tensors: dict[str, Tensor],
-        state: AutocastState,
-        first: bool | None,
-        bias: str,
-        options: dict[str, Any],
-        main: MainGrads | None,
-        weights: Held8,
-        codes: dict[str, Tensor] | None,
-        fp8_output: bool,
-        fp8_grad: bool,
-    ) -> dict[str, Tensor]:
-        recipe, idle = state.recipe, recompute.idle()
-        kept = None if idle else recompute.recall(self)
-        training, delayed = (
-            torch.is_grad_enabled() or (not idle and recompute.first()),
-            recipe.history is not None,
-        )
-        record = training or state.calibrating
-        if (state.enabled and not training) is not self._unrecorded:
-            self.__dict__["_unrecorded"] = not self._unrecorded
-        special = first is not None or weights or codes is not None or kept is not None or fp8_grad
-        if special or not state.enabled:
-            outputs = self._run_special(
-                tensors, state, first, bias, options, main, weights, codes, kept, training, fp8_grad
-            )
-        else:
-            spec = self._spec_for(self._fp8_of(recipe), False, bias, options, main)
-            scales = scale_names(self.gemms) if delayed else ()
-            prepared = prepare(self.operation, spec, tensors, scales)  # refuses before the state is touched
-            binding = self.bind_state(recipe, training, record, None) if delayed else NO_STATE
-            if not idle:
-                recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None)
-            outputs = run(*prepared, binding, main)
-        if fp8_output and state.enabled:
-            states = self.fp8_meta if delayed else None
-            outputs["y"] = cast_output(
-                outputs["y"], self._fp8_of(recipe), states, len(self.gemms) - 1, record, kept
-            )
-        return outputs
-
-    def _run_special(
-        self,
-        tensors: dict[str, Tensor],
-        state: AutocastState,
-        first: bool | None,
-        bias: str,
-        options: dict[str, Any],
-        main: MainGrads | None,
-        weights: Held8,
-        codes: dict[str, Tensor] | None,
-        kept: Kept | None,
-        training: bool,
-        fp8_grad: bool,
-    ) -> dict[str, Tensor]:
-        """A pass that calibrates, is recomputed, or has an operand that is in FP8 already or is to be
-        kept."""
-        recipe, fp8 = state.recipe, self._fp8_of(state.recipe)
-        delayed, record = recipe.history is not None, training or state.calibrating
-        # a cache or a state may be made: not for what is refused
-        asked = self._spec_for(fp8 if state.enabled else None, False, bias, options, main)
-        scales = scale_names(self.gemms) if delayed and state.enabled else ()
-        validate(self.operation, asked, tensors, scales=scales)
-        cached = None
-        if weights:
-            cached = {}
-            for prefix, weight in zip(self.gemms, weights.values(), strict=True):
-                cached |= weight.inputs(type(self).__name__, prefix, fp8)
-        binding = self.bind_state(recipe, training, record, kept) if delayed else NO_STATE
-        if not weights and first is not None and state.enabled:
-            cached = self._cached(fp8, first, bias, tensors, binding) if kept is None else kept.weights
-        if kept is None:
-            recompute.keep(
-                self, self.fp8_meta["scaling_fwd"].scale if delayed else None, None if weights else cached
-            )
-        if not state.enabled:
-            spec = self._spec_for(None, False, bias, options | self.calibration_options, main)
-            outputs = run(*prepare(self.operation, spec, tensors), main=main)
-            if delayed and record and kept is None:
-                with torch.no_grad():
-                    self._note(row_of(self.calibrate(tensors, outputs), FORWARD_SLOTS * len(self.gemms)))
-            return outputs
-        if fp8_grad and tensors["x"].requires_grad and torch.is_grad_enabled():
-            tensors["x"] = cast_gradient(tensors["x"], fp8, self.fp8_meta if delayed else None, binding.token)
-        spec = self._spec_for(fp8, cached is not None, bias, options, main, codes is not None)
-        tensors = tensors | (codes or {}) | (cached or {})
-        return run(*prepare(self.operation, spec, tensors, scales), binding, main)
-
     def _note(self, row: Tensor) -> None:
         """Accumulate amaxes that were taken beside an operation, float32 by slot."""
         history = self.fp8_meta["scaling_fwd"].amax_history
@@ -323,39 +279,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
             touch_forward(forward, recipe, training)
         return found
-
-    def _fp8_of(self, recipe: Recipe) -> Quantization:
-        known = self._fp8
-        if known is None or known[0] is not recipe:
-            self._fp8 = known = (recipe, recipe.quantization)
-        return known[1]
-
-    def _spec_for(
-        self,
-        fp8: Quantization | None,
-        cached: bool,
-        bias: str,
-        options: dict[str, Any],
-        main: MainGrads | None = None,
-        codes: bool = False,
-    ) -> Any:
-        """The spec for this request, the same object for the same one: plans are found by it."""
-        grads = () if main is None else (main.dtype, main.overwrite)
-        key = (id(fp8), cached, codes, bias, grads, *options.items())
-        found = self._specs.get(key)
-        if found is None:
-            more: dict[str, Any] = {"input_cached": True} if codes else {}
-            if main is not None:
-                more |= {"main_grad": kind_of(main.dtype).name, "overwrite_grad": main.overwrite}
-            spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()), tuple(more.items()))
-            found = self._keep_spec(key, spec, fp8)
-        return found[0]
-
-    def _keep_spec(self, key: Any, spec: Any, fp8: Quantization | None) -> tuple[Any, Quantization | None]:
-        if len(self._specs) >= _SPEC_LIMIT:
-            self._specs.clear()
-        self._specs[key] = spec, fp8  # fp8 is held, so that its id stays its own
-        return self._specs[key]
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 
@@ -386,28 +309,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             )
         self._binding = (recipe, record, binding)
         return binding
-
-    # --- the weight cache -----------------------------------------------------------------------------------
-
-    def _cached(
-        self, fp8: Quantization, first: bool, bias: str, tensors: dict[str, Tensor], binding: StateBinding
-    ) -> dict[str, Tensor]:
-        """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else
-        those of the first one."""
-        text = encode(fp8)
-        if first or self._weights is None or self._weights[0] != text:
-            made: dict[str, Tensor] = {}
-            with torch.inference_mode(False), torch.no_grad():
-                for i, prefix in enumerate(self.gemms):
-                    own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                    key = "weight_cast", id(fp8), bias, i
-                    if key not in self._specs:
-                        products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
-                        self._keep_spec(key, LinearSpec(products[i]), fp8)
-                    state = binding.of_gemm(prefix)
-                    made |= run(*prepare(weight_cast, self._specs[key][0], own, tuple(state.scales)), state)
-            self._weights = (text, made)
-        return self._weights[1]
 
     # --- within torch.compile -------------------------------------------------------------------------------
 
@@ -469,7 +370,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         traced: TracedState | None,
     ) -> dict[str, Tensor]:
         text = fp8_text(parts)
-        if first or self._weights is None or self._weights[0] != text:
+        if first or self._weights is None or self._weights.key != text:
             made: dict[str, Tensor] = {}
             with torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
@@ -477,8 +378,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                     spec = layer_text(self._spec_text, parts, False, bias, (), i)
                     state = None if traced is None else traced.of_gemm(i)
                     made.update(trace(weight_cast, spec, own, state, i))
-            self._weights = (text, made)
-        return self._weights[1]
+            self._weights = WeightCache(text, made)
+        return self._weights.arrays
 
 
 __all__ = ["Branch", "Inputs", "TransformerEngineBaseModule", "as_branch", "branch_of", "part_of"]

@@ -14,8 +14,6 @@ from torch.nn import Parameter
 from fp8kit.errors import UnsupportedError
 from fp8kit.execution.codec import decode
 from fp8kit.layers.fp8_layer import FP8Layer
-from fp8kit.quantization import Quantization
-from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
 from fp8kit_torch.checks import CALLED, check
@@ -23,7 +21,7 @@ from fp8kit_torch.constants import constant_result
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
-from fp8kit_torch.state import FIELDS, ScalingState, StateBinding, moved
+from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
 from fp8kit_torch.views import as_view
 
@@ -31,20 +29,13 @@ _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
 
 
 class StatefulModule(FP8Layer, ParameterModule):
-    """What a layer of FP8 products keeps beside its parameters.
-
-    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed
-    scaling. Forward slots per GEMM: input, weight, output; backward: grad_output, grad_input. ``gemms``:
-    prefixes of the operation's names, one a GEMM.
-    """
+    """What a layer of FP8 products keeps beside its parameters."""
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: Held | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.fp8_meta: dict[str, ScalingState] = {}
-        self._forget()
         _MODULES.add(self)
 
     def set_spec(self, spec: Any) -> None:
@@ -81,13 +72,6 @@ class StatefulModule(FP8Layer, ParameterModule):
         if not defer_init:
             self._hold()
 
-    def _forget(self) -> None:
-        """Drop what is derived from the rest."""
-        self._specs: dict[Any, tuple[Any, Quantization | None]] = {}
-        self._binding: tuple[Recipe, bool, StateBinding] | None = None
-        self._fp8: tuple[Recipe, Quantization] | None = None
-        self._weights: tuple[str, dict[str, Tensor]] | None = None
-
     def prepare(self, history_len: int, resize: bool = True) -> None:
         """Make the FP8 state where there is none, and give its history that length."""
         weight = next(iter(self.weight_inputs().values()))
@@ -116,10 +100,6 @@ class StatefulModule(FP8Layer, ParameterModule):
         self.fp8_meta = moved(self.fp8_meta, fn)
         self._forget()
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
-        return self.__dict__ | {"_specs": {}, "_binding": None, "_fp8": None, "_weights": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

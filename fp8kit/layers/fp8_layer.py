@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
+from fp8kit.autocast import AutocastState, current
+from fp8kit.errors import ArgumentError
 from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.base import Layer
+from fp8kit.layers.recompute import Kept
+from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
+from fp8kit.recipe import Recipe
 from fp8kit.scaling import forward_slots
 from fp8kit.spec import Operation
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_SPEC_LIMIT = 256  # requests of a layer: recipes, options
 
 
 def layer_products(spec: Any) -> list[ProductSpec]:
@@ -47,11 +57,38 @@ def scale_names(gemms: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{operand}_scale" for operand in forward_slots(gemms))
 
 
+class Operands(NamedTuple):
+    """The operands of a call, as an operation takes them.
+
+    ``inputs`` by name; ``main``: where the weights' gradients are accumulated, None for fresh memory;
+    ``fields``: further fields of the products that this asks for. ``weights``: those that are held in FP8, by
+    name; ``codes``: the parts of an x that is in FP8 already.
+    """
+
+    inputs: dict[str, Any]
+    main: Any = None
+    fields: tuple[tuple[str, Any], ...] = ()
+    weights: Mapping[str, Any] = _NOTHING
+    codes: Mapping[str, Any] | None = None
+
+
+class WeightCache(NamedTuple):
+    """FP8 weights kept across the micro-batches of a step; ``key``: what they were cast by."""
+
+    key: Any
+    arrays: dict[str, Any]
+
+
 class FP8Layer(Layer):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
     ``operation``: what the layer is. ``gemms``: prefixes of the operation's names, one a GEMM. A subclass
     gives ``set_spec`` its spec in high precision, and defines ``weight_inputs`` and ``calibrate``.
+
+    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed
+    scaling. Forward slots per GEMM: input, weight, output; backward: grad_output, grad_input. With delayed
+    scaling the operation reads scales from there and accumulates amaxes into row 0 of the histories. The
+    states are updated when the outermost autocast ends (forward) and when the backward pass ends (backward).
     """
 
     operation: ClassVar[Operation]
@@ -59,6 +96,26 @@ class FP8Layer(Layer):
     # further fields of the spec while calibrating
     calibration_options: ClassVar[dict[str, Any]] = {}
     fuse_wgrad_accumulation = False
+    # the frontend's module of checkpoints: idle, first, recall
+    recomputation: ClassVar[Any]
+    # the binding of a call that uses no state
+    no_binding: ClassVar[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what is derived from the rest."""
+        self._specs: dict[Any, tuple[Any, Quantization | None]] = {}
+        self._fp8: tuple[Recipe, Quantization] | None = None
+        self._binding: Any = None
+        self._weights: WeightCache | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
+        return vars(self) | {"_specs": {}, "_fp8": None, "_binding": None, "_weights": None}
 
     # --- what a subclass gives ------------------------------------------------------------------------------
 
@@ -73,6 +130,89 @@ class FP8Layer(Layer):
 
     # --- what a frontend gives ------------------------------------------------------------------------------
 
+    def open_operands(
+        self, inputs: dict[str, Any], state: AutocastState | None, first: bool | None
+    ) -> Operands:
+        """The operands of a call within the autocast ``state``."""
+        return Operands(inputs)
+
+    def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
+        """Raise what the call would raise, and run nothing. ``delayed``: scales will be added."""
+        raise NotImplementedError
+
+    def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
+        """A call as ``execute`` takes it. What is refused although it is ``delayed`` is refused here, before
+        the layer's state is touched."""
+        raise NotImplementedError
+
+    def execute(self, prepared: Any, binding: Any, main: Any) -> dict[str, Any]:
+        """The outputs by name of a prepared call, with the state that ``binding`` says."""
+        raise NotImplementedError
+
+    def cast_weight(self, spec: Any, inputs: dict[str, Any], prefix: str, binding: Any) -> dict[str, Any]:
+        """The weights of one GEMM in FP8, unrecorded; ``prefix``: of its names."""
+        raise NotImplementedError
+
+    def bind_state(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> Any:
+        """The operation's binding to the state of delayed scaling, which is touched where amaxes are
+        recorded: not in a pass that is recomputed, which has the scales of the first one (``kept``)."""
+        raise NotImplementedError
+
+    def record_amaxes(self, tensors: list[tuple[int, Any]]) -> None:
+        """Accumulate the amaxes of tensors, by the slots of the forward state."""
+        raise NotImplementedError
+
+    def keep_pass(self, binding: Any, weights: Any) -> None:
+        """In the first pass of a checkpoint: keep what this call found."""
+        raise NotImplementedError
+
+    def activated_amax(self, normed: Any, weight: Any, bias: Any) -> Any:
+        """The amax, float32 (1,), of act(normed weight^T + bias), for ``LayerNormMLP``."""
+        raise NotImplementedError
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        """Around calls that are not recorded for backward."""
+        raise NotImplementedError
+
+    def note_pass(self, unrecorded: bool, fp8: bool) -> None:
+        """Called before each pass: whether it is in ``fp8`` and ``unrecorded``."""
+
+    def cache_key(self, fp8: Quantization) -> Any:
+        """What cached weights are found by."""
+        return fp8
+
+    def held_inputs(self, weights: Mapping[str, Any], fp8: Quantization) -> dict[str, Any]:
+        """The operation's inputs of weights that are held in FP8."""
+        raise NotImplementedError
+
+    def cast_output(self, y: Any, fp8: Quantization, delayed: bool, record: bool, kept: Kept | None) -> Any:
+        """y in FP8, for ``fp8_output``."""
+        raise NotImplementedError
+
+    def cast_gradient(self, x: Any, fp8: Quantization, delayed: bool, binding: Any) -> Any:
+        """x, whose gradient will be in FP8, for ``fp8_grad``."""
+        raise NotImplementedError
+
+    def run_compiled(
+        self,
+        inputs: dict[str, Any],
+        is_first_microbatch: bool | None,
+        bias: str,
+        in_fp8: Mapping[str, bool],
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        """``run`` within ``torch.compile``; ``in_fp8``: ``fp8_output`` and ``fp8_grad``."""
+        raise NotImplementedError
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
+        """Fp8kitError kinds for options of ``forward`` that are no flags, or that this frontend does not
+        have."""
+        want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
+        if fp8_output or fp8_grad:
+            self.check_supported({"fp8_output": fp8_output, "fp8_grad": fp8_grad})
+
     def run(
         self,
         inputs: dict[str, Any],
@@ -85,17 +225,125 @@ class FP8Layer(Layer):
         """The layer's operation on ``inputs`` (x and parameters), as the autocast says. ``bias``: of the last
         product; ``fp8_output``, ``fp8_grad``: y, and the gradient of x, in FP8 where FP8 is on (see
         ``Linear``); ``options``: further fields of the spec."""
-        raise NotImplementedError
+        first = is_first_microbatch
+        if first is not None and not isinstance(first, bool):
+            raise ArgumentError(
+                type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"
+            )
+        if self.is_compiling():
+            in_fp8 = {"fp8_output": fp8_output, "fp8_grad": fp8_grad}
+            return self.run_compiled(inputs, first, bias, in_fp8, options)
+        state = current()
+        operands = self.open_operands(inputs, state, first)
+        if state is None or not (state.enabled or state.calibrating):
+            self.note_pass(False, False)
+            spec = self._spec_for(None, False, bias, options, operands.fields)
+            prepared = self.prepare_call(spec, operands.inputs, False)
+            return self.execute(prepared, self.no_binding, operands.main)
+        recipe, enabled, idle = state.recipe, state.enabled, self.recomputation.idle()
+        fp8, delayed = self._fp8_of(recipe), recipe.history is not None
+        kept = None if idle else self.recomputation.recall(self)
+        training = self.is_grad_enabled() or (not idle and self.recomputation.first())
+        record = training or state.calibrating
+        self.note_pass(enabled and not training, True)
+        if first is None and kept is None and enabled and not (fp8_grad or operands[3] or operands[4]):
+            spec = self._spec_for(fp8, False, bias, options, operands.fields)
+            prepared = self.prepare_call(spec, operands.inputs, delayed)
+            binding = self.bind_state(recipe, training, record, None) if delayed else self.no_binding
+            if not idle:
+                self.keep_pass(binding, None)
+            outputs = self.execute(prepared, binding, operands.main)
+        else:
+            outputs = self._run_special(
+                operands, state, fp8, first, bias, options, kept, training, record, fp8_grad
+            )
+        if fp8_output and enabled:
+            outputs["y"] = self.cast_output(outputs["y"], fp8, delayed, record, kept)
+        return outputs
 
-    def activated_amax(self, normed: Any, weight: Any, bias: Any) -> Any:
-        """The amax, float32 (1,), of act(normed weight^T + bias), for ``LayerNormMLP``."""
-        raise NotImplementedError
+    def _run_special(
+        self,
+        operands: Operands,
+        state: AutocastState,
+        fp8: Quantization,
+        first: bool | None,
+        bias: str,
+        options: dict[str, Any],
+        kept: Kept | None,
+        training: bool,
+        record: bool,
+        fp8_grad: bool,
+    ) -> dict[str, Any]:
+        """A pass that calibrates, is recomputed, or has an operand that is in FP8 already or is to be
+        kept."""
+        inputs, main, fields, weights, codes = operands
+        delayed, enabled = state.recipe.history is not None, state.enabled
+        # a cache or a state may be made: not for what is refused
+        spec = self._spec_for(fp8 if enabled else None, False, bias, options, fields)
+        self.validate_call(spec, inputs, delayed and enabled)
+        cached = self.held_inputs(weights, fp8) if weights else None
+        binding = self.bind_state(state.recipe, training, record, kept) if delayed else self.no_binding
+        if not weights and first is not None and enabled:
+            cached = self._cached(fp8, first, bias, inputs, binding) if kept is None else kept.weights
+        if kept is None:
+            self.keep_pass(binding, None if weights else cached)
+        if not enabled:
+            spec = self._spec_for(None, False, bias, options | self.calibration_options, fields)
+            outputs = self.execute(self.prepare_call(spec, inputs, False), self.no_binding, main)
+            if delayed and record and kept is None:
+                with self.no_grad():
+                    self.record_amaxes(self.calibrate(inputs, outputs))
+            return outputs
+        if fp8_grad:
+            inputs["x"] = self.cast_gradient(inputs["x"], fp8, delayed, binding)
+        if codes is not None:
+            fields = (("input_cached", True), *fields)
+        spec = self._spec_for(fp8, cached is not None, bias, options, fields)
+        inputs = inputs | dict(codes or {}) | (cached or {})
+        return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
 
-    # --- checks ---------------------------------------------------------------------------------------------
+    def _fp8_of(self, recipe: Recipe) -> Quantization:
+        known = self._fp8
+        if known is None or known[0] is not recipe:
+            self._fp8 = known = (recipe, recipe.quantization)
+        return known[1]
 
-    def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
-        """Fp8kitError kinds for options of ``forward`` that are no flags, or that this frontend does not
-        have."""
-        want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
-        if fp8_output or fp8_grad:
-            self.check_supported({"fp8_output": fp8_output, "fp8_grad": fp8_grad})
+    def _spec_for(
+        self,
+        fp8: Quantization | None,
+        cached: bool,
+        bias: str,
+        options: dict[str, Any],
+        fields: tuple[tuple[str, Any], ...] = (),
+    ) -> Any:
+        """The spec for this request, the same object for the same one: plans are found by it."""
+        key = (id(fp8), cached, bias, fields, *options.items())
+        found = self._specs.get(key)
+        if found is None:
+            spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()), fields)
+            found = self._keep_spec(key, spec, fp8)
+        return found[0]
+
+    def _keep_spec(self, key: Any, spec: Any, fp8: Quantization | None) -> tuple[Any, Quantization | None]:
+        if len(self._specs) >= _SPEC_LIMIT:
+            self._specs.clear()
+        self._specs[key] = spec, fp8  # fp8 is held, so that its id stays its own
+        return self._specs[key]
+
+    def _cached(
+        self, fp8: Quantization, first: bool, bias: str, inputs: dict[str, Any], binding: Any
+    ) -> dict[str, Any]:
+        """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else
+        those of the first one."""
+        key = self.cache_key(fp8)
+        if first or self._weights is None or self._weights.key != key:
+            made: dict[str, Any] = {}
+            for i, prefix in enumerate(self.gemms):
+                own = {name: inputs[name] for name in self.weight_inputs() if name.startswith(prefix)}
+                asked = "weight_cast", id(fp8), bias, i
+                if asked not in self._specs:
+                    products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
+                    self._keep_spec(asked, LinearSpec(products[i]), fp8)
+                made |= self.cast_weight(self._specs[asked][0], own, prefix, binding)
+            self._weights = WeightCache(key, made)
+        return self._weights.arrays

@@ -10,23 +10,22 @@ recipe in one kernel call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.autocast import current, touch_forward
-from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, validate
+from fp8kit.autocast import touch_forward
+from fp8kit.autograd import Tensor, apply, no_grad, validate
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError
 from fp8kit.formats import float32, uint8
-from fp8kit.layers.fp8_layer import FP8Layer, layer_products, layer_spec
+from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.recompute import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.layer import NativeLayer
 from fp8kit.nn.module import Parameter
-from fp8kit.ops.linear import LinearSpec, weight_cast
-from fp8kit.quantization import Quantization
+from fp8kit.ops.linear import weight_cast
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import (
     BACKWARD_SLOTS,
@@ -43,7 +42,7 @@ Inputs = dict[str, Tensor | ArrayView | None]
 _NONE: dict[str, ArrayView] = {}
 
 
-class _Ticket(NamedTuple):
+class _Update(NamedTuple):
     """A backward state to be updated by a recipe when the backward pass ends."""
 
     recipe: Recipe
@@ -54,38 +53,22 @@ class _Ticket(NamedTuple):
         self.state.drop()
 
 
-class _Way(NamedTuple):
-    """What a recipe comes to in a layer. ``implied``: what stands for the scales that its operation reads."""
-
-    recipe: Recipe
-    fp8: Quantization
-    delayed: bool
-    implied: dict[str, ArrayView]
-
-
-class _Wiring(NamedTuple):
+class Binding(NamedTuple):
     """How a layer's state hangs on its operation under one recipe."""
 
-    recipe: Recipe
-    scales: dict[str, ArrayView]  # inputs
-    given: dict[str, ArrayView]  # amax outputs: row 0 of the histories
-    given_again: dict[str, ArrayView]  # those of the gradients alone
-    late: dict[str, ArrayView]  # the gradients' scales, read at backward time
-    finish: tuple[Callable[[list[Any]], None], _Ticket]
+    recipe: Recipe | None = None
+    scales: dict[str, ArrayView] = _NONE  # inputs
+    amaxes: dict[str, ArrayView] = _NONE  # outputs: row 0 of the histories
+    grad_amaxes: dict[str, ArrayView] = _NONE  # those of the gradients alone
+    grad_scales: dict[str, ArrayView] = _NONE  # read at backward time
+    finish: tuple[Callable[[list[Any]], None], _Update] | None = None
 
 
-class _WeightCache(NamedTuple):
-    """FP8 weights kept across the micro-batches of a step, and what they were cast by."""
-
-    fp8: Quantization
-    arrays: dict[str, ArrayView]
-
-
-def commit_backward(tickets: list[_Ticket]) -> None:
+def commit_backward(updates: list[_Update]) -> None:
     """Update the backward states of a backward pass that has ended, those of one recipe object by one kernel
     call."""
     groups: dict[int, tuple[Recipe, list[ScalingState]]] = {}
-    for recipe, state in tickets:
+    for recipe, state in updates:
         groups.setdefault(id(recipe), (recipe, []))[1].append(state)
     for recipe, states in groups.values():
         update(recipe.history, states, forward=False)
@@ -98,15 +81,52 @@ class Fp8Module(FP8Layer, NativeLayer):
     scaling. Forward slots per GEMM: input, weight, output; backward: grad_output, grad_input.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fp8_meta: dict[str, ScalingState] = {}
-        self._specs: dict[Any, Any] = {}
-        self._way: _Way | None = None  # of the last recipe
-        self._wiring: _Wiring | None = None
-        self._weights: _WeightCache | None = None
+    recomputation: ClassVar[Any] = recompute
+    no_binding: ClassVar[Binding] = Binding()
 
     # --- what the shared layers ask -------------------------------------------------------------------------
+
+    def validate_call(self, spec: Any, inputs: Inputs, delayed: bool) -> None:
+        implied = _scales_of(self.gemms, inputs["x"].device) if delayed else _NONE  # type: ignore[union-attr]
+        validate(self.operation, spec, inputs, self, implied=implied)
+
+    def prepare_call(self, spec: Any, inputs: Inputs, delayed: bool) -> tuple[Any, Inputs]:
+        if delayed:
+            self.validate_call(spec, inputs, True)
+        return spec, inputs
+
+    def execute(self, prepared: tuple[Any, Inputs], binding: Binding, main: Any) -> dict[str, Tensor]:
+        (spec, inputs), (_, scales, amaxes, _, late, finish) = prepared, binding
+        if scales:
+            inputs = {**inputs, **scales}
+        return apply(self.operation, spec, inputs, amaxes, late, finish, self)
+
+    def cast_weight(self, spec: Any, inputs: Inputs, prefix: str, binding: Binding) -> dict[str, ArrayView]:
+        if binding.scales:
+            inputs[f"{prefix}w_scale"] = binding.scales[f"{prefix}w_scale"]
+        with no_grad():
+            out = apply(weight_cast, spec, inputs, binding.amaxes, owner=self)
+        return {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
+
+    def bind_state(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> Binding:
+        found = self._bound(recipe, record or kept is not None)
+        if kept is not None:
+            return found._replace(scales=kept.scales, amaxes=found.grad_amaxes)
+        if not record:  # inference leaves no trace in the history
+            return Binding(recipe, found.scales)
+        touch_forward(self.fp8_meta["scaling_fwd"], found.recipe, training)  # type: ignore[arg-type]
+        return found
+
+    def record_amaxes(self, tensors: list[tuple[int, Any]]) -> None:
+        amaxes = self.fp8_meta["scaling_fwd"].amaxes
+        for slot, tensor in tensors:
+            amax_of(tensor.view if isinstance(tensor, Tensor) else tensor, amaxes[slot])
+
+    def keep_pass(self, binding: Binding, weights: Any) -> None:
+        recompute.keep(self, binding.scales, weights)
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        return no_grad()
 
     def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> ArrayView:
         x, w, device = normed.view.rows(), weight.view, normed.device
@@ -122,123 +142,6 @@ class Fp8Module(FP8Layer, NativeLayer):
         )
         return amax
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if isinstance(value, Parameter):  # another weight may be on another device
-            self._way = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
-        return vars(self) | {"_specs": {}, "_way": None, "_wiring": None, "_weights": None}
-
-    # --- running --------------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        inputs: Inputs,
-        is_first_microbatch: bool | None,
-        bias: str,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        **options: Any,
-    ) -> dict[str, Tensor]:
-        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-            raise Fp8kitError(
-                type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"
-            )
-        state = current()
-        if state is None or not (state.enabled or state.calibrating):
-            return apply(self.operation, self._spec_for(None, False, bias, options), inputs, owner=self)
-        recipe, training = state.recipe, is_grad_enabled() or recompute.first()
-        way = self._way
-        if way is None or way.recipe is not recipe:
-            delayed = recipe.history is not None
-            way = self._way = _Way(
-                recipe,
-                recipe.quantization,
-                delayed,
-                _scales_of(self.gemms, self.device) if delayed else _NONE,
-            )
-        fp8 = way.fp8
-        kept = recompute.recall(self)
-        if kept is not None:
-            return self._run_again(kept, inputs, recipe if state.enabled else None, fp8, bias, options)
-        if not state.enabled:
-            recompute.keep(self, _NONE, None)
-            return self._run_calibrating(inputs, recipe, training, bias, options)
-        spec = self._spec_for(fp8, False, bias, options)
-        validate(self.operation, spec, inputs, self, implied=way.implied)  # before the state is touched
-        given, late, finish = _NONE, _NONE, None
-        scales: dict[str, ArrayView] = _NONE
-        record = training or state.calibrating
-        if way.delayed:
-            wiring = self._wire(recipe, record)
-            scales = wiring.scales
-            if record:  # inference leaves no trace in the history
-                given, late, finish = wiring.given, wiring.late, wiring.finish
-                touch_forward(self.fp8_meta["scaling_fwd"], wiring.recipe, training)
-        cached = None
-        if is_first_microbatch is not None:
-            cached = self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
-        recompute.keep(self, scales, cached)
-        if cached is not None:
-            inputs, spec = {**inputs, **cached}, self._spec_for(fp8, True, bias, options)
-        return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
-
-    def _run_again(
-        self,
-        kept: Kept,
-        inputs: Inputs,
-        recipe: Recipe | None,
-        fp8: Quantization,
-        bias: str,
-        options: dict[str, Any],
-    ) -> dict[str, Tensor]:
-        """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of
-        gradients only are recorded. ``recipe`` None is high precision."""
-        if recipe is None:
-            return apply(
-                self.operation,
-                self._spec_for(None, False, bias, options | self.calibration_options),
-                inputs,
-                owner=self,
-            )
-        given, late, finish = _NONE, _NONE, None
-        if recipe.history is not None:
-            wiring = self._wire(recipe, True)
-            given, late, finish = wiring.given_again, wiring.late, wiring.finish
-        spec = self._spec_for(fp8, kept.weights is not None, bias, options)
-        return apply(
-            self.operation, spec, {**inputs, **(kept.weights or {}), **kept.scales}, given, late, finish, self
-        )
-
-    def _run_calibrating(
-        self, inputs: Inputs, recipe: Recipe, training: bool, bias: str, options: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """In high precision; the amaxes that FP8 would have seen are recorded."""
-        outputs = apply(
-            self.operation,
-            self._spec_for(None, False, bias, options | self.calibration_options),
-            inputs,
-            owner=self,
-        )
-        if recipe.history is not None:
-            wiring = self._wire(recipe, True)
-            state = self.fp8_meta["scaling_fwd"]
-            touch_forward(state, wiring.recipe, training)
-            for slot, tensor in self.calibrate(inputs, outputs):
-                amax_of(tensor.view if isinstance(tensor, Tensor) else tensor, state.amaxes[slot])
-        return outputs
-
-    def _spec_for(self, fp8: Quantization | None, cached: bool, bias: str, options: dict[str, Any]) -> Any:
-        """The operation's spec, the same object for the same request: plans are found by its identity."""
-        key = (id(fp8), cached, bias, *options.items())
-        found = self._specs.get(key)
-        if found is None:
-            spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()))
-            found = self._specs[key] = (spec, fp8)  # fp8 is held, so that its id stays its own
-        return found[0]
-
     # --- delayed scaling ------------------------------------------------------------------------------------
 
     @property
@@ -247,19 +150,18 @@ class Fp8Module(FP8Layer, NativeLayer):
         weight: Parameter = next(iter(self.weight_inputs().values()))
         return weight.device
 
-    def _wire(self, recipe: Recipe, record: bool) -> _Wiring:
+    def _bound(self, recipe: Recipe, record: bool) -> Binding:
         """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the
         recipe's length."""
-        wiring = self._wiring
+        known: Binding | None = self._binding
         assert recipe.history is not None
         length = recipe.history.length
-        known = wiring is not None and (wiring.recipe is recipe or wiring.recipe == recipe)
         if (
-            wiring is not None
-            and known
+            known is not None
+            and (known.recipe is recipe or known.recipe == recipe)
             and (not record or self.fp8_meta["scaling_fwd"].history_len == length)
         ):
-            return wiring
+            return known
         for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
             state = self.fp8_meta.get(name)
             if state is None:
@@ -269,46 +171,13 @@ class Fp8Module(FP8Layer, NativeLayer):
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         operands, gradients = forward_slots(self.gemms), backward_slots(self.gemms)
         scales = {f"{name}_scale": forward.scales[slot] for name, slot in operands.items()}
-        given = {f"{name}_amax": forward.amaxes[slot] for name, slot in operands.items()}
-        given |= {f"{name}_amax": backward.amaxes[slot] for name, slot in gradients.items()}
-        late = {f"{name}_scale": backward.scales[slot] for name, slot in gradients.items()}
-        again = {name: view for name, view in given.items() if name.endswith("g_amax")}
-        self._wiring = _Wiring(
-            recipe, scales, given, again, late, (commit_backward, _Ticket(recipe, backward))
-        )
-        return self._wiring
-
-    # --- the weight cache -----------------------------------------------------------------------------------
-
-    def _cached_weights(
-        self,
-        fp8: Quantization,
-        first: bool,
-        bias: str,
-        scales: dict[str, ArrayView],
-        given: dict[str, ArrayView],
-    ) -> dict[str, ArrayView]:
-        """The FP8 weights: those of the first micro-batch; cast now and kept where this is the first, or
-        where none are kept by this recipe."""
-        cache = self._weights
-        if not first and cache is not None and cache.fp8 is fp8:
-            return cache.arrays
-        made: dict[str, ArrayView] = {}
-        weights = self.weight_inputs()
-        with no_grad():
-            for i, prefix in enumerate(self.gemms):
-                own: Inputs = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
-                if scales:
-                    own[f"{prefix}w_scale"] = scales[f"{prefix}w_scale"]
-                key = ("weight_cast", id(fp8), i)
-                found = self._specs.get(key)
-                if found is None:
-                    products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
-                    found = self._specs[key] = (LinearSpec(products[i]), fp8)
-                out = apply(weight_cast, found[0], own, given, owner=self)
-                made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
-        self._weights = _WeightCache(fp8, made)
-        return made
+        amaxes = {f"{name}_amax": forward.amaxes[slot] for name, slot in operands.items()}
+        grad_amaxes = {f"{name}_amax": backward.amaxes[slot] for name, slot in gradients.items()}
+        grad_scales = {f"{name}_scale": backward.scales[slot] for name, slot in gradients.items()}
+        finish = commit_backward, _Update(recipe, backward)
+        found = Binding(recipe, scales, amaxes | grad_amaxes, grad_amaxes, grad_scales, finish)
+        self._binding = found
+        return found
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
@@ -336,7 +205,7 @@ class Fp8Module(FP8Layer, NativeLayer):
                     self.fp8_meta[name].load(state)
                 return
             self.fp8_meta = made
-            self._wiring = None
+            self._binding = None
 
         return take
 

@@ -37,6 +37,11 @@ _passes = Passes()
 first, recall = _passes.first, _passes.recall
 
 
+def idle() -> bool:
+    """Whether this thread runs no pass of any checkpoint."""
+    return _passes.running is None
+
+
 def keep(owner: object, scales: Mapping[str, ArrayView], weights: Mapping[str, Any] | None) -> None:
     """In a first pass: keep what this call of ``owner`` found, scales by value."""
     if _passes.first():

@@ -82,7 +82,7 @@ def test_an_update_goes_to_the_memory_that_states_have_now(monkeypatch: pytest.M
     layers = [Linear(16, 16, device="cpu") for _ in range(3)]
     recipe = DelayedScaling(amax_history_len=4)
     for layer in layers:
-        layer._wire(recipe, True)
+        layer._bound(recipe, True)
     own = [layer.fp8_meta["scaling_fwd"] for layer in layers]
 
     class Kernels:
