@@ -215,7 +215,7 @@ class Native:
 def jax_part(setting: Setting) -> list[Row]:
     """A row a contender; ``ratio``: to plain JAX. The host's clock, calls queued back to back: XLA has a
     stream of its own."""
-    size, how = setting.sizes.large, setting.settled(LAYER_CALLS)
+    size, how = setting.sizes.large, setting.warmed(LAYER_CALLS)
     place = jax.config.jax_default_device or jax.devices()[0]
     gpu = place.platform == "gpu"
     device = arrays.Device("cuda", place.local_hardware_id) if gpu else arrays.CPU

@@ -1,6 +1,6 @@
-"""Arrays as pointers: what any array becomes at the door, with no copy.
+"""Arrays as pointers: what any array becomes when it comes in, with no copy.
 
-``ArrayView`` is the currency of every room: kernels read and write views, operations pass them on, doors
+``ArrayView`` is what every package takes: kernels read and write views, operations pass them on, frontends
 allocate them. Where arrays live, and who serves them there, is said in ``devices``, whose names are found
 here too.
 """

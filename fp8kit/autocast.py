@@ -23,7 +23,7 @@ from fp8kit.recipe import DelayedScaling, Recipe
 
 
 class ForwardState(Protocol):
-    """What a door registers with ``touch_forward``: one module's forward scales and amax history."""
+    """What a frontend registers with ``touch_forward``: one module's forward scales and amax history."""
 
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[Any]) -> None:
@@ -93,9 +93,9 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
 def _by_value(touched: list[_Touched]) -> list[_Touched]:
     """Those of equal recipes together."""
     groups: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
-    for door, recipe, states in touched:
-        groups.setdefault((door, recipe), {}).update(states)
-    return [(door, recipe, states) for (door, recipe), states in groups.items()]
+    for own, recipe, states in touched:
+        groups.setdefault((own, recipe), {}).update(states)
+    return [(own, recipe, states) for (own, recipe), states in groups.items()]
 
 
 class autocast(ContextDecorator):
@@ -170,18 +170,18 @@ class autocast(ContextDecorator):
         if depth != thread.active:
             return
         thread.active = 0
-        left = [(door, recipe, states) for (door, _), (recipe, states) in thread.touched.items()]
+        left = [(own, recipe, states) for (own, _), (recipe, states) in thread.touched.items()]
         thread.touched = {}
         if len(left) > 1:
             left = _by_value(left)
         try:
             while left and kind is None:
-                door, recipe, states = left[0]
-                door.commit_forward(recipe, list(states.values()))
+                own, recipe, states = left[0]
+                own.commit_forward(recipe, list(states.values()))
                 del left[0]
         finally:
-            for door, _, states in left:
-                door.discard_forward(list(states.values()))
+            for own, _, states in left:
+                own.discard_forward(list(states.values()))
 
 
 class resumed:

@@ -235,7 +235,7 @@ class Float8Tensor:
                 for s, p in ((self._scale_inv, a16), (other._scale_inv, b16))
             )
             rows = out.rows()
-            room = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
+            workspace = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
             kernels.fp8_gemm(
                 a16,
                 b16,
@@ -247,7 +247,7 @@ class Float8Tensor:
                 None,
                 None,
                 fast_accumulate,
-                room,
+                workspace,
                 stream,
             )
         return arrays.to_library(out, self._data)
@@ -449,9 +449,9 @@ def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:
 def _padded_scales(scales: ArrayView, rows: int, kernels: Any, stream: int) -> ArrayView:
     if scales.size == rows:
         return scales.reshape(rows)
-    room = arrays.zeros((rows,), formats.float32, scales.device)
-    kernels.copy(scales.reshape(-1), room.slice(0, 0, scales.size), stream)
-    return room
+    padded = arrays.zeros((rows,), formats.float32, scales.device)
+    kernels.copy(scales.reshape(-1), padded.slice(0, 0, scales.size), stream)
+    return padded
 
 
 def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: Any, stream: int) -> None:
@@ -460,7 +460,7 @@ def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: An
         (left, left_scale, left_tile), (right, right_scale, right_tile) = (
             _block_operand(t, kernels, stream) for t in (a, b.T)
         )
-        room = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
+        workspace = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
         try:  # a device without this product says so, and gets the other
             kernels.block_gemm(
                 left,
@@ -474,7 +474,7 @@ def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: An
                 right_tile,
                 None,
                 None,
-                room,
+                workspace,
                 stream,
             )
             return
@@ -490,8 +490,8 @@ def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: An
         wide_b = arrays.contiguous(wide_b.transpose(1, 0))
     layout = "tn" if a._flipped else "nt" if b._flipped else "nn"
     exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
-    room = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
-    kernels.gemm(wide_a, wide_b, exact, layout, None, None, room, stream)
+    workspace = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
+    kernels.gemm(wide_a, wide_b, exact, layout, None, None, workspace, stream)
     if exact is not out:
         kernels.copy(exact, out, stream)
 
@@ -519,6 +519,6 @@ def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayVi
     that and aligned, or a copy."""
     if sizes == view.shape and view.contiguous and view.ptr % 16 == 0:
         return view
-    room = arrays.zeros(sizes, view.dtype, view.device)
-    kernels.copy(view, room.slice(0, 0, view.shape[0]).slice(1, 0, view.shape[1]), stream)
-    return room
+    padded = arrays.zeros(sizes, view.dtype, view.device)
+    kernels.copy(view, padded.slice(0, 0, view.shape[0]).slice(1, 0, view.shape[1]), stream)
+    return padded

@@ -45,7 +45,7 @@ class _Captured(NamedTuple):
     outputs: Any
     policy: SelectionPolicy
     held: list[captured.Held]
-    rooms: object
+    arenas: object
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -180,10 +180,10 @@ class Graph:
     def _capture(self, given: Any, views: list[ArrayView]) -> _Captured:
         device = views[0].device if views else dispatch.default_device()
         inputs = [arrays.empty(view.shape, view.dtype, view.device) for view in views]
-        with captured.capture() as held, scratch.separate() as rooms:
+        with captured.capture() as held, scratch.separate() as arenas:
             capture = arrays.provider(device).capture  # type: ignore[attr-defined]
             outputs, recording = capture(device, lambda: self._call(given, inputs))
-        return _Captured(recording, inputs, _mapped(outputs, _detached), get_policy(), held, dict(rooms))
+        return _Captured(recording, inputs, _mapped(outputs, _detached), get_policy(), held, dict(arenas))
 
 
 def _detached(value: Any) -> Any:

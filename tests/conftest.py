@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module")
-def settled() -> None:
+def frozen_garbage() -> None:
     """For a file whose tests ask the garbage collector again and again: what lives before its first test is
     not looked through each time, most of a second late in a run."""
     gc.collect()

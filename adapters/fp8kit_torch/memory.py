@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Device, contiguous_strides
 from fp8kit.errors import FormatError
-from fp8kit.execution.memory import Room, Scratch
+from fp8kit.execution.memory import Arena, Scratch
 from fp8kit.spec import Meta
 from fp8kit_torch import torch_compat
 from fp8kit_torch.views import dtype_of
@@ -55,7 +55,7 @@ class TorchMemory:
         )
         # an only device is always the current one
         self.several = cuda and torch.cuda.device_count() > 1
-        self._nothing = Room(0, 0, None, self.device, cuda)
+        self._nothing = Arena(0, 0, None, self.device, cuda)
 
     def maker(self, meta: Meta) -> Callable[[], Tensor]:
         dtype = dtype_of(meta.dtype)
@@ -72,14 +72,14 @@ class TorchMemory:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
         return _EMPTY[self.device.kind]((nbytes,), (1,), torch.uint8)
 
-    def room(self, nbytes: int, stream: int) -> Room:
+    def arena(self, nbytes: int, stream: int) -> Arena:
         if not nbytes:
             return self._nothing
         if self.compiled or not self.cuda or torch_compat.is_capturing():
             # a graph may be replayed beside what the thread does later; the CPU's memory costs little
             owner = self.block(nbytes)
-            return Room(nbytes, owner.data_ptr(), owner, self.device, False)
-        return scratch.room(nbytes, self.device, stream)
+            return Arena(nbytes, owner.data_ptr(), owner, self.device, False)
+        return scratch.arena(nbytes, self.device, stream)
 
     def zeros(self, count: int) -> Tensor:
         """float32 (count,), zeros: for amaxes."""

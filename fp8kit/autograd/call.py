@@ -17,7 +17,7 @@ from fp8kit.buffers import nbytes_of
 from fp8kit.errors import AutogradError, BackendError, Fp8kitError
 from fp8kit.execution import plans
 from fp8kit.execution.bound import BoundOp
-from fp8kit.execution.memory import Room, Scratch
+from fp8kit.execution.memory import Arena, Scratch
 from fp8kit.formats import float32, int64, uint8
 from fp8kit.spec import Meta, Operation
 
@@ -36,7 +36,7 @@ class NativeMemory:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._alloc = arrays.provider(device).alloc
-        self._nothing = Room(0, 0, None, device, device.kind != "cpu")
+        self._nothing = Arena(0, 0, None, device, device.kind != "cpu")
 
     def maker(self, meta: Meta) -> Callable[[], ArrayView]:
         device, shape, dtype = self.device, meta.shape, meta.dtype
@@ -61,8 +61,8 @@ class NativeMemory:
     def stream(self) -> int:
         return arrays.current_stream(self.device)
 
-    def room(self, nbytes: int, stream: int) -> Room:
-        return scratch.room(nbytes, self.device, stream) if nbytes else self._nothing
+    def arena(self, nbytes: int, stream: int) -> Arena:
+        return scratch.arena(nbytes, self.device, stream) if nbytes else self._nothing
 
 
 class NativeOp(BoundOp):

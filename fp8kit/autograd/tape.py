@@ -153,7 +153,8 @@ class Probe:
 
 
 class probing:
-    """Context manager: doors tell ``probe`` (None: nobody) what they would have recorded on this thread."""
+    """Context manager: frontends tell ``probe`` (None: nobody) what they would have recorded on this
+    thread."""
 
     __slots__ = ("before", "probe")
 

@@ -46,7 +46,7 @@ registry = _MANAGER.registry
 
 
 def get_default_manager() -> OpManager:
-    """The process's manager: what layers, optimisers and doors choose by."""
+    """The process's manager: what layers, optimisers and frontends choose by."""
     return _MANAGER
 
 

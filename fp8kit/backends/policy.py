@@ -7,7 +7,7 @@ A block holds for its thread, or, within asyncio, for its task: the policy in fo
 ``torch.compile`` cannot read one within a compiled function, but it can read, and guard, a
 ``threading.local``. So the policy of blocks that were entered outside of tasks also stands there:
 ``traced_policy`` reads it. Where a task's own block says something else, ``apart`` is true, and the torch
-door refuses.
+frontend refuses.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def get_policy() -> SelectionPolicy:
     if policy is not None:
         return policy
     if _PENDING:
-        _settle(threading.get_ident())
+        _make_global(threading.get_ident())
     return process_policy()
 
 
@@ -363,7 +363,7 @@ def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy
     return _changed(deny_vendors=get_policy().deny_vendors | set(vendors))
 
 
-def _settle(thread: int, only: SelectionPolicy | None = None) -> None:
+def _make_global(thread: int, only: SelectionPolicy | None = None) -> None:
     """What a Switch of this thread asked for was not for a block: it is the process's now."""
     policy = _PENDING.get(thread)
     if policy is not None and (only is None or policy is only):
@@ -391,7 +391,7 @@ class Switch:
             _PENDING[self._thread] = self._policy
 
     def __del__(self) -> None:
-        _settle(self._thread, self._policy)
+        _make_global(self._thread, self._policy)
 
     def __enter__(self) -> None:
         if _PENDING.get(self._thread) is self._policy:

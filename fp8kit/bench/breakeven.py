@@ -35,14 +35,14 @@ Contenders = Callable[[Problem, Modules], Mapping[str, Contender]]
 def native_door(
     name: str, recipe: Recipe | None, modules: Modules, graph: bool = False
 ) -> dict[str, Contender]:
-    """The native door under ``name``, its module kept in ``modules`` over the token counts."""
+    """The native frontend under ``name``, its module kept in ``modules`` over the token counts."""
     return {
         name: lambda p: native(p, recipe, graph=graph, module=modules.of(p, name, lambda: native_module(p)))
     }
 
 
 def native_only(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
-    """The native door, bfloat16 first: what the others are compared with."""
+    """The native frontend, bfloat16 first: what the others are compared with."""
     fp8 = RECIPES["FP8 delayed"]
     found = native_door("fp8kit native bf16", None, modules) | native_door("fp8kit native FP8", fp8, modules)
     if problem.device.kind == "cuda":
@@ -123,7 +123,7 @@ def _timed(steps: Mapping[str, Step], setting: Setting, seconds: float) -> dict[
     found = interleaved(steps, clock, 1, 2, 1)
     arrays.synchronize(setting.device)
     each = sum(sum(times) / len(times) for times in found.values())
-    for how in (setting.settled(), setting):
+    for how in (setting.warmed(), setting):
         rounds = min(how.rounds, int(seconds / 2 / max(each * (how.calls + how.warmups), 1e-9)))
         if rounds:
             return interleaved(steps, clock, rounds, how.calls, how.warmups)

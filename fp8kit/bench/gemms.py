@@ -91,7 +91,7 @@ class Operands:
         return relative_error(got[:CORNER, :CORNER], self.exact()) if np.isfinite(got).all() else float("nan")
 
     def poison(self) -> None:
-        """Spoil ``out``."""
+        """Overwrite ``out``."""
         arrays.copy(self.out, random.poisoned(self.out.shape, self.out.dtype, self.out.device))
 
 
@@ -174,10 +174,10 @@ def algorithms(given: Operands) -> dict[int, Step]:
 def fastest(given: Operands, fast: bool | None = None) -> Step:
     """The product by the algorithm that the engine finds the fastest. ``fast``: the accumulation, None as the
     product has it. A CUDA device only."""
-    from fp8kit.backends.cuda.algorithms import settle
+    from fp8kit.backends.cuda.algorithms import tune
 
     plan, run = _plan(given, fast)
-    settle(plan, run, arrays.current_stream(given.out.device))
+    tune(plan, run, arrays.current_stream(given.out.device))
     return lambda: run(given.out.ptr)
 
 

@@ -26,7 +26,7 @@ from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medi
 # of a turn that count on a GPU, after ten that do not: a layer's clocks at the power limit settle in about
 # 0.1 s
 LAYER_CALLS = 30
-SETTLING = 3  # steps before a result is compared: delayed scaling has seen the values then
+WARM_STEPS = 3  # steps before a result is compared: delayed scaling has seen the values then
 
 # of a problem and whether it is the layer: name -> contender
 Contenders = Callable[[Problem, str], Mapping[str, Contender]]
@@ -49,7 +49,7 @@ def start(
         running.step()
         arrays.synchronize(problem.device)
         row["first_step_s"] = time.perf_counter() - begin
-        for _ in range(SETTLING - 1):
+        for _ in range(WARM_STEPS - 1):
             running.step()
         running.poison()
         running.step()
@@ -133,7 +133,7 @@ def layer_part(
             else {}
         )
         rows += measure(
-            workload, problem, contenders(problem, workload), setting.settled(LAYER_CALLS), exact, extra, peak
+            workload, problem, contenders(problem, workload), setting.warmed(LAYER_CALLS), exact, extra, peak
         )
     return rows
 
@@ -173,7 +173,7 @@ def host_part(
         if running is not None:
             kept.append(running)
             steps[name] = running.step
-    how = setting.settled()
+    how = setting.warmed()
     for name, found in host_seconds(steps, how.device, 4 * how.rounds, 2 * how.calls, how.warmups).items():
         rows[name] |= found.row()
     for row in rows.values():

@@ -1,5 +1,5 @@
-"""One module to time, as values on the host, so that every library gets the same; and the native door's ways
-to run it."""
+"""One module to time, as values on the host, so that every library gets the same; and the native frontend's
+ways to run it."""
 
 from __future__ import annotations
 
@@ -166,8 +166,9 @@ def parameter_shapes(kind: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, 
 @dataclass
 class Running:
     """A contender, made: ``step`` is one forward and backward, the parameters' gradients written anew.
-    ``results`` gives y and dx of the last step in the problem's layout, on the host; ``poison`` spoils the
-    memory that the next step's results are written to. ``keep``: what else lives as long as the contender."""
+    ``results`` gives y and dx of the last step in the problem's layout, on the host; ``poison`` overwrites
+    the memory that the next step's results are written to. ``keep``: what else lives as long as the
+    contender."""
 
     step: Callable[[], Any]
     results: Callable[[], Results]
@@ -184,7 +185,7 @@ def _leave(weight: HostArray) -> None:
 
 
 def native_module(problem: Problem, dtype: DType = formats.bfloat16) -> nn.Module:
-    """The native door's module with the problem's weights."""
+    """The native frontend's module with the problem's weights."""
     inits: dict[str, Any] = {"init_method": _leave}
     if problem.kind != "Linear":
         inits["output_layer_init_method"] = _leave
@@ -297,7 +298,7 @@ def bounds(case: str, kind: str) -> tuple[float, float]:
 
 
 def same_bits(problem: Problem) -> Running:
-    """The native door under ``fk.deterministic()``: what that costs."""
+    """The native frontend under ``fk.deterministic()``: what that costs."""
     with deterministic(True):
         made = native(problem, RECIPES["FP8 delayed"])
 
@@ -309,8 +310,8 @@ def same_bits(problem: Problem) -> Running:
 
 
 def native_contenders(graph: bool = False) -> dict[str, Contender]:
-    """The native door with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and with the same
-    bits every time."""
+    """The native frontend with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and with the
+    same bits every time."""
     found: dict[str, Contender] = {
         f"fp8kit native {name}": _native(recipe) for name, recipe in RECIPES.items()
     }

@@ -120,7 +120,7 @@ class Setting:
         end = time.monotonic() + seconds
         return replace(self, deadline=end if self.deadline is None else min(end, self.deadline))
 
-    def settled(self, calls: int = 10) -> Setting:
+    def warmed(self, calls: int = 10) -> Setting:
         """The same, for layers and for what may take the host's time: on a GPU ten calls of a turn do not
         count, and ``calls`` do. Contenders take turns in one allocator and on one chip: what it gives, and
         the clocks at the power limit, are the contender's own only some calls after each change, as in a

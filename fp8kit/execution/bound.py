@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, streamed
 from fp8kit.errors import AutogradError
-from fp8kit.execution.memory import Layout, Memory, Room
+from fp8kit.execution.memory import Arena, Layout, Memory
 from fp8kit.execution.replay import replays
 from fp8kit.formats import DType
 from fp8kit.spec import Meta, Operation, Signature, Views
@@ -155,12 +155,12 @@ class BoundOp(Interface):
         stream = memory.stream()
         saved = [memory.block(nbytes)] if nbytes else []
         block = memory.address(saved[0]) if nbytes else 0
-        room = memory.room(self.scratch.nbytes, stream)
-        given = (inputs, outputs, amaxes, block, room, stream, saved)
+        arena = memory.arena(self.scratch.nbytes, stream)
+        given = (inputs, outputs, amaxes, block, arena, stream, saved)
         if self._forward_replays is None:
             self._forward(*given)
         else:
-            key = (stream, room.address, block, *inputs, *outputs, *amaxes)
+            key = (stream, arena.address, block, *inputs, *outputs, *amaxes)
             self._forward_replays.run(key, self._forward, *given)
         return saved
 
@@ -170,13 +170,13 @@ class BoundOp(Interface):
         outputs: Addresses,
         amaxes: Addresses,
         block: int,
-        room: Room,
+        arena: Arena,
         stream: int,
         saved: list[Any],
     ) -> None:
         """Run forward now; streamed buffers that it saved are appended to ``saved``."""
         kept = self.saved.views(block, self.memory)
-        temporaries = room.views(self.scratch, self.memory)
+        temporaries = arena.views(self.scratch, self.memory)
         read = views_at(self._forward_parts[0], inputs, self.device)
         filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
         self.operation.forward(self.plan, read, filled, kept, temporaries, stream)
@@ -229,11 +229,11 @@ class BoundOp(Interface):
             zeros = memory.maker(next(iter(self.outputs.values()))._replace(zero=True))()
             cotangents = [memory.address(zeros), *cotangents[1:]]
         block = memory.address(saved[0]) if self.saved.nbytes else 0
-        room = memory.room(self.backward_scratch.nbytes, stream)
-        given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, room, stream)
+        arena = memory.arena(self.backward_scratch.nbytes, stream)
+        given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream)
         if self._backward_replays is None:
             return self._backward(*given)
-        key = (stream, room.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
+        key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
         self._backward_replays.run(key, self._backward, *given)
         return {}
 
@@ -246,7 +246,7 @@ class BoundOp(Interface):
         grads: Sequence[int | None],
         amaxes: Addresses,
         block: int,
-        room: Room,
+        arena: Arena,
         stream: int,
     ) -> dict[str, Any]:
         """Run backward now."""
@@ -266,7 +266,7 @@ class BoundOp(Interface):
         if missing:
             filled = {name: view for name, view in into.items() if view is not None}
             into = Buffers(filled, {name: self.grads[name] for name in missing}, memory.view)
-        temporaries = room.views(self.backward_scratch, memory)
+        temporaries = arena.views(self.backward_scratch, memory)
         self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
         return {name: into[name].owner for name in missing} if missing else {}
 

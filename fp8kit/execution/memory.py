@@ -48,7 +48,7 @@ class Layout:
         return Buffers(found, self.streamed, memory.view) if self.streamed else found
 
 
-class Room:
+class Arena:
     """A piece of memory for temporaries. ``kept``: the thread's, at the same address for the next call
     too."""
 
@@ -60,7 +60,7 @@ class Room:
         self._views: dict[Layout, dict[str, ArrayView]] = {}
 
     def views(self, layout: Layout, memory: Memory) -> Any:
-        """The buffers of a layout in this room, contents undefined; not to be changed."""
+        """The buffers of a layout in this arena, contents undefined; not to be changed."""
         found = self._views.get(layout) if self.kept else None
         if found is None:
             found = layout.at(self.address, self.device)
@@ -72,10 +72,10 @@ class Room:
 
 
 class Scratch(threading.local):
-    """A thread's memory for the temporaries of one operation, one room for each stream.
+    """A thread's memory for the temporaries of one operation, one arena for each stream.
 
     Work on a stream is done in order, so the thread's next operation there can use the same memory. Large
-    rooms are not kept, nor those of more than ``STREAMS`` streams, nor any on the CPU, where memory costs
+    arenas are not kept, nor those of more than ``STREAMS`` streams, nor any on the CPU, where memory costs
     little. ``allocate(nbytes, device)`` gives an address and an owner.
     """
 
@@ -84,31 +84,31 @@ class Scratch(threading.local):
 
     def __init__(self, allocate: Callable[[int, Device], tuple[int, object]]) -> None:
         self.allocate = allocate
-        self.rooms: dict[tuple[Device, int], Room] = {}
+        self.arenas: dict[tuple[Device, int], Arena] = {}
 
-    def room(self, nbytes: int, device: Device, stream: int) -> Room:
+    def arena(self, nbytes: int, device: Device, stream: int) -> Arena:
         """At least ``nbytes`` bytes, contents undefined, for work on ``stream``: the caller's alone until all
         its work is on the stream, so no operation calls another one meanwhile."""
-        found = self.rooms.get((device, stream))
+        found = self.arenas.get((device, stream))
         if found is None or found.nbytes < nbytes:
             kept = nbytes <= self.KEPT and device.kind != "cpu"
-            found = Room(nbytes, *self.allocate(nbytes, device), device, kept)
+            found = Arena(nbytes, *self.allocate(nbytes, device), device, kept)
             if kept:
-                self.rooms.pop((device, stream), None)
-                if len(self.rooms) >= self.STREAMS:
-                    del self.rooms[next(iter(self.rooms))]
-                self.rooms[device, stream] = found
+                self.arenas.pop((device, stream), None)
+                if len(self.arenas) >= self.STREAMS:
+                    del self.arenas[next(iter(self.arenas))]
+                self.arenas[device, stream] = found
         return found
 
     @contextmanager
-    def separate(self) -> Iterator[dict[tuple[Device, int], Room]]:
-        """Within, this thread begins without rooms. Those that it made are in the dictionary, for who wants
+    def separate(self) -> Iterator[dict[tuple[Device, int], Arena]]:
+        """Within, this thread begins without arenas. Those that it made are in the dictionary, for who wants
         to keep them, as a captured graph must."""
-        before, self.rooms = self.rooms, {}
+        before, self.arenas = self.arenas, {}
         try:
-            yield self.rooms
+            yield self.arenas
         finally:
-            self.rooms = before
+            self.arenas = before
 
 
 class Memory(Protocol):
@@ -131,5 +131,5 @@ class Memory(Protocol):
     def stream(self) -> int:
         """Handle of the stream that work goes to now."""
 
-    def room(self, nbytes: int, stream: int) -> Room:
+    def arena(self, nbytes: int, stream: int) -> Arena:
         """Memory for one call's temporaries."""

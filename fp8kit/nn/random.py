@@ -1,5 +1,5 @@
-"""Randomness of the native door: one host generator for initial weights, and one ``(seed, offset)`` array a
-device for dropout.
+"""Randomness of the native frontend: one host generator for initial weights, and one ``(seed, offset)`` array
+a device for dropout.
 
 The device's state advances on the device (``rng_next_``), so dropout never waits for the host and a captured
 graph draws anew at each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
@@ -126,7 +126,7 @@ def draw_from(source: Source) -> AbstractContextManager[None]:
 
     ``source(device)``, with the device's name ("cpu", "cuda:0"), is asked once for each operation that drops,
     in their order, just before it runs, and gives its ``(seed, offset)``: int64 (2,) on that device, any
-    array that ``fk.tensor`` takes. It is copied. So the native door drops what another one does::
+    array that ``fk.tensor`` takes. It is copied. So the native frontend drops what another one does::
 
         torch.manual_seed(0)
         with fk.draw_from(fp8kit_torch.dropout_seed):

@@ -1,4 +1,4 @@
-"""Operations: differentiable units written once on top of the kernels, for every front door.
+"""Operations: differentiable units written once on top of the kernels, for every frontend.
 
 ======================  ===========================================================  =====================
 operation               what it computes                                             file

@@ -95,14 +95,14 @@ class AttentionSpec:
     placed: bool = False
 
     def __post_init__(self) -> None:
-        def settle(name: str, value: object) -> None:
+        def resolve(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        settle("num_gqa_groups", self.num_gqa_groups or self.num_heads)
-        settle("head_dim_v", self.head_dim_v or self.head_dim)
-        settle("mask", _ALIASES.get(self.mask, self.mask))
+        resolve("num_gqa_groups", self.num_gqa_groups or self.num_heads)
+        resolve("head_dim_v", self.head_dim_v or self.head_dim)
+        resolve("mask", _ALIASES.get(self.mask, self.mask))
         if self.softmax_scale == 0 and self.head_dim > 0:
-            settle("softmax_scale", 1 / math.sqrt(self.head_dim))
+            resolve("softmax_scale", 1 / math.sqrt(self.head_dim))
 
     def heads(self, part: str) -> int:
         """Heads of "q", "k" or "v"."""

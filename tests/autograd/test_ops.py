@@ -1,5 +1,5 @@
-"""Every operation through the native door: gradients against differences in high precision, FP8 against an
-exact simulation."""
+"""Every operation through the native frontend: gradients against differences in high precision, FP8 against
+an exact simulation."""
 
 from __future__ import annotations
 
@@ -676,8 +676,8 @@ def test_zero_rows() -> None:
 
 
 def test_measure_gives_the_amax_that_a_later_forward_takes() -> None:
-    """Measure, then a forward with the amax from outside, equals current scaling bit for bit: what doors that
-    reduce over devices do."""
+    """Measure, then a forward with the amax from outside, equals current scaling bit for bit: what frontends
+    that reduce over devices do."""
     x, nw, nb, w, b = normal(20, 24), normal(24), normal(24), normal(40, 24), normal(40)
     inputs = {
         "x": tensor(x),

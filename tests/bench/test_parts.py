@@ -20,7 +20,7 @@ from fp8kit.bench.sizes import FULL, SMALL, Layer
 from fp8kit.errors import Fp8kitError
 from fp8kit.spec import Operation
 
-pytestmark = pytest.mark.usefixtures("settled")
+pytestmark = pytest.mark.usefixtures("frozen_garbage")
 
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 

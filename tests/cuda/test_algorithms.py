@@ -67,7 +67,7 @@ class _Plan:
     """A plan with an algorithm for each of ``times``, known by their numbers."""
 
     def __init__(self, key: MatmulKey = KEY, times: Sequence[float] = MILLISECONDS) -> None:
-        self.key, self.times, self.algorithms, self.device, self.settled = key, times, len(times), 0, False
+        self.key, self.times, self.algorithms, self.device, self.tuned = key, times, len(times), 0, False
         self.index, self.refuses, self.wide = 0, set[int](), False
 
     @property
@@ -113,8 +113,8 @@ def product(plan: _Plan, driver: _Driver, to: list[int]) -> Any:
 
 def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     plan, to = _Plan(), []
-    algorithms.settle(plan, product(plan, driver, to), 7)
-    assert plan.settled
+    algorithms.tune(plan, product(plan, driver, to), 7)
+    assert plan.tuned
     assert plan.index == 1
     assert set(to) == {4096}  # never the caller's output
     assert driver.alive == 0
@@ -125,8 +125,8 @@ def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
         "seconds", [kept["seconds"][str(i)] for i in range(3)], np.array(MILLISECONDS) / 1e3, "float64", 1e-13
     )
     again = _Plan()
-    algorithms.settle(again, product(again, driver, calls := []), 7)
-    assert again.settled
+    algorithms.tune(again, product(again, driver, calls := []), 7)
+    assert again.tuned
     assert (again.index, calls) == (1, [])  # another process would not time either
 
 
@@ -138,20 +138,20 @@ def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: An
     path = algorithms._file(plan)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    algorithms.settle(plan, product(plan, driver, []), 7)
-    assert plan.settled
+    algorithms.tune(plan, product(plan, driver, []), 7)
+    assert plan.tuned
     assert plan.index == 1
     assert json.loads(path.read_text())["algorithm"] == "01"
 
 
 def test_what_is_captured_is_not_timed(driver: _Driver) -> None:
     plan, driver.capturing = _Plan(), True
-    algorithms.settle(plan, product(plan, driver, to := []), 7)
-    assert not plan.settled
+    algorithms.tune(plan, product(plan, driver, to := []), 7)
+    assert not plan.tuned
     assert (plan.index, to) == (0, [])
     driver.capturing = False
-    algorithms.settle(plan, product(plan, driver, to), 7)
-    assert plan.settled
+    algorithms.tune(plan, product(plan, driver, to), 7)
+    assert plan.tuned
     assert plan.index == 1
 
 
@@ -160,22 +160,22 @@ def test_small_products_and_single_candidates_are_not_timed(driver: _Driver) -> 
         _Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)),
         _Plan(times=(1.0,)),
     ):
-        algorithms.settle(plan, product(plan, driver, to := []), 7)
-        assert (plan.settled, plan.index, to) == (True, 0, [])
+        algorithms.tune(plan, product(plan, driver, to := []), 7)
+        assert (plan.tuned, plan.index, to) == (True, 0, [])
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp_path: Any) -> None:
     (tmp_path / "products").write_text("a file")
     plan = _Plan()
-    algorithms.settle(plan, product(plan, driver, []), 7)
-    assert plan.settled
+    algorithms.tune(plan, product(plan, driver, []), 7)
+    assert plan.tuned
     assert plan.index == 1
 
 
 def test_a_first_look_keeps_the_best(driver: _Driver, tmp_path: Any) -> None:
     """Of twelve candidates eight are measured again: not the slowest four."""
     plan = _Plan(times=(9.0, 12.0, 3.0, 11.0, 5.0, 8.0, 2.0, 10.0, 4.0, 1.5, 7.0, 6.0))
-    algorithms.settle(plan, product(plan, driver, []), 7)
+    algorithms.tune(plan, product(plan, driver, []), 7)
     assert plan.index == 9
     (path,) = (tmp_path / "products").iterdir()
     assert set(json.loads(path.read_text())["seconds"]) == {"2", "4", "5", "6", "8", "9", "10", "11"}
@@ -184,7 +184,7 @@ def test_a_first_look_keeps_the_best(driver: _Driver, tmp_path: Any) -> None:
 def test_what_is_refused_when_it_runs_is_not_taken(driver: _Driver) -> None:
     plan = _Plan()
     plan.refuses = {1}
-    algorithms.settle(plan, product(plan, driver, []), 7)
+    algorithms.tune(plan, product(plan, driver, []), 7)
     assert plan.index == 2
     assert driver.alive == 0
     hopeless = _Plan(
@@ -192,7 +192,7 @@ def test_what_is_refused_when_it_runs_is_not_taken(driver: _Driver) -> None:
     )
     hopeless.refuses = {0, 1, 2}
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
-        algorithms.settle(hopeless, product(hopeless, driver, []), 7)
+        algorithms.tune(hopeless, product(hopeless, driver, []), 7)
     assert driver.alive == 0
 
 
@@ -214,7 +214,7 @@ def test_relatives_are_candidates_of_large_fp8_products(
             rows, 4096, 4096, "nt", operand, operand, bfloat16, 4096, 4096, 4096, scaling=scaling, timed=True
         )
     )
-    algorithms.settle(plan, product(plan, driver, []), 7)
+    algorithms.tune(plan, product(plan, driver, []), 7)
     assert plan.wide is wide
 
 

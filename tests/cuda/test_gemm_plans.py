@@ -195,7 +195,7 @@ def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pyte
 
     def made(key: MatmulKey, index: int) -> Any:
         keys.append(key)
-        return types.SimpleNamespace(run=lambda *numbers: None, settled=True)
+        return types.SimpleNamespace(run=lambda *numbers: None, tuned=True)
 
     monkeypatch.setattr(gemm, "plan", made)
     one, out = ArrayView(1024, (1,), float32, GPU), ArrayView(2048, (32, 48), bfloat16, GPU)
@@ -292,9 +292,7 @@ def test_arrays_at_odd_addresses_go_another_way(monkeypatch: pytest.MonkeyPatch,
     """cuBLASLt never sees them: an addend is copied to the output first, a bias added by a kernel of its
     own."""
     done: list[tuple[Any, ...]] = []
-    plan = types.SimpleNamespace(
-        settled=True, run=lambda *given: done.append(("product", given[5], given[9]))
-    )
+    plan = types.SimpleNamespace(tuned=True, run=lambda *given: done.append(("product", given[5], given[9])))
     monkeypatch.setattr(gemm, "_scaled_plan", lambda *given: plan)
     monkeypatch.setattr(gemm.elementwise, "copy", lambda x, y, stream: done.append(("copy", x.ptr, y.ptr)))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The examples of the PyTorch door."""
+"""The examples of the PyTorch frontend."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def unpacked(spec: AttentionSpec, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[str]) -> dict[str, Any]:
-    """Forward and backward as a door does it, with every buffer poisoned beforehand."""
+    """Forward and backward as a frontend does it, with every buffer poisoned beforehand."""
     if spec.padded:
         inputs = inputs | {"cu_seqlens_q": CU_Q, "cu_seqlens_kv": CU_KV}
     if spec.dropout:

@@ -152,7 +152,7 @@ class Case:
 
 
 def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[str]) -> dict[str, Any]:
-    """Forward and backward as a door does it, with every buffer poisoned beforehand."""
+    """Forward and backward as a frontend does it, with every buffer poisoned beforehand."""
     views = {name: put(x, arrays.CPU) for name, x in inputs.items()}
     plan = attention.plan(
         spec, {n: Meta(x.shape, x.dtype) for n, x in views.items()}, needs, dispatch.kernels(arrays.CPU)

@@ -1,5 +1,5 @@
-"""Weight gradients that go on in the door's own buffers: what is there, and one product more, rounded as the
-spec says."""
+"""Weight gradients that go on in the frontend's own buffers: what is there, and one product more, rounded as
+the spec says."""
 
 from __future__ import annotations
 

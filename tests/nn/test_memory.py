@@ -22,7 +22,7 @@ from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta
 from tests.support import peaks
 
-pytestmark = pytest.mark.usefixtures("settled")
+pytestmark = pytest.mark.usefixtures("frozen_garbage")
 
 RECIPES = {
     "high": None,
@@ -144,7 +144,7 @@ def test_streamed_buffers_change_no_bit(device, recipe, kind, options, monkeypat
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
-    """Two products share the codes of their input and weight, which nobody gives up however a door keeps
+    """Two products share the codes of their input and weight, which nobody gives up however a frontend keeps
     them: the bits of products that cast for themselves, in a first walk back and in a second one."""
     fp8 = RECIPES[recipe].quantization
     # a cast of x as if it were the weight

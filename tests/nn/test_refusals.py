@@ -12,7 +12,7 @@ from fp8kit.autograd import Tensor, tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.nn.fp8 import Fp8Module
 from tests.support.bad_options import FFN, HEADS, H, S
-from tests.support.refusals import Door, X, cases
+from tests.support.refusals import Frontend, X, cases
 
 OPTIONS = {"attention_dropout": 0.1, "layer_number": 1}
 
@@ -29,7 +29,7 @@ CASES = cases(mha, layer)
 
 
 def placed(value, device):
-    """An option as the native door takes it."""
+    """An option as the native frontend takes it."""
     if callable(value):
         return value(nn.InferenceParams, device)
     if isinstance(value, tuple):
@@ -82,7 +82,7 @@ def made(make, device):
     return make(device)
 
 
-DOOR = Door(
+DOOR = Frontend(
     Fp8Module,
     placed,
     lambda: fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)),

@@ -1,5 +1,5 @@
-"""Values of running sums and of indices: on the CPU wrong ones are refused at the door, before anything runs
-and with nothing changed."""
+"""Values of running sums and of indices: on the CPU wrong ones are refused at the frontend, before anything
+runs and with nothing changed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import fp8kit as fk
 from fp8kit import formats, nn
 from fp8kit.arrays import CPU, Device
 from fp8kit.autograd import call
-from fp8kit.execution.memory import Layout, Room, Scratch
+from fp8kit.execution.memory import Arena, Layout, Scratch
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from fp8kit.spec import Meta, Operation
 
@@ -32,62 +32,62 @@ def counting():
 
 def test_a_thread_keeps_one_room_for_each_stream():
     scratch, made = counting()
-    first = scratch.room(100, GPU, 0)
-    assert scratch.room(100, GPU, 0) is first
-    assert scratch.room(40, GPU, 0) is first
-    larger = scratch.room(101, GPU, 0)
+    first = scratch.arena(100, GPU, 0)
+    assert scratch.arena(100, GPU, 0) is first
+    assert scratch.arena(40, GPU, 0) is first
+    larger = scratch.arena(101, GPU, 0)
     assert larger is not first
-    assert scratch.room(100, GPU, 0) is larger
-    assert scratch.room(100, GPU, 5) is not larger
-    assert scratch.room(100, Device("cuda", 1), 0) is not larger
+    assert scratch.arena(100, GPU, 0) is larger
+    assert scratch.arena(100, GPU, 5) is not larger
+    assert scratch.arena(100, Device("cuda", 1), 0) is not larger
     assert made == [100, 101, 100, 100]
     others = []
-    thread = threading.Thread(target=lambda: others.append(scratch.room(100, GPU, 0)))
+    thread = threading.Thread(target=lambda: others.append(scratch.arena(100, GPU, 0)))
     thread.start()
     thread.join()
     assert others[0] is not larger
-    assert scratch.room(101, GPU, 0) is larger
+    assert scratch.arena(101, GPU, 0) is larger
 
 
 def test_much_is_not_kept_nor_anything_on_the_cpu():
     scratch, made = counting()
-    small = scratch.room(8, GPU, 0)
-    assert scratch.room(Scratch.KEPT + 1, GPU, 0) is not scratch.room(Scratch.KEPT + 1, GPU, 0)
-    assert scratch.room(8, GPU, 0) is small
-    assert scratch.room(8, CPU, 0) is not scratch.room(8, CPU, 0)
+    small = scratch.arena(8, GPU, 0)
+    assert scratch.arena(Scratch.KEPT + 1, GPU, 0) is not scratch.arena(Scratch.KEPT + 1, GPU, 0)
+    assert scratch.arena(8, GPU, 0) is small
+    assert scratch.arena(8, CPU, 0) is not scratch.arena(8, CPU, 0)
     assert made == [8, Scratch.KEPT + 1, Scratch.KEPT + 1, 8, 8]
 
 
 def test_rooms_of_ever_new_streams_do_not_pile_up():
     scratch, made = counting()
-    rooms = [scratch.room(8, GPU, stream) for stream in range(3 * Scratch.STREAMS)]
-    assert len(scratch.rooms) == Scratch.STREAMS
-    last = len(rooms) - 1
-    assert scratch.room(8, GPU, last) is rooms[last]
-    larger = scratch.room(9, GPU, last - Scratch.STREAMS + 1)  # in place of the oldest: no other goes
-    assert len(scratch.rooms) == Scratch.STREAMS
-    assert scratch.room(8, GPU, last - Scratch.STREAMS + 1) is larger
-    assert scratch.room(8, GPU, last - Scratch.STREAMS + 2) is rooms[last - Scratch.STREAMS + 2]
-    assert scratch.room(8, GPU, 0) is not rooms[0]
-    assert len(made) == len(rooms) + 2
+    arenas = [scratch.arena(8, GPU, stream) for stream in range(3 * Scratch.STREAMS)]
+    assert len(scratch.arenas) == Scratch.STREAMS
+    last = len(arenas) - 1
+    assert scratch.arena(8, GPU, last) is arenas[last]
+    larger = scratch.arena(9, GPU, last - Scratch.STREAMS + 1)  # in place of the oldest: no other goes
+    assert len(scratch.arenas) == Scratch.STREAMS
+    assert scratch.arena(8, GPU, last - Scratch.STREAMS + 1) is larger
+    assert scratch.arena(8, GPU, last - Scratch.STREAMS + 2) is arenas[last - Scratch.STREAMS + 2]
+    assert scratch.arena(8, GPU, 0) is not arenas[0]
+    assert len(made) == len(arenas) + 2
 
 
 def test_rooms_apart_are_given_away():
     scratch, _ = counting()
-    before = scratch.room(8, GPU, 0)
-    with scratch.separate() as rooms:
-        inner = scratch.room(8, GPU, 0)
+    before = scratch.arena(8, GPU, 0)
+    with scratch.separate() as arenas:
+        inner = scratch.arena(8, GPU, 0)
         assert inner is not before
-        assert list(rooms.values()) == [inner]
-    assert scratch.room(8, GPU, 0) is before
+        assert list(arenas.values()) == [inner]
+    assert scratch.arena(8, GPU, 0) is before
 
 
 def test_layouts_of_ever_new_sizes_do_not_pile_up():
-    room = Room(8, 0, None, GPU, True)
-    for _ in range(3 * Room.LIMIT):
+    arena = Arena(8, 0, None, GPU, True)
+    for _ in range(3 * Arena.LIMIT):
         layout = Layout({"a": Meta((2,), formats.uint8)})
-        assert room.views(layout, None) is room.views(layout, None)
-    assert len(room._views) <= Room.LIMIT
+        assert arena.views(layout, None) is arena.views(layout, None)
+    assert len(arena._views) <= Arena.LIMIT
 
 
 @pytest.mark.parametrize(
@@ -117,23 +117,23 @@ def test_no_two_operations_at_work_share_a_room(recipe, monkeypatch):
 
     want = step()
     lent = []
-    rooms = {}
+    arenas = {}
 
-    def room(nbytes, where, stream):
+    def arena(nbytes, where, stream):
         assert not lent, f"asked for while {lent} is at work"
-        found = rooms.get(stream)
+        found = arenas.get(stream)
         if found is None or found.nbytes < nbytes:
             memory = np.full(nbytes, 0xA5, np.uint8)
-            found = rooms[stream] = Room(nbytes, memory.ctypes.data, memory, where, True)
+            found = arenas[stream] = Arena(nbytes, memory.ctypes.data, memory, where, True)
         found.owner[:] = 0xA5
         return found
 
-    monkeypatch.setattr(call.scratch, "room", room, raising=False)
+    monkeypatch.setattr(call.scratch, "arena", arena, raising=False)
     for operation in Operation.__subclasses__():
         for name in ("forward", "backward"):
             monkeypatch.setattr(operation, name, lending(getattr(operation, name), lent))
     assert step() == want
-    assert rooms
+    assert arenas
 
 
 def lending(function, lent):

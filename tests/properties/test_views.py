@@ -1,4 +1,5 @@
-"""Arrays at the door: whatever their memory, views, tensors and copies hold the values that NumPy says."""
+"""Arrays at the frontend: whatever their memory, views, tensors and copies hold the values that NumPy
+says."""
 
 from __future__ import annotations
 

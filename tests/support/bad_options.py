@@ -1,5 +1,5 @@
 """What a call of ``MultiheadAttention`` or ``TransformerLayer`` may not be given, as NumPy arrays and plain
-values, for every door that has these modules. A value that is a function is asked with the door's
+values, for every frontend that has these modules. A value that is a function is asked with the frontend's
 ``InferenceParams``."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sums(*values, dtype=np.int32):
 
 
 def cache(form="sbhd", batch=B, new=S, announced=True, **options):
-    """A function that makes a cache for the layers of a door, where a step of ``batch`` sequences may have
+    """A function that makes a cache for a frontend's layers, where a step of ``batch`` sequences may have
     been announced."""
 
     def make(params, device):

@@ -53,7 +53,7 @@ def _renamed(table, names):
 def cases(
     mha: Callable[..., Any], layer: Callable[..., Any]
 ) -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """Name -> (function that makes the module on a device, good inputs by name, bad ones), of a door's
+    """Name -> (function that makes the module on a device, good inputs by name, bad ones), of a frontend's
     ``MultiheadAttention`` and ``TransformerLayer``."""
     return {
         "mha": (mha, {"hidden_states": X}, SELF),
@@ -92,8 +92,8 @@ def cases(
     }
 
 
-class Door(NamedTuple):
-    """A door as the tests use it.
+class Frontend(NamedTuple):
+    """A frontend as the tests use it.
 
     ``base``: the class of layers whose ``run`` is the first that computes; ``placed``: an option on a device;
     ``scope``: an autocast; ``state``: all that a call might change of a module, and the random state;

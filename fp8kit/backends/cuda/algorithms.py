@@ -35,20 +35,20 @@ _SHORTEST = 3e-4  # seconds that one measurement takes at least
 _TIMING = launch.Locks()
 
 
-def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
+def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     """Give ``plan`` its fastest algorithm. ``run(out)`` launches the product with its operands, writing to
     the address ``out``.
 
-    The plan is not settled, and nothing is changed, where nothing can be timed now: while ``stream`` is
+    The plan is not tuned, and nothing is changed, where nothing can be timed now: while ``stream`` is
     captured into a graph.
     """
     key = plan.key
     size = key.batch * key.m * key.n * key.k
     if plan.algorithms < 2 or size < SMALLEST:
-        plan.settled = True
+        plan.tuned = True
         return
     with _TIMING[plan.device]:  # one problem at a time: two timed at once would slow each other
-        if plan.settled:
+        if plan.tuned:
             return
         kept = _recall(plan)
         if kept is None or not plan.take(kept):
@@ -59,7 +59,7 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
             times = _times(plan, run, stream)
             plan.choose(min(times, key=times.__getitem__))
             _keep(plan, times)
-        plan.settled = True
+        plan.tuned = True
 
 
 def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, float]:

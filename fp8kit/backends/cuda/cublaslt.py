@@ -138,7 +138,7 @@ class Plan:
 
     def __init__(self, key: MatmulKey, device_index: int) -> None:
         self.key = key
-        self.settled = not key.timed  # the algorithm is the one that the key asks for
+        self.tuned = not key.timed  # the algorithm is the one that the key asks for
         self.device = device_index
         self._lt = bindings()
         self._handle = _handle(device_index)
@@ -306,7 +306,7 @@ class Plan:
         recording = launch.here.recording
         if recording is not None:
             bound = None
-            if self.settled:  # else another algorithm is to come
+            if self.tuned:  # else another algorithm is to come
                 # the product is done; it will be done anew, not again
                 with contextlib.suppress(BackendError):
                     bound = Bound(

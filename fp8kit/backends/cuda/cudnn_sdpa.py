@@ -165,7 +165,7 @@ def _refused(problem: Problem, backward: bool) -> str | None:
 def workspace(problem: Problem, backward: bool, deterministic: bool, device: int) -> int:
     """Bytes of workspace of a call."""
     return (
-        _room(problem, backward)["end"]
+        _workspace_layout(problem, backward)["end"]
         + _plan(_asked_key(problem, backward, deterministic, device)).workspace
     )
 
@@ -252,21 +252,21 @@ def _run(
             places |= view.ptr
     _check_aligned(places)
     key = Key(problem, device, backward, deterministic, tuple(strides))
-    room = _room(problem, backward)
+    layout = _workspace_layout(problem, backward)
     start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
-    _check_room(given - room["end"], _plan(key))
+    _check_workspace(given - layout["end"], _plan(key))
 
     pointers = {_UIDS[name]: view.ptr for name, view in views.items()}
     pointers[_UIDS["stats"]] = lse.ptr
     if padding is not None:
-        pointers[_UIDS["lengths_q"]] = start + room["lengths"]
-        pointers[_UIDS["lengths_kv"]] = start + room["lengths"] + 4 * problem.batch
-        padding.lengths(start + room["lengths"])
+        pointers[_UIDS["lengths_q"]] = start + layout["lengths"]
+        pointers[_UIDS["lengths_kv"]] = start + layout["lengths"] + 4 * problem.batch
+        padding.lengths(start + layout["lengths"])
         if backward:
-            pointers[_UIDS["stats"]] = start + room["stats"]
-            padding.statistics(lse.ptr, start + room["stats"], _NEVER)
+            pointers[_UIDS["stats"]] = start + layout["stats"]
+            padding.statistics(lse.ptr, start + layout["stats"], _NEVER)
         for name in cleaned:
-            to, view = start + room[name], views[name]
+            to, view = start + layout[name], views[name]
             pointers[_UIDS[name]] = to
             padding.clean(
                 view.ptr,
@@ -278,7 +278,7 @@ def _run(
             )
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
-    call = (key, pointers, start + room["end"], given - room["end"])
+    call = (key, pointers, start + layout["end"], given - layout["end"])
     recorded.put(
         device,
         stream,
@@ -298,7 +298,7 @@ def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, st
         launched = False
         while not launched:
             plan = _plan(key)
-            _check_room(nbytes, plan)
+            _check_workspace(nbytes, plan)
             launched = _launched(plan, pointers, workspace, handle, stream)
 
 
@@ -310,7 +310,7 @@ def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, s
     _execute(key, pointers, workspace, nbytes, stream)
 
 
-def _check_room(nbytes: int, plan: Plan) -> None:
+def _check_workspace(nbytes: int, plan: Plan) -> None:
     """BackendError where a plan's workspace, behind what stands before it, is smaller than cuDNN wants."""
     if nbytes < plan.workspace:
         raise BackendError(
@@ -526,7 +526,7 @@ def _cleaned(problem: Problem, backward: bool) -> tuple[str, ...]:
 
 
 @functools.lru_cache(_ANSWERS)
-def _room(problem: Problem, backward: bool) -> dict[str, int]:
+def _workspace_layout(problem: Problem, backward: bool) -> dict[str, int]:
     """Where things lie in the workspace, in bytes from its start: true lengths, backward's statistics, copies
     by name; from "end" on it is cuDNN's."""
     sizes = {"lengths": 8 * problem.batch} if problem.padded else {}

@@ -69,8 +69,8 @@ def gemm(
         timed,
     )
     scratch = _address(workspace, limit)
-    if not ready.settled:
-        algorithms.settle(
+    if not ready.tuned:
+        algorithms.tune(
             ready,
             lambda to: ready.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, scratch, limit, stream, added),
             stream,
@@ -183,8 +183,8 @@ def scaled_gemm(
         product = workspace.ptr + WORKSPACE
     scales = a_scale_inv.ptr, b_scale_inv.ptr
     bias_ptr, added = (0, 0) if unfit else (bias_ptr, _added(addend, out, True, stream))
-    if not ready.settled:
-        algorithms.settle(
+    if not ready.tuned:
+        algorithms.tune(
             ready,
             lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream, added),
             stream,

@@ -141,7 +141,7 @@ def forward(columns: int, covered: int, itemsize: int, transposed: bool, device:
     if not chunks:
         return None
     attribute = launch.runtime().deviceGetAttribute
-    room, places = int(attribute(_SM_SHARED, device)), ceil_div(covered, 8)
+    available, places = int(attribute(_SM_SHARED, device)), ceil_div(covered, 8)
     most = int(attribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED
     rows, threads, blocks = (TRANSPOSED[itemsize] if transposed else PLAIN)[chunks]
     if lanes <= 32:
@@ -149,12 +149,12 @@ def forward(columns: int, covered: int, itemsize: int, transposed: bool, device:
     least = max(16, min(rows, threads // lanes))
     line = 8 * places if transposed else 0  # bytes of codes that a row of a tile has in shared memory
     gains = 64 * places
-    while rows > least and (gains + rows * line + _OTHER_SHARED) * blocks > room:
+    while rows > least and (gains + rows * line + _OTHER_SHARED) * blocks > available:
         rows //= 2
     shared = gains + rows * line
     if shared > most:
         return None
-    held = max(1, min(blocks, room // (shared + _OTHER_SHARED)))
+    held = max(1, min(blocks, available // (shared + _OTHER_SHARED)))
     if 2 * chunks * itemsize >= 32:  # variants that allow blocks of 512 threads
         threads = min(512, 1 << (threads * blocks // held).bit_length() - 1)
     groups = max(1, threads // lanes if lanes <= 32 else min(threads // lanes, rows, _MOST_GROUPS))

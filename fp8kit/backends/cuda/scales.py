@@ -87,8 +87,8 @@ def update_delayed_(
             table += _STATE.pack(scale.ptr, scale_inv.ptr, history.ptr, slots, length, fp8_max * factor, 0)
             longest = max(longest, slots)
         count = len(table) // _STATE.size
-        room = next(n for n in _STATES if count <= n)
-        kernel = launch.kernel("scales.cu", "update_delayed", index, STATES=str(room))
+        states = next(n for n in _STATES if count <= n)
+        kernel = launch.kernel("scales.cu", "update_delayed", index, STATES=str(states))
         launch.launch(
-            kernel, (count, longest), 128, (most_recent, table.ljust(room * _STATE.size, b"\0")), stream
+            kernel, (count, longest), 128, (most_recent, table.ljust(states * _STATE.size, b"\0")), stream
         )

@@ -95,7 +95,7 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
         place(head * size)
         for size in (rows * problem.dim, problem.columns * problem.dim, rows * problem.dim_v)
     )
-    room = place(cublaslt.WORKSPACE)
+    workspace = place(cublaslt.WORKSPACE)
     return Layout(
         groups,
         rows,
@@ -112,7 +112,7 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
         keys,
         upstream,
         values,
-        room,
+        workspace,
         top,
     )
 

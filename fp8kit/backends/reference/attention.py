@@ -53,7 +53,7 @@ def attention_fwd(
     random, place = dropout(spec.dropout, extras.rng), place_of(extras, sizes)
     buffer = np.empty(0, np.float32)
     for at in blocks(sizes, queries.shape[4], extras, spec):
-        buffer, p = at.room(buffer)
+        buffer, p = at.buffers(buffer)
         np.matmul(queries[at.rows], keys[at.columns].swapaxes(-1, -2), out=p)
         scores.complete(p, at)
         lse_block = np.empty(p.shape[:4], np.float32)
@@ -112,8 +112,8 @@ def attention_bwd(
     random, place = dropout(spec.dropout, extras.rng), place_of(extras, sizes)
     first, second = np.empty(0, np.float32), np.empty(0, np.float32)
     for at in blocks(sizes, queries.shape[4], extras, spec):
-        first, p = at.room(first)
-        second, ds = at.room(second)
+        first, p = at.buffers(first)
+        second, ds = at.buffers(second)
         np.matmul(queries[at.rows], keys[at.columns].swapaxes(-1, -2), out=p)
         scores.complete(p, at)
         np.matmul(upstream[at.rows], values[at.columns].swapaxes(-1, -2), out=ds)

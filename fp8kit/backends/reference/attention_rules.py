@@ -95,7 +95,7 @@ class Block(NamedTuple):
             self.width,
         )
 
-    def room(self, buffer: Float32) -> tuple[Float32, Float32]:
+    def buffers(self, buffer: Float32) -> tuple[Float32, Float32]:
         """The buffer, or a larger one where it is too small, and its beginning as this block's scores."""
         size = math.prod(self.shape)
         if buffer.size < size:

@@ -16,7 +16,7 @@ from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit.errors import Fp8kitError, RecipeError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from tests.support.bad_options import FFN, HEADS, B, H, S
-from tests.support.refusals import SOURCE, Door, X, cases
+from tests.support.refusals import SOURCE, Frontend, X, cases
 from tests.support.torch_state import state_of
 
 OPTIONS = {"attention_dropout": 0.1, "layer_number": 1, "params_dtype": torch.float32}
@@ -66,7 +66,7 @@ def made(make, device):
     return make(device)
 
 
-DOOR = Door(
+DOOR = Frontend(
     TransformerEngineBaseModule,
     placed,
     lambda: ft.autocast(enabled=True, recipe=RECIPE),
