@@ -106,7 +106,7 @@ class L2Normalization(Layer):
     """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
 
     ``eps``: a number from 0 on. ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up
-    that there is no need of here.
+    that there is no need of here. x and y: h (..., N), of one dtype. ArgumentError for other arguments.
     """
 
     layer_name = "L2Normalization"
