@@ -73,10 +73,11 @@ def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) ->
     """Whether something else speaks for this name: the kernel contract, a base class, what it overloads, or
     (ctypes) the C declaration."""
     if isinstance(node, ast.ClassDef):
-        return any(ast.unparse(base).endswith("Structure") for base in node.bases)
-    marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
+        named = any(ast.unparse(line).startswith("__doc__ = ") for line in node.body)
+        return named or any(ast.unparse(base).endswith("Structure") for base in node.bases)
+    marks = {ast.unparse(getattr(mark, "func", mark)).rpartition(".")[2] for mark in node.decorator_list}
     return (
-        "overload" in marks
+        not marks.isdisjoint({"overload", "documented_as"})
         or "setter" in marks
         or node.name in (KERNELS if owner is None else documented_methods())
     )
