@@ -42,6 +42,7 @@ class _ApplyRotary(rope.ApplyRotary, AttentionBase):
 _rotary = _ApplyRotary()
 
 
+@rope.documented_as(rope.ApplyRotary.rotate)
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
@@ -67,9 +68,6 @@ def apply_rotary_pos_emb(
         cp_rank,
         cu_seqlens_padded,
     )
-
-
-apply_rotary_pos_emb.__doc__ = rope.ApplyRotary.rotate.__doc__
 
 
 def apply_fused_qkv_rotary_pos_emb(

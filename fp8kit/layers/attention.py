@@ -19,7 +19,7 @@ from fp8kit.layers.attention_inputs import (
     projected,
     rotation,
 )
-from fp8kit.layers.base import Branch
+from fp8kit.layers.base import Branch, Init
 from fp8kit.layers.rope import as_angles
 from fp8kit.lru import LRU
 from fp8kit.ops.rope import check_tokens, rope
@@ -81,8 +81,8 @@ class MultiheadAttention(AttentionBase):
         kv_channels: int | None = None,
         attention_dropout: float = 0.1,
         layernorm_epsilon: float = 1e-5,
-        init_method: Any = None,
-        output_layer_init_method: Any = None,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from fp8kit.layers.unsupported import refuse_others
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.rope import rope
 
+F = TypeVar("F", bound=Callable[..., Any])
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -89,6 +91,16 @@ def as_angles(operation: str, argument: str, freqs: Any) -> Any:
     if len(shape) not in (2, 4) or math.prod(shape) != shape[0] * shape[-1]:
         raise ShapeError(operation, argument, f"shape {shape}", "(positions, 1, 1, features)")
     return freqs.reshape(shape[0], shape[-1])
+
+
+def documented_as(other: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorates a function that has the docstring of ``other``."""
+
+    def documented(function: F) -> F:
+        function.__doc__ = other.__doc__
+        return function
+
+    return documented
 
 
 class ApplyRotary(AttentionBase):

@@ -8,6 +8,7 @@ from typing import Any
 from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import CROSS_DEFAULTS, core_options, sequence_starts, want_no_encoder
+from fp8kit.layers.base import Init
 from fp8kit.ops.drop_path import drop_path
 from fp8kit.ops.dropout_add import add, dropout_add
 from fp8kit.ops.values import check_sequences
@@ -59,13 +60,14 @@ class TransformerLayer(AttentionBase):
       layer's output added (child ``layernorm``).
     * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of
       these two, for encoders.
-    * ``init_method``, ``output_layer_init_method``: functions that fill arrays of a weight's shape, of qkv
-      and fc1, of proj and fc2; None is normal(0, 0.023).
+    * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2, functions that fill an
+      array of the parameter's shape in place; None is normal(0, 0.023).
     * ``fuse_wgrad_accumulation``, ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``,
       ``bias``, ``activation``, ``activation_params``, ``normalization``, ``layernorm_epsilon``,
       ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
-      there is none here.
+      there is none here. Others are Transformer Engine's, at their defaults only
+      (``layers.unsupported.CONSTRUCTOR``).
 
     Raises Fp8kitError kinds for arguments out of their range.
     """
@@ -87,8 +89,8 @@ class TransformerLayer(AttentionBase):
         layernorm_epsilon: float = 1e-5,
         hidden_dropout: float = 0.1,
         attention_dropout: float = 0.1,
-        init_method: Any = None,
-        output_layer_init_method: Any = None,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",

@@ -49,6 +49,7 @@ class _ApplyRotary(rope.ApplyRotary, AttentionBase):
 _rotary = _ApplyRotary()
 
 
+@rope.documented_as(rope.ApplyRotary.rotate)
 def apply_rotary_pos_emb(
     t: Any,
     freqs: Any,
@@ -74,6 +75,3 @@ def apply_rotary_pos_emb(
         cp_rank,
         cu_seqlens_padded,
     )
-
-
-apply_rotary_pos_emb.__doc__ = rope.ApplyRotary.rotate.__doc__
