@@ -133,7 +133,7 @@ def test_operators_that_the_tape_does_not_have_say_what_to_use(symbol: str, comp
             ):
                 compute(*pair)
     quantized = fk.quantize(array, fk.E4M3)
-    with pytest.raises(FormatError, match=r"matmul: self: got fp8kit\.Tensor"):
+    with pytest.raises(FormatError, match="matmul: self: got a tensor of float32"):
         _ = t @ quantized
     assert np.mean(t.numpy() @ array) == 6.0
 

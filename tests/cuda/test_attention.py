@@ -440,7 +440,7 @@ def test_cudnn_is_asked_for_the_strides_that_come() -> None:
     assert cudnn_sdpa._asked_key(about, False, True, 0).strides == (mixed, plain, plain, plain)
 
 
-def test_room_for_copies_is_asked_for_only_where_padding_may_hold_anything() -> None:
+def test_memory_for_copies_is_wanted_only_where_padding_may_hold_anything() -> None:
     about = Problem(2, 8, 2, 40, 72, 64, 32, "bfloat16", "sbhd", 0.125, padded=True)
     lengths, stats, q, k, v, d_o = (
         256,
@@ -450,15 +450,15 @@ def test_room_for_copies_is_asked_for_only_where_padding_may_hold_anything() -> 
         2 * 2 * 2 * 72 * 32,
         2 * 2 * 8 * 40 * 32,
     )
-    assert cudnn_sdpa._room(about, False) == {
+    assert cudnn_sdpa._workspace_layout(about, False) == {
         "lengths": 0,
         "k": lengths,
         "v": lengths + k,
         "end": lengths + k + v,
     }
-    assert cudnn_sdpa._room(about, True)["end"] == lengths + stats + q + k + v + d_o
-    assert cudnn_sdpa._room(about._replace(zero_padded=True), True)["end"] == lengths + stats
-    assert cudnn_sdpa._room(about._replace(padded=False), True) == {"end": 0}
+    assert cudnn_sdpa._workspace_layout(about, True)["end"] == lengths + stats + q + k + v + d_o
+    assert cudnn_sdpa._workspace_layout(about._replace(zero_padded=True), True)["end"] == lengths + stats
+    assert cudnn_sdpa._workspace_layout(about._replace(padded=False), True) == {"end": 0}
     whole, spared = unfused.workspace(about, True), unfused.workspace(about._replace(zero_padded=True), True)
     # one batch, and one query head of each of the two key heads at a time
     assert whole - spared == q // 8 + k // 2 + d_o // 8
