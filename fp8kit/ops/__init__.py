@@ -1,4 +1,4 @@
-"""Operations: differentiable units written once on top of the kernels, for every front door.
+"""Operations: differentiable units written once on top of the kernels, for every frontend.
 
 ======================  ===========================================================  =====================
 operation               what it computes                                             file
@@ -13,6 +13,7 @@ rope                    rotary position embedding                               
 dropout_add, add        residual + dropout(x + bias); a + b                          dropout_add.py
 drop_path               residual + x, whole samples of x dropped                     drop_path.py
 split_heads             packed queries, keys and values apart                        split_heads.py
+permute, unpermute      tokens to rows by expert, and sums of each token's rows      permute.py
 embedding               rows of a table                                              embedding.py
 activation              gelu, silu, swiglu... alone                                  activation.py
 quantize, dequantize    casts to FP8 codes and back                                  casts.py

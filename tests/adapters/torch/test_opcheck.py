@@ -27,6 +27,7 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec
+from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.ops.rope import RopeSpec
@@ -53,6 +54,7 @@ def _operands(device):
     codes, codes16 = (
         torch.arange(rows * 16, device=device).reshape(rows, 16).to(torch.uint8) % 64 for rows in (6, 16)
     )
+    places = torch.tensor([[1, 0], [0, 1], [-1, -1], [1, 1], [3, 0], [2, 0]], device=device).int()
     return {
         "linear": (
             LinearSpec(quantised),
@@ -97,6 +99,8 @@ def _operands(device):
             "logits",
             (),
         ),
+        "permute": (PermuteSpec(True), {"x": r(4, 16), "row_map": places, "probs": r(4, 2)}, "x probs", ()),
+        "unpermute": (UnpermuteSpec(4), {"x": r(6, 16), "row_map": places, "probs": r(4, 2)}, "x probs", ()),
         "embedding": (
             EmbeddingSpec(10, 4, float32),
             {"ids": torch.arange(6, device=device), "table": r(10, 4)},
