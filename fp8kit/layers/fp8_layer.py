@@ -17,7 +17,8 @@ from fp8kit.spec import Operation
 
 def layer_products(spec: Any) -> list[ProductSpec]:
     """The products of a layer's spec, in order."""
-    return [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
+    own = [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
+    return list(getattr(spec, "products", own))
 
 
 def layer_spec(

@@ -12,7 +12,9 @@ import torch
 
 import fp8kit as fk
 from fp8kit.autograd import apply, tensor
+from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
 from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec, permute, unpermute
+from fp8kit.ops.product import ProductSpec
 from fp8kit.testing import assert_same_bits
 from tests.support.gate import GateSpec, gate
 
@@ -30,10 +32,20 @@ BATCHES = [(normal(3 + i, ROWS, K, scale=2.0**i), normal(13 + i, ROWS, N, scale=
 SPEC = GateSpec(16)
 GATE = normal(5, 6, 4, 16), normal(6, 16), normal(7, 6, 4, 16)
 
+CURRENT = fk.recipe.Float8CurrentScaling().quantization
 PLACES = {"row_map": np.array([[3, 1], [0, 0], [-1, -1], [3, 0], [1, 1], [0, 1]], np.int32)}
 # name -> (operation, spec, inputs with a gradient, other inputs, the gradient of y)
 CALLS = {
     "gate": (gate, SPEC, dict(zip(("x", "slope"), GATE[:2], strict=True)), {}, GATE[2]),
+    "grouped_linear": (
+        grouped_linear,
+        GroupedLinearSpec(ProductSpec(16, (8,), fp8=CURRENT), (4, 0, 16)),
+        {"x": normal(14, 20, 16)}
+        | {f"{i}_weight0": normal(15 + i, 8, 16) for i in range(3)}
+        | {f"{i}_bias0": normal(18 + i, 8) for i in range(3)},
+        {},
+        normal(21, 20, 8),
+    ),
     "permute": (permute, PermuteSpec(), {"x": normal(8, 4, 16)}, PLACES, normal(9, 6, 16)),
     "permute with probabilities": (
         permute,

@@ -23,6 +23,7 @@ from fp8kit.ops.drop_path import DropPathSpec
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
 from fp8kit.ops.embedding import EmbeddingSpec
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec
+from fp8kit.ops.grouped_linear import GroupedLinearSpec
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
@@ -63,6 +64,12 @@ def _operands(device):
             ("",),
         ),
         "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",)),
+        "grouped_linear": (
+            GroupedLinearSpec(plain, (2, 0, 4)),
+            {"x": r(2, 3, 16)} | {f"{i}_{name}": t.clone() for i in range(3) for name, t in own.items()},
+            "x 0_weight0 0_bias0 2_weight0 2_bias0",
+            (),
+        ),
         "norm": (norm, norms, "x norm_weight norm_bias", ()),
         "norm_linear": (
             NormLinearSpec(norm, plain, True, True),
