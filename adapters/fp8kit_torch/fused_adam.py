@@ -282,7 +282,7 @@ class FusedAdam(Fused):
     # --- saved and loaded -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; states that are kept with a factor are given as their float32 values, remainders as
+        """As torch's; states that are kept with a factor come as their float32 values, remainders as
         they are."""
         saved = super().state_dict()
         for param, index in self.indexed(saved["param_groups"]):

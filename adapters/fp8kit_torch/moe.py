@@ -2,9 +2,9 @@
 
 A permuted row comes from one token, for one expert: ``row_id_map`` says which. It is an int32 (rows, 2) of
 (token, slot), where slot is the column of the routing map (an expert for a mask, the k-th choice for
-indices), and (-1, -1) for a row that no token fills. Sums over a token's rows are made in float32 in a fixed
-order and rounded once, in both directions. Nothing waits for the device unless it says so. Names and
-arguments are Transformer Engine's.
+indices), and (-1, -1) for a row that no token fills. Sums over a token's rows are made in float32, in the
+order of the rows, and rounded once, in both directions. Nothing waits for the device unless it says so. Names
+and arguments are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def moe_permute(
 ) -> tuple[Tensor, Tensor]:
     """(rows sorted by expert, row_id_map). Within an expert, rows keep the order of their tokens.
 
-    * ``inp``: floating (tokens, hidden). ``routing_map``: "mask": bool or integer (tokens, experts), not 0
-      where the token goes to the expert; "index": integer (tokens, topk), numbers of experts, -1 for none.
+    * ``inp``: float32, bfloat16 or float16 (tokens, hidden).
+    * ``routing_map``: "mask": bool or integer (tokens, experts), not 0 where the token goes to the expert;
+      "index": integer (tokens, topk), numbers of experts, -1 for none.
     * ``num_out_tokens``: number of rows of the result; rows beyond what is routed are 0, routed ones beyond
       it are dropped. Needed for a mask; 0 or less means tokens * topk for indices.
     * ``max_token_num``: a hint for a workspace that is not needed here.
@@ -103,10 +104,11 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """The sum of each token's rows, times their probabilities where those are given: (tokens, hidden) of
+    """The sum of each token's rows, times their probabilities where there are such: (tokens, hidden) of
     ``inp``'s dtype.
 
-    * ``inp``: floating (rows, hidden), rows as ``moe_permute`` gave them. ``row_id_map``: what it returned.
+    * ``inp``: float32, bfloat16 or float16 (rows, hidden), rows as ``moe_permute`` gave them.
+    * ``row_id_map``: what it returned.
     * ``merging_probs``: floating (tokens, experts) for a mask, (tokens, topk) for indices. ``probs`` is its
       deprecated name.
     * ``restore_shape``: (tokens, hidden); needed unless there are as many rows as tokens or ``merging_probs``

@@ -294,7 +294,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """SGD with momentum on lists (gradients, parameters, momenta) and, where they are given, 16-bit copies of
+    """SGD with momentum on lists (gradients, parameters, momenta) and, where there are such, 16-bit copies of
     the parameters.
 
     In float32: g = scale * gradient, + weight_decay w unless ``wd_after_momentum``; b = g in the

@@ -13,7 +13,7 @@ cached_attention        attention over a cache of keys and values, which it exte
 rope                    rotary position embedding                                    rope.py
 dropout_add, add        residual + dropout(x + bias); a + b                          dropout_add.py
 drop_path               residual + x, whole samples of x dropped                     drop_path.py
-split_heads             packed queries, keys and values apart                        split_heads.py
+split_heads             packed queries, keys and values, each by itself              split_heads.py
 permute, unpermute      tokens to rows by expert, and sums of each token's rows      permute.py
 embedding               rows of a table                                              embedding.py
 activation              gelu, silu, swiglu... alone                                  activation.py
