@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,9 @@ from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeErro
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check, tensor
-from fp8kit_torch.fused_optimizer import Entry, Fused
+from fp8kit_torch.fused_optimizer import NO_CORRECTION, Entry, Fused, adam_
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view
-
-# a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
-_NO_CORRECTION = 2**60
 
 
 class FusedAdam(Fused):
@@ -38,8 +35,8 @@ class FusedAdam(Fused):
     * ``bias_correction``: divide by 1 - beta^t. t counts the group's steps.
     * ``adam_w_mode``: False is Adam with L2 regularisation, as ``torch.optim.Adam``.
     * ``capturable``: learning rate and t are tensors on the device, so that a captured graph sees new values,
-      and ``torch.amp.GradScaler`` hands its factor over to the kernel, which skips a step with Inf or NaN
-      without the host.
+      and ``torch.amp.GradScaler`` hands its factor over to the kernel (``grad_scale`` and ``found_inf``
+      during its call), which skips a step with Inf or NaN without the host.
     * ``master_weights``: 16-bit parameters, and those of ``quantized_model_init``, have a master
       (``master_param``) of ``master_weight_dtype``, float32 or float16, on which the update is made and which
       is then cast; without it the update is made on the parameter's own value.
@@ -109,11 +106,8 @@ class FusedAdam(Fused):
             raise FormatError(
                 name, "capturable", "states that are not float32", "float32 states, no remainders"
             )
-        self.adam_w_mode, self.capturable, self.master_weights = (
-            bool(adam_w_mode),
-            bool(capturable),
-            bool(master_weights),
-        )
+        self.adam_w_mode, self.capturable = bool(adam_w_mode), bool(capturable)
+        self.master_weights = bool(master_weights)
         self.use_decoupled_grad = bool(use_decoupled_grad)
         self.grad_name = "decoupled_grad" if use_decoupled_grad else "grad"
         self.store_param_remainders = bool(
@@ -199,8 +193,7 @@ class FusedAdam(Fused):
         return stored.unpack(stored.local(state), self._scales.get(param, {}).get(state_name))
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Keep float32 values (int16 for remainders) as the state, in the dtype that the constructor was
-        told."""
+        """Keep float32 values (int16 for remainders) as the state, in the constructor's dtype of it."""
         self._known("set_scaled_state", param, state_name)
         tensor("FusedAdam.set_scaled_state", "unscaled_state", unscaled_state)
         state, dtype = (
@@ -229,83 +222,49 @@ class FusedAdam(Fused):
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient, in stream order. Returns the closure's value.
-
-        In ``capturable`` mode ``torch.amp.GradScaler`` leaves its factor and what it found in the attributes
-        ``grad_scale`` and ``found_inf`` during its call.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, taking in self.all_taking():
-            if not self.capturable and group["params"]:
-                group["step"] = group.get("step", 0) + 1
-            for device, entries in taking.items():
-                self._update(group, device, entries)
-        return loss
+    def update_group(self, group: dict[str, Any], taking: dict[torch.device, list[Entry]]) -> None:
+        if not self.capturable and group["params"]:
+            group["step"] = group.get("step", 0) + 1
+        for device, entries in taking.items():
+            self._update(group, device, entries)
 
     def _update(self, group: dict[str, Any], device: torch.device, entries: list[Entry]) -> None:
-        where = as_view(entries[0][1]).device
-        kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
         scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))  # GradScaler's
         by = None if scale is None else (1.0 / scale.double()).to(device, torch.float32).reshape(1)
-        inv_scale = None if by is None else as_view(by)
-        found_inf = None if found is None else as_view(found.to(device, torch.float32).reshape(1))
+        skip = None if found is None else found.to(device, torch.float32).reshape(1)
         step: Any = group.get("step")
         if self.capturable:
             if step is None:
                 step = group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
-            kernels.count_(as_view(step), found_inf, stream)
-            step = as_view(step)
-        for param, _, _ in entries:
+            where, skipping = as_view(step), None if skip is None else as_view(skip)
+            kernels, stream = dispatch.kernels(where.device), arrays.current_stream(where.device)
+            kernels.count_(where, skipping, stream)
+        masters = []
+        for param, data, _ in entries:
             if "exp_avg" not in self.state[param]:
                 self.initialize_state(param)
-        params, grads, masters, decays = [], [], [], []
-        for param, data, grad in entries:
-            name = "master_param"
             master = None
-            if name in self.state[param]:
-                kept = stored.local(self.get_unscaled_state(param, name))
-                master = stored.join(data, kept) if self._remainder(param, name) else kept
-            decay = float(group["weight_decay"])
-            if not self.adam_w_mode and decay:
-                wide = grad.float() if by is None else grad.float() * by
-                grad, decay = wide.add((data if master is None else master).float(), alpha=decay), 0.0
-            params.append(data)
-            grads.append(grad)
+            if "master_param" in self.state[param]:
+                kept = stored.local(self.get_unscaled_state(param, "master_param"))
+                master = stored.join(data, kept) if self._remainder(param, "master_param") else kept
             masters.append(master)
-            decays.append(decay)
-        if not self.adam_w_mode and group["weight_decay"]:
-            inv_scale = None  # it is in the gradients already
         moments = {
             name: [stored.local(self.get_unscaled_state(param, name)) for param, *_ in entries]
             for name in ("exp_avg", "exp_avg_sq")
         }
-        count = step if group["bias_correction"] else _NO_CORRECTION
-        lr = group["lr"]
-        rate = (
-            as_view(lr.to(torch.float32).reshape(1))
-            if isinstance(lr, Tensor) and lr.device == device
-            else float(lr)
-        )
-        beta1, beta2 = group["betas"]
-        kernels.adamw_(
-            [as_view(p) for p in params],
-            [as_view(g) for g in grads],
-            *([as_view(m) for m in ms] for ms in moments.values()),
-            [None if m is None else as_view(m) for m in masters],
-            rate,
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            decays,
-            count,
-            inv_scale,
-            found_inf,
-            stream,
+        adam_(
+            [data for _, data, _ in entries],
+            [grad for *_, grad in entries],
+            list(moments.values()),
+            masters,
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            float(group["weight_decay"]),
+            self.adam_w_mode,
+            step if group["bias_correction"] else NO_CORRECTION,
+            by,
+            skip,
         )
         for at, (param, data, _) in enumerate(entries):
             increment_version(param)  # the kernel wrote it by address: autograd must see that
@@ -323,12 +282,10 @@ class FusedAdam(Fused):
     # --- saved and loaded -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; states that are kept with a factor are given as their float32 values, remainders as
+        """As torch's; states that are kept with a factor come as their float32 values, remainders as
         they are."""
         saved = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        indices = [index for group in saved["param_groups"] for index in group["params"]]
-        for param, index in zip(params, indices, strict=True):
+        for param, index in self.indexed(saved["param_groups"]):
             if index in saved["state"]:
                 state = saved["state"][index]
                 saved["state"][index] = {
@@ -345,7 +302,7 @@ class FusedAdam(Fused):
                 raise CheckpointError(operation, shown_as, f"no {wanted!r}", "both moments")
         if name not in known:
             raise CheckpointError(
-                operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor was told"
+                operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor said"
             )
         super().check_state(operation, param, name, shown_as, state)
         if (state[name].dtype is torch.int16) != self._remainder(param, name):
@@ -357,7 +314,7 @@ class FusedAdam(Fused):
             raise CheckpointError(operation, shown_as, state[name].dtype, wanted)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with states kept in the dtypes that the constructor was told, not in the parameters'.
+        """As torch's, with states kept in the constructor's dtypes, not in the parameters'.
         In ``capturable`` mode learning rate and t are written into the tensors that a captured graph reads.
         """
         self.check_state_dict(state_dict)
@@ -374,18 +331,14 @@ class FusedAdam(Fused):
                 for name, kind in (("lr", float), ("step", int)):
                     if isinstance(group.get(name), Tensor):
                         group[name] = kind(group[name])
-        params = [param for group in self.param_groups for param in group["params"]]
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for param, index in zip(params, indices, strict=True):
-            given = state_dict["state"].get(index)
-            if given is None:
+        for param, index in self.indexed(state_dict["param_groups"]):
+            saved = state_dict["state"].get(index)
+            if saved is None:
                 continue
             self.state[param] = {}
             self._scales.pop(param, None)
-            for name in given:
+            for name, value in saved.items():
                 if name not in self.dtypes:
-                    self.state[param][name] = given[name]
-                    continue
-                self.set_scaled_state(
-                    param, name, given[name] if given[name].dtype is torch.int16 else given[name].float()
-                )
+                    self.state[param][name] = value
+                else:
+                    self.set_scaled_state(param, name, value if value.dtype is torch.int16 else value.float())

@@ -1,22 +1,27 @@
-"""``Fused``: what ``FusedAdam`` and ``FusedSGD`` share: local and contiguous tensors, gradients by name,
-``zero_grad``."""
+"""``Fused``: what ``FusedAdam`` and ``FusedSGD`` share: steps, local and contiguous tensors, gradients by
+name, ``zero_grad``, checks of saved states; and ``adam_``, the kernel call of ``FusedAdam`` and
+``multi_tensor_adam``."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8kit import arrays
 from fp8kit.arguments import listed
+from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.views import FLOATS, as_view
 
 Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contiguous gradient
+# a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
+NO_CORRECTION = 2**60
 
 
 class Fused(torch.optim.Optimizer):
@@ -95,12 +100,9 @@ class Fused(torch.optim.Optimizer):
             raise CheckpointError(
                 op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters"
             )
-        params = [param for group in self.param_groups for param in group["params"]]
         for group in groups:
             self.check_group(op, group, CheckpointError)
-        for param, index in zip(
-            params, [index for group in groups for index in group["params"]], strict=True
-        ):
+        for param, index in self.indexed(groups):
             state = parts[0].get(index, {})
             if not isinstance(state, Mapping):
                 raise CheckpointError(op, f"state[{index!r}]", shown(state), "a mapping of names to states")
@@ -154,6 +156,26 @@ class Fused(torch.optim.Optimizer):
                 elif grad is not None:
                     setattr(param, self.grad_name, None)
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient, in stream order. Returns the closure's value."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, taking in self.all_taking():
+            self.update_group(group, taking)
+        return loss
+
+    def update_group(self, group: dict[str, Any], taking: dict[torch.device, list[Entry]]) -> None:
+        """One update of a group's parameters, by device."""
+        raise NotImplementedError
+
+    def indexed(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Tensor, Any]]:
+        """(parameter, its index in a state dict whose "param_groups" these are)."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return zip(params, [index for group in groups for index in group["params"]], strict=True)
+
     def all_taking(self) -> list[tuple[dict[str, Any], dict[torch.device, list[Entry]]]]:
         """(group, ``taking`` of it), of all groups. Fp8kitError kinds for what any of them cannot take a step
         with: before one does."""
@@ -185,3 +207,43 @@ class Fused(torch.optim.Optimizer):
                 raise ShapeError(type(self).__name__, self.grad_name, got, wanted)
             found.setdefault(data.device, []).append((param, data, g.contiguous()))
         return found
+
+
+def adam_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
+    masters: Sequence[Tensor | None],
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    decoupled: bool,
+    count: int | Tensor,
+    inv_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One step of Adam on contiguous tensors of one device, see ``FusedAdam``. ``moments``: first and second;
+    ``count``, int64, ``inv_scale`` and ``found_inf``, float32: (1,) on the device."""
+    if decay and not decoupled:
+        wide = [g.float() if inv_scale is None else g.float() * inv_scale for g in grads]
+        values = [(p if m is None else m).float() for p, m in zip(params, masters, strict=True)]
+        grads = [g.add(w, alpha=decay) for g, w in zip(wide, values, strict=True)]
+        inv_scale, decay = None, 0.0
+    place = as_view(params[0]).device
+    there = isinstance(lr, Tensor) and lr.device == params[0].device
+    rate = lr.float().reshape(1) if there else None  # type: ignore[union-attr]
+    optional = [None if t is None else as_view(t) for t in (*masters, rate, inv_scale, found_inf)]
+    *some, rate_view, inv_view, found_view = optional
+    dispatch.kernels(place).adamw_(
+        *([as_view(t) for t in kept] for kept in (params, grads, *moments)),
+        some,
+        float(lr) if rate_view is None else rate_view,
+        *map(float, betas),
+        float(eps),
+        [decay] * len(params),
+        as_view(count) if isinstance(count, Tensor) else count,
+        inv_view,
+        found_view,
+        arrays.current_stream(place),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -70,23 +70,14 @@ class FusedSGD(Fused):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient, in stream order. Returns the closure's value."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, taking in self.all_taking():
-            for entries in taking.values():
-                # the kernel asks only whether a step is the first: parameters that start now are called apart
-                # from the others
-                starting = [entry for entry in entries if "momentum_buffer" not in self.state[entry[0]]]
-                running = [entry for entry in entries if "momentum_buffer" in self.state[entry[0]]]
-                for some, first in ((starting, True), (running, False)):
-                    if some:
-                        self._update(group, some, first)
-        return loss
+    def update_group(self, group: dict[str, Any], taking: dict[torch.device, list[Entry]]) -> None:
+        for entries in taking.values():
+            # the kernel asks only whether a step is the first: one call for those, one for the others
+            started = ["momentum_buffer" in self.state[param] for param, *_ in entries]
+            for running in (False, True):
+                some = [entry for entry, own in zip(entries, started, strict=True) if own is running]
+                if some:
+                    self._update(group, some, not running)
 
     def _update(self, group: dict[str, Any], entries: list[Entry], first: bool) -> None:
         device = as_view(entries[0][1]).device
@@ -137,11 +128,8 @@ class FusedSGD(Fused):
         """As torch's, with momentum kept in float32, not in the parameters' dtype."""
         self.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for param, index in zip(params, indices, strict=True):
-            given = state_dict["state"].get(index, {}).get("momentum_buffer")
-            if given is not None:
-                self.state[param]["momentum_buffer"] = given.to(
-                    device=param.device, dtype=torch.float32
-                ).clone()
+        for param, index in self.indexed(state_dict["param_groups"]):
+            saved = state_dict["state"].get(index, {}).get("momentum_buffer")
+            if saved is not None:
+                own = saved.to(device=param.device, dtype=torch.float32).clone()
+                self.state[param]["momentum_buffer"] = own

@@ -315,9 +315,9 @@ class Sequential(torch.nn.Sequential):
         wanted = [getattr(module, "num_extra_inputs", 0) for module in self]
         if sum(wanted) != len(extra_inputs):
             raise ArgumentError("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors")
-        x, given, made = input, iter(extra_inputs), []
+        x, extras, made = input, iter(extra_inputs), []
         for module, count in zip(self, wanted, strict=True):
-            out = module(x, *(next(given) for _ in range(count)))
+            out = module(x, *(next(extras) for _ in range(count)))
             if getattr(module, "num_extra_outputs", 0):
                 x, *more = out
                 made += more

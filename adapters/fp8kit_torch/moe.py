@@ -2,21 +2,24 @@
 
 A permuted row comes from one token, for one expert: ``row_id_map`` says which. It is an int32 (rows, 2) of
 (token, slot), where slot is the column of the routing map (an expert for a mask, the k-th choice for
-indices), and (-1, -1) for a row that no token fills. Sums over a token's rows are made in float32 in a fixed
-order and rounded once, in both directions. Nothing waits for the device unless it says so. Names and
-arguments are Transformer Engine's.
+indices), and (-1, -1) for a row that no token fills. Sums over a token's rows are made in float32, in the
+order of the rows, and rounded once, in both directions. Nothing waits for the device unless it says so. Names
+and arguments are Transformer Engine's.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
+from fp8kit.ops.permute import permute, unpermute
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, check, shown
+from fp8kit_torch.specs import spec_for
+from fp8kit_torch.views import FLOATS
 
 _UNPERMUTED = CALLED | {"probs": CALLED["merging_probs"]}
 
@@ -26,8 +29,9 @@ def moe_permute(
 ) -> tuple[Tensor, Tensor]:
     """(rows sorted by expert, row_id_map). Within an expert, rows keep the order of their tokens.
 
-    * ``inp``: floating (tokens, hidden). ``routing_map``: "mask": bool or integer (tokens, experts), not 0
-      where the token goes to the expert; "index": integer (tokens, topk), numbers of experts, -1 for none.
+    * ``inp``: float32, bfloat16 or float16 (tokens, hidden).
+    * ``routing_map``: "mask": bool or integer (tokens, experts), not 0 where the token goes to the expert;
+      "index": integer (tokens, topk), numbers of experts, -1 for none.
     * ``num_out_tokens``: number of rows of the result; rows beyond what is routed are 0, routed ones beyond
       it are dropped. Needed for a mask; 0 or less means tokens * topk for indices.
     * ``max_token_num``: a hint for a workspace that is not needed here.
@@ -43,7 +47,7 @@ def moe_permute(
         row_id_map = _map_of_index(routing_map, num_out_tokens)
     else:
         raise FormatError("moe_permute", "map_type", repr(map_type), '"mask" or "index"')
-    return _Permute.apply(inp, row_id_map), row_id_map
+    return _permute(inp, row_id_map), row_id_map
 
 
 def moe_permute_with_probs(
@@ -58,7 +62,7 @@ def moe_permute_with_probs(
         check("moe_permute_with_probs", CALLED, locals())
     _check("moe_permute_with_probs", inp, routing_map, probs)
     row_id_map = _map_of_mask("moe_permute_with_probs", routing_map, num_out_tokens)
-    return _Permute.apply(inp, row_id_map), _weights(probs, row_id_map), row_id_map
+    return *_permute_with_probs(inp, probs, row_id_map), row_id_map
 
 
 def moe_permute_and_pad_with_probs(
@@ -88,7 +92,7 @@ def moe_permute_and_pad_with_probs(
     filled, rows = torch.stack((counts.sum(), padded.sum())).tolist()
     row_id_map = _map_of_mask("moe_permute_and_pad_with_probs", routing_map, filled)
     whole = _padded(row_id_map, pad_offsets, rows)
-    return _Permute.apply(inp, whole), _weights(probs, whole), row_id_map, pad_offsets, padded
+    return *_permute_with_probs(inp, probs, whole), row_id_map, pad_offsets, padded
 
 
 def moe_unpermute(
@@ -100,10 +104,11 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """The sum of each token's rows, times their probabilities where those are given: (tokens, hidden) of
+    """The sum of each token's rows, times their probabilities where there are such: (tokens, hidden) of
     ``inp``'s dtype.
 
-    * ``inp``: floating (rows, hidden), rows as ``moe_permute`` gave them. ``row_id_map``: what it returned.
+    * ``inp``: float32, bfloat16 or float16 (rows, hidden), rows as ``moe_permute`` gave them.
+    * ``row_id_map``: what it returned.
     * ``merging_probs``: floating (tokens, experts) for a mask, (tokens, topk) for indices. ``probs`` is its
       deprecated name.
     * ``restore_shape``: (tokens, hidden); needed unless there are as many rows as tokens or ``merging_probs``
@@ -182,7 +187,8 @@ def moe_unpermute(
                 f"(tokens, {inp.size(1)}), tokens as in merging_probs",
             )
         tokens = restore_shape[0]
-    return _Unpermute.apply(inp, row_id_map, merging_probs, tokens)
+    inputs = {"x": inp, "row_map": row_id_map, "probs": merging_probs}
+    return apply(unpermute, spec_for("UnpermuteSpec", tokens), inputs)["y"]
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -193,7 +199,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     """
     if not torch.compiler.is_compiling():
         check("moe_sort_chunks_by_index", CALLED, locals())
-    return inp.index_select(0, _chunk_rows("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))
+    return _sorted(inp, _chunk_rows("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -207,7 +213,7 @@ def moe_sort_chunks_by_index_with_probs(
         raise ShapeError(
             "moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)"
         )
-    return inp.index_select(0, rows), probs.index_select(0, rows)
+    return _sorted(inp, rows), _sorted(probs, rows)
 
 
 # --- maps ---------------------------------------------------------------------------------------------------
@@ -295,78 +301,21 @@ def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor)
 # --- data ---------------------------------------------------------------------------------------------------
 
 
-def _gather(x: Tensor, row_id_map: Tensor) -> Tensor:
+def _permute(inp: Tensor, row_map: Tensor) -> Tensor:
     """Each row's token, 0 where there is none."""
-    token = row_id_map[:, 0]
-    if x.size(0) == 0:
-        return x.new_zeros(token.numel(), x.size(1))
-    return x.index_select(0, token.clamp(min=0)).masked_fill_((token < 0)[:, None], 0)
+    return apply(permute, spec_for("PermuteSpec"), {"x": inp, "row_map": row_map})["y"]
 
 
-def _weights(probs: Tensor, row_id_map: Tensor) -> Tensor:
-    """Each row's probability, 0 where there is none. Differentiable by torch: a probability belongs to one
-    row at most."""
-    token, slot = row_id_map.to(torch.int64).unbind(1)
-    flat = probs.reshape(-1)
-    if flat.numel() == 0:
-        return flat.new_zeros(token.numel())
-    return torch.where(token >= 0, flat[(token * probs.size(1) + slot).clamp(min=0)], 0)
+def _permute_with_probs(inp: Tensor, probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's token and probability, 0 where there is none."""
+    inputs = {"x": inp, "row_map": row_map, "probs": probs}
+    found = apply(permute, spec_for("PermuteSpec", True), inputs)
+    return found["y"], found["row_probs"]
 
 
-def _sum(rows: Tensor, row_id_map: Tensor, tokens: int) -> Tensor:
-    """float32 (tokens, hidden): the sum of each token's float32 rows, in their order."""
-    token = row_id_map[:, 0].to(torch.int64)
-    token = torch.where(token >= 0, token, tokens)
-    out = rows.new_zeros(tokens + 1, rows.size(1))
-    # the deterministic one of torch's two ways on each device: CUDA's index_put_ sorts, the CPU's index_add_
-    # goes row by row
-    summed = (
-        out.index_put_((token,), rows, accumulate=True) if rows.is_cuda else out.index_add_(0, token, rows)
-    )
-    return summed[:tokens]
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inp: Tensor, row_id_map: Tensor) -> Tensor:
-        ctx.save_for_backward(row_id_map)
-        ctx.tokens = inp.size(0)
-        ctx.mark_non_differentiable(row_id_map)
-        return _gather(inp, row_id_map)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (row_id_map,) = ctx.saved_tensors
-        return _sum(grad.float(), row_id_map, ctx.tokens).to(grad.dtype), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inp: Tensor, row_id_map: Tensor, probs: Tensor | None, tokens: int) -> Tensor:
-        rows = inp.float()
-        if probs is None:
-            ctx.save_for_backward(row_id_map)
-        else:
-            ctx.save_for_backward(row_id_map, inp, probs)
-            rows = rows * _weights(probs, row_id_map)[:, None]
-        return _sum(rows, row_id_map, tokens).to(inp.dtype)
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None, Tensor | None, None]:
-        row_id_map, *rest = ctx.saved_tensors
-        drows = _gather(grad, row_id_map)
-        if not rest:
-            return drows, None, None, None
-        inp, probs = rest
-        dprobs = None
-        if ctx.needs_input_grad[2]:
-            each = (inp.float() * drows.float()).sum(1)
-            token, slot = row_id_map.to(torch.int64).unbind(1)
-            place = torch.where(token >= 0, token * probs.size(1) + slot, probs.numel())
-            dprobs = (
-                each.new_zeros(probs.numel() + 1).scatter_(0, place, each)[:-1].view_as(probs).to(probs.dtype)
-            )
-        weights = _weights(probs, row_id_map)[:, None]
-        return (drows.float() * weights).to(grad.dtype), None, dprobs, None
+def _sorted(inp: Tensor, rows: Tensor) -> Tensor:
+    """``inp``'s rows in the order of ``rows``."""
+    if inp.dtype not in FLOATS:
+        return inp.index_select(0, rows)
+    row_map = torch.stack((rows, torch.zeros_like(rows)), 1).to(torch.int32)
+    return _permute(inp.reshape(inp.size(0), inp.shape[1:].numel()), row_map).view(inp.shape)

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import arrays
 from fp8kit.arguments import flag, function, integer, number
-from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
-from fp8kit_torch.views import FLOATS, as_view
+from fp8kit_torch.fused_optimizer import NO_CORRECTION, adam_
+from fp8kit_torch.views import FLOATS
 
 Lists = Sequence[Sequence[Tensor]]
-# a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
-_NO_CORRECTION = 2**60
 
 
 class MultiTensorApply:
@@ -218,44 +215,34 @@ def multi_tensor_adam(
             if tensor.dtype is not torch.float32:
                 raise FormatError(op, "moments and masters", tensor.dtype, "float32")
     # the kernel writes rows without gaps
-    given, lists = lists, [lists[0], *([t.contiguous() for t in one] for one in lists[1:])]
+    asked, lists = lists, [lists[0], *([t.contiguous() for t in one] for one in lists[1:])]
     grads, params, means, squares = lists[:4]
-    masters = lists[4] if len(lists) == 5 else [None] * len(params)
+    masters: Sequence[Tensor | None] = lists[4] if len(lists) == 5 else [None] * len(params)
     if not params:
         return
-    by = None if inv_scale is None else inv_scale.float().reshape(1)
-    decay = float(weight_decay)
-    if mode == 0 and decay:
-        wide = [g.float() if by is None else g.float() * by for g in grads]
-        grads = [
-            g.add(p if m is None else m, alpha=decay) for g, p, m in zip(wide, params, masters, strict=True)
-        ]
-        by, decay = None, 0.0
-    place = as_view(params[0]).device
-    skipped = (noop_flag.reshape(-1)[:1] != 0).float()
-    count: Any = _NO_CORRECTION
+    count: Any = NO_CORRECTION
     if bias_correction:
-        count = as_view(step.reshape(1).to(torch.int64)) if isinstance(step, Tensor) else step
-    rate = as_view(lr.float().reshape(1)) if isinstance(lr, Tensor) else float(lr)
-    dispatch.kernels(place).adamw_(
-        *([as_view(t) for t in kept] for kept in (params, [g.contiguous() for g in grads], means, squares)),
-        [None if m is None else as_view(m) for m in masters],
-        rate,
-        beta1,
-        beta2,
+        count = step.reshape(1).to(torch.int64) if isinstance(step, Tensor) else step
+    adam_(
+        params,
+        [g.contiguous() for g in grads],
+        (means, squares),
+        masters,
+        lr,
+        (beta1, beta2),
         epsilon,
-        [decay] * len(params),
+        float(weight_decay),
+        mode != 0,
         count,
-        None if by is None else as_view(by),
-        as_view(skipped),
-        arrays.current_stream(place),
+        None if inv_scale is None else inv_scale.float().reshape(1),
+        (noop_flag.reshape(-1)[:1] != 0).float(),
     )
     for tensor, rows in (
-        (t, r) for one, made in zip(given[1:], lists[1:], strict=True) for t, r in zip(one, made, strict=True)
+        (t, r) for one, made in zip(asked[1:], lists[1:], strict=True) for t, r in zip(one, made, strict=True)
     ):
         if rows is not tensor:
             tensor.copy_(rows)
-    torch.autograd.graph.increment_version(given[1])
+    torch.autograd.graph.increment_version(asked[1])
 
 
 def multi_tensor_adam_capturable(
@@ -307,7 +294,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """SGD with momentum on lists (gradients, parameters, momenta) and, where they are given, 16-bit copies of
+    """SGD with momentum on lists (gradients, parameters, momenta) and, where there are such, 16-bit copies of
     the parameters.
 
     In float32: g = scale * gradient, + weight_decay w unless ``wd_after_momentum``; b = g in the

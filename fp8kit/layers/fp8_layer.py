@@ -27,7 +27,8 @@ _SPEC_LIMIT = 256  # requests of a layer: recipes, options
 
 def layer_products(spec: Any) -> list[ProductSpec]:
     """The products of a layer's spec, in order."""
-    return [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
+    own = [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
+    return list(getattr(spec, "products", own))
 
 
 def layer_spec(

@@ -4,6 +4,7 @@
 operation               what it computes                                             file
 ======================  ===========================================================  =====================
 linear, weight_cast     y = x W^T + b; the FP8 weight alone                          linear.py, product.py
+grouped_linear          groups of rows, each times a weight of its own               grouped_linear.py
 norm                    LayerNorm, RMSNorm, L2 normalisation                         norm.py
 norm_linear             y = norm(x) W^T + b, the residual stream going through       norm_linear.py
 norm_mlp                y = act(norm(x) W1^T + b1) W2^T + b2, likewise               norm_mlp.py
@@ -12,7 +13,8 @@ cached_attention        attention over a cache of keys and values, which it exte
 rope                    rotary position embedding                                    rope.py
 dropout_add, add        residual + dropout(x + bias); a + b                          dropout_add.py
 drop_path               residual + x, whole samples of x dropped                     drop_path.py
-split_heads             packed queries, keys and values apart                        split_heads.py
+split_heads             packed queries, keys and values, each by itself              split_heads.py
+permute, unpermute      tokens to rows by expert, and sums of each token's rows      permute.py
 embedding               rows of a table                                              embedding.py
 activation              gelu, silu, swiglu... alone                                  activation.py
 quantize, dequantize    casts to FP8 codes and back                                  casts.py

@@ -138,9 +138,9 @@ class Optimizer:
         if flag(name, "write_fp8_weights", write_fp8_weights):
             said = f"{name}: write_fp8_weights is deprecated and has no effect: layers cast their weights"
             warnings.warn(said, DeprecationWarning, stacklevel=3)
-        given = listed(name, "params", params, "tensors, such as model.parameters(), or dicts of them")
+        entries = listed(name, "params", params, "tensors, such as model.parameters(), or dicts of them")
         groups: list[Mapping[str, Any]] = (
-            given if given and isinstance(given[0], Mapping) else [{"params": given}]
+            entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
         )
         self.param_groups: list[Group] = []
         seen: set[int] = set()

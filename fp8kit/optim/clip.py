@@ -28,16 +28,16 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     limit = number(operation, "max_norm", max_norm)
     if limit == 0:
         raise ArgumentError(operation, "max_norm", max_norm, "a positive number")
-    given = listed(operation, "params", params, "tensors, such as model.parameters()")
+    found = listed(operation, "params", params, "tensors, such as model.parameters()")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ArgumentError(operation, "scaler", type(scaler).__name__, "a GradScaler or None")
-    for param in given:
+    for param in found:
         if not isinstance(param, Tensor):
             raise ArgumentError(operation, "params", type(param).__name__, "Tensors")
-    grads = [arrays.as_view(param.grad, operation, "params") for param in given if param.grad is not None]
+    grads = [arrays.as_view(param.grad, operation, "params") for param in found if param.grad is not None]
     if not grads:
         raise ArgumentError(
-            operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"
+            operation, "params", f"{len(found)} tensors, none with a gradient", "at least one gradient"
         )
     for grad in grads:
         if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array

@@ -1,5 +1,5 @@
-"""The three frontends as they ship give the same bits: a layer with delayed scaling over several steps, and
-an operation that a user registered once."""
+"""The three frontends as they ship give the same bits: a layer with delayed scaling over several steps,
+operations of fp8kit, and one that a user registered once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 
 import fp8kit as fk
 from fp8kit.autograd import apply, tensor
+from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
+from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec, permute, unpermute
+from fp8kit.ops.product import ProductSpec
 from fp8kit.testing import assert_same_bits
 from tests.support.gate import GateSpec, gate
 
@@ -28,6 +31,37 @@ WEIGHTS = {"weight": normal(1, N, K), "bias": normal(2, N)}
 BATCHES = [(normal(3 + i, ROWS, K, scale=2.0**i), normal(13 + i, ROWS, N, scale=0.01)) for i in range(4)]
 SPEC = GateSpec(16)
 GATE = normal(5, 6, 4, 16), normal(6, 16), normal(7, 6, 4, 16)
+
+CURRENT = fk.recipe.Float8CurrentScaling().quantization
+PLACES = {"row_map": np.array([[3, 1], [0, 0], [-1, -1], [3, 0], [1, 1], [0, 1]], np.int32)}
+# name -> (operation, spec, inputs with a gradient, other inputs, the gradient of y)
+CALLS = {
+    "gate": (gate, SPEC, dict(zip(("x", "slope"), GATE[:2], strict=True)), {}, GATE[2]),
+    "grouped_linear": (
+        grouped_linear,
+        GroupedLinearSpec(ProductSpec(16, (8,), fp8=CURRENT), (4, 0, 16)),
+        {"x": normal(14, 20, 16)}
+        | {f"{i}_weight0": normal(15 + i, 8, 16) for i in range(3)}
+        | {f"{i}_bias0": normal(18 + i, 8) for i in range(3)},
+        {},
+        normal(21, 20, 8),
+    ),
+    "permute": (permute, PermuteSpec(), {"x": normal(8, 4, 16)}, PLACES, normal(9, 6, 16)),
+    "permute with probabilities": (
+        permute,
+        PermuteSpec(True),
+        {"x": normal(8, 4, 16), "probs": normal(10, 4, 2)},
+        PLACES,
+        normal(9, 6, 16),
+    ),
+    "unpermute": (
+        unpermute,
+        UnpermuteSpec(),
+        {"x": normal(11, 6, 16), "probs": normal(12, 4, 2)},
+        PLACES,
+        normal(13, 4, 16),
+    ),
+}
 
 
 def state_of(layer):
@@ -116,41 +150,48 @@ def test_jax_inside_jit(native):
     same(jax_steps(), native)
 
 
-@pytest.fixture(scope="module")
-def native_gate():
-    x, slope = (tensor(value, requires_grad=True, device="cpu") for value in GATE[:2])
-    y = apply(gate, SPEC, {"x": x, "slope": slope})["y"]
-    y.backward(GATE[2])
-    return {"y": y.numpy(), "dx": x.grad.numpy(), "dslope": slope.grad.numpy()}
+def native_call(name):
+    operation, spec, inputs, fixed, g = CALLS[name]
+    leaves = {key: tensor(value, requires_grad=True, device="cpu") for key, value in inputs.items()}
+    others = {key: tensor(value, device="cpu") for key, value in fixed.items()}
+    y = apply(operation, spec, leaves | others)["y"]
+    y.backward(g)
+    return {"y": y.numpy()} | {f"d{key}": leaf.grad.numpy() for key, leaf in leaves.items()}
 
 
-def test_a_users_operation_is_what_its_formula_says(native_gate):
+def test_a_users_operation_is_what_its_formula_says():
     x, slope, _ = (value.astype(np.float64) for value in GATE)
     exact = x / (1 + np.exp(-slope * x))
     # a product, an exponential, a sum, a quotient and a product; the exponent's error is |a x| times larger
     fk.testing.assert_close(
-        "y", native_gate["y"], exact, "float32", 2.0**-24 * (8 + np.abs(slope * x)) * np.abs(exact)
+        "y", native_call("gate")["y"], exact, "float32", 2.0**-24 * (8 + np.abs(slope * x)) * np.abs(exact)
     )
 
 
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
-def test_a_users_operation_in_torch(native_gate, compiled):
-    def call(x, slope):
-        return ft.apply(gate, SPEC, {"x": x, "slope": slope})["y"]
+def test_operations_in_torch(name, compiled):
+    operation, spec, inputs, fixed, g = CALLS[name]
+    others = {key: torch.from_numpy(value) for key, value in fixed.items()}
 
-    x, slope = (torch.from_numpy(value.copy()).requires_grad_() for value in GATE[:2])
-    y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(x, slope)
-    y.backward(torch.from_numpy(GATE[2].copy()))
-    same([{"y": y.detach().numpy(), "dx": x.grad.numpy(), "dslope": slope.grad.numpy()}], [native_gate])
+    def call(leaves):
+        return ft.apply(operation, spec, leaves | others)["y"]
+
+    leaves = {key: torch.from_numpy(value.copy()).requires_grad_() for key, value in inputs.items()}
+    y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(leaves)
+    y.backward(torch.from_numpy(g.copy()))
+    made = {"y": y.detach().numpy()} | {f"d{key}": leaf.grad.numpy() for key, leaf in leaves.items()}
+    same([made], [native_call(name)])
 
 
-def test_a_users_operation_in_jax(native_gate):
-    def call(x, slope):
-        return fj.apply(gate, SPEC, {"x": x, "slope": slope})["y"]
+@pytest.mark.parametrize("name", CALLS)
+def test_operations_in_jax(name):
+    operation, spec, inputs, fixed, g = CALLS[name]
 
     @jax.jit
-    def step(x, slope, g):
-        y, pull = jax.vjp(call, x, slope)
-        return y, *pull(g)
+    def step(leaves, others, g):
+        y, pull = jax.vjp(lambda own: fj.apply(operation, spec, own | others)["y"], leaves)
+        return {"y": y} | {f"d{key}": grad for key, grad in pull(g)[0].items()}
 
-    same([dict(zip(("y", "dx", "dslope"), map(np.asarray, step(*GATE)), strict=True))], [native_gate])
+    made = step(dict(inputs), dict(fixed), g)
+    same([{key: np.asarray(value) for key, value in made.items()}], [native_call(name)])

@@ -52,6 +52,7 @@ from fp8kit.backends.protocol.gemm import Layout, Products
 from fp8kit.backends.protocol.kv_cache import Caches
 from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
+from fp8kit.backends.protocol.permute import Permutations
 from fp8kit.backends.protocol.quantize import Quantization
 from fp8kit.backends.protocol.rope import Ropes
 from fp8kit.backends.protocol.scales import Scales
@@ -95,6 +96,7 @@ class Kernels(
     Caches,
     Ropes,
     Embeddings,
+    Permutations,
     CrossEntropies,
     Optimizers,
     Elementwise,

@@ -165,8 +165,6 @@ def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, 
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_it_is_told_the_same(name):
     make, shape, parameter, more = LAYERS[name]
-    if name == "GroupedLinear":  # a group's operation, whose inputs have its number
-        parameter = "0_weight0"
     with pytest.raises(
         Exception, match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "
     ):

@@ -23,10 +23,12 @@ from fp8kit.ops.drop_path import DropPathSpec
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
 from fp8kit.ops.embedding import EmbeddingSpec
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec
+from fp8kit.ops.grouped_linear import GroupedLinearSpec
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec
+from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.ops.rope import RopeSpec
@@ -53,6 +55,7 @@ def _operands(device):
     codes, codes16 = (
         torch.arange(rows * 16, device=device).reshape(rows, 16).to(torch.uint8) % 64 for rows in (6, 16)
     )
+    places = torch.tensor([[1, 0], [0, 1], [-1, -1], [1, 1], [3, 0], [2, 0]], device=device).int()
     return {
         "linear": (
             LinearSpec(quantised),
@@ -61,6 +64,12 @@ def _operands(device):
             ("",),
         ),
         "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",)),
+        "grouped_linear": (
+            GroupedLinearSpec(plain, (2, 0, 4)),
+            {"x": r(2, 3, 16)} | {f"{i}_{name}": t.clone() for i in range(3) for name, t in own.items()},
+            "x 0_weight0 0_bias0 2_weight0 2_bias0",
+            (),
+        ),
         "norm": (norm, norms, "x norm_weight norm_bias", ()),
         "norm_linear": (
             NormLinearSpec(norm, plain, True, True),
@@ -97,6 +106,8 @@ def _operands(device):
             "logits",
             (),
         ),
+        "permute": (PermuteSpec(True), {"x": r(4, 16), "row_map": places, "probs": r(4, 2)}, "x probs", ()),
+        "unpermute": (UnpermuteSpec(4), {"x": r(6, 16), "row_map": places, "probs": r(4, 2)}, "x probs", ()),
         "embedding": (
             EmbeddingSpec(10, 4, float32),
             {"ids": torch.arange(6, device=device), "table": r(10, 4)},

@@ -1,0 +1,142 @@
+"""``grouped_linear``: rows in groups, each multiplied by a weight of its own: y_i = x_i W_i^T + b_i."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import ShapeError
+from fp8kit.formats import uint8
+from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count, want_rows
+from fp8kit.ops.products import product_of
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class GroupedLinearSpec:
+    """``product``: of every group; ``rows``: of each group, one group after the other."""
+
+    product: ProductSpec
+    rows: tuple[int, ...]
+
+    @property
+    def products(self) -> tuple[ProductSpec, ...]:
+        """The groups' products, whose names begin with the group's number: "0_", "1_"..."""
+        return tuple(replace(self.product, prefix=f"{i}_") for i in range(len(self.rows)))
+
+
+class GroupedLinear(Operation):
+    """y_i = x_i W_i^T + b_i for the groups of rows x_i.
+
+    Inputs: x h (..., in), whose rows are those of all groups; for each group i ``linear``'s weight, bias and
+    scales, or its cached weight: {i}_weight0, {i}_bias0, {i}_x_scale... Outputs: y h (..., out); {i}_x_amax,
+    {i}_w_amax. Gradients: x, {i}_weight0, {i}_bias0, and {i}_g_amax; backward reads {i}_g_scale. A group
+    without rows runs no product, and leaves its amaxes as they are; its gradients are 0.
+    """
+
+    name = "grouped_linear"
+    streams = True
+    parameters = ("weight", "bias")
+
+    def argument(self, name: str, names: Container[str] = ()) -> str:
+        group, _, own = name.partition("_")
+        if group.isdigit() and own in ("weight0", "bias0"):
+            return f"{own[:-1]}{group}"
+        return "inp" if name == "x" else name
+
+    def products(self, spec: GroupedLinearSpec) -> tuple[ProductSpec, ...]:
+        return spec.products
+
+    def _groups(self, spec: GroupedLinearSpec, metas: Metas, needs: frozenset[str]) -> list[Product]:
+        """The product of each group; in high precision where there are no rows. ShapeError or FormatError
+        where inputs do not fit."""
+        x = want_rows(self.name, "x", metas, spec.product.in_features)
+        if min(spec.rows, default=-1) < 0 or sum(spec.rows) != row_count(x):
+            wanted = f"{len(spec.rows)} numbers of rows that sum to {row_count(x)}"
+            raise ShapeError(self.name, "rows", list(spec.rows), wanted)
+        groups = []
+        for own, rows in zip(spec.products, spec.rows, strict=True):
+            weight, bias = (f"{own.prefix}{name}" in needs for name in ("weight0", "bias0"))
+            group = product_of(own, rows, x.dtype, "x" in needs, weight, bias)
+            group.check(self.name, metas)
+            if not rows:
+                group = product_of(replace(own, fp8=None), 0, x.dtype, False, weight, bias)
+            groups.append(group)
+        return groups
+
+    def _signature(self, groups: list[Product], metas: Metas, needs: frozenset[str]) -> Signature:
+        x, made = metas["x"], Signature({})
+        assert x is not None
+        made.outputs["y"] = Meta((*x.shape[:-1], groups[0].n), x.dtype)
+        if "x" in needs:
+            made.grads["x"] = Meta(x.shape, x.dtype)
+        kept: tuple[str, ...] = ()
+        for group in groups:
+            made.grads.update(group.grads())
+            if group.m:
+                made.outputs.update(group.outputs())
+                made.saved.update(group.saved())
+                made.backward_inputs.update(group.backward_inputs())
+                kept += group.kept()
+                kept += ("x",) if group.spec.fp8 is None and group.needs_w else ()
+        return replace(made, kept=tuple(dict.fromkeys(kept)))
+
+    def infer(self, spec: GroupedLinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        return self._signature(self._groups(spec, metas, needs), metas, needs)
+
+    def plan(self, spec: GroupedLinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        groups = self._groups(spec, metas, needs)
+        space = max(1, *(group.workspace(kernels) for group in groups))
+        forward, backward = ({"workspace": Meta((space,), uint8)} for _ in range(2))
+        for group in groups:
+            forward |= group.scratch() if group.m else {}
+            backward |= group.backward_scratch()
+        return Plan(spec, self._signature(groups, metas, needs), kernels, forward, backward, groups)
+
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
+        ws = WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream)
+        for group, x, y in _parts(plan.extra, inputs["x"], outputs["y"]):
+            if group.m:
+                group.cast_x(ws, x)
+                group.fprop(ws, x, y)
+
+    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+        ws = WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream)
+        for group, x in _parts(plan.extra, inputs["x"]):
+            if group.m:
+                group.measure(ws, x)
+
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
+        ws = WorkingSet(plan.kernels, kept, grads, saved, scratch, stream)
+        dx = grads["x"] if "x" in plan.signature.grads else None
+        for group, g, x, to in _parts(plan.extra, cotangents["y"], kept.get("x"), dx):
+            group.cast_g(ws, g)
+            if group.needs_x:
+                group.dgrad(ws, g, to)
+            if group.needs_w and (group.m or not group.adds):
+                nothing = ArrayView(g.ptr, (0, group.k), g.dtype, g.device, g.owner)
+                group.wgrad(ws, g, x if group.m else nothing)
+
+
+def _parts(groups: list[Product], *arrays: Any) -> Iterator[tuple[Any, ...]]:
+    """(group, its rows of each array), one group after the other; None for an array that is not there."""
+    start, whole = 0, [None if array is None else array.rows() for array in arrays]
+    for group in groups:
+        yield group, *(None if array is None else array.slice(0, start, group.m) for array in whole)
+        start += group.m
+
+
+grouped_linear = GroupedLinear()

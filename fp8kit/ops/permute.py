@@ -1,0 +1,166 @@
+"""``permute``: tokens to rows of their own, such as the experts they go to; ``unpermute``: the sum of each
+token's rows.
+
+A map, int32 (R, 2), says for each row its (token, slot): the slot is the column of the row's probability,
+such as the expert. (-1, -1) is an empty row, and each (token, slot) stands in one row at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.errors import ArgumentError
+from fp8kit.formats import HIGH_PRECISION, float32, int32
+from fp8kit.ops.partition import Partition
+from fp8kit.ops.product import want
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class PermuteSpec:
+    """``probs``: whether rows have probabilities, which go along."""
+
+    probs: bool = False
+
+
+@dataclass(frozen=True)
+class UnpermuteSpec:
+    """``tokens``: rows of the result; negative: those of ``probs``."""
+
+    tokens: int = -1
+
+
+class _ByMap(Operation):
+    """What both share. A column of the result needs that column of x alone."""
+
+    arguments: ClassVar[Mapping[str, str]] = {"x": "inp"}
+
+    def partitions(self, spec: Any, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+        return (Partition("features", (("x", -1, -1),)),)
+
+    def _matrix(self, name: str, metas: Metas, rows: int | None = None) -> Meta:
+        """The meta of x or probs, h (rows, any). ShapeError or FormatError for another."""
+        found = metas.get(name)
+        known = found is not None and found.dtype in HIGH_PRECISION
+        return want(self.name, name, metas, (rows, None), found.dtype if known and found else float32)
+
+    def _check_map(self, row_map: ArrayView, tokens: int, probs: ArrayView | None) -> None:
+        """ArgumentError for a map on the CPU that names a token or a slot that there is not."""
+        if row_map.device.kind == "cpu" and row_map.size:
+            counts = {"tokens": tokens} | ({} if probs is None else {"slots": probs.shape[1]})
+            for (name, count), values in zip(counts.items(), row_map.numpy().T, strict=False):
+                if not -1 <= values.min() <= values.max() < count:
+                    got = f"{name} from {values.min()} to {values.max()}"
+                    raise ArgumentError(self.name, "row_map", got, f"{name} in [0, {count}), or -1 for none")
+
+    def plan(self, spec: Any, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        return Plan(spec, self.infer(spec, metas, needs), kernels)
+
+
+class Permute(_ByMap):
+    """y[r] = x[token], and row_probs[r] = probs[token, slot]; both 0 in an empty row r.
+
+    Inputs: x h (T, N); row_map int32 (R, 2); where the spec says so probs h (T, S), of any type. Outputs: y
+    (R, N) like x, and row_probs (R,) like probs. Gradients of x and probs. A token or slot out of range is an
+    ArgumentError on the CPU; on a GPU, where nobody looks, such a row is empty.
+    """
+
+    name = "permute"
+
+    def outputs(self, spec: PermuteSpec) -> tuple[str, ...]:
+        return ("y", "row_probs") if spec.probs else ("y",)
+
+    def infer(self, spec: PermuteSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        inputs = {"x": self._matrix("x", metas)}
+        if spec.probs:
+            inputs["probs"] = self._matrix("probs", metas, inputs["x"].shape[0])
+        rows = want(self.name, "row_map", metas, (None, 2), int32).shape[0]
+        shapes = (rows, inputs["x"].shape[1]), (rows,)
+        made = {
+            n: Meta(s, m.dtype) for n, s, m in zip(("y", "row_probs"), shapes, inputs.values(), strict=False)
+        }
+        return Signature(made, {}, ("row_map",), {n: meta for n, meta in inputs.items() if n in needs})
+
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
+        x, row_map, probs = inputs["x"], inputs["row_map"], inputs.get("probs")
+        assert x is not None and row_map is not None
+        self._check_map(row_map, x.shape[0], probs)
+        plan.kernels.permute_rows(x, row_map, None, outputs["y"], stream)
+        if probs is not None:
+            plan.kernels.permute_probs(probs, row_map, outputs["row_probs"], stream)
+
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
+        row_map, dy, g = kept["row_map"], cotangents["y"], cotangents.get("row_probs")
+        assert row_map is not None and dy is not None
+        if "x" in grads:
+            plan.kernels.unpermute_rows(dy, row_map, None, grads["x"], stream)
+        if "probs" in grads:
+            if g is None:  # no row, and zeros for all
+                dy, row_map = dy.slice(0, 0, 0), row_map.slice(0, 0, 0)
+            rows = dy if g is None else g.reshape(g.size, 1)
+            plan.kernels.unpermute_probs(rows, None, row_map, grads["probs"], stream)
+
+
+class Unpermute(_ByMap):
+    """y[token] = the sum of x[r] * probs[token, slot], without probs of x[r], over the token's rows r: in
+    float32, in the order of the rows, rounded once.
+
+    Inputs: x h (R, N); row_map int32 (R, 2); probs h (T, S), of any type, or None. Output: y (T, N) like x.
+    Gradients of x and probs. A token or slot out of range: see ``permute``.
+    """
+
+    name = "unpermute"
+    arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "probs": "merging_probs"}
+
+    def infer(self, spec: UnpermuteSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        inputs, tokens = {"x": self._matrix("x", metas)}, spec.tokens
+        x = inputs["x"]
+        want(self.name, "row_map", metas, (x.shape[0], 2), int32)
+        if tokens < 0 or metas.get("probs") is not None:
+            inputs["probs"] = self._matrix("probs", metas, tokens if tokens >= 0 else None)
+            tokens = inputs["probs"].shape[0]
+        grads = {name: meta for name, meta in inputs.items() if name in needs}
+        kept = ("row_map", *(("probs",) if "x" in grads else ()), *(("x",) if "probs" in grads else ()))
+        return Signature({"y": Meta((tokens, x.shape[1]), x.dtype)}, {}, kept, grads)
+
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
+        row_map, probs, y = inputs["row_map"], inputs.get("probs"), outputs["y"]
+        assert row_map is not None and y is not None
+        self._check_map(row_map, y.shape[0], probs)
+        plan.kernels.unpermute_rows(inputs["x"], row_map, probs, y, stream)
+
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
+        row_map, dy = kept["row_map"], cotangents["y"]
+        if "x" in grads:
+            plan.kernels.permute_rows(dy, row_map, kept.get("probs"), grads["x"], stream)
+        if "probs" in grads:
+            plan.kernels.unpermute_probs(kept["x"], dy, row_map, grads["probs"], stream)
+
+
+permute = Permute()
+unpermute = Unpermute()

@@ -1,0 +1,160 @@
+"""Permutations bit for bit: sums are float32 sums in the order of the rows, rounded once. The gradient of
+probabilities is a sum over columns, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float32, int32
+from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, wide
+from fp8kit.testing.contract.sampler import Sampler
+
+
+def _map(s: Sampler, rows: int, tokens: int, slots: int, stray: bool) -> Any:
+    """A map of ``rows`` places: different pairs in any order, and empty rows; ``stray``: pairs out of
+    range among them."""
+
+    def values() -> Array:
+        pairs = s.random.permutation(max(tokens * slots, 1))[:rows]
+        found = np.full((rows, 2), -1, np.int32)
+        if tokens * slots:
+            found[: len(pairs)] = np.stack((pairs // slots, pairs % slots), 1)
+        found = found[s.random.permutation(rows)]
+        if rows > 2:
+            found[1] = -1
+        if stray:
+            found[[0, 5, 9]] = (tokens, 0), (-7, 1), (np.iinfo(np.int32).max, 2)
+        return found
+
+    return s.array((rows, 2), int32, values)
+
+
+def permute_rows(
+    s: Sampler, m: int, n: int, rows: int = 0, slots: int = 4, probs: DType | None = None, stray: bool = False
+) -> Arguments:
+    """``m`` tokens to ``rows`` rows (0: 2 m); ``probs``: the type of the probabilities, None without."""
+    rows = rows or 2 * m
+    weights = None if probs is None else s.normal(m, slots, dtype=probs)
+    row_map = _map(s, rows, m, slots, stray)
+    return {"x": s.normal(m, n), "row_map": row_map, "probs": weights, "out": s.output(rows, n)}
+
+
+def _filled(a: Any, tokens: int, slots: int | None = None) -> Any:
+    """(row, token, slot) of the rows that are not empty, in order."""
+    for r, (token, slot) in enumerate(a.row_map.tolist()):
+        if 0 <= token < tokens and (slots is None or 0 <= slot < slots):
+            yield r, token, slot
+
+
+def _scaled(a: Any, row: Array, token: int, slot: int) -> Array:
+    row = row.astype(np.float32)
+    return row if a.probs is None else row * a.probs[token, slot].astype(np.float32)
+
+
+def _slots(a: Any) -> int | None:
+    return None if a.probs is None else a.probs.shape[1]
+
+
+def permute_rows_oracle(a: Any) -> Results:
+    """The rows, times their factor in float32."""
+    out = np.zeros(a.out.shape, np.float32)
+    for r, token, slot in _filled(a, len(a.x), _slots(a)):
+        out[r] = _scaled(a, a.x[token], token, slot)
+    return {"out": out.astype(a.out.dtype)}
+
+
+def unpermute_rows(
+    s: Sampler, m: int, n: int, rows: int = 0, slots: int = 4, probs: DType | None = None, stray: bool = False
+) -> Arguments:
+    """``rows`` rows (0: 2 m) to ``m`` tokens."""
+    rows = rows or 2 * m
+    weights = None if probs is None else s.normal(m, slots, dtype=probs)
+    row_map = _map(s, rows, m, slots, stray)
+    return {"x": s.normal(rows, n), "row_map": row_map, "probs": weights, "out": s.output(m, n)}
+
+
+def unpermute_rows_oracle(a: Any) -> Results:
+    """One float32 addition after the other."""
+    total = np.zeros(a.out.shape, np.float32)
+    for r, token, slot in _filled(a, len(total), _slots(a)):
+        total[token] += _scaled(a, a.x[r], token, slot)
+    return {"out": total.astype(a.out.dtype)}
+
+
+def permute_probs(
+    s: Sampler, m: int, n: int, rows: int = 0, slots: int = 4, stray: bool = False
+) -> Arguments:
+    """Probabilities of ``m`` tokens for ``rows`` rows (0: 2 m); ``n``: not used."""
+    rows = rows or 2 * m
+    row_map = _map(s, rows, m, slots, stray)
+    return {"probs": s.normal(m, slots), "row_map": row_map, "out": s.output(rows)}
+
+
+def permute_probs_oracle(a: Any) -> Results:
+    """The probabilities."""
+    out = np.zeros_like(a.out)
+    for r, token, slot in _filled(a, *a.probs.shape):
+        out[r] = a.probs[token, slot]
+    return {"out": out}
+
+
+def unpermute_probs(
+    s: Sampler,
+    m: int,
+    n: int,
+    rows: int = 0,
+    slots: int = 4,
+    probs: DType = float32,
+    alone: bool = False,
+    stray: bool = False,
+) -> Arguments:
+    """``rows`` rows (0: 2 m) to probabilities of type ``probs`` of ``m`` tokens; ``alone``: without x."""
+    rows, n = rows or 2 * m, 1 if alone else n
+    row_map, x = _map(s, rows, m, slots, stray), None if alone else s.normal(m, n)
+    return {"rows": s.normal(rows, n), "x": x, "row_map": row_map, "out": s.output(m, slots, dtype=probs)}
+
+
+def unpermute_probs_oracle(a: Any) -> Results:
+    """A sum over columns each."""
+    out, size = np.zeros(a.out.shape), np.zeros(a.out.shape)
+    for r, token, slot in _filled(a, *out.shape):
+        products = wide(a.rows[r]) * (1 if a.x is None else wide(a.x[token]))
+        out[token, slot], size[token, slot] = products.sum(), np.abs(products).sum()
+    if a.x is None:
+        return {"out": out.astype(np.float32).astype(a.out.dtype)}
+    return {"out": (out, sum_slack(size, a.rows.shape[1]) + ROUNDOFF * size)}
+
+
+# tokens, columns, rows, slots
+_SIZES = ((11, 33, 30, 4), (1, 1, 5, 1), (50, 16, 9, 3), (7, 1100, 28, 4), (0, 8, 3, 2), (5, 0, 6, 2))
+_MANY: Options = {"m": 60, "n": 8, "rows": 2100, "slots": 40}
+_STRAY: Options = {"m": 7, "n": 12, "rows": 16, "slots": 3, "stray": True}
+
+
+def _cases(**kinds: Options) -> dict[str, Options]:
+    found: dict[str, Options] = {}
+    for dtype in HIGH_PRECISION:
+        for kind, options in kinds.items():
+            own = {"dtype": dtype, **options}
+            for m, n, rows, slots in _SIZES:
+                sizes = {"m": m, "n": n, "rows": rows, "slots": slots}
+                found[f"{dtype.name}-{kind}-{m}x{n}x{rows}x{slots}"] = own | sizes
+            found[f"{dtype.name}-{kind}-many-rows"] = own | _MANY
+            found[f"{dtype.name}-{kind}-out-of-range"] = own | _STRAY
+    return found
+
+
+_WEIGHTED = {f"probs-{kind.name}": {"probs": kind} for kind in (float32, bfloat16)}
+_ROWS = _cases(plain={}, **_WEIGHTED)
+
+TESTS = (
+    KernelTest("permute_rows", permute_rows, permute_rows_oracle, _ROWS),
+    KernelTest("unpermute_rows", unpermute_rows, unpermute_rows_oracle, _ROWS),
+    KernelTest("permute_probs", permute_probs, permute_probs_oracle, _cases(plain={})),
+    KernelTest(
+        "unpermute_probs", unpermute_probs, unpermute_probs_oracle, _cases(alone={"alone": True}, **_WEIGHTED)
+    ),
+)
