@@ -92,13 +92,12 @@ def quantize(
         return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
     source, tile = "current" if scale is None else "scale", TILES[scaling]
     spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, rounding == "stochastic")
-    given = {}
+    inputs = {"x": x} | (rng_inputs(key) if key is not None else {})
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
         if jnp.iscomplexobj(scales):
             raise FormatError("quantize", "scale", scales.dtype, "float32")
-        given["scale"] = scales.astype(jnp.float32).reshape(-1)
-    inputs = {"x": x, **given, **(rng_inputs(key) if key is not None else {})}
+        inputs["scale"] = scales.astype(jnp.float32).reshape(-1)
     out = apply(casts.quantize, spec, inputs, pairs=("rng",))
     return ScaledTensor(
         jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling

@@ -41,9 +41,7 @@ def layernorm(
     """
     x = as_array("layernorm", "x", x)
     want_alike("layernorm", x, gamma=gamma, beta=beta)
-    if isinstance(norm_type, str) and norm_type == "rmsnorm" and beta is not None:
-        raise ShapeError("layernorm", "beta", "an array", "None with rmsnorm")
-    spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma)
+    spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma, beta)
     return apply(norm, spec, {"x": x, "norm_weight": gamma, "norm_bias": beta})["y"]
 
 
