@@ -13,7 +13,7 @@ import numpy as np
 from fp8kit import formats
 from fp8kit.arguments import number, shown
 from fp8kit.arrays import ArrayView, as_view
-from fp8kit.errors import ArgumentError, FormatError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.ops.values import check_indices, check_sequences
 from fp8kit.spec import Meta
 
@@ -29,6 +29,14 @@ def as_array(operation: str, argument: str, value: Any) -> Any:
     except (TypeError, ValueError, OverflowError):
         pass
     raise FormatError(operation, argument, "None" if value is None else shown(value), "an array")
+
+
+def as_rows(operation: str, argument: str, value: Any, last: str = "features") -> Any:
+    """``as_array`` of an array with a last dimension. ShapeError for a scalar."""
+    array = as_array(operation, argument, value)
+    if array.ndim < 1:
+        raise ShapeError(operation, argument, "a scalar", f"shape (..., {last})")
+    return array
 
 
 def meta_of(operation: str, argument: str, value: Any) -> Meta:

@@ -21,7 +21,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit_jax.activations import activation_of
-from fp8kit_jax.arguments import as_array, as_number, check_fused, want_alike
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, want_alike
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import history_of
@@ -113,7 +113,7 @@ def layernorm_dense(
     """
     op = "layernorm_dense"
     beside = _beside(op, return_layernorm_output, return_residual)
-    x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
+    x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
     want_alike(op, x, kernel=kernel, gamma=gamma, beta=beta, bias=bias)
     found = resolve(op, quantizer_set)
     io = choice(op, "kernel_layout", kernel_layout, ("io", "oi"), FormatError) == "io"
@@ -179,19 +179,13 @@ def layernorm_mlp(
     beside = _beside(op, return_layernorm_output, return_residual)
     fused = flag(op, "join_residual", join_residual)
     check_fused(op, fused, return_residual="residual" in beside, return_bias=deferred)
-    x = as_array(op, "x", x)
+    x = as_rows(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise ShapeError(op, argument, shown(pair), "two, one for each product")
-    (k1, k2), (b1, b2) = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)), biases
-    want_alike(
-        op,
-        x,
-        gamma=gamma,
-        beta=beta,
-        **{f"kernels[{i}]": k for i, k in enumerate((k1, k2))},
-        **{f"biases[{i}]": b for i, b in enumerate((b1, b2))},
-    )
+    pair = {f"kernels[{i}]": as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)}
+    (k1, k2), (b1, b2) = pair.values(), biases
+    want_alike(op, x, gamma=gamma, beta=beta, **pair, **{"biases[0]": b1, "biases[1]": b2})
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(op, "biases", "one", "two or none")
@@ -219,9 +213,8 @@ def layernorm_mlp(
         "fc1_bias0": _shaped(op, "biases[0]", b1, wide),
     }
     flat, views = _flattened(fc1, wide, ())
-    views = {name: shape for name, shape in views.items() if name != "y"} | {
-        "h": (math.prod(x.shape[:-1]), *wide)
-    }
+    views.pop("y", None)
+    views["h"] = (math.prod(x.shape[:-1]), *wide)
     out = apply(
         norm_mlp,
         spec,
@@ -251,12 +244,9 @@ def norm_spec(
     choice(operation, "norm_type", norm_type, NORMS, FormatError)
     if norm_type == "rmsnorm" and beta is not None:
         raise ShapeError(operation, "beta", "an array", "None with rmsnorm")
-    if x.ndim < 1:
-        raise ShapeError(operation, "x", "a scalar", "shape (..., features)")
-    zero_centered_gamma = flag(operation, "zero_centered_gamma", zero_centered_gamma)
-    return NormSpec(
-        x.shape[-1], NORMS[norm_type], as_number(operation, "epsilon", epsilon), zero_centered_gamma
-    )
+    eps = as_number(operation, "epsilon", epsilon)
+    centered = flag(operation, "zero_centered_gamma", zero_centered_gamma)
+    return NormSpec(x.shape[-1], NORMS[norm_type], eps, centered)
 
 
 def _product(

@@ -58,9 +58,7 @@ class Past:
         self.count.value = self.index + self.fresh
         rows, columns = self.index + jnp.arange(self.fresh)[:, None], jnp.arange(self.length)
         left, right = self.module.window_size or (-1, -1)
-        hidden = (
-            columns > rows if self.module.attn_mask_type != "no_mask" else columns >= self.index + self.fresh
-        )
+        hidden = columns >= self.count.value if self.module.attn_mask_type == "no_mask" else columns > rows
         hidden = jnp.broadcast_to(hidden, (self.fresh, self.length))
         if left >= 0:
             hidden |= columns < rows - left
@@ -96,8 +94,6 @@ class Past:
 
     def checked(self, o: Any) -> Any:
         """o, NaN where the tokens go beyond the cache."""
-        return (
-            o
-            if self.index is None
-            else jnp.where(self.index + self.fresh <= self.length, o, jnp.asarray(jnp.nan, o.dtype))
-        )
+        if self.index is None:
+            return o
+        return jnp.where(self.index + self.fresh <= self.length, o, jnp.asarray(jnp.nan, o.dtype))

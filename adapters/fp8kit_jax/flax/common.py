@@ -159,6 +159,11 @@ def parameter(
     return jnp.asarray(module.param(name, partitioned(init, axes), shape, module.dtype), dtype)
 
 
+def bias_parameter(module: Any, name: str, axes: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> Any:
+    """A product's bias, None without ``use_bias``."""
+    return parameter(module, name, module.bias_init, axes, shape, dtype) if module.use_bias else None
+
+
 def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, ...]:
     """The arguments of ``fp8kit_jax.layernorm`` after x for a module with Transformer Engine's fields:
     parameters ``scale`` and, of a LayerNorm, ``ln_bias``, and the options."""

@@ -18,6 +18,7 @@ from fp8kit_jax.activations import activation
 from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.checks import check_module
 from fp8kit_jax.flax.common import (
+    bias_parameter,
     check_fixed,
     constrained,
     constrains,
@@ -172,9 +173,7 @@ class DenseGeneral(nn.Module):
 
         shape, kind = (*(inputs.shape[d] for d in axis), *features), inputs.dtype
         kernel = parameter(self, "kernel", start, self.kernel_axes, shape, kind)
-        bias = (
-            parameter(self, "bias", self.bias_init, self.bias_axes, features, kind) if self.use_bias else None
-        )
+        bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
         y = _product(self, inputs, kernel, bias, quantizer_set(self), axis, residual)
         return y if self.return_bias else y[0]
 
@@ -227,9 +226,7 @@ class LayerNormDenseGeneral(nn.Module):
         norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
         init = self.kernel_init or fan_in(len(features))
         kernel = parameter(self, "kernel", init, self.kernel_axes, (hidden, *features), kind)
-        bias = (
-            parameter(self, "bias", self.bias_init, self.bias_axes, features, kind) if self.use_bias else None
-        )
+        bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
         y, normed, residual = _normed_product(
             self, inputs, kernel, norm, bias, self.dot_input_axes, quantizer_set(self)
         )
@@ -300,18 +297,16 @@ class LayerNormMLP(nn.Module):
         hidden, kind, parts = inputs.shape[-1], inputs.dtype, tuple(self.activations)
         inner = (len(parts), self.intermediate_dim)
         norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
-        shapes = ((hidden, *inner), (inner[1], hidden))
         kernels = [
             parameter(self, name, self.kernel_init or fan_in(len(shape) - 1), axes, shape, kind)
-            for name, axes, shape in zip(
-                ("wi_kernel", "wo_kernel"), (self.kernel_axes_1, self.kernel_axes_2), shapes, strict=True
+            for name, axes, shape in (
+                ("wi_kernel", self.kernel_axes_1, (hidden, *inner)),
+                ("wo_kernel", self.kernel_axes_2, (self.intermediate_dim, hidden)),
             )
         ]
         biases = [
-            parameter(self, name, self.bias_init, axes, shape[1:], kind) if self.use_bias else None
-            for name, axes, shape in zip(
-                ("wi_bias", "wo_bias"), (self.bias_axes_1, self.bias_axes_2), shapes, strict=True
-            )
+            bias_parameter(self, "wi_bias", self.bias_axes_1, inner, kind),
+            bias_parameter(self, "wo_bias", self.bias_axes_2, (hidden,), kind),
         ]
         sets = quantizer_set(self, "_0"), quantizer_set(self, "_1")
         rate = 0.0 if deterministic else self.intermediate_dropout_rate

@@ -14,7 +14,7 @@ from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import as_array, check_fused, struct_of
 from fp8kit_jax.checks import RULES, size
 from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
-from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, want_rngs
+from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, norm_options, want_rngs
 
 
 class Dropout(nnx.Module):
@@ -133,18 +133,12 @@ class MultiHeadAttention(nnx.Module):
         self.qk_norm_type, self.qk_norm_eps = qk_norm_type, qk_norm_eps
         self.qk_norm_before_rope = qk_norm_before_rope
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
-        norm = {
-            "epsilon": epsilon,
-            "layernorm_type": layernorm_type,
-            "zero_centered_gamma": zero_centered_gamma,
-        }
+        norm = norm_options(locals())
 
         def projection(features: Any) -> DenseGeneral:
-            return (
-                LayerNormDenseGeneral(hidden_size, features, **norm, **shared)
-                if input_layernorm
-                else DenseGeneral(hidden_size, features, **shared)
-            )
+            if input_layernorm:
+                return LayerNormDenseGeneral(hidden_size, features, **norm | shared)
+            return DenseGeneral(hidden_size, features, **shared)
 
         packed = not cross and self.groups == heads
         self.qkv = projection((3, heads * self.head_dim)) if packed else None

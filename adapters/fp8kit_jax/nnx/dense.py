@@ -55,6 +55,11 @@ def want_rngs(operation: str, rngs: Any, stream: str = "params") -> None:
         raise ArgumentError(operation, "rngs", got, f"nnx.Rngs with a stream {stream!r}, or a default one")
 
 
+def norm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a module's arguments by name, its ``locals()``, that its ``LayerNorm`` takes."""
+    return {name: arguments[name] for name in ("epsilon", "layernorm_type", "zero_centered_gamma", "dtype")}
+
+
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, init: Any) -> nnx.Param:
     init = init or nnx.initializers.variance_scaling(
         1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, len(shape)))
@@ -153,13 +158,7 @@ class LayerNormDenseGeneral(DenseGeneral):
         super().__init__(
             in_features, features, rngs=rngs, use_bias=use_bias, kernel_init=kernel_init, dtype=dtype
         )
-        self.norm = LayerNorm(
-            in_features,
-            epsilon=epsilon,
-            layernorm_type=layernorm_type,
-            zero_centered_gamma=zero_centered_gamma,
-            dtype=dtype,
-        )
+        self.norm = LayerNorm(in_features, **norm_options(locals()))
 
     def __call__(self, x: Any, *, return_residual: bool = False) -> Any:
         """``x``: h (..., K). Returns h (..., features), with ``return_residual`` a pair with x itself, for a
@@ -199,13 +198,7 @@ class LayerNormMLP(nnx.Module):
         want_rngs("LayerNormMLP", rngs)
         self.activations = tuple(activations)
         self.activation_params = None if activation_params is None else tuple(activation_params.items())
-        self.norm = LayerNorm(
-            num_features,
-            epsilon=epsilon,
-            layernorm_type=layernorm_type,
-            zero_centered_gamma=zero_centered_gamma,
-            dtype=dtype,
-        )
+        self.norm = LayerNorm(num_features, **norm_options(locals()))
         inner = (len(self.activations), intermediate_dim)
         self.wi_kernel = _kernel(rngs, (num_features, *inner), dtype, kernel_init)
         self.wo_kernel = _kernel(rngs, (intermediate_dim, num_features), dtype, kernel_init)

@@ -15,7 +15,7 @@ from fp8kit_jax.activations import activation_of
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import residual_sum
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
-from fp8kit_jax.nnx.dense import LayerNormMLP, want_rngs
+from fp8kit_jax.nnx.dense import LayerNormMLP, norm_options, want_rngs
 
 # arguments of the attention that a layer does not set itself
 _ATTENTION = (
@@ -65,14 +65,7 @@ class TransformerLayer(nnx.Module):
         with on_behalf_of("TransformerLayer", activation_params="mlp_activation_params"):
             activation_of("LayerNormMLP", mlp_activations, mlp_activation_params)
         want_rngs("TransformerLayer", rngs)
-        shared: dict[str, Any] = {
-            "rngs": rngs,
-            "use_bias": use_bias,
-            "layernorm_type": layernorm_type,
-            "epsilon": epsilon,
-            "zero_centered_gamma": zero_centered_gamma,
-            "dtype": dtype,
-        }
+        shared: dict[str, Any] = norm_options(locals()) | {"rngs": rngs, "use_bias": use_bias}
         self.attention = MultiHeadAttention(
             hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options
         )
