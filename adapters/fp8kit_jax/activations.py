@@ -64,8 +64,8 @@ def activation_of(
 ) -> tuple[str, tuple[float, ...]]:
     """fp8kit's name of an activation and its numbers; FormatError for one that there is not, and for unknown
     parameters."""
-    words = tuple(activation_type) if isinstance(activation_type, Sequence) else ()
-    name = ACTIVATION_TYPES.get(words) if all(isinstance(word, str) for word in words) else None
+    kinds = tuple(activation_type) if isinstance(activation_type, Sequence) else ()
+    name = ACTIVATION_TYPES.get(kinds) if all(isinstance(kind, str) for kind in kinds) else None
     if name is None:
         known = ", ".join(map(str, ACTIVATION_TYPES))
         raise FormatError(operation, "activation_type", shown(activation_type), f"one of {known}")

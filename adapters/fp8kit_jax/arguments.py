@@ -13,7 +13,7 @@ import numpy as np
 from fp8kit import formats
 from fp8kit.arguments import number, shown
 from fp8kit.arrays import ArrayView, as_view
-from fp8kit.errors import FormatError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.ops.values import check_indices, check_sequences
 from fp8kit.spec import Meta
 
@@ -22,13 +22,21 @@ def as_array(operation: str, argument: str, value: Any) -> Any:
     """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for
     anything else."""
     try:
-        words = isinstance(value, tuple | list) and np.asarray(value).dtype.kind not in "biufcV"
+        textual = isinstance(value, tuple | list) and np.asarray(value).dtype.kind not in "biufcV"
         key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        if not (value is None or words or key or isinstance(value, str | bytes)):
+        if not (value is None or textual or key or isinstance(value, str | bytes)):
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
         pass
     raise FormatError(operation, argument, "None" if value is None else shown(value), "an array")
+
+
+def as_rows(operation: str, argument: str, value: Any, last: str = "features") -> Any:
+    """``as_array`` of an array with a last dimension. ShapeError for a scalar."""
+    array = as_array(operation, argument, value)
+    if array.ndim < 1:
+        raise ShapeError(operation, argument, "a scalar", f"shape (..., {last})")
+    return array
 
 
 def meta_of(operation: str, argument: str, value: Any) -> Meta:
@@ -43,8 +51,8 @@ def meta_of(operation: str, argument: str, value: Any) -> Meta:
     )
 
 
-def stand(operation: str, argument: str, value: Any) -> Any:
-    """What stands for an array: a ``jax.ShapeDtypeStruct``. FormatError for what is no array."""
+def struct_of(operation: str, argument: str, value: Any) -> Any:
+    """Shape and dtype of an array, a ``jax.ShapeDtypeStruct``. FormatError for what is no array."""
     array = as_array(operation, argument, value)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
@@ -61,6 +69,13 @@ def want_alike(operation: str, x: Any, **parameters: Any) -> None:
     ):
         name, dtype = next(iter(dtypes.items()))
         raise FormatError(operation, "x", x.dtype.name, f"{dtype.name} as {name}")
+
+
+def check_fused(operation: str, fused: bool, what: str = "join_residual", **asked: bool) -> None:
+    """ArgumentError where ``what`` is added to y, and the bias or the residual is ``asked`` for too."""
+    for name, value in asked.items():
+        if fused and value:
+            raise ArgumentError(operation, name, value, f"False with {what}")
 
 
 def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:

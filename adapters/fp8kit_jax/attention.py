@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8kit.arguments import choice, flag, integer, shown
+from fp8kit.arguments import check, shown
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ShapeError, meant
-from fp8kit.ops.attention import FORMATS, AttentionSpec, attention
-from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
+from fp8kit.layers.attention_inputs import alibi_slopes
+from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
-from fp8kit_jax.checks import ALIASES
+from fp8kit_jax.checks import ALIASES, RULES
 from fp8kit_jax.functional import rng_inputs
 from fp8kit_jax.rules import apply
 
@@ -60,7 +60,7 @@ def dot_product_attention(
 
     * ``query``: h (b, s_q, heads, d); ``key``: h (b, s_kv, groups, d); ``value``: h (b, s_kv, groups, d_v),
       groups a divisor of heads. With "sbhd" the sequence comes first, with "thd" t tokens stand for b and s.
-      Packed, and then neither split nor joined in memory: ``query`` (b, s, 3, heads, d) alone, or ``query``
+      Packed, and then neither split nor concatenated: ``query`` (b, s, 3, heads, d) alone, or ``query``
       and ``key`` (b, s_kv, 2, groups, d).
     * ``attn_mask_type``: "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal" (also
       "causal_padding"), "padding_causal_bottom_right" or "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1
@@ -73,7 +73,7 @@ def dot_product_attention(
     * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. Over several devices, ``jax.jit`` splits it
       by batches and heads, and it drops what one device drops, but for cuDNN, which has a stream of its own
       and no part in that: both directions over several devices, or both on one. In a ``shard_map`` each
-      device drops by itself, with the key it is given: ``jax.random.fold_in(key, jax.lax.axis_index(axis))``
+      device drops by itself, with the key it gets: ``jax.random.fold_in(key, jax.lax.axis_index(axis))``
       is one for each.
     * The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
@@ -86,20 +86,47 @@ def dot_product_attention(
         for name, value in layers.items()
         if value is not None or name == "query"
     }
-    call = _settled(layers, **options)
+    call = _resolved(layers, options)
     inputs = call.inputs | (rng_inputs(dropout_key) if call.spec.dropout else {})
     return apply(attention, call.spec, inputs, pairs=("rng",), flat=call.flat, views={"o": call.o})["o"]
 
 
-def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
-    """Refuse what ``dot_product_attention`` would refuse of these arguments, and run nothing: what a layer
-    asks before its projections run.
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(dot_product_attention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+# arguments of the function that a module leaves to its caller
+OPTIONS = tuple(name for name in _DEFAULTS if not name.startswith("dropout"))
+_CHECKED = (
+    "qkv_format",
+    "attn_mask_type",
+    "softmax_type",
+    "attn_bias_type",
+    "bottom_right_diagonal",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+)
+_BESIDE = (
+    "mask",
+    "bias",
+    "softmax_offset",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+)
 
-    ``query``, ``key``, ``value``: ``jax.ShapeDtypeStruct``s, which stand for arrays; ``options``: as there,
-    but for a key."""
+
+def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
+    """Raise what ``dot_product_attention`` would raise for these arguments, and compute nothing: a layer's
+    check before its projections run.
+
+    ``query``, ``key``, ``value``: ``jax.ShapeDtypeStruct``s, ``options``: as there, without a
+    key."""
     known(_OP, options)
     layers = {name: a for name, a in (("query", query), ("key", key), ("value", value)) if a is not None}
-    call = _settled(layers, **options | {"dropout_rate": 0.0})
+    call = _resolved(layers, _DEFAULTS | options | {"dropout_rate": 0.0})
     metas = {name: meta_of(_OP, name, value) for name, value in call.inputs.items() if value is not None}
     attention.infer(
         call.spec,
@@ -108,18 +135,18 @@ def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> 
     )
 
 
-def known(operation: str, given: Iterable[str], more: Iterable[str] = ()) -> None:
-    """TypeError for a name that is no option of ``dot_product_attention``, nor one of ``more``: what a module
-    sets itself is none."""
+def known(operation: str, options: Iterable[str], more: Iterable[str] = ()) -> None:
+    """TypeError for a name that is neither an option of ``dot_product_attention`` that callers set, nor one
+    of ``more``."""
     names = (*OPTIONS, *more)
-    for name in given:
+    for name in options:
         if name not in names:
             raise TypeError(f"{operation}: unexpected argument {name!r}{meant(name, names)}")
 
 
 class _Call(NamedTuple):
-    """An attention: its inputs by name, but for the generator's; the operation's own shapes of those that it
-    has flattened; o's shape."""
+    """A call of the operation: its inputs by name without ``rng``; the operation's own shapes of inputs that
+    it has flattened; o's shape."""
 
     spec: AttentionSpec
     inputs: dict[str, Any]
@@ -127,127 +154,75 @@ class _Call(NamedTuple):
     o: tuple[int, ...]
 
 
-def _settled(
-    given: Mapping[str, Any],
-    attn_mask_type: str = "causal",
-    mask: Any = None,
-    bias: Any = None,
-    attn_bias_type: str | None = None,
-    scale_factor: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Any = None,
-    qkv_format: str = "bshd",
-    window_size: tuple[int, int] | None = None,
-    softmax_type: str = "vanilla",
-    softmax_offset: Any = None,
-    alibi_slopes: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    cu_seqlens_q_padded: Any = None,
-    cu_seqlens_kv_padded: Any = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_kv: int = 0,
-    bottom_right_diagonal: bool | None = None,
-) -> _Call:
-    """What an attention of ``given`` query, key and value comes to, arrays or what stands for them. Its
-    arguments are checked here but for the shapes and dtypes that the operation checks."""
-    op, layers = _OP, list(given.values())
-    dropout_rate = as_number(op, "dropout_rate", dropout_rate, below=1.0)
-    scale = 0.0 if scale_factor is None else as_number(op, "scale_factor", scale_factor, least=-math.inf)
-    choice(op, "qkv_format", qkv_format, FORMATS)
-    if window_size is not None and (
-        not isinstance(window_size, tuple | list) or not all(isinstance(n, int) for n in window_size)
+def _resolved(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> _Call:
+    """The call of the operation for query, key and value, arrays or their shapes and dtypes by name, and all
+    options of the function. Checks everything but the shapes and dtypes that the operation checks."""
+    layers, window = list(tensors.values()), options["window_size"]
+    check(_OP, RULES, {name: options[name] for name in _CHECKED})
+    rate = as_number(_OP, "dropout_rate", options["dropout_rate"], below=1.0)
+    if rate and options["dropout_key"] is None:
+        raise ShapeError(_OP, "dropout_key", None, f"a JAX key with dropout_rate {rate}")
+    scale = options["scale_factor"]
+    scale = 0.0 if scale is None else as_number(_OP, "scale_factor", scale, least=-math.inf)
+    if window is not None and (
+        not isinstance(window, tuple | list) or not all(isinstance(n, int) for n in window)
     ):
         raise ShapeError(
-            op, "window_size", shown(window_size), "(left, right), each -1 (unbounded) or more, or None"
+            _OP, "window_size", shown(window), "(left, right), each -1 (unbounded) or more, or None"
         )
-    choice(op, "attn_mask_type", attn_mask_type, (*MASKS, *ALIASES))
-    choice(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
-    if attn_bias_type is not None:
-        choice(op, "attn_bias_type", attn_bias_type, BIASES)
-    bottom_right_diagonal = (
-        None if bottom_right_diagonal is None else flag(op, "bottom_right_diagonal", bottom_right_diagonal)
-    )
-    max_seqlen_q = integer(op, "max_seqlen_q", max_seqlen_q, 0, 2**31 - 1)
-    max_seqlen_kv = integer(op, "max_seqlen_kv", max_seqlen_kv, 0, 2**31 - 1)
-    dims, (layout, names, packed) = 3 if qkv_format == "thd" else 4, LAYOUTS[len(layers)]
-    if ("value" in given and "key" not in given) or any(
+    form = options["qkv_format"]
+    dims, (layout, names, packed) = 3 if form == "thd" else 4, LAYOUTS[len(layers)]
+    if ("value" in tensors and "key" not in tensors) or any(
         a.ndim != dims + (count > 1) or (count > 1 and a.shape[-3] != count)
         for a, count in zip(layers, packed, strict=True)
     ):
-        wanted = f"{dims} dimensions each for {qkv_format!r}, or packed with 3 or 2 before the heads"
-        raise ShapeError("dot_product_attention", "shapes", [a.shape for a in layers], wanted)
-    if dropout_rate and dropout_key is None:
-        raise ShapeError(
-            "dot_product_attention", "dropout_key", None, f"a JAX key with dropout_rate {dropout_rate}"
-        )
-    biased = attn_bias_type or ("no_bias" if bias is None else "post_scale_bias")
+        wanted = f"{dims} dimensions each for {form!r}, or packed with 3 or 2 before the heads"
+        raise ShapeError(_OP, "shapes", [a.shape for a in layers], wanted)
+    inputs = dict(zip(names, layers, strict=True)) | {name: options[name] for name in _BESIDE}
+    biased = options["attn_bias_type"] or ("no_bias" if inputs["bias"] is None else "post_scale_bias")
     heads, head_dim = layers[0].shape[-2:]
+    slopes = options["alibi_slopes"]
+    if biased == "alibi" and slopes is None:
+        slopes = jnp.asarray(np.array(alibi_slopes(heads), np.float32))
+    inputs["alibi_slopes"] = slopes
+    kind, corner = options["attn_mask_type"], options["bottom_right_diagonal"]
+    longest = {side: int(options[f"max_seqlen_{side}"]) for side in ("q", "kv")}
     spec = AttentionSpec(
         heads,
         head_dim,
         layers[-1].shape[-2],
-        qkv_format,
-        ALIASES.get(attn_mask_type, attn_mask_type),
+        form,
+        ALIASES.get(kind, kind),
         scale,
-        dropout_rate,
+        rate,
         get_policy().deterministic,
         layout,
         layers[-1].shape[-1],
-        (-1, -1) if window_size is None else tuple(window_size),
-        bottom_right_diagonal,
+        (-1, -1) if window is None else tuple(window),
+        None if corner is None else bool(corner),
         biased,
-        softmax_type,
-        max_seqlen_q,
-        max_seqlen_kv,
+        options["softmax_type"],
+        *longest.values(),
     )
-    if biased == "alibi" and alibi_slopes is None:
-        alibi_slopes = jnp.asarray(slopes(heads))
-    inputs = {
-        **dict(zip(names, layers, strict=True)),
-        "mask": mask,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-        "softmax_offset": softmax_offset,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-    }
-    for side, layer, longest in (
-        ("q", layers[0], max_seqlen_q),
-        ("kv", layers[min(len(layers), 2) - 1], max_seqlen_kv),
-    ):
-        packed_sums = qkv_format == "thd"
+    for (side, most), layer in zip(longest.items(), (layers[0], layers[:2][-1]), strict=True):
         total, most = (
-            (layer.shape[0], longest or None)
-            if packed_sums
-            else (None, layer.shape[max(qkv_format.find("s"), 0)])
+            (layer.shape[0], most or None) if form == "thd" else (None, layer.shape[form.index("s")])
         )
-        check_sums(op, inputs, f"cu_seqlens_{side}", total, most)
+        check_sums(_OP, inputs, f"cu_seqlens_{side}", total, most)
     flat = {
         name: (*a.shape[: dims - 2], math.prod(a.shape[dims - 2 :]))
         for name, a, n in zip(names, layers, packed, strict=True)
         if n > 1
     }
-    shape = (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1])
-    return _Call(spec, inputs, flat, shape)
-
-
-# arguments of the function that a module leaves to its caller
-OPTIONS = tuple(
-    name
-    for name in inspect.signature(_settled).parameters
-    if name not in ("given", "dropout_rate", "dropout_key")
-)
+    return _Call(spec, inputs, flat, (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1]))
 
 
 def beside_mask(
     operation: str, kind: str, window: tuple[int, int] | None
 ) -> tuple[str, tuple[int, int] | None, bool | None]:
-    """``attn_mask_type``, ``window_size`` and ``bottom_right_diagonal`` of an attention to which a mask array
-    says what is hidden besides what a mask of ``kind`` and the window hide: "arbitrary", and a window that
-    ends where the causal diagonal does, in its corner."""
+    """``attn_mask_type``, ``window_size`` and ``bottom_right_diagonal`` of an attention with a mask array
+    besides the mask ``kind`` and the window: "arbitrary", and a window that ends at the causal diagonal, in
+    its corner."""
     kind = ALIASES.get(kind, kind)
     if "causal" not in kind:
         return "arbitrary", window, None
@@ -266,13 +241,3 @@ def running_sums(lengths: Any) -> Any:
             "running_sums", "lengths", f"{lengths.dtype} {lengths.shape}", "integers (sequences,)"
         )
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jax.lax.cumsum(jnp.asarray(lengths, jnp.int32))])
-
-
-def slopes(heads: int) -> np.ndarray[Any, Any]:
-    """ALiBi's slopes, float32 (heads,) (Press et al. 2022, section 3): 2^(-8 i / n) for the largest power of
-    two n up to heads, and every second one of 2n heads' for the rest."""
-    n = 1 << (heads.bit_length() - 1)
-    found = [2.0 ** (-8 * i / n) for i in range(1, n + 1)] + [
-        2.0 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)
-    ]
-    return np.array(found, np.float32)

@@ -64,10 +64,10 @@ def register(
 
     def receive(*values: Any) -> None:
         count = len(values) - len(attributes)
-        given = [_view(value, platform) for value in values[:count]] + list(values[count:])
+        views = [_view(value, platform) for value in values[:count]] + list(values[count:])
         values = ()  # as in _receiver
         with arithmetic():
-            handler(*given)
+            handler(*views)
 
     _register(name, receive, attributes, platform)
 

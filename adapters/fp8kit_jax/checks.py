@@ -11,15 +11,11 @@ import numpy as np
 
 from fp8kit.arguments import Rule, check, flag, integer, named, number, one, optional, shown
 from fp8kit.errors import ArgumentError
-from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit.layers.arguments import CONSTRUCTED, probability, size
+from fp8kit.ops.attention_spec import BIASES, MASKS
 from fp8kit_jax.activations import ACTIVATION_TYPES
 
 ALIASES = {"causal_padding": "padding_causal"}  # of masks; Transformer Engine's
-
-
-def size(operation: str, name: str, value: Any) -> int:
-    """A positive int that an extent can be."""
-    return integer(operation, name, value, 1, 2**31 - 1)
 
 
 def length(operation: str, name: str, value: Any) -> None:
@@ -40,11 +36,6 @@ def axes(operation: str, name: str, value: Any) -> None:
     """An int of any sign, or several."""
     for axis in value if isinstance(value, tuple | list) and value else (value,):
         integer(operation, name, axis, -64, 63)
-
-
-def probability(operation: str, name: str, value: Any) -> None:
-    """A number in [0, 1)."""
-    number(operation, name, value, 1.0)
 
 
 def factor(operation: str, name: str, value: Any) -> None:
@@ -78,57 +69,42 @@ def activations(operation: str, name: str, value: Any) -> None:
         raise ArgumentError(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}")
 
 
-def window(operation: str, name: str, value: Any) -> None:
-    """(left, right), each -1 or more."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ArgumentError(
-            operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"
-        )
-    for reach in value:
-        integer(operation, name, reach, -1, 2**31 - 1)
-
-
+_SHARED = """attention_dropout bottom_right_diagonal hidden_dropout hidden_size in_features input_layernorm
+layernorm_epsilon num_attention_heads num_gqa_groups qk_norm_before_rope qk_norm_eps qkv_format return_bias
+return_layernorm_output softmax_type window_size zero_centered_gamma"""
 RULES: dict[str, Rule] = {
+    # the same in all frontends
+    **{name: CONSTRUCTED[name] for name in _SHARED.split()},
     **named(
         flag,
-        """use_bias enable_low_rank_adaptation zero_centered_gamma return_layernorm_output return_residual
-        return_bias enable_layernorm input_layernorm enable_rotary_pos_emb fuse_qkv_params
-        scale_attn_logits scaled_query_init float32_logits float32_attention_logits
-        enable_relative_embedding qk_norm_before_rope cross rotary join_residual join_layernorm_output""",
+        """use_bias enable_low_rank_adaptation return_residual enable_layernorm enable_rotary_pos_emb
+        fuse_qkv_params scale_attn_logits scaled_query_init float32_logits float32_attention_logits
+        enable_relative_embedding cross rotary join_residual join_layernorm_output""",
     ),
-    **named(optional(flag), "transpose_batch_sequence bottom_right_diagonal"),
     **named(
         size,
-        """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size
-        mlp_hidden_size in_features num_features num_buckets max_distance""",
+        """low_rank_adaptation_dim intermediate_dim head_dim mlp_hidden_size num_features num_buckets
+        max_distance""",
     ),
-    **named(optional(size), "num_gqa_groups"),
     **named(length, "max_seqlen_q max_seqlen_kv"),
-    **named(
-        probability,
-        "intermediate_dropout_rate attention_dropout hidden_dropout intermediate_dropout drop_path rate",
-    ),
-    **named(number, "epsilon layernorm_epsilon qk_norm_eps"),
+    **named(probability, "intermediate_dropout_rate intermediate_dropout drop_path rate"),
     **named(activations, "activations mlp_activations"),
     **named(one(*MASKS, *ALIASES), "attn_mask_type self_attn_mask_type"),
     **named(optional(one(*BIASES)), "attn_bias_type self_attn_bias_type"),
+    **named(optional(factor), "low_rank_adaptation_alpha depth_scaling scale_factor"),
+    "transpose_batch_sequence": optional(flag),
+    "epsilon": number,
     "features": sizes,
     "axis": axes,
     "dtype": dtype,
     "layernorm_type": one("layernorm", "rmsnorm"),
-    "low_rank_adaptation_alpha": optional(factor),
-    "depth_scaling": optional(factor),
-    "scale_factor": optional(factor),
-    "softmax_type": one(*SOFTMAX_TYPES),
-    "qkv_format": one(*FORMATS),
-    "window_size": optional(window),
 }
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype
 
 
 def check_module(module: Any, rules: dict[str, Rule] = RULES) -> None:
     """ArgumentError for the fields of a Flax module that ``rules`` refuse."""
-    given = {
+    values = {
         field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in rules
     }
-    check(type(module).__name__, rules, given)
+    check(type(module).__name__, rules, values)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit import formats
-from fp8kit.arguments import flag, shown
+from fp8kit.arguments import choice, flag, shown
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
@@ -73,32 +73,24 @@ def quantize(
     """
     x = as_array("quantize", "x", x)
     native = _native("quantize", format)
-    if (
-        not isinstance(rounding, str)
-        or rounding not in ("nearest", "stochastic")
-        or (rounding == "stochastic") != (key is not None)
-    ):
+    if not isinstance(rounding, str) or rounding != ("nearest" if key is None else "stochastic"):
         raise FormatError("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key')
     grid = _grid("quantize", scaling, x.shape)
     blocks = scaling not in ("tensor", "row")
-    for_inf = (
-        min(primitive.meta_of(x).dtype.max, formats.float32.max)
-        if scaling.startswith("block")
-        else formats.float32.max
-    )
+    largest = formats.float32.max
+    for_inf = min(primitive.meta_of(x).dtype.max, largest) if scaling.startswith("block") else largest
     saturate = flag("quantize", "saturate", saturate)
     if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
         whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
         return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
     source, tile = "current" if scale is None else "scale", TILES[scaling]
     spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, rounding == "stochastic")
-    given = {}
+    inputs = {"x": x} | (rng_inputs(key) if key is not None else {})
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
         if jnp.iscomplexobj(scales):
             raise FormatError("quantize", "scale", scales.dtype, "float32")
-        given["scale"] = scales.astype(jnp.float32).reshape(-1)
-    inputs = {"x": x, **given, **(rng_inputs(key) if key is not None else {})}
+        inputs["scale"] = scales.astype(jnp.float32).reshape(-1)
     out = apply(casts.quantize, spec, inputs, pairs=("rng",))
     return ScaledTensor(
         jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling
@@ -109,9 +101,7 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
     """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16); an array
     of q's shape. FormatError for another dtype or scaling."""
     _scaled("dequantize", "q", q)
-    kind = formats.dtype(dtype, "dequantize", "dtype")
-    if kind not in formats.HIGH_PRECISION:
-        raise FormatError("dequantize", "dtype", kind.name, "float32, bfloat16 or float16")
+    kind = _high_precision("dequantize", dtype)
     _grid("dequantize", q.scaling, q.shape)
     if not math.prod(q.shape):
         return jnp.zeros(q.shape, kind.numpy)
@@ -133,10 +123,8 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     """
     _scaled("gemm", "a", a)
     _scaled("gemm", "b", b)
-    kind, fast_accumulate = (
-        formats.dtype(dtype, "gemm", "dtype"),
-        flag("gemm", "fast_accumulate", fast_accumulate),
-    )
+    kind = _high_precision("gemm", dtype)
+    fast_accumulate = flag("gemm", "fast_accumulate", fast_accumulate)
     if len(b.shape) != 2 or not a.shape or a.shape[-1] != b.shape[1]:
         raise ShapeError("gemm", "shapes", f"{a.shape}, {b.shape}", "(..., K), (N, K)")
     if {a.format, b.format} - {E4M3, E5M2} or a.format == b.format == E5M2:
@@ -147,8 +135,6 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
         raise FormatError("gemm", "scaling", pair, "tensor, row or blocks for both, not 128x128 for both")
     if by_blocks and fast_accumulate:
         raise FormatError("gemm", "fast_accumulate", True, "False for blocks")
-    if kind not in formats.HIGH_PRECISION:
-        raise FormatError("gemm", "dtype", kind.name, "float32, bfloat16 or float16")
     rows, columns = math.prod(a.shape[:-1]), b.shape[0]
     if not (rows and columns and b.shape[1]):
         return jnp.zeros((*a.shape[:-1], columns), kind.numpy)
@@ -167,13 +153,20 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
                 scale.T if operand.scaling == "block_1x128" else scale, grid, 1.0
             )
         inputs[name] = _padded(codes, padded, 0)
-    spec = Fp8GemmSpec(rows, columns, kind.name, a.format, b.format, tiles, bool(fast_accumulate))
+    spec = Fp8GemmSpec(rows, columns, kind.name, a.format, b.format, tiles, fast_accumulate)
     return apply(fp8_gemm, spec, inputs)["out"].reshape(*a.shape[:-1], columns)
 
 
 def _scaled(operation: str, argument: str, value: Any) -> None:
     if not isinstance(value, ScaledTensor):
         raise FormatError(operation, argument, shown(value), "a ScaledTensor, as quantize makes one")
+
+
+def _high_precision(operation: str, dtype: Any) -> formats.DType:
+    kind = formats.dtype(dtype, operation, "dtype")
+    if kind not in formats.HIGH_PRECISION:
+        raise FormatError(operation, "dtype", kind.name, "float32, bfloat16 or float16")
+    return kind
 
 
 def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:
@@ -195,8 +188,7 @@ def _native(operation: str, format: Format) -> Any:
 
 def _grid(operation: str, scaling: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array's scales."""
-    if not isinstance(scaling, str) or scaling not in TILES:
-        raise FormatError(operation, "scaling", repr(scaling), f"one of {', '.join(TILES)}")
+    choice(operation, "scaling", scaling, TILES, FormatError)
     if scaling == "tensor":
         return (1,)
     high, wide = casts.whole(shape, TILES[scaling])

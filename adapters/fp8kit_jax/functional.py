@@ -20,7 +20,7 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax.arguments import as_array, as_number, check_sums, check_targets, want_alike
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, want_alike
 from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
@@ -39,11 +39,9 @@ def layernorm(
     ``x``: h (..., N), float32, bfloat16 or float16; ``gamma``, ``beta``: h (N,), beta None with "rmsnorm".
     ``zero_centered_gamma``: the factor is 1 + gamma. Returns h like x.
     """
-    x = as_array("layernorm", "x", x)
+    x = as_rows("layernorm", "x", x)
     want_alike("layernorm", x, gamma=gamma, beta=beta)
-    if isinstance(norm_type, str) and norm_type == "rmsnorm" and beta is not None:
-        raise ShapeError("layernorm", "beta", "an array", "None with rmsnorm")
-    spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma)
+    spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma, beta)
     return apply(norm, spec, {"x": x, "norm_weight": gamma, "norm_bias": beta})["y"]
 
 
@@ -55,12 +53,9 @@ def rmsnorm(x: Any, gamma: Any, zero_centered_gamma: bool = False, epsilon: floa
 
 def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
     """x / sqrt(sum of x^2 + epsilon) over the last dimension. ``x``: h (..., N). Returns alike."""
-    x = as_array("l2norm", "x", x)
-    if x.ndim < 1:
-        raise ShapeError("l2norm", "x", "a scalar", "shape (..., features)")
-    return apply(norm, L2NormSpec(x.shape[-1], epsilon=as_number("l2norm", "epsilon", epsilon)), {"x": x})[
-        "y"
-    ]
+    x = as_rows("l2norm", "x", x)
+    spec = L2NormSpec(x.shape[-1], epsilon=as_number("l2norm", "epsilon", epsilon))
+    return apply(norm, spec, {"x": x})["y"]
 
 
 def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
@@ -75,30 +70,21 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     mask that does not broadcast. Source: Transformer Engine's ``softmax`` in JAX, its kinds distinguished by
     ``mask``.
     """
-    logits = as_array("softmax", "logits", logits)
+    logits = as_rows("softmax", "logits", logits, "classes")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise FormatError("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16")
-    if logits.ndim < 1:
-        raise ShapeError("softmax", "logits", "a scalar", "shape (..., classes)")
     scale_factor = as_number("softmax", "scale_factor", scale_factor, least=-float("inf"))
     mask = None if mask is None else as_array("softmax", "mask", mask)
-    if mask is not None and not _broadcasts(mask.shape, logits.shape):
-        raise ShapeError("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}")
-    keep = None if mask is None else mask == 0
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
-    if keep is None:
+    if mask is None:
         return jax.nn.softmax(scores, -1).astype(logits.dtype)
-    keep = jnp.broadcast_to(keep, logits.shape)
+    pairs = zip(mask.shape[::-1], logits.shape[::-1], strict=False)
+    if mask.ndim > logits.ndim or not all(n in (1, m) for n, m in pairs):
+        raise ShapeError("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}")
+    keep = jnp.broadcast_to(mask == 0, logits.shape)
     seen = keep.any(-1, keepdims=True)
     return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(
         logits.dtype
-    )
-
-
-def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether an array of ``shape`` stands for one of ``whole``."""
-    return len(shape) <= len(whole) and all(
-        n in (1, m) for n, m in zip(shape[::-1], whole[::-1], strict=False)
     )
 
 
@@ -115,16 +101,11 @@ def fused_cross_entropy(
 
     Raises ShapeError or FormatError when it is traced.
     """
-    logits = as_array("fused_cross_entropy", "logits", logits)
-    if logits.ndim < 1:
-        raise ShapeError("fused_cross_entropy", "logits", "a scalar", "shape (..., classes)")
-    spec = CrossEntropySpec(
-        logits.shape[-1],
-        reduction,
-        as_number("fused_cross_entropy", "label_smoothing", label_smoothing),
-        ignore_index,
-    )
-    check_targets("fused_cross_entropy", "targets", targets, spec.classes, spec.ignore_index)
+    op = "fused_cross_entropy"
+    logits = as_rows(op, "logits", logits, "classes")
+    smoothing = as_number(op, "label_smoothing", label_smoothing)
+    spec = CrossEntropySpec(logits.shape[-1], reduction, smoothing, ignore_index)
+    check_targets(op, "targets", targets, spec.classes, spec.ignore_index)
     loss = apply(cross_entropy, spec, {"logits": logits, "targets": targets})["loss"]
     return loss.reshape(()) if reduction == "mean" else loss
 
@@ -159,32 +140,20 @@ def rope(
     heads, dim = x.shape[-2:]
     choice("rope", "qkv_format", qkv_format, FORMATS)
     spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, flag("rope", "interleaved", interleaved))
-    check_sums(
-        "rope", {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, "cu_seqlens", x.shape[0]
-    )
-    inputs = {
-        "x": x,
-        "freqs": freqs,
-        "start_positions": start_positions,
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_padded": cu_seqlens_padded,
-    }
+    sums = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+    check_sums("rope", sums, "cu_seqlens", x.shape[0])
+    inputs = {"x": x, "freqs": freqs, "start_positions": start_positions} | sums
     return apply(rope_operation, spec, inputs)["y"]
 
 
 def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:
     """Angles for ``rope``, float32 (positions, dim): position * base^(-2 i / dim) for the i-th pair, in the
     order that ``rope`` takes."""
-    dim, positions = (
-        integer("rope_frequencies", "dim", dim, 2, 2**20),
-        integer("rope_frequencies", "positions", positions, 0, 2**31 - 1),
-    )
-    base, interleaved = (
-        number("rope_frequencies", "base", base, above=0.0),
-        flag("rope_frequencies", "interleaved", interleaved),
-    )
+    op = "rope_frequencies"
+    dim, positions = integer(op, "dim", dim, 2, 2**20), integer(op, "positions", positions, 0, 2**31 - 1)
+    base, interleaved = number(op, "base", base, above=0.0), flag(op, "interleaved", interleaved)
     if dim % 2:
-        raise ShapeError("rope_frequencies", "dim", dim, "an even number")
+        raise ShapeError(op, "dim", dim, "an even number")
     inverse = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
     whole = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
@@ -231,9 +200,7 @@ def rng_inputs(key: Any) -> dict[str, Any]:
 def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.0, key: Any = None) -> Any:
     """residual + dropout(x + bias), in one pass. ``x``, ``residual``: h (..., N); ``bias``: h (N,); ``rate``
     in [0, 1), with ``key``, a JAX key, where it is not 0. Returns h like x."""
-    x, rate = as_array("dropout_add", "x", x), as_number("dropout_add", "rate", rate, below=1.0)
-    if x.ndim < 1:
-        raise ShapeError("dropout_add", "x", "a scalar", "shape (..., features)")
+    x, rate = as_rows("dropout_add", "x", x), as_number("dropout_add", "rate", rate, below=1.0)
     if rate and key is None:
         raise ShapeError("dropout_add", "key", None, f"a JAX key with rate {rate}")
     spec = DropoutAddSpec(x.shape[-1], rate)

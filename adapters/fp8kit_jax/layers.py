@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8kit.arguments import flag, shown
+from fp8kit.arguments import choice, flag, shown
 from fp8kit.backends.protocol import BLOCK
-from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
@@ -21,7 +21,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit_jax.activations import activation_of
-from fp8kit_jax.arguments import as_array, as_number, want_alike
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, want_alike
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import history_of
@@ -62,7 +62,7 @@ def dense(
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
     deferred = flag("dense", "return_bias", return_bias)
     residual = None if residual is None else as_array("dense", "residual", residual)
-    check_join("dense", residual is not None, "a residual", return_bias=deferred)
+    check_fused("dense", residual is not None, "a residual", return_bias=deferred)
     want_alike("dense", x, kernel=kernel, bias=bias, residual=residual)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = resolve("dense", quantizer_set)
@@ -113,17 +113,16 @@ def layernorm_dense(
     """
     op = "layernorm_dense"
     beside = _beside(op, return_layernorm_output, return_residual)
-    x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
+    x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
     want_alike(op, x, kernel=kernel, gamma=gamma, beta=beta, bias=bias)
     found = resolve(op, quantizer_set)
-    _layout(op, kernel_layout)
-    io = kernel_layout == "io"
+    io = choice(op, "kernel_layout", kernel_layout, ("io", "oi"), FormatError) == "io"
     if kernel.ndim < 2:
         raise ShapeError(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions")
     features = kernel.shape[1:] if io else kernel.shape[:-1]
     product = _product(kernel, kernel_layout, found, bias)
     spec = NormLinearSpec(
-        norm_spec(op, x, norm_type, epsilon, zero_centered_gamma),
+        norm_spec(op, x, norm_type, epsilon, zero_centered_gamma, beta),
         product,
         "residual" in beside,
         "normed" in beside,
@@ -131,7 +130,7 @@ def layernorm_dense(
     inputs = {
         "x": x,
         "norm_weight": gamma,
-        "norm_bias": _beta(op, norm_type, beta),
+        "norm_bias": beta,
         "weight0": kernel,
         "bias0": _shaped(op, "bias", bias, features),
     }
@@ -179,26 +178,20 @@ def layernorm_mlp(
     deferred = flag(op, "return_bias", return_bias)
     beside = _beside(op, return_layernorm_output, return_residual)
     fused = flag(op, "join_residual", join_residual)
-    check_join(op, fused, return_residual="residual" in beside, return_bias=deferred)
-    x = as_array(op, "x", x)
+    check_fused(op, fused, return_residual="residual" in beside, return_bias=deferred)
+    x = as_rows(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise ShapeError(op, argument, shown(pair), "two, one for each product")
-    (k1, k2), (b1, b2) = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)), biases
-    want_alike(
-        op,
-        x,
-        gamma=gamma,
-        beta=beta,
-        **{f"kernels[{i}]": k for i, k in enumerate((k1, k2))},
-        **{f"biases[{i}]": b for i, b in enumerate((b1, b2))},
-    )
+    pair = {f"kernels[{i}]": as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)}
+    (k1, k2), (b1, b2) = pair.values(), biases
+    want_alike(op, x, gamma=gamma, beta=beta, **pair, **{"biases[0]": b1, "biases[1]": b2})
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(op, "biases", "one", "two or none")
     b2 = None if b2 is None else as_array(op, "biases[1]", b2)
-    _layout(op, kernel_layout)
-    io, parts = kernel_layout == "io", len(activation_type)
+    io = choice(op, "kernel_layout", kernel_layout, ("io", "oi"), FormatError) == "io"
+    parts = len(activation_type)
     if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
         wanted = f"(hidden, {parts}, intermediate)" if io else f"({parts}, intermediate, hidden)"
         raise ShapeError(op, "kernels[0]", f"shape {k1.shape}", wanted)
@@ -207,22 +200,21 @@ def layernorm_mlp(
         raise FormatError(op, "quantizer_sets", "two recipes", "the same recipe for both")
     fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2, "fc2_", deferred)
-    norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
+    norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma, beta)
     spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers, joins=fused)
     wide = (parts, fc2.in_features)
     inputs = {
         "x": x,
         "norm_weight": gamma,
-        "norm_bias": _beta(op, norm_type, beta),
+        "norm_bias": beta,
         "fc1_weight0": k1,
         "fc2_weight0": k2,
         "fc2_bias0": b2,
         "fc1_bias0": _shaped(op, "biases[0]", b1, wide),
     }
     flat, views = _flattened(fc1, wide, ())
-    views = {name: shape for name, shape in views.items() if name != "y"} | {
-        "h": (math.prod(x.shape[:-1]), *wide)
-    }
+    views.pop("y", None)
+    views["h"] = (math.prod(x.shape[:-1]), *wide)
     out = apply(
         norm_mlp,
         spec,
@@ -245,34 +237,16 @@ def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) 
     return tuple(name for name, wanted in asked.items() if wanted)
 
 
-def check_join(operation: str, fused: bool, what: str = "join_residual", **asked: bool) -> None:
-    """ArgumentError where ``what`` is added to y, and the bias or the residual is ``asked`` for too."""
-    for name, value in asked.items():
-        if fused and value:
-            raise ArgumentError(operation, name, value, f"False with {what}")
-
-
-def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:
+def norm_spec(
+    operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool, beta: Any
+) -> NormSpec:
     """The spec of a norm over x's last dimension."""
-    if not isinstance(norm_type, str) or norm_type not in NORMS:
-        raise FormatError(operation, "norm_type", repr(norm_type), " or ".join(NORMS))
-    if x.ndim < 1:
-        raise ShapeError(operation, "x", "a scalar", "shape (..., features)")
-    zero_centered_gamma = flag(operation, "zero_centered_gamma", zero_centered_gamma)
-    return NormSpec(
-        x.shape[-1], NORMS[norm_type], as_number(operation, "epsilon", epsilon), zero_centered_gamma
-    )
-
-
-def _beta(operation: str, norm_type: str, beta: Any) -> Any:
+    choice(operation, "norm_type", norm_type, NORMS, FormatError)
     if norm_type == "rmsnorm" and beta is not None:
         raise ShapeError(operation, "beta", "an array", "None with rmsnorm")
-    return beta
-
-
-def _layout(operation: str, layout: str) -> None:
-    if not isinstance(layout, str) or layout not in ("io", "oi"):
-        raise FormatError(operation, "kernel_layout", repr(layout), '"io" or "oi"')
+    eps = as_number(operation, "epsilon", epsilon)
+    centered = flag(operation, "zero_centered_gamma", zero_centered_gamma)
+    return NormSpec(x.shape[-1], NORMS[norm_type], eps, centered)
 
 
 def _product(

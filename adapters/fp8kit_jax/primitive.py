@@ -191,9 +191,9 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Progra
             (name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta)
             for name, meta in program.metas
         )
-        given = dict(program.metas)
+        inputs = dict(program.metas)
         views = tuple(
-            (name, shape if name in given and name not in rows else (size, *shape))
+            (name, shape if name in inputs and name not in rows else (size, *shape))
             for name, shape in program.views
         )
         wide = replace(program, metas=metas, views=views)
@@ -201,9 +201,9 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Progra
         return [result.reshape(size, *shape) for result, (_, shape) in results], [0] * len(wide.results)
 
     def one(parts: list[Any]) -> list[Any]:
-        given = iter(parts)
+        rest = iter(parts)
         return bind(
-            *(a if dim is None else next(given) for a, dim in zip(moved, dims, strict=True)), program=program
+            *(a if dim is None else next(rest) for a, dim in zip(moved, dims, strict=True)), program=program
         )
 
     mapped = [a for a, dim in zip(moved, dims, strict=True) if dim is not None]

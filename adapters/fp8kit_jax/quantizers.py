@@ -3,6 +3,7 @@ they have some."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from fp8kit.arguments import integer, shown
 from fp8kit.errors import RecipeError
-from fp8kit.quantization import Quantization
+from fp8kit.quantization import AmaxHistory, Quantization
 from fp8kit.recipe import Recipe
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.scopes import check_recipe, history_of, recipe_in_force
@@ -34,6 +35,18 @@ class QuantizerSet:
         """The slots by their name in an operation."""
         found = {f"{prefix}x": self.x, f"{prefix}w": self.kernel, f"{prefix}g": self.grad}
         return {name: slot for name, slot in found.items() if slot is not None}
+
+
+def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
+    """The arrays of a fresh set as a module's variables (Transformer Engine's names): ``x_scale``,
+    ``x_amax_history``, and those of ``kernel`` and ``grad``, in the order that ``from_variables`` takes."""
+    fresh = Slot.fresh(history.length)._asdict().items()
+    return {f"{own}{postfix}_{name}": array for own in ("x", "kernel", "grad") for name, array in fresh}
+
+
+def from_variables(recipe: Recipe | None, values: Sequence[Any]) -> QuantizerSet:
+    """A set of ``state_variables``'s arrays."""
+    return QuantizerSet(*(Slot(*values[i : i + 2]) for i in (0, 2, 4)), recipe)
 
 
 noop_quantizer_set = QuantizerSet()
@@ -59,16 +72,15 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     def one() -> QuantizerSet:
         if history is None:
             return QuantizerSet(recipe=recipe)
-        x, kernel, grad = (Slot.fresh(history.length) for _ in range(3))
-        return QuantizerSet(x, kernel, grad, recipe)
+        return from_variables(recipe, list(state_variables(history).values()))
 
     return one() if n_quantizer_sets == 1 else tuple(one() for _ in range(n_quantizer_sets))
 
 
-def resolve(operation: str, given: QuantizerSet | None) -> QuantizerSet:
-    """The set to use: ``given``, or by the autocast in force. RecipeError for a recipe that JAX cannot carry
-    out, and where delayed scaling lacks its state or has one of another shape."""
-    found = QuantizerSet(recipe=recipe_in_force()) if given is None else given
+def resolve(operation: str, quantizer_set: QuantizerSet | None) -> QuantizerSet:
+    """The set to use: ``quantizer_set``, or by the autocast in force. RecipeError for a recipe that JAX
+    cannot carry out, and where delayed scaling lacks its state or has one of another shape."""
+    found = QuantizerSet(recipe=recipe_in_force()) if quantizer_set is None else quantizer_set
     if not isinstance(found, QuantizerSet):
         raise RecipeError(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
     check_recipe(operation, found.recipe)

@@ -85,27 +85,27 @@ def apply(
     Raises what ``infer`` raises, when it is traced; AutogradError for forward mode, which within ``jax.jit``
     JAX itself refuses.
     """
-    given = {
+    arrays = {
         name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None
     }
-    given, state = manual.alike((given, state or {}))
-    axes = manual.axes((given, state))
+    arrays, state = manual.alike((arrays, state or {}))
+    axes = manual.axes((arrays, state))
     own = {
-        name: shape for name, shape in (flat or {}).items() if name in given and given[name].shape != shape
+        name: shape for name, shape in (flat or {}).items() if name in arrays and arrays[name].shape != shape
     }
-    seen = {name: given[name].shape for name in own} | dict(views or {})
+    seen = {name: arrays[name].shape for name in own} | dict(views or {})
     static = _Static(operation.name, spec, pairs, scaling, axes, tuple(seen.items()), tuple(own.items()))
     run = functools.partial(_run, static)
     # a shard_map outside of jit refuses rules with symbolic zeros
     if jax.sharding.get_abstract_mesh().manual_axes:
         # of this call alone: the policy in force is no part of what jit would know it by
         run = jax.jit(run, inline=True)
-    mesh = sharding.explicit_mesh((given, state))
+    mesh = sharding.explicit_mesh((arrays, state))
     try:
         if mesh is None:
-            return run(given, state)
-        program, arguments = _program(static, given, state, ())
-        return sharding.run_explicit(run, mesh, program, arguments, given, state)
+            return run(arrays, state)
+        program, arguments = _program(static, arrays, state, ())
+        return sharding.run_explicit(run, mesh, program, arguments, arrays, state)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -135,21 +135,21 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
 
 def _program(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays]:
     """The forward program and its arguments."""
-    given = inputs | {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
-    metas = _metas(static, given)
+    arguments = inputs | {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
+    metas = _metas(static, arguments)
     return Program(
         "forward", static.operation, static.spec, metas, needs, policy=get_policy(), views=static.views
-    ), given
+    ), arguments
 
 
 def _forward(
     static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]
 ) -> tuple[Program, Arrays, Arrays]:
     """The forward program, its arguments, and its results, passes included."""
-    program, given = _program(static, inputs, state, needs)
-    results = _bound(program, list(given.values()), static)
-    passes = {name: given[source] for name, source in program.interface.passes.items()}
-    return program, given, results | passes
+    program, arguments = _program(static, inputs, state, needs)
+    results = _bound(program, list(arguments.values()), static)
+    passes = {name: arguments[source] for name, source in program.interface.passes.items()}
+    return program, arguments, results | passes
 
 
 def _bound(program: Program, arrays: list[Any], static: _Static) -> Arrays:
@@ -178,8 +178,8 @@ def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kep
         _ = _program(static, values, slots, needs)[0].interface
     except AutogradError as error:
         refused, needs = str(error), ()
-    program, given, results = _forward(static, values, slots, needs)
-    own, everything = program.interface, results | given
+    program, arguments, results = _forward(static, values, slots, needs)
+    own, everything = program.interface, results | arguments
     arrays = {
         "kept": {name: everything[name] for name in own.kept},
         "saved": {name: results[name] for name in own.signature.saved},

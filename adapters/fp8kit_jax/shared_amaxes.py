@@ -1,5 +1,5 @@
 """Amaxes that devices share: where scales are taken of a whole tensor now, amaxes are measured first, reduced
-over the devices, and given to the operation (``Operation.shared_amaxes``). Where they are taken between
+over the devices, and passed to the operation (``Operation.shared_amaxes``). Where they are taken between
 products too, what the operation is made of runs instead (``Operation.decompose``)."""
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def amax_of(x: Any) -> Any:
 def _run(program: Program, have: Arrays, incoming: Arrays, bind: Bind) -> Arrays:
     """A program's results by name, from its arguments and its cotangents by name."""
     values = zip(program.ordered(have, incoming), program.seen("arguments"), strict=True)
-    given = [value.reshape(shape) for value, (_, shape) in values]
-    return {name: r for (name, _), r in zip(program.results, bind(*given, program=program), strict=True)}
+    shaped = [value.reshape(shape) for value, (_, shape) in values]
+    return {name: r for (name, _), r in zip(program.results, bind(*shaped, program=program), strict=True)}
 
 
 def _with_amaxes(program: Program) -> Program:
@@ -102,15 +102,15 @@ def _forward(program: Program, have: Arrays, reduced: Reduce, bind: Bind) -> Arr
     """The results of a program by name, and what lies between its components."""
     have = dict(have)
     for component, one in _components(program):
-        given, made, inner = component.inputs, component.results, _with_amaxes(one)
-        values = {name: have[given.get(name, name)] for name, _ in inner.arguments}
+        sources, made, inner = component.inputs, component.results, _with_amaxes(one)
+        values = {name: have[sources.get(name, name)] for name, _ in inner.arguments}
         for name, result in _run(inner, values, {}, bind).items():
             whole = made.get(name, name)
             have[whole] = result
             if name in one.interface.amaxes and f"{name}_in" not in values:
                 have[f"{whole}_in"] = reduced(result)
         for name, source in one.interface.passes.items():
-            have[made.get(name, name)] = have[given[source]]
+            have[made.get(name, name)] = have[sources[source]]
     return have | {name: have[f"{name}_in"] for name in program.interface.amaxes}
 
 
@@ -120,21 +120,21 @@ def _backward(program: Program, have: Arrays, incoming: Arrays, reduced: Reduce,
     for component, one in reversed(_components(program)):
         if not one.needs:
             continue
-        given, made, own = component.inputs, component.results, one.interface
+        sources, made, own = component.inputs, component.results, one.interface
         came = {name: grads[made.get(name, name)] for name in own.results if made.get(name, name) in grads}
         back = replace(one, face="backward", cotangents=tuple(came))
         have |= _amaxes_of(back, have, came, reduced)
         inner = _with_amaxes(back)
         values = {
-            name: have[given.get(name, made.get(name, name))]
+            name: have[sources.get(name, made.get(name, name))]
             for name, _ in inner.arguments[: len(inner.arguments) - len(came)]
         }
         for name, result in _run(inner, values, came, bind).items():
             whole = component.grad_amaxes.get(name, name)
             if name in own.grads:
-                grads[given[name]] = result
+                grads[sources[name]] = result
             elif f"{whole}_in" not in have:
                 have[f"{whole}_in"] = reduced(result)
         for name, passed in own.signature.grad_passes.items():
-            grads[given[name]] = grads[made.get(passed, passed)]
+            grads[sources[name]] = grads[made.get(passed, passed)]
     return grads | {name: have[f"{name}_in"] for name in program.interface.grad_amaxes}

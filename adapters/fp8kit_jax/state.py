@@ -58,7 +58,7 @@ def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: boo
     XLA fuses it; the bits are the engine's (``tests/adapters/jax/test_same_as_native.py``).
     """
     before = slot.amax_history[1:]
-    # parts are joined: XLA makes a loop of a scatter, and compiles it for long
+    # concatenated: XLA makes a loop of a scatter, which takes long to compile
     history = jnp.concatenate([amax, before])
     known = jnp.where(jnp.isnan(history), 0.0, history)
     a = history[:1] if most_recent else jnp.max(known, keepdims=True)

@@ -13,18 +13,16 @@ import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8kit.arguments import shown
+from fp8kit.arguments import choice, shown
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.layers.attention_inputs import normed_and_rotated
 from fp8kit_jax import attention as functions
-from fp8kit_jax import functional
+from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.flax import cache, lora
 from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned, want_array
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
-from fp8kit_jax.layers import check_join
+from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
 
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
-QK_NORMS = {"L2Normalization": "", "RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 # whether the pairs of a rotary embedding are neighbours
 GROUPINGS = {"consecutive": False, "alternate": True}
 
@@ -80,8 +78,8 @@ class DotProductAttention(nn.Module):
     ) -> Any:
         """Attend. Returns h (b, s, heads, d)."""
         check_fixed(self, fixed)
-        given = (("query", query), ("key", key), ("value", value))
-        layers = [want_array(self, name, a) for name, a in given if a is not None or name == "query"]
+        inputs = {"query": query, "key": key, "value": value}.items()
+        layers = [want_array(self, name, a) for name, a in inputs if a is not None or name == "query"]
         layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in layers]
         options = self._options(layers, sequence_descriptor, bias, mask)
         if mask is not None and "causal" in self.attn_mask_type:
@@ -98,8 +96,8 @@ class DotProductAttention(nn.Module):
         )
 
     def validate(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
-        """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for the layers. A
-        mask may be stood for too."""
+        """Raise what a call would raise, and compute nothing. ``layers``: ``jax.ShapeDtypeStruct``s, which
+        the mask may be too."""
         check_fixed(self, {})
         if self.dtype is not None:
             layers = [jax.ShapeDtypeStruct(a.shape, self.dtype) for a in layers]
@@ -113,38 +111,27 @@ class DotProductAttention(nn.Module):
     def _options(
         self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any
     ) -> dict[str, Any]:
-        """The arguments of the function beside the layers, which fit the fields; the mask as it came."""
-        groups, count = self.num_gqa_groups or self.num_attention_heads, QKV_LAYOUTS.get(self.qkv_layout)
-        if count is None:
-            raise FormatError(
-                "DotProductAttention", "qkv_layout", repr(self.qkv_layout), f"one of {', '.join(QKV_LAYOUTS)}"
-            )
-        last = (groups if count > 1 else self.num_attention_heads, self.head_dim)
-        if (
-            len(layers) != count
-            or layers[0].shape[-2:] != (self.num_attention_heads, self.head_dim)
-            or layers[-1].shape[-2:] != last
-        ):
-            wanted = (
-                f"{count} arrays (..., {self.num_attention_heads}, {self.head_dim}) to (..., {last[0]}, "
-                f"{last[1]})"
-            )
-            raise ShapeError("DotProductAttention", "shapes", [a.shape for a in layers], wanted)
+        """The arguments of the function beside the layers; the mask as it came. ShapeError for layers that do
+        not fit the fields."""
+        op, heads, dim = "DotProductAttention", self.num_attention_heads, self.head_dim
+        count = QKV_LAYOUTS[choice(op, "qkv_layout", self.qkv_layout, QKV_LAYOUTS, FormatError)]
+        last = (self.num_gqa_groups or heads) if count > 1 else heads
+        found = len(layers), layers[0].shape[-2:], layers[-1].shape[-2:]
+        if found != (count, (heads, dim), (last, dim)):
+            wanted = f"{count} arrays (..., {heads}, {dim}) to (..., {last}, {dim})"
+            raise ShapeError(op, "shapes", [a.shape for a in layers], wanted)
         options: dict[str, Any] = {}
         if sequence_descriptor is not None:
-            pair = (
-                sequence_descriptor if isinstance(sequence_descriptor, tuple) else (sequence_descriptor,) * 2
-            )
+            lone = not isinstance(sequence_descriptor, tuple)
+            pair = (sequence_descriptor,) * 2 if lone else sequence_descriptor
             if len(pair) != 2:
-                raise ShapeError(
-                    "DotProductAttention", "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair"
-                )
+                raise ShapeError(op, "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair")
             options["cu_seqlens_q"], options["cu_seqlens_kv"] = map(functions.running_sums, pair)
-        if mask is not None and (not hasattr(mask, "shape") or len(mask.shape) < 2):
-            raise ShapeError("DotProductAttention", "mask", shown(mask), "an array (..., s_q, s_kv)")
         kind, window, corner = self.attn_mask_type, self.window_size, None
         if mask is not None:
-            kind, window, corner = functions.beside_mask("DotProductAttention", kind, window)
+            if not hasattr(mask, "shape") or len(mask.shape) < 2:
+                raise ShapeError(op, "mask", shown(mask), "an array (..., s_q, s_kv)")
+            kind, window, corner = functions.beside_mask(op, kind, window)
         return options | {
             "attn_mask_type": kind,
             "mask": mask,
@@ -239,39 +226,37 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Any, ...]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
         check_fixed(self, fixed)
-        asked = {"return_bias": self.return_bias}
-        check_join("MultiHeadAttention", self.join_residual, return_residual=self.return_residual, **asked)
-        check_join(
-            "MultiHeadAttention",
-            self.join_layernorm_output,
-            "join_layernorm_output",
-            join_residual=self.join_residual,
-            **asked,
-        )
+        op, asked = "MultiHeadAttention", {"return_bias": self.return_bias}
+        check_fused(op, self.join_residual, return_residual=self.return_residual, **asked)
+        asked["join_residual"] = self.join_residual
+        check_fused(op, self.join_layernorm_output, "join_layernorm_output", **asked)
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         own = inputs_q is inputs_kv
-        shared = {"use_bias": self.use_bias, "bias_init": self.bias_init, "dtype": self.dtype}
 
-        def init(parts: int, query: bool) -> Any:
-            base = self.kernel_init or fan_in(2 if parts > 1 else 1)
+        def options(name: str, parts: int = 1) -> dict[str, Any]:
+            """The fields of a projection."""
+            out, query = name == "out", name in ("qkv", "query")
+            base, depth = self.kernel_init or fan_in(min(parts, 2)), math.sqrt(self.head_dim)
 
             def start(key: Any, shape: Any, dtype: Any) -> Any:
-                kernel, depth = base(key, shape, dtype), math.sqrt(self.head_dim)
+                kernel = base(key, shape, dtype)
                 if not (query and self.scaled_query_init):
                     return kernel
                 return kernel.at[:, 0].divide(depth) if parts > 1 else kernel / depth
 
-            return start
-
-        def axes(parts: int, out: bool = False) -> dict[str, Any]:
-            joined = ("nvte_w_joined",) if parts > 1 else ()
-            kernel = ("nvte_w_tp", "nvte_w_fsdp") if out else ("nvte_w_fsdp", *joined, "nvte_w_tp")
+            columns = ("nvte_w_joined", "nvte_w_tp")[parts == 1 :]
             return {
-                "kernel_axes": kernel,
-                "bias_axes": ("nvte_w_no_shard",) if out else (*joined, "nvte_w_tp"),
+                "kernel_init": start,
+                "kernel_axes": ("nvte_w_tp", "nvte_w_fsdp") if out else ("nvte_w_fsdp", *columns),
+                "use_bias": self.use_bias,
+                "bias_init": self.bias_init,
+                "bias_axes": ("nvte_w_no_shard",) if out else columns,
+                "dtype": self.dtype,
+                "name": name,
+                **lora.fields(self, "output_proj" if out else "qkv_proj"),
             }
 
-        def normed(name: str, features: Any, parts: int) -> Any:
+        def normed(name: str, features: Any, parts: int = 1) -> Any:
             wanted = self.return_layernorm_output or self.join_layernorm_output or (own and parts == 1)
             return LayerNormDenseGeneral(
                 features,
@@ -279,35 +264,22 @@ class MultiHeadAttention(nn.Module):
                 self.layernorm_type,
                 self.layernorm_epsilon,
                 self.zero_centered_gamma,
-                kernel_init=init(parts, True),
                 return_layernorm_output=wanted,
-                name=name,
                 return_residual=True,
                 **NORM_AXES,
-                **axes(parts),
-                **shared,
-                **lora.fields(self, "qkv_proj"),
+                **options(name, parts),
             )(inputs_q)
-
-        def plain(
-            name: str, features: Any, x: Any, parts: int = 1, return_bias: bool = False, residual: Any = None
-        ) -> Any:
-            adaptation = lora.fields(self, "output_proj" if name == "out" else "qkv_proj")
-            return DenseGeneral(
-                features,
-                kernel_init=init(parts, False),
-                name=name,
-                return_bias=return_bias,
-                **axes(parts, name == "out"),
-                **shared,
-                **adaptation,
-            )(x, residual)
 
         # queries and keys go through something of their own
         separate = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
         packed = own and self.fuse_qkv_params and groups == heads
-        stands = self._stands(inputs_q, inputs_kv, separate, packed)
-        past = cache.Past(self, *stands[1:], sequence_descriptor) if decode else None
+        for name, value in (("inputs_q", inputs_q), ("inputs_kv", inputs_kv)):
+            if not hasattr(value, "shape") or len(value.shape) != 3:
+                got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
+                raise ShapeError(op, name, got, f"an array ({', '.join(form(self)[:2])}, features)")
+        count = 3 if separate or not self.fuse_qkv_params else 1 if packed else 2
+        structs = layer_structs(inputs_q, inputs_kv, heads, groups, self.head_dim, count)
+        past = cache.Past(self, *structs[1:], sequence_descriptor) if decode else None
         kind, window = self.attn_mask_type, self.window_size
         if past is not None and past.index is not None:
             kind, window = "arbitrary", None  # the mask says it all
@@ -319,111 +291,54 @@ class MultiHeadAttention(nn.Module):
             kind,
             self.attn_bias_type,
             dropout_rng_name=self.dropout_rng_name,
-            qkv_layout=list(QKV_LAYOUTS)[len(stands) - 1],
+            qkv_layout=list(QKV_LAYOUTS)[count - 1],
             scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
             transpose_batch_sequence=self.transpose_batch_sequence,
             window_size=window,
             softmax_type=self.softmax_type,
         )
-        rotate, norms = self._rotation(past), {name: self._norm(name) for name in ("q_norm", "k_norm")}
+        rotate = self._rotation(past)
+        norms = qk_norms(
+            op,
+            self.qk_norm_type,
+            lambda name, kind: LayerNorm(self.qk_norm_eps, kind, dtype=self.dtype, name=name),
+        )
         if past is None:
-            core.validate(stands, sequence_descriptor, bias, mask)
+            core.validate(structs, sequence_descriptor, bias, mask)
         else:
-            core.validate([stands[0], *past.stands()], sequence_descriptor, *past.validated(mask, bias))
+            core.validate([structs[0], *past.structs()], sequence_descriptor, *past.validated(mask, bias))
         if packed:
             y, ln, residual = normed("qkv", (3, heads * self.head_dim), 3)
-            layers = [y[..., i, :] for i in range(3)] if separate else [y]
+            projections = [y]
         else:
-            q, ln, residual = normed("query", heads * self.head_dim, 1)
-            source = ln if own else inputs_kv
+            y, ln, residual = normed("query", heads * self.head_dim)
+            features, source = groups * self.head_dim, ln if own else inputs_kv
             if self.fuse_qkv_params:
-                kv = plain("kv", (2, groups * self.head_dim), source, 2)
-                layers = [q, kv[..., 0, :], kv[..., 1, :]] if separate else [q, kv]
+                projections = [y, DenseGeneral((2, features), **options("kv", 2))(source)]
             else:
-                layers = [q, *(plain(name, groups * self.head_dim, source) for name in ("key", "value"))]
-        layers = [a.reshape(*a.shape[:-1], -1, self.head_dim) for a in layers]
-        if separate:
-            layers[:2] = (
-                normed_and_rotated(a, norm, rotate, self.qk_norm_before_rope)
-                for a, norm in zip(layers[:2], norms.values(), strict=True)
-            )
+                both = (DenseGeneral(features, **options(name))(source) for name in ("key", "value"))
+                projections = [y, *both]
+        layers = attention_layers(self, projections, separate, norms, rotate)
         if past is not None:
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
-        o = core(
-            *layers,
-            *[None] * (3 - len(layers)),
-            sequence_descriptor,
-            bias,
-            deterministic=deterministic,
-            mask=mask,
-        )
+        layers += [None] * (3 - len(layers))
+        o = core(*layers, sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
+        out = DenseGeneral(inputs_q.shape[-1], return_bias=self.return_bias, **options("out"))
         stream = ln if self.join_layernorm_output else residual if self.join_residual else None
-        y = plain(
-            "out",
-            inputs_q.shape[-1],
-            o.reshape(*o.shape[:-2], -1),
-            return_bias=self.return_bias,
-            residual=stream,
-        )
+        y = out(o.reshape(*o.shape[:-2], -1), stream)
         y, *unadded = y if self.return_bias else (y,)
         return returned(self, y, ln, residual, *unadded)
-
-    def _stands(self, inputs_q: Any, inputs_kv: Any, separate: bool, packed: bool) -> list[Any]:
-        """What stands for the layers that the core attention will be given. ShapeError for inputs that do not
-        fit each other."""
-        heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
-        for name, value in (("inputs_q", inputs_q), ("inputs_kv", inputs_kv)):
-            if not hasattr(value, "shape") or len(value.shape) != 3:
-                got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
-                raise ShapeError(
-                    "MultiHeadAttention", name, got, f"an array ({', '.join(form(self)[:2])}, features)"
-                )
-
-        def layer(source: Any, *last: int) -> Any:
-            return jax.ShapeDtypeStruct((*source.shape[:-1], *last, self.head_dim), inputs_q.dtype)
-
-        if packed and not separate:
-            return [layer(inputs_q, 3, heads)]
-        if separate or not self.fuse_qkv_params:
-            return [layer(inputs_q, heads), layer(inputs_kv, groups), layer(inputs_kv, groups)]
-        return [layer(inputs_q, heads), layer(inputs_kv, 2, groups)]
-
-    def _norm(self, name: str) -> Any:
-        """The norm of queries or keys as a function, None where there is none."""
-        if self.qk_norm_type is None:
-            return None
-        if self.qk_norm_type not in QK_NORMS:
-            raise FormatError(
-                "MultiHeadAttention", "qk_norm_type", repr(self.qk_norm_type), f"one of {', '.join(QK_NORMS)}"
-            )
-        if self.qk_norm_type == "L2Normalization":
-            return lambda x: functional.l2norm(x, self.qk_norm_eps)
-        return LayerNorm(self.qk_norm_eps, QK_NORMS[self.qk_norm_type], dtype=self.dtype, name=name)
 
     def _rotation(self, past: cache.Past | None) -> Any:
         """The rotary embedding as a function, None where there is none."""
         if not self.enable_rotary_pos_emb:
             return None
-        if self.rotary_pos_emb_group_method not in GROUPINGS:
-            wanted = f"one of {', '.join(GROUPINGS)}"
-            raise FormatError(
-                "MultiHeadAttention",
-                "rotary_pos_emb_group_method",
-                repr(self.rotary_pos_emb_group_method),
-                wanted,
-            )
-        order, alternate = form(self), GROUPINGS[self.rotary_pos_emb_group_method]
-        low, high = self.rotary_pos_emb_windows
-
-        def rotate(x: Any) -> Any:
-            positions = x.shape[order.index("s")] if past is None else past.length
-            freqs = functional.rope_frequencies(self.head_dim, positions, high / low, alternate) / low
-            return functional.rope(
-                x, freqs, None if past is None else past.starts(), qkv_format=order, interleaved=alternate
-            )
-
-        return rotate
+        method = self.rotary_pos_emb_group_method
+        choice("MultiHeadAttention", "rotary_pos_emb_group_method", method, GROUPINGS, FormatError)
+        positions = (None, None) if past is None else (past.length, past.starts())
+        windows = self.rotary_pos_emb_windows
+        return rotation(self.head_dim, GROUPINGS[method], windows, form(self), *positions)
 
 
 class RelativePositionBiases(nn.Module):

@@ -24,7 +24,7 @@ MASKS = ("causal", "causal_bottom_right", "no_mask")
 
 class Past:
     """What one attention module has cached. ``index``: tokens that came before, None in the call that makes
-    the cache; ``length``: room."""
+    the cache; ``length``: of the cache."""
 
     def __init__(self, module: Any, key: Any, value: Any, lengths: Any) -> None:
         op = type(module).__name__
@@ -58,9 +58,7 @@ class Past:
         self.count.value = self.index + self.fresh
         rows, columns = self.index + jnp.arange(self.fresh)[:, None], jnp.arange(self.length)
         left, right = self.module.window_size or (-1, -1)
-        hidden = (
-            columns > rows if self.module.attn_mask_type != "no_mask" else columns >= self.index + self.fresh
-        )
+        hidden = columns >= self.count.value if self.module.attn_mask_type == "no_mask" else columns > rows
         hidden = jnp.broadcast_to(hidden, (self.fresh, self.length))
         if left >= 0:
             hidden |= columns < rows - left
@@ -71,16 +69,16 @@ class Past:
             bias = jax.lax.dynamic_slice_in_dim(bias, self.index, self.fresh, -2)
         return (self.key.value, self.value.value), hidden, bias
 
-    def stands(self) -> tuple[Any, Any]:
-        """What stands for the keys and values that ``extended`` will give."""
+    def structs(self) -> tuple[Any, Any]:
+        """Shapes and dtypes of the keys and values that ``extended`` will return."""
         if self.index is None:
             return self.fresh_key, self.fresh_value
         key, value = self.key.value, self.value.value
         return jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     def validated(self, mask: Any, bias: Any) -> tuple[Any, Any]:
-        """The bias and the mask that ``extended`` will give, or what stands for them. ShapeError for a mask
-        that does not fit."""
+        """The bias and the mask that ``extended`` will return, or their shapes and dtypes. ShapeError for a
+        mask that does not fit."""
         if self.index is None:
             return bias, mask
         own = (1, 1, self.fresh, self.length)
@@ -95,9 +93,7 @@ class Past:
         return bias, jax.ShapeDtypeStruct(shape, bool)
 
     def checked(self, o: Any) -> Any:
-        """o, NaN where the tokens have no room."""
-        return (
-            o
-            if self.index is None
-            else jnp.where(self.index + self.fresh <= self.length, o, jnp.asarray(jnp.nan, o.dtype))
-        )
+        """o, NaN where the tokens go beyond the cache."""
+        if self.index is None:
+            return o
+        return jnp.where(self.index + self.fresh <= self.length, o, jnp.asarray(jnp.nan, o.dtype))

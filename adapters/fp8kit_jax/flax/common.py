@@ -11,12 +11,12 @@ from flax import linen as nn
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, RecipeError
-from fp8kit_jax import functional
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES, UNTYPED, check_module
-from fp8kit_jax.quantizers import QuantizerSet
+from fp8kit_jax.modules import residual_sum
+from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
 from fp8kit_jax.scopes import history_of, mesh_resource, recipe_in_force
-from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot
+from fp8kit_jax.state import FP8_COLLECTION_NAME
 
 _ONE = "attention is not split along the sequence"
 _SCORES = "scores are changed by bias, mask, window and ALiBi"
@@ -69,14 +69,14 @@ MLP_AXES = NORM_AXES | {
 
 
 def check_fixed(
-    module: Any, given: dict[str, Any] | None = None, fields: Sequence[str] = tuple(FIXED)
+    module: Any, arguments: dict[str, Any] | None = None, fields: Sequence[str] = tuple(FIXED)
 ) -> None:
-    """ArgumentError for a field that is not what ``checks`` says, and for a field of ``FIXED``, or an
-    argument among ``given``, with another value."""
+    """ArgumentError for a field that ``checks`` refuses, and for a field of ``FIXED``, or one of the
+    ``arguments`` of a call, with another value."""
     check_module(module, UNTYPED if "qkv_layout" in vars(type(module)).get("__annotations__", {}) else RULES)
     for name in fields:
         value, why = FIXED[name]
-        found = (given or {}).get(name, getattr(module, name, value))
+        found = (arguments or {}).get(name, getattr(module, name, value))
         alike = found is value or (isinstance(found, str | int | float | None) and found == value)
         if not alike:
             raise ArgumentError(type(module).__name__, name, shown(found), f"{value!r}: {why}")
@@ -98,13 +98,12 @@ def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
     for name, fields in LOGICAL_AXES.items():
         axes = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
         own[name] = axes[0] if len(axes) == 1 else axes or None
-    given = dict(rules)
+    present = dict(rules)
     for name, axes in own.items():
-        if given.get(name, axes) != axes:
-            raise ArgumentError(
-                "extend_logical_axis_rules", name, repr(given[name]), f"{axes!r}, as the MeshResource has it"
-            )
-    return (*rules, *((name, axes) for name, axes in own.items() if name not in given))
+        if present.get(name, axes) != axes:
+            wanted = f"{axes!r}, as the MeshResource has it"
+            raise ArgumentError("extend_logical_axis_rules", name, repr(present[name]), wanted)
+    return (*rules, *((name, axes) for name, axes in own.items() if name not in present))
 
 
 def _rules() -> Any:
@@ -134,20 +133,11 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
         return QuantizerSet(recipe=recipe)
     known = module.is_initializing() or module.is_mutable_collection(FP8_COLLECTION_NAME)
     if not known and not module.has_variable(FP8_COLLECTION_NAME, f"x{postfix}_scale"):
-        wanted = "the variables that init makes within an autocast with DelayedScaling, given to apply"
+        wanted = "the variables that init makes within an autocast with DelayedScaling, passed to apply"
         raise RecipeError(type(module).__name__, FP8_COLLECTION_NAME, "none of this layer", wanted)
-    fresh = Slot.fresh(history.length)
-
-    def slot(name: str) -> Slot:
-        fields = fresh._asdict().items()
-        return Slot(
-            **{
-                field: module.variable(FP8_COLLECTION_NAME, f"{name}{postfix}_{field}", lambda v=v: v).value
-                for field, v in fields
-            }
-        )
-
-    return QuantizerSet(slot("x"), slot("kernel"), slot("grad"), recipe)
+    variables = state_variables(history, postfix).items()
+    values = [module.variable(FP8_COLLECTION_NAME, name, lambda v=v: v).value for name, v in variables]
+    return from_variables(recipe, values)
 
 
 def fan_in(features: int) -> Any:
@@ -162,52 +152,37 @@ def partitioned(init: Any, axes: tuple[Any, ...]) -> Any:
     return nn.with_logical_partitioning(init, axes) if axes else init
 
 
-def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, Any]:
-    """``scale`` and, of a LayerNorm, ``ln_bias`` of a module with Transformer Engine's fields, in
-    ``dtype``."""
-    start = module.scale_init or (
-        nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones
-    )
-    scale = module.param("scale", partitioned(start, module.scale_axes), (features,), module.dtype)
-    if module.layernorm_type == "rmsnorm":
-        return jnp.asarray(scale, dtype), None
-    name, init, axes = (
-        ("ln_bias", module.ln_bias_init, module.ln_bias_axes)
-        if hasattr(module, "ln_bias_init")
-        else ("ln_bias", module.bias_init, module.bias_axes)
-    )
-    return jnp.asarray(scale, dtype), jnp.asarray(
-        module.param(name, partitioned(init, axes), (features,), module.dtype), dtype
-    )
+def parameter(
+    module: Any, name: str, init: Any, axes: tuple[Any, ...], shape: tuple[int, ...], dtype: Any
+) -> Any:
+    """The module's parameter, kept in the module's dtype, as an array of ``dtype``."""
+    return jnp.asarray(module.param(name, partitioned(init, axes), shape, module.dtype), dtype)
 
 
-# --- dropout ------------------------------------------------------------------------------------------------
+def bias_parameter(module: Any, name: str, axes: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> Any:
+    """A product's bias, None without ``use_bias``."""
+    return parameter(module, name, module.bias_init, axes, shape, dtype) if module.use_bias else None
 
 
-def dropped(x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None) -> Any:
-    """dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's
-    ``broadcast_dims``)."""
-    if not dims or not rate:
-        return functional.dropout_add(x, None, bias, rate, key)
-    x = x if bias is None else functional.dropout_add(x, bias=bias)
-    shape = [1 if d in {range(x.ndim)[i] for i in dims} else n for d, n in enumerate(x.shape)]
-    return x * functional.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
+def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, ...]:
+    """The arguments of ``fp8kit_jax.layernorm`` after x for a module with Transformer Engine's fields:
+    parameters ``scale`` and, of a LayerNorm, ``ln_bias``, and the options."""
+    usual = nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones
+    scale = parameter(module, "scale", module.scale_init or usual, module.scale_axes, (features,), dtype)
+    bias = None
+    if module.layernorm_type != "rmsnorm":
+        prefix = "ln_" if hasattr(module, "ln_bias_init") else ""
+        init, axes = (getattr(module, f"{prefix}bias_{field}") for field in ("init", "axes"))
+        bias = parameter(module, "ln_bias", init, axes, (features,), dtype)
+    return scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon
 
 
-def joined(module: Any, x: Any, bias: Any, residual: Any, deterministic: bool, path: float) -> Any:
-    """residual + dropout(x + bias) as a TransformerLayer's fields say; whole samples of dropout(...) dropped
-    with probability ``path``."""
-    rate, path = (0.0, 0.0) if deterministic else (module.hidden_dropout, path)
-    key = module.make_rng(module.dropout_rng_name) if rate else None
-    dims = tuple(module.hidden_dropout_dims)
-    if not path and not (rate and dims):
-        return functional.dropout_add(x, residual, bias, rate, key)
-    branch = x if bias is None and not rate else dropped(x, rate, key, dims, bias)
-    if not path:
-        return functional.dropout_add(branch, residual)
-    return functional.drop_path(
-        branch, residual, path, module.make_rng(module.dropout_rng_name), form(module)
-    )
+def add_residual(module: Any, branch: Any, bias: Any, residual: Any, deterministic: bool, path: float) -> Any:
+    """residual + dropout(branch + bias) by the fields of a TransformerLayer; whole samples of dropout(...)
+    are dropped with probability ``path``."""
+    rates = (0.0, 0.0) if deterministic else (module.hidden_dropout, path)
+    draws = [(rate, module.make_rng(module.dropout_rng_name) if rate else None) for rate in rates]
+    return residual_sum(branch, bias, residual, *draws, tuple(module.hidden_dropout_dims), form(module))
 
 
 def form(module: Any) -> str:

@@ -15,19 +15,21 @@ from fp8kit.errors import ShapeError
 from fp8kit_jax import functional
 from fp8kit_jax import layers as functions
 from fp8kit_jax.activations import activation
+from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.checks import check_module
 from fp8kit_jax.flax.common import (
+    bias_parameter,
     check_fixed,
     constrained,
     constrains,
-    dropped,
     fan_in,
     norm_parameters,
-    partitioned,
+    parameter,
     quantizer_set,
     want_array,
 )
 from fp8kit_jax.flax.lora import adapted
+from fp8kit_jax.modules import dropped
 
 Axes = tuple[Any, ...]
 
@@ -54,6 +56,44 @@ def returned(module: Any, y: Any, normed: Any, residual: Any, *unadded: Any) -> 
     )
 
 
+def _product(
+    module: Any,
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    quantizers: Any,
+    axis: tuple[int, ...],
+    residual: Any,
+    prefix: str = "",
+) -> tuple[Any, ...]:
+    """(x kernel + bias + the adaptation + residual,), with the module's ``return_bias`` (y, bias)."""
+    after = module.enable_low_rank_adaptation and residual is not None
+    dims = (axis, tuple(range(len(axis))))
+    added = None if after else residual
+    y = functions.dense(x, kernel, bias, dims, quantizers, module.return_bias, residual=added)
+    y, *unadded = y if module.return_bias else (y,)
+    y = adapted(module, y, x, axis, kernel.shape[len(axis) :], prefix)
+    return functional.dropout_add(y, residual) if after else y, *unadded
+
+
+def _normed_product(
+    module: Any, x: Any, kernel: Any, norm: Any, bias: Any, axes: Any, quantizers: Any, prefix: str = ""
+) -> tuple[Any, Any, Any]:
+    """norm(x) kernel + bias + the adaptation, norm(x) where it is asked for, x as the start of a residual
+    connection. ``norm``: see ``norm_parameters``; ``axes``: logical axes of norm(x)."""
+    if norm is not None and not constrains(axes):
+        wanted = module.return_layernorm_output or module.enable_low_rank_adaptation
+        y, *beside, residual = functions.layernorm_dense(
+            x, kernel, *norm[:2], bias, *norm[2:], quantizers, wanted, return_residual=True
+        )
+        normed = beside[0] if wanted else None
+    else:
+        residual = x
+        normed = constrained(x if norm is None else functional.layernorm(x, *norm), axes)
+        y = functions.dense(normed, kernel, bias, quantizer_set=quantizers)
+    return adapted(module, y, normed, (x.ndim - 1,), kernel.shape[1:], prefix), normed, residual
+
+
 class LayerNorm(nn.Module):
     """norm(x) over the last dimension. Parameters ``scale`` and, of "layernorm", ``ln_bias``, in ``dtype``;
     x: h (..., N), returned alike.
@@ -76,10 +116,7 @@ class LayerNorm(nn.Module):
         """Normalise."""
         check_module(self)
         x = want_array(self, "x", x)
-        scale, bias = norm_parameters(self, x.shape[-1], x.dtype)
-        return functional.layernorm(
-            x, scale, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon
-        )
+        return functional.layernorm(x, *norm_parameters(self, x.shape[-1], x.dtype))
 
 
 class DenseGeneral(nn.Module):
@@ -121,7 +158,7 @@ class DenseGeneral(nn.Module):
         """``inputs``: h (..., K); ``residual``: like y, or None. Returns y, h (..., features), with
         ``return_bias`` a pair."""
         check_fixed(self)
-        functions.check_join("DenseGeneral", residual is not None, "a residual", return_bias=self.return_bias)
+        check_fused("DenseGeneral", residual is not None, "a residual", return_bias=self.return_bias)
         inputs = constrained(want_array(self, "inputs", inputs), self.input_axes)
         features = _features(self.features)
         along = (self.axis,) if isinstance(self.axis, int) else self.axis
@@ -134,33 +171,11 @@ class DenseGeneral(nn.Module):
             init = self.kernel_init or fan_in(len(features))
             return init(key, (flat, *features), dtype).reshape(shape)
 
-        kernel = self.param(
-            "kernel",
-            partitioned(start, self.kernel_axes),
-            (*(inputs.shape[d] for d in axis), *features),
-            self.dtype,
-        )
-        bias = (
-            self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype)
-            if self.use_bias
-            else None
-        )
-        bias = None if bias is None else jnp.asarray(bias, inputs.dtype)
-        dims = (axis, tuple(range(len(axis))))
-        after = self.enable_low_rank_adaptation and residual is not None
-        y = functions.dense(
-            inputs,
-            jnp.asarray(kernel, inputs.dtype),
-            bias,
-            dims,
-            quantizer_set(self),
-            self.return_bias,
-            residual=None if after else residual,
-        )
-        y, *unadded = y if self.return_bias else (y,)
-        y = adapted(self, y, inputs, axis, features)
-        y = functional.dropout_add(y, residual) if after else y
-        return (y, *unadded) if self.return_bias else y
+        shape, kind = (*(inputs.shape[d] for d in axis), *features), inputs.dtype
+        kernel = parameter(self, "kernel", start, self.kernel_axes, shape, kind)
+        bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
+        y = _product(self, inputs, kernel, bias, quantizer_set(self), axis, residual)
+        return y if self.return_bias else y[0]
 
 
 class LayerNormDenseGeneral(nn.Module):
@@ -207,33 +222,14 @@ class LayerNormDenseGeneral(nn.Module):
         check_fixed(self)
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
-        features, kind = _features(self.features), inputs.dtype
+        features, hidden, kind = _features(self.features), inputs.shape[-1], inputs.dtype
+        norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
         init = self.kernel_init or fan_in(len(features))
-        scale, ln_bias = (
-            norm_parameters(self, inputs.shape[-1], kind) if self.enable_layernorm else (None, None)
+        kernel = parameter(self, "kernel", init, self.kernel_axes, (hidden, *features), kind)
+        bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
+        y, normed, residual = _normed_product(
+            self, inputs, kernel, norm, bias, self.dot_input_axes, quantizer_set(self)
         )
-        kernel = self.param(
-            "kernel", partitioned(init, self.kernel_axes), (inputs.shape[-1], *features), self.dtype
-        )
-        bias = (
-            self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype)
-            if self.use_bias
-            else None
-        )
-        kernel, bias = jnp.asarray(kernel, kind), None if bias is None else jnp.asarray(bias, kind)
-        norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
-        wanted = self.return_layernorm_output or self.enable_low_rank_adaptation
-        if self.enable_layernorm and not constrains(self.dot_input_axes):
-            y, *beside, residual = functions.layernorm_dense(
-                inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted, return_residual=True
-            )
-            normed = beside[0] if wanted else None
-        else:
-            residual = inputs
-            normed = functional.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
-            normed = constrained(normed, self.dot_input_axes)
-            y = functions.dense(normed, kernel, bias, quantizer_set=quantizer_set(self))
-        y = adapted(self, y, normed, (inputs.ndim - 1,), features)
         y = y if self.depth_scaling is None else y / jnp.asarray(self.depth_scaling, kind)
         return returned(self, y, normed, residual)
 
@@ -294,37 +290,25 @@ class LayerNormMLP(nn.Module):
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
-        functions.check_join(
-            "LayerNormMLP",
-            self.join_residual,
-            return_residual=self.return_residual,
-            return_bias=self.return_bias,
-        )
+        asked = {name: getattr(self, name) for name in ("return_residual", "return_bias")}
+        check_fused("LayerNormMLP", self.join_residual, **asked)
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
-        hidden, wide, parts, kind = (
-            inputs.shape[-1],
-            self.intermediate_dim,
-            tuple(self.activations),
-            inputs.dtype,
-        )
-
-        def parameter(name: str, init: Any, axes: Axes, *shape: int) -> Any:
-            return jnp.asarray(self.param(name, partitioned(init, axes), shape, self.dtype), kind)
-
-        scale, ln_bias = norm_parameters(self, hidden, kind) if self.enable_layernorm else (None, None)
-        wi = parameter(
-            "wi_kernel", self.kernel_init or fan_in(2), self.kernel_axes_1, hidden, len(parts), wide
-        )
-        wo = parameter("wo_kernel", self.kernel_init or fan_in(1), self.kernel_axes_2, wide, hidden)
-        bi = (
-            parameter("wi_bias", self.bias_init, self.bias_axes_1, len(parts), wide)
-            if self.use_bias
-            else None
-        )
-        bo = parameter("wo_bias", self.bias_init, self.bias_axes_2, hidden) if self.use_bias else None
+        hidden, kind, parts = inputs.shape[-1], inputs.dtype, tuple(self.activations)
+        inner = (len(parts), self.intermediate_dim)
+        norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
+        kernels = [
+            parameter(self, name, self.kernel_init or fan_in(len(shape) - 1), axes, shape, kind)
+            for name, axes, shape in (
+                ("wi_kernel", self.kernel_axes_1, (hidden, *inner)),
+                ("wo_kernel", self.kernel_axes_2, (self.intermediate_dim, hidden)),
+            )
+        ]
+        biases = [
+            bias_parameter(self, "wi_bias", self.bias_axes_1, inner, kind),
+            bias_parameter(self, "wo_bias", self.bias_axes_2, (hidden,), kind),
+        ]
         sets = quantizer_set(self, "_0"), quantizer_set(self, "_1")
-        norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
         separate = (
             rate
@@ -332,62 +316,40 @@ class LayerNormMLP(nn.Module):
             or constrains(self.dot_1_input_axes)
             or constrains(self.dot_2_input_axes)
         )
-        if self.enable_layernorm and not separate:
-            own = (self.return_layernorm_output, "io", self.activation_params)
-            y = functions.layernorm_mlp(
+        if norm is not None and not separate:
+            found = functions.layernorm_mlp(
                 inputs,
-                scale,
-                ln_bias,
-                (wi, wo),
-                (bi, bo),
-                *norm,
+                *norm[:2],
+                kernels,
+                biases,
+                *norm[2:],
                 parts,
                 sets,
-                *own,
-                not self.join_residual,
-                self.return_bias,
-                self.join_residual,
+                self.return_layernorm_output,
+                activation_params=self.activation_params,
+                return_residual=not self.join_residual,
+                return_bias=self.return_bias,
+                join_residual=self.join_residual,
             )
-            y, *beside = y if isinstance(y, tuple) else (y,)
+            y, *beside = found if isinstance(found, tuple) else (found,)
             normed = beside.pop(0) if self.return_layernorm_output else None
-            return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, *(beside or [None]))
-        if self.enable_layernorm and not constrains(self.dot_1_input_axes):
-            h, normed, residual = functions.layernorm_dense(
-                inputs,
-                wi,
-                scale,
-                ln_bias,
-                bi,
-                *norm,
-                sets[0],
-                return_layernorm_output=True,
-                return_residual=True,
-            )
+            residual, *unadded = beside or [None]
         else:
-            residual = inputs
-            normed = functional.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
-            normed = constrained(normed, self.dot_1_input_axes)
-            h = functions.dense(normed, wi, bi, quantizer_set=sets[0])
-        h = adapted(self, h, normed, (inputs.ndim - 1,), (len(parts), wide), "wi_")
-        act = activation(h, parts, self.activation_params)
-        if rate:
-            act = dropped(
-                act,
-                rate,
-                self.make_rng(self.intermediate_dropout_rng_name),
-                tuple(self.intermediate_hidden_dropout_dims),
+            h, normed, residual = _normed_product(
+                self, inputs, kernels[0], norm, biases[0], self.dot_1_input_axes, sets[0], "wi_"
             )
-        act = constrained(act, self.dot_2_input_axes)
-        after = self.enable_low_rank_adaptation and self.join_residual
-        y = functions.dense(
-            act,
-            wo,
-            bo,
-            quantizer_set=sets[1],
-            return_bias=self.return_bias,
-            residual=residual if self.join_residual and not after else None,
-        )
-        y, *unadded = y if self.return_bias else (y,)
-        y = adapted(self, y, act, (inputs.ndim - 1,), (hidden,), "wo_")
-        y = functional.dropout_add(y, residual) if after else y
+            act = activation(h, parts, self.activation_params)
+            if rate:
+                key = self.make_rng(self.intermediate_dropout_rng_name)
+                act = dropped(act, rate, key, tuple(self.intermediate_hidden_dropout_dims))
+            y, *unadded = _product(
+                self,
+                constrained(act, self.dot_2_input_axes),
+                kernels[1],
+                biases[1],
+                sets[1],
+                (act.ndim - 1,),
+                residual if self.join_residual else None,
+                "wo_",
+            )
         return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *unadded)

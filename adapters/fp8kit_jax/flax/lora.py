@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fp8kit.arguments import choice
 from fp8kit.errors import FormatError
-from fp8kit_jax.flax.common import fan_in, partitioned
+from fp8kit_jax.flax.common import fan_in, parameter
 
 _PARTS = ("qkv_proj", "output_proj", "mlp")
 # Transformer Engine's names -> which projections of a layer are adapted
@@ -24,9 +25,7 @@ def fields(module: Any, part: str) -> dict[str, Any]:
     """The fields of a projection in a module with a ``low_rank_adaptation_scope``; FormatError for an unknown
     scope."""
     scope = module.low_rank_adaptation_scope or "none"
-    if scope not in SCOPES:
-        wanted = f"one of {', '.join(SCOPES)}"
-        raise FormatError(type(module).__name__, "low_rank_adaptation_scope", repr(scope), wanted)
+    choice(type(module).__name__, "low_rank_adaptation_scope", scope, SCOPES, FormatError)
     return {
         "enable_low_rank_adaptation": part in SCOPES[scope],
         "low_rank_adaptation_dim": module.low_rank_adaptation_dim,
@@ -50,17 +49,15 @@ def adapted(
     init = module.kernel_init or fan_in(len(features))
     ins, outs = tuple(x.shape[d] for d in axis), features[:-1]
 
-    def parameter(name: str, start: Any, *shape: int) -> Any:
-        value = module.param(
-            f"{prefix}lora_{name}_kernel", partitioned(start, (None,) * len(shape)), shape, module.dtype
-        )
-        return jnp.asarray(value, x.dtype)
+    def factor(name: str, start: Any, *shape: int) -> Any:
+        axes = (None,) * len(shape)
+        return parameter(module, f"{prefix}lora_{name}_kernel", start, axes, shape, x.dtype)
 
     def flat(key: Any, shape: Any, dtype: Any) -> Any:
         return init(key, (math.prod(ins), *outs, rank), dtype).reshape(shape)
 
-    a = parameter("a", flat, *ins, *outs, rank)
-    b = parameter("b", nn.initializers.zeros, *outs, rank, features[-1])
+    a = factor("a", flat, *ins, *outs, rank)
+    b = factor("b", nn.initializers.zeros, *outs, rank, features[-1])
     i, o = "ijkl"[: len(ins)], "nop"[: len(outs)]
     moved = jnp.moveaxis(x, axis, range(-len(axis), 0))
     low = jnp.einsum(f"...{i},{i}{o}r->...{o}r", moved, a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -12,32 +13,9 @@ from flax import linen as nn
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
-from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, check_fixed, joined, want_array
+from fp8kit_jax.flax.common import FIXED, MLP_AXES, NORM_AXES, add_residual, check_fixed, want_array
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
 
-# fields that go on to the children under the same name
-_NORM = ("layernorm_type", "zero_centered_gamma")
-_BOTH = (*_NORM, "use_bias", "bias_init", "dtype", "transpose_batch_sequence")
-_ATTENTION = (
-    "num_attention_heads",
-    "num_gqa_groups",
-    "attention_dropout",
-    "dropout_rng_name",
-    "layernorm_epsilon",
-    "enable_rotary_pos_emb",
-    "rotary_pos_emb_windows",
-    "rotary_pos_emb_group_method",
-    "low_rank_adaptation_scope",
-    "low_rank_adaptation_dim",
-    "low_rank_adaptation_alpha",
-    "fuse_qkv_params",
-    "scale_attn_logits",
-    "scaled_query_init",
-    "softmax_type",
-    "qk_norm_type",
-    "qk_norm_eps",
-    "qk_norm_before_rope",
-)
 _FIXED = (
     "enable_sequence_parallel",
     "score_mod",
@@ -153,70 +131,73 @@ class TransformerLayer(nn.Module):
         post = self.apply_residual_connection_post_layernorm
         ask = {"return_layernorm_output": post, "return_residual": True, "return_bias": True}
 
-        # a branch and its residual; where nothing is, the branch's last product adds it all
-        def between(path: float) -> bool:
-            return not deterministic and (self.hidden_dropout > 0 or path > 0)
+        # nothing lies between a branch's last product and its residual: the product adds it
+        def fused(path: float) -> bool:
+            return deterministic or not (self.hidden_dropout > 0 or path > 0)
+
+        def summed(found: Any, path: float) -> Any:
+            y, normed, residual, unadded = found
+            return add_residual(self, y, unadded, normed if post else residual, deterministic, path)
 
         def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any) -> Any:
             first = name == mine
             path = self.drop_path if first else 0.0
-            asked = ask if between(path) else {"join_layernorm_output" if post else "join_residual": True}
-            layer = MultiHeadAttention(
-                self.hidden_size // self.num_attention_heads,
-                input_layernorm=not (first and self.output_layernorm),
-                attn_mask_type=kind,
-                kernel_init=self.mha_kernel_init,
-                attn_bias_type=self.self_attn_bias_type if first else None,
-                window_size=self.window_size if first else None,
-                name=name,
-                **asked,
-                **self._fields(_BOTH, _ATTENTION),
-            )
             options = {
-                "decode": decode and first,
-                "sequence_descriptor": sequence_descriptor if first else None,
-            }
-            y, normed, *others = layer(x, kv, mask, bias, deterministic=deterministic, **options)
-            return (
-                joined(self, y, others[1], normed if post else others[0], deterministic, path)
-                if between(path)
-                else y
+                "input_layernorm": not (first and self.output_layernorm),
+                "attn_mask_type": kind,
+                "kernel_init": self.mha_kernel_init,
+                "attn_bias_type": self.self_attn_bias_type if first else None,
+                "window_size": self.window_size if first else None,
+                "name": name,
+            } | ({"join_layernorm_output" if post else "join_residual": True} if fused(path) else ask)
+            layer = MultiHeadAttention(
+                self.hidden_size // self.num_attention_heads, **self._fields(MultiHeadAttention, options)
             )
+            found = layer(
+                x,
+                kv,
+                mask,
+                bias,
+                decode=decode and first,
+                deterministic=deterministic,
+                sequence_descriptor=sequence_descriptor if first else None,
+            )
+            return found[0] if fused(path) else summed(found, path)
 
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
             x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
-        separate = post or between(self.drop_path)
-        mlp = LayerNormMLP(
-            self.mlp_hidden_size,
-            epsilon=self.layernorm_epsilon,
-            kernel_init=self.mlp_kernel_init,
-            activations=self.mlp_activations,
-            activation_params=self.mlp_activation_params,
-            intermediate_dropout_rng_name=self.dropout_rng_name,
-            intermediate_dropout_rate=self.intermediate_dropout,
-            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            name="mlp",
-            **(ask if separate else {"join_residual": True}),
+        last = fused(self.drop_path) and not post
+        options = {
+            "epsilon": self.layernorm_epsilon,
+            "kernel_init": self.mlp_kernel_init,
+            "activations": self.mlp_activations,
+            "activation_params": self.mlp_activation_params,
+            "intermediate_dropout_rng_name": self.dropout_rng_name,
+            "intermediate_dropout_rate": self.intermediate_dropout,
+            "intermediate_hidden_dropout_dims": self.intermediate_dropout_dims,
+            "name": "mlp",
+            **({"join_residual": True} if last else ask),
             **lora.fields(self, "mlp"),
             **MLP_AXES,
-            **self._fields(_BOTH),
-        )
-        y, normed, *others = mlp(x, deterministic)
-        if separate:
-            y = joined(self, y, others[1], normed if post else others[0], deterministic, self.drop_path)
+        }
+        found = LayerNormMLP(self.mlp_hidden_size, **self._fields(LayerNormMLP, options))(x, deterministic)
+        y = found[0] if last else summed(found, self.drop_path)
         if not self.output_layernorm:
             return y
         axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}
-        return LayerNorm(self.layernorm_epsilon, dtype=self.dtype, **axes, **self._fields(_NORM))(y)
+        options = {"bias_init": nn.initializers.zeros, **axes}
+        return LayerNorm(self.layernorm_epsilon, **self._fields(LayerNorm, options))(y)
 
-    def _fields(self, *groups: Sequence[str]) -> dict[str, Any]:
-        """Own fields for a child."""
-        return {name: getattr(self, name) for group in groups for name in group}
+    def _fields(self, child: type, options: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a child: ``options``, and the layer's own fields that the child has too."""
+        names = {field.name for field in dataclasses.fields(child) if field.name not in ("parent", "name")}
+        own = {field.name for field in dataclasses.fields(self)} - FIXED.keys()
+        return {name: getattr(self, name) for name in names & own} | options
 
     def _biases(self, inputs: Any, name: str, decoder: bool, length: int | None) -> Any:
         """Relative position biases, of as many rows and columns as there are tokens, or as the cache of the
-        attention ``name`` has room."""
+        attention ``name`` is long."""
         at = 0 if self.transpose_batch_sequence else 1
         if self.has_variable("cache", name):
             length = self.get_variable("cache", name)["cached_key"].shape[at]

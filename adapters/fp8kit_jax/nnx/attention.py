@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import check, flag, optional
-from fp8kit.errors import FormatError, ShapeError
-from fp8kit.layers.attention_inputs import normed_and_rotated
+from fp8kit.errors import ShapeError
 from fp8kit_jax import attention as functions
-from fp8kit_jax import functional
-from fp8kit_jax.arguments import as_array, stand
+from fp8kit_jax.arguments import as_array, check_fused, struct_of
 from fp8kit_jax.checks import RULES, size
-from fp8kit_jax.layers import check_join
-from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, want_rngs
-
-QK_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
+from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, norm_options, want_rngs
 
 
 class Dropout(nnx.Module):
@@ -66,33 +61,28 @@ class DotProductAttention(nnx.Module):
         learnable = options.get("softmax_type") == "learnable"
         self.softmax_offset = nnx.Param(jnp.zeros((num_attention_heads,), jnp.float32)) if learnable else None
 
-    def __call__(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> Any:
-        """``query``, ``key``, ``value``: separate or packed; ``given``: ``mask``, ``bias``, ``cu_seqlens_q``
-        and so on."""
-        functions.known("DotProductAttention", given)
+    def __call__(self, query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:
+        """``query``, ``key``, ``value``: separate or packed; ``options``: ``mask``, ``bias``,
+        ``cu_seqlens_q`` and so on."""
+        functions.known("DotProductAttention", options)
         if self.dropout.stream is not None:  # whose state changes with a draw
-            layers = {"query": query, "key": key, "value": value}
-            self.validate(
-                *(
-                    None if a is None else stand("dot_product_attention", name, a)
-                    for name, a in layers.items()
-                ),
-                **given,
-            )
-        rate, key_now = self.dropout()
-        options = {**self._options(), **given, "dropout_rate": rate, "dropout_key": key_now}
+            layers = {"query": query, "key": key, "value": value}.items()
+            structs = {
+                name: struct_of("dot_product_attention", name, a) for name, a in layers if a is not None
+            }
+            self.validate(**structs, **options)
+        rate, dropout_key = self.dropout()
+        options = self._options() | options | {"dropout_rate": rate, "dropout_key": dropout_key}
         return functions.dot_product_attention(query, key, value, **options)
 
-    def validate(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> None:
-        """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for ``query``,
-        ``key`` and ``value``."""
-        functions.validate(query, key, value, **{**self._options(), **given})
+    def validate(self, query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
+        """Raise what a call would raise, and compute nothing. ``query``, ``key``, ``value``:
+        ``jax.ShapeDtypeStruct``s."""
+        functions.validate(query, key, value, **self._options() | options)
 
     def _options(self) -> dict[str, Any]:
-        return {
-            **dict(self.options),
-            **({} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset[...]}),
-        }
+        offset = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset[...]}
+        return dict(self.options) | offset
 
 
 class MultiHeadAttention(nnx.Module):
@@ -133,33 +123,22 @@ class MultiHeadAttention(nnx.Module):
         functions.known("MultiHeadAttention", options)
         want_rngs("MultiHeadAttention", rngs)
         check("MultiHeadAttention", RULES | {"head_dim": optional(size)}, locals() | options)
-        heads = num_attention_heads
+        op, heads = "MultiHeadAttention", num_attention_heads
         if hidden_size % heads and head_dim is None:
-            raise ShapeError("MultiHeadAttention", "hidden_size", hidden_size, f"a multiple of {heads} heads")
+            raise ShapeError(op, "hidden_size", hidden_size, f"a multiple of {heads} heads")
         if heads % (num_gqa_groups or heads):
-            raise ShapeError(
-                "MultiHeadAttention", "num_gqa_groups", num_gqa_groups, f"a divisor of {heads} heads"
-            )
-        if qk_norm_type not in (None, "L2Normalization", *QK_NORMS):
-            wanted = f"one of L2Normalization, {', '.join(QK_NORMS)}"
-            raise FormatError("MultiHeadAttention", "qk_norm_type", repr(qk_norm_type), wanted)
+            raise ShapeError(op, "num_gqa_groups", num_gqa_groups, f"a divisor of {heads} heads")
         self.groups, self.head_dim = num_gqa_groups or heads, head_dim or hidden_size // heads
-        self.hidden = hidden_size
-        self.cross, self.rotary, self.first = cross, rotary, qk_norm_before_rope
+        self.hidden, self.cross, self.rotary = hidden_size, cross, rotary
         self.qk_norm_type, self.qk_norm_eps = qk_norm_type, qk_norm_eps
+        self.qk_norm_before_rope = qk_norm_before_rope
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
-        norm = {
-            "epsilon": epsilon,
-            "layernorm_type": layernorm_type,
-            "zero_centered_gamma": zero_centered_gamma,
-        }
+        norm = norm_options(locals())
 
         def projection(features: Any) -> DenseGeneral:
-            return (
-                LayerNormDenseGeneral(hidden_size, features, **norm, **shared)
-                if input_layernorm
-                else DenseGeneral(hidden_size, features, **shared)
-            )
+            if input_layernorm:
+                return LayerNormDenseGeneral(hidden_size, features, **norm | shared)
+            return DenseGeneral(hidden_size, features, **shared)
 
         packed = not cross and self.groups == heads
         self.qkv = projection((3, heads * self.head_dim)) if packed else None
@@ -168,11 +147,11 @@ class MultiHeadAttention(nnx.Module):
         self.kv = None if packed else own((2, self.groups * self.head_dim))
         self.core = DotProductAttention(heads, attention_dropout=attention_dropout, rngs=rngs, **options)
         self.out = DenseGeneral(heads * self.head_dim, hidden_size, **shared)
-        kind = QK_NORMS.get(qk_norm_type or "")
-        self.q_norm, self.k_norm = (
-            LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype) if kind else None
-            for _ in range(2)
-        )
+
+        def head_norm(name: str, kind: str) -> LayerNorm:
+            return LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype)
+
+        self.q_norm, self.k_norm = qk_norms(op, qk_norm_type, head_norm)
 
     def __call__(
         self,
@@ -182,40 +161,31 @@ class MultiHeadAttention(nnx.Module):
         return_residual: bool = False,
         return_bias: bool = False,
         join_residual: bool = False,
-        **given: Any,
+        **options: Any,
     ) -> Any:
-        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), for cross-attention. ``given``: as
+        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), for cross-attention. ``options``: as
         ``DotProductAttention``.
         Returns h like x, or a tuple with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias
         of ``out``, which then is not added, or None. ``join_residual``: x is added to y, by the product of
         ``out``; neither of the two then."""
-        return_residual = flag("MultiHeadAttention", "return_residual", return_residual)
-        return_bias = flag("MultiHeadAttention", "return_bias", return_bias)
-        join_residual = flag("MultiHeadAttention", "join_residual", join_residual)
-        check_join(
-            "MultiHeadAttention", join_residual, return_residual=return_residual, return_bias=return_bias
-        )
+        op = "MultiHeadAttention"
+        return_residual = flag(op, "return_residual", return_residual)
+        return_bias = flag(op, "return_bias", return_bias)
+        join_residual = flag(op, "join_residual", join_residual)
+        check_fused(op, join_residual, return_residual=return_residual, return_bias=return_bias)
         if (encoded is not None) != self.cross:
             wanted = "an array for cross-attention" if self.cross else "None for self attention"
-            raise ShapeError("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted)
-        self._validate(x, encoded if self.cross else x, given)
+            raise ShapeError(op, "encoded", None if encoded is None else "an array", wanted)
+        source = encoded if self.cross else x
+        separate = self.rotary or self.qk_norm_type is not None
+        self._validate(x, source, separate, options)
         first = self.qkv or self.query
-        if isinstance(first, LayerNormDenseGeneral):
-            y, residual = first(x, return_residual=True)
-        else:
-            y, residual = first(x), x
-        layers = [self._apart(y)]
-        if self.kv is not None:
-            layers.append(self._apart(self.kv(encoded if self.cross else x)))
-        if self.rotary or self.qk_norm_type is not None:
-            packed = layers[-1]
-            parts = [*layers[:-1], *(packed[..., i, :, :] for i in range(packed.shape[-3]))]
-            q, k = (
-                normed_and_rotated(a, self._norm(own), self._rotation(), self.first)
-                for a, own in zip(parts, (self.q_norm, self.k_norm), strict=False)
-            )
-            layers = [q, k, parts[2]]
-        o = self.core(*layers, **given)
+        normed = isinstance(first, LayerNormDenseGeneral)
+        y, residual = first(x, return_residual=True) if normed else (first(x), x)
+        projections = [y] if self.kv is None else [y, self.kv(source)]
+        rotate = rotation(self.head_dim) if self.rotary else None
+        layers = attention_layers(self, projections, separate, (self.q_norm, self.k_norm), rotate)
+        o = self.core(*layers, **options)
         y = self.out(
             o.reshape(*o.shape[:-2], -1),
             return_bias=return_bias,
@@ -225,43 +195,14 @@ class MultiHeadAttention(nnx.Module):
         more = [*([residual] if return_residual else []), *unadded]
         return (y, *more) if more else y
 
-    def _validate(self, x: Any, source: Any, given: Mapping[str, Any]) -> None:
-        """Refuse what does not fit before the projections run."""
-        functions.known("MultiHeadAttention", given)
-        x, source = as_array("MultiHeadAttention", "x", x), as_array("MultiHeadAttention", "encoded", source)
+    def _validate(self, x: Any, source: Any, separate: bool, options: Mapping[str, Any]) -> None:
+        """Raise what the call would raise, before the projections run."""
+        op = "MultiHeadAttention"
+        functions.known(op, options)
+        x, source = as_array(op, "x", x), as_array(op, "encoded", source)
         for name, value in (("x", x), ("encoded", source)):
             if value.ndim != 3 or value.shape[-1] != self.hidden:
-                raise ShapeError(
-                    "MultiHeadAttention", name, f"shape {value.shape}", f"(batch, sequence, {self.hidden})"
-                )
-        heads = self.core.num_attention_heads
-
-        def layer(own: Any, *last: int) -> Any:
-            return jax.ShapeDtypeStruct((*own.shape[:-1], *last, self.head_dim), own.dtype)
-
-        if self.rotary or self.qk_norm_type is not None:
-            layers = [layer(x, heads), layer(source, self.groups), layer(source, self.groups)]
-        elif self.qkv is not None:
-            layers = [layer(x, 3, heads)]
-        else:
-            layers = [layer(x, heads), layer(source, 2, self.groups)]
-        self.core.validate(*layers, **given)
-
-    def _apart(self, x: Any) -> Any:
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
-
-    def _norm(self, own: LayerNorm | None) -> Any:
-        """The norm of queries or keys as a function, None where there is none."""
-        return (
-            (lambda x: functional.l2norm(x, self.qk_norm_eps))
-            if own is None and self.qk_norm_type is not None
-            else own
-        )
-
-    def _rotation(self) -> Any:
-        """The rotary embedding as a function, None where there is none."""
-        return (
-            (lambda x: functional.rope(x, functional.rope_frequencies(self.head_dim, x.shape[1])))
-            if self.rotary
-            else None
-        )
+                raise ShapeError(op, name, f"shape {value.shape}", f"(batch, sequence, {self.hidden})")
+        heads, count = self.core.num_attention_heads, 3 if separate else 1 if self.kv is None else 2
+        structs = layer_structs(x, source, heads, self.groups, self.head_dim, count)
+        self.core.validate(*structs, **options)

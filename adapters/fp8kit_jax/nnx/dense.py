@@ -15,9 +15,8 @@ from fp8kit_jax import functional, layers
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
-from fp8kit_jax.quantizers import QuantizerSet
+from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
 from fp8kit_jax.scopes import history_of, recipe_in_force
-from fp8kit_jax.state import Slot
 
 
 class Fp8Meta(nnx.Variable):
@@ -34,24 +33,19 @@ class _Quantizers(nnx.Module):
 
     def __init__(self) -> None:
         history = history_of(recipe_in_force())
-        self.stateful = history is not None
-        if history is not None:
-            for name in ("x", "kernel", "grad"):
-                for field, value in Slot.fresh(history.length)._asdict().items():
-                    setattr(self, f"{name}_{field}", Fp8Meta(value))
+        variables = {} if history is None else state_variables(history)
+        self.names = tuple(variables)
+        for name, value in variables.items():
+            setattr(self, name, Fp8Meta(value))
 
     def __call__(self) -> QuantizerSet:
         recipe = recipe_in_force()
         if history_of(recipe) is None:
             return QuantizerSet(recipe=recipe)
-        if not self.stateful:
+        if not self.names:
             wanted = "one made within an autocast with DelayedScaling"
             raise RecipeError("fp8kit_jax.nnx", "Fp8Meta", "none of this module", wanted)
-        slots = (
-            Slot(getattr(self, f"{name}_scale")[...], getattr(self, f"{name}_amax_history")[...])
-            for name in ("x", "kernel", "grad")
-        )
-        return QuantizerSet(*slots, recipe)
+        return from_variables(recipe, [getattr(self, name)[...] for name in self.names])
 
 
 def want_rngs(operation: str, rngs: Any, stream: str = "params") -> None:
@@ -61,11 +55,25 @@ def want_rngs(operation: str, rngs: Any, stream: str = "params") -> None:
         raise ArgumentError(operation, "rngs", got, f"nnx.Rngs with a stream {stream!r}, or a default one")
 
 
+def norm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a module's arguments by name, its ``locals()``, that its ``LayerNorm`` takes."""
+    return {name: arguments[name] for name in ("epsilon", "layernorm_type", "zero_centered_gamma", "dtype")}
+
+
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, init: Any) -> nnx.Param:
     init = init or nnx.initializers.variance_scaling(
         1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, len(shape)))
     )
     return nnx.Param(init(rngs.params(), shape, dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, wanted: Any = True) -> nnx.Param | None:
+    return nnx.Param(jnp.zeros(shape, dtype)) if wanted else None
+
+
+def _value(parameter: nnx.Param | None, dtype: Any) -> Any:
+    """A parameter's array in ``dtype``, None for None."""
+    return None if parameter is None else parameter[...].astype(dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -84,18 +92,16 @@ class LayerNorm(nnx.Module):
         check("LayerNorm", RULES, locals())
         self.options = (layernorm_type, zero_centered_gamma, epsilon)
         self.scale = nnx.Param((jnp.zeros if zero_centered_gamma else jnp.ones)((num_features,), dtype))
-        self.ln_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if layernorm_type == "layernorm" else None
+        self.ln_bias = _zeros((num_features,), dtype, layernorm_type == "layernorm")
 
-    def parameters(self, dtype: Any) -> tuple[Any, Any]:
-        """(gamma, beta) in ``dtype``, beta None of "rmsnorm"."""
-        return self.scale[...].astype(dtype), None if self.ln_bias is None else self.ln_bias[...].astype(
-            dtype
-        )
+    def arguments(self, dtype: Any) -> tuple[Any, ...]:
+        """The arguments of ``fp8kit_jax.layernorm`` after x, parameters in ``dtype``."""
+        return _value(self.scale, dtype), _value(self.ln_bias, dtype), *self.options
 
     def __call__(self, x: Any) -> Any:
         """Normalise."""
         x = as_array("LayerNorm", "x", x)
-        return functional.layernorm(x, *self.parameters(x.dtype), *self.options)
+        return functional.layernorm(x, *self.arguments(x.dtype))
 
 
 class DenseGeneral(nnx.Module):
@@ -116,19 +122,19 @@ class DenseGeneral(nnx.Module):
         want_rngs("DenseGeneral", rngs)
         shape = (features,) if isinstance(features, int) else tuple(features)
         self.kernel = _kernel(rngs, (in_features, *shape), dtype, kernel_init)
-        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
+        self.bias = _zeros(shape, dtype, use_bias)
         self.quantizers = _Quantizers()
+
+    def _arrays(self, dtype: Any) -> tuple[Any, Any]:
+        return _value(self.kernel, dtype), _value(self.bias, dtype)
 
     def __call__(self, x: Any, *, return_bias: bool = False, residual: Any = None) -> Any:
         """``x``: h (..., K). Returns y, h (..., features), with ``return_bias`` a pair with the bias, which
         then is not added, or None. ``residual``: like y, added by the product, see ``fp8kit_jax.dense``; not
         with ``return_bias``."""
         x = as_array("DenseGeneral", "x", x)
-        bias = None if self.bias is None else self.bias[...].astype(x.dtype)
         more = {"return_bias": return_bias, "residual": residual}
-        return layers.dense(
-            x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers(), **more
-        )
+        return layers.dense(x, *self._arrays(x.dtype), quantizer_set=self.quantizers(), **more)
 
 
 class LayerNormDenseGeneral(DenseGeneral):
@@ -152,22 +158,15 @@ class LayerNormDenseGeneral(DenseGeneral):
         super().__init__(
             in_features, features, rngs=rngs, use_bias=use_bias, kernel_init=kernel_init, dtype=dtype
         )
-        self.norm = LayerNorm(
-            in_features,
-            epsilon=epsilon,
-            layernorm_type=layernorm_type,
-            zero_centered_gamma=zero_centered_gamma,
-            dtype=dtype,
-        )
+        self.norm = LayerNorm(in_features, **norm_options(locals()))
 
     def __call__(self, x: Any, *, return_residual: bool = False) -> Any:
         """``x``: h (..., K). Returns h (..., features), with ``return_residual`` a pair with x itself, for a
         residual connection to start at: see ``fp8kit_jax.layernorm_dense``."""
         x = as_array("LayerNormDenseGeneral", "x", x)
-        bias = None if self.bias is None else self.bias[...].astype(x.dtype)
-        options = (*self.norm.parameters(x.dtype), bias, *self.norm.options, self.quantizers())
+        (kernel, bias), (gamma, beta, *norm) = self._arrays(x.dtype), self.norm.arguments(x.dtype)
         return layers.layernorm_dense(
-            x, self.kernel[...].astype(x.dtype), *options, return_residual=return_residual
+            x, kernel, gamma, beta, bias, *norm, self.quantizers(), return_residual=return_residual
         )
 
 
@@ -199,18 +198,12 @@ class LayerNormMLP(nnx.Module):
         want_rngs("LayerNormMLP", rngs)
         self.activations = tuple(activations)
         self.activation_params = None if activation_params is None else tuple(activation_params.items())
-        self.norm = LayerNorm(
-            num_features,
-            epsilon=epsilon,
-            layernorm_type=layernorm_type,
-            zero_centered_gamma=zero_centered_gamma,
-            dtype=dtype,
-        )
+        self.norm = LayerNorm(num_features, **norm_options(locals()))
         inner = (len(self.activations), intermediate_dim)
         self.wi_kernel = _kernel(rngs, (num_features, *inner), dtype, kernel_init)
         self.wo_kernel = _kernel(rngs, (intermediate_dim, num_features), dtype, kernel_init)
-        self.wi_bias = nnx.Param(jnp.zeros(inner, dtype)) if use_bias else None
-        self.wo_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if use_bias else None
+        self.wi_bias = _zeros(inner, dtype, use_bias)
+        self.wo_bias = _zeros((num_features,), dtype, use_bias)
         self.quantizers_0, self.quantizers_1 = _Quantizers(), _Quantizers()
 
     def __call__(
@@ -220,20 +213,20 @@ class LayerNormMLP(nnx.Module):
         ``return_bias`` wo_bias, which then is not added, or None. ``join_residual``: x is added to y, see
         ``fp8kit_jax.layernorm_mlp``; neither of the two then."""
         x = as_array("LayerNormMLP", "x", x)
-        kernels = (self.wi_kernel[...].astype(x.dtype), self.wo_kernel[...].astype(x.dtype))
-        biases = [None if b is None else b[...].astype(x.dtype) for b in (self.wi_bias, self.wo_bias)]
-        sets = self.quantizers_0(), self.quantizers_1()
-        options = (
-            *self.norm.options,
+        parameters = ((self.wi_kernel, self.wo_kernel), (self.wi_bias, self.wo_bias))
+        kernels, biases = ([_value(p, x.dtype) for p in pair] for pair in parameters)
+        gamma, beta, *norm = self.norm.arguments(x.dtype)
+        return layers.layernorm_mlp(
+            x,
+            gamma,
+            beta,
+            kernels,
+            biases,
+            *norm,
             self.activations,
-            sets,
-            False,
-            "io",
-            dict(self.activation_params or ()),
+            (self.quantizers_0(), self.quantizers_1()),
+            activation_params=dict(self.activation_params or ()),
+            return_residual=return_residual,
+            return_bias=return_bias,
+            join_residual=join_residual,
         )
-        more = {
-            "return_residual": return_residual,
-            "return_bias": return_bias,
-            "join_residual": join_residual,
-        }
-        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *options, **more)

@@ -11,11 +11,11 @@ from flax import nnx
 from fp8kit.arguments import check
 from fp8kit.errors import on_behalf_of
 from fp8kit_jax import attention as functions
-from fp8kit_jax import functional
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.checks import RULES
+from fp8kit_jax.modules import residual_sum
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
-from fp8kit_jax.nnx.dense import LayerNormMLP, want_rngs
+from fp8kit_jax.nnx.dense import LayerNormMLP, norm_options, want_rngs
 
 # arguments of the attention that a layer does not set itself
 _ATTENTION = (
@@ -65,14 +65,7 @@ class TransformerLayer(nnx.Module):
         with on_behalf_of("TransformerLayer", activation_params="mlp_activation_params"):
             activation_of("LayerNormMLP", mlp_activations, mlp_activation_params)
         want_rngs("TransformerLayer", rngs)
-        shared: dict[str, Any] = {
-            "rngs": rngs,
-            "use_bias": use_bias,
-            "layernorm_type": layernorm_type,
-            "epsilon": epsilon,
-            "zero_centered_gamma": zero_centered_gamma,
-            "dtype": dtype,
-        }
+        shared: dict[str, Any] = norm_options(locals()) | {"rngs": rngs, "use_bias": use_bias}
         self.attention = MultiHeadAttention(
             hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options
         )
@@ -80,21 +73,14 @@ class TransformerLayer(nnx.Module):
         self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, **shared)
         self.dropout, self.path = Dropout(hidden_dropout, rngs), Dropout(drop_path, rngs)
 
-    def __call__(self, x: Any, **given: Any) -> Any:
-        """``x``: h (b, s, H); ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention.
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """``x``: h (b, s, H); ``options``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention.
         Returns h like x."""
-        functions.known("TransformerLayer", given)
-        # nothing comes between, so that a branch's last product adds it all
+        functions.known("TransformerLayer", options)
+        # nothing lies between a branch's last product and its residual: the product adds it
         if self.dropout.idle and self.path.idle:
-            return self.mlp(self.attention(x, join_residual=True, **given), join_residual=True)
-        x = self._joined(*self.attention(x, return_residual=True, return_bias=True, **given))
-        return self._joined(*self.mlp(x, return_residual=True, return_bias=True))
-
-    def _joined(self, branch: Any, residual: Any, bias: Any) -> Any:
-        (rate, key), (path, path_key) = self.dropout(), self.path()
-        if not path:
-            return functional.dropout_add(branch, residual, bias, rate, key)
-        branch = (
-            branch if bias is None and not rate else functional.dropout_add(branch, None, bias, rate, key)
-        )
-        return functional.drop_path(branch, residual, path, path_key)
+            return self.mlp(self.attention(x, join_residual=True, **options), join_residual=True)
+        for branch, own in ((self.attention, options), (self.mlp, {})):
+            y, residual, bias = branch(x, return_residual=True, return_bias=True, **own)
+            x = residual_sum(y, bias, residual, self.dropout(), self.path())
+        return x

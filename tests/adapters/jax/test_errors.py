@@ -210,7 +210,7 @@ def test_running_sums(values):
         jax.block_until_ready(jax.jit(attend)(jnp.asarray(sums)))
 
 
-def test_rooms_of_flax_come_when_they_are_asked_for():
+def test_flax_packages_are_imported_when_asked_for():
     from fp8kit_jax.flax import LayerNorm
     from fp8kit_jax.nnx import DenseGeneral
 

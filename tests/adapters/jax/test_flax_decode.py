@@ -86,7 +86,7 @@ def test_tokens_in_turn_in_fp8(recipe):
     assert (difference <= BITS * largest).mean() > 0.95
 
 
-def test_a_mask_hides_cached_tokens_and_room_ends():
+def test_a_mask_hides_cached_tokens_and_the_cache_ends():
     module = modules.MultiHeadAttention(8, 4)
     variables = module.init(jax.random.key(0), X, X, decode=True)
     hidden = jnp.zeros((2, 1, 1, 12), bool).at[:, :, :, 2].set(True)

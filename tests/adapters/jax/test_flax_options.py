@@ -212,7 +212,7 @@ def test_one_draw_of_dropout_for_several_tokens():
 
 
 def test_axes_between_norm_and_product():
-    """Rules that put norm(x) on the mesh take norm and product apart; the numbers are those of the one
+    """Rules that put norm(x) on the mesh separate norm and product; the numbers are those of the one
     operation."""
     mesh, x = (
         Mesh(np.array(jax.devices("cpu")[:8]), ("data",)),

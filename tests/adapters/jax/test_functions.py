@@ -203,13 +203,13 @@ def test_attention(mask):
 
 def test_packed_attention_is_the_separate_one():
     qkv = draw(0, 2, 16, 3, 4, 8)
-    apart = [qkv[:, :, i] for i in range(3)]
+    separate = [qkv[:, :, i] for i in range(3)]
 
     def grads(f, *a):
         return jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), tuple(range(len(a)))))(*a)
 
-    value, want = grads(fj.dot_product_attention, *apart)
-    for packed in ((qkv,), (apart[0], qkv[:, :, 1:])):
+    value, want = grads(fj.dot_product_attention, *separate)
+    for packed in ((qkv,), (separate[0], qkv[:, :, 1:])):
         got, found = grads(fj.dot_product_attention, *packed)
         assert float(got) == float(value)
         joined = found[0] if len(packed) == 1 else jnp.concatenate([found[0][:, :, None], found[1]], 2)

@@ -73,7 +73,7 @@ def mlp(x, gamma, k1, k2, b1, b2, sets):
     return fj.dropout_add(y, jnp.sin(residual) + jnp.tanh(normed), bias)
 
 
-def apart(x, gamma, k1, k2, b1, b2, sets):
+def separate(x, gamma, k1, k2, b1, b2, sets):
     """The same, with what XLA adds."""
     y = fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets)
     return y + jnp.sin(x) + jnp.tanh(fj.rmsnorm(x, gamma))
@@ -128,7 +128,7 @@ def arguments(recipe, parts=1):
 def test_it_is_what_xla_adds():
     """In float32, without FP8: the same sums, but for their order."""
     args = arguments("high")
-    jax.tree.map(lambda a, b: near(a, b, BITS), gradients(mlp, args), gradients(apart, args))
+    jax.tree.map(lambda a, b: near(a, b, BITS), gradients(mlp, args), gradients(separate, args))
     x, kernel = args[0], draw(6, 64, 3, 64) / 8
     whole = gradients(projected, (x, args[1], kernel, args[-1]))
     want = gradients(
@@ -283,7 +283,7 @@ def test_a_product_over_an_explicit_mesh(recipe, split):
 
 
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
-def test_a_residual_joins_the_rounded_sum(recipe):
+def test_a_residual_is_added_to_the_rounded_sum(recipe):
     """In bfloat16, a contraction over devices: the bits of an addition behind it, which does not round the
     residual with every part."""
     *args, sets = operands(recipe, 48)
@@ -478,7 +478,7 @@ def test_what_does_not_fit_a_residual():
 
 
 @pytest.mark.parametrize("asked", ["return_residual", "return_bias"])
-def test_what_has_joined_does_not_come_back(asked):
+def test_a_fused_residual_does_not_come_back(asked):
     x, gamma, kernels, more = (
         draw(0, 16, 64),
         jnp.ones(64),

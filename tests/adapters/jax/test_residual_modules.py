@@ -15,7 +15,7 @@ import pytest
 from flax import linen, nnx
 from fp8kit_jax import flax as flax_modules
 from fp8kit_jax import nnx as nnx_modules
-from fp8kit_jax.flax.common import joined
+from fp8kit_jax.flax.common import add_residual
 from jax.sharding import Mesh
 
 from fp8kit.testing import assert_close, assert_same_bits
@@ -52,7 +52,7 @@ def test_a_layer_leaves_xla_nothing_to_add_or_to_copy(bias):
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 @pytest.mark.parametrize(("dims", "path"), [((), 0.0), ((1,), 0.0), ((), 0.5), ((1,), 0.5)])
-def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
+def test_a_deferred_bias_is_dropped_with_its_branch(rate, dims, path):
     keys = iter(jax.random.split(KEY, 2))
     module = SimpleNamespace(
         hidden_dropout=rate,
@@ -62,7 +62,7 @@ def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
         make_rng=lambda name: next(keys),
     )
     x, bias, residual = draw(0, 16, 4, 8), draw(1, 8), draw(2, 16, 4, 8)
-    branch = np.asarray(joined(module, x, bias, residual, False, path) - residual)
+    branch = np.asarray(add_residual(module, x, bias, residual, False, path) - residual)
     whole = np.asarray(x + bias) / ((1 - rate) * (1 - path))
     kept = np.abs(branch) > 2.0**-12 * np.abs(whole)
     assert_close("values", branch, kept * whole, "float32", 2.0 ** (-20))
@@ -73,14 +73,15 @@ def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
         samples = kept.any((1, 2))
         assert samples.any()
         assert not samples.all()
-    near(joined(module, x, bias, residual, True, path), x + bias + residual, BITS)
+    near(add_residual(module, x, bias, residual, True, path), x + bias + residual, BITS)
 
 
 @pytest.mark.parametrize(
     "name", ["DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention"]
 )
 def test_modules_return_them(name):
-    """Whatever takes a module apart: y is the same with the bias added, x comes back as it is."""
+    """Whatever splits a module into several operations: y is the same with the bias added, x comes back as it
+    is."""
     x = draw(0, 2, 16, 64)
     kinds = {
         "DenseGeneral": (
@@ -120,7 +121,7 @@ def test_modules_return_them(name):
         assert name == "DenseGeneral" or got == [None]
 
 
-APART = {
+SEPARATE = {
     "one operation": {},
     "dropout": {"intermediate_dropout_rate": 0.5},
     "adaptation": {"enable_low_rank_adaptation": True},
@@ -130,16 +131,16 @@ APART = {
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("case", APART)
-def test_a_module_that_joins(case, bias):
-    """Whatever takes it apart: y is what it is without, and x; so are the gradients."""
+@pytest.mark.parametrize("case", SEPARATE)
+def test_a_module_that_adds_its_residual(case, bias):
+    """Whatever splits it into several operations: y is what it is without, and x; so are the gradients."""
     x, g, options = (
         draw(0, 16, 64),
         draw(7, 16, 64),
         {"intermediate_dim": 128, "use_bias": bias, "return_layernorm_output": True},
     )
     plain, joins = (
-        flax_modules.LayerNormMLP(**options, **APART[case], join_residual=join) for join in (False, True)
+        flax_modules.LayerNormMLP(**options, **SEPARATE[case], join_residual=join) for join in (False, True)
     )
     variables = jax.tree.map(
         lambda leaf: leaf + 0.25, linen.unbox(plain.init({"params": KEY, "dropout": KEY}, x))
@@ -160,7 +161,7 @@ def test_a_module_that_joins(case, bias):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_module_of_nnx_that_joins(bias):
+def test_an_nnx_module_that_adds_its_residual(bias):
     x = draw(0, 16, 64)
     module = nnx_modules.LayerNormMLP(64, 128, rngs=nnx.Rngs(0), use_bias=bias)
     near(module(x, join_residual=True), module(x) + x, BITS)
@@ -177,7 +178,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("case", PRODUCTS)
-def test_a_product_of_flax_that_joins(case, bias):
+def test_a_flax_product_that_adds_a_residual(case, bias):
     x, module = draw(0, 4, 16, 64), flax_modules.DenseGeneral(**PRODUCTS[case], use_bias=bias)
     variables = jax.tree.map(lambda leaf: leaf + 0.25, module.init(KEY, x))
     residual = draw(3, *module.apply(variables, x).shape)
@@ -192,7 +193,7 @@ def test_a_product_of_flax_that_joins(case, bias):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_of_nnx_that_joins(bias):
+def test_an_nnx_product_that_adds_a_residual(bias):
     x, module = draw(0, 16, 64), nnx_modules.DenseGeneral(64, (3, 16), rngs=nnx.Rngs(0), use_bias=bias)
     residual = draw(3, 16, 3, 16)
     near(module(x, residual=residual), module(x) + residual, BITS)
@@ -211,7 +212,7 @@ ATTENTIONS = {
 @pytest.mark.parametrize("what", ["join_residual", "join_layernorm_output"])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("case", ATTENTIONS)
-def test_an_attention_that_joins(case, cross, what):
+def test_an_attention_that_adds_its_residual(case, cross, what):
     """Whatever its projections are: y is what it is without, and x or norm(x); so are the gradients."""
     x, encoded, g = draw(0, 2, 16, 64), draw(1, 2, 16, 64), draw(7, 2, 16, 64)
     options = {
@@ -240,7 +241,7 @@ def test_an_attention_that_joins(case, cross, what):
 @pytest.mark.parametrize(
     "options", [{}, {"num_gqa_groups": 2}, {"input_layernorm": False}, {"cross": True}], ids=str
 )
-def test_an_attention_of_nnx_that_joins(options):
+def test_an_nnx_attention_that_adds_its_residual(options):
     x, module = (
         draw(0, 2, 16, 64),
         nnx_modules.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0), use_bias=True, **options),

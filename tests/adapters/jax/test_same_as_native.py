@@ -150,7 +150,7 @@ class Joining(nn.LayerNormMLP):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_mlp_that_joins(recipe, device):
+def test_an_mlp_that_adds_its_residual(recipe, device):
     """In bfloat16, where what is rounded twice shows."""
     module = Joining(K, F, eps=1e-5, params_dtype="bfloat16", device=device)
 

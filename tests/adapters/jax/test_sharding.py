@@ -91,7 +91,7 @@ def test_a_contraction_is_summed_over_devices(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_columns_of_blocks_and_of_kernels_turned_round(recipe):
+def test_columns_of_blocks_and_of_transposed_kernels(recipe):
     s, k, n = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
     args = draw(0, 8, s, k), draw(1, n, k), two(recipe)[0]
     check(lambda x, w, sets: fj.dense(x, w, None, ((-1,), (1,)), sets), args, (ROWS, ("tensor",), ()), CODES)

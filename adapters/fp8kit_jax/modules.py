@@ -1,0 +1,110 @@
+"""What the Flax and the NNX modules have in common: norms, rotary embedding and layers of attention, residual
+connections with dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8kit.arguments import choice
+from fp8kit.errors import FormatError
+from fp8kit.layers.attention_inputs import QK_NORMS, normed_and_rotated
+from fp8kit_jax import functional
+
+Function = Callable[[Any], Any]
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+
+def qk_norms(operation: str, kind: str | None, make: Callable[[str, str], Any]) -> tuple[Any, ...]:
+    """The modules ``q_norm`` and ``k_norm`` of a ``qk_norm_type``, None for norms without parameters.
+    ``make(name, layernorm_type)`` makes one. FormatError for another type."""
+    if kind is not None:
+        choice(operation, "qk_norm_type", kind, QK_NORMS, FormatError)
+    plain = kind in (None, "L2Normalization")
+    return tuple(None if plain else make(name, str(kind).lower()) for name in ("q_norm", "k_norm"))
+
+
+def rotation(
+    head_dim: int,
+    alternate: bool = False,
+    windows: tuple[int, int] = (1, 10000),
+    qkv_format: str = "bshd",
+    positions: int | None = None,
+    starts: Any = None,
+) -> Function:
+    """The rotary embedding of queries or keys. ``windows``: lowest and highest wave length / 2 pi;
+    ``positions``: how many there are, None: as many as tokens; ``starts``: the first position of every
+    sequence, None: 0."""
+    low, high = windows
+
+    def rotate(x: Any) -> Any:
+        count = x.shape[qkv_format.index("s")] if positions is None else positions
+        freqs = functional.rope_frequencies(head_dim, count, high / low, alternate) / low
+        return functional.rope(x, freqs, starts, qkv_format=qkv_format, interleaved=alternate)
+
+    return rotate
+
+
+def layer_structs(x: Any, source: Any, heads: int, groups: int, head_dim: int, count: int) -> list[Any]:
+    """Shapes and dtypes of the ``count`` arrays that the core attention gets: query, key and value; query,
+    and key and value in one; all in one. ``x``, ``source``: what queries and keys are projected from."""
+    last = {1: [(3, heads)], 2: [(heads,), (2, groups)], 3: [(heads,), (groups,), (groups,)]}[count]
+    pairs = zip((x, source, source), last, strict=False)
+    return [jax.ShapeDtypeStruct((*a.shape[:-1], *own, head_dim), a.dtype) for a, own in pairs]
+
+
+def attention_layers(
+    module: Any, projections: Sequence[Any], separate: bool, norms: Sequence[Any], rotate: Function | None
+) -> list[Any]:
+    """Layers of the core attention from projections (b, s, F) or (b, s, parts, F): their heads get a
+    dimension of their own. ``separate``: each part becomes a layer; queries and keys are then rotated and
+    normed as the fields of a ``MultiHeadAttention`` say, with the modules ``norms`` (see ``qk_norms``)."""
+    if separate:
+        parts = [[y] if y.ndim == 3 else [y[..., i, :] for i in range(y.shape[-2])] for y in projections]
+        projections = [part for own in parts for part in own]
+    layers = [y.reshape(*y.shape[:-1], -1, module.head_dim) for y in projections]
+    if separate:
+        if module.qk_norm_type == "L2Normalization":
+            norms = [lambda x: functional.l2norm(x, module.qk_norm_eps)] * 2
+        pairs = zip(layers[:2], norms, strict=True)
+        first = module.qk_norm_before_rope
+        layers[:2] = [normed_and_rotated(a, norm, rotate, first) for a, norm in pairs]
+    return layers
+
+
+# --- residual connections -----------------------------------------------------------------------------------
+
+
+def dropped(x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None) -> Any:
+    """dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's
+    ``broadcast_dims``)."""
+    if not dims or not rate:
+        return functional.dropout_add(x, None, bias, rate, key)
+    x = x if bias is None else functional.dropout_add(x, bias=bias)
+    shape = [1 if d in {range(x.ndim)[i] for i in dims} else n for d, n in enumerate(x.shape)]
+    return x * functional.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
+
+
+def residual_sum(
+    branch: Any,
+    bias: Any,
+    residual: Any,
+    dropout: tuple[float, Any],
+    path: tuple[float, Any],
+    dims: Sequence[int] = (),
+    qkv_format: str = "bshd",
+) -> Any:
+    """residual + dropout(branch + bias); whole samples of dropout(...) are dropped too. ``dropout``,
+    ``path``: probability and key of each; ``dims``: see ``dropped``."""
+    if not path[0] and not (dropout[0] and dims):
+        return functional.dropout_add(branch, residual, bias, *dropout)
+    if bias is not None or dropout[0]:
+        branch = dropped(branch, *dropout, dims, bias)
+    if not path[0]:
+        return functional.dropout_add(branch, residual)
+    return functional.drop_path(branch, residual, *path, qkv_format)
