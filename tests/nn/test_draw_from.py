@@ -12,6 +12,7 @@ import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.autograd import call, tensor
 from fp8kit.errors import AutogradError, BackendError, FormatError, Fp8kitError, ShapeError
+from fp8kit.ops.attention import attention
 
 H = 16
 PAIRS = ((3 << 32) | 7, 5)
@@ -192,7 +193,7 @@ def test_what_is_no_pair_is_refused_before_the_operation_runs(device, case, monk
         module(*given)  # plans are made, so that what runs below is what a step runs
     before, ran = nn.get_rng_state(), []
     monkeypatch.setattr(call._Call, "record", lambda *a: ran.append("recorded"))
-    for operation in (fk.nn.embedding.dropout_add, fk.nn.dot_product_attention.attention):
+    for operation in (fk.nn.embedding.dropout_add, attention):
         monkeypatch.setattr(type(operation), "forward", lambda *a: ran.append("forward"))
     for module, given in modules:
         with pytest.raises(kind, match=said), fk.draw_from(source):
