@@ -40,8 +40,11 @@ class QuantizerSet:
 def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
     """The arrays of a fresh set as a module's variables (Transformer Engine's names): ``x_scale``,
     ``x_amax_history``, and those of ``kernel`` and ``grad``, in the order that ``from_variables`` takes."""
-    fresh = Slot.fresh(history.length)._asdict().items()
-    return {f"{own}{postfix}_{name}": array for own in ("x", "kernel", "grad") for name, array in fresh}
+    return {
+        f"{own}{postfix}_{name}": array
+        for own in ("x", "kernel", "grad")  # arrays of its own for each: a step may donate them
+        for name, array in Slot.fresh(history.length)._asdict().items()
+    }
 
 
 def from_variables(recipe: Recipe | None, values: Sequence[Any]) -> QuantizerSet:
