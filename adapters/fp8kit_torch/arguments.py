@@ -14,22 +14,11 @@ from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit.layers.arguments import want_plain
-from fp8kit.layers.attention_inputs import CORE_OPTIONS
 from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, refuse
 from fp8kit.layers.unsupported import refuse_others as only
 from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.torch_compat import any_autocast
 from fp8kit_torch.views import FLOATS
-
-
-def options_of(*given: Any) -> dict[str, Any]:
-    """Of the core attention's options, ``given`` in the order of ``CORE_OPTIONS``, those that are not as
-    usual."""
-    return {
-        name: value
-        for (name, usual), value in zip(CORE_OPTIONS.items(), given, strict=True)
-        if value is not usual
-    }
 
 
 def positive(operation: str, **sizes: Any) -> None:
@@ -161,7 +150,6 @@ __all__ = [
     "has_foreign_code",
     "not_compiled",
     "only",
-    "options_of",
     "positive",
     "refuse",
     "unlike_devices",

@@ -8,4 +8,3 @@ from fp8kit.nn.fp8 import Fp8Module
 
 class Linear(layers.Linear, Fp8Module):
     __doc__ = layers.Linear.__doc__
-    branch = layers.Linear.compute

@@ -16,7 +16,7 @@ from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError
 from fp8kit.formats import DType
 from fp8kit.nn import finite
 from fp8kit.nn.random import Init
@@ -315,24 +315,6 @@ def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else Tensor(arrays.as_view(value, operation, argument))
 
 
-def as_tokens(
-    operation: str, argument: str, value: Any, qkv_format: str, features: int, dtype: DType
-) -> Tensor:
-    """Hidden states, h (s, b, H), (b, s, H) or (t, H) as ``qkv_format`` says. ShapeError, FormatError that
-    name the argument for others."""
-    x = as_tensor(operation, argument, value)
-    if len(x.shape) != len(qkv_format) - 1 or x.shape[-1] != features:
-        raise ShapeError(
-            operation,
-            argument,
-            f"shape {x.shape}",
-            f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}",
-        )
-    if x.dtype is not dtype:
-        raise FormatError(operation, argument, x.dtype.name, f"{dtype.name} as the parameters")
-    return x
-
-
 def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
     """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own
     parameters have one dtype; None for any other refusal."""
@@ -352,11 +334,6 @@ def positive(operation: str, **sizes: int) -> None:
     """Refuse sizes that are no ints from 1 to 2^31 - 1. Fp8kitError."""
     for name, size in sizes.items():
         integer(operation, name, size, 1, 2**31 - 1)
-
-
-def hints(operation: str, **sizes: int | None) -> None:
-    """Refuse sizes that are neither None nor as ``positive`` has them. Fp8kitError."""
-    positive(operation, **{name: size for name, size in sizes.items() if size is not None})
 
 
 def resolve(

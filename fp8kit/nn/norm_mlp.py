@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fp8kit import layers
 from fp8kit.nn.fp8 import Fp8Module
 
 
 class LayerNormMLP(layers.LayerNormMLP, Fp8Module):
     __doc__ = layers.LayerNormMLP.__doc__
-
-    def branch(self, *inputs: Any, **options: Any) -> dict[str, Any]:
-        """``compute``, by the operation's names."""
-        return self.compute(*inputs, **options)._asdict()

@@ -128,7 +128,7 @@ class Adding(nn.Linear):
     """As ``fp8kit.nn.TransformerLayer`` has its output projections, but for where the residual comes from."""
 
     def forward(self, x):
-        return self.branch(x, None, "add", x)
+        return self.compute(x, None, "add", x)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -146,7 +146,7 @@ class Joining(nn.LayerNormMLP):
     """As ``fp8kit.nn.TransformerLayer`` has it."""
 
     def forward(self, x):
-        return self.branch(x, None, "add", joins=True)["y"]
+        return self.compute(x, None, "add", joins=True).y
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
