@@ -9,15 +9,21 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.execution.codec import encode
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
+from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
+from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import arguments
 from fp8kit_torch.arguments import not_compiled, want_input
+from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
 from fp8kit_torch.parameters import Init, normal_init
+from fp8kit_torch.specs import layer_products, layer_spec
+from fp8kit_torch.state import StateBinding
 
 CONSTRUCTOR = {
     "sequence_parallel": False,
@@ -157,3 +163,23 @@ class GroupedLinear(TransformerEngineBaseModule):
         except ArgumentError as error:
             group, _, attribute = (error.argument or "").partition(".")
             raise error.renamed("GroupedLinear", f"{self.operation.argument(group)}.{attribute}") from None
+
+    def _cached(
+        self, fp8: Quantization, first: bool, bias: str, tensors: dict[str, Tensor], binding: StateBinding
+    ) -> dict[str, Tensor]:
+        """The FP8 weights, each cast when its group first has rows: the scales of others stay."""
+        text, made = encode(fp8), {}
+        if not first and self._weights is not None and self._weights[0] == text:
+            made = self._weights[1]
+        with torch.inference_mode(False), torch.no_grad():
+            for i, prefix in enumerate(self.gemms):
+                if not self._splits[i] or f"{prefix}w_q" in made:
+                    continue
+                key, own = ("weight_cast", id(fp8), i), {f"{prefix}weight0": tensors[f"{prefix}weight0"]}
+                if key not in self._specs:
+                    products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
+                    self._keep_spec(key, LinearSpec(products[i]), fp8)
+                state = binding.of_gemm(prefix)
+                made |= run(*prepare(weight_cast, self._specs[key][0], own, tuple(state.scales)), state)
+        self._weights = (text, made)
+        return made

@@ -31,9 +31,9 @@ class GroupedLinear(Operation):
     """y_i = x_i W_i^T + b_i for the groups of rows x_i.
 
     Inputs: x h (..., in), whose rows are those of all groups; for each group i ``linear``'s weight, bias and
-    scales, or its cached weight: {i}_weight0, {i}_bias0, {i}_x_scale... Outputs: y h (..., out); {i}_x_amax,
-    {i}_w_amax. Gradients: x, {i}_weight0, {i}_bias0, and {i}_g_amax; backward reads {i}_g_scale. A group
-    without rows runs no product, and leaves its amaxes as they are; its gradients are 0.
+    scales, or, where it has rows, its cached weight: {i}_weight0, {i}_bias0, {i}_x_scale... Outputs: y h
+    (..., out); {i}_x_amax, {i}_w_amax. Gradients: x, {i}_weight0, {i}_bias0, and {i}_g_amax; backward reads
+    {i}_g_scale. A group without rows runs no product, and leaves its amaxes as they are; its gradients are 0.
     """
 
     name = "grouped_linear"
@@ -59,11 +59,9 @@ class GroupedLinear(Operation):
         groups = []
         for own, rows in zip(spec.products, spec.rows, strict=True):
             weight, bias = (f"{own.prefix}{name}" in needs for name in ("weight0", "bias0"))
-            group = product_of(own, rows, x.dtype, "x" in needs, weight, bias)
-            group.check(self.name, metas)
-            if not rows:
-                group = product_of(replace(own, fp8=None), 0, x.dtype, False, weight, bias)
-            groups.append(group)
+            own = own if rows else replace(own, fp8=None)
+            groups.append(product_of(own, rows, x.dtype, rows > 0 and "x" in needs, weight, bias))
+            groups[-1].check(self.name, metas)
         return groups
 
     def _signature(self, groups: list[Product], metas: Metas, needs: frozenset[str]) -> Signature:

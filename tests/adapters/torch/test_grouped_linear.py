@@ -60,6 +60,9 @@ def test_equals_one_linear_for_each_group(place, recipe, micro):
             for name in ("weight", "bias"):
                 got, want = getattr(grouped, f"{name}{i}").grad, getattr(single, name).grad
                 assert_same_bits(f"step {step}: {name}{i}", bits(got), bits(want) if rows else 0 * bits(got))
+            if recipe == "delayed" and not rows:
+                scales = grouped.fp8_meta["scaling_fwd"].scale[3 * i : 3 * i + 3]
+                assert_same_bits(f"scales of {i}, without rows", bits(scales), np.ones(3, np.float32))
             if recipe == "delayed" and rows:
                 for state, slots in (("scaling_fwd", 3), ("scaling_bwd", 2)):
                     mine, own = grouped.fp8_meta[state], single.fp8_meta[state]
