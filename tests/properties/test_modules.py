@@ -8,19 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8kit as fk
-from fp8kit import nn, recipe
+from fp8kit import nn
 from fp8kit.autocast import autocast
 from fp8kit.errors import Fp8kitError
 from fp8kit.testing import assert_close, assert_same_bits, epsilon
 from tests.support.draws import HIGH, OTHERS, attempt, examples, host, seeds, shapes, things, values
+from tests.support.layers import MODES
 
 F32 = np.dtype(np.float32)
 WIDTHS = [1, 2, 3, 5, 16, 17, 33, 64, 130]
-RECIPES = [
-    recipe.DelayedScaling(amax_history_len=3),
-    recipe.Float8CurrentScaling(),
-    recipe.Float8BlockScaling(),
-]
+RECIPES = [recipe for recipe in MODES.values() if recipe is not None]
 ANY = [*HIGH, *OTHERS, np.dtype(np.float64)]
 
 

@@ -1,5 +1,5 @@
-"""No public name goes untried: each is used by a property here, or named below with the place that tries
-it."""
+"""No public name goes untried: each is used by a property here or where the three frontends are compared, or
+named below with the place that tries it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, autograd, formats, nn, optim, recipe, serialization, testing
 from tests.support.calls import CALLS
+from tests.support.source import ROOT
 
 ROOMS = {
     "": fk,
@@ -98,9 +99,13 @@ def public():
                         yield f"{whole}.{method}"
 
 
-WORDS = " ".join(
-    path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)
-)
+# the properties, the recipes that they draw from, and the comparison of the frontends
+TRIED = [
+    *(path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)),
+    ROOT / "tests/support/layers.py",
+    ROOT / "tests/adapters/test_three_frontends.py",
+]
+WORDS = " ".join(path.read_text() for path in TRIED)
 NAMES = sorted(set(public()))
 
 
