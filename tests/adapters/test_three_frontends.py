@@ -1,10 +1,5 @@
-<<<<<<< HEAD
-"""The three frontends as they ship give the same bits: a layer with delayed scaling over several steps,
-operations of fp8kit, and one that a user registered once."""
-=======
 """The three frontends as they ship give the same bits: a layer over several steps, with every recipe, and
 operations, one of them registered by a user."""
->>>>>>> adding
 
 from __future__ import annotations
 
@@ -17,13 +12,7 @@ import torch
 
 import fp8kit as fk
 from fp8kit.autograd import apply, tensor
-<<<<<<< HEAD
-from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
-from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec, permute, unpermute
-from fp8kit.ops.product import ProductSpec
-=======
 from fp8kit.ops.dropout_add import AddSpec, add
->>>>>>> adding
 from fp8kit.testing import assert_same_bits
 from tests.support.gate import GateSpec, gate
 from tests.support.layers import MODES
@@ -44,37 +33,6 @@ OPERATIONS = {
     # operation, spec, names of the inputs; the inputs and the gradient of y
     "user's": (gate, GateSpec(16), ("x", "slope"), GATE),
     "add": (add, AddSpec(), ("a", "b"), GATE),
-}
-
-CURRENT = fk.recipe.Float8CurrentScaling().quantization
-PLACES = {"row_map": np.array([[3, 1], [0, 0], [-1, -1], [3, 0], [1, 1], [0, 1]], np.int32)}
-# name -> (operation, spec, inputs with a gradient, other inputs, the gradient of y)
-CALLS = {
-    "gate": (gate, SPEC, dict(zip(("x", "slope"), GATE[:2], strict=True)), {}, GATE[2]),
-    "grouped_linear": (
-        grouped_linear,
-        GroupedLinearSpec(ProductSpec(16, (8,), fp8=CURRENT), (4, 0, 16)),
-        {"x": normal(14, 20, 16)}
-        | {f"{i}_weight0": normal(15 + i, 8, 16) for i in range(3)}
-        | {f"{i}_bias0": normal(18 + i, 8) for i in range(3)},
-        {},
-        normal(21, 20, 8),
-    ),
-    "permute": (permute, PermuteSpec(), {"x": normal(8, 4, 16)}, PLACES, normal(9, 6, 16)),
-    "permute with probabilities": (
-        permute,
-        PermuteSpec(True),
-        {"x": normal(8, 4, 16), "probs": normal(10, 4, 2)},
-        PLACES,
-        normal(9, 6, 16),
-    ),
-    "unpermute": (
-        unpermute,
-        UnpermuteSpec(),
-        {"x": normal(11, 6, 16), "probs": normal(12, 4, 2)},
-        PLACES,
-        normal(13, 4, 16),
-    ),
 }
 
 
@@ -168,54 +126,18 @@ def test_jax_inside_jit(native):
     same(jax_steps(), native)
 
 
-<<<<<<< HEAD
-def native_call(name):
-    operation, spec, inputs, fixed, g = CALLS[name]
-    leaves = {key: tensor(value, requires_grad=True, device="cpu") for key, value in inputs.items()}
-    others = {key: tensor(value, device="cpu") for key, value in fixed.items()}
-    y = apply(operation, spec, leaves | others)["y"]
-    y.backward(g)
-    return {"y": y.numpy()} | {f"d{key}": leaf.grad.numpy() for key, leaf in leaves.items()}
-=======
 @pytest.mark.parametrize("mode", MODES)
 def test_every_recipe(mode):
     recipe = MODES[mode]
     want = list(native_steps(recipe))
     same(torch_steps(False, recipe), want)
     same(jax_steps(recipe), want)
->>>>>>> adding
 
 
 def test_a_users_operation_is_what_its_formula_says():
     x, slope, _ = (value.astype(np.float64) for value in GATE)
     exact = x / (1 + np.exp(-slope * x))
     # a product, an exponential, a sum, a quotient and a product; the exponent's error is |a x| times larger
-<<<<<<< HEAD
-    fk.testing.assert_close(
-        "y", native_call("gate")["y"], exact, "float32", 2.0**-24 * (8 + np.abs(slope * x)) * np.abs(exact)
-    )
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
-def test_operations_in_torch(name, compiled):
-    operation, spec, inputs, fixed, g = CALLS[name]
-    others = {key: torch.from_numpy(value) for key, value in fixed.items()}
-
-    def call(leaves):
-        return ft.apply(operation, spec, leaves | others)["y"]
-
-    leaves = {key: torch.from_numpy(value.copy()).requires_grad_() for key, value in inputs.items()}
-    y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(leaves)
-    y.backward(torch.from_numpy(g.copy()))
-    made = {"y": y.detach().numpy()} | {f"d{key}": leaf.grad.numpy() for key, leaf in leaves.items()}
-    same([made], [native_call(name)])
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_operations_in_jax(name):
-    operation, spec, inputs, fixed, g = CALLS[name]
-=======
     tolerance = 2.0**-24 * (8 + np.abs(slope * x)) * np.abs(exact)
     fk.testing.assert_close("y", native_call(*OPERATIONS["user's"])["y"], exact, "float32", tolerance)
 
@@ -231,7 +153,6 @@ def native_call(operation, spec, names, arrays):
 def torch_call(operation, spec, names, arrays, compiled):
     def call(*inputs):
         return ft.apply(operation, spec, dict(zip(names, inputs, strict=True)))["y"]
->>>>>>> adding
 
     *inputs, g = (torch.from_numpy(value.copy()) for value in arrays)
     inputs = [x.requires_grad_() for x in inputs]
@@ -242,14 +163,6 @@ def torch_call(operation, spec, names, arrays, compiled):
 
 def jax_call(operation, spec, names, arrays):
     @jax.jit
-<<<<<<< HEAD
-    def step(leaves, others, g):
-        y, pull = jax.vjp(lambda own: fj.apply(operation, spec, own | others)["y"], leaves)
-        return {"y": y} | {f"d{key}": grad for key, grad in pull(g)[0].items()}
-
-    made = step(dict(inputs), dict(fixed), g)
-    same([{key: np.asarray(value) for key, value in made.items()}], [native_call(name)])
-=======
     def step(*arrays):
         *inputs, g = arrays
         y, pull = jax.vjp(
@@ -267,4 +180,3 @@ def test_an_operation(what):
     for compiled in (False, True):
         same([torch_call(*OPERATIONS[what], compiled)], [want])
     same([jax_call(*OPERATIONS[what])], [want])
->>>>>>> adding
