@@ -33,7 +33,7 @@ extern "C" __global__ void late(unsigned* to, const unsigned* from, long long n)
 """
 
 
-class Room:
+class Memory:
     """The arrays of a call beside x, made by the first call and used again by each other: nothing is then put
     on the stream for them."""
 
@@ -60,6 +60,11 @@ class Room:
     def ones(self, *shape: int, dtype: Any = bfloat16) -> ArrayView:
         return self._keep(lambda: arrays.to(arrays.as_view(np.ones(shape, dtype.numpy)), GPU))
 
+    def places(self) -> ArrayView:
+        """A row map that leaves every row where it is."""
+        places = np.stack([np.arange(ROWS), np.zeros(ROWS)], 1).astype(np.int32)
+        return self._keep(lambda: arrays.to(arrays.as_view(places), GPU))
+
     def space(self, size: int) -> ArrayView:
         return self._keep(lambda: arrays.zeros((size,), uint8, GPU))
 
@@ -67,7 +72,7 @@ class Room:
         q, q_t = self.blank(ROWS, COLUMNS, dtype=uint8), self.blank(COLUMNS, ROWS, dtype=uint8)
         return Cast(E4M3, q, q_t, self.ones(1, dtype=float32), self.blank(1), self.blank(1))
 
-    def again(self) -> Room:
+    def again(self) -> Memory:
         """Blank outputs, for the next call."""
         for view in self.outputs:
             provider.fill_zero(view, 0)
@@ -75,7 +80,7 @@ class Room:
         return self
 
 
-Call = Callable[[Any, ArrayView, Room], None]
+Call = Callable[[Any, ArrayView, Memory], None]
 CALLS: dict[str, Call] = {
     "amax": lambda k, x, r: k.amax(x, r.blank(1), x.shape, 0),
     "quantize_transpose": lambda k, x, r: k.quantize_transpose(
@@ -134,6 +139,16 @@ CALLS: dict[str, Call] = {
     "sum_rows": lambda k, x, r: k.sum_rows(
         x, r.blank(COLUMNS, dtype=bfloat16), r.space(k.column_sum_workspace(ROWS, COLUMNS)), 0
     ),
+    "permute_rows": lambda k, x, r: k.permute_rows(
+        x, r.places(), None, r.blank(ROWS, COLUMNS, dtype=bfloat16), 0
+    ),
+    "unpermute_rows": lambda k, x, r: k.unpermute_rows(
+        x, r.places(), None, r.blank(ROWS, COLUMNS, dtype=bfloat16), 0
+    ),
+    "permute_probs": lambda k, x, r: k.permute_probs(x, r.places(), r.blank(ROWS, dtype=bfloat16), 0),
+    "unpermute_probs": lambda k, x, r: k.unpermute_probs(
+        x, x, r.places(), r.blank(ROWS, 8, dtype=bfloat16), 0
+    ),
     "scale_from_amax": lambda k, x, r: k.scale_from_amax(
         ArrayView(x.ptr, (16,), float32, GPU, x), r.blank(16), r.blank(16), 448.0, False, 0.0, 3e38, 0
     ),
@@ -157,7 +172,7 @@ def test_what_is_written_late_is_seen(name: str, again: bool) -> None:
         np.random.default_rng(7).standard_normal((ROWS, COLUMNS)).astype(np.float32).astype(bfloat16.numpy)
     )
     source, x = (arrays.to(arrays.as_view(values), GPU) for _ in range(2))
-    room, most, found = Room(), arrays.zeros((1,), float32, GPU), []
+    room, most, found = Memory(), arrays.zeros((1,), float32, GPU), []
     CALLS[name](kernels, x, room)
     for delayed in (False, True):
         room.again()
