@@ -70,11 +70,11 @@ def main() -> None:
     same("2 key heads for 4 query heads are repeated heads", attend((q, *few), groups=2), attend((q, *many)))
 
     angles = fk.nn.RotaryPositionEmbedding(D)
-    turned = [
+    rotated = [
         [fk.nn.apply_rotary_pos_emb(fk.tensor(x, device=default_device()), angles(S, start)) for x in (q, k)]
         for start in (0, 100)
     ]
-    same("rotary positions: only distances matter", *(attend((*pair, v)) for pair in turned))
+    same("rotary positions: only distances matter", *(attend((*pair, v)) for pair in rotated))
 
     own = [np.concatenate([x[:5, 0], x[:7, 1]]) for x in (q, k, v)]  # (tokens, heads, features), no padding
     both = {"mask": "padding_causal", "cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}

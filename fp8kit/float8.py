@@ -167,9 +167,9 @@ class Float8Tensor:
         2-dimensional."""
         if self.ndim != 2:
             raise ShapeError("Float8Tensor.T", "shape", self.shape, "2 dimensions")
-        turned = self._like(self._codes, self._scale_inv)
-        turned._flipped = not self._flipped
-        return turned
+        transposed = self._like(self._codes, self._scale_inv)
+        transposed._flipped = not self._flipped
+        return transposed
 
     def dequantize(self, dtype: Any = formats.float32) -> Any:
         """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16), in

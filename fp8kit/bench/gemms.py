@@ -68,7 +68,7 @@ def products(layer: Layer) -> list[Product]:
 @dataclass(frozen=True)
 class Operands:
     """A product's arrays on a device: ``codes`` of a and b, their scale_inv ``inverse`` (both 2**-6 or what
-    brings them to 1), ``out``."""
+    makes them 1), ``out``."""
 
     product: Product
     codes: tuple[ArrayView, ArrayView]

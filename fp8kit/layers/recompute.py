@@ -12,7 +12,7 @@ from fp8kit.errors import AutogradError
 
 class Kept(NamedTuple):
     """What one call of an FP8 layer found in the first pass: the layer, copies of its forward scales (None
-    where it has none), and cached weights, if it took any; arrays of a door."""
+    where it has none), and cached weights, if it took any; arrays of a frontend."""
 
     owner: object
     scales: Any
@@ -44,7 +44,7 @@ class Pass:
 
 
 class Passes(threading.local):
-    """The pass that a door runs, thread by thread: ``running``, None outside of any."""
+    """The pass that a frontend runs, thread by thread: ``running``, None outside of any."""
 
     def __init__(self) -> None:
         self.running: Any = None

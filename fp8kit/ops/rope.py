@@ -48,12 +48,12 @@ class RopeSpec:
 
 
 class Rope(Operation):
-    """y = x with the heads of its segments turned. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a
+    """y = x with its segments' heads rotated. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a
     single segment also as a dimension of their own; ``freqs`` (and ``k_freqs``): float32 (positions, r),
     angles in radians, r even and at most the head's features; ``start_positions`` int32 (b,) or None: added
     to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), running sums of the sequences' lengths, with
     "thd" and only there; there also ``cu_seqlens_padded``, int32 (b + 1,): where each sequence starts, if
-    there are gaps between them. s, b and t may be 0. Output y like x; turned heads of tokens of no sequence
+    there are gaps between them. s, b and t may be 0. Output y like x; rotated heads of tokens of no sequence
     are 0. Gradient of x, 0 likewise.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError

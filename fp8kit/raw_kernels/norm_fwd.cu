@@ -22,7 +22,7 @@ constexpr int KEPT = CHUNKS * 2 * sizeof(T), THREADS = KEPT < 32 ? 256 : 512,
 constexpr bool KNOWN = COLUMNS > 0;  // the columns are: whole tiles alone
 
 // 16 rows of four columns of codes out of the tile, which has `pitch` words a row, into q_t.
-DEVICE void write_turned(const Cast& cast, const u32* tile, u32 pitch, i64 column, i64 row) {
+DEVICE void write_transposed(const Cast& cast, const u32* tile, u32 pitch, i64 column, i64 row) {
   u32 columns[4][4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -142,7 +142,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
       // neighbouring threads complete a column's rows
       for (u32 i = thread_rank(); i < places; i += block_threads()) {
         const u32 above = i % sixteens * 16, word = i / sixteens;
-        write_turned(cast, reinterpret_cast<const u32*>(codes_tile) + above * 2 * width + word, 2 * width,
+        write_transposed(cast, reinterpret_cast<const u32*>(codes_tile) + above * 2 * width + word, 2 * width,
                      word * 4, (i64)tile * tall + above);
       }
       __syncthreads();

@@ -55,16 +55,16 @@ def test_a_gradient_that_the_user_set_is_added_to() -> None:
     np.testing.assert_array_equal(x.grad.numpy(), 3 * X)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_sum_with_an_array_stays_on_the_tape(turned: bool) -> None:
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_sum_with_an_array_stays_on_the_tape(swapped: bool) -> None:
     x = tensor(X.copy(), requires_grad=True)
-    y = X + x if turned else x + X
+    y = X + x if swapped else x + X
     assert isinstance(y, Tensor)
     np.testing.assert_array_equal(y, 2 * X)
     y.backward(X)
     np.testing.assert_array_equal(x.grad.numpy(), X)
     with pytest.raises(TypeError):
-        _ = 1 + x if turned else x + 1
+        _ = 1 + x if swapped else x + 1
 
 
 def test_copies_own_their_memory_and_pickling_is_refused() -> None:

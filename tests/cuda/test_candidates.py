@@ -146,8 +146,8 @@ def test_what_has_no_tile_has_no_relatives() -> None:
 
 
 def test_each_is_asked_for_once() -> None:
-    """Two proposals that are each other turned have the same relatives; a tile that is no rectangle with a
-    turned one has itself."""
+    """Proposals that are each other transposed have the same relatives; a tile that is no rectangle with a
+    transposed one has itself."""
     proposed = [
         algorithm(20, 3, 1),
         algorithm(30, 5, 0),

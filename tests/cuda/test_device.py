@@ -111,10 +111,10 @@ def test_native_arrays_share_memory_and_keep_it_alive() -> None:
     import cupy
 
     view = put(np.arange(12, dtype=np.float32).reshape(3, 4), GPU)
-    turned = arrays.provider(GPU).native(view.transpose(1, 0))
-    assert isinstance(turned, cupy.ndarray)
-    assert (turned.data.ptr, turned.shape, turned.strides) == (view.ptr, (4, 3), (4, 16))
-    address, owner = view.ptr, turned
+    transposed = arrays.provider(GPU).native(view.transpose(1, 0))
+    assert isinstance(transposed, cupy.ndarray)
+    assert (transposed.data.ptr, transposed.shape, transposed.strides) == (view.ptr, (4, 3), (4, 16))
+    address, owner = view.ptr, transposed
     del view
     others = [arrays.zeros((3, 4), float32, GPU).ptr for _ in range(8)]
     assert address not in others

@@ -125,3 +125,20 @@ def test_documents_use_the_names_of_the_field(path):
         words = [*RETIRED_WORD.findall(text), *RETIRED_NAME.findall(text)]
         found += [f"{number}: {word}" for word in words]
     assert not found, "\n".join(found)
+
+
+# what has no other meaning in this code
+RETIRED_IN_CODE = re.compile(r"(?i)\b(?:doors?|storeys?|rehears\w*|carv(?:e|es|ed|ing)|wirings?|tickets?)\b")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in source.texts() if path.suffix != ".md" and path.name != "test_words.py"],
+    ids=lambda path: str(path.relative_to(source.ROOT)),
+)
+def test_code_uses_the_names_of_the_field(path):
+    lines = path.read_text().splitlines()
+    found = [
+        f"{number}: {line.strip()}" for number, line in enumerate(lines, 1) if RETIRED_IN_CODE.search(line)
+    ]
+    assert not found, "\n".join(found)

@@ -222,7 +222,7 @@ class Cross:
 
     @staticmethod
     def turn(x, angle, sign):
-        """Halves turned; cos and sin of a float32 angle are off by 8 u of a radian or so."""
+        """Halves rotated; cos and sin of a float32 angle are off by 8 u of a radian or so."""
         half = x.v.shape[-1] // 2
         cos, sin = (
             R(f(angle)[:, None, None], 8 * U * (1 + np.abs(angle[:, None, None]))) for f in (np.cos, np.sin)
@@ -302,7 +302,7 @@ def test_cross_attention(device, normed, rotary):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, interleaved):
-    """The layer with its packed projection equals the projection's parts turned one by one."""
+    """The layer with its packed projection equals the projection's parts rotated one by one."""
     hidden = HEADS * D
     mask = "padding_causal" if form == "thd" else "causal"
     module = make(
@@ -328,7 +328,7 @@ def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, inter
         [qkv[..., i::3, :] for i in range(3)] if fused else np.split(qkv, [HEADS, HEADS + GROUPS], axis=-2)
     )
     parts = [np.ascontiguousarray(part) for part in pieces]
-    turned = [
+    rotated = [
         nn.apply_rotary_pos_emb(
             tensor(part, device=device),
             freqs,
@@ -338,7 +338,7 @@ def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, inter
         )
         for part in parts[:2]
     ]
-    want = module.proj(module.core_attention(*turned, tensor(parts[2], device=device), **lengths))
+    want = module.proj(module.core_attention(*rotated, tensor(parts[2], device=device), **lengths))
     if device == "cpu":
         assert_same_bits("y", y.numpy(), want.numpy())
     assert_close("y", f64(y), f64(want), "float32", 64 * hidden * U * np.abs(f64(want)).max())

@@ -137,14 +137,14 @@ def test_a_block_is_a_threads_own_and_the_inner_one_counts(device):
     assert nn.random.next_rng(where).numpy().tolist() == [3, 1]
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "cut", "turned", "Tensor"])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "cut", "transposed", "Tensor"])
 def test_arrays_of_all_kinds(device, kind):
     where = arrays.device(device)
     made = {
         "numpy": lambda: np.array(PAIRS),
         "torch": lambda: torch.tensor(PAIRS, device=device),
         "cut": lambda: torch.tensor([PAIRS[0], 0, PAIRS[1], 0], device=device)[::2],
-        "turned": lambda: np.array(PAIRS[::-1])[::-1],
+        "transposed": lambda: np.array(PAIRS[::-1])[::-1],
         "Tensor": lambda: tensor(np.array(PAIRS), device=device),
     }[kind]()
     if arrays.as_view(made).device != where:

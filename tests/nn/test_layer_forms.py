@@ -391,7 +391,7 @@ def test_what_attention_returns(device, cross):
 
 
 def test_a_decoder_hands_its_options_down(device):
-    """Padded sources do not matter beyond their length, windows reach the attention across, and so does a
+    """Padded sources do not matter beyond their length, windows reach the cross-attention, and so does a
     bias of the scores."""
     layer = make(
         nn.TransformerLayer,

@@ -82,7 +82,7 @@ def made(make, device):
     return make(device)
 
 
-DOOR = Frontend(
+FRONTEND = Frontend(
     Fp8Module,
     placed,
     lambda: fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)),
@@ -96,7 +96,7 @@ DOOR = Frontend(
 @pytest.mark.parametrize("case", CASES)
 def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
     make, good, table = CASES[case]
-    DOOR.refuses_without_a_trace(lambda: made(make, device), good, table, device, monkeypatch)
+    FRONTEND.refuses_without_a_trace(lambda: made(make, device), good, table, device, monkeypatch)
 
 
 @pytest.mark.parametrize("first", [None, True])

@@ -18,7 +18,7 @@ U = 2.0**-24
 S, B, H, D = 9, 2, 3, 16
 
 
-def turned(x, angle, interleaved, back=False):
+def rotated(x, angle, interleaved, back=False):
     """x float64 (..., D) times exp(i angle) in pairs; angle (..., r / 2). And the sizes of the terms."""
     half = angle.shape[-1]
     low, high = (
@@ -69,7 +69,7 @@ def test_apply_rotary_pos_emb(device, dtype, form, percent, interleaved):
     # a float32 angle up to 28 radians, made by a power and a product: 4 roundings of it
     doubt = 4 * U * 28 + 6 * U
     for what, got, value, back in (("y", f64(y), x, False), ("dx", f64(t.grad), dy, True)):
-        want, size = turned(np.asarray(value, np.float64), angle, interleaved, back)
+        want, size = rotated(np.asarray(value, np.float64), angle, interleaved, back)
         assert_close(what, got, want, dtype, doubt * size)
 
 
@@ -107,7 +107,7 @@ def test_a_module_says_the_same_for_any_offset_and_stretches_positions():
 
 
 def test_scores_depend_on_distances_only():
-    """What it is for (Su et al. 2021, section 3.2.2): turned queries and keys multiply to a function of the
+    """What it is for (Su et al. 2021, section 3.2.2): rotated queries and keys multiply to a function of the
     distance."""
     freqs = nn.RotaryPositionEmbedding(D, device="cpu")(64)
     q, k = (np.broadcast_to(draw(seed, (1, 1, 1, D), "float32"), (64, 1, 1, D)) for seed in (1, 2))

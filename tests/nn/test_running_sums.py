@@ -68,7 +68,7 @@ def test_attention_refuses_starts_without_room(kind):
             cu_seqlens_kv_padded=sums(values),
         )
     with pytest.raises(ArgumentError, match=f"rope: cu_seqlens_padded: got .*{said}"):
-        turned(cu_seqlens=lengths, cu_seqlens_padded=sums(values))
+        rotated(cu_seqlens=lengths, cu_seqlens_padded=sums(values))
 
 
 def test_no_sequence_is_longer_than_was_said():
@@ -81,10 +81,10 @@ def test_no_sequence_is_longer_than_was_said():
             max_seqlen_kv=3,
         )
     with pytest.raises(ArgumentError, match=r"rope: cu_seqlens: got .* at most 3, not of 5"):
-        turned(positions=3, cu_seqlens=sums([0, 5]))
+        rotated(positions=3, cu_seqlens=sums([0, 5]))
 
 
-def turned(positions=8, **options):
+def rotated(positions=8, **options):
     freqs = nn.RotaryPositionEmbedding(D, device="cpu")(positions)
     return nn.apply_rotary_pos_emb(TOKENS.reshape(T, H, D), freqs, "thd", **options)
 
@@ -92,7 +92,7 @@ def turned(positions=8, **options):
 @pytest.mark.parametrize("kind", WRONG)
 def test_rope_refuses_them(kind):
     with pytest.raises(ArgumentError, match=f"rope: cu_seqlens: got .*({WRONG[kind][1]})"):
-        turned(cu_seqlens=sums(WRONG[kind][0]))
+        rotated(cu_seqlens=sums(WRONG[kind][0]))
 
 
 def test_tokens_behind_the_last_sequence_belong_to_none():

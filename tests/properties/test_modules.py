@@ -287,12 +287,12 @@ def test_rotary_embedding(dim, batch, heads, length, interleaved, form, dtype, o
             dim, percent, rotary_base=50.0, interleaved=interleaved, device="cpu"
         )
     )
-    turned = int(dim * percent)
-    assert isinstance(table, Fp8kitError) == bool(turned % 2)
-    if turned % 2:
+    rotated = int(dim * percent)
+    assert isinstance(table, Fp8kitError) == bool(rotated % 2)
+    if rotated % 2:
         return
     freqs = table(length, offset)
-    speeds = 50.0 ** -(np.arange(0, turned, 2) / turned)
+    speeds = 50.0 ** -(np.arange(0, rotated, 2) / rotated)
     angles = np.outer(np.arange(length) + offset, speeds)
     doubled = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
     assert_close("angles", host(freqs).reshape(doubled.shape), doubled, "float32", 2.0**-20 * np.abs(doubled))
@@ -300,15 +300,15 @@ def test_rotary_embedding(dim, batch, heads, length, interleaved, form, dtype, o
     given_ = x if form == "sbhd" else x.swapaxes(0, 1)  # any strides
     leaf = fk.tensor(given_, requires_grad=True)
     y = nn.apply_rotary_pos_emb(leaf, freqs, form, interleaved=interleaved)
-    used = f64(freqs).reshape(length, 1, 1, turned)
+    used = f64(freqs).reshape(length, 1, 1, rotated)
 
     def turn(v, sign):
-        part = v[..., :turned]
+        part = v[..., :rotated]
         if interleaved:
             other = np.stack([-part[..., 1::2], part[..., ::2]], -1).reshape(part.shape)
         else:
-            other = np.concatenate([-part[..., turned // 2 :], part[..., : turned // 2]], -1)
-        return np.concatenate([part * np.cos(used) + sign * other * np.sin(used), v[..., turned:]], -1)
+            other = np.concatenate([-part[..., rotated // 2 :], part[..., : rotated // 2]], -1)
+        return np.concatenate([part * np.cos(used) + sign * other * np.sin(used), v[..., rotated:]], -1)
 
     wide = x.astype(float)
     got = f64(y) if form == "sbhd" else f64(y).swapaxes(0, 1)
@@ -430,9 +430,9 @@ def test_recomputed_and_retained(kind, how, seed, dims):
 def test_attention(batch, rows, columns, heads, dim, mask, form, seed):
     shape = lambda n: (n, batch, heads, dim)  # noqa: E731
     q, k, v = (values(shape(n), F32, seed + i) / 4 for i, n in enumerate((rows, columns, columns)))
-    turned = [x if form == "sbhd" else x.swapaxes(0, 1) for x in (q, k, v)]
+    reordered = [x if form == "sbhd" else x.swapaxes(0, 1) for x in (q, k, v)]
     layer = nn.DotProductAttention(heads, dim, qkv_format=form, attn_mask_type=mask, device="cpu")
-    o = attempt(lambda: layer(*turned))
+    o = attempt(lambda: layer(*reordered))
     assert not isinstance(o, Fp8kitError), o
     scores = np.einsum("sbhd,tbhd->bhst", q.astype(float), k.astype(float)) / np.sqrt(dim)
     shift = columns - rows if mask == "causal_bottom_right" else 0

@@ -182,9 +182,9 @@ def test_parts_and_shapes(shape, scaling, seed, data):
             "part", host(part.dequantize()), np.ascontiguousarray(whole[index]).reshape(whole[index].shape)
         )
     target = data.draw(shapes(1, 3) | st.just((-1,)) | st.just((-1, shape[-1])))
-    turned = attempt(lambda: q.reshape(*target))
-    if not isinstance(turned, Fp8kitError):
-        assert_same_bits("reshape", host(turned.dequantize()), whole.reshape(turned.shape))
+    reshaped = attempt(lambda: q.reshape(*target))
+    if not isinstance(reshaped, Fp8kitError):
+        assert_same_bits("reshape", host(reshaped.dequantize()), whole.reshape(reshaped.shape))
     flipped = attempt(lambda: q.T)
     assert isinstance(flipped, Fp8kitError) == (len(shape) != 2)
     if len(shape) == 2:
@@ -205,11 +205,13 @@ def test_parts_and_shapes(shape, scaling, seed, data):
     st.booleans(),
     seeds,
 )
-def test_products(mnk, left, right, fmts, dtype, turned, ragged, seed):
+def test_products(mnk, left, right, fmts, dtype, transposed, ragged, seed):
     m, n, k = mnk
-    a = fk.quantize(values((k, m) if turned else (m, k), np.dtype(np.float32), seed), fmts[0], scaling=left)
+    a = fk.quantize(
+        values((k, m) if transposed else (m, k), np.dtype(np.float32), seed), fmts[0], scaling=left
+    )
     b = fk.quantize(values((n, k + ragged), np.dtype(np.float32), seed + 1), fmts[1], scaling=right)
-    a, b = a.T if turned else a, b.T
+    a, b = a.T if transposed else a, b.T
     out = attempt(lambda: a.matmul(b, dtype))
     if isinstance(out, Fp8kitError):
         rows = "row" in (left, right)
@@ -219,7 +221,7 @@ def test_products(mnk, left, right, fmts, dtype, turned, ragged, seed):
             or fk.E2M1 in fmts
             or fmts == (fk.E5M2, fk.E5M2)
             or left != right
-            or (rows and turned)
+            or (rows and transposed)
         )
         return
     wide = [host(t.dequantize()).astype(float) for t in (a, b)]

@@ -59,11 +59,11 @@ def test_a_view_has_the_values(x, data):
         "transpose", view.transpose(*axes).numpy(), np.array(x.values.transpose(axes), order="C")
     )
     shape = data.draw(shapes(0, 3) | st.just((-1,)) | st.just((x.values.size,)))
-    turned = attempt(lambda: view.reshape(*shape), x)
-    if isinstance(turned, Fp8kitError):
+    reshaped = attempt(lambda: view.reshape(*shape), x)
+    if isinstance(reshaped, Fp8kitError):
         assert not view.contiguous or np.prod(shape, dtype=int) not in (view.size, -1)
     else:
-        assert_same_bits("reshape", turned.numpy(), x.values.reshape(shape))
+        assert_same_bits("reshape", reshaped.numpy(), x.values.reshape(shape))
     dim, start, length = (data.draw(st.integers(-2, 4)) for _ in range(3))
     part = attempt(lambda: view.slice(dim, start, length), x)
     inside = -view.ndim <= dim < view.ndim and start >= 0 <= length and start + length <= view.shape[dim]

@@ -39,20 +39,20 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return fake
 
 
-def operands(m: int, k: int, n: int, turned: bool) -> tuple[np.ndarray, np.ndarray]:
+def operands(m: int, k: int, n: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(m + k + n)
-    left = random.standard_normal((k, m) if turned else (m, k)).astype(np.float32)
-    right = random.standard_normal((n, k) if turned else (k, n)).astype(np.float32)
-    return (left.T, right.T) if turned else (left, right)
+    left = random.standard_normal((k, m) if transposed else (m, k)).astype(np.float32)
+    right = random.standard_normal((n, k) if transposed else (k, n)).astype(np.float32)
+    return (left.T, right.T) if transposed else (left, right)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("m", "k", "n"),
     [(100, 40, 30), (30, 40, 100), (17, 33, 65), (33, 500, 3), (1, 64, 1000), (16, 200, 16), (0, 5, 7)],
 )
-def test_values(library: Library, m: int, k: int, n: int, turned: bool) -> None:
-    left, right = operands(m, k, n, turned)
+def test_values(library: Library, m: int, k: int, n: int, transposed: bool) -> None:
+    left, right = operands(m, k, n, transposed)
     want, size = (
         left.astype(np.float64) @ right.astype(np.float64),
         np.abs(left.astype(np.float64)) @ np.abs(right),

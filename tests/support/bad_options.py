@@ -157,7 +157,7 @@ SELF = {
     "inputs of another dtype": {"hidden_states": zeros(S, B, H, dtype=np.float16)},
 }
 
-# of an attention across, or of a decoder
+# of a cross-attention, or of a decoder
 ACROSS = {
     "no source": {"encoder_output": None},
     "a source of another rank": {"encoder_output": zeros(OTHER, H)},
@@ -167,7 +167,7 @@ ACROSS = {
     "a bias of a wrong shape": BIASED | {"core_attention_bias": zeros(1, HEADS, S, OTHER + 1)},
 }
 
-# of the attention across alone, by its own names
+# of the cross-attention alone, by its own names
 ACROSS_OWN = {
     "a mask of a wrong shape": {
         "attn_mask_type": "arbitrary",

@@ -45,7 +45,7 @@ class Head:
 
 
 def turn(x, angle, sign, dtype):
-    """Heads (s, b, h, d) turned by angles (s, d / 2): the two halves of each are the pairs."""
+    """Heads (s, b, h, d) rotated by angles (s, d / 2): the two halves of each are the pairs."""
     half = x.v.shape[-1] // 2
     cos, sin = (
         R(f(angle)[:, None, None], TRIG * (1 + np.abs(angle[:, None, None]))) for f in (np.cos, np.sin)
@@ -188,7 +188,7 @@ class Block(Branch):
         self.y, self.bias = self.proj.forward(), p.get(f"{prefix}proj.bias")
 
     def place(self, part, side, x, qk, eps):
-        """Normalised and turned, in the wanted order."""
+        """Normalised and rotated, in the wanted order."""
 
         def normed(x):
             if not qk:

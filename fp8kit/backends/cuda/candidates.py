@@ -3,7 +3,7 @@
 The heuristic proposes eight, each a tile of the output, a cluster of blocks and a custom option, which is, to
 judge by the kernels' names, the order of the tiles, how two groups of warps share one, and how FP8 products
 are summed. It leaves out faster ones: with a bias it proposed no fast sum at all, which is 8 to 10 % of the
-product (benchmarks/NOTES.md). A relative is a proposed tile and cluster, or both turned, with any option,
+product (benchmarks/NOTES.md). A relative is a proposed tile and cluster, or both transposed, with any option,
 where cuBLASLt accepts it: cublasLtMatmulAlgoCheck and cublasLtMatmulAlgoCapGetAttribute of NVIDIA's cuBLAS
 documentation.
 """
@@ -80,9 +80,9 @@ class Search:
                 )
             except self._refusals:  # of a kind that has no such thing
                 continue
-            turned = _turned(self.lt.MatmulTile, tile), _turned(self.lt.ClusterShape, cluster)
+            transposed = _transposed(self.lt.MatmulTile, tile), _transposed(self.lt.ClusterShape, cluster)
             for shape, option in itertools.product(
-                dict.fromkeys(((tile, cluster), turned)), range(options + 1)
+                dict.fromkeys(((tile, cluster), transposed)), range(options + 1)
             ):
                 made = self._made(base, shape, option)
                 if made is not None and made not in known:
@@ -142,7 +142,7 @@ class Search:
         return held.raw
 
 
-def _turned(names: type[enum.IntEnum], number: int) -> int:
+def _transposed(names: type[enum.IntEnum], number: int) -> int:
     """Of TILE_128x144 that of TILE_144x128, of SHAPE_2x1x1 that of SHAPE_1x2x1; where there is none, the
     same."""
     try:

@@ -45,7 +45,7 @@ JUNK = {
     "int64": torch.ones(3, 4, dtype=torch.int64),
     "bool": W > 0,
     "complex": W + 0j,
-    "turned": W.t(),
+    "transposed": W.t(),
     "()-tensor": torch.tensor(1.5),
     "grad": W.clone().requires_grad_(),
     "sparse": W.to_sparse(),

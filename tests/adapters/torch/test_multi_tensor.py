@@ -259,7 +259,7 @@ def test_adam_in_any_memory_layout(device):
             multi_tensor_adam(1, flag(device), given, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
         for own, right in zip(lists, wanted, strict=True):
             for t, r in zip(own, right, strict=True):
-                same(t, r, f"list {place} turned")
+                same(t, r, f"list {place} transposed")
 
 
 def test_tensors_without_elements(device):

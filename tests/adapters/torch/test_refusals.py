@@ -66,7 +66,7 @@ def made(make, device):
     return make(device)
 
 
-DOOR = Frontend(
+FRONTEND = Frontend(
     TransformerEngineBaseModule,
     placed,
     lambda: ft.autocast(enabled=True, recipe=RECIPE),
@@ -79,7 +79,7 @@ DOOR = Frontend(
 @pytest.mark.parametrize("case", CASES)
 def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
     make, good, table = CASES[case]
-    DOOR.refuses_without_a_trace(lambda: made(make, device), good, table, device, monkeypatch)
+    FRONTEND.refuses_without_a_trace(lambda: made(make, device), good, table, device, monkeypatch)
 
 
 @pytest.mark.parametrize("first", [None, True])

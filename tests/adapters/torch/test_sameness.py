@@ -373,7 +373,7 @@ def test_rotary_with_tokens_of_no_sequence(device, starts):
             same(grad, gradsn[name], name)
     own_angles, t = own["rotary_pos_emb"], torch.full((24, 2, 12), torch.nan, device=device)
     t[at] = torch.randn(7, 2, 12, device=device)
-    turned = ft.apply_rotary_pos_emb(
+    rotated = ft.apply_rotary_pos_emb(
         t.requires_grad_(),
         own_angles,
         "thd",
@@ -381,7 +381,7 @@ def test_rotary_with_tokens_of_no_sequence(device, starts):
         cu_seqlens_padded=own["cu_seqlens_q_padded"],
     )
     same(
-        turned,
+        rotated,
         nn.apply_rotary_pos_emb(
             fk.tensor(numpy_of(t), device=device),
             foreign["rotary_pos_emb"],
@@ -389,10 +389,10 @@ def test_rotary_with_tokens_of_no_sequence(device, starts):
             cu_seqlens=foreign["cu_seqlens_q"],
             cu_seqlens_padded=foreign["cu_seqlens_q_padded"],
         ).view,
-        "turned",
+        "rotated",
     )
-    turned.sum().backward()
-    assert torch.isfinite(turned).all()
+    rotated.sum().backward()
+    assert torch.isfinite(rotated).all()
     assert torch.isfinite(t.grad).all()
 
 

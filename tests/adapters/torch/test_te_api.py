@@ -149,7 +149,7 @@ def test_general_gemm(device, kind, layout):
     y, *rest = general_gemm(A, B, layout=layout, out_dtype=torch.float32, use_split_accumulator=True)
     assert rest == [None] * 3
     assert y.shape == ((n, k) if layout == "NT" else (2, m // 2, n if layout == "TN" else k))
-    # a GPU rounds float32 operands to TF32's 11 bits; codes turned by blocks are cast anew along the
+    # a GPU rounds float32 operands to TF32's 11 bits; codes transposed by blocks are cast anew along the
     # contraction, by 2^-4 of a value
     slack = 2.0**-10 if kind in ("float32", "bfloat16", "current") or layout == "TN" else 2.0**-3
     assert ((y.double().cpu().reshape(want.shape) - want).abs() <= slack * size + 1e-9).all()
@@ -238,7 +238,7 @@ def test_the_packed_rotary_embedding(device, form):
     parts = qkv.detach().split([ratio * d, d, d], -1)
     q = ft.apply_rotary_pos_emb(parts[0].reshape(*shape, g * ratio, d), freqs, form)
     for got, want in zip(found, (q, ft.apply_rotary_pos_emb(parts[1], other, form), parts[2]), strict=True):
-        same(got, want, "turned")
+        same(got, want, "transposed")
     sum(t.sum() for t in found).backward()
     assert qkv.grad.shape == qkv.shape
     same(qkv.grad[..., -d:], torch.ones(*shape, g, d), "values' gradient")
