@@ -18,7 +18,7 @@ U = 2.0**-24
 S, B, H, D = 9, 2, 3, 16
 
 
-def rotated(x, angle, interleaved, back=False):
+def rotate(x, angle, interleaved, back=False):
     """x float64 (..., D) times exp(i angle) in pairs; angle (..., r / 2). And the sizes of the terms."""
     half = angle.shape[-1]
     low, high = (
@@ -69,7 +69,7 @@ def test_apply_rotary_pos_emb(device, dtype, form, percent, interleaved):
     # a float32 angle up to 28 radians, made by a power and a product: 4 roundings of it
     doubt = 4 * U * 28 + 6 * U
     for what, got, value, back in (("y", f64(y), x, False), ("dx", f64(t.grad), dy, True)):
-        want, size = rotated(np.asarray(value, np.float64), angle, interleaved, back)
+        want, size = rotate(np.asarray(value, np.float64), angle, interleaved, back)
         assert_close(what, got, want, dtype, doubt * size)
 
 
