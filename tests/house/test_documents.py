@@ -55,7 +55,7 @@ WITH_CODE = [document for document in DOCUMENTS if script(document).strip()]
 @pytest.mark.parametrize("document", WITH_CODE, ids=lambda path: path.stem)
 def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
     """All blocks of a document, one after the other, in an interpreter of their own."""
-    path = tmp_path / document.with_suffix(".py").name
+    path = tmp_path / f"page_{document.stem}.py"  # not the name of a package that it imports
     path.write_text(script(document))
     paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
     environment = {
