@@ -164,7 +164,7 @@ def named(rule: Rule, names: str) -> dict[str, Rule]:
 def shown(value: Any, most: int = 60) -> str:
     """A value's ``repr``, shortened; an array or a tensor by its kind."""
     dtype = getattr(value, "dtype", None)
-    if isinstance(getattr(value, "shape", None), tuple) and not isinstance(value, np.generic):
+    if isinstance(getattr(value, "shape", None), tuple) and not isinstance(value, np.generic | np.dtype):
         kind = "an array" if isinstance(value, np.ndarray) else "a tensor"
         return f"{kind} of {getattr(dtype, 'name', dtype)}, shape {tuple(value.shape)}"
     text = repr(value)

@@ -156,33 +156,33 @@ class BoundOp(Interface):
         saved = [memory.block(nbytes)] if nbytes else []
         block = memory.address(saved[0]) if nbytes else 0
         arena = memory.arena(self.scratch.nbytes, stream)
-        given = (inputs, outputs, amaxes, block, arena, stream, saved)
+        addresses = inputs, outputs, amaxes, block
         if self._forward_replays is None:
-            self._forward(*given)
-        else:
+            views = self._views(*addresses, arena)
+            self.operation.forward(self.plan, *views, stream)
+            if self.saved.streamed:
+                kept = views[2]
+                kept.allocate_all()
+                saved += [kept[name].owner for name in self.saved.streamed]
+        else:  # nothing is streamed then
             key = (stream, arena.address, block, *inputs, *outputs, *amaxes)
-            self._forward_replays.run(key, self._forward, *given)
+            self._forward_replays.run(key, self._forward, *addresses, arena, stream)
         return saved
 
-    def _forward(
-        self,
-        inputs: Addresses,
-        outputs: Addresses,
-        amaxes: Addresses,
-        block: int,
-        arena: Arena,
-        stream: int,
-        saved: list[Any],
-    ) -> None:
-        """Run forward now; streamed buffers that it saved are appended to ``saved``."""
-        kept = self.saved.views(block, self.memory)
-        temporaries = arena.views(self.scratch, self.memory)
+    def _views(
+        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: int, arena: Arena
+    ) -> tuple[Views, Views, Any, Views]:
+        """Inputs, outputs, what is saved, and temporaries of a forward call, as views."""
         read = views_at(self._forward_parts[0], inputs, self.device)
         filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
-        self.operation.forward(self.plan, read, filled, kept, temporaries, stream)
-        if self.saved.streamed:
-            kept.allocate_all()
-            saved += [kept[name].owner for name in self.saved.streamed]
+        return read, filled, self.saved.views(block, self.memory), arena.views(self.scratch, self.memory)
+
+    def _forward(
+        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: int, arena: Arena, stream: int
+    ) -> None:
+        """Run forward now."""
+        views = self._views(inputs, outputs, amaxes, block, arena)
+        self.operation.forward(self.plan, *views, stream)
 
     def run_forward(
         self,
