@@ -108,8 +108,9 @@ class _Node(torch.autograd.Function):
         op, state, main = ctx.call
         saved = list(ctx.saved_tensors)
         # before anything is recorded: a pass that fails later finds what to drop
-        if state.token is not None and op.grad_amaxes:
-            finish_backward(*state.token)
+        if op.grad_amaxes:
+            for token in state.tokens:
+                finish_backward(*token)
         into = _NOWHERE if main is None else main.buffers(op.needs)
         # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
         if op.saved.streamed:

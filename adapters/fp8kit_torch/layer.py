@@ -14,6 +14,7 @@ from fp8kit.spec import Operation
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.call import apply
+from fp8kit_torch.chains import Pending, chained
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, tensor
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.reprs import described
@@ -38,6 +39,8 @@ class TorchLayer(Layer, torch.nn.Module):
     def as_input(
         self, argument: str, value: Any, features: int | None = None, qkv_format: str | None = None
     ) -> Tensor:
+        if type(value) is Pending:
+            return value  # type: ignore[return-value]
         if features is None:
             return tensor(self.layer_name, argument, value)
         return want_input(self.layer_name, argument, value, features, qkv_format)
@@ -56,6 +59,8 @@ class TorchLayer(Layer, torch.nn.Module):
     ) -> dict[str, Tensor]:
         if rng:
             inputs = {**inputs, "rng": next_rng(next(iter(inputs.values())).device)}
+        if type(next(iter(inputs.values()))) is Pending:
+            return chained(operation, spec, inputs)  # type: ignore[return-value]
         return apply(operation, spec, inputs)
 
     def check_call(

@@ -30,6 +30,7 @@ from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, t
 from fp8kit_torch.bound import validate
 from fp8kit_torch.calibration import activated, row_of
 from fp8kit_torch.call import prepare, run
+from fp8kit_torch.chains import Pending, chained
 from fp8kit_torch.constants import exporting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
@@ -90,9 +91,13 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
 
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
+        if type(inputs["x"]) is Pending:
+            return self.operation, spec, inputs
         return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
 
     def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
+        if len(prepared) == 3:
+            return chained(*prepared, binding)
         return run(*prepared, binding, main)
 
     def cast_weight(
@@ -141,7 +146,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     def cast_gradient(self, x: Tensor, fp8: Quantization, delayed: bool, binding: StateBinding) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        return cast_gradient(x, fp8, self.fp8_meta if delayed else None, binding.token)
+        token = binding.tokens[0] if binding.tokens else None
+        return cast_gradient(x, fp8, self.fp8_meta if delayed else None, token)
 
     def run_compiled(
         self,
@@ -272,7 +278,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             return found._replace(
                 scales=slot_addresses(slots, kept.scales, "scale"),
                 amaxes=slot_addresses(slots, row, "amax"),
-                token=None if found.token is None else (*found.token[:2], recompute.backward_pass()),
+                tokens=tuple([(*token[:2], recompute.backward_pass()) for token in found.tokens]),
                 held=(*found.held, kept.scales, row),
             )
         if record:
@@ -305,7 +311,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             binding = binding._replace(
                 amaxes=slot_addresses(front, forward.amax_history, "amax"),
                 backward_amaxes=slot_addresses(back, backward.amax_history, "amax"),
-                token=(history, backward, None),
+                tokens=((history, backward, None),),
             )
         self._binding = (recipe, record, binding)
         return binding

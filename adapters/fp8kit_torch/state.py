@@ -224,15 +224,15 @@ class StateBinding(NamedTuple):
     """Where an operation finds a layer's FP8 state in an eager call: addresses by the operation's names.
 
     ``scales``: inputs of forward; ``amaxes``: where forward accumulates, none for memory that does not last.
-    ``backward_scales``, ``backward_amaxes``: those of backward, with the values of that moment. ``token``:
-    what ``finish_backward`` is called with. ``held``: the tensors that the addresses are of.
+    ``backward_scales``, ``backward_amaxes``: those of backward, with the values of that moment. ``tokens``:
+    what ``finish_backward`` is called with, once each. ``held``: the tensors that the addresses are of.
     """
 
     scales: Mapping[str, int]
     amaxes: Mapping[str, int] = MappingProxyType({})
     backward_scales: Mapping[str, int] = MappingProxyType({})
     backward_amaxes: Mapping[str, int] = MappingProxyType({})
-    token: tuple[Recipe, ScalingState, int | None] | None = None
+    tokens: tuple[tuple[AmaxHistory, ScalingState, int | None], ...] = ()
     held: tuple[Tensor, ...] = ()
 
     def of_gemm(self, prefix: str, rename: bool = False) -> StateBinding:

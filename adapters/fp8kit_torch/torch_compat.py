@@ -108,6 +108,17 @@ def global_forward_hooks() -> bool:
     return bool(torch.nn.modules.module._global_forward_hooks)
 
 
+def global_hooks() -> bool:
+    """Whether there are hooks of any kind on every module."""
+    hooks = torch.nn.modules.module
+    return bool(
+        hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+    )
+
+
 # --- tensors ------------------------------------------------------------------------------------------------
 
 # For a subclass that decides by ``__torch_dispatch__`` alone.

@@ -2,9 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
 from fp8kit import layers
+from fp8kit.autocast import current
+from fp8kit_torch import recompute
 from fp8kit_torch.attention_base import AttentionBase
+from fp8kit_torch.chains import Call, Pending, run_chain
+from fp8kit_torch.torch_compat import any_autocast, global_hooks
+
+# bytes of x from which on a layer runs operation by operation: it takes longer than its calls then, and each
+# operation frees its memory as soon as it can
+LARGE = 16 << 20
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 class TransformerLayer(layers.TransformerLayer, AttentionBase):
     __doc__ = layers.TransformerLayer.__doc__
+
+    def _layer(
+        self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
+    ) -> Any:
+        if first is not None or cross or not self._may_chain(x, core):
+            return super()._layer(x, first, core, cross, paths)
+        calls: list[Call] = []
+        super()._layer(Pending(calls, x, x), first, core, cross, paths)
+        return run_chain(self, calls)
+
+    def _may_chain(self, x: Any, core: Mapping[str, Any]) -> bool:
+        """Whether the layer's operations may run as one: it is small, and nobody sees what its parts return,
+        keeps it, or has it computed once more."""
+        state, modules = current(), self._modules
+        if self.is_compiling() or type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():
+            return False
+        if core["checkpoint_core"] is not False or "inference_params" in core["options"]:
+            return False
+        if (state is not None and state.calibrating) or not recompute.idle() or global_hooks():
+            return False
+        attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
+        if attention._separate or self.layernorm is not None:
+            return False
+        own = attention._modules
+        here = self.frontend
+        parts = (
+            (attention, here.MultiheadAttention),
+            (own[attention._first], here.LayerNormLinear if attention.input_layernorm else here.Linear),
+            (own["core_attention"], here.DotProductAttention),
+            (own["proj"], here.Linear),
+            (mlp, here.LayerNormMLP),
+        )
+        for part, kind in parts:
+            if type(part) is not kind or "forward" in (there := vars(part)):
+                return False
+            if any(map(there.__getitem__, _HOOKS)):
+                return False
+            if there.get("_held") is not None or there.get("fuse_wgrad_accumulation"):
+                return False
+        return True

@@ -1,0 +1,104 @@
+"""The operations of one layer's call as one (``fp8kit.execution.chain``): a layer is called with a
+``Pending`` input, its parts note what they would do, and ``run_chain`` does it.
+
+A small layer spends its time on the host, most of it once for each operation: a node of torch's graph, an
+allocation, a look-up, a launch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.execution.chain import ChainSpec, chain
+from fp8kit.lru import LRU
+from fp8kit.spec import Operation
+from fp8kit_torch.bound import TorchOp
+from fp8kit_torch.call import prepare, run
+from fp8kit_torch.state import NO_STATE, StateBinding
+
+# of the operations' names, the identities of their specs, and sources; with the specs, which are held
+_specs: LRU[Any, ChainSpec] = LRU(1024)
+_bindings: weakref.WeakKeyDictionary[Any, tuple[TorchOp, list[StateBinding], StateBinding]]
+_bindings = weakref.WeakKeyDictionary()
+
+
+class Call(NamedTuple):
+    """An operation that is to run."""
+
+    operation: Operation
+    spec: Any
+    inputs: Mapping[str, Any]
+    binding: StateBinding
+
+
+class Pending:
+    """What stands for a tensor that a chain will make, or begins with (``tensor``): output ``name`` of call
+    number ``number`` of ``calls``."""
+
+    __slots__ = ("calls", "device", "dtype", "name", "number", "tensor")
+
+    def __init__(self, calls: list[Call], tensor: Tensor | None, like: Any, name: str = "") -> None:
+        self.calls, self.tensor, self.name = calls, tensor, name
+        self.number, self.dtype, self.device = len(calls) - 1, like.dtype, like.device
+
+    def to(self, dtype: torch.dtype) -> Pending:
+        """Itself: a chain has one dtype."""
+        assert dtype is self.dtype
+        return self
+
+
+def chained(
+    operation: Operation, spec: Any, inputs: Mapping[str, Any], binding: StateBinding = NO_STATE
+) -> dict[str, Pending]:
+    """Note a call, whose first input is pending. Returns its outputs by name."""
+    first = next(iter(inputs.values()))
+    calls = first.calls
+    calls.append(Call(operation, spec, inputs, binding))
+    return {name: Pending(calls, None, first, name) for name in operation.outputs(spec)}
+
+
+def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:
+    """Run the calls of ``layer``. Returns the last one's first output."""
+    inputs: dict[str, Tensor] = {}
+    sources = []
+    for i, call in enumerate(calls):
+        own = []
+        for name, value in call.inputs.items():
+            if type(value) is not Pending:
+                if value is not None:
+                    inputs[f"{i}.{name}"] = value
+            elif value.tensor is None:
+                own.append((name, value.number, value.name))
+            else:
+                inputs[f"{i}.{name}"] = value.tensor
+        sources.append(tuple(own))
+    key = *[(call.operation.name, id(call.spec)) for call in calls], *sources
+    spec = _specs.get(key)
+    if spec is None:
+        names, specs = tuple(call.operation.name for call in calls), tuple(call.spec for call in calls)
+        spec = _specs.put(key, ChainSpec(names, specs, tuple(sources)))
+    scales = tuple([f"{i}.{name}" for i, call in enumerate(calls) for name in call.binding.scales])
+    op, tensors = prepare(chain, spec, inputs, scales)
+    return run(op, tensors, _binding(layer, op, [call.binding for call in calls]))["y"]
+
+
+def _binding(layer: torch.nn.Module, op: TorchOp, parts: list[StateBinding]) -> StateBinding:
+    """The bindings of the calls as one; made once for the same ones."""
+    found = _bindings.get(layer)
+    if found is None or found[0] is not op or not all(map(is_, found[1], parts)):
+        merged: list[dict[str, int]] = [{}, {}, {}, {}]
+        tokens, held = [], []
+        for i, part in enumerate(parts):
+            for whole, addresses in zip(merged, part[:4], strict=True):
+                whole |= {f"{i}.{name}": address for name, address in addresses.items()}
+            if any(name.startswith(f"{i}.") for name in op.grad_amaxes):
+                tokens += part.tokens
+            held += part.held
+        found = _bindings[layer] = op, parts, StateBinding(*merged, tuple(tokens), tuple(held))
+    return found[2]

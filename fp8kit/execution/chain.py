@@ -1,0 +1,224 @@
+"""``chain``: operations one after the other as one operation: one node of a frontend's graph, one block of
+saved memory, one replayed call instead of one for each. The kernels and their order are those of the
+operations, and so are the bits.
+
+A chain saves host time, which is what a small layer spends. A large one is better run operation by operation:
+there each frees its memory as soon as it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fp8kit.errors import AutogradError
+from fp8kit.execution.memory import Layout
+from fp8kit.formats import uint8
+from fp8kit.ops.registry import OPERATIONS
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class ChainSpec:
+    """``operations``: their names, in order, and their ``specs``. ``sources``: for each of them the inputs
+    that an operation before it made: (input, number of that operation, its output). An output goes to one
+    input at most. The last operation's first output is the chain's "y"."""
+
+    operations: tuple[str, ...]
+    specs: tuple[Any, ...]
+    sources: tuple[tuple[tuple[str, int, str], ...], ...]
+
+
+class _Step(NamedTuple):
+    """One operation of a chain. ``inputs``, ``outputs``: its own names -> the chain's; ``cotangents``: its
+    outputs -> the chain's name of their gradient; ``gradients``: its inputs -> where their gradient goes."""
+
+    number: int
+    operation: Operation
+    spec: Any
+    metas: dict[str, Meta | None]
+    needs: frozenset[str]
+    signature: Signature
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    cotangents: dict[str, str]
+    gradients: dict[str, str]
+
+    def own(self, name: str) -> str:
+        """The chain's name of something that is this operation's alone."""
+        return f"{self.number}.{name}"
+
+    def value(self, name: str) -> str:
+        """The chain's name of an input or output."""
+        return self.inputs.get(name) or self.outputs[name]
+
+    def gradient(self, name: str) -> str:
+        """The chain's name of what backward fills."""
+        return self.gradients.get(name, self.own(name))
+
+
+class _Ready(NamedTuple):
+    """A step, its plan, and where its temporaries lie."""
+
+    step: _Step
+    plan: Plan
+    scratch: Layout
+    backward_scratch: Layout
+
+
+class Chain(Operation):
+    """Operations one after the other (``ChainSpec``).
+
+    Inputs: those of operation number i are "i.name"; its amaxes, saved buffers and gradients likewise. Output
+    "y". What one operation hands on to another is "i:name", and its gradient too.
+    """
+
+    name = "chain"
+    parameters = ("weight", "bias")
+
+    def _steps(
+        self, spec: ChainSpec, metas: Metas, needs: frozenset[str]
+    ) -> tuple[list[_Step], dict[str, Meta]]:
+        """The steps, and what passes between them by name, the chain's result left out."""
+        known: dict[str, Any] = dict(metas)
+        values: dict[tuple[int, str], str] = {}
+        wanted, steps = set(needs), []
+        for i, (name, own, sources) in enumerate(zip(spec.operations, spec.specs, spec.sources, strict=True)):
+            operation, start = OPERATIONS[name], f"{i}."
+            inputs = {key.removeprefix(start): key for key in metas if key.startswith(start)}
+            inputs |= {argument: values[at, output] for argument, at, output in sources}
+            own_metas = {argument: known[value] for argument, value in inputs.items()}
+            own_needs = frozenset(argument for argument, value in inputs.items() if value in wanted)
+            signature = operation.infer(own, own_metas, own_needs)
+            outputs = {
+                output: f"{start}{output}" if meta.zero else f"{i}:{output}"
+                for output, meta in signature.outputs.items()
+            }
+            if i == len(spec.operations) - 1:
+                outputs[next(iter(outputs))] = "y"
+            values |= {(i, output): value for output, value in outputs.items()}
+            values |= {(i, output): inputs[source] for output, source in signature.passes.items()}
+            known |= {outputs[output]: meta for output, meta in signature.outputs.items()}
+            if own_needs:
+                wanted.update(outputs.values())
+            steps.append(_Step(i, operation, own, own_metas, own_needs, signature, inputs, outputs, {}, {}))
+        between = {value: meta for value, meta in known.items() if ":" in value}
+        steps[-1].cotangents[next(iter(steps[-1].outputs))] = "y"
+        for step in reversed(steps):
+            self._route(step, steps, spec.sources[step.number])
+        return steps, between
+
+    def _route(self, step: _Step, steps: list[_Step], sources: tuple[tuple[str, int, str], ...]) -> None:
+        """Say where the gradients of a step's inputs go, and that they are cotangents of earlier ones."""
+        s = step.signature
+        made = {argument: (at, output) for argument, at, output in sources}
+        for argument in step.needs:
+            passed = s.grad_passes.get(argument)
+            if argument not in made:
+                if passed is not None:
+                    raise AutogradError(f"chain: {step.own(argument)}: its gradient is an output's own")
+                step.gradients[argument] = step.own(argument)
+                continue
+            at, output = made[argument]
+            if passed is None:
+                step.gradients[argument] = steps[at].cotangents[output] = f"{at}:{output}"
+            elif passed in step.cotangents:
+                steps[at].cotangents[output] = step.cotangents[passed]
+
+    def infer(self, spec: ChainSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        steps, between = self._steps(spec, metas, needs)
+        last = steps[-1].signature.outputs
+        outputs = {"y": next(iter(last.values()))}
+        kept: dict[str, None] = {}
+        saved: dict[str, Meta] = {}
+        grads: dict[str, Meta] = {}
+        backward_inputs: dict[str, Meta] = {}
+        for step in steps:
+            s = step.signature
+            outputs |= {step.own(name): meta for name, meta in s.outputs.items() if meta.zero}
+            saved |= {step.own(name): meta for name, meta in s.saved.items()}
+            backward_inputs |= {step.own(name): meta for name, meta in s.backward_inputs.items()}
+            for name in s.kept:
+                value = step.value(name)
+                if value in between:
+                    saved[value] = between[value]
+                else:
+                    kept[value] = None
+            for name, meta in s.grads.items():
+                if ":" not in step.gradient(name):
+                    grads[step.gradient(name)] = meta
+        return Signature(outputs, saved, tuple(kept), grads, backward_inputs=backward_inputs)
+
+    def plan(self, spec: ChainSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        steps, between = self._steps(spec, metas, needs)
+        signature = self.infer(spec, metas, needs)
+        ready = []
+        for step in steps:
+            plan = step.operation.plan(step.spec, step.metas, step.needs, kernels)
+            ready.append(_Ready(step, plan, Layout(plan.scratch), Layout(plan.backward_scratch)))
+        forward = {value: meta for value, meta in between.items() if value not in signature.saved}
+        backward = {
+            step.gradient(name): meta
+            for step in steps
+            for name, meta in step.signature.grads.items()
+            if ":" in step.gradient(name)
+        }
+        # the temporaries of one step after the other lie at the same place
+        forward["steps"] = Meta((max(1, *(one.scratch.nbytes for one in ready)),), uint8)
+        backward["steps"] = Meta((max(1, *(one.backward_scratch.nbytes for one in ready)),), uint8)
+        return Plan(spec, signature, kernels, forward, backward, ready)
+
+    def forward(
+        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> None:
+        there = {**inputs, **scratch, **saved, **outputs}
+        for step, own, layout, _ in plan.extra:
+            s = step.signature
+            step.operation.forward(
+                own,
+                {name: there[value] for name, value in step.inputs.items()},
+                {name: there[value] for name, value in step.outputs.items()},
+                {name: saved[step.own(name)] for name in s.saved},
+                _at(layout, scratch),
+                stream,
+            )
+
+    def backward(
+        self,
+        plan: Plan,
+        kept: Views,
+        saved: Views,
+        cotangents: Views,
+        grads: Views,
+        scratch: Views,
+        stream: int,
+    ) -> None:
+        read, between = {**kept, **saved}, {**scratch, **grads, "y": cotangents["y"]}
+        for step, own, _, layout in reversed(plan.extra):
+            if not step.needs:
+                continue
+            s = step.signature
+            found = {name: read[step.value(name)] for name in s.kept}
+            found |= {name: kept[step.own(name)] for name in s.backward_inputs}
+            results = (*(name for name, meta in s.outputs.items() if not meta.zero), *s.passes)
+            step.operation.backward(
+                own,
+                found,
+                {name: saved[step.own(name)] for name in s.saved},
+                {name: between.get(step.cotangents.get(name, "")) for name in results},
+                {name: between[step.gradient(name)] for name in s.grads},
+                _at(layout, scratch),
+                stream,
+            )
+
+
+def _at(layout: Layout, scratch: Views) -> Views:
+    """A step's temporaries."""
+    whole = scratch["steps"]
+    assert whole is not None
+    return layout.at(whole.ptr, whole.device)
+
+
+chain = Chain()
+
+__all__ = ["Chain", "ChainSpec", "chain"]

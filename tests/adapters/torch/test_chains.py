@@ -1,0 +1,224 @@
+"""A small layer's operations as one: the bits are those of the operations one by one, and where somebody sees
+what happens between them they run one by one."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+from fp8kit_torch import chains, transformer
+
+from fp8kit.errors import AutogradError
+from fp8kit.execution.chain import ChainSpec, chain
+from fp8kit.formats import float32
+from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
+from fp8kit.spec import Meta
+
+from .twins import RECIPES, bits, scope
+
+WIDTH = 48
+OPTIONS = {
+    "plain": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "dropout": {},
+    "paths": {"drop_path_rate": 0.4},
+    "parallel": {"parallel_attention_mlp": True},
+    "post_norm": {"apply_residual_connection_post_layernorm": True},
+    "llama": {"normalization": "RMSNorm", "bias": False, "activation": "swiglu"},
+    "groups": {"num_gqa_groups": 2, "attn_input_format": "bshd"},
+    "bfloat16": {"params_dtype": torch.bfloat16},
+}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The chains that run: the operations of each."""
+    found = []
+
+    def run(layer, calls):
+        found.append([call.operation.name for call in calls])
+        return chains.run_chain(layer, calls)
+
+    monkeypatch.setattr(transformer, "run_chain", run)
+    return found
+
+
+def layer_of(device, options):
+    torch.manual_seed(3)
+    return ft.TransformerLayer(WIDTH, 64, 4, device=device, **options)
+
+
+def results(layer, recipe, device, steps=3, trained=True):
+    """Outputs, gradients and state of some steps."""
+    torch.manual_seed(7)
+    dtype = next(layer.parameters()).dtype
+    found = []
+    for _ in range(steps):
+        x = torch.randn(8, 3, WIDTH, device=device, dtype=dtype, requires_grad=trained)
+        with scope(ft, recipe):
+            y = layer(x)
+        y.backward(torch.randn_like(y))
+        found += [y, x.grad if trained else x]
+    found += [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+    for module in layer.modules():
+        for state in getattr(module, "fp8_meta", {}).values():
+            found += state.parts
+    return [bits(array) for array in found]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_same_bits(options, recipe, device, counted, monkeypatch):
+    as_one = results(layer_of(device, OPTIONS[options]), RECIPES[recipe], device)
+    assert len(counted) == 3
+    monkeypatch.setattr(transformer, "LARGE", 0)
+    one_by_one = results(layer_of(device, OPTIONS[options]), RECIPES[recipe], device)
+    assert len(counted) == 3
+    assert len(as_one) == len(one_by_one)
+    assert all((got == want).all() for got, want in zip(as_one, one_by_one, strict=True))
+
+
+def test_frozen_parameters(device, counted, monkeypatch):
+    def frozen():
+        layer = layer_of(device, {})
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_("proj" in name or "fc1" in name)
+        return results(layer, RECIPES["delayed"], device, trained=False)
+
+    as_one = frozen()
+    monkeypatch.setattr(transformer, "LARGE", 0)
+    assert len(counted) == 3
+    assert all((got == want).all() for got, want in zip(as_one, frozen(), strict=True))
+
+
+def test_angles(device, counted, monkeypatch):
+    """Queries and keys are rotated in a chain where they lie in one tensor."""
+    angles = ft.RotaryPositionEmbedding(WIDTH // 4)(8).to(device)
+
+    def run():
+        layer = layer_of(device, OPTIONS["plain"])
+        x = torch.linspace(-2, 2, 8 * 3 * WIDTH, device=device).reshape(8, 3, WIDTH).requires_grad_()
+        with ft.autocast():
+            y = layer(x, rotary_pos_emb=angles)
+        y.square().sum().backward()
+        return bits(y), bits(x.grad)
+
+    as_one = run()
+    assert counted == [["norm_linear", "rope", "attention", "linear", "norm_mlp"]]
+    monkeypatch.setattr(transformer, "LARGE", 0)
+    assert all((got == want).all() for got, want in zip(as_one, run(), strict=True))
+
+
+def test_packed_sequences(device, counted, monkeypatch):
+    """cu_seqlens reach the attention in a chain."""
+    starts = torch.tensor([0, 5, 8, 12], dtype=torch.int32, device=device)
+    options = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "hidden_dropout": 0.0}
+
+    def run():
+        layer = layer_of(device, options | {"attention_dropout": 0.0})
+        x = torch.linspace(-2, 2, 12 * WIDTH, device=device).reshape(12, WIDTH).requires_grad_()
+        with ft.autocast():
+            y = layer(x, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=5, max_seqlen_kv=5)
+        y.square().sum().backward()
+        return bits(y), bits(x.grad)
+
+    as_one = run()
+    monkeypatch.setattr(transformer, "LARGE", 0)
+    assert len(counted) == 1
+    assert all((got == want).all() for got, want in zip(as_one, run(), strict=True))
+
+
+def _calibrated(layer, x):
+    with ft.autocast(enabled=False, calibrating=True):
+        layer(x)
+
+
+def _hooked(layer, x):
+    seen = []
+    layer.self_attention.proj.register_forward_hook(lambda module, args, y: seen.append(y))
+    layer(x)
+    assert type(seen[0]) is torch.Tensor
+
+
+def _full_backward_hook(layer, x):
+    seen = []
+    layer.layernorm_mlp.register_full_backward_hook(lambda module, into, out: seen.append(out))
+    layer(x.requires_grad_()).sum().backward()
+    assert seen
+
+
+def _replaced(layer, x):
+    class Own(ft.LayerNormMLP):
+        pass
+
+    layer.layernorm_mlp = Own(WIDTH, 64, device=x.device)
+    layer(x)
+
+
+def _autocast(layer, x):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+
+
+def _checkpointed(layer, x):
+    ft.checkpoint(layer, x.requires_grad_(), use_reentrant=False).sum().backward()
+
+
+def _everywhere(layer, x):
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        layer(x)
+    finally:
+        handle.remove()
+
+
+def _micro_batches(layer, x):
+    with ft.autocast():
+        layer(x, is_first_microbatch=True)
+
+
+def _main_grads(layer, x):
+    layer.layernorm_mlp.fuse_wgrad_accumulation = True
+    for parameter in (layer.layernorm_mlp.fc1_weight, layer.layernorm_mlp.fc2_weight):
+        parameter.main_grad = torch.zeros_like(parameter)
+    layer(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        _calibrated,
+        _hooked,
+        _full_backward_hook,
+        _replaced,
+        _autocast,
+        _checkpointed,
+        _everywhere,
+        _micro_batches,
+        _main_grads,
+    ],
+)
+def test_one_by_one_where_somebody_looks(use, device, counted):
+    use(layer_of(device, {}), torch.randn(8, 3, WIDTH, device=device))
+    assert counted == []
+
+
+def test_without_gradients(device, counted):
+    layer = layer_of(device, {}).eval()
+    x = torch.randn(8, 3, WIDTH, device=device)
+    with torch.no_grad(), ft.autocast():
+        first = layer(x)
+    with ft.autocast():
+        assert bits(layer(x)).tobytes() == bits(first).tobytes()
+    assert counted == [["norm_linear", "attention", "linear", "norm_mlp"]] * 2
+
+
+def test_a_gradient_that_is_an_output_of_another_operation():
+    """The gradient of an input of the chain cannot be the cotangent of what lies between: nobody owns it."""
+    x = Meta((4, 8), float32)
+    spec = ChainSpec(
+        ("add", "dropout_add"), (AddSpec(), DropoutAddSpec(8, 0.0, True)), ((), (("x", 0, "y"),))
+    )
+    metas = {"0.a": x, "0.b": x, "1.residual": x}
+    chain.infer(spec, metas, frozenset())
+    with pytest.raises(AutogradError, match="0.a"):
+        chain.infer(spec, metas, frozenset({"0.a"}))
