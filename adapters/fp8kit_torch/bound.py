@@ -17,6 +17,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError, FormatError, Fp8kitError
 from fp8kit.execution import plans
 from fp8kit.execution.bound import BoundOp
+from fp8kit.execution.chain import ChainSpec
 from fp8kit.formats import float32
 from fp8kit.spec import Meta, Operation
 from fp8kit_torch import torch_compat
@@ -61,7 +62,11 @@ class TorchOp(BoundOp):
         memory: TorchMemory,
         kernels: Any,
     ) -> None:
-        want_fp8(operation.name, spec, memory.where)
+        calls = [(operation.name, spec)]
+        if isinstance(spec, ChainSpec):
+            calls = list(zip(spec.operations, spec.specs, strict=True))
+        for name, own in calls:
+            want_fp8(name, own, memory.where)
         super().__init__(operation, spec, metas, needs, memory, kernels, save_in_block=memory.compiled)
         self.make_outputs = [memory.maker(meta) for meta in self.outputs.values()]
         self.make_grads = [

@@ -220,5 +220,5 @@ def test_a_gradient_that_is_an_output_of_another_operation():
     )
     metas = {"0.a": x, "0.b": x, "1.residual": x}
     chain.infer(spec, metas, frozenset())
-    with pytest.raises(AutogradError, match="0.a"):
+    with pytest.raises(AutogradError, match=r"0\.a"):
         chain.infer(spec, metas, frozenset({"0.a"}))
