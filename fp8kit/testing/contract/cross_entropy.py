@@ -12,9 +12,20 @@ from typing import Any
 import numpy as np
 
 from fp8kit.formats import DType, float32, int32, int64
-from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    product,
+    sized,
+    sum_slack,
+    typed,
+    wide,
+)
 
 IGNORE = -100
 
@@ -125,29 +136,19 @@ _OPTIONS: dict[str, Options] = {
     "ignored": {"ignored": 3},
     "smoothing-ignored": {"smoothing": 0.25, "ignored": 3},
 }
-_CASES = {**_SIZES, **{name: {"m": 17, "n": 33, "kind": int32, **own} for name, own in _OPTIONS.items()}}
-_MEAN = {f"{name}-mean": {**_CASES[name], "mean": True} for name in _OPTIONS}
-_IN_PLACE: Options = {
-    "m": 17,
-    "n": 33,
-    "smoothing": 0.1,
-    "ignored": 3,
-    "mean": True,
-    "same": {"dlogits": "logits"},
-}
+_SMALL: Options = {"m": 17, "n": 33}
+_CASES = {**_SIZES, **product("{case}", {"case": _OPTIONS}, kind=int32, **_SMALL)}
+_MEAN = product("{case}-mean", {"case": _OPTIONS}, kind=int32, mean=True, **_SMALL)
+_IN_PLACE: Options = {**_SMALL, "smoothing": 0.1, "ignored": 3, "mean": True, "same": {"dlogits": "logits"}}
 _ALL_IGNORED: Options = {"m": 4, "n": 9, "kind": int32, "ignored": 1}
-_STRAY: Options = {"m": 7, "n": 33, "mean": False, "stray": True}
+_STRAY = product("{kind.name}-out-of-range", {"kind": (int32, int64)}, m=7, n=33, mean=False, stray=True)
 
 TESTS = (
     KernelTest(
         "cross_entropy_fwd",
         cross_entropy_fwd,
         cross_entropy_fwd_oracle,
-        {
-            **typed(_CASES),
-            **{f"{kind.name}-out-of-range": {**_STRAY, "kind": kind} for kind in (int32, int64)},
-            "all-ignored": _ALL_IGNORED,
-        },
+        {**typed(_CASES), **_STRAY, "all-ignored": _ALL_IGNORED},
     ),
     KernelTest(
         "cross_entropy_bwd",

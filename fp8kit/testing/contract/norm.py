@@ -7,6 +7,7 @@ it. Products add a few u of each factor.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,22 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import NORMALIZATIONS, Rule
 from fp8kit.formats import E4M3, E5M2, float32
-from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    coded,
+    product,
+    sized,
+    sum_slack,
+    typed,
+    wide,
+)
 from fp8kit.testing.contract.dropout import SIZES
-from fp8kit.testing.contract.sampler import Sampler
 
 LAYER, _, L2 = NORMALIZATIONS
 NORMS = NORMALIZATIONS[:2]  # those with parameters
@@ -44,20 +57,16 @@ def norm_fwd(
     centred: bool = False,
     biased: bool = True,
     offset: float = 0.3,
-    y: bool = True,
-    amax: float | None = None,
-    cast: Options | None = None,
+    **result: Any,
 ) -> Arguments:
-    """Rows round ``offset``."""
+    """Rows round ``offset``; ``result``: see ``Sampler.result``."""
     return {
         "x": s.normal(m, n, scale=2.0, mean=offset),
         "weight": s.normal(n) if kind != L2 else None,
         "bias": s.normal(n) if kind == LAYER and biased else None,
-        "y": s.output(m, n) if y else None,
         "mean": s.output(m, dtype=float32) if kind == LAYER else None,
         "rstd": s.output(m, dtype=float32),
-        "amax": s.scalar(amax),
-        "cast": s.cast(m, n, cast),
+        **s.result("y", m, n, **result),
         "normalization": kind,
         "epsilon": EPSILON,
         "zero_centered_gamma": centred,
@@ -135,12 +144,10 @@ WHOLE = (136, 768, 2048, 4096, 8192)  # and of vectors
 
 def _kinds(cases: dict[str, Options], kinds: tuple[str, ...] = NORMS) -> dict[str, Options]:
     """Cases of several normalisations."""
-    return {f"{kind}-{name}": {**own, "kind": kind} for kind in kinds for name, own in cases.items()}
+    return product("{kind}-{case}", {"kind": kinds, "case": cases})
 
 
-def _codes(m: int, n: int, pad: tuple[int, int] = (0, 0), y: bool = False, **cast: Any) -> Options:
-    """A case with a cast."""
-    return {"m": m, "n": n, "y": y, "cast": {"pad": pad, **cast}}
+_codes = functools.partial(coded, "y")
 
 
 _FWD = {
@@ -148,13 +155,13 @@ _FWD = {
     **_kinds(
         {
             "zero_centered": {"m": 9, "n": 48, "centred": True},
-            **{f"amax-{start}": {"m": 33, "n": 40, "amax": start} for start in (0.0, 99.0)},
+            **product("amax-{amax}", {"amax": (0.0, 99.0)}, m=33, n=40),
             **{f"cast-{fmt}": _codes(32, 48, fmt=fmt) for fmt in (E4M3, E5M2)},
             "cast-by-amax": _codes(32, 48, rule=Rule(True, 0.0), amax=4.0),
             "cast-padded-y": _codes(17, 33, (15, 15), True),
             "cast-rowwise": _codes(70, 80, (10, 0), only="q"),
             "cast-zero_centered": {**_codes(33, 40, (15, 8), True), "centred": True},
-            **{f"3x{n}": {"m": 3, "n": n, "centred": True} for n in WIDE},
+            **product("3x{n}", {"n": WIDE}, m=3, centred=True),
             **{f"cast-33x{n}": _codes(33, n, (15, 16 * (n == 768)), True) for n in WHOLE},
         }
     ),
@@ -170,8 +177,8 @@ _BWD = {
     **_kinds(
         {
             "residual-zero_centered": {"m": 70, "n": 48, **_FULL},
-            **{f"3x{n}": {"m": 3, "n": n, **_FULL} for n in WIDE},
-            **{f"33x{n}": {"m": 33, "n": n, **_FULL} for n in WHOLE},
+            **product("3x{n}", {"n": WIDE}, m=3, **_FULL),
+            **product("33x{n}", {"n": WHOLE}, m=33, **_FULL),
         }
     ),
 }

@@ -6,18 +6,28 @@ absolute values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from fp8kit.formats import bfloat16, float16, float32
-from fp8kit.testing.compare import ROUNDOFF, Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    typed,
+    wide,
+)
 from fp8kit.testing.contract.running_sums import LENGTH, LENGTHS_AND_STARTS, TOKENS, bad_cases
-from fp8kit.testing.contract.sampler import Sampler
 
 Sums = tuple[int, ...]
+BACK = ("dy", "dx")
 
 
 def _tokens(lengths: Any, starts: Any, count: int) -> Iterator[tuple[int, int, int]]:
@@ -27,15 +37,11 @@ def _tokens(lengths: Any, starts: Any, count: int) -> Iterator[tuple[int, int, i
         yield from ((start + i, b, i) for i in range(max(0, -start), min(int(length), count - start)))
 
 
-def _sample(s: Sampler, x: str, y: str, m: int, n: int, **options: Any) -> Arguments:
-    made = _rotation(s, m, n, **options)
-    return {x: made.pop("x"), y: made.pop("y"), **made}
-
-
-def _rotation(
+def rotation(
     s: Sampler,
     m: int,
     n: int,
+    names: tuple[str, str] = ("x", "y"),
     form: str = "sbhd",
     batch: int = 1,
     heads: int = 0,
@@ -49,9 +55,9 @@ def _rotation(
     starts: Sums = (),
     blank: bool = False,
 ) -> Arguments:
-    """``m`` places or tokens, ``heads`` (by default ``n`` features of 64). ``first``: start_positions.
-    ``doubled``: both features of a pair turn by the same angle, as in the paper. ``blank``: tokens of no
-    sequence hold NaN."""
+    """``names``: of what is rotated, and of the result. ``m`` places or tokens, ``heads`` (by default ``n``
+    features of 64). ``first``: start_positions. ``doubled``: both features of a pair turn by the same angle,
+    as in the paper. ``blank``: tokens of no sequence hold NaN."""
     heads, rotated = heads or n // 64, rotated or depth
     leading = {"sbhd": (m, batch), "bshd": (batch, m), "thd": (m,)}[form]
     x = s.draw((*leading, heads, depth)).astype(s.dtype.numpy)
@@ -62,25 +68,15 @@ def _rotation(
     if blank:
         x[np.setdiff1d(np.arange(m), [token for token, *_ in _tokens(lengths, starts, m)])] = np.nan
     return {
-        "x": s.put(x),
+        names[0]: s.put(x),
         "freqs": s.put(angles),
-        "y": s.output(*x.shape),
+        names[1]: s.output(*x.shape),
         "start_positions": s.sums(*first) if first else None,
         "lengths": s.sums(*lengths) if form == "thd" else None,
         "starts": s.sums(*starts) if form == "thd" else None,
         "qkv_format": form,
         "interleaved": interleaved,
     }
-
-
-def rope_fwd(s: Sampler, m: int, n: int = 0, **options: Any) -> Arguments:
-    """See ``_rotation``."""
-    return _sample(s, "x", "y", m, n, **options)
-
-
-def rope_bwd(s: Sampler, m: int, n: int = 0, **options: Any) -> Arguments:
-    """See ``_rotation``."""
-    return _sample(s, "dy", "dx", m, n, **options)
 
 
 def _places(a: Any, shape: tuple[int, ...]) -> tuple[Array, Array]:
@@ -115,14 +111,9 @@ def _rotate(a: Any, values: Array, back: bool) -> tuple[Array, Array]:
     return out, slack
 
 
-def rope_fwd_oracle(a: Any) -> Results:
+def rope_oracle(a: Any, names: tuple[str, str] = ("x", "y")) -> Results:
     """See ``_rotate``."""
-    return {"y": _rotate(a, a.x, False)}
-
-
-def rope_bwd_oracle(a: Any) -> Results:
-    """See ``_rotate``."""
-    return {"dx": _rotate(a, a.dy, True)}
+    return {names[1]: _rotate(a, getattr(a, names[0]), back=names == BACK)}
 
 
 # a sequence of nothing, and two rows of no sequence after the last; where they start with rows of no sequence
@@ -175,9 +166,14 @@ _BEYOND: Options = {"m": 2, "heads": 1, "depth": 4, "rotated": 2, "positions": 3
 TESTS = (
     KernelTest(
         "rope_fwd",
-        rope_fwd,
-        rope_fwd_oracle,
+        rotation,
+        rope_oracle,
         {**_cases("x", "y"), "positions-beyond": _BEYOND, **bad_cases(_BAD, LENGTHS_AND_STARTS, "lost")},
     ),
-    KernelTest("rope_bwd", rope_bwd, rope_bwd_oracle, _cases("dy", "dx")),
+    KernelTest(
+        "rope_bwd",
+        functools.partial(rotation, names=BACK),
+        functools.partial(rope_oracle, names=BACK),
+        _cases(*BACK),
+    ),
 )
