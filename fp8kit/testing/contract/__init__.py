@@ -254,10 +254,14 @@ def named(name: str, value: Any) -> dict[str, Any]:
     return {f"{name}[{i}]": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
 
 
+def summed(terms: Array) -> tuple[Array, Array]:
+    """Column sums in float64, and the error that float32 may make."""
+    return terms.sum(0), sum_slack(np.abs(terms).sum(0), len(terms))
+
+
 def column_sums(x: Array) -> Expected:
     """Column sums of an array as it is stored."""
-    values = wide(x)
-    return values.sum(0), sum_slack(np.abs(values).sum(0), len(values))
+    return summed(wide(x))
 
 
 @functools.cache

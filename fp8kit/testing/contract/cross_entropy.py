@@ -34,7 +34,15 @@ def _lse(x: Array) -> Array:
     return np.asarray(np.logaddexp.reduce(x, axis=1, initial=-np.inf))
 
 
-def _inputs(s: Sampler, m: int, n: int, kind: DType, ignored: int, stray: bool) -> Arguments:
+def _inputs(
+    s: Sampler,
+    m: int,
+    n: int,
+    kind: DType = int64,
+    smoothing: float = 0.0,
+    ignored: int = 0,
+    stray: bool = False,
+) -> Arguments:
     """``ignored``: every so many targets is, 0 for none; ``stray``: two are out of range."""
 
     def targets() -> Array:
@@ -49,26 +57,17 @@ def _inputs(s: Sampler, m: int, n: int, kind: DType, ignored: int, stray: bool) 
         "logits": s.normal(m, n, scale=4.0),
         "targets": s.array((m,), kind, targets),
         "ignore_index": IGNORE,
+        "label_smoothing": smoothing,
     }
 
 
-def cross_entropy_fwd(
-    s: Sampler,
-    m: int,
-    n: int,
-    kind: DType = int64,
-    smoothing: float = 0.0,
-    ignored: int = 0,
-    mean: bool = True,
-    stray: bool = False,
-) -> Arguments:
-    """``mean``: the total is asked for."""
+def cross_entropy_fwd(s: Sampler, m: int, n: int, mean: bool = True, **inputs: Any) -> Arguments:
+    """``mean``: the total is asked for; ``inputs``: see ``_inputs``."""
     return {
-        **_inputs(s, m, n, kind, ignored, stray),
+        **_inputs(s, m, n, **inputs),
         "loss": s.output(m, dtype=float32),
         "lse": s.output(m, dtype=float32),
         "total": s.output(2, dtype=float32) if mean else None,
-        "label_smoothing": smoothing,
     }
 
 
@@ -94,25 +93,16 @@ def cross_entropy_fwd_oracle(a: Any) -> Results:
     }
 
 
-def cross_entropy_bwd(
-    s: Sampler,
-    m: int,
-    n: int,
-    kind: DType = int64,
-    smoothing: float = 0.0,
-    ignored: int = 0,
-    mean: bool = False,
-) -> Arguments:
-    """``mean``: dloss is one number, and the total comes."""
-    inputs = _inputs(s, m, n, kind, ignored, False)
-    count = float((inputs["targets"].numpy() != IGNORE).sum()) if mean else 0.0
+def cross_entropy_bwd(s: Sampler, m: int, n: int, mean: bool = False, **inputs: Any) -> Arguments:
+    """``mean``: dloss is one number, and the total comes; ``inputs``: see ``_inputs``."""
+    made = _inputs(s, m, n, **inputs)
+    count = float((made["targets"].numpy() != IGNORE).sum()) if mean else 0.0
     return {
-        **inputs,
-        "lse": s.array((m,), float32, lambda: _lse(wide(inputs["logits"].numpy()))),
+        **made,
+        "lse": s.array((m,), float32, lambda: _lse(wide(made["logits"].numpy()))),
         "dloss": s.normal(1 if mean else m, dtype=float32),
         "total": s.put((1.5, count), float32) if mean else None,
         "dlogits": s.output(m, n),
-        "label_smoothing": smoothing,
     }
 
 

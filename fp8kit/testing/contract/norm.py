@@ -27,6 +27,7 @@ from fp8kit.testing.contract import (
     product,
     sized,
     sum_slack,
+    summed,
     typed,
     wide,
 )
@@ -42,6 +43,11 @@ def _statistics(x: Array, kind: str, epsilon: float) -> tuple[Array, Array]:
     mean = x.mean(1, keepdims=True) * (kind == LAYER)
     epsilon = epsilon / max(x.shape[1], 1) if kind == L2 else epsilon
     return mean, 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + epsilon)
+
+
+def _row_means(x: Array) -> tuple[Array, Array]:
+    """The mean of each row, (rows, 1), and its slack."""
+    return x.mean(1, keepdims=True), sum_slack(np.abs(x).mean(1, keepdims=True), x.shape[1])
 
 
 def _gain(a: Any) -> Any:
@@ -78,7 +84,7 @@ def norm_fwd_oracle(a: Any) -> Results:
     x, n, gain = wide(a.x), a.x.shape[1], _gain(a)
     mean, rstd = _statistics(x, a.normalization, a.epsilon)
     shift = 0.0 if a.bias is None else wide(a.bias)
-    mean_slack = sum_slack(np.abs(x).mean(1, keepdims=True), n) * (a.normalization == LAYER)
+    mean_slack = _row_means(x)[1] * (a.normalization == LAYER)
     d_slack = mean_slack + 2 * ROUNDOFF * (np.abs(x) + np.abs(mean))
     relative = (n + 8) * ROUNDOFF + 2 * d_slack.max(1, keepdims=True, initial=0) * rstd
     relative = 0.5 * relative + 4 * ROUNDOFF
@@ -118,23 +124,22 @@ def norm_bwd(
 def norm_bwd_oracle(a: Any) -> Results:
     """Derivatives of the definition, for the statistics that come with the call."""
     x, dy, rstd = wide(a.x), wide(a.dy), wide(a.rstd)[:, None]
-    (m, n), layer = x.shape, a.normalization == LAYER
-    mean = wide(a.mean)[:, None] if layer else np.zeros((m, 1))
+    layer = a.normalization == LAYER
+    mean = wide(a.mean)[:, None] if layer else np.zeros((len(x), 1))
     unit = (x - mean) * rstd
     unit_slack = 3 * ROUNDOFF * (np.abs(x) + np.abs(mean)) * rstd
     d = dy * _gain(a)
-    along, level = (d * unit).mean(1, keepdims=True), d.mean(1, keepdims=True) * layer
-    along_slack = sum_slack(np.abs(d * unit).mean(1, keepdims=True), n)
+    along, along_slack = _row_means(d * unit)
     along_slack = along_slack + (np.abs(d) * unit_slack).mean(1, keepdims=True)
-    level_slack = sum_slack(np.abs(d).mean(1, keepdims=True), n) * layer
+    level, level_slack = (layer * found for found in _row_means(d))
     residual = 0.0 if a.residual is None else wide(a.residual)
     dx = rstd * (d - level - unit * along) + residual
     terms = 4 * ROUNDOFF * (np.abs(d) + np.abs(level) + np.abs(unit * along))
     slack = rstd * (terms + level_slack + np.abs(unit) * along_slack + unit_slack * np.abs(along))
-    dweight_slack = sum_slack(np.abs(dy * unit).sum(0), m) + (np.abs(dy) * unit_slack).sum(0)
+    dweight, dweight_slack = summed(dy * unit)
     return {
         "dx": (dx, slack + 2 * ROUNDOFF * (np.abs(dx) + np.abs(residual))),
-        "dweight": ((dy * unit).sum(0), dweight_slack),
+        "dweight": (dweight, dweight_slack + (np.abs(dy) * unit_slack).sum(0)),
     }
 
 

@@ -21,6 +21,7 @@ from fp8kit.testing.contract import (
     Options,
     Results,
     Sampler,
+    product,
     typed,
     wide,
 )
@@ -71,7 +72,7 @@ def rotation(
         names[0]: s.put(x),
         "freqs": s.put(angles),
         names[1]: s.output(*x.shape),
-        "start_positions": s.sums(*first) if first else None,
+        "start_positions": s.sums(*first[:batch]) if first else None,
         "lengths": s.sums(*lengths) if form == "thd" else None,
         "starts": s.sums(*starts) if form == "thd" else None,
         "qkv_format": form,
@@ -122,40 +123,41 @@ _LENGTHS, _GAPS = (0, 4, 4, 9, 14), (1, 8, 8, 14, 19)
 _FORMS: dict[str, Options] = {
     "sbhd": {"form": "sbhd", "m": 9, "batch": 2, "positions": 9},
     "bshd": {"form": "bshd", "m": 9, "batch": 2, "positions": 9},
-    "thd": {"form": "thd", "m": 22, "lengths": _LENGTHS, "starts": _LENGTHS, "positions": 5, "blank": True},
+    "thd": {
+        "form": "thd",
+        "m": 22,
+        "batch": 4,
+        "lengths": _LENGTHS,
+        "starts": _LENGTHS,
+        "positions": 5,
+        "blank": True,
+    },
 }
-_PARTIAL: Options = {"depth": 24, "rotated": 10}
+
+
+_WITH_GAPS: Options = {**_FORMS["thd"], "starts": _GAPS}
 
 
 def _cases(x: str, y: str) -> dict[str, Options]:
     """Cases of ``rope_fwd`` or ``rope_bwd``."""
-
-    def packed(form: str) -> Options:
-        """Among other heads."""
-        heads = len(form) - 2
-        return {"parts": {x: (heads, 0, 3), y: (heads, 3, 0)}}
-
-    def offsets(form: str) -> Options:
-        return {"first": (5, 0, 3, 11)[: None if form == "thd" else 2], "positions": 16, "same": {y: x}}
-
-    def every(form: str) -> dict[str, Options]:
-        return {
-            "halves": {},
-            "interleaved": {"interleaved": True},
-            "partial": {**_PARTIAL, **packed(form)},
-            "partial-interleaved": {"depth": 7, "rotated": 6, "interleaved": True, "same": {y: x}},
-            "offsets": offsets(form),
-            "own-angles": {"doubled": False, **packed(form)},
-            "own-angles-interleaved": {"doubled": False, "interleaved": True},
-        }
-
-    cases = {
-        f"{form}-{name}": {"heads": 3, "depth": 16, **common, **own}
-        for form, common in _FORMS.items()
-        for name, own in every(form).items()
+    packed: Options = {"parts": {x: (-2, 0, 3), y: (-2, 3, 0)}}  # among other heads
+    in_place: Options = {"same": {y: x}}
+    gaps: dict[str, Options] = {
+        "offsets": {"first": (5, 0, 3, 11), "positions": 16, **in_place},
+        "partial": {"depth": 24, "rotated": 10, **packed},
     }
-    for name, own in (("offsets", offsets("thd")), ("partial", {**_PARTIAL, **packed("thd")})):
-        cases[f"thd-gaps-{name}"] = {"heads": 3, "depth": 16, **_FORMS["thd"], "starts": _GAPS, **own}
+    every: dict[str, Options] = {
+        "halves": {},
+        "interleaved": {"interleaved": True},
+        "partial-interleaved": {"depth": 7, "rotated": 6, "interleaved": True, **in_place},
+        "own-angles": {"doubled": False, **packed},
+        "own-angles-interleaved": {"doubled": False, "interleaved": True},
+        **gaps,
+    }
+    cases = {
+        **product("{form}-{case}", {"form": _FORMS, "case": every}, heads=3, depth=16),
+        **product("thd-gaps-{case}", {"case": gaps}, heads=3, depth=16, **_WITH_GAPS),
+    }
     some = {name: own for name, own in cases.items() if "partial" in name}
     return {**typed(cases, (float32, bfloat16)), **typed(some, (float16,))}
 

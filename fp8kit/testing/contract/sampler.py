@@ -85,18 +85,18 @@ class Sampler:
         shape = rows, columns
         return self.array(shape, uint8, lambda: narrowed(self.draw(shape, 8.0), fmt))
 
-    def strewn(self, rows: int, columns: int, dtype: DType | None = None, finite: bool = False) -> Array:
-        """Values on the host over many binades with every special one among them: +-0, subnormals, ties, the
+    def strewn(self, rows: int, columns: int, finite: bool = False) -> ArrayView:
+        """Values over many binades with every special one among them: +-0, subnormals, ties, the
         formats' limits and, unless ``finite``, Inf and NaN."""
         shape = rows, columns
         x = self.random.standard_normal(shape) * np.exp2(self.random.integers(-14, 10, shape))
         at = self.random.random(shape) < 0.15
         x[at] = self.random.choice(_SPECIAL + _TIES, int(at.sum()))
         with np.errstate(over="ignore", invalid="ignore"):
-            x = x.astype((dtype or self.dtype).numpy)
+            x = x.astype(self.dtype.numpy)
         if finite:
             x[~np.isfinite(x.astype(np.float64))] = 1
-        return x
+        return self.put(x)
 
     def sums(self, *values: int) -> ArrayView:
         """int32 running sums."""

@@ -74,7 +74,7 @@ def amax(
     strewn: bool = True,
 ) -> Arguments:
     """``values``: x; else drawn."""
-    x = s.normal(m, n) if not strewn else s.put(s.strewn(m, n, finite=True) if values is None else values)
+    x = s.put(values) if values is not None else s.strewn(m, n, finite=True) if strewn else s.normal(m, n)
     return {"x": x, "amax": s.full(start, tile_count(m, n, tile)), "tile": tile_of(tile, m, n)}
 
 
