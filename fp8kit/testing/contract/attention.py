@@ -325,7 +325,7 @@ _POISONED_FLOAT32 = {
 def _padded(cases: dict[str, Options]) -> dict[str, Options]:
     poison = {str(value): {"padding": value} for value in (np.nan, np.inf, -np.inf)}
     zeros = {"0.0": {"padding": 0.0, "zero_padded": True}}
-    return product("padding-of-{padding}-{case}", {"padding": {**poison, **zeros}, "case": cases})
+    return product("padding-of-{padding}-{case}", {"case": cases, "padding": {**poison, **zeros}})
 
 
 _CASES = {
