@@ -101,23 +101,21 @@ def norm_bwd(
     s: Sampler, m: int, n: int, kind: str = LAYER, centred: bool = False, residual: bool = False
 ) -> Arguments:
     """The statistics are those of x, rounded."""
-    x = s.normal(m, n, scale=2.0, mean=0.3)
+    forward = norm_fwd(s, m, n, kind, centred, y=False)
 
     def statistic(which: int) -> ArrayView:
+        x = forward["x"]
         return s.array((m,), float32, lambda: _statistics(wide(x.numpy()), kind, EPSILON)[which])
 
     return {
+        **forward,
         "dy": s.normal(m, n),
-        "x": x,
-        "weight": s.normal(n) if kind != L2 else None,
         "mean": statistic(0) if kind == LAYER else None,
         "rstd": statistic(1),
         "residual": s.normal(m, n) if residual else None,
         "dx": s.output(m, n),
         "dweight": s.output(n) if kind != L2 else None,
         "dbias": s.output(n) if kind == LAYER else None,
-        "normalization": kind,
-        "zero_centered_gamma": centred,
     }
 
 
