@@ -87,13 +87,13 @@ def _factor(v: Array, a: Any) -> Curve:
     return Curve(np.clip(v, -limit, limit) + offset, (np.abs(v) <= limit) * 1.0, slack, np.zeros_like(v))
 
 
-def _curves(a: Any) -> list[Curve]:
-    """Of x + bias, or of its two halves."""
+def _curves(a: Any) -> tuple[Curve, Curve, bool]:
+    """Of x + bias, or of its first half; what it is multiplied with, 1 where there is no second half; whether
+    there is one."""
     x = wide(a.x if a.bias is None else a.x.astype(np.float32) + a.bias.astype(np.float32))
-    if not ACTIVATIONS[a.activation].gated:
-        return [_curve(x, a.activation, a.params)]
-    left, right = np.split(x, 2, axis=1)
-    return [_curve(left, _FIRST[a.activation], a.params), _factor(right, a)]
+    gated = ACTIVATIONS[a.activation].gated
+    left, right = np.split(x, 2, axis=1) if gated else (x, np.ones_like(x))
+    return _curve(left, _FIRST.get(a.activation, a.activation), a.params), _factor(right, a), gated
 
 
 def act_fwd(
@@ -120,12 +120,10 @@ def act_fwd(
 
 def act_fwd_oracle(a: Any) -> Results:
     """The formulas of ``backends.activation``."""
-    first, *second = _curves(a)
-    if not second:
-        return {"y": (first.value, first.slack)}
-    factor, y = second[0], first.value * second[0].value
+    first, factor, gated = _curves(a)
+    y = first.value * factor.value
     slack = first.slack * np.abs(factor.value) + np.abs(first.value) * factor.slack
-    return {"y": (y, slack + 4 * ROUNDOFF * np.abs(y))}
+    return {"y": (y, slack + 4 * gated * ROUNDOFF * np.abs(y))}
 
 
 def act_bwd(s: Sampler, m: int, n: int, kind: str = "gelu", biased: bool = False, **result: Any) -> Arguments:
@@ -142,16 +140,13 @@ def act_bwd(s: Sampler, m: int, n: int, kind: str = "gelu", biased: bool = False
 
 def act_bwd_oracle(a: Any) -> Results:
     """Their derivatives."""
-    first, *second = _curves(a)
+    first, factor, gated = _curves(a)
     dy = wide(a.dy)
-    if not second:
-        dx = dy * first.slope
-        return {"dx": (dx, np.abs(dy) * first.slope_slack + 2 * ROUNDOFF * np.abs(dx))}
-    factor = second[0]
-    dx = np.concatenate([dy * factor.value * first.slope, dy * first.value * factor.slope], axis=1)
-    left = np.abs(factor.value) * first.slope_slack + factor.slack * np.abs(first.slope)
-    slack = np.concatenate([np.abs(dy) * left, np.abs(dy) * first.slack], axis=1)
-    return {"dx": (dx, slack + 4 * ROUNDOFF * np.abs(dx))}
+    left_slack = np.abs(factor.value) * first.slope_slack + factor.slack * np.abs(first.slope)
+    slopes = [(factor.value * first.slope, left_slack), (first.value * factor.slope, first.slack)]
+    dx, slack = (np.concatenate(halves, axis=1) for halves in zip(*slopes[: 1 + gated], strict=True))
+    dy = np.concatenate([dy] * (1 + gated), axis=1)
+    return {"dx": (dy * dx, np.abs(dy) * slack + (2 + 2 * gated) * ROUNDOFF * np.abs(dy * dx))}
 
 
 _SIZES = ((17, 33), (1, 64), (5, 1), (0, 16), (130, 96))
