@@ -42,7 +42,7 @@ def _map(s: Sampler, rows: int, tokens: int, slots: int, stray: bool) -> Any:
     return s.array((rows, 2), int32, values)
 
 
-def rows(
+def row_sample(
     s: Sampler,
     m: int,
     n: int,
@@ -152,8 +152,8 @@ _WEIGHTED = {f"probs-{kind.name}": {"probs": kind} for kind in (float32, bfloat1
 _ROWS = _cases(plain={}, **_WEIGHTED)
 
 TESTS = (
-    KernelTest("permute_rows", rows, permute_rows_oracle, _ROWS),
-    KernelTest("unpermute_rows", functools.partial(rows, back=True), unpermute_rows_oracle, _ROWS),
+    KernelTest("permute_rows", row_sample, permute_rows_oracle, _ROWS),
+    KernelTest("unpermute_rows", functools.partial(row_sample, back=True), unpermute_rows_oracle, _ROWS),
     KernelTest("permute_probs", permute_probs, permute_probs_oracle, _cases(plain={})),
     KernelTest(
         "unpermute_probs", unpermute_probs, unpermute_probs_oracle, _cases(alone={"alone": True}, **_WEIGHTED)

@@ -133,8 +133,6 @@ _FORMS: dict[str, Options] = {
         "blank": True,
     },
 }
-
-
 _WITH_GAPS: Options = {**_FORMS["thd"], "starts": _GAPS}
 
 
