@@ -20,7 +20,7 @@ from typing import Any
 
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
-from fp8kit.backends.protocol import KERNELS, signature, views
+from fp8kit.backends.protocol import KERNELS, SPECS, signature, views
 from fp8kit.backends.registry import Kind, OpImpl
 from fp8kit.errors import BackendError, meant
 from fp8kit.lab.verify import on, verified
@@ -166,7 +166,7 @@ def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
             "override", "implementation", f"{name}, whose parameters are unknown", _KINDS
         ) from None
     wants_original = bool(given) and given[0].name == "original"
-    if wants_original and not any(p.name == "stream" for p in wanted):
+    if wants_original and not SPECS[operation].launches:
         raise BackendError(
             "override", "implementation", f"{name}(original, ...)", f"{text}: {operation} takes no arrays"
         )
@@ -192,14 +192,7 @@ def _on_its_stream(
     operation: str, function: Callable[..., Any], count: Callable[[], None]
 ) -> Callable[..., Any]:
     """The function, called with positional arguments, CuPy's current stream being the call's."""
-    contract = signature(operation)
-    if "stream" not in contract.parameters:
-
-        def answer(*args: Any, **named: Any) -> Any:
-            count()
-            return function(*contract.bind(*args, **named).args)
-
-        return answer
+    contract, launches = signature(operation), SPECS[operation].launches
 
     def call(*args: Any, **named: Any) -> Any:
         count()
@@ -208,7 +201,7 @@ def _on_its_stream(
         first = next(views(args), None)
         with nullcontext() if first is None else on(first.device, args[-1]):
             answer = function(*args)
-        if answer is not None:  # what was to be written is not written then
+        if launches and answer is not None:  # what was to be written is not written then
             got = f"{getattr(function, '__name__', operation)}, which returns {type(answer).__name__}"
             raise BackendError(
                 "override",
@@ -216,6 +209,7 @@ def _on_its_stream(
                 got,
                 f"results written into the arrays that {operation} is given",
             )
+        return answer
 
     return call
 

@@ -90,34 +90,26 @@ def find(name: str) -> Found:
             if like.name in uses and set(uses[like.name]) <= set(entry.functions)
         ]
         return Found(name, (Part(entry, like, entry.functions, unit),), tuple(whole), path)
-    entries = {entry.name: entry for entry in manifest.sources()}
-    if name in entries:
-        return _own(name, {name: entries[name].functions})
+    functions = {entry.name: entry.functions for entry in manifest.sources()}
     source, _, function = name.partition(":")
-    if source in entries and function in entries[source].functions:
+    if name in functions:
+        return _own(name, {name: functions[name]})
+    if function in functions.get(source, ()):
         return _own(name, {source: (function,)})
     if name in launching():
         return Found(name, _own(name, launching()[name]).parts, (name,))
-    places: dict[str, tuple[str, ...]] = {
-        entry.name: (name,) for entry in entries.values() if name in entry.functions
-    }
+    places = {source: own for source, own in functions.items() if source == f"{name}.cu"}
+    places = {source: (name,) for source, own in functions.items() if name in own} or places
     if places:
         return _own(name, places)
-    if f"{name}.cu" in entries:
-        return _own(name, {f"{name}.cu": entries[f"{name}.cu"].functions})
-    if name in KERNELS:
-        raise ArgumentError(
-            "kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"
-        )
+    wanted = "an operation that launches raw kernels; this one launches none"
     if name.endswith(".cu"):
-        raise ArgumentError(
-            "kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"
-        )
-    known = [*entries, *launching(), *(f for entry in entries.values() for f in entry.functions)]
-    hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
-    raise ArgumentError(
-        "kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"
-    )
+        wanted = f"a .cu file that is there, or a source{meant(name, functions)}"
+    elif name not in KERNELS:
+        known = [*functions, *launching(), *(f for own in functions.values() for f in own)]
+        hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
+        wanted = f"an operation, a raw kernel, a source or a .cu file{hint}"
+    raise ArgumentError("kernels", "name", repr(name), wanted)
 
 
 def _own(name: str, places: dict[str, tuple[str, ...]]) -> Found:

@@ -12,14 +12,16 @@ half such a step for each P and dS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fp8kit.formats import DType, float16, float32
-from fp8kit.ops.attention_spec import AttentionSpec
+from fp8kit.backends.protocol import AttentionSpec
+from fp8kit.formats import DType, float16, float32, float64
 from fp8kit.testing.compare import ROUNDOFF, Array, epsilon
+
+ORDERS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # of dimensions, to (b, h, s, d)
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Sizes:
     h: int = 2
     h_kv: int = 2
     d: int = 16
-    lengths_q: tuple[int, ...] = field(default=())
-    lengths_kv: tuple[int, ...] = field(default=())
+    lengths_q: tuple[int, ...] = ()
+    lengths_kv: tuple[int, ...] = ()
     d_v: int = 0
     over: tuple[int, int, int] = (1, 1, 1)
 
@@ -61,34 +63,36 @@ class Sizes:
         return self.d_v or self.d
 
 
-def visible(sizes: Sizes, rules: Rules, mask: Array | None = None) -> Array:
+def _columns(sizes: Sizes, rules: AttentionSpec) -> tuple[Array, Array]:
+    """Of each batch and row: where its diagonal is, and how many keys there are; (b, 1, s_q | 1, 1)."""
+    queries, keys = (
+        np.array(lengths or (longest,) * sizes.b)[:, None, None, None]
+        for lengths, longest in ((sizes.lengths_q, sizes.s_q), (sizes.lengths_kv, sizes.s_kv))
+    )
+    return np.arange(sizes.s_q)[:, None] + rules.bottom_right * (keys - queries), keys
+
+
+def visible(sizes: Sizes, rules: AttentionSpec, mask: Array | None = None) -> Array:
     """Which scores are seen, bool (b, 1 | h, s_q, s_kv), from the rule's words: one comparison a
     condition."""
-    z = sizes
-    i, j = np.arange(z.s_q)[:, None], np.arange(z.s_kv)
-    n = np.array(z.lengths_q or (z.s_q,) * z.b)[:, None, None, None]
-    m = np.array(z.lengths_kv or (z.s_kv,) * z.b)[:, None, None, None]
-    place = i + (m - n if rules.bottom_right else 0 * n)
+    (place, keys), j = _columns(sizes, rules), np.arange(sizes.s_kv)
     left, right = rules.window
-    found = (i < n) & (j < m) & ((left < 0) | (j >= place - left)) & ((right < 0) | (j <= place + right))
+    found = rows(sizes)[:, None, :, None] & (j < keys)
+    found = found & ((left < 0) | (j >= place - left)) & ((right < 0) | (j <= place + right))
     return np.asarray(found if mask is None else found & (mask == 0))
 
 
-def distance(sizes: Sizes, rules: Rules) -> Array:
-    """|i' - j| as ALiBi takes it, (b, 1, s_q, s_kv)."""
-    z = sizes
-    n = np.array(z.lengths_q or (z.s_q,) * z.b)[:, None, None, None]
-    m = np.array(z.lengths_kv or (z.s_kv,) * z.b)[:, None, None, None]
-    return np.asarray(
-        np.abs(np.arange(z.s_q)[:, None] + (m - n if rules.bottom_right else 0 * n) - np.arange(z.s_kv))
-    )
+def rows(sizes: Sizes) -> Array:
+    """Which rows are no padding, bool (b, s_q)."""
+    return np.arange(sizes.s_q) < np.array(sizes.lengths_q or (sizes.s_q,) * sizes.b)[:, None]
 
 
 class Oracle:
     """Results in float64 and the error bounds of a case. All arrays (b, h, s, d); ``keep``: dropout's factors
     over the scores.
 
-    ``o``, ``lse``, ``grads`` (dq, dk, dv, dbias, doffset) and ``slacks`` beside them. Backward is the
+    ``o``, ``lse``, ``grads`` (dq, dk, dv, dbias, doffset) and the slacks beside them; sizes are the sums of
+    the absolute values of a result's terms. A dtype of float64 rounds nothing. Backward is the
     gradient for ``o_given`` and ``lse_given``, the rounded results that a kernel is handed, or for another
     ``given`` o; ``forward_slack`` is for one that takes its own forward's. ``exact``: the engine keeps P and
     dS in float32.
@@ -98,7 +102,7 @@ class Oracle:
         self,
         dtype: DType,
         sizes: Sizes,
-        rules: Rules,
+        rules: AttentionSpec,
         exact: bool,
         q: Array,
         k: Array,
@@ -111,20 +115,17 @@ class Oracle:
         keep: Array | None = None,
         given: Array | None = None,
     ) -> None:
-        z, scale = sizes, rules.softmax_scale
-        group = z.h // z.h_kv
+        z, self.scale, self.group = sizes, rules.softmax_scale, sizes.h // sizes.h_kv
         q, k, v, do = (np.asarray(x).astype(np.float64) for x in (q, k, v, do))
-        k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+        k, v = (np.repeat(x, self.group, axis=1) for x in (k, v))
         seen = np.broadcast_to(visible(z, rules, mask), (z.b, z.h, z.s_q, z.s_kv))
-        self.rows = np.arange(z.s_q) < np.array(z.lengths_q or (z.s_q,) * z.b)[:, None, None]
-        added = np.zeros((1, 1, 1, 1))
-        if bias is not None:
-            added = bias.astype(np.float64) * (scale if rules.bias == "pre_scale_bias" else 1)
+        self.rows = rows(z)[:, None]
+        bias_factor = self.scale if rules.bias == "pre_scale_bias" else 1.0
+        added = np.zeros((1, 1, 1, 1)) if bias is None else bias.astype(np.float64) * bias_factor
         if slopes is not None:
-            added = -np.broadcast_to(slopes.astype(np.float64), (z.b, z.h))[..., None, None] * distance(
-                z, rules
-            )
-        scores = np.where(seen, scale * q @ k.swapaxes(-1, -2) + added, -np.inf)
+            distance = np.abs(_columns(z, rules)[0] - np.arange(z.s_kv))
+            added = -np.broadcast_to(slopes.astype(np.float64), (z.b, z.h))[..., None, None] * distance
+        scores = np.where(seen, self.scale * q @ k.swapaxes(-1, -2) + added, -np.inf)
         sink = np.full((z.h, 1, 1), -np.inf if rules.softmax_type == "vanilla" else 0.0)
         if offset is not None:
             sink = offset.astype(np.float64)[:, None, None]
@@ -136,57 +137,60 @@ class Oracle:
         finite = np.where(np.isfinite(self.lse), self.lse, 0)[..., None]
         p = np.where(seen, np.exp(scores - finite), 0)
         factors = np.ones(1) if keep is None else keep
-        self.o = (p * factors) @ v
+        kept = p * factors
+        self.o = kept @ v
 
-        largest = (
-            scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)).max(initial=0)
-            + np.abs(added).max()
-            + np.abs(finite).max()
-        )
+        self.score_size = self.scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)).max(initial=0)
+        largest = self.score_size + np.abs(added).max() + np.abs(finite).max()
         self.score_error = (z.d + 6) * ROUNDOFF * largest
         relative = 2 * self.score_error + (z.s_kv + z.d + 16) * ROUNDOFF
         if not exact and dtype is not float32:
             relative += epsilon(dtype)
         step = 0.0 if exact or dtype is not float16 else 2.0**-25
-        self.o_slack = (relative * p * factors + step * (p > 0)) @ np.abs(v)
+        self.o_size = kept @ np.abs(v)
+        self.o_slack = relative * self.o_size + step * (p > 0) @ np.abs(v)
         self.lse_slack = self.score_error + (z.s_kv + 16) * ROUNDOFF + 2 * ROUNDOFF * np.abs(finite[..., 0])
 
-        self.o_given = self.o.astype(np.float32).astype(dtype.numpy) if given is None else given
+        rounded = self.o if dtype is float64 else self.o.astype(np.float32).astype(dtype.numpy)
+        self.o_given = rounded if given is None else given
         self.lse_given = self.lse.astype(np.float32)
         terms = do * self.o_given.astype(np.float64)
         delta, delta_size = terms.sum(-1, keepdims=True), np.abs(terms).sum(-1, keepdims=True)
-        ds = p * (do @ v.swapaxes(-1, -2) * factors - delta)
-        size = p * (np.abs(do) @ np.abs(v).swapaxes(-1, -2) * factors + delta_size)
-        relative += (z.s_q * group + 2 * z.d + 8) * ROUNDOFF
-
-        def over_group(x: Array) -> Array:
-            return np.asarray(x.reshape(z.b, z.h_kv, group, *x.shape[2:]).sum(2))
-
-        ds_t, size_t, kept = ds.swapaxes(-1, -2), size.swapaxes(-1, -2), (p * factors).swapaxes(-1, -2)
-        self.sizes: dict[str, Array] = {}
+        self.probabilities, self.kept, upstream = p, kept, do @ v.swapaxes(-1, -2) * factors
+        self.upstream_size = np.abs(do) @ np.abs(v).swapaxes(-1, -2) * factors
+        ds, size = p * (upstream - delta), p * (self.upstream_size + delta_size)
+        relative += (z.s_q * self.group + 2 * z.d + 8) * ROUNDOFF
+        self.grads = self.products(ds, kept, q, k, do)
+        self.slacks = self.products(
+            relative * size + step * (size > 0), relative * kept + step * (kept > 0), *map(np.abs, (q, k, do))
+        )
         self.rounding = 0.0 if dtype is float32 else epsilon(dtype)
-        self.grads = {"dq": scale * ds @ k, "dk": over_group(scale * ds_t @ q), "dv": over_group(kept @ do)}
-        self.slacks = {
-            "dq": scale * (relative * size + step * (p > 0)) @ np.abs(k),
-            "dk": over_group(scale * (relative * size_t + step * (size_t > 0)) @ np.abs(q)),
-            "dv": over_group((relative * kept + step * (kept > 0)) @ np.abs(do)),
-        }
+        self.sizes: dict[str, Array] = {}
+        # dS itself is not rounded on its way to dbias and doffset, on any engine
         if bias is not None:
             axes = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
-            factor = scale if rules.bias == "pre_scale_bias" else 1.0
-            summed = z.b * z.h * z.s_q * z.s_kv // bias.size
-            self.grads["dbias"] = factor * ds.sum(axes, keepdims=True)
-            # dS itself is not rounded on its way to dbias, on any engine
-            precise = 2 * self.score_error + (z.s_kv + 3 * z.d + 24 + summed) * ROUNDOFF
-            self.sizes["dbias"] = factor * size.sum(axes, keepdims=True)
-            self.slacks["dbias"] = precise * self.sizes["dbias"]
+            self.grads["dbias"], self.sizes["dbias"] = (
+                bias_factor * x.sum(axes, keepdims=True) for x in (ds, size)
+            )
+            self._precise("dbias", z.s_kv + 3 * z.d + 24 + size.size // bias.size)
         if offset is not None:
             with np.errstate(invalid="ignore"):
                 weight = np.where(self.rows, np.exp(sink[..., 0] - finite[..., 0]), 0)
             self.grads["doffset"] = -(weight * delta[..., 0]).sum((0, 2))
-            precise = 2 * self.score_error + (z.b * z.s_q + z.d + 24) * ROUNDOFF
             self.sizes["doffset"] = (weight * delta_size[..., 0]).sum((0, 2))
-            self.slacks["doffset"] = precise * self.sizes["doffset"]
+            self._precise("doffset", z.b * z.s_q + z.d + 24)
+
+    def _precise(self, name: str, terms: int) -> None:
+        self.slacks[name] = (2 * self.score_error + terms * ROUNDOFF) * self.sizes[name]
+
+    def products(self, ds: Array, kept: Array, q: Array, k: Array, do: Array) -> dict[str, Array]:
+        """dq, dk and dv from dS and the probabilities that dropout kept; ``k`` is repeated for its group."""
+
+        def over_group(x: Array) -> Array:
+            return np.asarray(x.reshape(len(x), -1, self.group, *x.shape[2:]).sum(2))
+
+        dk, dv = self.scale * ds.swapaxes(-1, -2) @ q, kept.swapaxes(-1, -2) @ do
+        return {"dq": self.scale * ds @ k, "dk": over_group(dk), "dv": over_group(dv)}
 
     def forward_slack(self, name: str) -> Array:
         """The slack of a gradient whose backward took the o and the log-sum-exp that its own forward made:
@@ -212,43 +216,16 @@ def attention_oracle(
     Source: Vaswani et al. 2017, 3.2; the gradients are the derivatives of its formula (Dao et al. 2022,
     appendix B). NumPy's ValueError for shapes that do not fit each other.
     """
-    order = (1, 2, 0, 3) if spec.qkv_format == "sbhd" else (0, 2, 1, 3)
-    back = tuple(int(i) for i in np.argsort(order))
+    order = ORDERS[spec.qkv_format]
     q, k, v, do = (np.asarray(x, np.float64).transpose(order) for x in (q, k, v, do))
-    repeat = spec.num_heads // spec.num_gqa_groups
-    k, v = np.repeat(k, repeat, 1), np.repeat(v, repeat, 1)
-    b, rows, columns = q.shape[0], q.shape[2], k.shape[2]
-    i, j = np.arange(rows)[:, None], np.arange(columns)
-    seen = np.ones((b, 1, rows, columns), bool)
-    lengths_q, lengths_kv = np.full((b, 1, 1, 1), rows), np.full((b, 1, 1, 1), columns)
-    if cu_seqlens is not None:
-        lengths_q, lengths_kv = (np.diff(np.asarray(c))[:, None, None, None] for c in cu_seqlens)
-    place, (left, right) = i + (lengths_kv - lengths_q) * spec.bottom_right, spec.window
-    seen = (
-        seen
-        & (i < lengths_q)
-        & (j < lengths_kv)
-        & ((left < 0) | (j >= place - left))
-        & ((right < 0) | (j <= place + right))
-    )
-    scores = np.where(seen, spec.softmax_scale * q @ k.swapaxes(2, 3), -np.inf)
-    with np.errstate(divide="ignore"):
-        top = np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0)
-        lse = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
-    p = np.where(seen, np.exp(scores - np.where(np.isfinite(lse), lse, 0)), 0)
-    dropped = p * keep
-
-    def results(q: Any, k: Any, v: Any, do: Any, sign: int) -> dict[str, Any]:
-        o = dropped @ v
-        ds = (
-            spec.softmax_scale * p * (keep * (do @ v.swapaxes(2, 3)) + sign * (do * o).sum(-1, keepdims=True))
-        )
-        found = {"o": o, "dq": ds @ k, "dk": ds.swapaxes(2, 3) @ q, "dv": dropped.swapaxes(2, 3) @ do}
-        grouped = {
-            n: found[n].reshape(b, -1, repeat, columns, found[n].shape[3]).sum(2) for n in ("dk", "dv")
-        }
-        return {n: x.transpose(back) for n, x in (found | grouped).items()}
-
-    values, sizes = results(q, k, v, do, -1), results(abs(q), abs(k), abs(v), abs(do), 1)
-    score_size = spec.softmax_scale * (abs(q) @ abs(k).swapaxes(2, 3)).max()
-    return {"lse": (lse[..., 0], score_size), **{n: (values[n], sizes[n]) for n in values}}
+    (b, h, s_q, d), (_, h_kv, s_kv, d_v) = q.shape, v.shape
+    lengths_q, lengths_kv = (tuple(np.diff(np.asarray(c)).tolist()) for c in cu_seqlens or ((), ()))
+    sizes = Sizes(b, s_q, s_kv, h, h_kv, d, lengths_q, lengths_kv, d_v)
+    exact = Oracle(float64, sizes, spec, True, q, k, v, do, keep=np.asarray(keep))
+    delta_size = (abs(do) * exact.o_size).sum(-1, keepdims=True)
+    ds_size = exact.probabilities * (exact.upstream_size + delta_size)
+    k = np.repeat(k, exact.group, 1)
+    magnitudes = {"o": exact.o_size, **exact.products(ds_size, exact.kept, abs(q), abs(k), abs(do))}
+    values, back = {"o": exact.o, **exact.grads}, np.argsort(order)
+    found = {name: (values[name].transpose(back), size.transpose(back)) for name, size in magnitudes.items()}
+    return {"lse": (exact.lse, exact.score_size), **found}

@@ -7,6 +7,7 @@ from the number of terms and their magnitude. A slack of -Inf or NaN allows no e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,13 @@ def sum_slack(magnitude: Any, terms: Any) -> Any:
     return (terms + 4) * ROUNDOFF * magnitude
 
 
-def _first(bad: Array) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)) if bad.shape else ()
+def assert_nowhere(what: str, wrong: Array, said: Callable[[tuple[int, ...]], str]) -> None:
+    """AssertionError where ``wrong``, of any shape, is True: how often, the first coordinate, and what is
+    ``said`` of it."""
+    if wrong.any():
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+        count = f"{int(wrong.sum())} of {wrong.size} differ"
+        raise AssertionError(f"{what}: {count}, first at {at}: {said(at)}")
 
 
 def errors(got: Any, reference: Any, dtype: DType | str, slack: Any = 0.0) -> tuple[Array, Array]:
@@ -69,14 +75,12 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
     if g.shape != r.shape:
         raise AssertionError(f"{what}: shape {g.shape}, expected {r.shape}")
     error, limit = errors(g, r, dtype, slack)
-    wrong = (error > 0) & ~(error <= limit)  # a slack of NaN allows nothing
-    if wrong.any():
-        at = _first(wrong)
-        value, allowed = g.astype(np.float64)[at], np.broadcast_to(limit, r.shape)[at]
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {r.size} differ, first at {at}: got {value!r}, "
-            f"expected {r[at]!r} +- {allowed:.3g}"
-        )
+
+    def said(at: tuple[int, ...]) -> str:
+        allowed = np.broadcast_to(limit, r.shape)[at]
+        return f"got {g.astype(np.float64)[at]!r}, expected {r[at]!r} +- {allowed:.3g}"
+
+    assert_nowhere(what, (error > 0) & ~(error <= limit), said)  # a slack of NaN allows nothing
 
 
 def same_values(got: Array, expected: Array) -> Array:
@@ -102,14 +106,12 @@ def assert_same_bits(what: str, got: Any, expected: Any) -> None:
     g, e = np.ascontiguousarray(got), np.ascontiguousarray(expected)
     if g.shape != e.shape or g.dtype != e.dtype:
         raise AssertionError(f"{what}: {g.dtype} {g.shape}, expected {e.dtype} {e.shape}")
-    bits = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[g.dtype.itemsize]
-    differ = g.view(bits) != e.view(bits)
-    if differ.any():
-        at = _first(differ)
-        raise AssertionError(
-            f"{what}: {int(differ.sum())} of {g.size} differ, first at {at}: "
-            f"got {g[at]!r} ({g.view(bits)[at]:#x}), expected {e[at]!r} ({e.view(bits)[at]:#x})"
-        )
+    ours, right = (x.view(f"u{x.dtype.itemsize}") for x in (g, e))
+
+    def said(at: tuple[int, ...]) -> str:
+        return f"got {g[at]!r} ({ours[at]:#x}), expected {e[at]!r} ({right[at]:#x})"
+
+    assert_nowhere(what, ours != right, said)
 
 
 def relative_error(got: Any, reference: Any) -> float:

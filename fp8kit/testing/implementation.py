@@ -50,26 +50,12 @@ class ContractReport:
         where = f"{self.impl.impl_id} ({self.impl.op_name}) on {self.device}"
         if self.missing:
             return f"{where}: NOT TESTED: {self.missing}"
-        title = (
-            "keeps the contract"
-            if self.ok
-            else "takes no case"
-            if not self.count("broken")
-            else "BREAKS THE CONTRACT"
-        )
-        numbers = (
-            f"{self.count('kept')} cases kept, {self.count('left')} left to others, "
-            f"{self.count('broken')} broken"
-        )
-        reasons = dict.fromkeys(
-            f"left: {outcome.detail}" for outcome in self.outcomes if outcome.verdict == "left"
-        )
-        broken = [
-            f"broken: {outcome.case}: {outcome.detail}"
-            for outcome in self.outcomes
-            if outcome.verdict == "broken"
-        ]
-        return "\n  ".join([f"{where}: {title}: {numbers}", *reasons, *broken])
+        kept, left, broken = map(self.count, ("kept", "left", "broken"))
+        title = "BREAKS THE CONTRACT" if broken else "keeps the contract" if kept else "takes no case"
+        reasons = [f"left: {o.detail}" for o in self.outcomes if o.verdict == "left"]
+        failures = [f"broken: {o.case}: {o.detail}" for o in self.outcomes if o.verdict == "broken"]
+        numbers = f"{kept} cases kept, {left} left to others, {broken} broken"
+        return "\n  ".join([f"{where}: {title}: {numbers}", *dict.fromkeys(reasons), *failures])
 
 
 def check_implementation(
@@ -114,24 +100,19 @@ def _report(impl: OpImpl, device: Device, workspace: OpImpl | None) -> ContractR
     except BackendError as error:
         return ContractReport(impl, device, (Outcome("signature", "broken", str(error)),))
     dispatch.get_default_manager().ensure_initialized(device.kind)
-    own = {name: _of_engine(name, impl.engine) for name in SERVES.get(impl.op_name, (impl.op_name,))}
+    tested = {impl.op_name: impl}
     if impl.op_name in SERVES:
-        workspace, tested = impl, {name: found for name, found in own.items() if found is not None}
+        workspace, served = impl, SERVES[impl.op_name]
+        own = ((name, _of_engine(name, impl.engine)) for name in served)
+        tested = {name: found for name, found in own if found is not None}
         if not tested:
-            return ContractReport(
-                impl, device, (), f"its engine has registered none of {', '.join(SERVES[impl.op_name])}"
-            )
-    else:
-        tested = {impl.op_name: impl}
+            return ContractReport(impl, device, (), f"its engine has registered none of {', '.join(served)}")
     kernels = SimpleNamespace(**vars(dispatch.kernels(device)))
     for name, one in tested.items():
         setattr(kernels, name, checked(one))
         for measure in (measure for measure, served in SERVES.items() if name in served):
-            found = (
-                workspace
-                if workspace is not None and workspace.op_name == measure
-                else _of_engine(measure, impl.engine)
-            )
+            given = workspace is not None and workspace.op_name == measure
+            found = workspace if given else _of_engine(measure, impl.engine)
             setattr(kernels, measure, found.fn if found is not None else _no_bytes)
     return ContractReport(
         impl, device, tuple(_outcome(case, kernels, device) for case in cases() if case.kernel in tested)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.protocol import KERNELS, SPECS, Kernels, KernelSpec, map_arrays, views
 from fp8kit.formats import HIGH_PRECISION, DType, float32, uint8
 from fp8kit.testing.compare import (
+    ROUNDOFF,
     Array,
     assert_close,
     assert_same_bits,
@@ -31,7 +33,37 @@ from fp8kit.testing.compare import (
     sum_slack,
 )
 from fp8kit.testing.contract.casts import cast_results
-from fp8kit.testing.contract.sampler import GUARD, Sampler
+from fp8kit.testing.contract.sampler import GUARD, Sampler, narrowed
+
+__all__ = [
+    "ROUNDOFF",
+    "Arguments",
+    "Array",
+    "Case",
+    "KernelTest",
+    "Options",
+    "Results",
+    "SampleCall",
+    "Sampler",
+    "cases",
+    "coded",
+    "column_sums",
+    "copied",
+    "epsilon",
+    "get",
+    "host",
+    "kernel_test",
+    "narrowed",
+    "poisoned",
+    "product",
+    "put",
+    "sized",
+    "snapshot",
+    "sum_slack",
+    "typed",
+    "wide",
+    "workspace",
+]
 
 # What an oracle says of an output: its bits, or a float64 value and the slack of ``assert_close``.
 Expected = Array | tuple[Any, Any]
@@ -45,10 +77,10 @@ class KernelTest:
     """How a kernel is tested, and timed.
 
     * ``sample(sampler, rows, columns, **options)``: arguments by name; those that are absent need not be
-      named, nor stream and workspace. Sizes and options have defaults.
-    * ``oracle(a)``: output -> ``Expected``. ``a`` has the call's arguments as they were before it, arrays as
-      NumPy on the host, and its ``device``. What the spec derives from another array (``casts``, ``sums``,
-      ``rounded``) is not among them. None: the spec says it all.
+      named, nor stream and workspace. Options have defaults; sizes of 0 are for samples that take others.
+    * ``oracle(a)``: output -> ``Expected``; what is updated and not among them keeps its value. ``a`` has the
+      call's arguments as they were before it, arrays as NumPy on the host, and its ``device``. What the spec
+      derives from another array (``casts``, ``sums``, ``rounded``) is left out. None: the spec says it all.
     * ``cases``: name -> options, and those of ``Case``.
     * ``timed``: options of the call that is timed.
     """
@@ -62,14 +94,15 @@ class KernelTest:
     def arguments(
         self,
         sampler: Sampler,
-        *sizes: int,
+        m: int = 0,
+        n: int = 0,
         parts: Mapping[str, tuple[int | None, int, int]] | None = None,
         same: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Arguments:
         """The arguments of a call by name; ``parts``, ``same``: see ``Case``."""
         spec = SPECS[self.kernel]
-        made = spec.complete(self.sample(sampler, *sizes, **options))
+        made = spec.complete(self.sample(sampler, m, n, **options))
         placed = {id(made[name]): sampler.part(made[name], *place) for name, place in (parts or {}).items()}
         made = {name: placed.get(id(value), value) for name, value in made.items()}
         made |= {name: made[other] for name, other in (same or {}).items()}
@@ -88,11 +121,13 @@ class KernelTest:
             if getattr(a, output) is not None:
                 found[output] = column_sums(stored[source] if source in stored else getattr(a, source))
         for output, source in spec.rounded.items():
-            for i, (rounded, whole) in enumerate(zip(getattr(a, output), getattr(a, source), strict=True)):
-                if whole is not None:
-                    found.setdefault(f"{output}[{i}]", stored[f"{source}[{i}]"].astype(rounded.dtype))
+            for i, rounded in enumerate(getattr(a, output)):
+                if f"{source}[{i}]" in found:
+                    found[f"{output}[{i}]"] = stored[f"{source}[{i}]"].astype(rounded.dtype)
         if spec.casts:
             found |= cast_results(a, stored.get(spec.casts, getattr(a, spec.casts)))
+        for name in spec.updates:
+            found = named(name, getattr(a, name)) | found
         return found
 
     def slacks(self, a: Any) -> dict[str, Any]:
@@ -199,8 +234,7 @@ class SampleCall:
 
 def _region(memory: Array, whole: ArrayView, view: ArrayView) -> Array:
     start = (view.ptr - whole.ptr) // whole.dtype.itemsize
-    strides = [stride * whole.dtype.itemsize for stride in view.strides]
-    return np.lib.stride_tricks.as_strided(memory[start:], view.shape, strides)
+    return arrays.as_view(memory).with_strides(view.shape, view.strides, start).numpy()
 
 
 def _within(view: ArrayView, whole: ArrayView) -> bool:
@@ -215,10 +249,19 @@ def compare(name: str, got: Array, expected: Expected) -> None:
         assert_same_values(name, got, expected)
 
 
+def named(name: str, value: Any) -> dict[str, Any]:
+    """The results in one argument, an array or a list of them, by name."""
+    return {f"{name}[{i}]": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
+
+
+def summed(terms: Array) -> tuple[Array, Array]:
+    """Column sums in float64, and the error that float32 may make."""
+    return terms.sum(0), sum_slack(np.abs(terms).sum(0), len(terms))
+
+
 def column_sums(x: Array) -> Expected:
     """Column sums of an array as it is stored."""
-    values = wide(x)
-    return values.sum(0), sum_slack(np.abs(values).sum(0), len(values))
+    return summed(wide(x))
 
 
 @functools.cache
@@ -237,18 +280,39 @@ def cases(kernel: str | None = None) -> Iterator[Case]:
             yield from (Case(name, case, test, options) for case, options in test.cases.items())
 
 
+def product(name: str, axes: Mapping[str, Iterable[Any]], /, **options: Any) -> dict[str, Options]:
+    """A case for each combination of the axes' values, named by ``name.format`` of them.
+
+    Axis -> the values of the option that it names, or of several, "m n", side by side; where the values are a
+    mapping, the axis stands for its keys in the name, each of which brings options of its own.
+    """
+    found: dict[str, Options] = {}
+    for values in itertools.product(*axes.values()):
+        words: Options = {}
+        own = dict(options)
+        for (axis, choices), value in zip(axes.items(), values, strict=True):
+            chosen = dict(zip(axis.split(), value, strict=True)) if " " in axis else {axis: value}
+            words |= chosen
+            own |= choices[value] if isinstance(choices, Mapping) else chosen
+        found[name.format(**words).rstrip("-")] = own
+    return found
+
+
 def typed(cases: Mapping[str, Options], dtypes: tuple[DType, ...] = HIGH_PRECISION) -> dict[str, Options]:
     """Cases in every dtype, whose name comes first."""
-    return {
-        f"{dtype.name}-{name}" if name else dtype.name: {"dtype": dtype, **options}
-        for dtype in dtypes
-        for name, options in cases.items()
-    }
+    return product("{dtype.name}-{case}", {"dtype": dtypes, "case": cases})
 
 
-def sized(sizes: tuple[tuple[int, int], ...], **options: Any) -> dict[str, Options]:
+def sized(sizes: Iterable[tuple[int, int]], **options: Any) -> dict[str, Options]:
     """A case for each (rows, columns)."""
-    return {f"{m}x{n}": {"m": m, "n": n, **options} for m, n in sizes}
+    return product("{m}x{n}", {"m n": sizes}, **options)
+
+
+def coded(
+    result: str, m: int, n: int, pad: tuple[int, int] = (0, 0), keep: bool = False, **cast: Any
+) -> Options:
+    """A case with a cast of ``result``; ``keep``: with the result itself beside it."""
+    return {"m": m, "n": n, result: keep, "cast": {"pad": pad, **cast}}
 
 
 def copied(arguments: Mapping[str, Any]) -> Arguments:

@@ -18,9 +18,20 @@ import numpy as np
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.backends.protocol import Rule
 from fp8kit.formats import E4M3, E5M2
-from fp8kit.testing.compare import ROUNDOFF, Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    coded,
+    product,
+    sized,
+    typed,
+    wide,
+)
 
 _GELU = math.sqrt(2 / math.pi)
 _PARAMS = {"clamped_swiglu": (2.0, 1.3, 0.75)}  # such that many elements lie beyond the limit
@@ -76,28 +87,20 @@ def _factor(v: Array, a: Any) -> Curve:
     return Curve(np.clip(v, -limit, limit) + offset, (np.abs(v) <= limit) * 1.0, slack, np.zeros_like(v))
 
 
-def _curves(a: Any) -> list[Curve]:
-    """Of x + bias, or of its two halves."""
+def _curves(a: Any) -> tuple[Curve, Curve, bool]:
+    """Of x + bias, or of its first half; what it is multiplied with, 1 where there is no second half; whether
+    there is one."""
     x = wide(a.x if a.bias is None else a.x.astype(np.float32) + a.bias.astype(np.float32))
-    if not ACTIVATIONS[a.activation].gated:
-        return [_curve(x, a.activation, a.params)]
-    left, right = np.split(x, 2, axis=1)
-    return [_curve(left, _FIRST[a.activation], a.params), _factor(right, a)]
+    gated = ACTIVATIONS[a.activation].gated
+    left, right = np.split(x, 2, axis=1) if gated else (x, np.ones_like(x))
+    return _curve(left, _FIRST.get(a.activation, a.activation), a.params), _factor(right, a), gated
 
 
 def act_fwd(
-    s: Sampler,
-    m: int,
-    n: int,
-    kind: str = "gelu",
-    biased: bool = False,
-    y: bool = True,
-    amax: float | None = None,
-    cast: Options | None = None,
-    nan: bool = False,
+    s: Sampler, m: int, n: int, kind: str = "gelu", biased: bool = False, nan: bool = False, **result: Any
 ) -> Arguments:
     """x of 3 standard deviations, so that both tails are met; ``n``: columns of y. ``nan``: one in each half
-    of x, in rows of their own."""
+    of x, in rows of their own. ``result``: see ``Sampler.result``."""
     columns = ACTIVATIONS[kind].parts * n
 
     def values() -> Array:
@@ -109,9 +112,7 @@ def act_fwd(
     return {
         "x": s.array((m, columns), s.dtype, values),
         "bias": s.normal(columns) if biased else None,
-        "y": s.output(m, n) if y else None,
-        "amax": s.scalar(amax),
-        "cast": s.cast(m, n, cast),
+        **s.result("y", m, n, **result),
         "activation": kind,
         "params": _PARAMS.get(kind, ()),
     }
@@ -119,104 +120,89 @@ def act_fwd(
 
 def act_fwd_oracle(a: Any) -> Results:
     """The formulas of ``backends.activation``."""
-    first, *second = _curves(a)
-    if not second:
-        return {"y": (first.value, first.slack)}
-    factor, y = second[0], first.value * second[0].value
+    first, factor, gated = _curves(a)
+    y = first.value * factor.value
     slack = first.slack * np.abs(factor.value) + np.abs(first.value) * factor.slack
-    return {"y": (y, slack + 4 * ROUNDOFF * np.abs(y))}
+    return {"y": (y, slack + 4 * gated * ROUNDOFF * np.abs(y))}
 
 
-def act_bwd(
-    s: Sampler,
-    m: int,
-    n: int,
-    kind: str = "gelu",
-    biased: bool = False,
-    dx: bool = True,
-    amax: float | None = None,
-    cast: Options | None = None,
-) -> Arguments:
+def act_bwd(s: Sampler, m: int, n: int, kind: str = "gelu", biased: bool = False, **result: Any) -> Arguments:
     """As ``act_fwd``; dbias where there is a bias."""
-    forward = act_fwd(s, m, n, kind, biased, False)
+    forward = act_fwd(s, m, n, kind, biased, y=False)
     columns = forward["x"].shape[1]
     return {
         **forward,
         "dy": s.normal(m, n),
-        "dx": s.output(m, columns) if dx else None,
         "dbias": s.output(columns) if biased else None,
-        "amax": s.scalar(amax),
-        "cast": s.cast(m, columns, cast),
+        **s.result("dx", m, columns, **result),
     }
 
 
 def act_bwd_oracle(a: Any) -> Results:
     """Their derivatives."""
-    first, *second = _curves(a)
+    first, factor, gated = _curves(a)
     dy = wide(a.dy)
-    if not second:
-        dx = dy * first.slope
-        return {"dx": (dx, np.abs(dy) * first.slope_slack + 2 * ROUNDOFF * np.abs(dx))}
-    factor = second[0]
-    dx = np.concatenate([dy * factor.value * first.slope, dy * first.value * factor.slope], axis=1)
-    left = np.abs(factor.value) * first.slope_slack + factor.slack * np.abs(first.slope)
-    slack = np.concatenate([np.abs(dy) * left, np.abs(dy) * first.slack], axis=1)
-    return {"dx": (dx, slack + 4 * ROUNDOFF * np.abs(dx))}
+    left_slack = np.abs(factor.value) * first.slope_slack + factor.slack * np.abs(first.slope)
+    slopes = [(factor.value * first.slope, left_slack), (first.value * factor.slope, first.slack)]
+    dx, slack = (np.concatenate(halves, axis=1) for halves in zip(*slopes[: 1 + gated], strict=True))
+    dy = np.concatenate([dy] * (1 + gated), axis=1)
+    return {"dx": (dy * dx, np.abs(dy) * slack + (2 + 2 * gated) * ROUNDOFF * np.abs(dy * dx))}
 
 
 _SIZES = ((17, 33), (1, 64), (5, 1), (0, 16), (130, 96))
 _BIASED: Options = {"biased": True}
 _RULES = (Rule(False, 0.0), Rule(True, 1e3))
+_KINDS = tuple(ACTIVATIONS)
 
 
-def _codes(
-    m: int, n: int, result: str, pad: tuple[int, int] = (0, 0), keep: bool = False, **cast: Any
-) -> Options:
-    """A case with a bias and a cast; ``keep``: with the high-precision ``result`` beside it."""
-    return {"m": m, "n": n, **_BIASED, result: keep, "cast": {"pad": pad, **cast}}
+def _codes(*result: Any, **cast: Any) -> Options:
+    """A case with a bias and a cast."""
+    return {**_BIASED, **coded(*result, **cast)}
 
 
 def _cases(result: str, fmt: Any, padded: Options, rows: int) -> dict[str, Options]:
     """Cases of ``act_fwd`` or ``act_bwd``: every activation, and more of two."""
     every = {
         **sized(_SIZES),
-        **{f"bias-amax-{amax}": {"m": rows, "n": 40, **_BIASED, "amax": amax} for amax in (0.0, 1e4)},
-        "cast": _codes(32, 48, result, fmt=fmt),
-        **{f"cast-{f}-whole": _codes(128, 256, result, fmt=f) for f in (E4M3, E5M2)},
+        **product("bias-amax-{amax}", {"amax": (0.0, 1e4)}, m=rows, n=40, **_BIASED),
+        "cast": _codes(result, 32, 48, fmt=fmt),
+        **{f"cast-{f}-whole": _codes(result, 128, 256, fmt=f) for f in (E4M3, E5M2)},
         f"cast-padded-{result}": padded,
     }
-    some = {f"cast-{m}x{n}": _codes(m, n, result, fmt=fmt) for m, n in ((0, 128), (192, 128))}
+    some = {f"cast-{m}x{n}": _codes(result, m, n, fmt=fmt) for m, n in ((0, 128), (192, 128))}
     return {
-        f"{kind}-{name}": {**own, "kind": kind}
-        for kind in ACTIVATIONS
-        for name, own in {**every, **(some if kind in ("gelu", "swiglu") else {})}.items()
+        **product("{kind}-{case}", {"kind": _KINDS, "case": every}),
+        **product("{kind}-{case}", {"kind": ("gelu", "swiglu"), "case": some}),
     }
 
 
 _FWD = {
-    **_cases("y", E4M3, _codes(17, 33, "y", (15, 15), True, fmt=E5M2), 19),
+    **_cases("y", E4M3, _codes("y", 17, 33, (15, 15), True, fmt=E5M2), 19),
     **{
-        f"{fmt}-cast-by-amax-{m}-{rule.power_2}": _codes(m, n, "y", fmt=fmt, rule=rule, amax=4.0)
+        f"{fmt}-cast-by-amax-{m}-{rule.power_2}": _codes("y", m, n, fmt=fmt, rule=rule, amax=4.0)
         for fmt in (E4M3, E5M2)
         for m, n in ((32, 48), (128, 256))
         for rule in _RULES
     },
-    "gelu-cast-rowwise": _codes(70, 80, "y", (10, 0), only="q"),
-    **{
-        f"{kind}-amax-alone-{m}x{n}": {"m": m, "n": n, **_BIASED, "kind": kind, "y": False, "amax": 0.0}
-        for kind in ACTIVATIONS
-        for m, n in ((17, 33), (128, 256))
-    },
+    "gelu-cast-rowwise": _codes("y", 70, 80, (10, 0), only="q"),
+    **product(
+        "{kind}-amax-alone-{m}x{n}",
+        {"kind": _KINDS, "m n": ((17, 33), (128, 256))},
+        y=False,
+        amax=0.0,
+        **_BIASED,
+    ),
 }
 _BWD = {
-    **_cases("dx", E5M2, _codes(17, 33, "dx", (15, 14), True), 70),
-    **{
-        f"{kind}-cast-by-amax": {**_codes(128, 256, "dx", fmt=E5M2, rule=_RULES[0], amax=4.0), "kind": kind}
-        for kind in ("gelu", "swiglu")
-    },
-    "gelu-cast-rowwise": _codes(70, 80, "dx", (10, 0), fmt=E5M2, only="q"),
+    **_cases("dx", E5M2, _codes("dx", 17, 33, (15, 14), True), 70),
+    **product(
+        "{kind}-cast-by-amax",
+        {"kind": ("gelu", "swiglu")},
+        **_codes("dx", 128, 256, fmt=E5M2, rule=_RULES[0], amax=4.0),
+    ),
+    "gelu-cast-rowwise": _codes("dx", 70, 80, (10, 0), fmt=E5M2, only="q"),
 }
-_NAN = {f"{kind}-nan": {"m": 4, "n": 40, "kind": kind, "nan": True} for kind in ACTIVATIONS}
+_NAN = product("{kind}-nan", {"kind": _KINDS}, m=4, n=40, nan=True)
 
 TESTS = (
     KernelTest(

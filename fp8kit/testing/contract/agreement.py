@@ -9,7 +9,7 @@ import numpy as np
 from fp8kit import codec
 from fp8kit.backends.protocol import Output
 from fp8kit.formats import FORMATS, uint8
-from fp8kit.testing.compare import Array, epsilon, errors, same_values
+from fp8kit.testing.compare import Array, assert_nowhere, epsilon, errors, same_values
 
 
 def errors_of(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -> tuple[Array, Array]:
@@ -41,14 +41,13 @@ def assert_agree(output: Output, got: Array, want: Array, slacks: dict[str, Any]
     """AssertionError with the first coordinate where a result is further from the reference's than two right
     ones may be from each other."""
     error, limit = errors_of(output, got, want, slacks)
-    wrong = np.broadcast_to(error > limit, want.shape)
-    if wrong.any():
-        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
-        allowed, right = float(np.broadcast_to(limit, want.shape)[at]), _shown(output, want[at])
-        raise AssertionError(
-            f"{output.name}: {int(wrong.sum())} of {wrong.size} differ, first at {at}: "
-            f"got {_shown(output, got[at])}, expected {right}" + (f" +- {allowed:.3g}" if allowed else "")
-        )
+
+    def said(at: tuple[int, ...]) -> str:
+        allowed = float(np.broadcast_to(limit, want.shape)[at])
+        right = _shown(output, want[at]) + (f" +- {allowed:.3g}" if allowed else "")
+        return f"got {_shown(output, got[at])}, expected {right}"
+
+    assert_nowhere(output.name, np.broadcast_to(error > limit, want.shape), said)
 
 
 def _shown(output: Output, value: Any) -> str:

@@ -15,13 +15,24 @@ from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import BLOCK, block_shapes
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float32, uint8
-from fp8kit.testing.compare import ROUNDOFF, Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    narrowed,
+    product,
+    sized,
+    typed,
+    wide,
+)
 from fp8kit.testing.contract.casts import scale_of, scaled
 from fp8kit.testing.contract.gemm import fp8_slack, joined, product_results, sizes
-from fp8kit.testing.contract.sampler import Sampler, narrowed
+from fp8kit.testing.contract.scales import Tile, each, grid, tile_amax
 
-Tile = tuple[int, int]
 LINE, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
 NAMES = {LINE: "1x128", SQUARE: "128x128"}
 
@@ -52,16 +63,13 @@ def operand(
     rows, columns = x.shape
     codes_shape, layout_shape = block_shapes(rows, columns, tile)
     codes, layout = np.zeros(codes_shape, np.uint8), np.ones(layout_shape, np.float32)
-    starts = [np.arange(0, n, own) for n, own in zip(x.shape, tile, strict=True)]
-    if x.size:
-        size = np.abs(x.astype(np.float32))
-        amax = np.fmax.reduceat(np.fmax.reduceat(size, starts[0], 0), starts[1], 1)
-        amax = np.fmax(amax, np.float32(0))  # NaN counts as nothing
-        scale = scale_of(amax.reshape(-1), fmt.max, power_2, epsilon, for_inf).reshape(amax.shape)
-        own = np.repeat(np.repeat(scale, tile[0], 0)[:rows], tile[1], 1)[:, :columns]
-        codes[:rows, :columns] = codec.encode(scaled(x, own), fmt)
-        inverse = np.float32(1) / (scale.T if tile == LINE else scale)
-        layout[: inverse.shape[0], : inverse.shape[1]] = inverse
+    inverse = np.ones(grid(rows, columns, tile), np.float32)
+    amax = tile_amax(x, tile, np.zeros(inverse.size, np.float32))
+    scale = scale_of(amax, fmt.max, power_2, epsilon, for_inf)
+    codes[:rows, :columns] = codec.encode(scaled(x, each(scale, x.shape, tile)), fmt)
+    inverse /= scale.reshape(inverse.shape)
+    inverse = inverse.T if tile == LINE else inverse
+    layout[: inverse.shape[0], : inverse.shape[1]] = inverse
     return codes, layout, each_scale(layout, codes_shape, tile)
 
 
@@ -177,34 +185,32 @@ _SIZES = sizes(
     (0, 16, 128),
     (17, 33, 0),
 )
-_TILES = ((LINE, SQUARE), (SQUARE, LINE), (LINE, LINE))
-_JOINED = ((True, ""), (False, "accumulate"), (True, "accumulate"), (True, "add"))
+_PAIRS = {
+    f"{NAMES[a]}-{NAMES[b]}": {"a_tile": a, "b_tile": b}
+    for a, b in ((LINE, SQUARE), (SQUARE, LINE), (LINE, LINE))
+}
+_JOINED = {
+    f"{'bias' * bias}{add}": {"bias": bias, "add": add}
+    for bias, add in ((True, ""), (False, "accumulate"), (True, "accumulate"), (True, "add"))
+}
 _FLOAT: Options = {"m": 150, "n": 300, "power_2": False, "epsilon": 2.0**-20}
 
 
-def _tiles(cases: dict[str, Options]) -> dict[str, Options]:
-    return {
-        f"{name}-{case}": {**own, "tile": tile} for tile, name in NAMES.items() for case, own in cases.items()
-    }
-
-
+_TILES = {name: {"tile": tile} for tile, name in NAMES.items()}
 _QUANTIZE = {
-    **typed(_tiles({**sized(_SHAPES), **{f"{f}-float-scales": {**_FLOAT, "fmt": f} for f in (E4M3, E5M2)}})),
-    **_tiles({f"{q}-only": {"m": 144, "n": 200, "dtype": bfloat16, "only": q} for q in ("q", "q_t")}),
+    **typed(
+        {
+            **product("{tile}-{case}", {"tile": _TILES, "case": sized(_SHAPES)}),
+            **product("{tile}-{fmt}-float-scales", {"tile": _TILES, "fmt": (E4M3, E5M2)}, **_FLOAT),
+        }
+    ),
+    **product("{tile}-{only}-only", {"tile": _TILES, "only": ("q", "q_t")}, m=144, n=200, dtype=bfloat16),
 }
-_GEMM: dict[str, Options] = {
-    **{
-        f"{NAMES[a]}-{NAMES[b]}-{name}": {**own, "a_tile": a, "b_tile": b}
-        for a, b in _TILES
-        for name, own in _SIZES.items()
-    },
-    **{f"{a}-{b}": {"m": 48, "n": 160, "k": 256, "a": a, "b": b} for a, b in ((E5M2, E4M3), (E4M3, E5M2))},
+_GEMM = {
+    **product("{tiles}-{case}", {"tiles": _PAIRS, "case": _SIZES}),
+    **product("{a}-{b}", {"a b": ((E5M2, E4M3), (E4M3, E5M2))}, m=48, n=160, k=256),
     "float-scales": {"m": 144, "n": 160, "k": 256, "power_2": False},
-    **{
-        f"{m}x{n}-{'bias' * bias}{add}": {"m": m, "n": n, "k": 256, "bias": bias, "add": add}
-        for m, n in ((48, 160), (17, 33))
-        for bias, add in _JOINED
-    },
+    **product("{m}x{n}-{added}", {"m n": ((48, 160), (17, 33)), "added": _JOINED}, k=256),
 }
 
 TESTS = (

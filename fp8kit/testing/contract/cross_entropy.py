@@ -12,9 +12,20 @@ from typing import Any
 import numpy as np
 
 from fp8kit.formats import DType, float32, int32, int64
-from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    product,
+    sized,
+    sum_slack,
+    typed,
+    wide,
+)
 
 IGNORE = -100
 
@@ -23,7 +34,15 @@ def _lse(x: Array) -> Array:
     return np.asarray(np.logaddexp.reduce(x, axis=1, initial=-np.inf))
 
 
-def _inputs(s: Sampler, m: int, n: int, kind: DType, ignored: int, stray: bool) -> Arguments:
+def _inputs(
+    s: Sampler,
+    m: int,
+    n: int,
+    kind: DType = int64,
+    smoothing: float = 0.0,
+    ignored: int = 0,
+    stray: bool = False,
+) -> Arguments:
     """``ignored``: every so many targets is, 0 for none; ``stray``: two are out of range."""
 
     def targets() -> Array:
@@ -38,26 +57,17 @@ def _inputs(s: Sampler, m: int, n: int, kind: DType, ignored: int, stray: bool) 
         "logits": s.normal(m, n, scale=4.0),
         "targets": s.array((m,), kind, targets),
         "ignore_index": IGNORE,
+        "label_smoothing": smoothing,
     }
 
 
-def cross_entropy_fwd(
-    s: Sampler,
-    m: int,
-    n: int,
-    kind: DType = int64,
-    smoothing: float = 0.0,
-    ignored: int = 0,
-    mean: bool = True,
-    stray: bool = False,
-) -> Arguments:
-    """``mean``: the total is asked for."""
+def cross_entropy_fwd(s: Sampler, m: int, n: int, mean: bool = True, **inputs: Any) -> Arguments:
+    """``mean``: the total is asked for; ``inputs``: see ``_inputs``."""
     return {
-        **_inputs(s, m, n, kind, ignored, stray),
+        **_inputs(s, m, n, **inputs),
         "loss": s.output(m, dtype=float32),
         "lse": s.output(m, dtype=float32),
         "total": s.output(2, dtype=float32) if mean else None,
-        "label_smoothing": smoothing,
     }
 
 
@@ -83,25 +93,16 @@ def cross_entropy_fwd_oracle(a: Any) -> Results:
     }
 
 
-def cross_entropy_bwd(
-    s: Sampler,
-    m: int,
-    n: int,
-    kind: DType = int64,
-    smoothing: float = 0.0,
-    ignored: int = 0,
-    mean: bool = False,
-) -> Arguments:
-    """``mean``: dloss is one number, and the total comes."""
-    inputs = _inputs(s, m, n, kind, ignored, False)
-    count = float((inputs["targets"].numpy() != IGNORE).sum()) if mean else 0.0
+def cross_entropy_bwd(s: Sampler, m: int, n: int, mean: bool = False, **inputs: Any) -> Arguments:
+    """``mean``: dloss is one number, and the total comes; ``inputs``: see ``_inputs``."""
+    made = _inputs(s, m, n, **inputs)
+    count = float((made["targets"].numpy() != IGNORE).sum()) if mean else 0.0
     return {
-        **inputs,
-        "lse": s.array((m,), float32, lambda: _lse(wide(inputs["logits"].numpy()))),
+        **made,
+        "lse": s.array((m,), float32, lambda: _lse(wide(made["logits"].numpy()))),
         "dloss": s.normal(1 if mean else m, dtype=float32),
         "total": s.put((1.5, count), float32) if mean else None,
         "dlogits": s.output(m, n),
-        "label_smoothing": smoothing,
     }
 
 
@@ -125,29 +126,19 @@ _OPTIONS: dict[str, Options] = {
     "ignored": {"ignored": 3},
     "smoothing-ignored": {"smoothing": 0.25, "ignored": 3},
 }
-_CASES = {**_SIZES, **{name: {"m": 17, "n": 33, "kind": int32, **own} for name, own in _OPTIONS.items()}}
-_MEAN = {f"{name}-mean": {**_CASES[name], "mean": True} for name in _OPTIONS}
-_IN_PLACE: Options = {
-    "m": 17,
-    "n": 33,
-    "smoothing": 0.1,
-    "ignored": 3,
-    "mean": True,
-    "same": {"dlogits": "logits"},
-}
+_SMALL: Options = {"m": 17, "n": 33}
+_CASES = {**_SIZES, **product("{case}", {"case": _OPTIONS}, kind=int32, **_SMALL)}
+_MEAN = product("{case}-mean", {"case": _OPTIONS}, kind=int32, mean=True, **_SMALL)
+_IN_PLACE: Options = {**_SMALL, "smoothing": 0.1, "ignored": 3, "mean": True, "same": {"dlogits": "logits"}}
 _ALL_IGNORED: Options = {"m": 4, "n": 9, "kind": int32, "ignored": 1}
-_STRAY: Options = {"m": 7, "n": 33, "mean": False, "stray": True}
+_STRAY = product("{kind.name}-out-of-range", {"kind": (int32, int64)}, m=7, n=33, mean=False, stray=True)
 
 TESTS = (
     KernelTest(
         "cross_entropy_fwd",
         cross_entropy_fwd,
         cross_entropy_fwd_oracle,
-        {
-            **typed(_CASES),
-            **{f"{kind.name}-out-of-range": {**_STRAY, "kind": kind} for kind in (int32, int64)},
-            "all-ignored": _ALL_IGNORED,
-        },
+        {**typed(_CASES), **_STRAY, "all-ignored": _ALL_IGNORED},
     ),
     KernelTest(
         "cross_entropy_bwd",

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.testing.compare import ROUNDOFF
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
+from fp8kit.testing.contract import ROUNDOFF, Arguments, KernelTest, Results, Sampler, product, typed, wide
 from fp8kit.testing.contract.dropout import dropped, keep_factors
 from fp8kit.testing.contract.running_sums import TOKENS, bad_cases
-from fp8kit.testing.contract.sampler import Sampler
 
 COUNT = 6
 # an empty sequence among them; rows from 33 on belong to the last
@@ -64,17 +62,13 @@ def drop_path_oracle(a: Any) -> Results:
     return {"y": (y, ROUNDOFF * (np.abs(value) + np.abs(y)))}
 
 
-_PLACES: dict[str, Options] = {
-    **{
-        f"{m}x{n}-{inner}": {"m": m, "n": n, "inner": inner}
-        for m, n in ((36, 64), (42, 5), (12, 33))
-        for inner in (1, 2)
-    },
+_PLACES = {
+    **product("{m}x{n}-{inner}", {"m n": ((36, 64), (42, 5), (12, 33)), "inner": (1, 2)}),
     "plain": {"m": 30, "n": 17, "inner": 5, "residual": False},
     "y-is-x": {"m": 30, "n": 17, "inner": 5, "same": {"y": "x"}},
 }
 _CASES = {
-    **{name: {**own, "count": COUNT, "infinite": True} for name, own in _PLACES.items()},
+    **product("{case}", {"case": _PLACES}, count=COUNT, infinite=True),
     "packed": {"m": 37, "n": 24, "starts": STARTS, "infinite": True},
 }
 _BAD = bad_cases({"m": TOKENS, "n": 24, "residual": False, "p": 0.5}, {"starts": ("starts",)})

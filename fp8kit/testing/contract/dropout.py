@@ -6,9 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.testing.compare import ROUNDOFF, Array, epsilon, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    epsilon,
+    product,
+    sized,
+    summed,
+    typed,
+    wide,
+)
 
 RNG = np.array([-0x123456789ABCDEF, 0x5_0000_0003], np.int64)
 SIZES = ((17, 33), (1, 64), (5, 1), (0, 16), (130, 96))
@@ -93,26 +105,23 @@ def dropout_bwd(s: Sampler, m: int, n: int, p: float = 0.1, dx: bool = True, dbi
 def dropout_bwd_oracle(a: Any) -> Results:
     """dbias sums dx before or after its rounding: half an epsilon of each term is allowed."""
     dx = dropped(a.dy, keep_factors(a.rng, a.p, a.dy.shape))
-    size = np.abs(dx).sum(0)
-    slack = sum_slack(size, len(dx)) + epsilon(a.dy.dtype) / 2 * size
-    return {"dx": (dx, ROUNDOFF * np.abs(dx)), "dbias": (dx.sum(0), slack)}
+    dbias, slack = summed(dx)
+    slack = slack + epsilon(a.dy.dtype) / 2 * np.abs(dx).sum(0)
+    return {"dx": (dx, ROUNDOFF * np.abs(dx)), "dbias": (dbias, slack)}
 
 
-_PLAIN, _IN_PLACE = {"bias": False, "residual": False}, {"same": {"y": "x"}}
+_PLAIN: Options = {"bias": False, "residual": False}
+_IN_PLACE: Options = {"same": {"y": "x"}}
+_SMALL: Options = {"m": 9, "n": 37}
 _ADD = {
-    **{f"{p}-{name}": {**at, "p": p} for p in (0.0, 0.1) for name, at in sized(SIZES).items()},
-    **{f"{p}-plain": {"m": 9, "n": 37, "p": p, **_PLAIN} for p in (0.0, 0.5)},
-    **{f"{p}-y-is-x": {"m": 9, "n": 37, "p": p, **_IN_PLACE} for p in (0.0, 0.9)},
-    **{f"{p}-y-is-x-plain": {"m": 9, "n": 37, "p": p, **_PLAIN, **_IN_PLACE} for p in (0.0, 0.5)},
+    **product("{p}-{size}", {"p": (0.0, 0.1), "size": sized(SIZES)}),
+    **product("{p}-plain", {"p": (0.0, 0.5)}, **_SMALL, **_PLAIN),
+    **product("{p}-y-is-x", {"p": (0.0, 0.9)}, **_SMALL, **_IN_PLACE),
+    **product("{p}-y-is-x-plain", {"p": (0.0, 0.5)}, **_SMALL, **_PLAIN, **_IN_PLACE),
 }
 _WANTED: dict[str, Options] = {"dx": {"dbias": False}, "dbias": {"dx": False}, "both": {}}
-_BWD = {
-    f"{p}-{what}-{name}": {**at, **wanted, "p": p}
-    for p in (0.0, 0.1)
-    for what, wanted in _WANTED.items()
-    for name, at in sized(SIZES).items()
-}
-_DX_IS_DY: Options = {"m": 9, "n": 37, "p": 0.3, "same": {"dx": "dy"}}
+_BWD = product("{p}-{wanted}-{size}", {"p": (0.0, 0.1), "wanted": _WANTED, "size": sized(SIZES)})
+_DX_IS_DY: Options = {**_SMALL, "p": 0.3, "same": {"dx": "dy"}}
 
 TESTS = (
     KernelTest("dropout_add", dropout_add, dropout_add_oracle, typed(_ADD)),

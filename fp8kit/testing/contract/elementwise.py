@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 
 from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32, float64, int64, uint8
-from fp8kit.testing.compare import Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed
+from fp8kit.testing.contract import Arguments, Array, KernelTest, Results, Sampler, product, sized, typed
 from fp8kit.testing.contract.dropout import SIZES
-from fp8kit.testing.contract.sampler import Sampler
 
 
 def copy(
     s: Sampler,
-    m: int = 0,
-    n: int = 0,
+    m: int,
+    n: int,
     shape: tuple[int, ...] = (),
     axes: tuple[int, ...] = (),
     to: DType | None = None,
@@ -42,9 +40,7 @@ def copy_oracle(a: Any) -> Results:
     return {"y": a.x.astype(np.float32).astype(a.y.dtype)}
 
 
-def add(
-    s: Sampler, m: int = 0, n: int = 0, shape: tuple[int, ...] = (), b: tuple[int, ...] = ()
-) -> Arguments:
+def add(s: Sampler, m: int, n: int, shape: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> Arguments:
     """``b``: the shape of what is repeated."""
     shape = shape or (m, n)
     return {"a": s.normal(*shape), "b": s.normal(*(b or shape)), "out": s.output(*shape)}
@@ -61,7 +57,7 @@ def sum_rows(s: Sampler, m: int, n: int) -> Arguments:
     return {"x": s.normal(m, n), "out": s.output(n)}
 
 
-def rng_next_(s: Sampler, m: int = 0, n: int = 0, offset: int = 2**40) -> Arguments:
+def rng_next_(s: Sampler, m: int, n: int, offset: int = 2**40) -> Arguments:
     """A state."""
     return {"state": s.put((-7, offset), int64), "out": s.output(2, dtype=int64)}
 
@@ -71,36 +67,31 @@ def rng_next_oracle(a: Any) -> Results:
     return {"out": a.state, "state": a.state + np.array([0, 1])}
 
 
+def _same(*dtypes: DType) -> dict[str, Any]:
+    """An axis: x and y have one dtype."""
+    return {"dtype to": [(dtype, dtype) for dtype in dtypes]}
+
+
 # numbers that float32 or the target cannot hold, and one that two roundings bring elsewhere than one
 _NARROW = np.random.default_rng(1).standard_normal((8, 16))
 _NARROW[:, 0] = 1e-46, -1e-45, 1e-40, 1e300, -np.inf, np.nan, 1 + 2.0**-9 + 2.0**-40, -0.0
-_COPY: dict[str, Options] = {
-    **{
-        f"{source.name}-{target.name}": {"dtype": source, "m": 17, "n": 33, "to": target}
-        for source in HIGH_PRECISION
-        for target in HIGH_PRECISION
-    },
-    **{
-        f"{dtype.name}-5d": {"dtype": dtype, "to": dtype, "shape": (2, 3, 4, 5, 6), "axes": (3, 0, 2, 1, 4)}
-        for dtype in (*HIGH_PRECISION, uint8)
-    },
-    **typed(
-        {"to-float32-transposed": {"to": float32, "shape": (5, 3, 7), "axes": (2, 1, 0)}}, (bfloat16, float16)
+_COPY = {
+    **product("{dtype.name}-{to.name}", {"dtype": HIGH_PRECISION, "to": HIGH_PRECISION}, m=17, n=33),
+    **product("{dtype.name}-5d", _same(*HIGH_PRECISION, uint8), shape=(2, 3, 4, 5, 6), axes=(3, 0, 2, 1, 4)),
+    **product(
+        "{dtype.name}-to-float32-transposed",
+        {"dtype": (bfloat16, float16)},
+        to=float32,
+        shape=(5, 3, 7),
+        axes=(2, 1, 0),
     ),
-    **{
-        f"{dtype.name}-into-rows": {"dtype": dtype, "to": dtype, "m": 7, "n": 5, "parts": {"y": (1, 0, 3)}}
-        for dtype in HIGH_PRECISION
-    },
-    **{
-        f"float64-{target.name}{'-transposed' * bool(axes)}": {
-            "dtype": float64,
-            "to": target,
-            "axes": axes,
-            "values": _NARROW,
-        }
-        for target in HIGH_PRECISION
-        for axes in ((), (1, 0))
-    },
+    **product("{dtype.name}-into-rows", _same(*HIGH_PRECISION), m=7, n=5, parts={"y": (1, 0, 3)}),
+    **product(
+        "float64-{to.name}-{order}",
+        {"to": HIGH_PRECISION, "order": {"": {}, "transposed": {"axes": (1, 0)}}},
+        dtype=float64,
+        values=_NARROW,
+    ),
     "empty": {"shape": (0, 4), "to": bfloat16},
 }
 _ADD = (((17, 33), (17, 33)), ((4, 6, 5), (6, 5)), ((9, 7), (7,)), ((3, 5), (1,)), ((0, 3), (3,)))

@@ -6,23 +6,19 @@ from typing import Any
 
 import numpy as np
 
+from fp8kit.arrays import ArrayView
 from fp8kit.formats import HIGH_PRECISION, DType, int32, int64
-from fp8kit.testing.compare import Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import Arguments, Array, KernelTest, Options, Results, Sampler, product
 
 # 1 + 2^24 - 2^24 is 0 in float32, every other order gives 1
 _ORDER = np.array([[1.0], [2.0**24], [-(2.0**24)]], np.float32)
 
 
-def _ids(s: Sampler, m: int, rows: int, kind: DType, stray: bool) -> Any:
-    def values() -> Array:
-        ids = s.random.integers(0, max(rows, 1), m)
-        if stray:
-            ids[[0, 5, 9]] = -1, rows, np.iinfo(kind.numpy).max
-        return ids
-
-    return s.array((m,), kind, values)
+def _ids(s: Sampler, m: int, rows: int, kind: DType, stray: bool) -> ArrayView:
+    ids = s.random.integers(0, max(rows, 1), m)
+    if stray:
+        ids[[0, 5, 9]] = -1, rows, np.iinfo(kind.numpy).max
+    return s.put(ids, kind)
 
 
 def embedding_fwd(
@@ -61,24 +57,9 @@ def embedding_bwd_oracle(a: Any) -> Results:
 
 # rows of ids, rows of the table, columns
 _SIZES = ((40, 11, 33), (1, 5, 1), (300, 3, 16), (7, 50, 64), (0, 4, 8))
-_CASES: dict[str, Options] = {
-    f"{dtype.name}-{kind.name}-{m}x{rows}x{n}": {"dtype": dtype, "kind": kind, "m": m, "rows": rows, "n": n}
-    for dtype in HIGH_PRECISION
-    for kind in (int32, int64)
-    for m, rows, n in _SIZES
-}
-_STRAY: dict[str, Options] = {
-    f"{d.name}-{kind.name}-out-of-range": {
-        "dtype": d,
-        "kind": kind,
-        "m": 10,
-        "rows": 7,
-        "n": 12,
-        "stray": True,
-    }
-    for d in HIGH_PRECISION
-    for kind in (int32, int64)
-}
+_KINDS = {"dtype": HIGH_PRECISION, "kind": (int32, int64)}
+_CASES = product("{dtype.name}-{kind.name}-{m}x{rows}x{n}", {**_KINDS, "m rows n": _SIZES})
+_STRAY = product("{dtype.name}-{kind.name}-out-of-range", _KINDS, m=10, rows=7, n=12, stray=True)
 _IN_ORDER: Options = {"m": 3, "n": 1, "rows": 2, "kind": int32, "values": _ORDER}
 
 TESTS = (

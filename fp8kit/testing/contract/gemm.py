@@ -19,9 +19,20 @@ from fp8kit import codec
 from fp8kit.arrays import Device
 from fp8kit.backends.protocol import Layout
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float16, float32
-from fp8kit.testing.compare import Array, epsilon, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import (
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    epsilon,
+    product,
+    sized,
+    sum_slack,
+    typed,
+    wide,
+)
 
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
@@ -133,7 +144,7 @@ def fp8_gemm_oracle(a: Any) -> Results:
 
 def sizes(*of: tuple[int, int, int]) -> dict[str, Options]:
     """A case for each (m, n, k)."""
-    return {f"{m}x{n}x{k}": {"m": m, "n": n, "k": k} for m, n, k in of}
+    return product("{m}x{n}x{k}", {"m n k": of})
 
 
 def _strided(gap: int) -> Options:
@@ -145,50 +156,42 @@ ADDED = ("accumulate", "add")
 _PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 # at addresses that are multiples of an element's size alone
 _ODD: Options = {"bias": True, "add": "add", "parts": {"bias": (None, 1, 0), "addend": (None, 1, 0)}}
-_GEMM = {
-    f"{layout}-{name}": {**own, "layout": layout}
-    for layout in LAYOUTS
-    for name, own in {
-        **sizes((17, 33, 19), (1, 1, 1), (64, 48, 32), (5, 1, 7), (1, 9, 4), (0, 8, 8), (8, 5, 0)),
-        **{f"bias-{add}": {"m": 17, "n": 24, "k": 40, "bias": True, "add": add} for add in ADDED},
-        "bias": {"m": 33, "n": 24, "k": 16, "bias": True},
-        "strided-16": {"m": 24, "n": 32, "k": 16, "add": "accumulate", **_strided(16)},
-        "strided-3": {"m": 24, "n": 32, "k": 16, "add": "add", **_strided(3)},
-        "bias-odd": {"m": 32, "n": 24, "k": 40, **_ODD},
-    }.items()
-}
-_INTO_FLOAT32: dict[str, Options] = {
-    f"{layout}-float32-{add}": {"m": 32, "n": 17, "k": 64, "layout": layout, "out": float32, "add": add}
-    for layout in LAYOUTS
-    for add in ADDED
-}
+_GEMM = product(
+    "{layout}-{case}",
+    {
+        "layout": LAYOUTS,
+        "case": {
+            **sizes((17, 33, 19), (1, 1, 1), (64, 48, 32), (5, 1, 7), (1, 9, 4), (0, 8, 8), (8, 5, 0)),
+            **product("bias-{add}", {"add": ADDED}, m=17, n=24, k=40, bias=True),
+            "bias": {"m": 33, "n": 24, "k": 16, "bias": True},
+            "strided-16": {"m": 24, "n": 32, "k": 16, "add": "accumulate", **_strided(16)},
+            "strided-3": {"m": 24, "n": 32, "k": 16, "add": "add", **_strided(3)},
+            "bias-odd": {"m": 32, "n": 24, "k": 40, **_ODD},
+        },
+    },
+)
+_INTO_FLOAT32 = product(
+    "{layout}-float32-{add}", {"layout": LAYOUTS, "add": ADDED}, m=32, n=17, k=64, out=float32
+)
 _FP8_SIZES = ((32, 48, 64), (17, 33, 32), (1, 16, 16), (16, 1, 160), (130, 70, 512), (0, 16, 32), (17, 33, 0))
-_FP8: dict[str, Options] = {
-    **{
-        f"{name}-{'fast' if fast else 'split'}": {**own, "fast": fast}
-        for name, own in sizes(*_FP8_SIZES).items()
-        for fast in (False, True)
-    },
-    **{f"{a}-{b}": {"m": 17, "n": 48, "k": 96, "a": a, "b": b} for a, b in _PAIRS},
-    **{
-        f"{m}x{n}{f'x{k}' * (not k)}-bias-{add}": {"m": m, "n": n, "k": k, "bias": True, "add": add}
-        for m, n, k in ((48, 32, 64), (17, 33, 64), (17, 33, 0))
-        for add in ADDED
-    },
-    **{f"{m}x{n}-bias-odd": {"m": m, "n": n, "k": 64, **_ODD} for m, n in ((48, 32), (17, 33))},
-    **{
-        f"strided-{add}": {
-            "m": 48,
-            "n": 32,
-            "k": 64,
-            "bias": True,
-            "add": add,
-            "parts": dict.fromkeys(("out", "addend"), (1, 0, 3)),
-        }
-        for add in ADDED
-    },
+_SPEEDS = {"split": {"fast": False}, "fast": {"fast": True}}
+_WITH_BIAS = sized(((48, 32), (17, 33)), k=64)
+_FP8 = {
+    **product("{case}-{speed}", {"case": sizes(*_FP8_SIZES), "speed": _SPEEDS}),
+    **product("{a}-{b}", {"a b": _PAIRS}, m=17, n=48, k=96),
+    **product("{case}-bias-{add}", {"case": {**_WITH_BIAS, **sizes((17, 33, 0))}, "add": ADDED}, bias=True),
+    **product("{case}-bias-odd", {"case": _WITH_BIAS}, **_ODD),
+    **product(
+        "strided-{add}",
+        {"add": ADDED},
+        m=48,
+        n=32,
+        k=64,
+        bias=True,
+        parts=dict.fromkeys(("out", "addend"), (1, 0, 3)),
+    ),
     "bias-E5M2": {"m": 48, "n": 32, "k": 64, "a": E5M2, "bias": True},
-    **{f"rows-{m}x{n}": {"m": m, "n": n, "k": k, "by_row": True} for m, n, k in _FP8_SIZES[:2]},
+    **product("rows-{m}x{n}", {"m n k": _FP8_SIZES[:2]}, by_row=True),
 }
 
 TESTS = (

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from fp8kit.formats import int32
-from fp8kit.testing.compare import Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed
+from fp8kit.testing.contract import Arguments, Array, KernelTest, Options, Results, Sampler, product, typed
 from fp8kit.testing.contract.running_sums import BATCH, FAR, GOOD, LENGTH, TOKENS, bad_cases, running
-from fp8kit.testing.contract.sampler import Sampler
 
 Sums = tuple[int, ...]
 
@@ -45,8 +43,8 @@ def _cache(
 
 def cache_append_(
     s: Sampler,
-    m: int = 0,
-    n: int = 0,
+    m: int,
+    n: int,
     form: str = "sbhd",
     fresh: Sums = (),
     starts: Sums = (),
@@ -78,9 +76,7 @@ def cache_append_oracle(a: Any) -> Results:
     return {"cache": cache}
 
 
-def cache_gather(
-    s: Sampler, m: int = 0, n: int = 0, form: str = "sbhd", longest: int = 0, **cache: Any
-) -> Arguments:
+def cache_gather(s: Sampler, m: int, n: int, form: str = "sbhd", longest: int = 0, **cache: Any) -> Arguments:
     """``longest`` positions are read of each sequence; ``cache``: see ``_cache``."""
     made, longest = _cache(s, m, n, **cache), longest or m
     batch = made["pages"].shape[0]
@@ -124,11 +120,8 @@ _APPEND = {
     for packed in (False, True)
 }
 # some sequences are longer than what is read
-_GATHER: dict[str, Options] = {
-    f"{name}-{form}": {"form": form, "totals": running(lengths), "longest": 12, **cache}
-    for name, (lengths, _, cache) in _SHAPES.items()
-    for form in ("sbhd", "bshd")
-}
+_READ = {name: {"totals": running(lengths), **cache} for name, (lengths, _, cache) in _SHAPES.items()}
+_GATHER = product("{case}-{form}", {"case": _READ, "form": ("sbhd", "bshd")}, longest=12)
 _CACHE: Options = {"size": 4, "pages": 6, "heads": 2, "dim": 8}
 _GOOD: Options = {**_CACHE, "table": np.array((3, 1, 5, 0, 2, 4)).reshape(BATCH, 2)}
 _WILD: Options = {**_CACHE, "table": np.array((3, FAR, -1, 0, 6, -FAR - 1)).reshape(BATCH, 2)}
@@ -149,10 +142,10 @@ _BAD_APPEND = {
     **bad_cases({**_GOOD, **_SBHD}, {"sbhd": ("fresh",)}),
     **bad_cases({**_WILD, **_SBHD}, {"pages-sbhd": ("fresh",)}),
 }
-_READ: Options = {"form": "bshd", "longest": 12}
+_BSHD: Options = {"form": "bshd", "longest": 12}
 _BAD_GATHER = {
-    **bad_cases({**_GOOD, **_READ}, {"lengths": ("totals",)}),
-    **bad_cases({**_WILD, **_READ}, {"pages": ("totals",)}),
+    **bad_cases({**_GOOD, **_BSHD}, {"lengths": ("totals",)}),
+    **bad_cases({**_WILD, **_BSHD}, {"pages": ("totals",)}),
 }
 
 TESTS = (

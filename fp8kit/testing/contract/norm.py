@@ -7,6 +7,7 @@ it. Products add a few u of each factor.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,23 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import NORMALIZATIONS, Rule
 from fp8kit.formats import E4M3, E5M2, float32
-from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed, wide
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    coded,
+    product,
+    sized,
+    sum_slack,
+    summed,
+    typed,
+    wide,
+)
 from fp8kit.testing.contract.dropout import SIZES
-from fp8kit.testing.contract.sampler import Sampler
 
 LAYER, _, L2 = NORMALIZATIONS
 NORMS = NORMALIZATIONS[:2]  # those with parameters
@@ -29,6 +43,11 @@ def _statistics(x: Array, kind: str, epsilon: float) -> tuple[Array, Array]:
     mean = x.mean(1, keepdims=True) * (kind == LAYER)
     epsilon = epsilon / max(x.shape[1], 1) if kind == L2 else epsilon
     return mean, 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + epsilon)
+
+
+def _row_means(x: Array) -> tuple[Array, Array]:
+    """The mean of each row, (rows, 1), and its slack."""
+    return x.mean(1, keepdims=True), sum_slack(np.abs(x).mean(1, keepdims=True), x.shape[1])
 
 
 def _gain(a: Any) -> Any:
@@ -44,20 +63,16 @@ def norm_fwd(
     centred: bool = False,
     biased: bool = True,
     offset: float = 0.3,
-    y: bool = True,
-    amax: float | None = None,
-    cast: Options | None = None,
+    **result: Any,
 ) -> Arguments:
-    """Rows round ``offset``."""
+    """Rows round ``offset``; ``result``: see ``Sampler.result``."""
     return {
         "x": s.normal(m, n, scale=2.0, mean=offset),
         "weight": s.normal(n) if kind != L2 else None,
         "bias": s.normal(n) if kind == LAYER and biased else None,
-        "y": s.output(m, n) if y else None,
         "mean": s.output(m, dtype=float32) if kind == LAYER else None,
         "rstd": s.output(m, dtype=float32),
-        "amax": s.scalar(amax),
-        "cast": s.cast(m, n, cast),
+        **s.result("y", m, n, **result),
         "normalization": kind,
         "epsilon": EPSILON,
         "zero_centered_gamma": centred,
@@ -69,7 +84,7 @@ def norm_fwd_oracle(a: Any) -> Results:
     x, n, gain = wide(a.x), a.x.shape[1], _gain(a)
     mean, rstd = _statistics(x, a.normalization, a.epsilon)
     shift = 0.0 if a.bias is None else wide(a.bias)
-    mean_slack = sum_slack(np.abs(x).mean(1, keepdims=True), n) * (a.normalization == LAYER)
+    mean_slack = _row_means(x)[1] * (a.normalization == LAYER)
     d_slack = mean_slack + 2 * ROUNDOFF * (np.abs(x) + np.abs(mean))
     relative = (n + 8) * ROUNDOFF + 2 * d_slack.max(1, keepdims=True, initial=0) * rstd
     relative = 0.5 * relative + 4 * ROUNDOFF
@@ -86,46 +101,43 @@ def norm_bwd(
     s: Sampler, m: int, n: int, kind: str = LAYER, centred: bool = False, residual: bool = False
 ) -> Arguments:
     """The statistics are those of x, rounded."""
-    x = s.normal(m, n, scale=2.0, mean=0.3)
+    forward = norm_fwd(s, m, n, kind, centred, y=False)
 
     def statistic(which: int) -> ArrayView:
+        x = forward["x"]
         return s.array((m,), float32, lambda: _statistics(wide(x.numpy()), kind, EPSILON)[which])
 
     return {
+        **forward,
         "dy": s.normal(m, n),
-        "x": x,
-        "weight": s.normal(n) if kind != L2 else None,
         "mean": statistic(0) if kind == LAYER else None,
         "rstd": statistic(1),
         "residual": s.normal(m, n) if residual else None,
         "dx": s.output(m, n),
         "dweight": s.output(n) if kind != L2 else None,
         "dbias": s.output(n) if kind == LAYER else None,
-        "normalization": kind,
-        "zero_centered_gamma": centred,
     }
 
 
 def norm_bwd_oracle(a: Any) -> Results:
     """Derivatives of the definition, for the statistics that come with the call."""
     x, dy, rstd = wide(a.x), wide(a.dy), wide(a.rstd)[:, None]
-    (m, n), layer = x.shape, a.normalization == LAYER
-    mean = wide(a.mean)[:, None] if layer else np.zeros((m, 1))
+    layer = a.normalization == LAYER
+    mean = wide(a.mean)[:, None] if layer else np.zeros((len(x), 1))
     unit = (x - mean) * rstd
     unit_slack = 3 * ROUNDOFF * (np.abs(x) + np.abs(mean)) * rstd
     d = dy * _gain(a)
-    along, level = (d * unit).mean(1, keepdims=True), d.mean(1, keepdims=True) * layer
-    along_slack = sum_slack(np.abs(d * unit).mean(1, keepdims=True), n)
+    along, along_slack = _row_means(d * unit)
     along_slack = along_slack + (np.abs(d) * unit_slack).mean(1, keepdims=True)
-    level_slack = sum_slack(np.abs(d).mean(1, keepdims=True), n) * layer
+    level, level_slack = (layer * found for found in _row_means(d))
     residual = 0.0 if a.residual is None else wide(a.residual)
     dx = rstd * (d - level - unit * along) + residual
     terms = 4 * ROUNDOFF * (np.abs(d) + np.abs(level) + np.abs(unit * along))
     slack = rstd * (terms + level_slack + np.abs(unit) * along_slack + unit_slack * np.abs(along))
-    dweight_slack = sum_slack(np.abs(dy * unit).sum(0), m) + (np.abs(dy) * unit_slack).sum(0)
+    dweight, dweight_slack = summed(dy * unit)
     return {
         "dx": (dx, slack + 2 * ROUNDOFF * (np.abs(dx) + np.abs(residual))),
-        "dweight": ((dy * unit).sum(0), dweight_slack),
+        "dweight": (dweight, dweight_slack + (np.abs(dy) * unit_slack).sum(0)),
     }
 
 
@@ -135,12 +147,10 @@ WHOLE = (136, 768, 2048, 4096, 8192)  # and of vectors
 
 def _kinds(cases: dict[str, Options], kinds: tuple[str, ...] = NORMS) -> dict[str, Options]:
     """Cases of several normalisations."""
-    return {f"{kind}-{name}": {**own, "kind": kind} for kind in kinds for name, own in cases.items()}
+    return product("{kind}-{case}", {"kind": kinds, "case": cases})
 
 
-def _codes(m: int, n: int, pad: tuple[int, int] = (0, 0), y: bool = False, **cast: Any) -> Options:
-    """A case with a cast."""
-    return {"m": m, "n": n, "y": y, "cast": {"pad": pad, **cast}}
+_codes = functools.partial(coded, "y")
 
 
 _FWD = {
@@ -148,13 +158,13 @@ _FWD = {
     **_kinds(
         {
             "zero_centered": {"m": 9, "n": 48, "centred": True},
-            **{f"amax-{start}": {"m": 33, "n": 40, "amax": start} for start in (0.0, 99.0)},
+            **product("amax-{amax}", {"amax": (0.0, 99.0)}, m=33, n=40),
             **{f"cast-{fmt}": _codes(32, 48, fmt=fmt) for fmt in (E4M3, E5M2)},
             "cast-by-amax": _codes(32, 48, rule=Rule(True, 0.0), amax=4.0),
             "cast-padded-y": _codes(17, 33, (15, 15), True),
             "cast-rowwise": _codes(70, 80, (10, 0), only="q"),
             "cast-zero_centered": {**_codes(33, 40, (15, 8), True), "centred": True},
-            **{f"3x{n}": {"m": 3, "n": n, "centred": True} for n in WIDE},
+            **product("3x{n}", {"n": WIDE}, m=3, centred=True),
             **{f"cast-33x{n}": _codes(33, n, (15, 16 * (n == 768)), True) for n in WHOLE},
         }
     ),
@@ -170,8 +180,8 @@ _BWD = {
     **_kinds(
         {
             "residual-zero_centered": {"m": 70, "n": 48, **_FULL},
-            **{f"3x{n}": {"m": 3, "n": n, **_FULL} for n in WIDE},
-            **{f"33x{n}": {"m": 33, "n": n, **_FULL} for n in WHOLE},
+            **product("3x{n}", {"n": WIDE}, m=3, **_FULL),
+            **product("33x{n}", {"n": WHOLE}, m=33, **_FULL),
         }
     ),
 }

@@ -6,15 +6,28 @@ cannot. SGD's is a few u of the sum of the terms' magnitudes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from fp8kit.arrays import ArrayView
 from fp8kit.formats import DType, bfloat16, float16, float32, int64
-from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    named,
+    product,
+    sum_slack,
+    typed,
+    wide,
+)
 
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: Shapes = ((17, 33), (1,), (5, 3, 7), (0,), (300,), (70, 1000))
@@ -22,42 +35,41 @@ MIXED = (bfloat16, float32, float16)
 _LR = 1e-2
 
 
-def _shapes(m: int, n: int, shapes: Shapes | None) -> Shapes:
-    return ((m, n),) if shapes is None else shapes
+def _tensors(
+    s: Sampler, m: int, n: int, shapes: Shapes | None = None, dtypes: tuple[DType, ...] = ()
+) -> list[tuple[tuple[int, ...], DType]]:
+    """Shapes, one of (m, n) without ``shapes``, with these dtypes in turn."""
+    kinds = itertools.cycle(dtypes or (s.dtype,))
+    return list(zip(((m, n),) if shapes is None else shapes, kinds, strict=False))
 
 
 def _lists(
     s: Sampler,
-    m: int = 0,
-    n: int = 0,
-    moment: str = "",
-    shapes: Shapes | None = None,
-    dtypes: tuple[DType, ...] = (),
+    m: int,
+    n: int,
+    moment: str,
     step: int = 3,
     on_device: bool = False,
     skipped: bool = False,
+    **tensors: Any,
 ) -> Arguments:
-    """Tensors of these dtypes in turn, one of (m, n) without ``shapes``; masters, which are no roundings,
-    where they are 16 bits wide. ``on_device``: numbers lie there, and gradients are scaled; ``skipped``:
-    found_inf is set."""
-    dtypes, scale = dtypes or (s.dtype,), np.inf if skipped else 1024.0 if on_device else 1.0
-    tensors = [(shape, dtypes[i % len(dtypes)]) for i, shape in enumerate(_shapes(m, n, shapes))]
+    """``tensors``: see ``_tensors``; masters, which are no roundings, where they are 16 bits wide.
+    ``on_device``: numbers lie there, and gradients are scaled; ``skipped``: found_inf is set."""
+    scale, kinds = np.inf if skipped else 1024.0 if on_device else 1.0, _tensors(s, m, n, **tensors)
     return {
-        "params": [s.normal(*shape, dtype=dtype) for shape, dtype in tensors],
-        "grads": [s.normal(*shape, dtype=dtype, scale=0.3 * scale) for shape, dtype in tensors],
-        moment: [s.normal(*shape, dtype=float32, scale=0.1) for shape, _ in tensors],
-        "masters": [
-            None if dtype is float32 else s.normal(*shape, dtype=float32) for shape, dtype in tensors
-        ],
+        "params": [s.normal(*shape, dtype=dtype) for shape, dtype in kinds],
+        "grads": [s.normal(*shape, dtype=dtype, scale=0.3 * scale) for shape, dtype in kinds],
+        moment: [s.normal(*shape, dtype=float32, scale=0.1) for shape, _ in kinds],
+        "masters": [None if dtype is float32 else s.normal(*shape, dtype=float32) for shape, dtype in kinds],
         "lr": s.full(_LR, 1) if on_device else _LR,
-        "weight_decays": [0.0 if i % 2 else 0.1 for i in range(len(tensors))],
+        "weight_decays": [0.0 if i % 2 else 0.1 for i in range(len(kinds))],
         "step": s.full(step, 1, dtype=int64) if on_device else step,
         "inv_scale": s.full(1 / scale, 1) if on_device else None,
         "found_inf": s.full(float(skipped), 1) if on_device or skipped else None,
     }
 
 
-def adamw_(s: Sampler, m: int = 0, n: int = 0, **options: Any) -> Arguments:
+def adamw_(s: Sampler, m: int, n: int, **options: Any) -> Arguments:
     """See ``_lists``."""
     lists = _lists(s, m, n, "exp_avgs", **options)
     squares = [
@@ -69,8 +81,8 @@ def adamw_(s: Sampler, m: int = 0, n: int = 0, **options: Any) -> Arguments:
 
 def sgd_(
     s: Sampler,
-    m: int = 0,
-    n: int = 0,
+    m: int,
+    n: int,
     momentum: float = 0.9,
     dampening: float = 0.0,
     nesterov: bool = False,
@@ -89,31 +101,20 @@ def _scalar(value: Any) -> float:
 
 def _steps(a: Any, *moments: str) -> Iterator[tuple[str, Array, Array, float, list[Any]]]:
     """Of each tensor: the name of what is updated, its values, the gradient, decay, and what there is of
-    ``moments``, all None where found_inf is set."""
+    ``moments``. Of none where found_inf is set."""
+    if a.found_inf is not None and _scalar(a.found_inf):
+        return
     factor = 1.0 if a.inv_scale is None else _scalar(a.inv_scale)
-    lists = zip(
-        a.params, a.masters, a.grads, a.weight_decays, *(getattr(a, name) for name in moments), strict=True
-    )
-    for i, (param, master, grad, decay, *own) in enumerate(lists):
+    lists = (getattr(a, name) for name in ("params", "masters", "grads", "weight_decays", *moments))
+    for i, (param, master, grad, decay, *own) in enumerate(zip(*lists, strict=True)):
         name, weights = ("params", param) if master is None else ("masters", master)
         yield f"{name}[{i}]", wide(weights), wide(grad) * factor, decay, own
 
 
-def _unchanged(a: Any, *names: str) -> Results | None:
-    """What stood there, where found_inf is set."""
-    if a.found_inf is None or not _scalar(a.found_inf):
-        return None
-    return {
-        f"{name}[{i}]": x for name in ("params", "masters", *names) for i, x in enumerate(getattr(a, name))
-    }
-
-
 def adamw_oracle(a: Any) -> Results:
     """Loshchilov & Hutter 2019, algorithm 2."""
-    found = _unchanged(a, "exp_avgs", "exp_avg_sqs")
-    if found is not None:
-        return found
-    found, lr, step = {}, _scalar(a.lr), _scalar(a.step)
+    found: Results = {}
+    lr, step = _scalar(a.lr), _scalar(a.step)
     first, second = 1 - a.beta1**step, 1 - a.beta2**step
     for i, (name, w, g, decay, (m, v)) in enumerate(_steps(a, "exp_avgs", "exp_avg_sqs")):
         terms = a.beta1 * wide(m), (1 - a.beta1) * g
@@ -131,10 +132,8 @@ def adamw_oracle(a: Any) -> Results:
 
 def sgd_oracle(a: Any) -> Results:
     """Sutskever et al. 2013, with PyTorch's dampening."""
-    found = _unchanged(a, "buffers")
-    if found is not None:
-        return found
-    found, lr = {}, _scalar(a.lr)
+    found: Results = {}
+    lr = _scalar(a.lr)
     for i, (name, w, grad, decay, (buffer,)) in enumerate(_steps(a, "buffers")):
         g, size = grad + decay * w, np.abs(grad) + decay * np.abs(w)
         if buffer is not None:
@@ -148,15 +147,15 @@ def sgd_oracle(a: Any) -> Results:
 
 def scale_(
     s: Sampler,
-    m: int = 0,
-    n: int = 0,
+    m: int,
+    n: int,
     shapes: Shapes | None = None,
     factor: float | None = 1.0,
     bad: float | None = None,
     look: bool = True,
 ) -> Arguments:
     """``bad`` is put into one element of the last tensor; ``look``: whether found_inf comes."""
-    xs = [s.draw(shape).astype(s.dtype.numpy) for shape in _shapes(m, n, shapes)]
+    xs = [s.draw(shape).astype(dtype.numpy) for shape, dtype in _tensors(s, m, n, shapes)]
     if bad is not None:
         xs[-1].reshape(-1)[-3] = bad
     return {
@@ -172,18 +171,12 @@ def scale_oracle(a: Any) -> Results:
     factor = np.float32(1) if a.factor is None else a.factor
     return {
         "found_inf": None if a.found_inf is None else np.maximum(a.found_inf, np.float32(bad)),
-        **{f"xs[{i}]": (x.astype(np.float32) * factor).astype(x.dtype) for i, x in enumerate(a.xs)},
+        **named("xs", [(x.astype(np.float32) * factor).astype(x.dtype) for x in a.xs]),
     }
 
 
 def loss_scale_(
-    s: Sampler,
-    m: int = 0,
-    n: int = 0,
-    scale: float = 8.0,
-    good: int = 0,
-    bad: bool = False,
-    interval: int = 2,
+    s: Sampler, m: int, n: int, scale: float = 8.0, good: int = 0, bad: bool = False, interval: int = 2
 ) -> Arguments:
     """After ``good`` good steps, and a bad one or not."""
     return {
@@ -213,7 +206,7 @@ def loss_scale_oracle(a: Any) -> Results:
     }
 
 
-def count_(s: Sampler, m: int = 0, n: int = 0, bad: bool | None = None) -> Arguments:
+def count_(s: Sampler, m: int, n: int, bad: bool | None = None) -> Arguments:
     """``bad``: what found_inf says, None for none."""
     return {"counter": s.full(5, 1, dtype=int64), "found_inf": s.scalar(None if bad is None else float(bad))}
 
@@ -223,13 +216,13 @@ def count_oracle(a: Any) -> Results:
     return {"counter": a.counter + (a.found_inf is None or a.found_inf == 0)}
 
 
-def l2norm(
-    s: Sampler, m: int = 0, n: int = 0, shapes: Shapes | None = None, dtypes: tuple[DType, ...] = ()
-) -> Arguments:
-    """Tensors of these dtypes in turn."""
-    kinds = dtypes or (s.dtype,)
-    xs = [s.normal(*shape, dtype=kinds[i % len(kinds)]) for i, shape in enumerate(_shapes(m, n, shapes))]
-    return {"xs": xs, "out": s.output(1, dtype=float32)}
+def _normal(s: Sampler, m: int, n: int, **tensors: Any) -> list[ArrayView]:
+    return [s.normal(*shape, dtype=dtype) for shape, dtype in _tensors(s, m, n, **tensors)]
+
+
+def l2norm(s: Sampler, m: int, n: int, **tensors: Any) -> Arguments:
+    """See ``_tensors``."""
+    return {"xs": _normal(s, m, n, **tensors), "out": s.output(1, dtype=float32)}
 
 
 def l2norm_oracle(a: Any) -> Results:
@@ -238,77 +231,50 @@ def l2norm_oracle(a: Any) -> Results:
     return {"out": (np.array([out]), sum_slack(out, sum(x.size for x in a.xs)) / 2)}
 
 
-def clip_(
-    s: Sampler, m: int = 0, n: int = 0, shapes: Shapes | None = None, norm: float = 0.5, limit: float = 1.0
-) -> Arguments:
+def clip_(s: Sampler, m: int, n: int, norm: float = 0.5, limit: float = 1.0, **tensors: Any) -> Arguments:
     """Tensors of that norm, or so it is said."""
-    return {
-        "xs": [s.normal(*shape) for shape in _shapes(m, n, shapes)],
-        "norm": s.full(norm, 1),
-        "max_norm": limit,
-    }
+    return {"xs": _normal(s, m, n, **tensors), "norm": s.full(norm, 1), "max_norm": limit}
 
 
 def clip_oracle(a: Any) -> Results:
     """Nothing changes within the limit."""
     factor = min(1.0, a.max_norm / (float(a.norm[0]) + 1e-6))
-    if factor == 1:
-        return {f"xs[{i}]": x for i, x in enumerate(a.xs)}
-    return {
-        f"xs[{i}]": (wide(x) * factor, 8 * ROUNDOFF * np.abs(wide(x)) * factor) for i, x in enumerate(a.xs)
-    }
+    clipped = [wide(x) * factor for x in a.xs]
+    return {} if factor == 1 else named("xs", [(x, 8 * ROUNDOFF * np.abs(x)) for x in clipped])
 
 
 def _all(cases: dict[str, Options]) -> dict[str, Options]:
     """Cases over tensors of many shapes."""
-    return {name: {"shapes": SHAPES, **own} for name, own in cases.items()}
+    return product("{case}", {"case": cases}, shapes=SHAPES)
 
 
 _SKIPPED: Options = {"dtypes": MIXED[:2], "skipped": True}
 _ADAMW = {
-    **typed({f"step-{step}": {"step": step} for step in (1, 100)}),
+    **typed(product("step-{step}", {"step": (1, 100)})),
     "mixed": {"dtypes": MIXED, "step": 7},
     "nothing": {"shapes": ()},
-    **{f"numbers-on-device-{n}": {"dtypes": MIXED, "step": n, "on_device": True} for n in (1, 1000)},
+    **product("numbers-on-device-{step}", {"step": (1, 1000)}, dtypes=MIXED, on_device=True),
     "skipped": _SKIPPED,
 }
+_MOMENTA = ((0.0, False, 1), (0.9, False, 1), (0.9, False, 4), (0.9, True, 4))
 _SGD = {
-    **typed(
-        {
-            f"{momentum}-{nesterov}-{step}": {"momentum": momentum, "nesterov": nesterov, "step": step}
-            for momentum, nesterov, step in (
-                (0.0, False, 1),
-                (0.9, False, 1),
-                (0.9, False, 4),
-                (0.9, True, 4),
-            )
-        }
-    ),
-    **{f"dampened-{step}": {"dtypes": MIXED, "dampening": 0.3, "step": step} for step in (1, 2)},
-    **{
-        f"numbers-on-device-{step}": {"dtypes": MIXED, "nesterov": True, "step": step, "on_device": True}
-        for step in (1, 5)
-    },
+    **typed(product("{momentum}-{nesterov}-{step}", {"momentum nesterov step": _MOMENTA})),
+    **product("dampened-{step}", {"step": (1, 2)}, dtypes=MIXED, dampening=0.3),
+    **product("numbers-on-device-{step}", {"step": (1, 5)}, dtypes=MIXED, nesterov=True, on_device=True),
     "skipped": _SKIPPED,
 }
 _FACTORS = ((None, None), (None, np.nan), (0.37, None), (2.0**-10, np.inf), (0.5, -np.inf))
 _SCALE = {
-    **typed({f"{factor}-{bad}": {"factor": factor, "bad": bad} for factor, bad in _FACTORS}),
+    **typed(product("{factor}-{bad}", {"factor bad": _FACTORS})),
     "not-looked-at": {"factor": 3.0, "bad": np.nan, "look": False},
 }
-_NORMS: dict[str, Options] = {
-    **_all(typed({"": {}})),
-    "mixed": {"dtypes": MIXED, "shapes": SHAPES},
+_NORMS = {
+    **_all({**typed({"": {}}), "mixed": {"dtypes": MIXED}}),
     "one": {"shapes": ((1,),)},
     "empty": {"shapes": ((0,),)},
     "many": {"shapes": ((9,),) * 200},
 }
-_CLIP = typed(
-    {
-        f"{norm}-{limit}": {"norm": norm, "limit": limit}
-        for norm, limit in ((12.0, 1.0), (0.5, 1.0), (0.0, 1.0))
-    }
-)
+_CLIP = typed(product("{norm}-{limit}", {"norm": (12.0, 0.5, 0.0), "limit": (1.0,)}))
 _LOSS_SCALE: dict[str, Options] = {
     "good": {},
     "grows": {"good": 1},
@@ -322,7 +288,7 @@ TESTS = (
     KernelTest("sgd_", sgd_, sgd_oracle, _all(_SGD)),
     KernelTest("scale_", scale_, scale_oracle, _all(_SCALE)),
     KernelTest("loss_scale_", loss_scale_, loss_scale_oracle, _LOSS_SCALE),
-    KernelTest("count_", count_, count_oracle, {f"found-{bad}": {"bad": bad} for bad in (None, False, True)}),
+    KernelTest("count_", count_, count_oracle, product("found-{bad}", {"bad": (None, False, True)})),
     KernelTest("l2norm", l2norm, l2norm_oracle, _NORMS),
     KernelTest("clip_", clip_, clip_oracle, _all(_CLIP)),
 )

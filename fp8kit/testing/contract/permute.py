@@ -3,14 +3,24 @@ probabilities is a sum over columns, in any order."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float32, int32
-from fp8kit.testing.compare import ROUNDOFF, Array, sum_slack
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, wide
-from fp8kit.testing.contract.sampler import Sampler
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    product,
+    sum_slack,
+    wide,
+)
 
 
 def _map(s: Sampler, rows: int, tokens: int, slots: int, stray: bool) -> Any:
@@ -32,14 +42,22 @@ def _map(s: Sampler, rows: int, tokens: int, slots: int, stray: bool) -> Any:
     return s.array((rows, 2), int32, values)
 
 
-def permute_rows(
-    s: Sampler, m: int, n: int, rows: int = 0, slots: int = 4, probs: DType | None = None, stray: bool = False
+def row_sample(
+    s: Sampler,
+    m: int,
+    n: int,
+    rows: int = 0,
+    slots: int = 4,
+    probs: DType | None = None,
+    stray: bool = False,
+    back: bool = False,
 ) -> Arguments:
-    """``m`` tokens to ``rows`` rows (0: 2 m); ``probs``: the type of the probabilities, None without."""
+    """``m`` tokens to ``rows`` rows (0: 2 m), or ``back``; ``probs``: the type of the probabilities, None
+    without."""
     rows = rows or 2 * m
     weights = None if probs is None else s.normal(m, slots, dtype=probs)
-    row_map = _map(s, rows, m, slots, stray)
-    return {"x": s.normal(m, n), "row_map": row_map, "probs": weights, "out": s.output(rows, n)}
+    row_map, (given, made) = _map(s, rows, m, slots, stray), (rows, m) if back else (m, rows)
+    return {"x": s.normal(given, n), "row_map": row_map, "probs": weights, "out": s.output(made, n)}
 
 
 def _filled(a: Any, tokens: int, slots: int | None = None) -> Any:
@@ -66,16 +84,6 @@ def permute_rows_oracle(a: Any) -> Results:
     return {"out": out.astype(a.out.dtype)}
 
 
-def unpermute_rows(
-    s: Sampler, m: int, n: int, rows: int = 0, slots: int = 4, probs: DType | None = None, stray: bool = False
-) -> Arguments:
-    """``rows`` rows (0: 2 m) to ``m`` tokens."""
-    rows = rows or 2 * m
-    weights = None if probs is None else s.normal(m, slots, dtype=probs)
-    row_map = _map(s, rows, m, slots, stray)
-    return {"x": s.normal(rows, n), "row_map": row_map, "probs": weights, "out": s.output(m, n)}
-
-
 def unpermute_rows_oracle(a: Any) -> Results:
     """One float32 addition after the other."""
     total = np.zeros(a.out.shape, np.float32)
@@ -88,9 +96,8 @@ def permute_probs(
     s: Sampler, m: int, n: int, rows: int = 0, slots: int = 4, stray: bool = False
 ) -> Arguments:
     """Probabilities of ``m`` tokens for ``rows`` rows (0: 2 m); ``n``: not used."""
-    rows = rows or 2 * m
-    row_map = _map(s, rows, m, slots, stray)
-    return {"probs": s.normal(m, slots), "row_map": row_map, "out": s.output(rows)}
+    row_map = _map(s, rows or 2 * m, m, slots, stray)
+    return {"probs": s.normal(m, slots), "row_map": row_map, "out": s.output(rows or 2 * m)}
 
 
 def permute_probs_oracle(a: Any) -> Results:
@@ -130,29 +137,23 @@ def unpermute_probs_oracle(a: Any) -> Results:
 
 # tokens, columns, rows, slots
 _SIZES = ((11, 33, 30, 4), (1, 1, 5, 1), (50, 16, 9, 3), (7, 1100, 28, 4), (0, 8, 3, 2), (5, 0, 6, 2))
-_MANY: Options = {"m": 60, "n": 8, "rows": 2100, "slots": 40}
-_STRAY: Options = {"m": 7, "n": 12, "rows": 16, "slots": 3, "stray": True}
+_CASES: dict[str, Options] = {
+    **product("{m}x{n}x{rows}x{slots}", {"m n rows slots": _SIZES}),
+    "many-rows": {"m": 60, "n": 8, "rows": 2100, "slots": 40},
+    "out-of-range": {"m": 7, "n": 12, "rows": 16, "slots": 3, "stray": True},
+}
 
 
 def _cases(**kinds: Options) -> dict[str, Options]:
-    found: dict[str, Options] = {}
-    for dtype in HIGH_PRECISION:
-        for kind, options in kinds.items():
-            own = {"dtype": dtype, **options}
-            for m, n, rows, slots in _SIZES:
-                sizes = {"m": m, "n": n, "rows": rows, "slots": slots}
-                found[f"{dtype.name}-{kind}-{m}x{n}x{rows}x{slots}"] = own | sizes
-            found[f"{dtype.name}-{kind}-many-rows"] = own | _MANY
-            found[f"{dtype.name}-{kind}-out-of-range"] = own | _STRAY
-    return found
+    return product("{dtype.name}-{kind}-{case}", {"dtype": HIGH_PRECISION, "kind": kinds, "case": _CASES})
 
 
 _WEIGHTED = {f"probs-{kind.name}": {"probs": kind} for kind in (float32, bfloat16)}
 _ROWS = _cases(plain={}, **_WEIGHTED)
 
 TESTS = (
-    KernelTest("permute_rows", permute_rows, permute_rows_oracle, _ROWS),
-    KernelTest("unpermute_rows", unpermute_rows, unpermute_rows_oracle, _ROWS),
+    KernelTest("permute_rows", row_sample, permute_rows_oracle, _ROWS),
+    KernelTest("unpermute_rows", functools.partial(row_sample, back=True), unpermute_rows_oracle, _ROWS),
     KernelTest("permute_probs", permute_probs, permute_probs_oracle, _cases(plain={})),
     KernelTest(
         "unpermute_probs", unpermute_probs, unpermute_probs_oracle, _cases(alone={"alone": True}, **_WEIGHTED)

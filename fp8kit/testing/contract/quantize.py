@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,26 @@ import numpy as np
 from fp8kit import codec
 from fp8kit.backends.protocol import Rule
 from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, HIGH_PRECISION, Format, bfloat16, float32, float64, uint8
-from fp8kit.testing.compare import Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed
+from fp8kit.testing.contract import (
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    product,
+    sized,
+    typed,
+)
 from fp8kit.testing.contract.casts import scaled
 from fp8kit.testing.contract.dropout import philox
-from fp8kit.testing.contract.sampler import Sampler
 from fp8kit.testing.contract.scales import (
     ROW,
     SIZES,
     TILINGS,
     WHOLE,
     Tile,
-    grid,
+    each,
     tile_amax,
     tile_count,
     tile_of,
@@ -40,14 +49,6 @@ def _scales(s: Sampler, count: int) -> Array:
     return s.random.uniform(0.01, 30, count).astype(np.float32)
 
 
-def _each(per_tile: Array, x: Array, tile: Tile) -> Array:
-    """Every element's entry of an array of tiles."""
-    down, across = np.indices(x.shape)
-    return np.asarray(
-        per_tile.reshape(grid(x.shape[0], x.shape[1], tile))[down // tile[0], across // tile[1]]
-    )
-
-
 def quantize(
     s: Sampler,
     m: int,
@@ -64,7 +65,7 @@ def quantize(
     tiles = tile_count(m, n, tile)
     scale = np.ones(tiles, np.float32) if values is not None else _scales(s, tiles)
     return {
-        "x": s.normal(m, n) if not strewn else s.put(s.strewn(m, n) if values is None else values),
+        "x": s.put(values) if values is not None else s.strewn(m, n) if strewn else s.normal(m, n),
         "q": s.output(m, n, dtype=uint8),
         "scale": s.put(scale),
         "scale_inv": s.output(tiles, dtype=float32),
@@ -78,15 +79,12 @@ def quantize(
 
 def quantize_oracle(a: Any) -> Results:
     """The codec's bits."""
-    words, rounding = None, "nearest"
-    if a.rng is not None:
-        words, rounding = (
-            philox(a.rng, np.arange(a.x.size)).reshape(a.x.shape).astype(np.uint32),
-            "stochastic",
-        )
-    values = scaled(a.x, _each(a.scale, a.x, a.tile))
+    words, stochastic = None, a.rng is not None
+    if stochastic:
+        words = philox(a.rng, np.arange(a.x.size).reshape(a.x.shape)).astype(np.uint32)
+    values = scaled(a.x, each(a.scale, a.x.shape, a.tile))
     found: Results = {
-        "q": codec.encode(values, a.format, rounding, a.saturate, words),  # type: ignore[arg-type]
+        "q": codec.encode(values, a.format, "stochastic" if stochastic else "nearest", a.saturate, words),
         "scale_inv": np.float32(1) / a.scale,
     }
     return found if a.amax is None else {**found, "amax": tile_amax(a.x, a.tile, a.amax)}
@@ -108,18 +106,24 @@ def dequantize(
 
 def dequantize_oracle(a: Any) -> Results:
     """One float32 product, one rounding."""
-    values = scaled(codec.decode(a.q, a.format), _each(a.scale_inv, a.q, a.tile))
+    values = scaled(codec.decode(a.q, a.format), each(a.scale_inv, a.q.shape, a.tile))
     with np.errstate(over="ignore", invalid="ignore"):
         return {"x": values.astype(a.x.dtype)}
 
 
 def quantize_transpose(
-    s: Sampler, m: int, n: int, cast: Options | None = None, dbias: bool = False, strewn: bool = True
+    s: Sampler,
+    m: int,
+    n: int,
+    fmt: Format = E4M3,
+    cast: Options | None = None,
+    dbias: bool = False,
+    strewn: bool = True,
 ) -> Arguments:
-    """``dbias``: of values that can be added up."""
+    """``fmt``: the cast's, where that does not say. ``dbias``: of values that can be added up."""
     return {
-        "x": s.put(s.strewn(m, n)) if strewn and not dbias else s.normal(m, n, scale=3.0),
-        "cast": s.cast(m, n, cast or {}),
+        "x": s.strewn(m, n) if strewn and not dbias else s.normal(m, n, scale=3.0),
+        "cast": s.cast(m, n, **{"fmt": fmt, **(cast or {})}),
         "dbias": s.output(n) if dbias else None,
     }
 
@@ -133,16 +137,24 @@ def _boundaries(fmt: Format) -> Array:
     return np.concatenate([at, *(np.nextafter(at, np.float32(end)) for end in (np.inf, -np.inf))])[None]
 
 
+_FORMATS = (E4M3, E5M2, E8M0, E2M1, *USERS)
+_TILED = product("{tiling}", {"tiling": TILINGS}, m=130, n=300)
+
+
+def _both(cases: Mapping[str, Options]) -> dict[str, Options]:
+    """Cases in both FP8 formats."""
+    return product("{fmt}-{case}", {"fmt": (E4M3, E5M2), "case": cases})
+
+
 def _quantize_cases() -> dict[str, Options]:
-    found: dict[str, Options] = {}
-    for fmt in (E4M3, E5M2):
-        options = typed(sized(SIZES), (*HIGH_PRECISION, float64))
-        options |= {
-            name: {"m": 130, "n": 300, "dtype": bfloat16, "tile": tile} for name, tile in TILINGS.items()
+    found = _both(
+        {
+            **typed(sized(SIZES), (*HIGH_PRECISION, float64)),
+            **product("{case}", {"case": _TILED}, dtype=bfloat16),
+            "no-amax": {"m": 33, "n": 65, "amax": False},
         }
-        options["no-amax"] = {"m": 33, "n": 65, "amax": False}
-        found |= {f"{fmt}-{name}": {"fmt": fmt, **own} for name, own in options.items()}
-    for fmt in (E4M3, E5M2, E8M0, E2M1, *USERS):
+    )
+    for fmt in _FORMATS:
         values = _boundaries(fmt)
         at = {"fmt": fmt, "m": 1, "n": values.size, "amax": False, "values": values}
         found[f"{fmt}-boundaries"] = at
@@ -155,37 +167,28 @@ def _quantize_cases() -> dict[str, Options]:
     return found
 
 
-def _dequantize_cases() -> dict[str, Options]:
-    found: dict[str, Options] = {}
-    for fmt in (E4M3, E5M2):
-        options = {name: {"m": 130, "n": 300, "tile": tile} for name, tile in TILINGS.items()}
-        options |= typed({"": {"m": 7, "n": 111}})
-        found |= {f"{fmt}-{name}": {"fmt": fmt, **own} for name, own in options.items()}
-    for fmt in (E4M3, E5M2, E8M0, E2M1, *USERS):
-        found[f"{fmt}-all-codes"] = {"fmt": fmt, "m": 3, "n": 256}
-    return found
+_DEQUANTIZE = {
+    **_both({**_TILED, **typed({"": {"m": 7, "n": 111}})}),
+    **product("{fmt}-all-codes", {"fmt": _FORMATS}, m=3, n=256),
+}
 
 
 def _transpose_cases() -> dict[str, Options]:
     sizes = ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (256, 192), (0, 70))
     wide: Options = {"amax": 0.0, "wider": True}
-    cases: dict[str, Options] = {name: {**own, "cast": wide} for name, own in sized(sizes).items()}
-    for m, n in ((16, 32), (256, 192)):
-        for rule in (Rule(False, 0.0), Rule(True, 1e3)):
-            cast = {"rule": rule, "amax": 4.0}
-            cases[f"{m}x{n}-by-amax-{rule.power_2}"] = {"m": m, "n": n, "cast": cast, "strewn": False}
+    cases = sized(sizes, cast=wide)
+    for rule in (Rule(False, 0.0), Rule(True, 1e3)):
+        cast = {"rule": rule, "amax": 4.0}
+        by_amax = {"m n": ((16, 32), (256, 192))}
+        cases |= product(f"{{m}}x{{n}}-by-amax-{rule.power_2}", by_amax, cast=cast, strewn=False)
     cases |= {f"{only}-only": {"m": 70, "n": 48, "cast": {**wide, "only": only}} for only in ("q", "q_t")}
-    sums = {"150x70-dbias": (150, 70), "256x128-dbias": (256, 128), "dbias-of-nothing": (0, 70)}
-    cases |= {name: {"m": m, "n": n, "cast": wide, "dbias": True} for name, (m, n) in sums.items()}
-    return {
-        f"{fmt}-{name}": {**own, "cast": {**own["cast"], "fmt": fmt}}
-        for fmt in (E4M3, E5M2)
-        for name, own in typed(cases).items()
-    }
+    cases |= product("{m}x{n}-dbias", {"m n": ((150, 70), (256, 128))}, cast=wide, dbias=True)
+    cases["dbias-of-nothing"] = {"m": 0, "n": 70, "cast": wide, "dbias": True}
+    return _both(typed(cases))
 
 
 TESTS = (
     KernelTest("quantize", quantize, quantize_oracle, _quantize_cases(), {"strewn": False}),
-    KernelTest("dequantize", dequantize, dequantize_oracle, _dequantize_cases(), {"strewn": False}),
+    KernelTest("dequantize", dequantize, dequantize_oracle, _DEQUANTIZE, {"strewn": False}),
     KernelTest("quantize_transpose", quantize_transpose, None, _transpose_cases(), {"strewn": False}),
 )

@@ -6,18 +6,29 @@ absolute values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from fp8kit.formats import bfloat16, float16, float32
-from fp8kit.testing.compare import ROUNDOFF, Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed, wide
+from fp8kit.testing.contract import (
+    ROUNDOFF,
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    product,
+    typed,
+    wide,
+)
 from fp8kit.testing.contract.running_sums import LENGTH, LENGTHS_AND_STARTS, TOKENS, bad_cases
-from fp8kit.testing.contract.sampler import Sampler
 
 Sums = tuple[int, ...]
+BACK = ("dy", "dx")
 
 
 def _tokens(lengths: Any, starts: Any, count: int) -> Iterator[tuple[int, int, int]]:
@@ -27,15 +38,11 @@ def _tokens(lengths: Any, starts: Any, count: int) -> Iterator[tuple[int, int, i
         yield from ((start + i, b, i) for i in range(max(0, -start), min(int(length), count - start)))
 
 
-def _sample(s: Sampler, x: str, y: str, m: int, n: int, **options: Any) -> Arguments:
-    made = _rotation(s, m, n, **options)
-    return {x: made.pop("x"), y: made.pop("y"), **made}
-
-
-def _rotation(
+def rotation(
     s: Sampler,
     m: int,
     n: int,
+    names: tuple[str, str] = ("x", "y"),
     form: str = "sbhd",
     batch: int = 1,
     heads: int = 0,
@@ -49,9 +56,9 @@ def _rotation(
     starts: Sums = (),
     blank: bool = False,
 ) -> Arguments:
-    """``m`` places or tokens, ``heads`` (by default ``n`` features of 64). ``first``: start_positions.
-    ``doubled``: both features of a pair turn by the same angle, as in the paper. ``blank``: tokens of no
-    sequence hold NaN."""
+    """``names``: of what is rotated, and of the result. ``m`` places or tokens, ``heads`` (by default ``n``
+    features of 64). ``first``: start_positions. ``doubled``: both features of a pair turn by the same angle,
+    as in the paper. ``blank``: tokens of no sequence hold NaN."""
     heads, rotated = heads or n // 64, rotated or depth
     leading = {"sbhd": (m, batch), "bshd": (batch, m), "thd": (m,)}[form]
     x = s.draw((*leading, heads, depth)).astype(s.dtype.numpy)
@@ -62,25 +69,15 @@ def _rotation(
     if blank:
         x[np.setdiff1d(np.arange(m), [token for token, *_ in _tokens(lengths, starts, m)])] = np.nan
     return {
-        "x": s.put(x),
+        names[0]: s.put(x),
         "freqs": s.put(angles),
-        "y": s.output(*x.shape),
-        "start_positions": s.sums(*first) if first else None,
+        names[1]: s.output(*x.shape),
+        "start_positions": s.sums(*first[:batch]) if first else None,
         "lengths": s.sums(*lengths) if form == "thd" else None,
         "starts": s.sums(*starts) if form == "thd" else None,
         "qkv_format": form,
         "interleaved": interleaved,
     }
-
-
-def rope_fwd(s: Sampler, m: int, n: int = 0, **options: Any) -> Arguments:
-    """See ``_rotation``."""
-    return _sample(s, "x", "y", m, n, **options)
-
-
-def rope_bwd(s: Sampler, m: int, n: int = 0, **options: Any) -> Arguments:
-    """See ``_rotation``."""
-    return _sample(s, "dy", "dx", m, n, **options)
 
 
 def _places(a: Any, shape: tuple[int, ...]) -> tuple[Array, Array]:
@@ -115,14 +112,9 @@ def _rotate(a: Any, values: Array, back: bool) -> tuple[Array, Array]:
     return out, slack
 
 
-def rope_fwd_oracle(a: Any) -> Results:
+def rope_oracle(a: Any, names: tuple[str, str] = ("x", "y")) -> Results:
     """See ``_rotate``."""
-    return {"y": _rotate(a, a.x, False)}
-
-
-def rope_bwd_oracle(a: Any) -> Results:
-    """See ``_rotate``."""
-    return {"dx": _rotate(a, a.dy, True)}
+    return {names[1]: _rotate(a, getattr(a, names[0]), back=names == BACK)}
 
 
 # a sequence of nothing, and two rows of no sequence after the last; where they start with rows of no sequence
@@ -131,40 +123,39 @@ _LENGTHS, _GAPS = (0, 4, 4, 9, 14), (1, 8, 8, 14, 19)
 _FORMS: dict[str, Options] = {
     "sbhd": {"form": "sbhd", "m": 9, "batch": 2, "positions": 9},
     "bshd": {"form": "bshd", "m": 9, "batch": 2, "positions": 9},
-    "thd": {"form": "thd", "m": 22, "lengths": _LENGTHS, "starts": _LENGTHS, "positions": 5, "blank": True},
+    "thd": {
+        "form": "thd",
+        "m": 22,
+        "batch": 4,
+        "lengths": _LENGTHS,
+        "starts": _LENGTHS,
+        "positions": 5,
+        "blank": True,
+    },
 }
-_PARTIAL: Options = {"depth": 24, "rotated": 10}
+_WITH_GAPS: Options = {**_FORMS["thd"], "starts": _GAPS}
 
 
 def _cases(x: str, y: str) -> dict[str, Options]:
     """Cases of ``rope_fwd`` or ``rope_bwd``."""
-
-    def packed(form: str) -> Options:
-        """Among other heads."""
-        heads = len(form) - 2
-        return {"parts": {x: (heads, 0, 3), y: (heads, 3, 0)}}
-
-    def offsets(form: str) -> Options:
-        return {"first": (5, 0, 3, 11)[: None if form == "thd" else 2], "positions": 16, "same": {y: x}}
-
-    def every(form: str) -> dict[str, Options]:
-        return {
-            "halves": {},
-            "interleaved": {"interleaved": True},
-            "partial": {**_PARTIAL, **packed(form)},
-            "partial-interleaved": {"depth": 7, "rotated": 6, "interleaved": True, "same": {y: x}},
-            "offsets": offsets(form),
-            "own-angles": {"doubled": False, **packed(form)},
-            "own-angles-interleaved": {"doubled": False, "interleaved": True},
-        }
-
-    cases = {
-        f"{form}-{name}": {"heads": 3, "depth": 16, **common, **own}
-        for form, common in _FORMS.items()
-        for name, own in every(form).items()
+    packed: Options = {"parts": {x: (-2, 0, 3), y: (-2, 3, 0)}}  # among other heads
+    in_place: Options = {"same": {y: x}}
+    gaps: dict[str, Options] = {
+        "offsets": {"first": (5, 0, 3, 11), "positions": 16, **in_place},
+        "partial": {"depth": 24, "rotated": 10, **packed},
     }
-    for name, own in (("offsets", offsets("thd")), ("partial", {**_PARTIAL, **packed("thd")})):
-        cases[f"thd-gaps-{name}"] = {"heads": 3, "depth": 16, **_FORMS["thd"], "starts": _GAPS, **own}
+    every: dict[str, Options] = {
+        "halves": {},
+        "interleaved": {"interleaved": True},
+        "partial-interleaved": {"depth": 7, "rotated": 6, "interleaved": True, **in_place},
+        "own-angles": {"doubled": False, **packed},
+        "own-angles-interleaved": {"doubled": False, "interleaved": True},
+        **gaps,
+    }
+    cases = {
+        **product("{form}-{case}", {"form": _FORMS, "case": every}, heads=3, depth=16),
+        **product("thd-gaps-{case}", {"case": gaps}, heads=3, depth=16, **_WITH_GAPS),
+    }
     some = {name: own for name, own in cases.items() if "partial" in name}
     return {**typed(cases, (float32, bfloat16)), **typed(some, (float16,))}
 
@@ -175,9 +166,14 @@ _BEYOND: Options = {"m": 2, "heads": 1, "depth": 4, "rotated": 2, "positions": 3
 TESTS = (
     KernelTest(
         "rope_fwd",
-        rope_fwd,
-        rope_fwd_oracle,
+        rotation,
+        rope_oracle,
         {**_cases("x", "y"), "positions-beyond": _BEYOND, **bad_cases(_BAD, LENGTHS_AND_STARTS, "lost")},
     ),
-    KernelTest("rope_bwd", rope_bwd, rope_bwd_oracle, _cases("dy", "dx")),
+    KernelTest(
+        "rope_bwd",
+        functools.partial(rotation, names=BACK),
+        functools.partial(rope_oracle, names=BACK),
+        _cases(*BACK),
+    ),
 )

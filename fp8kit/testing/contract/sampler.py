@@ -80,27 +80,23 @@ class Sampler:
         kind = dtype or self.dtype
         return self.array(shape, kind, lambda: self.draw(shape, scale, mean).astype(kind.numpy))
 
-    def integers(self, top: int, *shape: int, dtype: DType = int64) -> ArrayView:
-        """Integers below ``top``."""
-        return self.array(shape, dtype, lambda: self.random.integers(0, max(top, 1), shape))
-
     def codes(self, rows: int, columns: int, fmt: Format = E4M3) -> ArrayView:
         """FP8 codes of normal values."""
         shape = rows, columns
         return self.array(shape, uint8, lambda: narrowed(self.draw(shape, 8.0), fmt))
 
-    def strewn(self, rows: int, columns: int, dtype: DType | None = None, finite: bool = False) -> Array:
-        """Values on the host over many binades with every special one among them: +-0, subnormals, ties, the
+    def strewn(self, rows: int, columns: int, finite: bool = False) -> ArrayView:
+        """Values over many binades with every special one among them: +-0, subnormals, ties, the
         formats' limits and, unless ``finite``, Inf and NaN."""
         shape = rows, columns
         x = self.random.standard_normal(shape) * np.exp2(self.random.integers(-14, 10, shape))
         at = self.random.random(shape) < 0.15
         x[at] = self.random.choice(_SPECIAL + _TIES, int(at.sum()))
         with np.errstate(over="ignore", invalid="ignore"):
-            x = x.astype((dtype or self.dtype).numpy)
+            x = x.astype(self.dtype.numpy)
         if finite:
             x[~np.isfinite(x.astype(np.float64))] = 1
-        return x
+        return self.put(x)
 
     def sums(self, *values: int) -> ArrayView:
         """int32 running sums."""
@@ -110,14 +106,24 @@ class Sampler:
         """A generator's seed and offset."""
         return self.put((-0x123456789ABCDEF, 0x5_0000_0003), int64)
 
-    def cast(self, rows: int, columns: int, how: Mapping[str, Any] | None) -> Cast | None:
-        """Where a result of (rows, columns) goes in FP8, as the options say: ``fmt``; ``pad``, rows and
-        columns more (None: up to multiples of 16); ``only`` "q" or "q_t"; ``amax``, what the running maximum
-        holds before (None: there is none); ``scale``, or a ``rule`` that makes it; ``wider``: q_t lies in
-        a wider buffer. None for None."""
-        return None if how is None else self._cast(rows, columns, **how)
+    def result(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        amax: float | None = None,
+        cast: Mapping[str, Any] | None = None,
+        **wanted: bool,
+    ) -> dict[str, Any]:
+        """A result of (rows, columns) by its ``name``, None where that is not ``wanted``, beside its ``amax``
+        and, where they are not None, what the options ``cast`` say of its cast."""
+        return {
+            name: self.output(rows, columns) if wanted.get(name, True) else None,
+            "amax": self.scalar(amax),
+            "cast": None if cast is None else self.cast(rows, columns, **cast),
+        }
 
-    def _cast(
+    def cast(
         self,
         rows: int,
         columns: int,
@@ -129,6 +135,9 @@ class Sampler:
         rule: Any = None,
         wider: bool = False,
     ) -> Cast:
+        """Where a result of (rows, columns) goes in FP8. ``pad``: rows and columns more (None: up to
+        multiples of 16); ``only`` "q" or "q_t"; ``amax``: what the running maximum holds before (None: there
+        is none); ``scale``, or a ``rule`` that makes it; ``wider``: q_t lies in a wider buffer."""
         m, n = (k + more for k, more in zip((rows, columns), pad or (-rows % 16, -columns % 16), strict=True))
         q, q_t = (
             None if only == other else self.output(*shape, dtype=uint8)

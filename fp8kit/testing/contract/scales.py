@@ -7,20 +7,28 @@ from typing import Any
 import numpy as np
 
 from fp8kit.formats import HIGH_PRECISION, float32, float64
-from fp8kit.testing.compare import Array
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, sized, typed
+from fp8kit.testing.contract import (
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    product,
+    sized,
+    typed,
+)
 from fp8kit.testing.contract.casts import largest, scale_of
-from fp8kit.testing.contract.sampler import Sampler
 
 Tile = tuple[int, int]
 WHOLE, ROW = (0, 0), (1, 0)  # 0: as many as the matrix has
 SIZES = ((1, 1), (33, 65), (128, 256), (5, 1000), (0, 8))
-TILINGS: dict[str, Tile] = {
-    "tensor": WHOLE,
-    "row": ROW,
-    "1x128": (1, 128),
-    "128x128": (128, 128),
-    "1x32": (1, 32),
+TILINGS: dict[str, Options] = {
+    "tensor": {"tile": WHOLE},
+    "row": {"tile": ROW},
+    "1x128": {"tile": (1, 128)},
+    "128x128": {"tile": (128, 128)},
+    "1x32": {"tile": (1, 32)},
 }
 
 
@@ -38,6 +46,13 @@ def tile_count(m: int, n: int, tile: Tile) -> int:
     """How many tiles there are."""
     down, across = grid(m, n, tile_of(tile, m, n))
     return down * across
+
+
+def each(per_tile: Array, shape: tuple[int, ...], tile: Tile) -> Array:
+    """Every element's entry of an array of tiles."""
+    rows, columns = shape
+    down, across = np.indices((rows, columns))
+    return np.asarray(per_tile.reshape(grid(rows, columns, tile))[down // tile[0], across // tile[1]])
 
 
 def tile_amax(x: Array, tile: Tile, start: Array) -> Array:
@@ -59,7 +74,7 @@ def amax(
     strewn: bool = True,
 ) -> Arguments:
     """``values``: x; else drawn."""
-    x = s.normal(m, n) if not strewn else s.put(s.strewn(m, n, finite=True) if values is None else values)
+    x = s.put(values) if values is not None else s.strewn(m, n, finite=True) if strewn else s.normal(m, n)
     return {"x": x, "amax": s.full(start, tile_count(m, n, tile)), "tile": tile_of(tile, m, n)}
 
 
@@ -70,24 +85,25 @@ def amax_oracle(a: Any) -> Results:
 
 def scale_from_amax(
     s: Sampler,
-    m: int = 1,
-    n: int = 511,
+    m: int,
+    n: int,
     fp8_max: float = 448.0,
     power_2: bool = False,
     epsilon: float = 0.0,
     for_inf: float = float32.max,
 ) -> Arguments:
     """Amaxes of every binade, and special ones."""
+    count = m * n or 511
 
     def amaxes() -> Array:
         special = [0, np.inf, np.nan, 1e-45, 1e-40, 1.1754944e-38, fp8_max, 1.0, 3.0, float32.max, 1e-37]
-        drawn = np.exp2(s.random.uniform(-140, 127, max(m * n - len(special), 0)))
-        return np.array([*special, *drawn], np.float32)[: m * n]
+        drawn = np.exp2(s.random.uniform(-140, 127, max(count - len(special), 0)))
+        return np.array([*special, *drawn], np.float32)[:count]
 
     return {
-        "amax": s.array((m * n,), float32, amaxes),
-        "scale": s.output(m * n, dtype=float32),
-        "scale_inv": s.output(m * n, dtype=float32),
+        "amax": s.array((count,), float32, amaxes),
+        "scale": s.output(count, dtype=float32),
+        "scale_inv": s.output(count, dtype=float32),
         "fp8_max": fp8_max,
         "power_2": power_2,
         "epsilon": epsilon,
@@ -107,7 +123,7 @@ _HISTORY = np.array([0, np.nan, np.inf, 1e-45, 1e-42, 3.0, 2.0**100, 2.0**118, f
 def update_delayed_(
     s: Sampler,
     m: int,
-    n: int = 0,
+    n: int,
     slots: tuple[int, ...] = (),
     margin: int = 0,
     recent: bool = False,
@@ -160,10 +176,7 @@ def _specials(dtype: Any) -> Array:
 
 
 _TINY = np.array([[1e-46], [-1e-45], [1e-40], [1e300]])
-_AMAX: dict[str, Options] = {
-    **sized(SIZES),
-    **{name: {"m": 130, "n": 300, "tile": tile} for name, tile in TILINGS.items()},
-}
+_AMAX = typed({**sized(SIZES), **product("{tiling}", {"tiling": TILINGS}, m=130, n=300)})
 _RULES = ((448.0, 0.0, float32.max), (57344.0, 1e-6, float32.max), (448.0, 0.0, 65504.0))
 # updates kept, margin, whether the most recent amax counts
 _DELAYED = (
@@ -184,12 +197,15 @@ TESTS = (
         amax,
         amax_oracle,
         {
-            **typed(_AMAX),
-            **typed({f"{name}-running": {**options, "start": 40.0} for name, options in _AMAX.items()}),
-            **{
-                f"{d.name}-specials": {"dtype": d, "m": 4, "n": 37, "tile": ROW, "values": _specials(d)}
-                for d in HIGH_PRECISION
-            },
+            **_AMAX,
+            **product("{case}-running", {"case": _AMAX}, start=40.0),
+            **product(
+                "{dtype.name}-specials",
+                {"dtype values": [(dtype, _specials(dtype)) for dtype in HIGH_PRECISION]},
+                m=4,
+                n=37,
+                tile=ROW,
+            ),
             "float64-tiny": {"dtype": float64, "m": 4, "n": 1, "tile": (1, 1), "values": _TINY},
         },
         {"strewn": False},
@@ -198,16 +214,13 @@ TESTS = (
         "scale_from_amax",
         scale_from_amax,
         scale_from_amax_oracle,
-        {
-            f"{most:g}-eps{epsilon:g}-inf{for_inf:.3g}{'-power2' * power_2}": {
-                "fp8_max": most,
-                "power_2": power_2,
-                "epsilon": epsilon,
-                "for_inf": for_inf,
-            }
-            for power_2 in (False, True)
-            for most, epsilon, for_inf in _RULES
-        },
+        product(
+            "{fp8_max:g}-eps{epsilon:g}-inf{for_inf:.3g}{power}",
+            {
+                "power": {"": {"power_2": False}, "-power2": {"power_2": True}},
+                "fp8_max epsilon for_inf": _RULES,
+            },
+        ),
     ),
     KernelTest(
         "update_delayed_",

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
-from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, typed
+from fp8kit.testing.contract import Arguments, KernelTest, Options, Results, Sampler, typed
 from fp8kit.testing.contract.running_sums import LENGTH, LENGTHS_AND_STARTS, TOKENS, bad_cases, running
-from fp8kit.testing.contract.sampler import Sampler
 
 Sums = tuple[int, ...]
 
 
-def _places(s: Sampler, m: int, lengths: Sums, starts: Sums) -> tuple[Arguments, int, int]:
-    """The running sums, one array where nothing lies between the sequences; how many sequences there are, and
-    how many places for the tokens of each. By default two of half of ``m`` tokens each."""
-    lengths = lengths or (0, m // 2, m // 2 * 2)
-    sums = s.sums(*lengths)
-    return (
-        {"lengths": sums, "starts": s.sums(*starts) if starts not in ((), lengths) else sums},
-        len(lengths) - 1,
-        m // 2,
-    )
-
-
-def unpack_sequences(
-    s: Sampler, m: int, n: int, lengths: Sums = (), starts: Sums = (), longest: int = 0
+def sequences(
+    s: Sampler, m: int, n: int, lengths: Sums = (), starts: Sums = (), longest: int = 0, pack: bool = False
 ) -> Arguments:
-    """``m`` tokens of ``n`` features."""
-    places, count, half = _places(s, m, lengths, starts)
-    return {"x": s.normal(m, n), "y": s.output(count, longest or half, n), **places}
+    """``m`` tokens of ``n`` features, and a batch of at most ``longest`` of each sequence. The running sums
+    are one array where nothing lies between the sequences. By default two of half of ``m`` tokens each."""
+    lengths, longest = lengths or (0, m // 2, m // 2 * 2), longest or m // 2
+    tokens, batch, sums = (m, n), (len(lengths) - 1, longest, n), s.sums(*lengths)
+    given, made = (batch, tokens) if pack else (tokens, batch)
+    return {
+        "x": s.normal(*given),
+        "y": s.output(*made),
+        "lengths": sums,
+        "starts": s.sums(*starts) if starts not in ((), lengths) else sums,
+    }
 
 
 def unpack_sequences_oracle(a: Any) -> Results:
@@ -40,14 +36,6 @@ def unpack_sequences_oracle(a: Any) -> Results:
         part = a.x[a.starts[b] : a.starts[b] + min(length, y.shape[1])]
         y[b, : len(part)] = part
     return {"y": y}
-
-
-def pack_sequences(
-    s: Sampler, m: int, n: int, lengths: Sums = (), starts: Sums = (), longest: int = 0
-) -> Arguments:
-    """The way back."""
-    places, count, half = _places(s, m, lengths, starts)
-    return {"x": s.normal(count, longest or half, n), "y": s.output(m, n), **places}
 
 
 def pack_sequences_oracle(a: Any) -> Results:
@@ -82,13 +70,13 @@ _BAD: Options = {"m": TOKENS, "n": 24, "longest": LENGTH}
 TESTS = (
     KernelTest(
         "unpack_sequences",
-        unpack_sequences,
+        sequences,
         unpack_sequences_oracle,
         {**_CASES, **bad_cases(_BAD, LENGTHS_AND_STARTS)},
     ),
     KernelTest(
         "pack_sequences",
-        pack_sequences,
+        functools.partial(sequences, pack=True),
         pack_sequences_oracle,
         {**_CASES, **bad_cases(_BAD, LENGTHS_AND_STARTS, "lost")},
     ),
