@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from fp8kit.arguments import integer, listed, shown
@@ -50,24 +51,16 @@ class LinearBase(FP8Layer):
     """Weights and biases in segments along the output dimension: what ``Linear`` and ``LayerNormLinear``
     share."""
 
-    def add_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        return_bias: bool,
-        parameters_split: Any,
-        init_method: Init | None,
-        dtype: Any,
-        device: Any,
-        fuse: bool,
-        name: str | None,
-    ) -> ProductSpec:
-        """Make the parameters. Returns their product."""
-        self.in_features, self.out_features = int(in_features), int(out_features)
-        self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
-        self.apply_bias, self.fuse_wgrad_accumulation = self.use_bias and not self.return_bias, bool(fuse)
-        self._split = split_sizes(self.layer_name, self.out_features, parameters_split)
+    in_features: int
+    out_features: int
+
+    def add_linear(self, arguments: SimpleNamespace) -> ProductSpec:
+        """Make the parameters that the constructor's ``arguments`` say. Returns their product."""
+        self.keep(arguments, "in_features out_features return_bias fuse_wgrad_accumulation name")
+        self.use_bias, dtype, device = arguments.bias, arguments.params_dtype, arguments.device
+        # whether the operation adds the bias: "add", or "none" where there is none or it is returned
+        self.bias_mode = "add" if self.use_bias and not self.return_bias else "none"
+        self._split = split_sizes(self.layer_name, self.out_features, arguments.parameters_split)
         if self.return_bias and len(self._split) > 1:
             refuse_others(self.layer_name, {"return_bias": (True, False)})
         # the operation's names -> the attributes that hold the parameters
@@ -76,7 +69,7 @@ class LinearBase(FP8Layer):
             (f"bias{i}", f"{prefix}bias") for i, prefix in enumerate(self._split) if self.use_bias
         ]
         rows = {f"{prefix}weight": size for prefix, size in self._split.items()}
-        self.add_matrices(rows, self.in_features, init_method, dtype, device)
+        self.add_matrices(rows, self.in_features, arguments.init_method, dtype, device)
         for prefix, size in self._split.items():
             if self.use_bias:
                 self.add_parameter(f"{prefix}bias", (size,), 0.0, dtype, device)
@@ -86,11 +79,6 @@ class LinearBase(FP8Layer):
 
     def weight_inputs(self) -> dict[str, Any]:
         return self.parameters_by(self._weight_names)
-
-    @property
-    def bias_mode(self) -> str:
-        """Whether the operation adds the bias: "add", or "none" where there is none or it is returned."""
-        return "add" if self.apply_bias else "none"
 
     def product_inputs(self, bias: str) -> dict[str, Any]:
         """Weights, and biases where the operation takes them."""
@@ -152,21 +140,8 @@ class Linear(LinearBase):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
-        product = self.add_linear(
-            in_features,
-            out_features,
-            bias,
-            return_bias,
-            parameters_split,
-            init_method,
-            params_dtype,
-            device,
-            fuse_wgrad_accumulation,
-            name,
-        )
-        self.set_spec(LinearSpec(product))
+        self.set_spec(LinearSpec(self.add_linear(self.checked(locals()))))
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         return [(0, inputs["x"]), *((1, inputs[name]) for name, _ in self._weight_names)]
@@ -196,9 +171,8 @@ class Linear(LinearBase):
             return self.compute(inp, is_first_microbatch, **part)
         x = self.as_input("inp", inp, self.in_features)
         self.check_options(is_first_microbatch, fp8_output, fp8_grad)
-        bias = "add" if self.apply_bias else "none"
-        inputs = {"x": x, **self.product_inputs(bias)}
-        y = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad)["y"]
+        inputs = {"x": x, **self.product_inputs(self.bias_mode)}
+        y = self.run(inputs, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)["y"]
         return (y, self.bias) if self.return_bias else y  # type: ignore[attr-defined]
 
     def compute(self, x: Any, is_first_microbatch: bool | None, bias: str, residual: Any = None) -> Any:

@@ -19,7 +19,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import touch_forward
 from fp8kit.autograd import Tensor, apply, no_grad, validate
 from fp8kit.backends import dispatch
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float32
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.recompute import Kept
 from fp8kit.nn import recompute
@@ -127,20 +127,6 @@ class Fp8Module(FP8Layer, NativeLayer):
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return no_grad()
-
-    def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> ArrayView:
-        x, w, device = normed.view.rows(), weight.view, normed.device
-        kernels, stream, fc2 = dispatch.kernels(device), arrays.current_stream(device), self._spec.fc2
-        h = arrays.empty((x.shape[0], w.shape[0]), x.dtype, device)
-        act = arrays.empty((x.shape[0], fc2.in_features), x.dtype, device)
-        workspace = arrays.empty((max(kernels.gemm_workspace(), 1),), uint8, device)
-        amax = arrays.zeros((1,), float32, device)
-        kernels.gemm(x, w, h, "nt", None, None, workspace, stream)
-        added = None if bias is None else bias.view
-        kernels.act_fwd(
-            h, added, act, amax, None, self._spec.activation, self._spec.activation_params, stream
-        )
-        return amax
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 
