@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arguments import Rule
-from fp8kit.layers.unsupported import CONSTRUCTOR, refuse, refuse_others
+from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
 from fp8kit.ops.registry import SPECS
 from fp8kit.spec import Operation
 
@@ -106,10 +106,8 @@ class Layer:
 
     def check_supported(self, arguments: Mapping[str, Any]) -> None:
         """UnsupportedError for arguments by name that have only one value in this frontend."""
-        table = self.unsupported
-        refuse_others(
-            self.layer_name, {name: (arguments[name], table[name]) for name in table if name in arguments}
-        )
+        table = {name: value for name, value in self.unsupported.items() if name in arguments}
+        refuse(self.layer_name, table, arguments)
 
     def returned(self, out: Branch, bias: str) -> Any:
         """What ``forward`` returns: y, or a tuple (y, the bias of that attribute where ``return_bias``,
@@ -127,11 +125,6 @@ class Layer:
         """``value`` as a tensor whose last dimension is ``features``, with the dimensions of ``qkv_format``.
         FormatError, ShapeError that name the argument for anything else."""
         raise NotImplementedError
-
-    def check_ready(self, x: Any) -> None:
-        """Fp8kitError kinds where a call with inputs like ``x`` would refuse a parameter: what a layer of
-        several asks of each before the first of them runs. Nothing where the frontend finds that out in time
-        by itself."""
 
     # --- parameters -----------------------------------------------------------------------------------------
 

@@ -138,6 +138,7 @@ class InferenceParams:
     def reset(self) -> None:
         """Forget all sequences. The caches' memory is kept."""
         self.sequences: dict[Hashable, int] = {}
+        self._longest = 0  # of them
         self._new: dict[Hashable, int] = {}
         self._pages: dict[Hashable, list[int]] = {}  # in the step's order
         self._free = list(range(self.total_num_pages))  # a heap
@@ -182,6 +183,7 @@ class InferenceParams:
         )
         self._on_device = self._send(new, lengths, pages)  # the last that can fail
         self.sequences, self._new, self._pages, self._free = lengths, new, pages, free
+        self._longest = max(lengths.values())
         for layer, written in self._written.items():
             self._written[layer] = {name: count for name, count in written.items() if name in lengths}
         return dict(lengths)
@@ -252,7 +254,7 @@ class InferenceParams:
     @property
     def max_seqlen_kv(self) -> int:
         """The longest sequence of the step, new tokens included."""
-        return max(self.sequences.values(), default=0)
+        return self._longest
 
     def get_seqlens_pre_step(self) -> np.ndarray[Any, Any]:
         """Lengths of the step's sequences without its new tokens: int32 (batch,), on the host."""

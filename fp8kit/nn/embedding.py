@@ -7,9 +7,10 @@ from typing import Any
 from fp8kit.arguments import number
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import FormatError, ShapeError
+from fp8kit.layers.arguments import size
 from fp8kit.layers.base import spec_object
 from fp8kit.nn import random
-from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
+from fp8kit.nn.module import Module, as_tensor, make_parameter, resolve
 from fp8kit.nn.random import Init, init_of
 from fp8kit.ops import cross_entropy as loss_op
 from fp8kit.ops.dropout_add import dropout_add
@@ -28,7 +29,8 @@ class Embedding(Module):
         params_dtype: Any = None,
         device: Any = None,
     ) -> None:
-        positive("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+            size("Embedding", name, value)
         dtype, where = resolve("Embedding", params_dtype, device)
         init = init_of("Embedding", "init_method", init_method)
         self.weight = make_parameter((num_embeddings, embedding_dim), init, dtype, where)
