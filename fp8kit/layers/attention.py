@@ -19,6 +19,7 @@ from fp8kit.layers.attention_inputs import (
     pair_of,
 )
 from fp8kit.layers.base import Branch, Init, child_name, picked
+from fp8kit.layers.dot_product_attention import CORE_SETTINGS
 from fp8kit.layers.rope import as_angles
 from fp8kit.lru import LRU
 from fp8kit.ops.rope import check_tokens, rope
@@ -29,19 +30,7 @@ _NO_NAMES: Mapping[str, str] = {}
 _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
     window_size bottom_right_diagonal layer_number attention_type softmax_type device"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
-_SETTINGS = attrgetter(
-    "num_attention_heads",
-    "kv_channels",
-    "num_gqa_groups",
-    "qkv_format",
-    "attn_mask_type",
-    "window_size",
-    "bottom_right_diagonal",
-    "softmax_scale",
-    "softmax_type",
-    "attention_dropout",
-    "training",
-)
+_SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
 _PREPARED: LRU[Any, PreparedCall] = LRU(1024)  # such calls, once they were checked
 
 
@@ -282,7 +271,7 @@ class MultiheadAttention(AttentionBase):
             return_norm=self.return_layernorm_output,
             rotary_pos_emb=rotary_pos_emb,
         )
-        return self.returned(out, "proj_bias")
+        return self.returned(out.y, "proj_bias", out.normed)
 
     @property
     def proj_bias(self) -> Any:

@@ -109,14 +109,14 @@ class Layer:
         table = {name: value for name, value in self.unsupported.items() if name in arguments}
         refuse(self.layer_name, table, arguments)
 
-    def returned(self, out: Branch, bias: str) -> Any:
+    def returned(self, y: Any, bias: str, normed: Any = None) -> Any:
         """What ``forward`` returns: y, or a tuple (y, the bias of that attribute where ``return_bias``,
         norm(x) where ``return_layernorm_output``)."""
-        found = [out.y]
+        found = [y]
         if self.return_bias:
             found.append(getattr(self, bias))
         if self.return_layernorm_output:
-            found.append(out.normed)
+            found.append(normed)
         return tuple(found) if len(found) > 1 else found[0]
 
     def as_input(

@@ -22,6 +22,9 @@ from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
 
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+# attributes that a call without options depends on
+CORE_SETTINGS = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
+    window_size bottom_right_diagonal softmax_scale softmax_type"""
 _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
 # max_seqlen_q, max_seqlen_kv of a cached step within torch.compile: known when it runs
 TRACED_LENGTHS = (1, 1)
@@ -98,11 +101,7 @@ class DotProductAttention(AttentionBase):
         arguments.num_gqa_groups = arguments.num_gqa_groups or arguments.num_attention_heads
         arguments.window_size = arguments.window_size or NO_WINDOW
         arguments.softmax_scale = arguments.softmax_scale or 0.0
-        self.keep(
-            arguments,
-            """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
-            window_size bottom_right_diagonal layer_number attention_type softmax_scale softmax_type name""",
-        )
+        self.keep(arguments, f"{CORE_SETTINGS} layer_number attention_type name")
         if self.num_attention_heads % self.num_gqa_groups:
             wanted = f"a divisor of {num_attention_heads} heads"
             raise ArgumentError(op, "num_gqa_groups", self.num_gqa_groups, wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +53,8 @@ class LinearBase(FP8Layer):
 
     in_features: int
     out_features: int
+    # ``forward`` for the layer that this is a part of
+    compute: Callable[..., Any]
 
     def add_linear(self, arguments: SimpleNamespace) -> ProductSpec:
         """Make the parameters that the constructor's ``arguments`` say. Returns their product."""
@@ -60,6 +62,7 @@ class LinearBase(FP8Layer):
         self.use_bias, dtype, device = arguments.bias, arguments.params_dtype, arguments.device
         # whether the operation adds the bias: "add", or "none" where there is none or it is returned
         self.bias_mode = "add" if self.use_bias and not self.return_bias else "none"
+        self._options: dict[str, Any] = {}  # further fields of forward's spec
         self._split = split_sizes(self.layer_name, self.out_features, arguments.parameters_split)
         if self.return_bias and len(self._split) > 1:
             refuse_others(self.layer_name, {"return_bias": (True, False)})
@@ -80,9 +83,39 @@ class LinearBase(FP8Layer):
     def weight_inputs(self) -> dict[str, Any]:
         return self.parameters_by(self._weight_names)
 
-    def product_inputs(self, bias: str) -> dict[str, Any]:
-        """Weights, and biases where the operation takes them."""
-        return self.parameters_by(self._weight_names if bias == "none" else self._product_names)
+    def operands(self, x: Any, bias: str) -> dict[str, Any]:
+        """x, weights, and biases where the operation takes them."""
+        names = self._weight_names if bias == "none" else self._product_names
+        return {"x": x, **self.parameters_by(names)}
+
+    def forward(
+        self,
+        inp: Any,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        part: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and
+        keeps it, False takes it, whatever the weight is by then.
+
+        ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next
+        ``Linear`` multiplies as it is; anything else sees its values. ``fp8_grad``: so is the gradient of
+        ``inp``, in the backward format; a layer before this one casts its values for its own products. With
+        delayed scaling their scales are the state's output and grad_input. Both in torch only.
+
+        Returns h (..., N), or a tuple (y, bias where ``return_bias``, norm(x) where
+        ``return_layernorm_output``). ``part``: for the layer that this is a part of, see ``compute``.
+        """
+        # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
+        if part is not None:
+            return self.compute(inp, is_first_microbatch, **part)
+        x = self.as_input("inp", inp, self.in_features)
+        self.check_options(is_first_microbatch, fp8_output, fp8_grad)
+        bias, inputs = self.bias_mode, self.operands(x, self.bias_mode)
+        out = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, **self._options)
+        return self.returned(out["y"], "bias", out.get("normed"))
 
 
 class Linear(LinearBase):
@@ -146,37 +179,7 @@ class Linear(LinearBase):
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         return [(0, inputs["x"]), *((1, inputs[name]) for name, _ in self._weight_names)]
 
-    def forward(
-        self,
-        inp: Any,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        *,
-        part: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and
-        keeps it, False takes it, whatever the weight is by then.
-
-        ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next
-        ``Linear`` multiplies as it is; anything else sees its values. ``fp8_grad``: so is the gradient of
-        ``inp``, in the backward format; a layer before this one casts its values for its own products. With
-        delayed scaling their scales are the state's output and grad_input. Both in torch only.
-
-        Returns h (..., N), with ``return_bias`` also the bias. ``part``: for the layer that this is a part
-        of, see ``compute``.
-        """
-        # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
-        if part is not None:
-            return self.compute(inp, is_first_microbatch, **part)
-        x = self.as_input("inp", inp, self.in_features)
-        self.check_options(is_first_microbatch, fp8_output, fp8_grad)
-        inputs = {"x": x, **self.product_inputs(self.bias_mode)}
-        y = self.run(inputs, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)["y"]
-        return (y, self.bias) if self.return_bias else y  # type: ignore[attr-defined]
-
     def compute(self, x: Any, is_first_microbatch: bool | None, bias: str, residual: Any = None) -> Any:
         """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made
         here ("deferred"), and with ``residual`` added, like y."""
-        inputs = {"x": x, **self.product_inputs(bias), "residual": residual}
-        return self.run(inputs, is_first_microbatch, bias)["y"]
+        return self.run({**self.operands(x, bias), "residual": residual}, is_first_microbatch, bias)["y"]

@@ -131,7 +131,7 @@ class LayerNormMLP(FP8Layer):
         self.check_options(is_first_microbatch)
         bias = "add" if self.use_bias and not self.return_bias else "none"
         out = self.compute(x, is_first_microbatch, bias, return_norm=self.return_layernorm_output)
-        return self.returned(out, "fc2_bias")
+        return self.returned(out.y, "fc2_bias", out.normed)
 
     def compute(
         self,
