@@ -7,6 +7,7 @@ step. Where memory comes from is the frontend's.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -196,11 +197,9 @@ class InferenceParams:
         if wanted > self.total_num_pages:
             got = f"{self.total_num_pages} pages of {self.page_size} tokens"
             raise ShapeError(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step")
-        free, handed = list(self._free), {}
-        for name, pages in self._pages.items():
-            if name not in lengths:
-                for page in pages:
-                    heapq.heappush(free, page)
+        finished = [pages for name, pages in self._pages.items() if name not in lengths]
+        free, handed = list(itertools.chain(self._free, *finished)), {}
+        heapq.heapify(free)
         for name, length in lengths.items():
             own = handed[name] = list(self._pages.get(name, ()))
             while len(own) * self.page_size < length:

@@ -25,21 +25,18 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
         return {"": out_features}
     wanted = "names, or a mapping of names to sizes"
     if isinstance(parameters_split, Mapping):
-        sizes = dict(parameters_split)
+        sizes = list(parameters_split.items())
     elif hasattr(parameters_split, "shape"):
         raise ArgumentError(operation, "parameters_split", shown(parameters_split), wanted)
     else:
         names = listed(operation, "parameters_split", parameters_split, wanted)
-        sizes = {
-            name if isinstance(name, str) else i: out_features // len(names) for i, name in enumerate(names)
-        }
-        if len(sizes) < len(names):
-            sizes = {}  # a name twice
-    if not all(isinstance(name, str) for name in sizes):
+        sizes = [(name, out_features // len(names)) for name in names]
+    if not all(isinstance(name, str) for name, _ in sizes):
         raise ArgumentError(operation, "parameters_split", shown(parameters_split), wanted)
-    for name, size in sizes.items():
-        integer(operation, f"parameters_split[{name!r}]", size, 1)
-    named = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
+    named = {
+        f"{name.rstrip('_')}_": integer(operation, f"parameters_split[{name!r}]", size, 1)
+        for name, size in sizes
+    }
     fits = bool(named) and len(named) == len(sizes) and all(map(str.isidentifier, named))
     if not fits or sum(named.values()) != out_features:
         wanted = f"different names whose sizes sum to {out_features}"
@@ -62,7 +59,6 @@ class LinearBase(FP8Layer):
         self.use_bias, dtype, device = arguments.bias, arguments.params_dtype, arguments.device
         # whether the operation adds the bias: "add", or "none" where there is none or it is returned
         self.bias_mode = "add" if self.use_bias and not self.return_bias else "none"
-        self._options: dict[str, Any] = {}  # further fields of forward's spec
         self._split = split_sizes(self.layer_name, self.out_features, arguments.parameters_split)
         if self.return_bias and len(self._split) > 1:
             refuse_others(self.layer_name, {"return_bias": (True, False)})
@@ -82,6 +78,10 @@ class LinearBase(FP8Layer):
 
     def weight_inputs(self) -> dict[str, Any]:
         return self.parameters_by(self._weight_names)
+
+    def options(self) -> dict[str, Any]:
+        """Further fields of the spec of ``forward``."""
+        return {}
 
     def operands(self, x: Any, bias: str) -> dict[str, Any]:
         """x, weights, and biases where the operation takes them."""
@@ -114,7 +114,7 @@ class LinearBase(FP8Layer):
         x = self.as_input("inp", inp, self.in_features)
         self.check_options(is_first_microbatch, fp8_output, fp8_grad)
         bias, inputs = self.bias_mode, self.operands(x, self.bias_mode)
-        out = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, **self._options)
+        out = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, **self.options())
         return self.returned(out["y"], "bias", out.get("normed"))
 
 

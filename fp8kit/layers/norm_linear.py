@@ -60,10 +60,12 @@ class LayerNormLinear(LinearBase):
         self.keep(arguments, "return_layernorm_output")
         norm = add_norm(self, "layer_norm_", arguments.in_features, normalization, arguments)
         self.set_spec(NormLinearSpec(norm, self.add_linear(arguments)))
-        self._options = {"residual": False, "return_norm": self.return_layernorm_output}
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         return [(0, outputs["normed"]), *((1, inputs[name]) for name, _ in self._weight_names)]
+
+    def options(self) -> dict[str, Any]:
+        return {"residual": False, "return_norm": self.return_layernorm_output}
 
     def operands(self, x: Any, bias: str) -> dict[str, Any]:
         return {"x": x, **self.parameters_by(NORM_INPUTS), **super().operands(x, bias)}

@@ -112,10 +112,11 @@ class LayerNormMLP(FP8Layer):
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         """norm(x) is an output; fc2's input is computed once more."""
+        own: NormMLPSpec = self._spec
         normed, weight, bias = outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0")
         product = {"x": normed, "fc1_weight0": weight, "fc1_bias0": bias}
         h = self.call(linear, self.product_spec(0), product)["y"]
-        kind = self.spec_for("ActivationSpec", self.activation, h.shape[-1], self._spec.activation_params)
+        kind = self.spec_for("ActivationSpec", own.activation, h.shape[-1], own.activation_params)
         activated = self.call(activation, kind, {"x": h, "bias0": bias})["y"]
         return [(0, normed), (1, weight), (3, activated), (4, inputs["fc2_weight0"])]
 

@@ -30,6 +30,12 @@ _OF_ATTENTIONS = """kv_channels attention_dropout layernorm_epsilon layer_number
     qk_norm_before_rope seq_length micro_batch_size"""
 _OF_BRANCHES = """init_method output_layer_init_method bias normalization zero_centered_gamma params_dtype
     device fuse_wgrad_accumulation"""
+# what parallel_attention_mlp goes with
+_WITH_PARALLEL_MLP = {
+    "layer_type": "encoder",
+    "output_layernorm": False,
+    "apply_residual_connection_post_layernorm": False,
+}
 # whether a residual starts after a branch's norm -> its name in ``Branch``, and how to ask for it
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
@@ -163,12 +169,8 @@ class TransformerLayer(AttentionBase):
                 enc_dec_window_size=enc_dec_window_size,
                 enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
             )
-        serial_only = {
-            "layer_type": (layer_type, "encoder"),
-            "output_layernorm": (output_layernorm, False),
-            "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False),
-        }
-        for argument, (value, usual) in serial_only.items():
+        for argument, usual in _WITH_PARALLEL_MLP.items():
+            value = getattr(arguments, argument)
             if parallel_attention_mlp and value != usual:
                 raise ArgumentError(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
         shared = picked(arguments, _OF_BRANCHES) | {"return_bias": not parallel_attention_mlp}

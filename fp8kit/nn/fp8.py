@@ -120,7 +120,9 @@ class Fp8Module(FP8Layer, NativeLayer):
     def record_amaxes(self, tensors: list[tuple[int, Any]]) -> None:
         amaxes = self.fp8_meta["scaling_fwd"].amaxes
         for slot, tensor in tensors:
-            amax_of(tensor.view if isinstance(tensor, Tensor) else tensor, amaxes[slot])
+            matrix = (tensor.view if isinstance(tensor, Tensor) else tensor).rows()
+            stream = arrays.current_stream(matrix.device)
+            dispatch.kernels(matrix.device).amax(matrix, amaxes[slot], matrix.shape, stream)
 
     def keep_pass(self, binding: Binding, weights: Any) -> None:
         recompute.keep(self, binding.scales, weights)
@@ -210,9 +212,3 @@ class Fp8Module(FP8Layer, NativeLayer):
 def _scales_of(gemms: tuple[str, ...], device: Device) -> dict[str, ArrayView]:
     """What stands for the scales of a layer's operands."""
     return {f"{name}_scale": ArrayView(0, (1,), float32, device) for name in forward_slots(gemms)}
-
-
-def amax_of(view: ArrayView, amax: ArrayView) -> None:
-    """amax = max(amax, max|view|), on the device."""
-    matrix = view.rows()
-    dispatch.kernels(view.device).amax(matrix, amax, matrix.shape, arrays.current_stream(view.device))

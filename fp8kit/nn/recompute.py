@@ -55,7 +55,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments.function("checkpoint", "function", function)
     if not is_grad_enabled():
         return function(*args, **kwargs)
-    state, policy, numbers, watched = current(), get_policy(), random.snapshot(), watcher()
+    state, policy, draw_again, watched = current(), get_policy(), random.snapshot(), watcher()
     draws: list[ArrayView] = []
     one, probe, given = Pass(True, [], _passes.running), Probe(), _tensors((args, kwargs))
     checks = [unchanged("checkpoint", f"argument {i}", t) for i, t in enumerate(given)]
@@ -73,7 +73,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with (
             resumed(state),
             policy_context(policy),
-            numbers.again(),
+            draw_again(),
             watching(watched),
             set_grad_enabled(True),
             probing(None),
