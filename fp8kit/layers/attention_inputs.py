@@ -136,18 +136,3 @@ def pair_of(operation: str, argument: str, value: Any) -> Sequence[Any]:
 
 # got, wanted of a padding mask
 MISPLACED = ("padding before a true position", "padding after all true positions")
-
-
-def want_padding(
-    operation: str, shape: Sequence[int], lengths: tuple[int, int] | None, of_keys: bool
-) -> None:
-    """ShapeError for the shape of a padding mask that is not (b, 1, 1, s), s of ``lengths``, of queries and
-    keys, where they are known."""
-    if len(shape) != 4 or tuple(shape[1:3]) != (1, 1):
-        raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", "(batch, 1, 1, sequence)")
-    if lengths is not None and shape[3] != lengths[of_keys]:
-        wanted = (
-            f"(batch, 1, 1, {lengths[of_keys]}) for {'keys' if of_keys else 'queries'}, "
-            "a pair where the lengths differ"
-        )
-        raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", wanted)

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import choice, shown
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
 from fp8kit.formats import float32
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
-from fp8kit.layers.attention_inputs import ResolvedCall, core_options, layout_of, pair_of, want_padding
-from fp8kit.layers.inference import cached_mask
+from fp8kit.layers.attention_inputs import ResolvedCall, core_options, layout_of, pair_of
 from fp8kit.layers.unsupported import FORWARD, refuse
 from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
@@ -317,7 +316,7 @@ class DotProductAttention(AttentionBase):
                     self._longest("q", of("max_seqlen_q"), beside),
                     self._longest("kv", of("max_seqlen_kv"), beside),
                 )
-            self._check_sequences(form, beside, *_leading(layers), longest)
+            self._check_sequences(form, beside, layers, longest)
         dropout = self.attention_dropout if self.training else 0.0
         channels, channels_v = self._dims
         spec = self.spec_for(
@@ -354,7 +353,7 @@ class DotProductAttention(AttentionBase):
         padding = of("attention_mask")
         if padding is not None:
             if "padding" in mask and of("cu_seqlens_q") is None:
-                found.update(self._sums_of_masks(padding, _lengths(form, layers)))
+                found.update(self._sums_of_masks(padding, form, layers))
             elif mask == "arbitrary":
                 found["mask"], arguments["mask"] = padding, "attention_mask"
             else:
@@ -376,8 +375,9 @@ class DotProductAttention(AttentionBase):
         return found
 
     def _cached_mask(self, mask: str, bias: str, inputs: Mapping[str, Any], cache: Any) -> str:
-        """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
-        op, why = self.layer_name, "with inference_params, whose step says the lengths"
+        """The mask of new tokens over a cache that means what ``mask`` means over whole sequences.
+        Fp8kitError for what attention over a cache cannot be given."""
+        op = self.layer_name
         if not isinstance(cache, self.frontend.InferenceParams):
             raise ArgumentError(op, "inference_params", shown(cache), "InferenceParams or None")
         if self.attention_type == "cross":
@@ -388,31 +388,36 @@ class DotProductAttention(AttentionBase):
             )
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
             if name in inputs:
-                raise ArgumentError(op, name, self.array_name, f"None {why}")
-        return cached_mask(op, mask)
+                wanted = "None with inference_params, whose step says the lengths"
+                raise ArgumentError(op, name, self.array_name, wanted)
+        if mask == "arbitrary":
+            wanted = "a causal or padding mask or no_mask, with inference_params"
+            raise Fp8kitError(op, "attn_mask_type", repr(mask), wanted)
+        return "padding_causal_bottom_right" if "causal" in mask else "padding"
 
-    def _sums_of_masks(self, masks: Any, lengths: tuple[int, int] | None) -> dict[str, Any]:
-        """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of
-        ``lengths``."""
-        op, found = self.layer_name, {}
-        for side, mask in zip(("q", "kv"), pair_of(op, "attention_mask", masks), strict=True):
+    def _sums_of_masks(self, masks: Any, form: str, layers: Mapping[str, Any]) -> dict[str, Any]:
+        """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for queries and keys.
+        ShapeError for another shape; layers of "thd" do not say s."""
+        op, at, found = self.layer_name, form.find("s"), {}
+        sides = {"q": "queries", "kv": "keys"}
+        pair = pair_of(op, "attention_mask", masks)
+        for (side, said), mask, layer in zip(sides.items(), pair, _leading(layers), strict=True):
             mask = self.as_input("attention_mask", mask)
-            want_padding(op, mask.shape, lengths, side == "kv")
+            shape = tuple(mask.shape)
+            if len(shape) != 4 or shape[1:3] != (1, 1):
+                raise ShapeError(op, "attention_mask", f"shape {shape}", "(batch, 1, 1, sequence)")
+            if 0 <= at < len(layer) and shape[3] != layer[at]:
+                wanted = f"(batch, 1, 1, {layer[at]}) for {said}, a pair where the lengths differ"
+                raise ShapeError(op, "attention_mask", f"shape {shape}", wanted)
             found[f"cu_seqlens_{side}"] = self.sums_of_mask(mask)
         return found
 
     def _check_sequences(
-        self,
-        form: str,
-        inputs: Mapping[str, Any],
-        queries: Sequence[int],
-        keys: Sequence[int],
-        longest: tuple[int, int],
+        self, form: str, inputs: Mapping[str, Any], layers: Mapping[str, Any], longest: tuple[int, int]
     ) -> None:
-        """ArgumentError for ``cu_seqlens_*`` on the CPU that do not fit queries and keys of these shapes, s
-        or t among them."""
+        """ArgumentError for ``cu_seqlens_*`` on the CPU that do not fit s or t of the layers."""
         views = self.host_views({name: inputs[name] for name in _SUMS if name in inputs})
-        for side, shape, most in zip(("q", "kv"), (queries, keys), longest, strict=True):
+        for side, shape, most in zip(("q", "kv"), _leading(layers), longest, strict=True):
             at = max(form.find("s"), 0)
             if views and len(shape) > at:
                 check_sequences(
@@ -443,11 +448,3 @@ def _leading(inputs: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
     """Shapes of what holds the queries and of what holds the keys."""
     first, *others = inputs.values()
     return first.shape, (others or [first])[0].shape
-
-
-def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a
-    sequence."""
-    queries, keys = _leading(inputs)
-    dim = form.find("s")
-    return None if dim < 0 or min(len(queries), len(keys)) <= dim else (queries[dim], keys[dim])

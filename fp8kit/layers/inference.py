@@ -411,19 +411,6 @@ class InferenceParams:
         )
 
 
-def cached_mask(operation: str, mask: str) -> str:
-    """The mask of new tokens over a cache that means what ``mask`` means over whole sequences. Fp8kitError
-    for "arbitrary"."""
-    if mask == "arbitrary":
-        raise Fp8kitError(
-            operation,
-            "attn_mask_type",
-            repr(mask),
-            "a causal or padding mask or no_mask, with inference_params",
-        )
-    return "padding_causal_bottom_right" if "causal" in mask else "padding"
-
-
 def _sums(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
