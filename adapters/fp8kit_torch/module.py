@@ -28,7 +28,7 @@ from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
 from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, touch_traced
 from fp8kit_torch.bound import validate
-from fp8kit_torch.calibration import activated, row_of
+from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.chains import Pending, chained
 from fp8kit_torch.constants import exporting
@@ -113,8 +113,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     def keep_pass(self, binding: StateBinding, weights: Any) -> None:
         recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if binding.scales else None, weights)
 
-    def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return activated(normed, weight, bias, self._spec_text)
+    def product_spec(self, index: int) -> Any:
+        if torch.compiler.is_compiling():
+            return layer_text(self._spec_text, (), False, "none", (), index)
+        return super().product_spec(index)
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()

@@ -39,35 +39,7 @@ class _ApplyRotary(rope.ApplyRotary, AttentionBase):
     pass
 
 
-_rotary = _ApplyRotary()
-
-
-@rope.documented_as(rope.ApplyRotary.rotate)
-def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    fused: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    *,
-    cu_seqlens_padded: Tensor | None = None,
-) -> Tensor:
-    return _rotary.rotate(  # type: ignore[no-any-return]
-        t,
-        freqs,
-        tensor_format,
-        start_positions,
-        interleaved,
-        fused,
-        cu_seqlens,
-        cp_size,
-        cp_rank,
-        cu_seqlens_padded,
-    )
+apply_rotary_pos_emb = _ApplyRotary().apply_rotary_pos_emb
 
 
 def apply_fused_qkv_rotary_pos_emb(

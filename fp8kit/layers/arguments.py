@@ -39,37 +39,41 @@ def instance(kind: type, wanted: str) -> Rule:
     return rule
 
 
-def window(operation: str, name: str, value: Any) -> None:
+def window(operation: str, name: str, value: Any) -> tuple[int, int]:
     """(left, right), each -1 or more."""
-    whole = isinstance(value, tuple | list) and len(value) == 2
-    if not whole or any(isinstance(n, bool) or not isinstance(n, int) or not -1 <= n < 2**31 for n in value):
-        raise ArgumentError(
-            operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"
+    wanted = "(left, right), each -1 (unbounded) or more, or None"
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ArgumentError(operation, name, shown(value), wanted)
+    try:
+        return integer(operation, name, value[0], -1, 2**31 - 1), integer(
+            operation, name, value[1], -1, 2**31 - 1
         )
+    except ArgumentError:
+        raise ArgumentError(operation, name, shown(value), wanted) from None
 
 
-def channels(operation: str, name: str, value: Any) -> None:
+def channels(operation: str, name: str, value: Any) -> int | tuple[int, int]:
     """Features of a head, or (of q and k, of v)."""
-    pair = value if isinstance(value, tuple) else (value, value)
-    if len(pair) != 2:
+    if not isinstance(value, tuple):
+        return size(operation, name, value)
+    if len(value) != 2:
         raise ArgumentError(operation, name, shown(value), "an int, or two: of q and k, and of v")
-    for features in pair:
-        size(operation, name, features)
+    return size(operation, name, value[0]), size(operation, name, value[1])
 
 
-def probability(operation: str, name: str, value: Any) -> None:
+def probability(operation: str, name: str, value: Any) -> float:
     """A number in [0, 1)."""
-    number(operation, name, value, 1.0)
+    return number(operation, name, value, 1.0)
 
 
-def positive_number(operation: str, name: str, value: Any) -> None:
+def positive_number(operation: str, name: str, value: Any) -> float:
     """A finite number above 0."""
-    number(operation, name, value, above=0.0)
+    return number(operation, name, value, above=0.0)
 
 
-def fraction(operation: str, name: str, value: Any) -> None:
+def fraction(operation: str, name: str, value: Any) -> float:
     """A number in (0, 1]."""
-    number(operation, name, value, 1.0 + 2.0**-52, above=0.0)
+    return number(operation, name, value, 1.0 + 2.0**-52, above=0.0)
 
 
 _MASK = one(*MASKS, *MASK_ALIASES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,30 +17,20 @@ from fp8kit.layers.attention_inputs import (
     layout_of,
     normed_and_rotated,
     pair_of,
-    projected,
-    rotation,
 )
-from fp8kit.layers.base import Branch, Init
+from fp8kit.layers.base import Branch, Init, child_name, picked
+from fp8kit.layers.dot_product_attention import CORE_SETTINGS
 from fp8kit.layers.rope import as_angles
 from fp8kit.lru import LRU
 from fp8kit.ops.rope import check_tokens, rope
 from fp8kit.ops.split_heads import split_heads
 
 _NO_NAMES: Mapping[str, str] = {}
+# arguments that are those of the core attention
+_OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
+    window_size bottom_right_diagonal layer_number attention_type softmax_type device"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
-_SETTINGS = attrgetter(
-    "num_attention_heads",
-    "kv_channels",
-    "num_gqa_groups",
-    "qkv_format",
-    "attn_mask_type",
-    "window_size",
-    "bottom_right_diagonal",
-    "softmax_scale",
-    "softmax_type",
-    "attention_dropout",
-    "training",
-)
+_SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
 _PREPARED: LRU[Any, PreparedCall] = LRU(1024)  # such calls, once they were checked
 
 
@@ -72,6 +63,10 @@ class MultiheadAttention(AttentionBase):
     """
 
     layer_name = "MultiheadAttention"
+    input_layernorm: bool
+    attention_type: str
+    rotary_pos_interleaved: bool
+    qk_norm_before_rope: bool
 
     @on_behalf_of("MultiheadAttention", eps="layernorm_epsilon")
     def __init__(
@@ -120,35 +115,22 @@ class MultiheadAttention(AttentionBase):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
-        op, make = self.layer_name, self.frontend
+        arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
+        self.keep(
+            arguments,
+            """input_layernorm return_bias return_layernorm_output attention_type layer_number
+            rotary_pos_interleaved qk_norm_before_rope name""",
+        )
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ArgumentError(
                 op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels"
             )
-        hidden_size, num_attention_heads = int(hidden_size), int(num_attention_heads)
-        channels = hidden_size // num_attention_heads if kv_channels is None else int(kv_channels)
-        core = make.DotProductAttention(
-            num_attention_heads,
-            channels,
-            num_gqa_groups,
-            attention_dropout,
-            qkv_format,
-            attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            layer_number=layer_number,
-            attention_type=attention_type,
-            softmax_type=softmax_type,
-            device=device,
-        )
-        cross, groups = attention_type == "cross", core.num_gqa_groups
-        self.input_layernorm, self.return_bias = bool(input_layernorm), bool(return_bias)
-        self.return_layernorm_output, self.name = bool(return_layernorm_output), name
-        self.attention_type, self.layer_number = attention_type, core.layer_number
-        self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
-        self.qk_norm_before_rope = bool(qk_norm_before_rope)
+        if kv_channels is None:
+            arguments.kv_channels = arguments.hidden_size // arguments.num_attention_heads
+        core = make.DotProductAttention(**picked(arguments, _OF_CORE))
+        channels, heads, groups = core.kv_channels, core.num_attention_heads, core.num_gqa_groups
+        cross = attention_type == "cross"
         if self.return_layernorm_output and not self.input_layernorm:
             raise ArgumentError(op, "return_layernorm_output", True, "input_layernorm=True beside it")
         self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
@@ -156,18 +138,11 @@ class MultiheadAttention(AttentionBase):
         self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)
         # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want
         # rows of one head.
-        self._separate = self.q_norm is not None or (
-            self._interleaved and (cross or groups != num_attention_heads)
-        )
+        self._separate = self.q_norm is not None or (self._interleaved and (cross or groups != heads))
 
-        q, kv = num_attention_heads * channels, groups * channels
+        q, kv = heads * channels, groups * channels
         split = {"query": q, "key": kv, "value": kv}
-        shared: dict[str, Any] = {
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        }
+        shared = picked(arguments, "bias params_dtype device fuse_wgrad_accumulation")
 
         def sized(child: str, *parts: str) -> dict[str, Any]:
             sizes = {part: split[part] for part in parts}
@@ -176,33 +151,21 @@ class MultiheadAttention(AttentionBase):
                 "out_features": sum(sizes.values()),
                 "init_method": init_method,
                 "parameters_split": None if whole else sizes,
-                "name": None if name is None else f"{name}.{child}",
+                "name": child_name(name, child),
             } | shared
 
-        self._first = {
-            (False, False): "qkv",
-            (False, True): "layernorm_qkv",
-            (True, False): "query_layer",
-            (True, True): "layernorm_query",
-        }[cross, self.input_layernorm]
-        first = sized(self._first, *(("query",) if cross else split))
+        kind = make.Linear
+        self._first = "query_layer" if cross else "qkv"
+        norm: dict[str, Any] = {}
         if self.input_layernorm:
-            first |= {
-                "eps": layernorm_epsilon,
-                "normalization": normalization,
-                "zero_centered_gamma": zero_centered_gamma,
-            }
-        kind = make.LayerNormLinear if self.input_layernorm else make.Linear
-        setattr(self, self._first, kind(hidden_size, **first))
+            kind, self._first = make.LayerNormLinear, "layernorm_query" if cross else "layernorm_qkv"
+            norm = {"eps": layernorm_epsilon, **picked(arguments, "normalization zero_centered_gamma")}
+        first = sized(self._first, *(("query",) if cross else split))
+        setattr(self, self._first, kind(hidden_size, **first, **norm))
         self.key_value = make.Linear(hidden_size, **sized("key_value", "key", "value")) if cross else None
         self.core_attention = core
-        self.proj = make.Linear(
-            q,
-            hidden_size,
-            init_method=output_layer_init_method,
-            name=None if name is None else f"{name}.proj",
-            **shared,
-        )
+        init = output_layer_init_method
+        self.proj = make.Linear(q, hidden_size, init_method=init, name=child_name(name, "proj"), **shared)
 
     def _qk_norms(
         self, kind: str | None, features: int, eps: float, params_dtype: Any, device: Any
@@ -213,9 +176,8 @@ class MultiheadAttention(AttentionBase):
         if kind == "L2Normalization":
             norm = self.frontend.L2Normalization(eps=eps)
             return norm, norm
-        make = getattr(self.frontend, kind)
-        first = make(features, eps, params_dtype=params_dtype, device=device)
-        return first, make(features, eps, params_dtype=params_dtype, device=device)
+        make = partial(getattr(self.frontend, kind), features, eps, params_dtype=params_dtype, device=device)
+        return make(), make()
 
     def forward(
         self,
@@ -266,6 +228,11 @@ class MultiheadAttention(AttentionBase):
             return self.compute(hidden_states, is_first_microbatch, **part)
         op, cross = self.layer_name, self.attention_type == "cross"
         options = core_options(
+            attention_mask,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            inference_params,
             core_attention_bias_type,
             core_attention_bias,
             alibi_slopes,
@@ -278,14 +245,6 @@ class MultiheadAttention(AttentionBase):
             fast_zero_fill,
             pad_between_seqs,
         )
-        named = {
-            "attention_mask": attention_mask,
-            "attn_mask_type": attn_mask_type,
-            "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal,
-            "inference_params": inference_params,
-        }
-        options.update({name: value for name, value in named.items() if value is not None})
         beside = {
             "encoder_output": encoder_output,
             "rotary_pos_emb": rotary_pos_emb,
@@ -312,12 +271,7 @@ class MultiheadAttention(AttentionBase):
             return_norm=self.return_layernorm_output,
             rotary_pos_emb=rotary_pos_emb,
         )
-        parts: list[Any] = [out.y]
-        if self.return_bias:
-            parts.append(self.proj_bias)
-        if self.return_layernorm_output:
-            parts.append(out.normed)
-        return tuple(parts) if len(parts) > 1 else parts[0]
+        return self.returned(out.y, "proj_bias", out.normed)
 
     @property
     def proj_bias(self) -> Any:
@@ -376,16 +330,9 @@ class MultiheadAttention(AttentionBase):
             raise FormatError(operation, "encoder_output", got, f"{wanted}, as hidden_states")
 
     def _prepared(self, x: Any, source: Any, options: Mapping[str, Any], rotary_pos_emb: Any) -> PreparedCall:
-        core, dtype = self.core_attention, self.call_dtype(x)
-        shapes = projected(
-            core,
-            tuple(x.shape[:-1]),
-            None if source is None else tuple(source.shape[:-1]),
-            self._separate,
-            self.q_norm is not None,
-        )
+        core, dtype, shapes = self.core_attention, self.call_dtype(x), self._projected(x, source)
         stand_ins = {name: self.stand_in(shape, dtype, x.device) for name, shape in shapes.items()}
-        layout, names = layout_of(self.layer_name, {**dict.fromkeys(PARTS), **stand_ins})
+        layout, names = layout_of(self.layer_name, stand_ins)
         needs: tuple[str, ...] = ()
         if options.get("inference_params") is not None and self.is_grad_enabled():
             used = (x, *getattr(self, self._first).parameters())
@@ -396,6 +343,26 @@ class MultiheadAttention(AttentionBase):
         )
         rotations = {} if rotary_pos_emb is None else self._rotations(stand_ins, rotary_pos_emb, options)
         return PreparedCall(resolved, source, rotations)
+
+    def _projected(self, x: Any, source: Any) -> dict[str, tuple[int, ...]]:
+        """Shapes of the layers that the core attention will get, by its arguments. Where they are separate,
+        heads are a dimension of their own, but not of a cross-attention's queries without norm."""
+        heads, groups, _ = self._heads.values()
+        dim, queries = self.core_attention.kv_channels, tuple(x.shape[:-1])
+        keys = queries if source is None else tuple(source.shape[:-1])
+        if not self._separate:
+            if source is None:
+                return {"qkv_layer": (*queries, (heads + 2 * groups) * dim)}
+            return {"query_layer": (*queries, heads * dim), "kv_layer": (*keys, 2 * groups * dim)}
+        whole = source is not None and self.q_norm is None
+        found = {"query_layer": (*queries, heads * dim) if whole else (*queries, heads, dim)}
+        return found | dict.fromkeys(("key_layer", "value_layer"), (*keys, groups, dim))
+
+    @property
+    def _heads(self) -> dict[str, int]:
+        """How many heads queries, keys and values have."""
+        groups = self.core_attention.num_gqa_groups
+        return {"q": self.core_attention.num_attention_heads, "k": groups, "v": groups}
 
     @property
     def _interleave_dim(self) -> int:
@@ -437,13 +404,11 @@ class MultiheadAttention(AttentionBase):
             rotations = prepared.rotations
             if rotations is None:
                 rotations = self._rotations(found, rotary_pos_emb, options)
-            return {
-                **found,
-                **{
-                    name: self.call(rope, spec, {"x": found[name], **beside})["y"]
-                    for name, (spec, beside) in rotations.items()
-                },
+            changed = {
+                name: self.call(rope, spec, {"x": found[name], **beside})["y"]
+                for name, (spec, beside) in rotations.items()
             }
+            return {**found, **changed}
 
         if self._separate or rotary_pos_emb is not None:
             rotate = None if rotary_pos_emb is None else rotated
@@ -459,16 +424,15 @@ class MultiheadAttention(AttentionBase):
 
     def _split(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         """Queries, keys and values, each (..., heads, d)."""
-        core, found = self.core_attention, {}
-        groups = core.num_gqa_groups
-        heads = {"q": core.num_attention_heads, "k": groups, "v": groups}
+        core, heads, found = self.core_attention, self._heads, {}
         for name, layer in layers.items():
             if name == "query_layer" and self.q_norm is None:
                 found[name] = layer
                 continue
             parts = tuple([(LAYERS[part], heads[part]) for part in PARTS[name]])
             repeated = self._interleaved and name != "query_layer"
-            spec = self.spec_for("SplitHeadsSpec", parts, core.kv_channels, groups if repeated else 1)
+            groups = core.num_gqa_groups if repeated else 1
+            spec = self.spec_for("SplitHeadsSpec", parts, core.kv_channels, groups)
             found.update(self.call(split_heads, spec, {"x": layer}))
         return found
 
@@ -486,28 +450,57 @@ class MultiheadAttention(AttentionBase):
         self, layers: Mapping[str, Any], rotary_pos_emb: Any, options: Mapping[str, Any]
     ) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         """How each of the layers, or their stand-ins, will be rotated; checked."""
+        freqs = pair_of(self.layer_name, "rotary_pos_emb", rotary_pos_emb)
+        return {
+            name: self._rotation(name, layer, freqs, options)
+            for name, layer in layers.items()
+            if name != "value_layer"
+        }
+
+    def _rotation(
+        self, name: str, layer: Any, freqs: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """``RopeSpec`` and its inputs but "x" for ``layer``, the argument ``name`` of the core attention.
+
+        ``freqs``: angles of queries and of keys; ``options``: of the core's forward, of which lengths and the
+        cache count. ShapeError where the angles end before the cache's longest sequence.
+        """
         op, core, cache = self.layer_name, self.core_attention, options.get("inference_params")
-        pair = pair_of(op, "rotary_pos_emb", rotary_pos_emb)
-        found: dict[str, tuple[Any, Mapping[str, Any]]] = {}
-        for name, layer in layers.items():
-
-            def placed(argument: str, value: Any, like: Any = layer) -> Any:
-                value = self.constant(argument, value, like)
-                return as_angles(op, argument, value) if argument == "rotary_pos_emb" else value
-
-            if PARTS[name] != "v":
-                segments, inputs = rotation(op, name, layer, pair, core, options, placed)
-                spec = self.spec_for(
-                    "RopeSpec",
-                    segments,
-                    core.qkv_format,
-                    self.rotary_pos_interleaved,
-                    self._interleaved and not self._separate,
-                )
-                self.check_call(rope, spec, inputs)
-                if cache is None and core.qkv_format == "thd" and not self.is_compiling():
-                    views = self.host_views(inputs)
-                    if all(angles in views for angles in spec.angles):
-                        check_tokens(op, spec, views, layer.shape[0])
-                found[name] = spec, {argument: value for argument, value in inputs.items() if argument != "x"}
-        return found
+        parts, packed = PARTS[name], core.qkv_format == "thd"
+        angles_of = {"q": "freqs", "k": "freqs" if freqs[0] is freqs[1] else "k_freqs", "v": ""}
+        inputs = {"x": layer}
+        for part, own in zip("qk", freqs, strict=True):
+            if part in parts:
+                angles = as_angles(op, "rotary_pos_emb", self.constant("rotary_pos_emb", own, layer))
+                inputs[angles_of[part]] = angles
+                if cache is not None and angles.shape[0] < cache.max_seqlen_kv:
+                    wanted = f"at least the {cache.max_seqlen_kv} of the longest sequence in the cache"
+                    raise ShapeError(op, "rotary_pos_emb", f"{angles.shape[0]} positions", wanted)
+        if packed:
+            side = "q" if "q" in parts or cache is not None else "kv"
+            for suffix in ("", "_padded"):
+                argument = f"cu_seqlens_{side}{suffix}"
+                value = options.get(argument)
+                if value is None and cache is not None and not suffix:
+                    value = cache.cu_seqlens_q
+                if value is not None:
+                    inputs[f"cu_seqlens{suffix}"] = self.constant(argument, value, layer)
+        if cache is not None:
+            sums = inputs.get("cu_seqlens")
+            batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
+            inputs["start_positions"] = self.constant("rope_starts", cache.rope_starts(batch), layer)
+        heads = self._heads
+        spec = self.spec_for(
+            "RopeSpec",
+            tuple([(heads[part], core.kv_channels, angles_of[part]) for part in parts]),
+            core.qkv_format,
+            self.rotary_pos_interleaved,
+            self._interleaved and not self._separate,
+        )
+        self.check_call(rope, spec, inputs)
+        if cache is None and packed and not self.is_compiling():
+            views = self.host_views(inputs)
+            if all(angles in views for angles in spec.angles):
+                check_tokens(op, spec, views, layer.shape[0])
+        del inputs["x"]
+        return spec, inputs

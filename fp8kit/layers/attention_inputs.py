@@ -9,8 +9,13 @@ from typing import Any
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, ShapeError
 
-# what a layer's forward hands to the core attention as it is, beside its own arguments -> its default
+# what a layer's forward hands to the core attention as it is -> its default
 CORE_OPTIONS: dict[str, Any] = {
+    "attention_mask": None,
+    "attn_mask_type": None,
+    "window_size": None,
+    "bottom_right_diagonal": None,
+    "inference_params": None,
     "core_attention_bias_type": "no_bias",
     "core_attention_bias": None,
     "alibi_slopes": None,
@@ -28,12 +33,12 @@ CROSS_DEFAULTS = {"enc_dec_attn_mask_type": "no_mask"}
 _NOTHING: Mapping[str, Any] = {}
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 # layer -> what is in it
-PARTS = {"qkv_layer": "qkv", "query_layer": "q", "kv_layer": "kv", "key_layer": "k", "value_layer": "v"}
+PARTS = {"query_layer": "q", "key_layer": "k", "value_layer": "v", "kv_layer": "kv", "qkv_layer": "qkv"}
 LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}  # what is a layer of its own
-_FORMS = {
-    ("query_layer", "key_layer", "value_layer"): ("separate", ("q", "k", "v")),
-    ("query_layer", "kv_layer"): ("q_kv", ("q", "kv")),
-    ("qkv_layer",): ("qkv", ("qkv",)),
+_LAYOUTS = {
+    ("query_layer", "key_layer", "value_layer"): "separate",
+    ("query_layer", "kv_layer"): "q_kv",
+    ("qkv_layer",): "qkv",
 }
 
 
@@ -57,25 +62,6 @@ class PreparedCall:
     core: ResolvedCall | None
     source: Any
     rotations: Mapping[str, tuple[Any, Mapping[str, Any]]] | None
-
-
-def projected(
-    core: Any, queries: tuple[int, ...], keys: tuple[int, ...] | None, separate: bool, normed: bool
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the layers that ``MultiheadAttention`` will hand to its ``core``, by the core's arguments.
-    ``queries``, ``keys``: leading dimensions of what is projected, keys None for self attention;
-    ``separate``: each part a layer, its heads a dimension of their own, the queries of a cross-attention only
-    where they are ``normed``."""
-    heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-    if not separate:
-        if keys is None:
-            return {"qkv_layer": (*queries, (heads + 2 * groups) * dim)}
-        return {"query_layer": (*queries, heads * dim), "kv_layer": (*keys, 2 * groups * dim)}
-    whole = keys is not None and not normed
-    found = {"query_layer": (*queries, heads * dim) if whole else (*queries, heads, dim)}
-    return found | dict.fromkeys(
-        ("key_layer", "value_layer"), (*(queries if keys is None else keys), groups, dim)
-    )
 
 
 def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
@@ -109,33 +95,13 @@ def core_options(*values: Any) -> dict[str, Any]:
 
 
 def layout_of(operation: str, given: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The layout of an attention whose layers are ``given`` by their arguments' names, None for those that
-    are not, and its inputs: name -> argument. Fp8kitError for a mixture of forms."""
-    there = tuple(
-        [
-            name
-            for name in ("query_layer", "key_layer", "value_layer", "kv_layer", "qkv_layer")
-            if given[name] is not None
-        ]
-    )
-    if there not in _FORMS:
+    """The layout of an attention whose layers are ``given`` by their arguments' names, perhaps None, and its
+    inputs: name -> argument. Fp8kitError for a mixture of forms."""
+    there = tuple([name for name in PARTS if given.get(name) is not None])
+    if there not in _LAYOUTS:
         wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
         raise ArgumentError(operation, "layers", " and ".join(there) or None, wanted)
-    layout, names = _FORMS[there]
-    return layout, dict(zip(names, there, strict=True))
-
-
-def rotated_segments(
-    parts: str, heads: int, groups: int, head_dim: Any, one_freqs: bool
-) -> tuple[tuple[int, int, str], ...]:
-    """``RopeSpec``'s segments of a layer: (heads, features, name of the angles' input, "" for values, which
-    are not rotated). ``one_freqs``: queries and keys have the same angles."""
-    rotated = {
-        "q": (heads, head_dim, "freqs"),
-        "k": (groups, head_dim, "freqs" if one_freqs else "k_freqs"),
-        "v": (groups, head_dim, ""),
-    }
-    return tuple([rotated[part] for part in parts])
+    return _LAYOUTS[there], {PARTS[name]: name for name in there}
 
 
 def normed_and_rotated(
@@ -159,51 +125,6 @@ def alibi_slopes(heads: int) -> list[float]:
     ]
 
 
-def rotation(
-    operation: str,
-    name: str,
-    layer: Any,
-    freqs: Sequence[Any],
-    core: Any,
-    options: Mapping[str, Any],
-    placed: Callable[[str, Any], Any],
-) -> tuple[tuple[tuple[int, int, str], ...], dict[str, Any]]:
-    """``RopeSpec``'s segments and the inputs of a rotary embedding for ``layer``, which is the argument
-    ``name`` of the attention ``core``.
-
-    ``freqs``: angles of queries and of keys; ``options``: of the core's forward, of which lengths and the
-    cache count. ``placed(argument, value)``: the frontend's array of an argument where the layer is;
-    the angles', "rotary_pos_emb", as (positions, r). ShapeError where the angles end before the cache's
-    longest sequence.
-    """
-    parts, same, cache = PARTS[name], freqs[0] is freqs[1], options.get("inference_params")
-    inputs = {"x": layer}
-    for part, own in zip("qk", freqs, strict=True):
-        if part in parts:
-            inputs["freqs" if part == "q" or same else "k_freqs"] = angles = placed("rotary_pos_emb", own)
-            if cache is not None and angles.shape[0] < cache.max_seqlen_kv:
-                wanted = f"at least the {cache.max_seqlen_kv} of the longest sequence in the cache"
-                raise ShapeError(operation, "rotary_pos_emb", f"{angles.shape[0]} positions", wanted)
-    if core.qkv_format == "thd":
-        side = "q" if "q" in parts or cache is not None else "kv"
-        for own_name, argument in (
-            ("cu_seqlens", f"cu_seqlens_{side}"),
-            ("cu_seqlens_padded", f"cu_seqlens_{side}_padded"),
-        ):
-            value = options.get(argument)
-            if value is None and cache is not None and own_name == "cu_seqlens":
-                value = cache.cu_seqlens_q
-            if value is not None:
-                inputs[own_name] = placed(argument, value)
-    if cache is not None:
-        sums = inputs.get("cu_seqlens")
-        batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
-        inputs["start_positions"] = placed("rope_starts", cache.rope_starts(batch))
-    return rotated_segments(
-        parts, core.num_attention_heads, core.num_gqa_groups, core.kv_channels, same
-    ), inputs
-
-
 def pair_of(operation: str, argument: str, value: Any) -> Sequence[Any]:
     """What an argument says of queries and of keys: a pair, or one for both. ShapeError for a sequence of
     another length."""
@@ -215,18 +136,3 @@ def pair_of(operation: str, argument: str, value: Any) -> Sequence[Any]:
 
 # got, wanted of a padding mask
 MISPLACED = ("padding before a true position", "padding after all true positions")
-
-
-def want_padding(
-    operation: str, shape: Sequence[int], lengths: tuple[int, int] | None, of_keys: bool
-) -> None:
-    """ShapeError for the shape of a padding mask that is not (b, 1, 1, s), s of ``lengths``, of queries and
-    keys, where they are known."""
-    if len(shape) != 4 or tuple(shape[1:3]) != (1, 1):
-        raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", "(batch, 1, 1, sequence)")
-    if lengths is not None and shape[3] != lengths[of_keys]:
-        wanted = (
-            f"(batch, 1, 1, {lengths[of_keys]}) for {'keys' if of_keys else 'queries'}, "
-            "a pair where the lengths differ"
-        )
-        raise ShapeError(operation, "attention_mask", f"shape {tuple(shape)}", wanted)

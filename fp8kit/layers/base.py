@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
-from fp8kit.arguments import Rule, check
-from fp8kit.layers.unsupported import CONSTRUCTOR, refuse, refuse_others
+from fp8kit.arguments import Rule
+from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
 from fp8kit.ops.registry import SPECS
 from fp8kit.spec import Operation
 
@@ -43,6 +44,26 @@ def spec_object(kind: str, *fields: Any) -> Any:
     return SPECS[kind](*fields)
 
 
+def checked(operation: str, rules: Mapping[str, Rule], arguments: Mapping[str, Any]) -> SimpleNamespace:
+    """``arguments`` by name, each as its rule returns it; as it is where there is no rule, or one that only
+    refuses. Fp8kitError kinds for those that are refused."""
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if name in rules and (plain := rules[name](operation, name, value)) is not None:
+            found[name] = plain
+    return SimpleNamespace(**found)
+
+
+def picked(arguments: SimpleNamespace, names: str) -> dict[str, Any]:
+    """The arguments with these names, to be handed on."""
+    return {name: getattr(arguments, name) for name in names.split()}
+
+
+def child_name(name: str | None, child: str) -> str | None:
+    """The ``name`` argument of a layer that is the part ``child`` of one that is called ``name``."""
+    return None if name is None else f"{name}.{child}"
+
+
 class Layer:
     """Base of the layers that all frontends have.
 
@@ -63,22 +84,40 @@ class Layer:
     # further arguments that have one value in this frontend
     unsupported: ClassVar[Mapping[str, Any]] = {}
     training: bool
+    # of layers that may return more than y
+    return_bias = False
+    return_layernorm_output = False
 
     # --- arguments ------------------------------------------------------------------------------------------
 
-    def check_constructor(self, arguments: Mapping[str, Any]) -> None:
-        """Fp8kitError kinds for constructor arguments by name (a constructor's ``locals()``) that are out of
-        their range, UnsupportedError for a value other than the one that is supported."""
-        check(self.layer_name, self.constructor_rules, arguments)
+    def checked(self, arguments: Mapping[str, Any]) -> SimpleNamespace:
+        """Constructor arguments by name (a constructor's ``locals()``), each in the type that the code goes
+        on with. Fp8kitError kinds for those that are out of their range, UnsupportedError for a value other
+        than the one that is supported."""
+        found = checked(self.layer_name, self.constructor_rules, arguments)
         refuse(self.layer_name, CONSTRUCTOR.get(self.layer_name, {}), arguments)
         self.check_supported(arguments)
+        return found
+
+    def keep(self, arguments: SimpleNamespace, names: str) -> None:
+        """Attributes of the arguments with these names."""
+        for name, value in picked(arguments, names).items():
+            setattr(self, name, value)
 
     def check_supported(self, arguments: Mapping[str, Any]) -> None:
         """UnsupportedError for arguments by name that have only one value in this frontend."""
-        table = self.unsupported
-        refuse_others(
-            self.layer_name, {name: (arguments[name], table[name]) for name in table if name in arguments}
-        )
+        table = {name: value for name, value in self.unsupported.items() if name in arguments}
+        refuse(self.layer_name, table, arguments)
+
+    def returned(self, y: Any, bias: str, normed: Any = None) -> Any:
+        """What ``forward`` returns: y, or a tuple (y, the bias of that attribute where ``return_bias``,
+        norm(x) where ``return_layernorm_output``)."""
+        found = [y]
+        if self.return_bias:
+            found.append(getattr(self, bias))
+        if self.return_layernorm_output:
+            found.append(normed)
+        return tuple(found) if len(found) > 1 else found[0]
 
     def as_input(
         self, argument: str, value: Any, features: int | None = None, qkv_format: str | None = None
@@ -86,11 +125,6 @@ class Layer:
         """``value`` as a tensor whose last dimension is ``features``, with the dimensions of ``qkv_format``.
         FormatError, ShapeError that name the argument for anything else."""
         raise NotImplementedError
-
-    def check_ready(self, x: Any) -> None:
-        """Fp8kitError kinds where a call with inputs like ``x`` would refuse a parameter: what a layer of
-        several asks of each before the first of them runs. Nothing where the frontend finds that out in time
-        by itself."""
 
     # --- parameters -----------------------------------------------------------------------------------------
 

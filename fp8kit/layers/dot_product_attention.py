@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import choice, shown
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
 from fp8kit.formats import float32
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
-from fp8kit.layers.attention_inputs import ResolvedCall, layout_of, pair_of, want_padding
-from fp8kit.layers.inference import cached_mask
+from fp8kit.layers.attention_inputs import ResolvedCall, core_options, layout_of, pair_of
 from fp8kit.layers.unsupported import FORWARD, refuse
 from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
@@ -22,11 +21,13 @@ from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
 
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+# attributes that a call without options depends on
+CORE_SETTINGS = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
+    window_size bottom_right_diagonal softmax_scale softmax_type"""
 _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
-TRACED_LENGTHS = (
-    1,
-    1,
-)  # max_seqlen_q, max_seqlen_kv of a cached step within torch.compile: known when it runs
+# max_seqlen_q, max_seqlen_kv of a cached step within torch.compile: known when it runs
+TRACED_LENGTHS = (1, 1)
+NO_WINDOW = (-1, -1)
 
 
 class DotProductAttention(AttentionBase):
@@ -52,6 +53,18 @@ class DotProductAttention(AttentionBase):
     """
 
     layer_name = "DotProductAttention"
+    num_attention_heads: int
+    kv_channels: int | tuple[int, int]
+    num_gqa_groups: int
+    attention_dropout: float
+    qkv_format: str
+    attn_mask_type: str
+    window_size: tuple[int, int]
+    bottom_right_diagonal: bool | None
+    layer_number: int | None
+    attention_type: str
+    softmax_scale: float
+    softmax_type: str
 
     def __init__(
         self,
@@ -80,24 +93,17 @@ class DotProductAttention(AttentionBase):
         *,
         device: Any = None,
     ) -> None:
-        self.check_constructor(locals())
-        op = self.layer_name
+        super().__init__()
+        arguments, op = self.checked(locals()), self.layer_name
         if kv_channels is None:
             raise ArgumentError(op, "kv_channels", None, "an int, or two: of q and k, and of v")
-        super().__init__()
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if num_attention_heads % groups:
-            raise ArgumentError(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads")
-        self.num_attention_heads, self.num_gqa_groups = int(num_attention_heads), int(groups)
-        self.kv_channels: int | tuple[int, int] = (
-            (int(kv_channels[0]), int(kv_channels[1])) if isinstance(kv_channels, tuple) else int(kv_channels)
-        )
-        self.attention_dropout, self.softmax_scale = float(attention_dropout), float(softmax_scale or 0.0)
-        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
-        self.attention_type, self.softmax_type = attention_type, softmax_type
-        self.window_size = _window(window_size)
-        self.bottom_right_diagonal = None if bottom_right_diagonal is None else bool(bottom_right_diagonal)
-        self.layer_number, self.name = None if layer_number is None else int(layer_number), name
+        arguments.num_gqa_groups = arguments.num_gqa_groups or arguments.num_attention_heads
+        arguments.window_size = arguments.window_size or NO_WINDOW
+        arguments.softmax_scale = arguments.softmax_scale or 0.0
+        self.keep(arguments, f"{CORE_SETTINGS} layer_number attention_type name")
+        if self.num_attention_heads % self.num_gqa_groups:
+            wanted = f"a divisor of {num_attention_heads} heads"
+            raise ArgumentError(op, "num_gqa_groups", self.num_gqa_groups, wanted)
         if softmax_type == "learnable":
             shape = (self.num_attention_heads,)
             self.add_parameter("softmax_offset", shape, 0.0, self.dtype_of(float32), device)
@@ -182,25 +188,25 @@ class DotProductAttention(AttentionBase):
         }
         options: dict[str, Any] = {}
         if prepared is None or checkpoint_core_attention:
-            options = {
-                "attention_mask": attention_mask,
-                "qkv_format": qkv_format,
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_kv": cu_seqlens_kv,
-                "cu_seqlens_q_padded": cu_seqlens_q_padded,
-                "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-                "max_seqlen_q": max_seqlen_q,
-                "max_seqlen_kv": max_seqlen_kv,
-                "attn_mask_type": attn_mask_type,
-                "window_size": window_size,
-                "bottom_right_diagonal": bottom_right_diagonal,
-                "core_attention_bias_type": core_attention_bias_type,
-                "core_attention_bias": core_attention_bias,
-                "alibi_slopes": alibi_slopes,
-                "inference_params": inference_params,
-                "pad_between_seqs": pad_between_seqs,
-                "qkv_interleave_dim": qkv_interleave_dim,
-            }
+            options = core_options(
+                attention_mask,
+                attn_mask_type,
+                window_size,
+                bottom_right_diagonal,
+                inference_params,
+                core_attention_bias_type,
+                core_attention_bias,
+                alibi_slopes,
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                cu_seqlens_q_padded,
+                cu_seqlens_kv_padded,
+                max_seqlen_q,
+                max_seqlen_kv,
+                fast_zero_fill,
+                pad_between_seqs,
+            )
+            options |= {"qkv_format": qkv_format, "qkv_interleave_dim": qkv_interleave_dim}
         if prepared is None:
             more = {
                 "fp8_output": fp8_output,
@@ -212,8 +218,8 @@ class DotProductAttention(AttentionBase):
                 "score_mod_bprop_tensors": score_mod_bprop_tensors,
             }
             refuse(op, FORWARD[op], more)
-            flags = {"checkpoint_core_attention": checkpoint_core_attention, "fast_zero_fill": fast_zero_fill}
-            self.check_arguments({**layers, **options, **flags})
+            recomputed = {"checkpoint_core_attention": checkpoint_core_attention}
+            self.check_arguments({**layers, **options, **recomputed})
         if checkpoint_core_attention:
             again: Any = self
             return self.call_checkpointed(again, **layers, **options, prepared=prepared)
@@ -286,7 +292,7 @@ class DotProductAttention(AttentionBase):
             )
         corner, window = of("bottom_right_diagonal"), of("window_size")
         corner = self.bottom_right_diagonal if corner is None else bool(corner)
-        window = self.window_size if window is None else _window(window)
+        window = self.window_size if window is None else (int(window[0]), int(window[1]))
         asked: Operation = attention
         longest, cache = (0, 0), of("inference_params")
         step: dict[str, Any] = {}
@@ -310,7 +316,7 @@ class DotProductAttention(AttentionBase):
                     self._longest("q", of("max_seqlen_q"), beside),
                     self._longest("kv", of("max_seqlen_kv"), beside),
                 )
-            self._check_sequences(form, beside, *_leading(layers), longest)
+            self._check_sequences(form, beside, layers, longest)
         dropout = self.attention_dropout if self.training else 0.0
         channels, channels_v = self._dims
         spec = self.spec_for(
@@ -347,7 +353,7 @@ class DotProductAttention(AttentionBase):
         padding = of("attention_mask")
         if padding is not None:
             if "padding" in mask and of("cu_seqlens_q") is None:
-                found.update(self._sums_of_masks(padding, _lengths(form, layers)))
+                found.update(self._sums_of_masks(padding, form, layers))
             elif mask == "arbitrary":
                 found["mask"], arguments["mask"] = padding, "attention_mask"
             else:
@@ -369,8 +375,9 @@ class DotProductAttention(AttentionBase):
         return found
 
     def _cached_mask(self, mask: str, bias: str, inputs: Mapping[str, Any], cache: Any) -> str:
-        """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
-        op, why = self.layer_name, "with inference_params, whose step says the lengths"
+        """The mask of new tokens over a cache that means what ``mask`` means over whole sequences.
+        Fp8kitError for what attention over a cache cannot be given."""
+        op = self.layer_name
         if not isinstance(cache, self.frontend.InferenceParams):
             raise ArgumentError(op, "inference_params", shown(cache), "InferenceParams or None")
         if self.attention_type == "cross":
@@ -381,31 +388,36 @@ class DotProductAttention(AttentionBase):
             )
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
             if name in inputs:
-                raise ArgumentError(op, name, self.array_name, f"None {why}")
-        return cached_mask(op, mask)
+                wanted = "None with inference_params, whose step says the lengths"
+                raise ArgumentError(op, name, self.array_name, wanted)
+        if mask == "arbitrary":
+            wanted = "a causal or padding mask or no_mask, with inference_params"
+            raise Fp8kitError(op, "attn_mask_type", repr(mask), wanted)
+        return "padding_causal_bottom_right" if "causal" in mask else "padding"
 
-    def _sums_of_masks(self, masks: Any, lengths: tuple[int, int] | None) -> dict[str, Any]:
-        """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of
-        ``lengths``."""
-        op, found = self.layer_name, {}
-        for side, mask in zip(("q", "kv"), pair_of(op, "attention_mask", masks), strict=True):
+    def _sums_of_masks(self, masks: Any, form: str, layers: Mapping[str, Any]) -> dict[str, Any]:
+        """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for queries and keys.
+        ShapeError for another shape; layers of "thd" do not say s."""
+        op, at, found = self.layer_name, form.find("s"), {}
+        sides = {"q": "queries", "kv": "keys"}
+        pair = pair_of(op, "attention_mask", masks)
+        for (side, said), mask, layer in zip(sides.items(), pair, _leading(layers), strict=True):
             mask = self.as_input("attention_mask", mask)
-            want_padding(op, mask.shape, lengths, side == "kv")
+            shape = tuple(mask.shape)
+            if len(shape) != 4 or shape[1:3] != (1, 1):
+                raise ShapeError(op, "attention_mask", f"shape {shape}", "(batch, 1, 1, sequence)")
+            if 0 <= at < len(layer) and shape[3] != layer[at]:
+                wanted = f"(batch, 1, 1, {layer[at]}) for {said}, a pair where the lengths differ"
+                raise ShapeError(op, "attention_mask", f"shape {shape}", wanted)
             found[f"cu_seqlens_{side}"] = self.sums_of_mask(mask)
         return found
 
     def _check_sequences(
-        self,
-        form: str,
-        inputs: Mapping[str, Any],
-        queries: Sequence[int],
-        keys: Sequence[int],
-        longest: tuple[int, int],
+        self, form: str, inputs: Mapping[str, Any], layers: Mapping[str, Any], longest: tuple[int, int]
     ) -> None:
-        """ArgumentError for ``cu_seqlens_*`` on the CPU that do not fit queries and keys of these shapes, s
-        or t among them."""
+        """ArgumentError for ``cu_seqlens_*`` on the CPU that do not fit s or t of the layers."""
         views = self.host_views({name: inputs[name] for name in _SUMS if name in inputs})
-        for side, shape, most in zip(("q", "kv"), (queries, keys), longest, strict=True):
+        for side, shape, most in zip(("q", "kv"), _leading(layers), longest, strict=True):
             at = max(form.find("s"), 0)
             if views and len(shape) > at:
                 check_sequences(
@@ -432,21 +444,7 @@ class DotProductAttention(AttentionBase):
         return max(_STEP, -(-int(np.diff(sums).max(initial=0)) // _STEP) * _STEP)
 
 
-def _window(window_size: Any) -> tuple[int, int]:
-    """(left, right) as ints; None is (-1, -1)."""
-    return (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
-
-
 def _leading(inputs: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
     """Shapes of what holds the queries and of what holds the keys."""
-    q = inputs["q"] if "q" in inputs else inputs["qkv"]
-    k = inputs["k"] if "k" in inputs else inputs["kv"] if "kv" in inputs else inputs["qkv"]
-    return q.shape, k.shape
-
-
-def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a
-    sequence."""
-    queries, keys = _leading(inputs)
-    dim = form.find("s")
-    return None if dim < 0 or min(len(queries), len(keys)) <= dim else (queries[dim], keys[dim])
+    first, *others = inputs.values()
+    return first.shape, (others or [first])[0].shape

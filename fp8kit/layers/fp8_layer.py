@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from fp8kit.autocast import AutocastState, current
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.arguments import want_plain
-from fp8kit.layers.base import Layer
+from fp8kit.layers.base import Layer, spec_object
 from fp8kit.layers.recompute import Kept
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
@@ -167,9 +167,10 @@ class FP8Layer(Layer):
         """In the first pass of a checkpoint: keep what this call found."""
         raise NotImplementedError
 
-    def activated_amax(self, normed: Any, weight: Any, bias: Any) -> Any:
-        """The amax, float32 (1,), of act(normed weight^T + bias), for ``LayerNormMLP``."""
-        raise NotImplementedError
+    def product_spec(self, index: int) -> Any:
+        """``linear``'s spec of one of the layer's products in high precision; within ``torch.compile`` its
+        text."""
+        return spec_object("LinearSpec", layer_products(self._spec)[index])
 
     def no_grad(self) -> AbstractContextManager[Any]:
         """Around calls that are not recorded for backward."""

@@ -7,6 +7,7 @@ step. Where memory comes from is the frontend's.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from fp8kit.arguments import Rule, check, integer
 from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
 from fp8kit.formats import DType, int32
+from fp8kit.layers.arguments import size
 from fp8kit.layers.unsupported import refuse_others
 from fp8kit.spec import Meta
 
@@ -141,8 +143,7 @@ class InferenceParams:
         self._new: dict[Hashable, int] = {}
         self._pages: dict[Hashable, list[int]] = {}  # in the step's order
         self._free = list(range(self.total_num_pages))  # a heap
-        self._stepped: set[int | None] = set()  # layers that have taken the step
-        # by layer: tokens of each sequence that are in its cache
+        # by layer: tokens of each sequence that are in its cache, all where it has taken the step
         self._written: dict[int | None, dict[Hashable, int]] = {}
         self._on_device: dict[str, Any] = {}
 
@@ -165,7 +166,7 @@ class InferenceParams:
             )
         lengths = {}
         for name, count in step_dict.items():
-            _positive(**{f"step_dict[{name!r}]": count})
+            size(_OP, f"step_dict[{name!r}]", count)
             if count > self.max_ctx_len:
                 raise ShapeError(
                     _OP, f"step_dict[{name!r}]", count, f"at most max_ctx_len = {self.max_ctx_len} new tokens"
@@ -182,7 +183,7 @@ class InferenceParams:
             self._handed_out(lengths),
         )
         self._on_device = self._send(new, lengths, pages)  # the last that can fail
-        self.sequences, self._new, self._pages, self._free, self._stepped = lengths, new, pages, free, set()
+        self.sequences, self._new, self._pages, self._free = lengths, new, pages, free
         self._longest = max(lengths.values())
         for layer, written in self._written.items():
             self._written[layer] = {name: count for name, count in written.items() if name in lengths}
@@ -196,11 +197,9 @@ class InferenceParams:
         if wanted > self.total_num_pages:
             got = f"{self.total_num_pages} pages of {self.page_size} tokens"
             raise ShapeError(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step")
-        free, handed = list(self._free), {}
-        for name, pages in self._pages.items():
-            if name not in lengths:
-                for page in pages:
-                    heapq.heappush(free, page)
+        finished = [pages for name, pages in self._pages.items() if name not in lengths]
+        free, handed = list(itertools.chain(self._free, *finished)), {}
+        heapq.heapify(free)
         for name, length in lengths.items():
             own = handed[name] = list(self._pages.get(name, ()))
             while len(own) * self.page_size < length:
@@ -295,12 +294,12 @@ class InferenceParams:
             raise Fp8kitError(
                 _OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"
             )
-        found = []
-        for cache in self._caches[layer_number][:2]:
-            found.append(
-                self._gather(cache, (self.batch_size, self.max_seqlen_kv, *cache.shape[2:]), pages, totals)
-            )
-        return found[0], found[1]
+        rows = self.batch_size, self.max_seqlen_kv
+        k, v = (
+            self._gather(cache, (*rows, *cache.shape[2:]), pages, totals)
+            for cache in self._caches[layer_number][:2]
+        )
+        return k, v
 
     def check_layer(self, operation: str, layer_number: int | None) -> None:
         """Fp8kitError for a layer without a number."""
@@ -329,10 +328,10 @@ class InferenceParams:
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)
-        if layer_number in self._stepped:
+        written = self._written.get(layer_number, {})
+        if written == self.sequences:
             wanted = "pre_step before each step, and a number of its own for each layer"
             raise Fp8kitError(operation, "layer_number", f"{layer_number} twice in a step", wanted)
-        written = self._written.get(layer_number, {})
         for name, length in self.sequences.items():
             if written.get(name, 0) != length - self._new[name]:
                 got = f"{layer_number}, whose cache holds {written.get(name, 0)} of sequence {name!r}"
@@ -363,9 +362,9 @@ class InferenceParams:
             if batch != self.batch_size or rows < longest:
                 wanted = f"batch {self.batch_size} and at least {longest} positions, as pre_step said"
                 raise ShapeError(operation, "layers", f"batch {batch} and {rows} positions", wanted)
-        for size, own in (("num_heads_kv", groups), ("head_dim_k", dims[0]), ("head_dim_v", dims[1])):
-            if getattr(self, size) not in (None, own):
-                raise ShapeError(operation, size, own, f"{getattr(self, size)} as inference_params")
+        for name, own in (("num_heads_kv", groups), ("head_dim_k", dims[0]), ("head_dim_v", dims[1])):
+            if getattr(self, name) not in (None, own):
+                raise ShapeError(operation, name, own, f"{getattr(self, name)} as inference_params")
         if self.dtype not in (None, dtype):
             raise FormatError(operation, "dtype", dtype, f"{self.dtype} as inference_params")
         rows = min(self.max_ctx_len, _power_of_two(longest)) if qkv_format == "thd" else 0
@@ -378,10 +377,8 @@ class InferenceParams:
                 cache.dtype,
             )
         metas = {name: Meta(shape, dtype) for name, shape in shapes.items()}
-        return metas | {name: Meta(tuple(self._on_device[name].shape), int32) for name in _STEP}, (
-            rows,
-            columns,
-        )
+        metas |= {name: Meta(tuple(self._on_device[name].shape), int32) for name in _STEP}
+        return metas, (rows, columns)
 
     def inputs(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> dict[str, Any]:
         """The arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""
@@ -390,7 +387,6 @@ class InferenceParams:
 
     def stepped(self, layer_number: int | None) -> None:
         """A layer has taken the announced step."""
-        self._stepped.add(layer_number)
         self._written[layer_number] = dict(self.sequences)
 
     def _cache_shapes(self, groups: int, dims: tuple[int, int]) -> dict[str, Shape]:
@@ -413,24 +409,6 @@ class InferenceParams:
             f"InferenceParams({room}, {self.qkv_format}, {self.device}, layers {sorted(self._caches)}, "
             f"{self.sequences})"
         )
-
-
-def cached_mask(operation: str, mask: str) -> str:
-    """The mask of new tokens over a cache that means what ``mask`` means over whole sequences. Fp8kitError
-    for "arbitrary"."""
-    if mask == "arbitrary":
-        raise Fp8kitError(
-            operation,
-            "attn_mask_type",
-            repr(mask),
-            "a causal or padding mask or no_mask, with inference_params",
-        )
-    return "padding_causal_bottom_right" if "causal" in mask else "padding"
-
-
-def _positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        integer(_OP, name, size, 1, 2**31 - 1)
 
 
 def _sums(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

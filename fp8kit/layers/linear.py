@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from fp8kit.arguments import integer, listed, shown
@@ -24,21 +25,18 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
         return {"": out_features}
     wanted = "names, or a mapping of names to sizes"
     if isinstance(parameters_split, Mapping):
-        sizes = dict(parameters_split)
+        sizes = list(parameters_split.items())
     elif hasattr(parameters_split, "shape"):
         raise ArgumentError(operation, "parameters_split", shown(parameters_split), wanted)
     else:
         names = listed(operation, "parameters_split", parameters_split, wanted)
-        sizes = {
-            name if isinstance(name, str) else i: out_features // len(names) for i, name in enumerate(names)
-        }
-        if len(sizes) < len(names):
-            sizes = {}  # a name twice
-    if not all(isinstance(name, str) for name in sizes):
+        sizes = [(name, out_features // len(names)) for name in names]
+    if not all(isinstance(name, str) for name, _ in sizes):
         raise ArgumentError(operation, "parameters_split", shown(parameters_split), wanted)
-    for name, size in sizes.items():
-        integer(operation, f"parameters_split[{name!r}]", size, 1)
-    named = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
+    named = {
+        f"{name.rstrip('_')}_": integer(operation, f"parameters_split[{name!r}]", size, 1)
+        for name, size in sizes
+    }
     fits = bool(named) and len(named) == len(sizes) and all(map(str.isidentifier, named))
     if not fits or sum(named.values()) != out_features:
         wanted = f"different names whose sizes sum to {out_features}"
@@ -50,24 +48,18 @@ class LinearBase(FP8Layer):
     """Weights and biases in segments along the output dimension: what ``Linear`` and ``LayerNormLinear``
     share."""
 
-    def add_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        return_bias: bool,
-        parameters_split: Any,
-        init_method: Init | None,
-        dtype: Any,
-        device: Any,
-        fuse: bool,
-        name: str | None,
-    ) -> ProductSpec:
-        """Make the parameters. Returns their product."""
-        self.in_features, self.out_features = int(in_features), int(out_features)
-        self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
-        self.apply_bias, self.fuse_wgrad_accumulation = self.use_bias and not self.return_bias, bool(fuse)
-        self._split = split_sizes(self.layer_name, self.out_features, parameters_split)
+    in_features: int
+    out_features: int
+    # ``forward`` for the layer that this is a part of
+    compute: Callable[..., Any]
+
+    def add_linear(self, arguments: SimpleNamespace) -> ProductSpec:
+        """Make the parameters that the constructor's ``arguments`` say. Returns their product."""
+        self.keep(arguments, "in_features out_features return_bias fuse_wgrad_accumulation name")
+        self.use_bias, dtype, device = arguments.bias, arguments.params_dtype, arguments.device
+        # whether the operation adds the bias: "add", or "none" where there is none or it is returned
+        self.bias_mode = "add" if self.use_bias and not self.return_bias else "none"
+        self._split = split_sizes(self.layer_name, self.out_features, arguments.parameters_split)
         if self.return_bias and len(self._split) > 1:
             refuse_others(self.layer_name, {"return_bias": (True, False)})
         # the operation's names -> the attributes that hold the parameters
@@ -76,7 +68,7 @@ class LinearBase(FP8Layer):
             (f"bias{i}", f"{prefix}bias") for i, prefix in enumerate(self._split) if self.use_bias
         ]
         rows = {f"{prefix}weight": size for prefix, size in self._split.items()}
-        self.add_matrices(rows, self.in_features, init_method, dtype, device)
+        self.add_matrices(rows, self.in_features, arguments.init_method, dtype, device)
         for prefix, size in self._split.items():
             if self.use_bias:
                 self.add_parameter(f"{prefix}bias", (size,), 0.0, dtype, device)
@@ -87,14 +79,43 @@ class LinearBase(FP8Layer):
     def weight_inputs(self) -> dict[str, Any]:
         return self.parameters_by(self._weight_names)
 
-    @property
-    def bias_mode(self) -> str:
-        """Whether the operation adds the bias: "add", or "none" where there is none or it is returned."""
-        return "add" if self.apply_bias else "none"
+    def options(self) -> dict[str, Any]:
+        """Further fields of the spec of ``forward``."""
+        return {}
 
-    def product_inputs(self, bias: str) -> dict[str, Any]:
-        """Weights, and biases where the operation takes them."""
-        return self.parameters_by(self._weight_names if bias == "none" else self._product_names)
+    def operands(self, x: Any, bias: str) -> dict[str, Any]:
+        """x, weights, and biases where the operation takes them."""
+        names = self._weight_names if bias == "none" else self._product_names
+        return {"x": x, **self.parameters_by(names)}
+
+    def forward(
+        self,
+        inp: Any,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        part: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and
+        keeps it, False takes it, whatever the weight is by then.
+
+        ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next
+        ``Linear`` multiplies as it is; anything else sees its values. ``fp8_grad``: so is the gradient of
+        ``inp``, in the backward format; a layer before this one casts its values for its own products. With
+        delayed scaling their scales are the state's output and grad_input. Both in torch only.
+
+        Returns h (..., N), or a tuple (y, bias where ``return_bias``, norm(x) where
+        ``return_layernorm_output``). ``part``: for the layer that this is a part of, see ``compute``.
+        """
+        # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
+        if part is not None:
+            return self.compute(inp, is_first_microbatch, **part)
+        x = self.as_input("inp", inp, self.in_features)
+        self.check_options(is_first_microbatch, fp8_output, fp8_grad)
+        bias, inputs = self.bias_mode, self.operands(x, self.bias_mode)
+        out = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, **self.options())
+        return self.returned(out["y"], "bias", out.get("normed"))
 
 
 class Linear(LinearBase):
@@ -152,57 +173,13 @@ class Linear(LinearBase):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
-        product = self.add_linear(
-            in_features,
-            out_features,
-            bias,
-            return_bias,
-            parameters_split,
-            init_method,
-            params_dtype,
-            device,
-            fuse_wgrad_accumulation,
-            name,
-        )
-        self.set_spec(LinearSpec(product))
+        self.set_spec(LinearSpec(self.add_linear(self.checked(locals()))))
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         return [(0, inputs["x"]), *((1, inputs[name]) for name, _ in self._weight_names)]
 
-    def forward(
-        self,
-        inp: Any,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        *,
-        part: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and
-        keeps it, False takes it, whatever the weight is by then.
-
-        ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next
-        ``Linear`` multiplies as it is; anything else sees its values. ``fp8_grad``: so is the gradient of
-        ``inp``, in the backward format; a layer before this one casts its values for its own products. With
-        delayed scaling their scales are the state's output and grad_input. Both in torch only.
-
-        Returns h (..., N), with ``return_bias`` also the bias. ``part``: for the layer that this is a part
-        of, see ``compute``.
-        """
-        # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
-        if part is not None:
-            return self.compute(inp, is_first_microbatch, **part)
-        x = self.as_input("inp", inp, self.in_features)
-        self.check_options(is_first_microbatch, fp8_output, fp8_grad)
-        bias = "add" if self.apply_bias else "none"
-        inputs = {"x": x, **self.product_inputs(bias)}
-        y = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad)["y"]
-        return (y, self.bias) if self.return_bias else y  # type: ignore[attr-defined]
-
     def compute(self, x: Any, is_first_microbatch: bool | None, bias: str, residual: Any = None) -> Any:
         """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made
         here ("deferred"), and with ``residual`` added, like y."""
-        inputs = {"x": x, **self.product_inputs(bias), "residual": residual}
-        return self.run(inputs, is_first_microbatch, bias)["y"]
+        return self.run({**self.operands(x, bias), "residual": residual}, is_first_microbatch, bias)["y"]

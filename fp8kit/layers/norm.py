@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,15 +19,18 @@ from fp8kit.ops.norm import NormSpec, norm
 NORM_INPUTS = [("norm_weight", "layer_norm_weight"), ("norm_bias", "layer_norm_bias")]
 
 
-def add_norm(layer: Layer, prefix: str, spec: NormSpec, dtype: Any, device: Any) -> None:
-    """Parameters ``{prefix}weight`` and ``{prefix}bias``: gamma starts at 1 (stored as 0 with
-    zero_centered_gamma), beta at 0; RMSNorm has no bias."""
+def add_norm(layer: Layer, prefix: str, features: int, kind: str, arguments: SimpleNamespace) -> NormSpec:
+    """Parameters ``{prefix}weight`` and ``{prefix}bias`` as the constructor's ``arguments`` say: gamma starts
+    at 1 (stored as 0 with zero_centered_gamma), beta at 0; RMSNorm has no bias. Returns the norm."""
+    spec = NormSpec(features, kind, arguments.eps, arguments.zero_centered_gamma)
+    dtype, device = arguments.params_dtype, arguments.device
     start = 0.0 if spec.zero_centered_gamma else 1.0
-    layer.add_parameter(f"{prefix}weight", (spec.features,), start, dtype, device)
+    layer.add_parameter(f"{prefix}weight", (features,), start, dtype, device)
     if spec.centered:
-        layer.add_parameter(f"{prefix}bias", (spec.features,), 0.0, dtype, device)
+        layer.add_parameter(f"{prefix}bias", (features,), 0.0, dtype, device)
     else:
         layer.add_no_parameter(f"{prefix}bias")
+    return spec
 
 
 class Norm(Layer):
@@ -49,32 +53,31 @@ class Norm(Layer):
         dtype: Any = None,
         sm_margin: Any = 0,
     ) -> None:
-        operation, arguments = self.layer_name, {**locals(), "hidden_size": 1}
-        if sequence_parallel is False:  # as None
-            arguments["sequence_parallel"] = None
-        self.check_constructor(arguments)
         super().__init__()
+        operation, wanted = self.layer_name, "an int, or a sequence of one"
+        # of the two sizes one may be missing; a sequence_parallel of False is as None
+        arguments = self.checked(
+            {**locals(), "hidden_size": 1, "sequence_parallel": sequence_parallel or None}
+        )
         if params_dtype is not None and dtype is not None:
             raise ArgumentError(operation, "dtype", dtype, "None beside params_dtype, its other name")
         if (normalized_shape is None) == (hidden_size is None):
-            wanted = "exactly one of normalized_shape and hidden_size"
-            raise ArgumentError(operation, "normalized_shape", shown(normalized_shape), wanted)
+            both = "exactly one of normalized_shape and hidden_size"
+            raise ArgumentError(operation, "normalized_shape", shown(normalized_shape), both)
         extent: Any = hidden_size if normalized_shape is None else normalized_shape
         if isinstance(extent, int | np.integer):
             shape = [extent]
         elif hasattr(extent, "shape"):
-            wanted = "an int, or a sequence of one"
             raise ArgumentError(operation, "normalized_shape", shown(extent), wanted)
         else:
-            shape = listed(operation, "normalized_shape", extent, "an int, or a sequence of one")
+            shape = listed(operation, "normalized_shape", extent, wanted)
         if len(shape) != 1:
             raise UnsupportedError(
                 operation, "normalized_shape", tuple(shape), "one dimension: nothing else is supported yet"
             )
+        arguments.params_dtype = dtype if params_dtype is None else params_dtype
         features = size(operation, "normalized_shape", shape[0])
-        spec = NormSpec(features, operation, float(eps), bool(zero_centered_gamma))
-        self.set_spec(spec)
-        add_norm(self, "", spec, dtype if params_dtype is None else params_dtype, device)
+        self.set_spec(add_norm(self, "", features, operation, arguments))
 
     def forward(self, inp: Any) -> Any:
         """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype.
@@ -110,13 +113,13 @@ class L2Normalization(Layer):
     """
 
     layer_name = "L2Normalization"
+    eps: float
 
     def __init__(
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
-        self.eps = float(eps)
+        self.keep(self.checked(locals()), "eps")
 
     def forward(self, inp: Any) -> Any:
         """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for

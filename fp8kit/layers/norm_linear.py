@@ -8,7 +8,6 @@ from typing import Any
 from fp8kit.layers.base import Branch, Init, branch_of
 from fp8kit.layers.linear import LinearBase
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
-from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 
 
@@ -56,53 +55,20 @@ class LayerNormLinear(LinearBase):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
-        norm = NormSpec(int(in_features), normalization, float(eps), bool(zero_centered_gamma))
-        self.return_layernorm_output = bool(return_layernorm_output)
-        add_norm(self, "layer_norm_", norm, params_dtype, device)
-        product = self.add_linear(
-            in_features,
-            out_features,
-            bias,
-            return_bias,
-            parameters_split,
-            init_method,
-            params_dtype,
-            device,
-            fuse_wgrad_accumulation,
-            name,
-        )
-        self.set_spec(NormLinearSpec(norm, product))
+        arguments = self.checked(locals())
+        self.keep(arguments, "return_layernorm_output")
+        norm = add_norm(self, "layer_norm_", arguments.in_features, normalization, arguments)
+        self.set_spec(NormLinearSpec(norm, self.add_linear(arguments)))
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         return [(0, outputs["normed"]), *((1, inputs[name]) for name, _ in self._weight_names)]
 
-    def forward(
-        self,
-        inp: Any,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        *,
-        part: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """``inp``: h (..., K). Returns y, h (..., N), or a tuple (y, bias where ``return_bias``, norm(x)
-        where ``return_layernorm_output``). ``fp8_output``, ``fp8_grad``: see ``Linear``. ``part``: for the
-        layer that this is a part of, see ``compute``."""
-        # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
-        if part is not None:
-            return self.compute(inp, is_first_microbatch, **part)
-        x = self.as_input("inp", inp, self.in_features)
-        self.check_options(is_first_microbatch, fp8_output, fp8_grad)
-        norm = self.return_layernorm_output
-        out = self.compute(x, is_first_microbatch, self.bias_mode, False, norm, fp8_output, fp8_grad)
-        parts: list[Any] = [out.y]
-        if self.return_bias:
-            parts.append(self.bias)  # type: ignore[attr-defined]
-        if self.return_layernorm_output:
-            parts.append(out.normed)
-        return tuple(parts) if len(parts) > 1 else parts[0]
+    def options(self) -> dict[str, Any]:
+        return {"residual": False, "return_norm": self.return_layernorm_output}
+
+    def operands(self, x: Any, bias: str) -> dict[str, Any]:
+        return {"x": x, **self.parameters_by(NORM_INPUTS), **super().operands(x, bias)}
 
     def compute(
         self,
@@ -111,10 +77,7 @@ class LayerNormLinear(LinearBase):
         bias: str,
         residual: bool = False,
         return_norm: bool = False,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
     ) -> Branch:
         """y, and the residual stream and norm(x) where asked for."""
-        inputs = {"x": x, **self.parameters_by(NORM_INPUTS), **self.product_inputs(bias)}
         options = {"residual": residual, "return_norm": return_norm}
-        return branch_of(self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, **options))
+        return branch_of(self.run(self.operands(x, bias), is_first_microbatch, bias, **options))

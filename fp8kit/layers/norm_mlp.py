@@ -9,8 +9,8 @@ from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.layers.base import Branch, Init, branch_of
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
-from fp8kit.ops.activation import activation_numbers
-from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.activation import activation, activation_numbers
+from fp8kit.ops.linear import linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 
@@ -40,6 +40,10 @@ class LayerNormMLP(FP8Layer):
     operation = norm_mlp
     gemms = ("fc1_", "fc2_")
     calibration_options = {"return_norm": True}  # noqa: RUF012
+    hidden_size: int
+    ffn_hidden_size: int
+    activation: str
+    checkpoint: bool
     fc1_weight: Any
     fc2_weight: Any
     fc2_bias: Any
@@ -79,26 +83,26 @@ class LayerNormMLP(FP8Layer):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
+        arguments = self.checked(locals())
+        self.keep(
+            arguments,
+            """hidden_size ffn_hidden_size activation checkpoint return_bias return_layernorm_output
+            fuse_wgrad_accumulation name""",
+        )
         numbers = activation_numbers(self.layer_name, activation, activation_params)
-        hidden, ffn, rows = int(hidden_size), int(ffn_hidden_size), ACTIVATIONS[activation].parts
-        rows *= ffn
-        self.hidden_size, self.ffn_hidden_size, self.name, self.activation = hidden, ffn, name, activation
-        self.use_bias, self.return_bias, self.checkpoint = bool(bias), bool(return_bias), bool(checkpoint)
-        self.return_layernorm_output = bool(return_layernorm_output)
-        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
-        norm = NormSpec(hidden, normalization, float(eps), bool(zero_centered_gamma))
-        add_norm(self, "layer_norm_", norm, params_dtype, device)
-        shapes = {"fc1": (rows, hidden), "fc2": (hidden, ffn)}
-        for (prefix, shape), init in zip(
-            shapes.items(), (init_method, output_layer_init_method), strict=True
+        hidden, ffn, self.use_bias = self.hidden_size, self.ffn_hidden_size, arguments.bias
+        rows = ACTIVATIONS[activation].parts * ffn
+        norm = add_norm(self, "layer_norm_", hidden, normalization, arguments)
+        for prefix, shape, init in (
+            ("fc1_", (rows, hidden), init_method),
+            ("fc2_", (hidden, ffn), output_layer_init_method),
         ):
-            self.add_parameter(f"{prefix}_weight", shape, init, params_dtype, device)
+            self.add_parameter(f"{prefix}weight", shape, init, params_dtype, device)
             if self.use_bias:
-                self.add_parameter(f"{prefix}_bias", shape[:1], 0.0, params_dtype, device)
+                self.add_parameter(f"{prefix}bias", shape[:1], 0.0, params_dtype, device)
             else:
-                self.add_no_parameter(f"{prefix}_bias")
+                self.add_no_parameter(f"{prefix}bias")
         fc1 = ProductSpec(hidden, (rows,), bias="deferred" if bias else "none", prefix="fc1_")
         fc2 = ProductSpec(ffn, (hidden,), bias="add" if bias else "none", prefix="fc2_")
         self.set_spec(NormMLPSpec(norm, fc1, fc2, activation, activation_params=numbers))
@@ -107,10 +111,14 @@ class LayerNormMLP(FP8Layer):
         return {"fc1_weight0": self.fc1_weight, "fc2_weight0": self.fc2_weight}
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
-        """norm(x) is an output; fc2's input is computed once more, its amax taken on the way."""
-        normed, weight = outputs["normed"], inputs["fc1_weight0"]
-        amax = self.activated_amax(normed, weight, inputs.get("fc1_bias0"))
-        return [(0, normed), (1, weight), (3, amax), (4, inputs["fc2_weight0"])]
+        """norm(x) is an output; fc2's input is computed once more."""
+        own: NormMLPSpec = self._spec
+        normed, weight, bias = outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0")
+        product = {"x": normed, "fc1_weight0": weight, "fc1_bias0": bias}
+        h = self.call(linear, self.product_spec(0), product)["y"]
+        kind = self.spec_for("ActivationSpec", own.activation, h.shape[-1], own.activation_params)
+        activated = self.call(activation, kind, {"x": h, "bias0": bias})["y"]
+        return [(0, normed), (1, weight), (3, activated), (4, inputs["fc2_weight0"])]
 
     def forward(
         self, inp: Any, is_first_microbatch: bool | None = None, *, part: Mapping[str, Any] | None = None
@@ -124,12 +132,7 @@ class LayerNormMLP(FP8Layer):
         self.check_options(is_first_microbatch)
         bias = "add" if self.use_bias and not self.return_bias else "none"
         out = self.compute(x, is_first_microbatch, bias, return_norm=self.return_layernorm_output)
-        parts: list[Any] = [out.y]
-        if self.return_bias:
-            parts.append(self.fc2_bias)
-        if self.return_layernorm_output:
-            parts.append(out.normed)
-        return tuple(parts) if len(parts) > 1 else parts[0]
+        return self.returned(out.y, "fc2_bias", out.normed)
 
     def compute(
         self,
@@ -138,13 +141,13 @@ class LayerNormMLP(FP8Layer):
         bias: str,
         residual: bool = False,
         return_norm: bool = False,
-        joins: bool = False,
+        fused_residual: bool = False,
     ) -> Branch:
-        """y, x added to it where it ``joins``, and the residual stream and norm(x) where asked for; ``bias``:
-        fc2's."""
+        """y, x added to it where it is the ``fused_residual``, and the residual stream and norm(x) where
+        asked for; ``bias``: fc2's."""
         inputs = {"x": x, **self.parameters_by(NORM_INPUTS), **self.parameters_by(_INPUTS)}
         if bias == "none":
             inputs["fc2_bias0"] = None
-        options = {"residual": residual, "return_norm": return_norm, "joins": joins}
+        options = {"residual": residual, "return_norm": return_norm, "joins": fused_residual}
         options["recompute"] = self.checkpoint
         return branch_of(self.run(inputs, is_first_microbatch, bias, **options))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from fp8kit.layers.unsupported import refuse_others
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.rope import rope
 
-F = TypeVar("F", bound=Callable[..., Any])
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -34,6 +32,10 @@ class RotaryPositionEmbedding(Layer):
     """
 
     layer_name = "RotaryPositionEmbedding"
+    seq_len_interpolation_factor: int | None
+    pretrained_max_position_embeddings: int | None
+    rotary_base: float
+    interleaved: bool
 
     def __init__(
         self,
@@ -46,8 +48,11 @@ class RotaryPositionEmbedding(Layer):
         *,
         device: Any = None,
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
+        self.keep(
+            self.checked(locals()),
+            "seq_len_interpolation_factor pretrained_max_position_embeddings rotary_base interleaved",
+        )
         op = self.layer_name
         number(op, "rotary_base", rotary_base, float(_FLOAT32.max), above=float(_FLOAT32.tiny))
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
@@ -60,9 +65,6 @@ class RotaryPositionEmbedding(Layer):
             raise ArgumentError(
                 op, "dim", f"{dim}, of which {self.rotated} are rotated", "an even number of them"
             )
-        self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
-        self.rotary_base, self.interleaved = float(rotary_base), bool(interleaved)
         self.place(device)
 
     def place(self, device: Any) -> None:
@@ -93,33 +95,24 @@ def as_angles(operation: str, argument: str, freqs: Any) -> Any:
     return freqs.reshape(shape[0], shape[-1])
 
 
-def documented_as(other: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorates a function that has the docstring of ``other``."""
-
-    def documented(function: F) -> F:
-        function.__doc__ = other.__doc__
-        return function
-
-    return documented
-
-
 class ApplyRotary(AttentionBase):
-    """``apply_rotary_pos_emb`` of a frontend."""
+    """What has ``apply_rotary_pos_emb`` of a frontend as its method."""
 
     layer_name = "apply_rotary_pos_emb"
 
-    def rotate(
+    def apply_rotary_pos_emb(
         self,
         t: Any,
         freqs: Any,
-        tensor_format: str,
-        start_positions: Any,
-        interleaved: bool,
-        fused: bool,
-        cu_seqlens: Any,
-        cp_size: int,
-        cp_rank: int,
-        cu_seqlens_padded: Any,
+        tensor_format: str = "sbhd",
+        start_positions: Any = None,
+        interleaved: bool = False,
+        fused: bool = False,
+        cu_seqlens: Any = None,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        *,
+        cu_seqlens_padded: Any = None,
     ) -> Any:
         """``t`` with its heads rotated by their positions' angles; differentiable in t.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import CROSS_DEFAULTS, core_options, sequence_starts, want_no_encoder
-from fp8kit.layers.base import Init
+from fp8kit.layers.base import Init, child_name, picked
 from fp8kit.ops.drop_path import drop_path
 from fp8kit.ops.dropout_add import add, dropout_add
 from fp8kit.ops.values import check_sequences
@@ -16,18 +17,24 @@ from fp8kit.ops.values import check_sequences
 # what the cross-attention has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
 # the core attention's arguments -> what the layer calls them: of its own attention, of the cross-attention
-_OWN = {
-    "attention_mask": "attention_mask",
-    "attn_mask_type": "self_attn_mask_type",
-    "window_size": "window_size",
-    "bottom_right_diagonal": "bottom_right_diagonal",
-    "inference_params": "inference_params",
-}
+_OWN = {"attn_mask_type": "self_attn_mask_type"}
 _CROSS = {
     "attention_mask": "enc_dec_attn_mask",
     "attn_mask_type": "enc_dec_attn_mask_type",
     "window_size": "enc_dec_window_size",
     "bottom_right_diagonal": "enc_dec_bottom_right_diagonal",
+}
+# arguments that are those of the attentions, of the attentions and the MLP, and of the norm alone
+_OF_ATTENTIONS = """kv_channels attention_dropout layernorm_epsilon layer_number num_gqa_groups
+    fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved softmax_type qk_norm_type qk_norm_eps
+    qk_norm_before_rope seq_length micro_batch_size"""
+_OF_BRANCHES = """init_method output_layer_init_method bias normalization zero_centered_gamma params_dtype
+    device fuse_wgrad_accumulation"""
+# what parallel_attention_mlp goes with
+_WITH_PARALLEL_MLP = {
+    "layer_type": "encoder",
+    "output_layernorm": False,
+    "apply_residual_connection_post_layernorm": False,
 }
 # whether a residual starts after a branch's norm -> its name in ``Branch``, and how to ask for it
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
@@ -73,6 +80,12 @@ class TransformerLayer(AttentionBase):
     """
 
     layer_name = "TransformerLayer"
+    hidden_size: int
+    hidden_dropout: float
+    drop_path_rate: float
+    attn_input_format: str
+    parallel_attention_mlp: bool
+    apply_residual_connection_post_layernorm: bool
 
     @on_behalf_of(
         "TransformerLayer",
@@ -135,9 +148,14 @@ class TransformerLayer(AttentionBase):
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
     ) -> None:
-        self.check_constructor(locals())
         super().__init__()
-        op, make, decoder = self.layer_name, self.frontend, layer_type == "decoder"
+        arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
+        self.keep(
+            arguments,
+            """hidden_size layer_type hidden_dropout drop_path_rate layer_number attn_input_format
+            parallel_attention_mlp apply_residual_connection_post_layernorm name""",
+        )
+        decoder = layer_type == "decoder"
         if decoder and attn_input_format == "thd":
             raise ArgumentError(
                 op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"
@@ -151,88 +169,44 @@ class TransformerLayer(AttentionBase):
                 enc_dec_window_size=enc_dec_window_size,
                 enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
             )
-        serial_only = {
-            "layer_type": (layer_type, "encoder"),
-            "output_layernorm": (output_layernorm, False),
-            "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False),
-        }
-        for argument, (value, usual) in serial_only.items():
+        for argument, usual in _WITH_PARALLEL_MLP.items():
+            value = getattr(arguments, argument)
             if parallel_attention_mlp and value != usual:
                 raise ArgumentError(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
-        self.hidden_size, self.name, self.layer_type = int(hidden_size), name, layer_type
-        self.hidden_dropout, self.drop_path_rate = float(hidden_dropout), float(drop_path_rate)
-        self.layer_number = None if layer_number is None else int(layer_number)
-        self.attn_input_format = attn_input_format
-        self.parallel_attention_mlp = bool(parallel_attention_mlp)
-        self.apply_residual_connection_post_layernorm = bool(apply_residual_connection_post_layernorm)
-        shared: dict[str, Any] = {
-            "bias": bias,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "params_dtype": params_dtype,
-            "device": device,
-            "return_bias": not parallel_attention_mlp,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        }
-
-        def attention(
-            child: str, mask: str, window: tuple[int, int] | None, corner: bool | None, **more: Any
-        ) -> Any:
-            return make.MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                kv_channels,
-                attention_dropout,
-                layernorm_epsilon,
-                init_method,
-                output_layer_init_method,
-                layer_number,
-                mask,
-                window,
-                corner,
-                num_gqa_groups=num_gqa_groups,
-                fuse_qkv_params=fuse_qkv_params,
-                qkv_weight_interleaved=qkv_weight_interleaved,
-                qkv_format=attn_input_format,
-                rotary_pos_interleaved=rotary_pos_interleaved,
-                softmax_type=softmax_type,
-                qk_norm_type=qk_norm_type,
-                qk_norm_eps=qk_norm_eps,
-                qk_norm_before_rope=qk_norm_before_rope,
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                name=None if name is None else f"{name}.{child}",
-                **more,
-                **shared,
-            )
-
+        shared = picked(arguments, _OF_BRANCHES) | {"return_bias": not parallel_attention_mlp}
+        attention = partial(
+            make.MultiheadAttention,
+            hidden_size,
+            num_attention_heads,
+            qkv_format=attn_input_format,
+            **picked(arguments, _OF_ATTENTIONS),
+            **shared,
+        )
         self.self_attention = attention(
-            "self_attention",
-            self_attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
             input_layernorm=not output_layernorm,
+            name=child_name(name, "self_attention"),
         )
         self.inter_attention: Any = None
         if decoder:
             with on_behalf_of(op, **_CROSS):
                 self.inter_attention = attention(
-                    "inter_attention",
-                    enc_dec_attn_mask_type,
-                    enc_dec_window_size,
-                    enc_dec_bottom_right_diagonal,
+                    attn_mask_type=enc_dec_attn_mask_type,
+                    window_size=enc_dec_window_size,
+                    bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                     input_layernorm=True,
                     attention_type="cross",
+                    name=child_name(name, "inter_attention"),
                 )
         self.layernorm_mlp = make.LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
             layernorm_epsilon,
-            init_method=init_method,
             activation=activation,
             activation_params=activation_params,
-            output_layer_init_method=output_layer_init_method,
-            name=None if name is None else f"{name}.layernorm_mlp",
+            name=child_name(name, "layernorm_mlp"),
             **shared,
         )
         self.layernorm: Any = None
@@ -291,7 +265,12 @@ class TransformerLayer(AttentionBase):
         Raises ShapeError and FormatError for arrays that do not fit, Fp8kitError kinds for other arguments
         that do not.
         """
-        options = core_options(
+        own = core_options(
+            attention_mask,
+            self_attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            inference_params,
             core_attention_bias_type,
             core_attention_bias,
             alibi_slopes,
@@ -304,28 +283,26 @@ class TransformerLayer(AttentionBase):
             fast_zero_fill,
             pad_between_seqs,
         )
-        named = {
-            "attention_mask": attention_mask,
-            "self_attn_mask_type": self_attn_mask_type,
-            "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal,
-            "inference_params": inference_params,
-            "rotary_pos_emb": rotary_pos_emb,
-            "is_first_microbatch": is_first_microbatch,
+        of_encoder = {
             "encoder_output": encoder_output,
             "enc_dec_attn_mask": enc_dec_attn_mask,
             "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
             "enc_dec_window_size": enc_dec_window_size,
             "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal,
         }
+        of_encoder = {name: value for name, value in of_encoder.items() if value is not None}
+        beside = {
+            "rotary_pos_emb": rotary_pos_emb,
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+        }
+        named = {_OWN.get(name, name): value for name, value in own.items()}
+        self.check_arguments({**named, **of_encoder, **beside})
         op, form, recomputed = self.layer_name, self.attn_input_format, checkpoint_core_attention
-        named = {name: value for name, value in named.items() if value is not None}
-        if named or options or recomputed is not False:
-            self.check_arguments({**named, **options, "checkpoint_core_attention": recomputed})
         x = self.as_input("hidden_states", hidden_states, self.hidden_size, form)
         attention, inter = self.parts["self_attention"], self.inter_attention
-        if inter is None and named:
-            want_no_encoder(op, self.array_name, **{n: v for n, v in named.items() if n.startswith("enc")})
+        if inter is None:
+            want_no_encoder(op, self.array_name, **of_encoder)
         source = encoder_output
         if inter is not None:
             if source is None:
@@ -333,7 +310,6 @@ class TransformerLayer(AttentionBase):
                     op, "encoder_output", None, f"{self.array_name} with layer_type 'decoder'"
                 )
             source = self.as_input("encoder_output", source, self.hidden_size, form)
-        own = options | {name: named[mine] for name, mine in _OWN.items() if mine in named}
         prepared = attention.prepare(op, x, None, own, rotary_pos_emb, _OWN)
         self.check_part(op, "layernorm_mlp", x)
         self.check_part(op, "layernorm", x)
@@ -344,8 +320,8 @@ class TransformerLayer(AttentionBase):
         core["rotary_pos_emb"] = rotary_pos_emb
         cross: dict[str, Any] = {}
         if inter is not None:
-            of_cross = {name: options[name] for name in _CROSS_OPTIONS if name in options}
-            of_cross |= {name: named[mine] for name, mine in _CROSS.items() if mine in named}
+            of_cross = {name: own[name] for name in _CROSS_OPTIONS if name in own}
+            of_cross |= {name: of_encoder[mine] for name, mine in _CROSS.items() if mine in of_encoder}
             prepared = inter.prepare(op, x, source, of_cross, None, _CROSS)
             cross = {"options": of_cross, "prepared": prepared, "checkpoint_core": recomputed}
         return self._layer(x, is_first_microbatch, core, cross, paths)
@@ -369,7 +345,7 @@ class TransformerLayer(AttentionBase):
         if inter is not None:
             a = self._attend(inter, a, first, cross, post, None)
         if not post and self._may_fuse(paths, mlp):
-            y = self.call_branch(mlp, a, first, bias="add" if mlp.use_bias else "none", joins=True).y
+            y = self.call_branch(mlp, a, first, bias="add" if mlp.use_bias else "none", fused_residual=True).y
         else:
             stream, ask = _STREAMS[post]
             bias = self._last_bias(mlp, mlp)

@@ -25,19 +25,23 @@ between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_st
 
 import sys as _sys
 
-from fp8kit.nn.attention import MultiheadAttention
-from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.nn.embedding import Dropout, Embedding, cross_entropy
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.layer import NativeLayer as _NativeLayer
-from fp8kit.nn.linear import Linear
+from fp8kit.nn.layers import (
+    DotProductAttention,
+    L2Normalization,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    TransformerLayer,
+)
 from fp8kit.nn.module import Module, ModuleList, Parameter, Sequential
-from fp8kit.nn.norm import L2Normalization, LayerNorm, RMSNorm
-from fp8kit.nn.norm_linear import LayerNormLinear
-from fp8kit.nn.norm_mlp import LayerNormMLP
 from fp8kit.nn.random import RandomState, draw_from, get_rng_state, manual_seed, normal_init, set_rng_state
 from fp8kit.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
-from fp8kit.nn.transformer import TransformerLayer
 
 _NativeLayer.frontend = _sys.modules[__name__]
 

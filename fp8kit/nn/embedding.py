@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from fp8kit.arguments import number
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import FormatError, ShapeError
+from fp8kit.layers.arguments import size
+from fp8kit.layers.base import spec_object
 from fp8kit.nn import random
-from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
+from fp8kit.nn.module import Module, as_tensor, make_parameter, resolve
 from fp8kit.nn.random import Init, init_of
 from fp8kit.ops import cross_entropy as loss_op
-from fp8kit.ops.dropout_add import DropoutAddSpec, dropout_add
+from fp8kit.ops.dropout_add import dropout_add
 from fp8kit.ops.embedding import EmbeddingSpec, embedding
 
 
@@ -28,7 +29,8 @@ class Embedding(Module):
         params_dtype: Any = None,
         device: Any = None,
     ) -> None:
-        positive("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+            size("Embedding", name, value)
         dtype, where = resolve("Embedding", params_dtype, device)
         init = init_of("Embedding", "init_method", init_method)
         self.weight = make_parameter((num_embeddings, embedding_dim), init, dtype, where)
@@ -64,22 +66,8 @@ class Dropout(Module):
             return x
         if not x.shape:
             raise ShapeError("Dropout", "inp", "no dimension", "at least one")
-        return apply(
-            dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x}, owner=self, draw=random.next_rng
-        )["y"]
-
-
-@lru_cache(maxsize=1024)
-def dropout_spec(features: int, p: float, bias_grad: bool) -> DropoutAddSpec:
-    """The same object for the same arguments: plans are found by a spec's identity."""
-    return DropoutAddSpec(features, p, bias_grad)
-
-
-@lru_cache(maxsize=1024)
-def _loss_spec(
-    classes: int, reduction: str, label_smoothing: float, ignore_index: int
-) -> loss_op.CrossEntropySpec:
-    return loss_op.CrossEntropySpec(classes, reduction, label_smoothing, ignore_index)
+        spec = spec_object("DropoutAddSpec", x.shape[-1], self._p, True)
+        return apply(dropout_add, spec, {"x": x}, owner=self, draw=random.next_rng)["y"]
 
 
 def cross_entropy(
@@ -95,10 +83,11 @@ def cross_entropy(
     x = as_tensor("cross_entropy", "logits", logits)
     if not x.shape:
         raise ShapeError("cross_entropy", "logits", "no dimension", "(..., classes)")
+    fields = x.shape[-1], reduction, label_smoothing, ignore_index
     try:
-        spec = _loss_spec(x.shape[-1], reduction, label_smoothing, ignore_index)
+        spec = spec_object("CrossEntropySpec", *fields)
     except (TypeError, ValueError):  # one that has no hash: refused by name
-        spec = loss_op.CrossEntropySpec(x.shape[-1], reduction, label_smoothing, ignore_index)
+        spec = loss_op.CrossEntropySpec(*fields)
     return apply(
         loss_op.cross_entropy, spec, {"logits": x, "targets": as_tensor("cross_entropy", "targets", targets)}
     )["loss"]

@@ -19,7 +19,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import touch_forward
 from fp8kit.autograd import Tensor, apply, no_grad, validate
 from fp8kit.backends import dispatch
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float32
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.recompute import Kept
 from fp8kit.nn import recompute
@@ -120,27 +120,15 @@ class Fp8Module(FP8Layer, NativeLayer):
     def record_amaxes(self, tensors: list[tuple[int, Any]]) -> None:
         amaxes = self.fp8_meta["scaling_fwd"].amaxes
         for slot, tensor in tensors:
-            amax_of(tensor.view if isinstance(tensor, Tensor) else tensor, amaxes[slot])
+            matrix = (tensor.view if isinstance(tensor, Tensor) else tensor).rows()
+            stream = arrays.current_stream(matrix.device)
+            dispatch.kernels(matrix.device).amax(matrix, amaxes[slot], matrix.shape, stream)
 
     def keep_pass(self, binding: Binding, weights: Any) -> None:
         recompute.keep(self, binding.scales, weights)
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return no_grad()
-
-    def activated_amax(self, normed: Tensor, weight: Tensor, bias: Tensor | None) -> ArrayView:
-        x, w, device = normed.view.rows(), weight.view, normed.device
-        kernels, stream, fc2 = dispatch.kernels(device), arrays.current_stream(device), self._spec.fc2
-        h = arrays.empty((x.shape[0], w.shape[0]), x.dtype, device)
-        act = arrays.empty((x.shape[0], fc2.in_features), x.dtype, device)
-        workspace = arrays.empty((max(kernels.gemm_workspace(), 1),), uint8, device)
-        amax = arrays.zeros((1,), float32, device)
-        kernels.gemm(x, w, h, "nt", None, None, workspace, stream)
-        added = None if bias is None else bias.view
-        kernels.act_fwd(
-            h, added, act, amax, None, self._spec.activation, self._spec.activation_params, stream
-        )
-        return amax
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 
@@ -224,9 +212,3 @@ class Fp8Module(FP8Layer, NativeLayer):
 def _scales_of(gemms: tuple[str, ...], device: Device) -> dict[str, ArrayView]:
     """What stands for the scales of a layer's operands."""
     return {f"{name}_scale": ArrayView(0, (1,), float32, device) for name in forward_slots(gemms)}
-
-
-def amax_of(view: ArrayView, amax: ArrayView) -> None:
-    """amax = max(amax, max|view|), on the device."""
-    matrix = view.rows()
-    dispatch.kernels(view.device).amax(matrix, amax, matrix.shape, arrays.current_stream(view.device))

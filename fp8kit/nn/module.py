@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from fp8kit import arguments, arrays, captured, formats, serialization
-from fp8kit.arguments import flag, integer, shown
+from fp8kit.arguments import flag, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -92,7 +92,7 @@ class Module:
             seen.add(id(module))
             yield path, module
             for name, child in module.children():
-                yield from walk(f"{path}.{name}" if path else name, child)
+                yield from walk(_dotted(path, name), child)
 
         yield from walk(prefix, self)
 
@@ -102,7 +102,7 @@ class Module:
             for name, value in vars(module).items():
                 if isinstance(value, kind) and id(value) not in seen:
                     seen.add(id(value))
-                    yield f"{path}.{name}" if path else name, value
+                    yield _dotted(path, name), value
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """(path, parameter), each once, also where modules share it."""
@@ -161,23 +161,21 @@ class Module:
     def _held(self) -> tuple[list[str], captured.Read, object]:
         """Settings and arrays of the whole tree, as ``captured.hold`` takes them: a captured graph would not
         see them change."""
-        modules = list(self.named_modules())
-        start = type(self).__name__
-        settings: list[tuple[str, Module, str]] = []
-        for path, module in modules:
-            names = [
-                "training",
-                *(name for name, value in vars(module).items() if name != "training" and _is_setting(value)),
-            ]
-            settings += [(".".join(filter(None, (start, path, name))), module, name) for name in names]
+        modules = [(_dotted(type(self).__name__, path), module) for path, module in self.named_modules()]
+        settings = [
+            (path, module, name)
+            for path, module in modules
+            for name in {"training": True, **vars(module)}
+            if _is_setting(getattr(module, name))
+        ]
 
         def read() -> list[Any]:
             values = [getattr(module, name, None) for _, module, name in settings]
             return values + [view.ptr for _, module in modules for view in module.arrays_used()]
 
         held = [(path, view) for path, module in modules for view in module.arrays_used()]
-        places = [".".join(filter(None, (start, path, "the address of an array"))) for path, _ in held]
-        return [name for name, *_ in settings] + places, read, held
+        names = [_dotted(path, name) for path, _, name in settings]
+        return names + [_dotted(path, "the address of an array") for path, _ in held], read, held
 
     # --- state ----------------------------------------------------------------------------------------------
 
@@ -197,15 +195,19 @@ class Module:
         """Drop what this one module derived from its parameters; called when other values are loaded into
         them."""
 
+    def _held_arrays(self) -> dict[str, ArrayView]:
+        """Parameters and buffers by path."""
+        parameters = {name: parameter.view for name, parameter in self.named_parameters()}
+        return parameters | dict(self.named_buffers())
+
     def state_dict(self) -> dict[str, ArrayView]:
         """Parameters, buffers and FP8 state by path; views of the module's own memory."""
-        state = {name: parameter.view for name, parameter in self.named_parameters()} | dict(
-            self.named_buffers()
-        )
-        for path, module in self.named_modules():
-            start = f"{path}.{EXTRA}" if path else EXTRA
-            state |= {start + name: view for name, view in module.extra_state().items()}
-        return state
+        extra = {
+            _dotted(path, EXTRA + name): view
+            for path, module in self.named_modules()
+            for name, view in module.extra_state().items()
+        }
+        return self._held_arrays() | extra
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy arrays (NumPy, CuPy, views, tensors) into parameters and buffers, and take over FP8 state.
@@ -222,20 +224,17 @@ class Module:
         there."""
         serialization.mapping("load_state_dict", state)
         strict = flag("load_state_dict", "strict", strict, CheckpointError)
-        own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(
-            self.named_buffers()
-        )
-        modules = dict(self.named_modules())
+        own, modules = self._held_arrays(), dict(self.named_modules())
+        paths = {_dotted(path, EXTRA): path for path in modules}
         extra: dict[str, dict[str, ArrayView]] = {}
         plain: dict[str, Any] = {}
         for name, array in state.items():
-            path, mark, rest = name.rpartition(EXTRA)
-            if mark and path.removesuffix(".") in modules and (not path or path.endswith(".")):
-                extra.setdefault(path.removesuffix("."), {})[rest] = serialization.array(
-                    "load_state_dict", name, array
-                )
-            else:
+            start, mark, rest = name.rpartition(EXTRA)
+            path = paths.get(start + mark)
+            if path is None:
                 plain[name] = array
+            else:
+                extra.setdefault(path, {})[rest] = serialization.array("load_state_dict", name, array)
         found = serialization.check(own, plain, strict)
         takers = []
         for path, module in modules.items():
@@ -243,9 +242,8 @@ class Module:
                 try:
                     takers.append(module.check_extra_state(extra.get(path, {})))
                 except CheckpointError as error:
-                    raise CheckpointError(
-                        f"load: {path + '.' if path else ''}{EXTRA.removesuffix('.')}: {error}"
-                    ) from None
+                    where = _dotted(path, EXTRA).removesuffix(".")
+                    raise CheckpointError(f"load: {where}: {error}") from None
 
         def take_all() -> None:
             for name, view in found.items():
@@ -306,6 +304,11 @@ class Sequential(ModuleList):
 # --- what modules share -------------------------------------------------------------------------------------
 
 
+def _dotted(path: str, name: str) -> str:
+    """The path of what is called ``name`` below ``path``, either perhaps empty."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def _is_setting(value: Any) -> bool:
     return isinstance(value, int | float | str) or (isinstance(value, tuple) and all(map(_is_setting, value)))
 
@@ -330,24 +333,14 @@ def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
     return FormatError(operation, module.argument_names["x"], given, f"{own[argument]} as the parameters")
 
 
-def positive(operation: str, **sizes: int) -> None:
-    """Refuse sizes that are no ints from 1 to 2^31 - 1. Fp8kitError."""
-    for name, size in sizes.items():
-        integer(operation, name, size, 1, 2**31 - 1)
-
-
-def resolve(
-    operation: str, params_dtype: Any, device: Any, argument: str = "params_dtype"
-) -> tuple[DType, Device]:
+def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Device]:
     """Dtype and device of new parameters; None: float32 and the default device. FormatError for other than
-    float32 and 16-bit floats, BackendError for a device that is not here. ``argument``: what the caller calls
-    the dtype."""
-    kind = (
-        formats.float32
-        if params_dtype is None
-        else formats.dtype(params_dtype, operation, argument, formats.HIGH_PRECISION)
-    )
-    return kind, dispatch.default_device() if device is None else arrays.usable(device, operation, "device")
+    float32 and 16-bit floats, BackendError for a device that is not here."""
+    kind = formats.float32
+    if params_dtype is not None:
+        kind = formats.dtype(params_dtype, operation, "params_dtype", formats.HIGH_PRECISION)
+    where = dispatch.default_device() if device is None else arrays.usable(device, operation, "device")
+    return kind, where
 
 
 def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:

@@ -57,6 +57,17 @@ _thread = _Thread()
 _LOCK = threading.Lock()  # one draw at a time: a device's state is read, handed out and moved on
 
 
+@contextmanager
+def _thread_with(**values: Any) -> Iterator[None]:
+    """A block in which attributes of ``_thread`` have other values."""
+    before = {name: getattr(_thread, name) for name in values}
+    vars(_thread).update(values)
+    try:
+        yield
+    finally:
+        vars(_thread).update(before)
+
+
 def _state() -> _State:
     """The state in force on this thread."""
     return _thread.state or _process
@@ -139,16 +150,7 @@ def draw_from(source: Source) -> AbstractContextManager[None]:
     BackendError, and runs nothing, where the source gives something else, ArgumentError within ``fk.graph``,
     which could not ask again at a replay.
     """
-    return _drawing(function("draw_from", "source", source))
-
-
-@contextmanager
-def _drawing(source: Source) -> Iterator[None]:
-    before, _thread.source = _thread.source, source
-    try:
-        yield
-    finally:
-        _thread.source = before
+    return _thread_with(source=function("draw_from", "source", source))
 
 
 def _given(source: Source, device: Device) -> ArrayView:
@@ -263,43 +265,23 @@ class RandomState:
         return check_rng_state(state)
 
 
-class snapshot:
-    """The present state, to be drawn from once more: ``with snapshot.again():`` any number of times; the
-    state goes on as if nothing was drawn there. Copies on the devices, waits for none of them."""
-
-    def __init__(self) -> None:
-        self._kept = _copied(_state())
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw from a copy of the kept state for a block, on this thread; other threads draw on as before."""
-        before, _thread.state = _thread.state, _copied(self._kept)
-        try:
-            yield
-        finally:
-            _thread.state = before
+def snapshot() -> Callable[[], AbstractContextManager[None]]:
+    """The present state, to be drawn from once more: what is returned makes a block, any number of times, in
+    which this thread draws from a copy of it; the state goes on as if nothing was drawn there, and other
+    threads draw on as before. Copies on the devices, waits for none of them."""
+    kept = _copied(_state())
+    return lambda: _thread_with(state=_copied(kept))
 
 
-@contextmanager
-def keeping(draws: list[ArrayView]) -> Iterator[None]:
+def keeping(draws: list[ArrayView]) -> AbstractContextManager[None]:
     """Append what ``next_rng`` gives on this thread for a block; other threads' draws may come between, so
     that a state alone would not say which they were."""
-    before, _thread.keeping = _thread.keeping, (*_thread.keeping, draws)
-    try:
-        yield
-    finally:
-        _thread.keeping = before
+    return _thread_with(keeping=(*_thread.keeping, draws))
 
 
-@contextmanager
-def replaying(draws: Sequence[ArrayView]) -> Iterator[None]:
+def replaying(draws: Sequence[ArrayView]) -> AbstractContextManager[None]:
     """Give kept draws once more on this thread for a block, in their order; no state moves on."""
-    before = _thread.keeping, _thread.replayed
-    _thread.keeping, _thread.replayed = (), iter(draws)
-    try:
-        yield
-    finally:
-        _thread.keeping, _thread.replayed = before
+    return _thread_with(keeping=(), replayed=iter(draws))
 
 
 def _copied(state: _State) -> _State:

@@ -11,27 +11,18 @@ have the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8kit import arguments
 from fp8kit.arrays import ArrayView
-from fp8kit.autocast import AutocastState, current, resumed
+from fp8kit.autocast import current, resumed
 from fp8kit.autograd import Tensor, is_grad_enabled, no_grad, set_grad_enabled
-from fp8kit.autograd.tape import Edge, Node, Probe, Watcher, probing, watcher, watching
+from fp8kit.autograd.tape import Edge, Node, Probe, probing, watcher, watching
 from fp8kit.autograd.tensors import fresh, owned, unchanged
-from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
+from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import AutogradError
 from fp8kit.layers.recompute import Kept, Pass, Passes
 from fp8kit.nn import random
-
-
-class _Pass(Pass):
-    """A ``Pass`` that fills or reads ``draws`` as well: random numbers that were not drawn by a seed."""
-
-    def __init__(self, first: bool, calls: list[Kept], draws: list[ArrayView], above: Pass | None) -> None:
-        super().__init__(first, calls, above)
-        self.draws = draws
-
 
 _passes = Passes()
 first, recall = _passes.first, _passes.recall
@@ -46,30 +37,6 @@ def keep(owner: object, scales: Mapping[str, ArrayView], weights: Mapping[str, A
     """In a first pass: keep what this call of ``owner`` found, scales by value."""
     if _passes.first():
         _passes.keep(Kept(owner, {name: fresh(view) for name, view in scales.items()}, weights))
-
-
-class _Call(NamedTuple):
-    """A checkpointed call, and what it found around it."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    state: AutocastState | None
-    policy: SelectionPolicy
-    random: random.snapshot
-    watcher: Watcher | None
-
-    def run(self, running: _Pass, probe: Probe | None, recorded: bool) -> Any:
-        """Call the function."""
-        mode = set_grad_enabled(True) if recorded else no_grad()
-        draws = random.keeping(running.draws) if running.first else random.replaying(running.draws)
-        with mode, probing(probe), _passes.within(running), draws:
-            return self.function(*self.args, **self.kwargs)
-
-    def again(self, first: _Pass) -> Any:
-        """Call the function once more, on the tape."""
-        with resumed(self.state), policy_context(self.policy), self.random.again(), watching(self.watcher):
-            return self.run(_Pass(False, first.calls, first.draws, None), None, True)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,14 +55,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments.function("checkpoint", "function", function)
     if not is_grad_enabled():
         return function(*args, **kwargs)
-    call = _Call(function, args, kwargs, current(), get_policy(), random.snapshot(), watcher())
-    one = _Pass(True, [], [], _passes.running)
-    probe = Probe()
-    given = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-    checks = [unchanged("checkpoint", f"argument {i}", t) for i, t in enumerate(_tensors((args, kwargs)))]
-    out = call.run(one, probe, False)
+    state, policy, draw_again, watched = current(), get_policy(), random.snapshot(), watcher()
+    draws: list[ArrayView] = []
+    one, probe, given = Pass(True, [], _passes.running), Probe(), _tensors((args, kwargs))
+    checks = [unchanged("checkpoint", f"argument {i}", t) for i, t in enumerate(given)]
+    with no_grad(), probing(probe), _passes.within(one), random.keeping(draws):
+        out = function(*args, **kwargs)
     found = _tensors(out)
-    if not probe.wanted and not any(t is g for t in found for g in given):
+    if not probe.wanted and not any(t is g and g.requires_grad for t in found for g in given):
         return out
     results = [t._sharing(Tensor(t.view)) for t in found]
     floating = [i for i, result in enumerate(results) if result.dtype.floating]
@@ -103,7 +70,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def backward(cotangents: list[ArrayView | None]) -> list[tuple[Edge, ArrayView | None]]:
         for check in (*checks, *probe.used):
             check()
-        seconds = _tensors(call.again(one))
+        with (
+            resumed(state),
+            policy_context(policy),
+            draw_again(),
+            watching(watched),
+            set_grad_enabled(True),
+            probing(None),
+            _passes.within(Pass(False, one.calls)),
+            random.replaying(draws),
+        ):
+            seconds = _tensors(function(*args, **kwargs))
         shapes = [[(t.shape, t.dtype) for t in tensors] for tensors in (seconds, results)]
         if shapes[0] != shapes[1]:
             raise AutogradError(

@@ -23,12 +23,8 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, NativeLayer):
 
     def angles(self, max_seq_len: int, offset: int, scale: float | None) -> Tensor:
         found = self._made.get((max_seq_len, offset))
-        if found is None:
-            found = Tensor(arrays.to(arrays.as_view(self._angles(max_seq_len, offset, scale)), self._device))
-            self._made = {(max_seq_len, offset): found}
-        return found
-
-    def _angles(self, max_seq_len: int, offset: int, scale: float | None) -> np.ndarray[Any, Any]:
+        if found is not None:
+            return found
         positions = (np.arange(max_seq_len) + offset).astype(np.float32)
         if scale is not None:
             positions *= np.float32(scale)
@@ -39,39 +35,14 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, NativeLayer):
         doubled = (
             np.repeat(angles, 2, axis=1) if self.interleaved else np.concatenate([angles, angles], axis=1)
         )
-        return doubled.astype(np.float32).reshape(max_seq_len, 1, 1, self.rotated)
+        host = doubled.astype(np.float32).reshape(max_seq_len, 1, 1, self.rotated)
+        made = Tensor(arrays.to(arrays.as_view(host), self._device))
+        self._made = {(max_seq_len, offset): made}
+        return made
 
 
 class _ApplyRotary(rope.ApplyRotary, AttentionBase):
     argument_names: ClassVar[dict[str, str]] = {"x": "t"}
 
 
-_rotary = _ApplyRotary()
-
-
-@rope.documented_as(rope.ApplyRotary.rotate)
-def apply_rotary_pos_emb(
-    t: Any,
-    freqs: Any,
-    tensor_format: str = "sbhd",
-    start_positions: Any = None,
-    interleaved: bool = False,
-    fused: bool = False,
-    cu_seqlens: Any = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    *,
-    cu_seqlens_padded: Any = None,
-) -> Tensor:
-    return _rotary.rotate(  # type: ignore[no-any-return]
-        t,
-        freqs,
-        tensor_format,
-        start_positions,
-        interleaved,
-        fused,
-        cu_seqlens,
-        cp_size,
-        cp_rank,
-        cu_seqlens_padded,
-    )
+apply_rotary_pos_emb = _ApplyRotary().apply_rotary_pos_emb

@@ -72,8 +72,6 @@ def documented_methods() -> set[str]:
 def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) -> bool:
     """Whether something else speaks for this name: the kernel contract, a base class, what it overloads, or
     (ctypes) the C declaration."""
-    if node.name == "apply_rotary_pos_emb":  # layers.rope speaks for every frontend's
-        return True
     if isinstance(node, ast.ClassDef):
         borrowed = [ast.unparse(line.targets[0]) for line in node.body if isinstance(line, ast.Assign)]
         return "__doc__" in borrowed or any(ast.unparse(base).endswith("Structure") for base in node.bases)

@@ -42,6 +42,11 @@ CASES = {
         Rules(window=(3, 1)),
     ),
     "window_in_the_call": ({}, {"window_size": (2, 0)}, Rules(window=(2, 0))),
+    "window_of_numpy_integers": (
+        {"window_size": (np.int64(1), np.int64(0))},
+        {"window_size": (np.int32(2), np.int64(0))},
+        Rules(window=(2, 0)),
+    ),
     "arbitrary": ({"attn_mask_type": "arbitrary"}, {}, Rules(masked=True)),
     "alias": ({"attn_mask_type": "padding,causal"}, {}, Rules(window=(-1, 0), padded=True)),
     "padding_bottom_right": (

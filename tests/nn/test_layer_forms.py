@@ -10,7 +10,7 @@ import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.autograd import apply, call, tensor
 from fp8kit.errors import Fp8kitError
-from fp8kit.nn.dot_product_attention import DotProductAttention
+from fp8kit.nn.layers import DotProductAttention
 from fp8kit.ops.attention import attention
 from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
 from fp8kit.testing.compare import assert_close, assert_same_bits

@@ -146,7 +146,7 @@ class Joining(nn.LayerNormMLP):
     """As ``fp8kit.nn.TransformerLayer`` has it."""
 
     def forward(self, x):
-        return self.compute(x, None, "add", joins=True).y
+        return self.compute(x, None, "add", fused_residual=True).y
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

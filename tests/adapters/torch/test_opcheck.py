@@ -6,7 +6,7 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.calibration import activated, amax_of
+from fp8kit_torch.calibration import amax_of
 from fp8kit_torch.library import OPS, call_by, record_, text_of, update_
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -209,16 +209,6 @@ def test_opcheck_of_state(device):
 
 
 def test_opcheck_of_calibration(device):
-    x, weight, bias = (
-        torch.randn(6, 16, device=device),
-        torch.randn(32, 16, device=device),
-        torch.randn(32, device=device),
-    )
-    fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
-    spec = NormMLPSpec(NormSpec(16), fc1, fc2, "relu")
+    x = torch.randn(6, 16, device=device)
     opcheck(amax_of, (x,))
-    opcheck(activated, (x, weight, bias, encode(spec)))
     same(amax_of(x), x.abs().max().reshape(1), "amax")
-    # float32 sums of 16 products in another order
-    want = torch.relu(x @ weight.t() + bias).max().reshape(1)
-    torch.testing.assert_close(activated(x, weight, bias, encode(spec)), want, rtol=2.0**-10, atol=0)
