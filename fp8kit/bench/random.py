@@ -43,15 +43,15 @@ def codes(
     return np.resize((_pool(seed) * np.float32(spread)).astype(dtype.numpy).view(np.uint8), shape)
 
 
-def codes_on(shape: tuple[int, ...], device: Device, seed: int) -> ArrayView:
-    """``codes`` on a device."""
-    return arrays.to(arrays.as_view(codes(shape, seed)), device)
+def put(host: HostArray, device: Device) -> ArrayView:
+    """A host array's values on a device."""
+    return arrays.to(arrays.as_view(host), device)
 
 
 def poisoned(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
     """An output to be written: every byte 0xFF, NaN in every float type, so that what is left out shows."""
     host = np.full(math.prod(shape) * dtype.itemsize, 0xFF, np.uint8)
-    return arrays.to(arrays.as_view(host.view(dtype.numpy).reshape(shape)), device)
+    return put(host.view(dtype.numpy).reshape(shape), device)
 
 
 def poison_free(device: Device, shape: tuple[int, ...], dtype: DType, count: int = 4) -> None:
