@@ -142,9 +142,7 @@ def together(parts: Sequence[reports.Part], setting: Setting, path: Path) -> Rep
         report.about["versions"] |= peers()
         report.write(path)
 
-    return reports.run(
-        parts, setting, write, say, clocks_of(setting) if setting.device.kind == "cuda" else None
-    )
+    return reports.run(parts, setting, write, say, clocks_of(setting))
 
 
 def say(text: str) -> None:

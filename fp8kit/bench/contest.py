@@ -3,11 +3,10 @@ others timed in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from fp8kit.bench.report import NO_TIME, Row, Setting, reason
+from fp8kit.bench.report import NO_TIME, Row, Setting, attempt
 from fp8kit.bench.timing import Step, host_seconds
 
 T = TypeVar("T")
@@ -27,16 +26,6 @@ def within_time(
     for case in cases:
         rows += measure(case) if setting.left() > 0 else [left_out(case) | {"status": NO_TIME}]
     return rows
-
-
-@contextmanager
-def attempt(own: Row) -> Iterator[None]:
-    """What fails within is the row's status: what one contender or library cannot do here must not cost the
-    other figures."""
-    try:
-        yield
-    except Exception as error:
-        own["status"] = reason(error)
 
 
 class Contest:

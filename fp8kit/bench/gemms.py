@@ -24,6 +24,7 @@ from fp8kit.bench.sizes import Layer
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 from fp8kit.formats import E4M3, E5M2, DType, Format
 from fp8kit.testing import relative_error
+from fp8kit.testing.contract import poisoned, put, workspace
 
 CORNER = 64  # rows and columns of the result that are compared with float64
 # bfloat16's rounding of the result, and the tensor cores' 14-bit sums where they are fast; see
@@ -93,7 +94,7 @@ class Operands:
 
     def poison(self) -> None:
         """Overwrite ``out``."""
-        arrays.copy(self.out, random.poisoned(self.out.shape, self.out.dtype, self.out.device))
+        arrays.copy(self.out, poisoned(self.out.shape, self.out.dtype, self.out.device))
 
 
 def operands(product: Product, device: Device, kernels: Any) -> Operands:
@@ -102,11 +103,11 @@ def operands(product: Product, device: Device, kernels: Any) -> Operands:
     def operand(rows: int, fmt: Format, seed: int) -> tuple[ArrayView, ArrayView]:
         codes = random.codes((rows, product.k), seed, _dtype(fmt), _SPREAD[fmt.name])
         inverse = np.array([1 / _SPREAD[fmt.name]], np.float32)
-        return random.put(codes, device), random.put(inverse, device)
+        return put(codes, device), put(inverse, device)
 
     (a, a_inv), (b, b_inv) = operand(product.m, product.a, 5), operand(product.n, E4M3, 6)
-    out = random.poisoned((product.m, product.n), formats.bfloat16, device)
-    space = arrays.empty((max(kernels.fp8_gemm_workspace(product.m, product.n), 1),), formats.uint8, device)
+    out = poisoned((product.m, product.n), formats.bfloat16, device)
+    space = workspace(kernels.fp8_gemm_workspace(product.m, product.n), device)
     return Operands(product, (a, b), (a_inv, b_inv), out, space)
 
 

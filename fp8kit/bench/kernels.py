@@ -23,12 +23,12 @@ from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import BLOCK, SPECS, KernelSpec, map_arrays, views
 from fp8kit.bench import random
-from fp8kit.bench.contest import attempt, row_of, within_time
-from fp8kit.bench.report import Row, Setting
+from fp8kit.bench.contest import row_of, within_time
+from fp8kit.bench.report import Row, Setting, attempt
 from fp8kit.bench.sizes import FULL, Layer
 from fp8kit.formats import E5M2
 from fp8kit.testing.compare import Array
-from fp8kit.testing.contract import copied, host, kernel_test, snapshot
+from fp8kit.testing.contract import copied, host, kernel_test, poisoned, put, snapshot, workspace
 from fp8kit.testing.contract.agreement import errors_of
 from fp8kit.testing.contract.sampler import Outline, Sampler
 
@@ -160,7 +160,7 @@ def _part_error(
         return arrays.as_view(_cut(next(whole).numpy(), view).copy())
 
     call = {**{name: map_arrays(value, cut) for name, value in part.outline.items()}, "stream": 0}
-    call["workspace"] = random.poisoned((max(spec.workspace_bytes(own, call), 1),), formats.uint8, CPU)
+    call["workspace"] = workspace(spec.workspace_bytes(own, call), CPU)
     slacks = kernel_test(part.kernel).slacks(snapshot(call, CPU))
     spec.call(own, call)
     found = [0.0]
@@ -188,8 +188,7 @@ def copier(device: Device, nbytes: int, sets: int = 1) -> Callable[[], None]:
     buffers by turns as ``sets``."""
     half = max(nbytes // 2, 1)
     pairs = [
-        (random.put(random.codes((half,), i), device), random.poisoned((half,), formats.uint8, device))
-        for i in range(sets)
+        (put(random.codes((half,), i), device), poisoned((half,), formats.uint8, device)) for i in range(sets)
     ]
     turn = itertools.cycle(pairs)
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.autograd import tensor
-from fp8kit.bench import random
 from fp8kit.bench.contest import row_of, within_time
 from fp8kit.bench.problem import RECIPES, Problem, native_call, native_module
 from fp8kit.bench.report import Row, Setting
@@ -23,6 +22,7 @@ from fp8kit.errors import Fp8kitError
 from fp8kit.execution.bound import Addresses, BoundOp
 from fp8kit.models.gpt import precision
 from fp8kit.spec import Meta
+from fp8kit.testing.contract import put
 
 # ends of a kept tensor's name -> what it is; the first that fits
 KINDS = {
@@ -162,10 +162,10 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
     peak = Peak(device)
     problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, device)
     module, x = native_module(problem), tensor(problem.x, requires_grad=True, device=device)
-    step = native_call(module, x, random.put(problem.dy, device), RECIPES[recipe])
+    step = native_call(module, x, put(problem.dy, device), RECIPES[recipe])
     with kept_tensors() as found, precision(RECIPES[recipe]):
         y = module(x)  # lives on, and with it all that is kept, so that no address is taken twice
-    y.backward(random.put(problem.dy, device))
+    y.backward(put(problem.dy, device))
     if not found:
         raise Fp8kitError("ledger", "operations", "none that was seen", "the layer's")
     most = peak.bytes(step)

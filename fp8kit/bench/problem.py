@@ -21,6 +21,8 @@ from fp8kit.bench.report import Setting
 from fp8kit.bench.sizes import Layer
 from fp8kit.formats import DType
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from fp8kit.testing import relative_error
+from fp8kit.testing.contract import put
 
 Shapes = dict[str, tuple[int, ...]]
 Results = tuple[HostArray, HostArray]
@@ -222,7 +224,7 @@ def native(
     ``module``: one of the problem's, instead of a new one.
     """
     module = native_module(problem, dtype) if module is None else module
-    x, dy = (random.put(host.astype(dtype.numpy), problem.device) for host in (problem.x, problem.dy))
+    x, dy = (put(host.astype(dtype.numpy), problem.device) for host in (problem.x, problem.dy))
     call = native_call(module, tensor(x, requires_grad=True), dy, recipe)
     last: list[Any] = [None]
 
@@ -293,8 +295,6 @@ def native_contenders(graph: bool = False) -> dict[str, Contender]:
 
 def errors(got: Results, exact: Results) -> dict[str, float]:
     """``error_y`` and ``error_dx``."""
-    from fp8kit.testing import relative_error
-
     y, dx = (relative_error(*pair) for pair in zip(got, exact, strict=True))
     return {"error_y": y, "error_dx": dx}
 

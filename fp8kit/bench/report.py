@@ -25,7 +25,8 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -229,6 +230,16 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, Unavailable) else f"failed: {type(error).__name__}: {text}"
 
 
+@contextmanager
+def attempt(own: Row) -> Iterator[None]:
+    """What fails within is the status of a row, or of a part: what one contender or library cannot do here
+    must not cost the other figures."""
+    try:
+        yield
+    except Exception as error:
+        own["status"] = reason(error)
+
+
 def machine(device: Device) -> str:
     """The GPU's or the processor's name."""
     if device.kind == "cpu":
@@ -304,22 +315,14 @@ def run(
     look()
     for part in parts:
         before = time.perf_counter()
-        rows: list[Row] = []
-        if setting.left() <= 0:
-            status = NO_TIME
-        else:
-            try:
-                rows, status = part.run(setting), "ok"
-            # one part's failure must not cost the figures of the others; it is reported
-            except Exception as error:
-                status = reason(error)
+        report.parts[part.name] = own = {"status": NO_TIME, "seconds": 0.0, "rows": []}
+        if setting.left() > 0:
+            own["status"] = "ok"
+            with attempt(own):
+                own["rows"] = _where(part.run(setting), setting.device)
         gc.collect()
-        report.parts[part.name] = {
-            "status": status,
-            "seconds": time.perf_counter() - before,
-            "rows": _where(rows, setting.device),
-        }
-        say(text(part.name, report.parts[part.name]))
+        own["seconds"] = time.perf_counter() - before
+        say(text(part.name, own))
         report.about["seconds"] = time.perf_counter() - start
         write(report)
     look()

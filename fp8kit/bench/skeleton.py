@@ -29,6 +29,7 @@ from fp8kit.execution.bound import BoundOp
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.spec import Meta
 from fp8kit.testing import relative_error
+from fp8kit.testing.contract import poisoned, put
 
 NAME, FAST = "skeleton", "skeleton, fast accumulation"
 HALF = formats.bfloat16
@@ -45,12 +46,12 @@ class AttentionRun:
         qkv = Meta((layer.sequence, layer.batch, 3 * layer.hidden), HALF)
         kernels, memory = dispatch.kernels(device), memory_of(device)
         self.op = BoundOp(attention, self.spec, {"qkv": qkv}, ("qkv",), memory, kernels, streaming=False)
-        self.inputs = {"qkv": random.put(random.normal(qkv.shape, 7, HALF.numpy), device)}
+        self.inputs = {"qkv": put(random.normal(qkv.shape, 7, HALF.numpy), device)}
         self.outputs, self.grads = (
-            {name: random.poisoned(meta.shape, meta.dtype, device) for name, meta in metas.items()}
+            {name: poisoned(meta.shape, meta.dtype, device) for name, meta in metas.items()}
             for metas in (self.op.outputs, self.op.grads)
         )
-        self.cotangents = {"o": random.put(random.normal(self.outputs["o"].shape, 8, HALF.numpy), device)}
+        self.cotangents = {"o": put(random.normal(self.outputs["o"].shape, 8, HALF.numpy), device)}
         self.saved: list[Any] = []
 
     def forward(self) -> None:

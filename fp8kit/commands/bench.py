@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         [part for name, part in known.items() if name in names],
         setting,
         (lambda made: made.write(options.json)) if options.json else lambda made: None,
-        clocks=clocks_of(setting) if device.kind == "cuda" and not options.memory else None,
+        clocks=None if options.memory else clocks_of(setting),
     )
     if options.out is not None:
         from fp8kit.bench.plots import draw
@@ -98,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def clocks_of(setting: Any) -> Any:
-    """A function that gives the GPU's clocks and power under the load of FP8 products."""
+    """A function that gives the GPU's clocks and power under the load of FP8 products; None on the CPU."""
+    if setting.device.kind != "cuda":
+        return None
     from fp8kit.backends import dispatch
     from fp8kit.bench import gemms
     from fp8kit.bench.timing import gpu_state

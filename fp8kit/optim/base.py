@@ -331,15 +331,13 @@ class Optimizer:
         """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups,
         len(columns)), and for each parameter i that has taken a step its float32 arrays, ``exp_avg.i`` and so
         on, and ``master.i``. Waits for the device."""
-        counts: dict[int, int] = {}
+        states = [self._states.get(param) for param in self._params()]
+        counters = {id(state.counter): state.counter.view for state in states if state is not None}
+        counts = {key: int(view.numpy()[0]) for key, view in counters.items()}
+        steps = [0 if state is None else counts[id(state.counter)] for state in states]
         out: dict[str, ArrayView] = {}
-        steps = []
-        for i, param in enumerate(self._params()):
-            state = self._states.get(param)
-            if state is not None and id(state.counter) not in counts:
-                counts[id(state.counter)] = int(state.counter.view.numpy()[0])
-            steps.append(0 if state is None else counts[id(state.counter)])
-            if state is not None and steps[-1]:
+        for i, state in enumerate(states):
+            if state is not None and steps[i]:
                 out |= {f"{name}.{i}": view for name, view in state.named().items()}
         hyper = [[_host(value) for value in self.flat(group)] for group in self.param_groups]
         return {
