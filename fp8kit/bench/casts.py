@@ -78,17 +78,9 @@ def training_part(setting: Setting) -> list[Row]:
     times = medians(interleaved(steps, WallClock(), 5, 1))
     gap = abs(steps["FP8"]() / steps["float32"]() - 1)
     status = "ok" if gap < LOSSES else f"WRONG: the losses differ by {gap:.2%}"
-    title = f"{size.name} step on the CPU, forward and backward"
     said = {"float32": "", "FP8": f"loss off float32's by {gap:.1e}"}
+    row = partial(row_of, f"{size.name} step on the CPU, forward and backward", status=status, unit="ms")
     return [
-        row_of(
-            title,
-            name,
-            status,
-            value=seconds * 1e3,
-            unit="ms",
-            ratio=seconds / times["float32"],
-            check=said[name],
-        )
+        row(case=name, value=seconds * 1e3, ratio=seconds / times["float32"], check=said[name])
         for name, seconds in times.items()
     ]

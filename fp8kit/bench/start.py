@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from functools import partial
 
 from fp8kit.arrays import Device
 from fp8kit.bench.contest import row_of, within_time
@@ -21,6 +21,8 @@ from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import Layer
 
 STAGES = ("imports", "device", "layer", "first step", "second step")
+# case -> the folder of its kernel cache, and whether ``fk.warmup`` is called first
+CASES = {"empty cache": ("a", False), "warm cache": ("a", False), "empty cache, fk.warmup first": ("b", True)}
 _LIMIT = 300  # seconds
 _CHILD = """
 import json, sys, time
@@ -71,22 +73,14 @@ def first_step(layer: Layer, device: Device, cache: str, warmup: bool = False) -
 def start_part(setting: Setting) -> list[Row]:
     """``seconds`` until the first step is done: with an empty kernel cache, with the same cache again, with
     an empty one and a warm-up."""
-    cases = (
-        ("empty cache", "a", False),
-        ("warm cache", "a", False),
-        ("empty cache, fk.warmup first", "b", True),
-    )
-
-    def named(case: tuple[str, str, bool], **figures: Any) -> Row:
-        return row_of("first step of a fresh process", case[0], **figures)
-
+    named = partial(row_of, "first step of a fresh process")
     with tempfile.TemporaryDirectory() as folder:
 
-        def measure(case: tuple[str, str, bool]) -> list[Row]:
-            _, cache, warm = case
+        def measure(case: str) -> list[Row]:
+            cache, warm = CASES[case]
             stages = first_step(setting.sizes.start, setting.device, os.path.join(folder, cache), warm)
             seconds = sum(stages.values()) - stages["second step"]
             detail = ", ".join(f"{name} {time:.2f}" for name, time in stages.items())
             return [named(case, seconds=seconds, stages=stages, check="finite gradients", detail=detail)]
 
-        return within_time(setting, cases, measure, named)
+        return within_time(setting, CASES, measure, named)
