@@ -142,9 +142,7 @@ def together(parts: Sequence[reports.Part], setting: Setting, path: Path) -> Rep
         report.about["versions"] |= peers()
         report.write(path)
 
-    return reports.run(
-        parts, setting, write, say, None, clocks_of(setting) if setting.device.kind == "cuda" else None
-    )
+    return reports.run(parts, setting, write, say, clocks_of(setting))
 
 
 def say(text: str) -> None:
@@ -210,12 +208,7 @@ def finish(report: Report, out: Path) -> int:
     print(targets.text(report.targets, report.parts))
     for path in draw(report, out):
         print(path)
-    failures = report.failures(ours) or (
-        [] if report.measured() else ["nothing was measured: there was no time"]
-    )
-    for failure in failures:
-        print(f"python -m benchmarks: FAILED: {failure}", file=sys.stderr)
-    return int(bool(failures))
+    return report.conclude("python -m benchmarks", ours)
 
 
 def ours(row: Row) -> bool:

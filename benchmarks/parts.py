@@ -9,13 +9,13 @@ from benchmarks import error, torch_cases, torch_kernels, train
 from fp8kit.bench.breakeven import breakeven_part
 from fp8kit.bench.gemms import gemm_part
 from fp8kit.bench.kernels import kernels_part
-from fp8kit.bench.layers import host_part, layer_part, modules_part
+from fp8kit.bench.layers import Field, host_part, layer_part, modules_part
 from fp8kit.bench.memory import memory_part
 from fp8kit.bench.report import Part, Row, Setting
 from fp8kit.bench.skeleton import attention_part
 from fp8kit.bench.start import start_part
 
-_PEERS = {"contenders": torch_cases.contenders, "exact": torch_cases.reference}
+_FIELD = Field(torch_cases.contenders, torch_cases.reference, torch_cases.TorchPeak)
 
 
 def jax_part(setting: Setting) -> list[Row]:
@@ -29,10 +29,10 @@ PARTS = (
     Part(
         "layer",
         "a TransformerLayer at four sizes, all frontends and peers; the skeleton of the same run",
-        partial(layer_part, peak=torch_cases.TorchPeak, **_PEERS),
+        partial(layer_part, field=_FIELD),
     ),
     Part("kernels", "each memory-bound kernel beside a copy of the same bytes", kernels_part),
-    Part("host", "the host's time on a tiny Linear", partial(host_part, **_PEERS)),
+    Part("host", "the host's time on a tiny Linear", partial(host_part, field=_FIELD)),
     Part("start", "the first step of a fresh process, kernel cache empty and warm", start_part),
     Part(
         "gemm",
@@ -40,7 +40,7 @@ PARTS = (
         partial(gemm_part, peers=torch_kernels.products),
     ),
     Part("attention", "causal attention alone", partial(attention_part, peers=torch_kernels.attentions)),
-    Part("modules", "LayerNormMLP and Linear", partial(modules_part, peak=torch_cases.TorchPeak, **_PEERS)),
+    Part("modules", "LayerNormMLP and Linear", partial(modules_part, field=_FIELD)),
     Part("memory", "where the tensors go that are kept for backward", memory_part),
     Part("jax", "the layer inside jax.jit", jax_part),
     Part(

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.targets import CALLABLES, COMPILED, CUDNN, EAGER, GRAPH
 from benchmarks.torch_plain import plain
 from fp8kit.arrays import Device
-from fp8kit.bench.breakeven import native_door
+from fp8kit.bench.breakeven import native_kept
 from fp8kit.bench.memory import Peak, pool_growth
 from fp8kit.bench.problem import (
     RECIPES,
@@ -80,11 +80,10 @@ def running(
     captured: bool = False,
     keep: Any = None,
 ) -> Running:
-    """A torch module as a contender. ``batch_first``: it takes (batch, sequence, features), whatever the
-    problem's layout. ``captured``: the whole step is a CUDA graph."""
-    transposed = batch_first and problem.layout == "sbhd"
+    """A torch module as a contender. ``batch_first``: it takes (batch, sequence, features). ``captured``: the
+    whole step is a CUDA graph."""
     x, dy = (put(host, where(problem)) for host in (problem.x, problem.dy))
-    if transposed:
+    if batch_first:
         x, dy = x.transpose(0, 1).contiguous(), dy.transpose(0, 1).contiguous()
     leaf = x.detach().requires_grad_()
     last: list[Any] = [None]
@@ -105,7 +104,7 @@ def running(
         last[0] = step()
 
     def results() -> Results:
-        restored = (t.transpose(0, 1) if transposed else t for t in last[0])
+        restored = (t.transpose(0, 1) if batch_first else t for t in last[0])
         y, dx = (t.float().cpu().numpy() for t in restored)
         return y, dx
 
@@ -180,15 +179,12 @@ def reference(problem: Problem) -> Results:
     """(y, dx) of the plain module in float32."""
     module = plain(problem.kind, problem.sizes, weights(problem), torch.float32)
     wide = [put(host, where(problem)).float() for host in (problem.x, problem.dy)]
-    transposed = problem.layout == "sbhd"
-    x, dy = (t.transpose(0, 1).contiguous() if transposed else t for t in wide)
+    x, dy = (t.transpose(0, 1).contiguous() for t in wide)
     leaf = x.requires_grad_()
     y = module(leaf)
     y.backward(dy)
     assert leaf.grad is not None
-    return problem.branches(
-        *((t.transpose(0, 1) if transposed else t).cpu().numpy() for t in (y.detach(), leaf.grad))
-    )
+    return problem.branches(*(t.transpose(0, 1).cpu().numpy() for t in (y.detach(), leaf.grad)))
 
 
 # --- fp8kit -------------------------------------------------------------------------------------------------
@@ -330,10 +326,10 @@ def breakeven(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
         }
 
     free()  # what the cell before took
-    found = torchs(EAGER) | native_door("fp8kit native FP8", fp8, modules)
+    found = torchs(EAGER) | native_kept("fp8kit native FP8", fp8, modules)
     found["fp8kit_torch FP8"] = lambda p: fp8kit_torch(p, fp8)
     if problem.device.kind == "cuda":
-        found |= torchs(GRAPH, True) | native_door("fp8kit native FP8, graph", fp8, modules, True)
+        found |= torchs(GRAPH, True) | native_kept("fp8kit native FP8, graph", fp8, modules, True)
         found["fp8kit_torch FP8, graph"] = lambda p: fp8kit_torch(p, fp8, graph="step")
     return found
 

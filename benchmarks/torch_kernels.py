@@ -59,7 +59,7 @@ def attentions(run: AttentionRun) -> dict[str, tuple[Step, Step]]:
     k and v."""
     qkv = torch.from_dlpack(run.inputs["qkv"])
     length, batch, _ = qkv.shape
-    heads, dim = run.plan.spec.num_heads, run.plan.spec.head_dim
+    heads, dim = run.spec.num_heads, run.spec.head_dim
     # q, k, v as (batch, heads, sequence, features)
     parts = qkv.view(length, batch, heads, 3, dim).permute(3, 1, 2, 0, 4)
     do = torch.from_dlpack(run.cotangents["o"]).view(length, batch, heads, dim).permute(1, 2, 0, 3)

@@ -20,7 +20,9 @@ from fp8kit.backends.protocol import KERNELS
 from fp8kit.commands import (
     FAILED,
     Parser,
+    add_device,
     bench,
+    command,
     device_of,
     folder,
     kernels,
@@ -58,11 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(said(options.command, error), file=sys.stderr)
         return status_of(error)
     except KeyboardInterrupt:
-        go_on = getattr(options, "go_on", None)
-        print(
-            f"\nfp8kit {options.command}: interrupted{'' if go_on is None else f'; {go_on()}'}",
-            file=sys.stderr,
-        )
+        more = f"; {options.go_on()}" if "go_on" in options else ""
+        print(f"\nfp8kit {options.command}: interrupted{more}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -71,12 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp8kit {fp8kit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, what: str, epilog: str | None = None) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=epilog
-        )
-
-    info = command("info", "devices, versions, and what runs or is missing")
+    info = command(commands, "info", "devices, versions, and what runs or is missing", _info)
     info.add_argument(
         "--attention",
         nargs="*",
@@ -84,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"only: who computes such an attention on each device, and why "
         f"the others do not; keys: {', '.join(attention_info.KEYS)}",
     )
-    info.set_defaults(run=_info)
 
     sizes = "; ".join(
         f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, "
@@ -92,20 +85,23 @@ def _parser() -> argparse.ArgumentParser:
         for size in PRESETS.values()
     )
     demo = command(
+        commands,
         "demo",
         "train a small GPT in high precision and in FP8, and compare",
-        f"Sizes: {sizes}. "
+        _demo,
+        epilog=f"Sizes: {sizes}. "
         "Bounds are meant for whole runs: with few --steps neither model has learned enough, "
         "and the exit status is 1. Without bounds, to see that it runs: "
         f"{', '.join(size.name for size in PRESETS.values() if not size.judged)}.",
     )
     demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
-    demo.set_defaults(run=_demo)
 
     train = command(
+        commands,
         "train",
         "train one GPT and save it",
-        f"Sizes: {sizes}. Results of an earlier run in the same folder are replaced.",
+        _train,
+        epilog=f"Sizes: {sizes}. Results of an earlier run in the same folder are replaced.",
     )
     train.add_argument("--preset", choices=PRESETS, required=True, help="size")
     train.add_argument(
@@ -126,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="continue from DIR/training.safetensors; where there is none yet, start",
     )
-    train.set_defaults(run=_train)
 
     for name, trains in (("demo", demo), ("train", train)):
         trains.add_argument(
@@ -137,9 +132,7 @@ def _parser() -> argparse.ArgumentParser:
             help="folder of the results (%(default)s)",
         )
         trains.add_argument("--steps", type=positive, metavar="N", help="optimiser steps (the preset's)")
-        trains.add_argument(
-            "--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)"
-        )
+        add_device(trains)
         trains.add_argument(
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
@@ -151,8 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _replaces(out: Path, *names: str) -> None:
     """Say which results of an earlier run give way."""
-    there = [name for name in names if (out / name).exists()]
-    if there:
+    if there := [name for name in names if (out / name).exists()]:
         print(f"replaces {', '.join(there)} in {out}/")
 
 
@@ -195,30 +187,18 @@ def _train(options: argparse.Namespace) -> int:
         print(f"fp8kit train: there is no {keep} yet: from the start", file=sys.stderr)
         resume = False
     if not resume:
-        _replaces(
-            out, "loss.csv", "model.safetensors", "training.safetensors", *(["scales.csv"] if recipe else [])
-        )
+        names = ("loss.csv", "model.safetensors", "training.safetensors")
+        _replaces(out, *names, *(["scales.csv"] if recipe else []))
     sys.stdout.flush()
     options.go_on = _continuation(options.command_line, keep, options.save_every, resume)
-    run = train(
-        size,
-        corpus,
-        recipe,
-        "FP8" if recipe else precision,
-        device,
-        options.seed,
-        keep=keep,
-        save_every=options.save_every,
-        resume=resume,
-    )
+    label, every = "FP8" if recipe else precision, options.save_every
+    run = train(size, corpus, recipe, label, device, options.seed, None, keep, every, resume)
     write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:
         write_statistics(out / "scales.csv", run.statistics)
     serialization.save(out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
-    print(
-        f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy "
-        f"{corpus.unigram_entropy():.4f})"
-    )
+    entropy = corpus.unigram_entropy()
+    print(f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {entropy:.4f})")
     print(f"results are in {out}/")
     return 0
 
@@ -245,12 +225,11 @@ def _continuation(arguments: Sequence[str], keep: Path, every: int, resumed: boo
 
 
 def _info(options: argparse.Namespace) -> int:
-    from fp8kit.bench import versions
+    from fp8kit.backends.cuda import support
+    from fp8kit.bench.report import versions
 
     if options.attention is not None:
-        about = attention_info.question(" ".join(options.attention))
-        print(f"attention asked about\n  {about.text}")
-        _print(attention_info.sections(about))
+        _print_attention(" ".join(options.attention))
         return 0
     sections: dict[str, list[tuple[str, str, str]]] = {
         "machine": [
@@ -261,17 +240,14 @@ def _info(options: argparse.Namespace) -> int:
         ],
         "libraries": [(name, "", version) for name, version in versions().items()],
         "engine reference": [_reference()],
-        "engine cuda": _cuda(),
+        "engine cuda": [(row.component, row.status, row.detail) for row in support.report()],
     }
-    found = _settings()
-    if found:
+    if found := _settings():
         sections = {"environment": found} | sections
     _print(sections.items())
-    about = attention_info.question()
-    print(f"attention asked about\n  {about.text}")
     bad = [name for name, status, _ in found if status == "bad"]
     try:
-        _print(attention_info.sections(about))
+        _print_attention()
     except Fp8kitError as error:
         if not bad:
             raise
@@ -306,21 +282,16 @@ def _settings() -> list[tuple[str, str, str]]:
 
 
 def _cache() -> str:
-    folder = settings.cache_dir()
-    why = settings.unwritable(folder)
-    return (
-        f"{folder}"
-        if why is None
-        else f"{folder} cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be"
-    )
+    found = settings.cache_dir()
+    why = settings.unwritable(found)
+    more = f" cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be" if why else ""
+    return f"{found}{more}"
 
 
 def _want_cache() -> None:
     """Fp8kitError where the folder that FP8KIT_CACHE_DIR names cannot be written."""
-    folder = settings.cache_dir()
-    why = settings.unwritable(folder)
-    if why is not None:
-        raise Fp8kitError(f"got '{folder}', expected a folder that can be written ({why})")
+    if why := settings.unwritable(settings.cache_dir()):
+        raise Fp8kitError(f"got '{settings.cache_dir()}', expected a folder that can be written ({why})")
 
 
 def _want_plugins() -> None:
@@ -345,6 +316,12 @@ def _print(sections: Iterable[tuple[str, Sequence[tuple[str, str, str]]]]) -> No
             print(f"  {name:38}{status:9}{detail}".rstrip())
 
 
+def _print_attention(words: str = "") -> None:
+    about = attention_info.question(words)
+    print(f"attention asked about\n  {about.text}")
+    _print(attention_info.sections(about))
+
+
 def _said(ask: Callable[[], str]) -> str:
     try:
         return ask()
@@ -358,9 +335,3 @@ def _reference() -> tuple[str, str, str]:
     except (Fp8kitError, ImportError, OSError) as error:
         return "cpu", "missing", str(error)
     return "cpu", "runs", f"{len(found) - 1} kernels"
-
-
-def _cuda() -> list[tuple[str, str, str]]:
-    from fp8kit.backends.cuda import support
-
-    return [(row.component, row.status, row.detail) for row in support.report()]

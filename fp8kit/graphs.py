@@ -19,6 +19,7 @@ from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.call import scratch
+from fp8kit.autograd.tensors import fresh
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
@@ -54,13 +55,9 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return {key: _mapped(part, leaf) for key, part in value.items()}
     if isinstance(value, tuple | list):
         parts = [_mapped(part, leaf) for part in value]
-        return (
-            parts
-            if isinstance(value, list)
-            else type(value)(*parts)
-            if hasattr(value, "_fields")
-            else tuple(parts)
-        )
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return leaf(value)
 
 
@@ -68,10 +65,8 @@ def _view(value: Any) -> ArrayView | None:
     """An array's view, None for what is no array."""
     if isinstance(value, Tensor):
         return value.view
-    if isinstance(value, ArrayView):
-        return value
     known = (
-        isinstance(value, np.ndarray)
+        isinstance(value, ArrayView | np.ndarray)
         or hasattr(type(value), "__cuda_array_interface__")
         or hasattr(type(value), "__dlpack__")
     )
@@ -83,15 +78,6 @@ def _like(value: Any, view: ArrayView) -> Any:
     if isinstance(value, Tensor):
         return Tensor(view, value.requires_grad)
     return view if isinstance(value, ArrayView) else arrays.provider(view.device).native(view)
-
-
-def _copied(view: ArrayView) -> ArrayView:
-    fresh = arrays.empty(view.shape, view.dtype, view.device)
-    if view.contiguous:
-        arrays.copy(fresh, view)
-    else:
-        arrays.assign(fresh, view)
-    return fresh
 
 
 class Graph:
@@ -143,23 +129,17 @@ class Graph:
             if view is None:
                 return value
             views.append(view)
-            kind = (
-                "tensor"
-                if isinstance(value, Tensor)
-                else "view"
-                if isinstance(value, ArrayView)
-                else "native"
-            )
+            kind = "view" if isinstance(value, ArrayView) else "native"
+            if isinstance(value, Tensor):
+                kind = "tensor"
             return _Array(kind, view.shape, view.dtype, view.device, kind == "tensor" and value.requires_grad)
 
         found = _mapped(given, look)
         if self._known is None:
             devices = {view.device for view in views} or {dispatch.default_device()}
             if len(devices) > 1 or not hasattr(arrays.provider(next(iter(devices))), "capture"):
-                got = ", ".join(sorted(map(str, devices)))
-                raise BackendError(
-                    "graph", "arguments", f"device {got}", "arrays on one CUDA device: a graph is CUDA's"
-                )
+                got = f"device {', '.join(sorted(map(str, devices)))}"
+                raise BackendError("graph", "arguments", got, "arrays on one CUDA device: a graph is CUDA's")
             self._known = found
         elif found != self._known:
             wanted = (
@@ -172,9 +152,11 @@ class Graph:
     def _call(self, given: Any, views: list[ArrayView]) -> Any:
         """The function on ``views`` in place of the arrays among the arguments."""
         left = iter(views)
-        args, options = _mapped(
-            given, lambda value: value if _view(value) is None else _like(value, next(left))
-        )
+
+        def replaced(value: Any) -> Any:
+            return value if _view(value) is None else _like(value, next(left))
+
+        args, options = _mapped(given, replaced)
         return self._function(*args, **options)
 
     def _capture(self, given: Any, views: list[ArrayView]) -> _Captured:
@@ -193,7 +175,7 @@ def _detached(value: Any) -> Any:
 def _fresh(value: Any) -> Any:
     """A result of the recording in memory of its own: the next call overwrites the recording's."""
     view = _view(value)
-    return value if view is None else _like(value, _copied(view))
+    return value if view is None else _like(value, fresh(view))
 
 
 def graph(function: Callable[..., Any], warmup: int = 2) -> Graph:

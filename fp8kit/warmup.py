@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def warmup(
     """
     from fp8kit import arrays, formats, nn
     from fp8kit.arguments import choice, integer
+    from fp8kit.autocast import autocast
     from fp8kit.autograd import tensor
     from fp8kit.backends import dispatch
     from fp8kit.backends.activation import ACTIVATIONS
@@ -94,45 +95,41 @@ def warmup(
     from fp8kit.recipe import DelayedScaling
     from fp8kit.recipe import Recipe as AnyRecipe
 
-    sizes = {"hidden": hidden, "sequence": sequence, "batch": batch}
-    for name, value in sizes.items():
-        integer("warmup", name, value, 1, 2**31, ShapeError)
-    ffn = 4 * hidden if ffn is None else integer("warmup", "ffn", ffn, 1, 2**31, ShapeError)
-    heads = max(1, hidden // 64) if heads is None else integer("warmup", "heads", heads, 1, 2**31, ShapeError)
+    def size(name: str, value: Any) -> int:
+        return integer("warmup", name, value, 1, 2**31, ShapeError)
+
+    for name, value in (("hidden", hidden), ("sequence", sequence), ("batch", batch)):
+        size(name, value)
+    ffn = 4 * hidden if ffn is None else size("ffn", ffn)
+    heads = max(1, hidden // 64) if heads is None else size("heads", heads)
     if hidden % heads:
         raise ShapeError("warmup", "hidden", hidden, f"a multiple of {heads} heads")
-    count = (
-        len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024)
-    )
+    cores = len(os.sched_getaffinity(0))
+    count = cores if threads is None else integer("warmup", "threads", threads, 1, 1024)
     kind = formats.dtype(dtype, "warmup", "dtype", formats.HIGH_PRECISION)
     choice("warmup", "activation", activation, ACTIVATIONS, FormatError)
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):
         raise RecipeError("warmup", "recipe", repr(recipe), "a Recipe or None")
     tell = say or (lambda line: None)
+
+    def compiled(arch: str) -> Warmup:
+        return _compiled(variants(hidden, kind.name, activation, rule.quantization), arch, count, tell)
+
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
 
         want_architecture("warmup", "arch", arch, to_run=True)
-        return _compiled(
-            variants(hidden, kind.name, activation, rule.quantization), arch, count, time.perf_counter(), tell
-        )
+        return compiled(arch)
     where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
-    inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
-    begin = time.perf_counter()
     done = Warmup((), 0, 0.0, None)
     if where.kind == "cuda":
         from fp8kit.backends.cuda import compile as kernel_compiler
         from fp8kit.backends.cuda import launch
 
         arrays.empty((1,), formats.uint8, where)  # says what is missing
-        wanted, own_arch = (
-            variants(hidden, kind.name, activation, rule.quantization),
-            kernel_compiler.arch_of(launch.capability(where.index)),
-        )
-        done = _compiled(wanted, own_arch, count, begin, tell)
-        begin = time.perf_counter()
-    if where.kind == "cpu":
+        done = compiled(kernel_compiler.arch_of(launch.capability(where.index)))
+    else:
         tell(
             "on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's "
             "functions that are not kept yet"
@@ -141,6 +138,8 @@ def warmup(
         f"two steps on {where}: a layer of {hidden}/{ffn}/{heads}, {kind.name}, {rule.short_name()}, "
         f"{sequence} x {batch} tokens"
     )
+    begin = time.perf_counter()
+    inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
     layer = nn.TransformerLayer(
         hidden,
         ffn,
@@ -154,15 +153,13 @@ def warmup(
         **inits,
     )
     x = tensor(arrays.zeros((sequence, batch, hidden), kind, where), requires_grad=True)
-    from fp8kit.autocast import autocast
-
     for step in (1, 2):  # the first finds no gradient to add to
         with autocast(recipe=rule):
             y = layer(x)
         tell(f"step {step}: forward done, {time.perf_counter() - begin:.1f} s")
         y.backward(x.view)
     arrays.synchronize(where)
-    return Warmup(done.compiled, done.found, done.compile_seconds, time.perf_counter() - begin)
+    return replace(done, step_seconds=time.perf_counter() - begin)
 
 
 def variants(hidden: int, dtype: str, activation: str, quantization: Quantization) -> list[Variant]:
@@ -175,56 +172,44 @@ def variants(hidden: int, dtype: str, activation: str, quantization: Quantizatio
     from fp8kit.raw_kernels import manifest
 
     own, product = TYPE_NAMES[dtype], product_class(quantization)
-    types: dict[str, tuple[str, ...]]
-    types = dict.fromkeys((*_OWN_TYPE, product.kernels[0]), (own,))
-    types |= dict.fromkeys(_FLOAT32_TOO, (own, "f32"))
-
-    def fits(kernel: str, defines: dict[str, str]) -> bool:
-        if not product.fuses_cast and defines.get("TILES", "mixed") != "mixed":
-            return False
-        return defines.get("T", own) in types[kernel] and defines.get("ACT", activation) == activation
-
-    found: list[Variant] = [
-        (source, dict(defines))
-        for kernel in types
-        for source in manifest.uses(kernel)
-        for defines in manifest.source(source).variants
-        if fits(kernel, dict(defines))
-    ]
-    found += [
-        (source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype))
-    ]
-    found += [("attention.cu", {"T": own})] if dtype == "float32" else []  # cuDNN takes the others
+    found: list[Variant] = []
+    for kernel in (*_OWN_TYPE, product.kernels[0], *_FLOAT32_TOO):
+        fits = {"T": (own, "f32") if kernel in _FLOAT32_TOO else (own,), "ACT": (activation,)}
+        if not product.fuses_cast:
+            fits["TILES"] = ("mixed",)
+        for source in manifest.uses(kernel):
+            for defines in map(dict, manifest.source(source).variants):
+                if all(defines.get(key, values[0]) in values for key, values in fits.items()):
+                    found.append((source, defines))
+    norms = norm.variants(hidden, formats.dtype(dtype))
+    found += [(source, {"T": own, **defines}) for source, defines in norms]
+    if dtype == "float32":  # cuDNN takes the others
+        found.append(("attention.cu", {"T": own}))
     return [variant for i, variant in enumerate(found) if variant not in found[:i]]
 
 
-def _compiled(
-    wanted: list[Variant], arch: str, threads: int, begin: float, tell: Callable[[str], object]
-) -> Warmup:
+def _compiled(wanted: list[Variant], arch: str, threads: int, tell: Callable[[str], object]) -> Warmup:
     """Compile what the cache does not have, the longest sources first, so that no thread is left with one at
     the end."""
     from fp8kit import settings
     from fp8kit.backends.cuda.compile import compile_cubin
     from fp8kit.raw_kernels import manifest
 
+    begin = time.perf_counter()
     before = set((settings.cache_dir() / "kernels").glob("*.cubin"))
 
     def one(variant: Variant) -> tuple[str, float, bool]:
         source, defines = variant
         start = time.perf_counter()
         path = compile_cubin(source, manifest.defines(**defines), arch).path
-        name, seconds = (
-            " ".join((source, *(f"{k}={v}" for k, v in defines.items()))),
-            time.perf_counter() - start,
-        )
+        seconds = time.perf_counter() - start
+        name = " ".join((source, *(f"{k}={v}" for k, v in defines.items())))
         if path not in before:
             tell(f"compiled {name}, {seconds:.1f} s")
         return name, seconds, path in before
 
-    tell(
-        f"{len(wanted)} variants for {arch}, {threads} at once, compiled where the cache does not have them "
-        "yet"
-    )
+    at_once = f"{len(wanted)} variants for {arch}, {threads} at once"
+    tell(f"{at_once}, compiled where the cache does not have them yet")
     order = sorted(wanted, key=lambda variant: -len(manifest.text(variant[0])))
     with ThreadPoolExecutor(threads) as pool:
         made = list(pool.map(one, order))

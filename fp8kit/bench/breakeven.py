@@ -9,21 +9,23 @@ error the part ``layer`` measures.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from fp8kit import arrays
+from fp8kit.bench.contest import Contest
 from fp8kit.bench.problem import (
     RECIPES,
     Contender,
     Modules,
     Problem,
     Results,
-    Running,
-    bounds,
     errors,
+    layer_problem,
     native,
     native_module,
+    verdict,
 )
-from fp8kit.bench.report import NO_TIME, Row, Setting, reason
+from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import layer_of
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 from fp8kit.recipe import Recipe
@@ -32,7 +34,7 @@ SECONDS = 240.0  # for the whole grid; 150 were over on an H200 when the hidden 
 Contenders = Callable[[Problem, Modules], Mapping[str, Contender]]
 
 
-def native_door(
+def native_kept(
     name: str, recipe: Recipe | None, modules: Modules, graph: bool = False
 ) -> dict[str, Contender]:
     """The native frontend under ``name``, its module kept in ``modules`` over the token counts."""
@@ -43,12 +45,11 @@ def native_door(
 
 def native_only(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
     """The native frontend, bfloat16 first: what the others are compared with."""
-    fp8 = RECIPES["FP8 delayed"]
-    found = native_door("fp8kit native bf16", None, modules) | native_door("fp8kit native FP8", fp8, modules)
-    if problem.device.kind == "cuda":
-        found |= native_door("fp8kit native bf16, graph", None, modules, True) | native_door(
-            "fp8kit native FP8, graph", fp8, modules, True
-        )
+    found: dict[str, Contender] = {}
+    for end, graph in (("", False), (", graph", True)):
+        if not graph or problem.device.kind == "cuda":
+            for name, recipe in (("bf16", None), ("FP8", RECIPES["FP8 delayed"])):
+                found |= native_kept(f"fp8kit native {name}{end}", recipe, modules, graph)
     return found
 
 
@@ -59,61 +60,40 @@ def breakeven_part(setting: Setting, contenders: Contenders = native_only) -> li
     cells = [(hidden, tokens) for hidden in setting.sizes.hidden for tokens in setting.sizes.tokens]
     found: list[list[Row]] = []
     for hidden, tokens in reversed(cells):
-        layer = layer_of(hidden, tokens)
-        problem = Problem(
-            "TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed
-        )
-        workload = f"hidden {hidden}, {tokens} tokens"
-        if own.left() <= 0:
-            found.append(
-                [{"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": NO_TIME}]
-            )
-            continue
-        place, seconds = {"hidden": hidden, "tokens": tokens}, own.left() / (len(cells) - len(found))
-        found.append(_cell(workload, problem, contenders(problem, modules), own, seconds, place))
+        problem = layer_problem(layer_of(hidden, tokens), setting)
+        contest = Contest(own, f"hidden {hidden}, {tokens} tokens", hidden=hidden, tokens=tokens)
+        seconds = own.left() / (len(cells) - len(found))
+        if seconds > 0:
+            found.append(_cell(contest, problem, contenders(problem, modules), seconds))
+        else:
+            contest.leave_out("all")
+            found.append(list(contest.rows.values()))
     return [row for cell in reversed(found) for row in cell]
 
 
 def _cell(
-    workload: str,
-    problem: Problem,
-    contenders: Mapping[str, Contender],
-    setting: Setting,
-    seconds: float,
-    place: Mapping[str, int],
+    contest: Contest, problem: Problem, contenders: Mapping[str, Contender], seconds: float
 ) -> list[Row]:
-    rows: dict[str, Row] = {}
-    steps: dict[str, Step] = {}
-    kept: list[Running] = []
-    first: Results | None = None
-    for name, make in contenders.items():
-        rows[name] = row = {"workload": workload, "case": name, "status": "ok", **place}
-        try:
-            running = make(problem)
-            for _ in range(2):
-                running.step()
-            running.poison()
-            running.step()
-            got = problem.branches(*running.results())
-        # what one contender cannot do here must not cost the others' figures; it is reported
-        except Exception as error:
-            row["status"] = reason(error)
-            continue
-        if first is None:
-            first, row["check"] = got, "the others are compared with it"
+    first: list[Results] = []
+
+    def make(contender: Contender, row: Row) -> Step:
+        running = contender(problem)
+        got = running.branches(problem, 2)
+        if first:
+            row |= (found := errors(got, first[0]))
+            row["status"] = verdict(row["case"], problem.kind, found)
         else:
-            row |= (found := errors(got, first))
-            limits = bounds(name, problem.kind)
-            if not (found["error_y"] < limits[0] and found["error_dx"] < limits[1]):
-                row["status"] = (
-                    f"WRONG: errors {found['error_y']:.3f}, {found['error_dx']:.3f} to the first contender"
-                )
-        kept.append(running)
-        steps[name] = running.step
-    for name, time in medians(_timed(steps, setting, seconds)).items():
-        rows[name]["gpu_ms"] = time * 1e3
-    compare(list(rows.values()))
-    return list(rows.values())
+            row["check"] = "the others are compared with it"
+            first.append(got)
+        contest.kept.append(running)
+        return running.step
+
+    for name, contender in contenders.items():
+        contest.enter(name, partial(make, contender))
+    for name, time in medians(_timed(contest.steps, contest.setting, seconds)).items():
+        contest.rows[name]["gpu_ms"] = time * 1e3
+    compare(list(contest.rows.values()))
+    return list(contest.rows.values())
 
 
 def _timed(steps: Mapping[str, Step], setting: Setting, seconds: float) -> dict[str, list[float]]:
@@ -138,16 +118,20 @@ def compare(rows: list[Row]) -> None:
             row["ratio"] = row["gpu_ms"] / own[0]["gpu_ms"]
 
 
+def cells(rows: list[Row], case: str, hidden: int) -> list[tuple[int, float]]:
+    """(tokens, ratio) of a case at a hidden size, where measured, by tokens."""
+    own = (row for row in rows if (row["case"], row["hidden"]) == (case, hidden) and "ratio" in row)
+    return sorted((row["tokens"], row["ratio"]) for row in own)
+
+
 def curve(rows: list[Row], case: str) -> dict[int, int | None]:
     """Hidden size -> the fewest tokens from which on a case's ratio stays below 1, None where it does at no
     measured number."""
     found: dict[int, int | None] = {}
     for hidden in dict.fromkeys(row["hidden"] for row in rows):
-        cells = sorted(
-            (row["tokens"], row["ratio"])
-            for row in rows
-            if row["hidden"] == hidden and row["case"] == case and "ratio" in row
-        )
-        paying = [tokens for i, (tokens, _) in enumerate(cells) if all(ratio < 1 for _, ratio in cells[i:])]
-        found[hidden] = min(paying, default=None)
+        found[hidden] = None
+        for tokens, ratio in reversed(cells(rows, case, hidden)):
+            if not ratio < 1:
+                break
+            found[hidden] = tokens
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from fp8kit import arrays, codec, formats
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.bench import random
-from fp8kit.bench.report import NO_TIME, Row, Setting, reason
+from fp8kit.bench.contest import Contest, row_of, within_time
+from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import Layer
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
-from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.formats import E4M3, E5M2, DType, Format
 from fp8kit.testing import relative_error
+from fp8kit.testing.contract import poisoned, put, workspace
 
 CORNER = 64  # rows and columns of the result that are compared with float64
 # bfloat16's rounding of the result, and the tensor cores' 14-bit sums where they are fast; see
@@ -82,8 +85,7 @@ class Operands:
         for view, scale, fmt in zip(self.codes, self.inverse, (self.product.a, E4M3), strict=True):
             rows = view.slice(0, 0, min(CORNER, view.shape[0])).numpy()
             parts.append(codec.decode(rows, fmt).astype(np.float64) * float(scale.numpy()[0]))
-        result: np.ndarray[Any, Any] = parts[0] @ parts[1].T
-        return result
+        return np.asarray(parts[0] @ parts[1].T)
 
     def error(self) -> float:
         """Relative error of the corner of ``out``; NaN where it was not written, anywhere."""
@@ -92,23 +94,27 @@ class Operands:
 
     def poison(self) -> None:
         """Overwrite ``out``."""
-        arrays.copy(self.out, random.poisoned(self.out.shape, self.out.dtype, self.out.device))
+        arrays.copy(self.out, poisoned(self.out.shape, self.out.dtype, self.out.device))
 
 
 def operands(product: Product, device: Device, kernels: Any) -> Operands:
     """Random codes on ``device`` and a poisoned output."""
-    shapes = (((product.m, product.k), product.a), ((product.n, product.k), E4M3))
-    codes, inverse = [], []
-    for seed, (shape, fmt) in enumerate(shapes):
-        dtype = formats.dtype_of_format(fmt)
-        assert dtype is not None
-        codes.append(
-            arrays.to(arrays.as_view(random.codes(shape, seed + 5, dtype, _SPREAD[fmt.name])), device)
-        )
-        inverse.append(arrays.to(arrays.as_view(np.array([1 / _SPREAD[fmt.name]], np.float32)), device))
-    out = random.poisoned((product.m, product.n), formats.bfloat16, device)
-    space = arrays.empty((max(kernels.fp8_gemm_workspace(product.m, product.n), 1),), formats.uint8, device)
-    return Operands(product, (codes[0], codes[1]), (inverse[0], inverse[1]), out, space)
+
+    def operand(rows: int, fmt: Format, seed: int) -> tuple[ArrayView, ArrayView]:
+        codes = random.codes((rows, product.k), seed, _dtype(fmt), _SPREAD[fmt.name])
+        inverse = np.array([1 / _SPREAD[fmt.name]], np.float32)
+        return put(codes, device), put(inverse, device)
+
+    (a, a_inv), (b, b_inv) = operand(product.m, product.a, 5), operand(product.n, E4M3, 6)
+    out = poisoned((product.m, product.n), formats.bfloat16, device)
+    space = workspace(kernels.fp8_gemm_workspace(product.m, product.n), device)
+    return Operands(product, (a, b), (a_inv, b_inv), out, space)
+
+
+def _dtype(fmt: Format) -> DType:
+    dtype = formats.dtype_of_format(fmt)
+    assert dtype is not None
+    return dtype
 
 
 def ours(given: Operands, kernels: Any) -> Step:
@@ -125,16 +131,14 @@ def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int
     from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan
 
     p, device = given.product, given.out.device
-    a_type, b_type = formats.dtype_of_format(p.a), formats.dtype_of_format(E4M3)
-    assert a_type is not None and b_type is not None
     plan = Plan(
         MatmulKey(
             p.m,
             p.n,
             p.k,
             "nt",
-            a_type,
-            b_type,
+            _dtype(p.a),
+            _dtype(E4M3),
             formats.bfloat16,
             p.k,
             p.k,
@@ -151,8 +155,8 @@ def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int
     )
 
 
-def algorithms(given: Operands) -> dict[int, Step]:
-    """Calls by the best algorithms at a first look, by number: cuBLASLt's heuristic's come first, then
+def algorithms(given: Operands) -> dict[str, Step]:
+    """Calls by the best algorithms at a first look, by their number: cuBLASLt's heuristic's come first, then
     relatives of theirs. A CUDA device only."""
     plan, run = _plan(given)
     plan.widen()
@@ -164,11 +168,9 @@ def algorithms(given: Operands) -> dict[int, Step]:
 
         return step
 
-    steps = {index: call(index) for index in range(plan.algorithms)}
-    look = medians(
-        interleaved({str(index): step for index, step in steps.items()}, clock_for(given.out.device), 2, 2)
-    )
-    return {index: steps[index] for index in sorted(steps, key=lambda index: look[str(index)])[:FINALISTS]}
+    steps = {str(index): call(index) for index in range(plan.algorithms)}
+    look = medians(interleaved(steps, clock_for(given.out.device), 2, 2))
+    return {name: steps[name] for name in sorted(steps, key=look.__getitem__)[:FINALISTS]}
 
 
 def fastest(given: Operands, fast: bool | None = None) -> Step:
@@ -181,76 +183,51 @@ def fastest(given: Operands, fast: bool | None = None) -> Step:
     return lambda: run(given.out.ptr)
 
 
-Peers = Callable[[Operands], Mapping[str, Callable[[], tuple[Step, Callable[[], float]]]]]
-
-
-def nobody(given: Operands) -> Mapping[str, Callable[[], tuple[Step, Callable[[], float]]]]:
-    """No peers: the native bench."""
-    return {}
+Made = tuple[Step, Callable[[], float]]  # a step, and what tells its error
+Peers = Callable[[Operands], Mapping[str, Callable[[], Made]]]
 
 
 def measure(
-    product: Product, setting: Setting, peers: Peers = nobody, kernels: Any | None = None
+    product: Product, setting: Setting, peers: Peers = lambda given: {}, kernels: Any | None = None
 ) -> list[Row]:
     """fp8kit's call, the best algorithm (on a GPU) and the ``peers``: name -> a function that makes a step
     and what tells its error."""
     device = setting.device
     kernels = dispatch.kernels(device) if kernels is None else kernels
     workload = f"{product.name}, {product.m} x {product.n} x {product.k}, {product.a.name} x E4M3"
+    contest = Contest(setting.fewer_rounds(), workload, product=product.name)
     given = operands(product, device, kernels)
-    made = {OURS: lambda: (ours(given, kernels), given.error), **peers(given)}
-    rows: dict[str, Row] = {}
-    steps: dict[str, Step] = {}
-    for name, make in made.items():
-        row: Row = {"workload": workload, "case": name, "status": "ok", "product": product.name}
-        rows[name] = row
-        try:
-            given.poison()
-            step, error = make()
-            step()
-            row["error"] = error()
-        # what one library cannot do here must not cost the other figures; it is reported
-        except Exception as failed:
-            row["status"] = reason(failed)
-            continue
+
+    def make(made: Callable[[], Made], row: Row) -> Step:
+        given.poison()
+        step, error = made()
+        step()
+        row["error"] = error()
         if not row["error"] < BOUND:
             row["status"] = f"WRONG: error {row['error']:.5f}, bound {BOUND:.5f}"
-        steps[name] = step
+        return step
+
+    for name, made in {OURS: lambda: (ours(given, kernels), given.error), **peers(given)}.items():
+        contest.enter(name, partial(make, made))
     proposed = algorithms(given) if device.kind == "cuda" else {}
-    steps |= {f"algorithm {i}": step for i, step in proposed.items()}
-    times = medians(
-        interleaved(steps, clock_for(device), max(2, setting.rounds // 2), setting.calls, setting.warmups)
-    )
-    for name, row in rows.items():
+    times = contest.setting.medians(contest.steps | proposed)
+    if proposed:
+        best = min(proposed, key=times.__getitem__)
+        times[BEST] = times[best]
+        contest.enter(BEST, partial(make, lambda: (proposed[best], given.error)), algorithm=int(best))
+    for name, row in contest.rows.items():
         if name in times:
             row |= {"gpu_ms": times[name] * 1e3, "tflops": product.flops / times[name] * 1e-12}
-    if proposed:
-        found = {i: times[f"algorithm {i}"] for i in proposed}
-        best = min(found, key=found.__getitem__)
-        given.poison()
-        proposed[best]()
-        rows[BEST] = {
-            "workload": workload,
-            "case": BEST,
-            "status": "ok",
-            "product": product.name,
-            "algorithm": best,
-            "error": given.error(),
-            "gpu_ms": found[best] * 1e3,
-            "tflops": product.flops / found[best] * 1e-12,
-        }
-        for row in rows.values():
-            if "gpu_ms" in row:
-                row["of_best"] = found[best] / row["gpu_ms"] * 1e3
-    return list(rows.values())
+            if proposed:
+                row["of_best"] = times[BEST] / times[name]
+    return list(contest.rows.values())
 
 
-def gemm_part(setting: Setting, peers: Peers = nobody) -> list[Row]:
+def gemm_part(setting: Setting, peers: Peers = lambda given: {}) -> list[Row]:
     """The twelve products of the largest layer."""
-    rows: list[Row] = []
-    for product in products(setting.sizes.large):
-        if setting.left() <= 0:
-            rows.append({"workload": product.name, "case": OURS, "status": NO_TIME, "product": product.name})
-        else:
-            rows += measure(product, setting, peers)
-    return rows
+    return within_time(
+        setting,
+        products(setting.sizes.large),
+        lambda product: measure(product, setting, peers),
+        lambda product: row_of(product.name, OURS, product=product.name),
+    )

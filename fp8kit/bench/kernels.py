@@ -10,8 +10,9 @@ belongs to rows, and of sums over rows some columns.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,12 +23,12 @@ from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import BLOCK, SPECS, KernelSpec, map_arrays, views
 from fp8kit.bench import random
-from fp8kit.bench.report import NO_TIME, Row, Setting, reason
+from fp8kit.bench.contest import row_of, within_time
+from fp8kit.bench.report import Row, Setting, attempt
 from fp8kit.bench.sizes import FULL, Layer
-from fp8kit.bench.timing import clock_for, interleaved, medians
 from fp8kit.formats import E5M2
 from fp8kit.testing.compare import Array
-from fp8kit.testing.contract import copied, host, kernel_test, snapshot
+from fp8kit.testing.contract import copied, host, kernel_test, poisoned, put, snapshot, workspace
 from fp8kit.testing.contract.agreement import errors_of
 from fp8kit.testing.contract.sampler import Outline, Sampler
 
@@ -134,14 +135,17 @@ def check(case: KernelCase, kernels: Any, device: Device) -> float:
     call = case.arguments(Sampler(kernels, device, HALF), stream)
     before = copied(call)
     spec.call(kernels, call)
-    made = {output.name: host(output.view) for output in spec.outputs(call)}
-    if any(_left(array) for array in made.values()):
+    outputs = list(spec.outputs(call))
+    made = {output.name: host(output.view) for output in outputs}
+    if any(map(_left, made.values())):
         return math.nan
     few_rows = replace(case, rows=min(SLICE, case.rows))
     few_columns = replace(case, columns=min(SLICE, case.columns))
-    names = frozenset(o.name for o in spec.outputs(call) if not (o.kept and o.view.size == 1))
-    parts = ((few_rows, names - case.sums), (few_columns, case.sums))
-    return max(_part_error(part, before, made, wanted) for part, wanted in parts)
+    names = frozenset(output.name for output in outputs if not (output.kept and output.view.size == 1))
+    return max(
+        _part_error(few_rows, before, made, names - case.sums),
+        _part_error(few_columns, before, made, case.sums),
+    )
 
 
 def _part_error(
@@ -156,7 +160,7 @@ def _part_error(
         return arrays.as_view(_cut(next(whole).numpy(), view).copy())
 
     call = {**{name: map_arrays(value, cut) for name, value in part.outline.items()}, "stream": 0}
-    call["workspace"] = random.poisoned((max(spec.workspace_bytes(own, call), 1),), formats.uint8, CPU)
+    call["workspace"] = workspace(spec.workspace_bytes(own, call), CPU)
     slacks = kernel_test(part.kernel).slacks(snapshot(call, CPU))
     spec.call(own, call)
     found = [0.0]
@@ -175,11 +179,8 @@ def _cut(array: Array, like: ArrayView) -> Array:
 
 def _left(array: Array) -> bool:
     """Whether poison is left."""
-    return (
-        bool((array == 0xFF).any())
-        if array.dtype == np.uint8
-        else bool(np.isnan(array.astype(np.float32, copy=False)).any())
-    )
+    codes = array.dtype == np.uint8
+    return bool((array == 0xFF if codes else np.isnan(array.astype(np.float32, copy=False))).any())
 
 
 def copier(device: Device, nbytes: int, sets: int = 1) -> Callable[[], None]:
@@ -187,16 +188,15 @@ def copier(device: Device, nbytes: int, sets: int = 1) -> Callable[[], None]:
     buffers by turns as ``sets``."""
     half = max(nbytes // 2, 1)
     pairs = [
-        (random.codes_on((half,), device, i), random.poisoned((half,), formats.uint8, device))
-        for i in range(sets)
+        (put(random.codes((half,), i), device), poisoned((half,), formats.uint8, device)) for i in range(sets)
     ]
-    turn = _turns(pairs)
-    return lambda: (lambda pair: arrays.copy(pair[1], pair[0]))(next(turn))
+    turn = itertools.cycle(pairs)
 
+    def copy() -> None:
+        source, target = next(turn)
+        arrays.copy(target, source)
 
-def _turns(sets: list[Any]) -> Iterator[Any]:
-    while True:
-        yield from sets
+    return copy
 
 
 def sets_of(nbytes: int, device: Device) -> int:
@@ -204,83 +204,51 @@ def sets_of(nbytes: int, device: Device) -> int:
     return 1 if device.kind == "cpu" else max(1, min(_MOST_SETS, -(-_ROTATE // max(nbytes, 1))))
 
 
-@functools.lru_cache(maxsize=64)
-def copy_ceiling(device: Device, nbytes: int) -> float:
-    """Bytes a second, read and written, of a device-to-device copy that moves ``nbytes`` in all: what a
-    memory-bound kernel could reach."""
-    steps = {"copy": copier(device, nbytes, sets_of(nbytes, device))}
-    return nbytes / medians(interleaved(steps, clock_for(device), 3, 10))["copy"]
-
-
 def measure(case: KernelCase, setting: Setting, kernels: Any | None = None) -> Row:
     """One row: the kernel's time, that of a copy of the same bytes taken in turn with it, and how wrong the
     result is (``of_bound``)."""
     device = setting.device
     kernels = dispatch.kernels(device) if kernels is None else kernels
-    row: Row = {
-        "workload": "kernels",
-        "case": case.name,
-        "kernel": case.kernel,
-        "shape": [case.rows, case.columns],
-        "status": "ok",
-        "mib": case.nbytes / 2**20,
-        "uses": case.uses,
-    }
-    try:
+    row = _row(case, kernel=case.kernel, shape=[case.rows, case.columns], mib=case.nbytes / 2**20)
+    with attempt(row):
         row["of_bound"] = error = check(case, kernels, device)
         if not error < 1:
-            row["status"] = (
-                "WRONG: "
-                f"{'elements were not written' if math.isnan(error) else f'{error:.2f} of the error bound'}"
-            )
-        count = sets_of(case.nbytes, device)
-        stream = arrays.current_stream(device)
-        turn = _turns([case.arguments(Sampler(kernels, device, HALF), stream) for _ in range(count)])
+            what = "elements were not written" if math.isnan(error) else f"{error:.2f} of the error bound"
+            row["status"] = f"WRONG: {what}"
+        count, stream = sets_of(case.nbytes, device), arrays.current_stream(device)
+        turn = itertools.cycle([case.arguments(Sampler(kernels, device, HALF), stream) for _ in range(count)])
         steps = {
             "kernel": lambda: case.spec.call(kernels, next(turn)),
             "copy": copier(device, case.nbytes, count),
         }
-        found = medians(
-            interleaved(
-                steps, clock_for(device), max(2, setting.rounds // 2), 2 * setting.calls, setting.warmups
-            )
-        )
-    except Exception as failed:  # one kernel's failure must not cost the others' figures; it is reported
-        row["status"] = reason(failed)
-        return row
-    row |= {
-        "gpu_ms": found["kernel"] * 1e3,
-        "copy_ms": found["copy"] * 1e3,
-        "tbps": case.nbytes / found["kernel"] * 1e-12,
-        "ceiling_tbps": case.nbytes / found["copy"] * 1e-12,
-        "of_copy": found["copy"] / found["kernel"],
-    }
+        found = replace(setting.fewer_rounds(), calls=2 * setting.calls).medians(steps)
+        row |= {
+            "gpu_ms": found["kernel"] * 1e3,
+            "copy_ms": found["copy"] * 1e3,
+            "tbps": case.nbytes / found["kernel"] * 1e-12,
+            "ceiling_tbps": case.nbytes / found["copy"] * 1e-12,
+            "of_copy": found["copy"] / found["kernel"],
+        }
     return row
+
+
+def _row(case: KernelCase, **figures: Any) -> Row:
+    return row_of("kernels", case.name, uses=case.uses, **figures)
 
 
 def kernels_part(setting: Setting) -> list[Row]:
     """Every case, and the sums over what one layer runs."""
-    rows = []
-    for case in kernel_cases(setting.sizes.large, setting.sizes.vocabulary):
-        if setting.left() <= 0:
-            rows.append({"workload": "kernels", "case": case.name, "status": NO_TIME, "uses": case.uses})
-            continue
-        rows.append(measure(case, setting))
+    cases = kernel_cases(setting.sizes.large, setting.sizes.vocabulary)
+    rows = within_time(setting, cases, lambda case: [measure(case, setting)], _row)
     return [*rows, in_layer(rows)]
 
 
 def in_layer(rows: list[Row]) -> Row:
     """The row of all passes of one layer: sums of the kernels' and of the copies' times, by how often each
     runs."""
-    row: Row = {"workload": "in one layer", "case": "all passes", "status": "ok"}
+    row = row_of("in one layer", "all passes")
     used = [r for r in rows if r["uses"]]
     if any("gpu_ms" not in r for r in used):
         return row | {"status": "left out: a kernel has no time"}
-    whole, copies = (sum(r[key] * r["uses"] for r in used) for key in ("gpu_ms", "copy_ms"))
-    return row | {
-        "gpu_ms": whole,
-        "copy_ms": copies,
-        "mib": sum(r["mib"] * r["uses"] for r in used),
-        "of_copy": copies / whole,
-        "check": "sums of the rows above",
-    }
+    row |= {key: sum(r[key] * r["uses"] for r in used) for key in ("gpu_ms", "copy_ms", "mib")}
+    return row | {"of_copy": row["copy_ms"] / row["gpu_ms"], "check": "sums of the rows above"}

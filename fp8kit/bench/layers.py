@@ -1,35 +1,43 @@
-"""Modules beside each other: the layer at four sizes, LayerNormMLP and Linear, and the host's time on a tiny
-Linear."""
+"""Modules beside each other: the layer at four sizes, also in whole training steps, LayerNormMLP and Linear,
+and the host's time on a tiny Linear."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
-from fp8kit import arrays
+import numpy as np
+
+from fp8kit import arrays, nn
+from fp8kit.autograd import tensor
+from fp8kit.bench.breakeven import compare
+from fp8kit.bench.contest import Contest, row_of, within_time
 from fp8kit.bench.memory import Peak
 from fp8kit.bench.problem import (
+    RECIPES,
     Contender,
     Problem,
     Results,
-    Running,
     errors,
+    layer_problem,
+    native_call,
     native_contenders,
+    native_module,
     reference,
     verdict,
 )
-from fp8kit.bench.report import NO_TIME, Row, Setting, reason
+from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.skeleton import skeletons
-from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
+from fp8kit.bench.timing import Step
+from fp8kit.optim import AdamW
+from fp8kit.recipe import Recipe
 
 # of a turn that count on a GPU, after ten that do not: a layer's clocks at the power limit settle in about
 # 0.1 s
 LAYER_CALLS = 30
 WARM_STEPS = 3  # steps before a result is compared: delayed scaling has seen the values then
-
-# of a problem and whether it is the layer: name -> contender
-Contenders = Callable[[Problem, str], Mapping[str, Contender]]
 
 
 def native_only(problem: Problem, workload: str) -> Mapping[str, Contender]:
@@ -37,145 +45,119 @@ def native_only(problem: Problem, workload: str) -> Mapping[str, Contender]:
     return native_contenders(graph=problem.kind == "TransformerLayer" and problem.device.kind == "cuda")
 
 
-def start(
-    name: str, make: Contender, problem: Problem, exact: Results | None, row: Row, peak: type[Peak] = Peak
-) -> Running | None:
-    """Make a contender, take its first steps, check the result and its memory, and fill in the row. None
-    where it does not run."""
-    memory = peak(problem.device)
-    begin = time.perf_counter()
-    try:
-        running = make(problem)
+class Field(NamedTuple):
+    """Who takes part in a problem, of which the workload is named too, what is right, and how memory is
+    measured."""
+
+    contenders: Callable[[Problem, str], Mapping[str, Contender]] = native_only
+    exact: Callable[[Problem], Results] = reference
+    peak: type[Peak] = Peak
+
+
+NATIVE = Field()
+
+
+def entered(contest: Contest, problem: Problem, contenders: Mapping[str, Contender], field: Field) -> Contest:
+    """The contest, its contenders made and warmed up, with the checks of their results and their memory in
+    their rows."""
+    wanted = field.exact(problem)
+
+    def make(contender: Contender, row: Row) -> Step:
+        memory, begin = field.peak(problem.device), time.perf_counter()
+        running = contender(problem)
         running.step()
         arrays.synchronize(problem.device)
         row["first_step_s"] = time.perf_counter() - begin
-        for _ in range(WARM_STEPS - 1):
-            running.step()
-        running.poison()
-        running.step()
-        found = errors(problem.branches(*running.results()), exact) if exact is not None else {}
-    # what one library cannot do here must not cost the other figures; it is reported
-    except Exception as error:
-        row["status"] = reason(error)
-        return None
-    if found:
-        row |= found
-        row["status"] = verdict(name, problem.kind, found)
-    if problem.device.kind == "cuda" or name.startswith("fp8kit native"):
-        row["peak_gib"] = memory.bytes(running.step) / 2**30
-    return running
+        row |= (found := errors(running.branches(problem, WARM_STEPS - 1), wanted))
+        row["status"] = verdict(row["case"], problem.kind, found)
+        if problem.device.kind == "cuda" or row["case"].startswith("fp8kit native"):
+            row["peak_gib"] = memory.bytes(running.step) / 2**30
+        contest.kept.append(running)
+        return running.step
+
+    for name, contender in contenders.items():
+        if contest.setting.left() > 0:
+            contest.enter(name, partial(make, contender))
+        else:
+            contest.leave_out(name)
+    return contest
 
 
-def measure(
-    workload: str,
-    problem: Problem,
-    contenders: Mapping[str, Contender],
-    setting: Setting,
-    exact: Callable[[Problem], Results] = reference,
-    extra: Mapping[str, Step] | None = None,
-    peak: type[Peak] = Peak,
-) -> list[Row]:
-    """All figures of one problem; ``extra``: further calls that are timed in turn with the contenders,
-    without a check of their own."""
-    wanted = exact(problem)
-    rows: dict[str, Row] = {}
-    steps: dict[str, Step] = {}
-    kept = []
-    for name, make in contenders.items():
-        rows[name] = {"workload": workload, "case": name, "status": "ok"}
-        if setting.left() <= 0:
-            rows[name]["status"] = NO_TIME
-            continue
-        running = start(name, make, problem, wanted, rows[name], peak)
-        if running is not None:
-            kept.append(running)
-            steps[name] = running.step
-    for name, step in (extra or {}).items():
-        rows[name], steps[name] = {"workload": workload, "case": name, "status": "ok"}, step
-    take_times(rows, steps, setting)
-    return list(rows.values())
-
-
-def take_times(
-    rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Setting, host: bool = True
-) -> None:
-    """Fill in ``gpu_ms``, and ``host_us`` where there is another device than the host."""
-    times = medians(
-        interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups)
-    )
-    for name, seconds in times.items():
-        rows[name]["gpu_ms"] = seconds * 1e3
-    if host and setting.device.kind != "cpu":
-        # the quickest turn counts: many short ones find it sooner than few long ones
-        calls = min(setting.calls, 10)
-        for name, found in host_seconds(
-            steps, setting.device, setting.rounds, calls, setting.warmups
-        ).items():
-            rows[name] |= found.row()
-
-
-def layer_part(
-    setting: Setting,
-    contenders: Contenders = native_only,
-    exact: Callable[[Problem], Results] = reference,
-    peak: type[Peak] = Peak,
-) -> list[Row]:
+def layer_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
     """A TransformerLayer at every size, forward and backward; beside the largest the skeleton of the same
-    run."""
+    run, which has no check of its own."""
     rows: list[Row] = []
     for workload, layer in setting.sizes.layers.items():
-        problem = Problem(
-            "TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed
-        )
-        extra: dict[str, Any] = (
-            skeletons(layer, setting)
-            if layer is setting.sizes.large and setting.device.kind == "cuda"
-            else {}
-        )
-        rows += measure(
-            workload, problem, contenders(problem, workload), setting.warmed(LAYER_CALLS), exact, extra, peak
-        )
+        problem, contest = layer_problem(layer, setting), Contest(setting.warmed(LAYER_CALLS), workload)
+        entered(contest, problem, field.contenders(problem, workload), field)
+        if layer is setting.sizes.large and setting.device.kind == "cuda":
+            for name, step in skeletons(layer, setting).items():
+                contest.rows[name], contest.steps[name] = row_of(workload, name), step
+        rows += contest.time()
     return rows
 
 
-def modules_part(
-    setting: Setting,
-    contenders: Contenders = native_only,
-    exact: Callable[[Problem], Results] = reference,
-    peak: type[Peak] = Peak,
-) -> list[Row]:
+def modules_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
     """LayerNormMLP and Linear of the largest layer."""
-    layer = setting.sizes.large
     rows: list[Row] = []
     for workload, kind in (("mlp", "LayerNormMLP"), ("linear", "Linear")):
-        problem = Problem(kind, layer[:2], layer.sequence, layer.batch, setting.device, setting.seed)
-        rows += measure(workload, problem, contenders(problem, workload), setting, exact, None, peak)
+        problem = layer_problem(setting.sizes.large, setting, kind)
+        contenders = field.contenders(problem, workload)
+        rows += entered(Contest(setting, workload), problem, contenders, field).time()
     return rows
 
 
-def host_part(
-    setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference
-) -> list[Row]:
+def host_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
     """The host's time on a Linear so small that the GPU has nothing to do."""
     tokens, columns, out = setting.sizes.linear
     problem = Problem("Linear", (columns, out), tokens, 1, setting.device, setting.seed)
-    rows: dict[str, Row] = {}
-    steps: dict[str, Step] = {}
-    kept = []
-    wanted = exact(problem)
-    for name, make in contenders(problem, "host").items():
-        rows[name] = {
-            "workload": f"Linear, {tokens} tokens, {columns} to {out}",
-            "case": name,
-            "status": "ok",
-        }
-        running = start(name, make, problem, wanted, rows[name])
-        if running is not None:
-            kept.append(running)
-            steps[name] = running.step
-    how = setting.warmed()
-    for name, found in host_seconds(steps, how.device, 4 * how.rounds, 2 * how.calls, how.warmups).items():
-        rows[name] |= found.row()
-    for row in rows.values():
-        row.pop("peak_gib", None)
-    return list(rows.values())
+    contest = Contest(setting.warmed(), f"Linear, {tokens} tokens, {columns} to {out}")
+    entered(contest, problem, field.contenders(problem, "host"), field)
+    rows = contest.time_host(4 * contest.setting.rounds, 2 * contest.setting.calls)
+    return [{key: value for key, value in row.items() if key != "peak_gib"} for row in rows]
+
+
+# --- training steps -----------------------------------------------------------------------------------------
+
+
+def steps_part(setting: Setting) -> list[Row]:
+    """A TransformerLayer's forward, backward and AdamW at every size, in bfloat16 and by every FP8 recipe;
+    the first step's parameters must be finite. ``ratio``: beside bfloat16."""
+    return within_time(
+        setting,
+        setting.sizes.layers,
+        lambda name: _steps(name, layer_problem(setting.sizes.layers[name], setting), setting),
+        lambda name: row_of(name, "all"),
+    )
+
+
+def _steps(workload: str, problem: Problem, setting: Setting) -> list[Row]:
+    contest = Contest(setting, f"{workload}, AdamW step")
+
+    def make(recipe: Recipe | None, row: Row) -> Step:
+        module, step = training(problem, recipe)
+        step()
+        finite = all(np.isfinite(p.numpy().astype(np.float32)).all() for p in module.parameters())
+        row["status"] = "ok" if finite else "WRONG: parameters that are not finite"
+        row["check"] = "finite parameters" if finite else ""
+        return step
+
+    for name, recipe in RECIPES.items():
+        contest.enter(name, partial(make, recipe))
+    rows = contest.time()
+    compare(rows)
+    return rows
+
+
+def training(problem: Problem, recipe: Recipe | None) -> tuple[nn.Module, Step]:
+    """A module and its training step."""
+    module = native_module(problem)
+    optimizer = AdamW(module.parameters(), lr=1e-4)
+    x, dy = (tensor(host, device=problem.device) for host in (problem.x, problem.dy))
+    call = native_call(module, x, dy.view, recipe)
+
+    def step() -> None:
+        call()
+        optimizer.step()
+
+    return module, step

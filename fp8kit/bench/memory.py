@@ -4,40 +4,36 @@ backward."""
 from __future__ import annotations
 
 import gc
-import math
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
-from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
-from fp8kit.bench.problem import RECIPES, Problem, native_module
-from fp8kit.bench.report import NO_TIME, Row, Setting
+from fp8kit.bench.contest import row_of, within_time
+from fp8kit.bench.problem import RECIPES, Problem, native_call, native_module
+from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import Layer
+from fp8kit.buffers import nbytes_of
 from fp8kit.errors import Fp8kitError
-from fp8kit.spec import Operation, Plan, Views
+from fp8kit.execution.bound import Addresses, BoundOp
+from fp8kit.models.gpt import precision
+from fp8kit.spec import Meta
+from fp8kit.testing.contract import put
 
-# end of a kept tensor's name -> what it is; the first that fits
-KINDS = (
-    ("w_q", "weight, FP8 copy"),
-    ("w_qt", "weight, FP8 copy"),
-    ("x_qt", "activation, FP8"),
-    ("x_q", "activation, FP8"),
-    ("_inv", "scales"),
-    ("mean", "statistics"),
-    ("rstd", "statistics"),
-    ("lse", "statistics"),
-    ("numbers", "scales"),
-    ("scale", "scales"),
-    ("weight", "parameter"),
-    ("weight0", "parameter"),
-    ("bias", "parameter"),
-    ("bias0", "parameter"),
-)
+# ends of a kept tensor's name -> what it is; the first that fits
+KINDS = {
+    ("w_q", "w_qt"): "weight, FP8 copy",
+    ("x_qt", "x_q"): "activation, FP8",
+    ("_inv", "numbers", "scale"): "scales",
+    ("mean", "rstd", "lse"): "statistics",
+    ("weight", "weight0", "bias", "bias0"): "parameter",
+}
+
+COMPARED = ("bf16", "FP8 delayed")  # keys of RECIPES
 
 
 # --- the most that is held ----------------------------------------------------------------------------------
@@ -53,13 +49,11 @@ class Peak:
         self.before = self._held()
 
     def _held(self) -> int:
-        return int(self._pool().used_bytes()) if self.device.kind == "cuda" else 0
-
-    @staticmethod
-    def _pool() -> Any:
+        if self.device.kind != "cuda":
+            return 0
         from fp8kit.backends.cuda.device import cupy
 
-        return cupy().get_default_memory_pool()
+        return int(cupy().get_default_memory_pool().used_bytes())
 
     def bytes(self, step: Callable[[], object]) -> int:
         """The most during ``step``. On the CPU what it allocates itself, without what was there before."""
@@ -113,88 +107,47 @@ def pool_growth() -> Iterator[list[int]]:
 # --- the ledger ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that backward reads: which ``operation`` keeps it under which ``name``, and what it is.
-    ``again``: the same memory was counted before, kept by an operation above."""
+class Kept(NamedTuple):
+    """A tensor that backward reads: which ``operation`` keeps it under which ``name``. ``again``: the same
+    memory was counted before, kept by an operation above."""
 
     operation: str
     name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
+    meta: Meta
     again: bool = False
 
 
 @contextmanager
 def kept_tensors() -> Iterator[list[Kept]]:
-    """What the operations that run within keep for backward, by the saved lists of their plans: a list that
-    fills up."""
+    """What the operations that run within keep for backward, which none of them may have done by the end: a
+    list that fills up."""
     found: list[Kept] = []
-    spans: set[tuple[int, int]] = set()
-    owners: list[Any] = []  # what has been seen lives on, so that no address is counted for two tensors
-    numbers: dict[str, int] = {}
-    classes = [kind for kind in _every(Operation) if "forward" in vars(kind)]
+    seen: set[tuple[int, Meta]] = set()
+    numbers: Counter[str] = Counter()
+    plain = BoundOp.forward
 
-    def note(operation: str, plan: Plan, inputs: Views, outputs: Views, saved: Views) -> None:
-        numbers[operation] = number = numbers.get(operation, 0) + 1
-        signature = plan.signature
-        if not (signature.grads or signature.grad_passes):
-            return
-        for name in (*signature.saved, *signature.kept):
-            view = saved.get(name) or inputs.get(name) or outputs.get(name)
-            if view is None:
-                continue
-            span = (view.ptr, view.nbytes)
-            found.append(
-                Kept(
-                    f"{operation} {number}",
-                    name,
-                    kind_of(name),
-                    view.shape,
-                    view.dtype.name,
-                    view.nbytes,
-                    span in spans,
-                )
-            )
-            spans.add(span)
-            owners.append(view)
+    def forward(op: BoundOp, inputs: Addresses, outputs: Addresses, amaxes: Addresses) -> list[Any]:
+        name = op.operation.name
+        numbers[name] += 1
+        operation = f"{name} {numbers[name]}"
+        if op.needs:
+            found.extend(Kept(operation, name, meta) for name, meta in op.signature.saved.items())
+            for name, (place, is_output) in op.kept.items():
+                span = (outputs if is_output else inputs)[place], op.kept_metas[name]
+                found.append(Kept(operation, name, span[1], span in seen))
+                seen.add(span)
+        return plain(op, inputs, outputs, amaxes)
 
-    def watched(forward: Callable[..., None]) -> Callable[..., None]:
-        def call(
-            self: Operation,
-            plan: Plan,
-            inputs: Views,
-            outputs: Views,
-            saved: Views,
-            scratch: Views,
-            stream: int,
-        ) -> None:
-            forward(self, plan, inputs, outputs, saved, scratch, stream)
-            note(self.name, plan, inputs, outputs, saved)
-
-        return call
-
-    before = {kind: vars(kind)["forward"] for kind in classes}
-    for kind, forward in before.items():
-        kind.forward = watched(forward)  # type: ignore[method-assign]
+    BoundOp.forward = forward  # type: ignore[assignment, method-assign]
     try:
         yield found
     finally:
-        for kind, forward in before.items():
-            kind.forward = forward  # type: ignore[method-assign]
-
-
-def _every(base: type[Operation]) -> Iterator[type[Operation]]:
-    for kind in base.__subclasses__():
-        yield kind
-        yield from _every(kind)
+        BoundOp.forward = plain  # type: ignore[method-assign]
 
 
 def kind_of(name: str) -> str:
     """What a kept tensor of that name is."""
-    return next((kind for end, kind in KINDS if name.endswith(end)), "activation")
+    return next((kind for ends, kind in KINDS.items() if name.endswith(ends)), "activation")
 
 
 def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Row]:
@@ -208,74 +161,50 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
         raise Fp8kitError("ledger", "recipe", repr(recipe), f"one of {', '.join(RECIPES)}")
     peak = Peak(device)
     problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, device)
-    module, rule = native_module(problem), RECIPES[recipe]
-    x, dy = (arrays.to(arrays.as_view(host), device) for host in (problem.x, problem.dy))
-    leaf = tensor(x, requires_grad=True)
-    found: list[Kept] = []
-
-    def step(watch: bool = False) -> None:
-        leaf.grad = None
-        module.zero_grad()
-        with autocast(enabled=rule is not None, recipe=rule):
-            if watch:
-                with kept_tensors() as kept:
-                    y = module(leaf)
-                found.extend(kept)
-            else:
-                y = module(leaf)
-        y.backward(dy)
-
-    step(watch=True)
+    module, x = native_module(problem), tensor(problem.x, requires_grad=True, device=device)
+    step = native_call(module, x, put(problem.dy, device), RECIPES[recipe])
+    with kept_tensors() as found, precision(RECIPES[recipe]):
+        y = module(x)  # lives on, and with it all that is kept, so that no address is taken twice
+    y.backward(put(problem.dy, device))
     if not found:
         raise Fp8kitError("ledger", "operations", "none that was seen", "the layer's")
     most = peak.bytes(step)
     title = f"kept for backward, {recipe}, hidden {layer.hidden}, {layer.tokens} tokens"
-    rows: list[Row] = [
-        {
-            "workload": title,
-            "case": f"{k.operation}: {k.name}",
-            "status": "ok",
-            "kind": k.kind,
-            "shape": list(k.shape),
-            "dtype": k.dtype,
-            "mib": 0.0 if k.again else k.nbytes / 2**20,
-            "detail": f"{k.dtype}{list(k.shape)}{', counted above' if k.again else ''}",
-        }
+    rows = [
+        row_of(
+            title,
+            f"{k.operation}: {k.name}",
+            kind=kind_of(k.name),
+            shape=list(k.meta.shape),
+            dtype=k.meta.dtype.name,
+            mib=0.0 if k.again else nbytes_of(k.meta) / 2**20,
+            detail=f"{k.meta.dtype.name}{list(k.meta.shape)}{', counted above' if k.again else ''}",
+        )
         for k in found
-        if k.nbytes >= 1024 or k.again
+        if nbytes_of(k.meta) >= 1024 or k.again
     ]
-    return [*rows, *_sums(found, module.parameters(), most, title)]
+    weights = sum(p.view.nbytes for p in module.parameters())
+    others = {"parameters": weights, "parameters' gradients": weights, "peak of the step": most}
+    sums = _sums(found) | others
+    return [*rows, *(row_of(title, name, mib=size / 2**20) for name, size in sums.items())]
 
 
-def _sums(found: Sequence[Kept], parameters: Any, most: int, title: str) -> list[Row]:
-    """Sums by kind, and what else there is."""
-    kinds: dict[str, int] = {}
+def _sums(found: Sequence[Kept]) -> dict[str, int]:
+    """Bytes by kind, the largest first, and of all kinds but parameters."""
+    kinds: Counter[str] = Counter()
     for kept in found:
-        if not kept.again:
-            kinds[kept.kind] = kinds.get(kept.kind, 0) + kept.nbytes
-    weights = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters)
-    lines = {
-        **{
-            f"sum: {kind}": size
-            for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1])
-            if kind != "parameter"
-        },
-        "sum: kept for backward, parameters aside": sum(
-            size for kind, size in kinds.items() if kind != "parameter"
-        ),
-        "parameters": weights,
-        "parameters' gradients": weights,
-        "peak of the step": most,
-    }
-    return [
-        {"workload": title, "case": name, "status": "ok", "mib": size / 2**20} for name, size in lines.items()
-    ]
+        kind = kind_of(kept.name)
+        if not kept.again and kind != "parameter":
+            kinds[kind] += nbytes_of(kept.meta)
+    sums = {f"sum: {kind}": size for kind, size in kinds.most_common()}
+    return sums | {"sum: kept for backward, parameters aside": kinds.total()}
 
 
 def memory_part(setting: Setting) -> list[Row]:
     """The ledger of the largest layer in bfloat16 and FP8."""
-    rows: list[Row] = []
-    for recipe in ("bf16", "FP8 delayed"):
-        left_out: list[Row] = [{"workload": f"kept for backward, {recipe}", "case": "all", "status": NO_TIME}]
-        rows += ledger(setting.sizes.large, setting.device, recipe) if setting.left() > 0 else left_out
-    return rows
+    return within_time(
+        setting,
+        COMPARED,
+        lambda recipe: ledger(setting.sizes.large, setting.device, recipe),
+        lambda recipe: row_of(f"kept for backward, {recipe}", "all"),
+    )

@@ -6,12 +6,11 @@ from fp8kit.bench.breakeven import breakeven_part
 from fp8kit.bench.casts import casts_part, training_part
 from fp8kit.bench.gemms import gemm_part
 from fp8kit.bench.kernels import kernels_part
-from fp8kit.bench.layers import host_part, layer_part, modules_part
+from fp8kit.bench.layers import host_part, layer_part, modules_part, steps_part
 from fp8kit.bench.memory import memory_part
 from fp8kit.bench.report import Part
 from fp8kit.bench.skeleton import attention_part
 from fp8kit.bench.start import start_part
-from fp8kit.bench.steps import steps_part
 
 NATIVE = (
     Part("casts", "casts on the CPU beside ml_dtypes'", casts_part),

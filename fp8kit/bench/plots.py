@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from fp8kit.bench.breakeven import curve
+from fp8kit.bench.breakeven import cells, curve
 from fp8kit.bench.gemms import BEST, OURS
 from fp8kit.bench.report import Report, Row
 from fp8kit.models.plots import figure
@@ -21,71 +21,66 @@ def draw(report: Report, folder: Path) -> list[Path]:
     """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib
     is missing."""
     made = []
-    if _kernels(report) or _products(report):
+    if bars := _bars(report):
         made.append(folder / "roofline.png")
-        roofline(made[-1], report)
+        roofline(made[-1], bars, report.about.get("machine", ""))
     if any("ratio" in row for row in report.rows("breakeven")):
         made.append(folder / "breakeven.png")
         breakeven(made[-1], report.rows("breakeven"))
     return made
 
 
-def _kernels(report: Report) -> list[Row]:
-    return [row for row in report.rows("kernels") if "tbps" in row]
+class Bars(NamedTuple):
+    """A panel: the figures that cases ``got``, beside the ``ceiling`` of each."""
+
+    unit: str
+    title: str
+    names: list[str]
+    got: list[float]
+    ceiling: list[float]
 
 
-def _products(report: Report) -> list[Row]:
-    return [row for row in report.rows("gemm") if row["case"] == OURS and "tflops" in row]
-
-
-def roofline(path: Path, report: Report) -> None:
-    """A panel of bytes a second, of each memory-bound kernel and of a copy of the same bytes, and one of each
-    product's rate and the best one's; of these the measured."""
-    kernels, gemms = _kernels(report), _products(report)
-    best = {row["product"]: row["tflops"] for row in report.rows("gemm") if row["case"] == BEST}
-    bars = [
-        (
-            [row["case"] for row in kernels],
-            [row["tbps"] for row in kernels],
-            [row["ceiling_tbps"] for row in kernels],
-            "10$^{12}$ bytes/s, read and written",
-            "memory-bound kernels and a copy of the same bytes",
-        ),
-        (
-            [row["product"] for row in gemms],
-            [row["tflops"] for row in gemms],
-            [best.get(row["product"], math.nan) for row in gemms],
-            "TFLOP/s",
-            "FP8 products and cuBLASLt's best algorithm",
-        ),
+def _bars(report: Report) -> list[Bars]:
+    """Bytes a second of each memory-bound kernel and of a copy of the same bytes, and each product's rate and
+    the best one's; of these the measured."""
+    kernels = [
+        (row["case"], row["tbps"], row["ceiling_tbps"]) for row in report.rows("kernels") if "tbps" in row
     ]
-    bars = [given for given in bars if given[0]]
+    rates = {(row["case"], row["product"]): row["tflops"] for row in report.rows("gemm") if "tflops" in row}
+    gemms = [
+        (name, rate, rates.get((BEST, name), math.nan))
+        for (case, name), rate in rates.items()
+        if case == OURS
+    ]
+    about = {
+        "10$^{12}$ bytes/s, read and written": ("memory-bound kernels and a copy of the same bytes", kernels),
+        "TFLOP/s": ("FP8 products and cuBLASLt's best algorithm", gemms),
+    }
+    return [
+        Bars(unit, title, *map(list, zip(*rows, strict=True)))
+        for unit, (title, rows) in about.items()
+        if rows
+    ]
+
+
+def roofline(path: Path, bars: list[Bars], machine: str) -> None:
+    """A panel each."""
     picture = figure(figsize=(6.5 * len(bars), 6))
-    for axes, given in zip(picture.subplots(1, len(bars), squeeze=False)[0], bars, strict=True):
-        _bars(axes, *given)
-    picture.suptitle(f"Achieved and ceiling, {report.about.get('machine', '')}")
+    for axes, (unit, title, names, got, ceiling) in zip(
+        picture.subplots(1, len(bars), squeeze=False)[0], bars, strict=True
+    ):
+        places = range(len(names))
+        axes.barh(places, got, color=_COLOURS[0], label="achieved")
+        mark = {"linestyle": "", "marker": "|", "markersize": 12, "markeredgewidth": 2, "color": _COLOURS[1]}
+        axes.plot(ceiling, places, label="ceiling", **mark)
+        axes.set_yticks(places, names, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(unit, loc="left")  # the legend is at the right
+        axes.set_title(title, fontsize=10)
+        axes.grid(axis="x", alpha=0.25)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right", bbox_to_anchor=(1.0, -0.06))
+    picture.suptitle(f"Achieved and ceiling, {machine}")
     picture.savefig(path, dpi=130)
-
-
-def _bars(axes: Any, names: list[str], got: list[float], ceiling: list[float], unit: str, title: str) -> None:
-    places = range(len(names))
-    axes.barh(places, got, color=_COLOURS[0], label="achieved")
-    axes.plot(
-        ceiling,
-        places,
-        linestyle="",
-        marker="|",
-        markersize=12,
-        markeredgewidth=2,
-        color=_COLOURS[1],
-        label="ceiling",
-    )
-    axes.set_yticks(places, names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(unit, loc="left")  # the legend is at the right
-    axes.set_title(title, fontsize=10)
-    axes.grid(axis="x", alpha=0.25)
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right", bbox_to_anchor=(1.0, -0.06))
 
 
 def pays(rows: list[Row], case: str) -> str:
@@ -105,15 +100,9 @@ def breakeven(path: Path, rows: list[Row]) -> None:
     panels = picture.subplots(1, max(1, len(cases)), sharey=True, squeeze=False)[0]
     for axes, case in zip(panels, cases, strict=False):
         for size, colour in zip(hidden, _COLOURS, strict=False):
-            cells = sorted(
-                (r["tokens"], r["ratio"])
-                for r in rows
-                if r["case"] == case and r["hidden"] == size and "ratio" in r
-            )
-            if cells:
-                axes.plot(
-                    *zip(*cells, strict=True), marker="o", markersize=3, color=colour, label=f"hidden {size}"
-                )
+            if found := cells(rows, case, size):
+                style = {"marker": "o", "markersize": 3, "color": colour}
+                axes.plot(*zip(*found, strict=True), label=f"hidden {size}", **style)
         axes.axhline(1.0, color="0.3", linestyle=":")
         axes.set(xscale="log", yscale="log", xlabel="tokens")
         where = textwrap.fill(f"pays from (tokens at hidden size): {pays(rows, case)}", 62)

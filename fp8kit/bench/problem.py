@@ -3,26 +3,28 @@ ways to run it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-import fp8kit
-from fp8kit import arrays, formats, nn
+from fp8kit import arrays, formats, graphs, nn
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
 from fp8kit.backends.dispatch import deterministic
 from fp8kit.bench import random
-from fp8kit.bench.report import Unavailable
+from fp8kit.bench.random import HostArray
+from fp8kit.bench.report import Setting
+from fp8kit.bench.sizes import Layer
 from fp8kit.formats import DType
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from fp8kit.testing import relative_error
+from fp8kit.testing.contract import put
 
-HostArray = np.ndarray[Any, Any]
+Shapes = dict[str, tuple[int, ...]]
 Results = tuple[HostArray, HostArray]
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
@@ -42,8 +44,8 @@ class Problem:
     """A module of ``kind`` and its ``sizes`` (of Linear in, out; LayerNormMLP hidden, ffn; TransformerLayer
     also heads) on (``sequence``, ``batch``, features) values.
 
-    ``layout``: "sbhd" or "bshd", the order of ``x`` and ``dy``, the gradient of the output. ``weights`` have
-    fp8kit's names and Transformer Engine's. All are bfloat16 on the host.
+    ``x`` and ``dy``, the gradient of the output, are of that order. ``weights`` have fp8kit's names and
+    Transformer Engine's. All are bfloat16 on the host.
     """
 
     kind: str
@@ -52,7 +54,6 @@ class Problem:
     batch: int
     device: Device
     seed: int = 0
-    layout: str = "sbhd"
 
     @cached_property
     def weights(self) -> dict[str, HostArray]:
@@ -63,8 +64,7 @@ class Problem:
 
     def data(self, seed: int, features: int) -> HostArray:
         """Random normal values of the input's leading dimensions."""
-        leading = (self.sequence, self.batch) if self.layout == "sbhd" else (self.batch, self.sequence)
-        return random.normal((*leading, features), seed, _ROUNDED)
+        return random.normal((self.sequence, self.batch, features), seed, _ROUNDED)
 
     @cached_property
     def x(self) -> HostArray:
@@ -81,12 +81,7 @@ class Problem:
         """The constructor's keyword arguments beyond the sizes, in fp8kit and in Transformer Engine."""
         if self.kind != "TransformerLayer":
             return {}
-        return {
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "fuse_qkv_params": True,
-            "attn_input_format": self.layout,
-        }
+        return {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
 
     def sampled(self, result: HostArray) -> HostArray:
         """Some tokens of a result (tokens, features), in float32: as many as are compared."""
@@ -97,23 +92,23 @@ class Problem:
         """Sampled y and dx, of a TransformerLayer without what its residual stream carries: that would hide
         the error."""
         y, dx = self.sampled(y), self.sampled(dx)
-        return (
-            (y - self.sampled(self.x), dx - self.sampled(self.dy))
-            if self.kind == "TransformerLayer"
-            else (y, dx)
-        )
+        if self.kind != "TransformerLayer":
+            return y, dx
+        return y - self.sampled(self.x), dx - self.sampled(self.dy)
 
 
-@functools.lru_cache(maxsize=1)
+def layer_problem(layer: Layer, setting: Setting, kind: str = "TransformerLayer") -> Problem:
+    """The layer itself, or a module of its sizes, on a run's device and from its seed."""
+    sizes = layer[:3] if kind == "TransformerLayer" else layer[:2]
+    return Problem(kind, sizes, layer.sequence, layer.batch, setting.device, setting.seed)
+
+
+@lru_cache(maxsize=1)
 def random_weights(kind: str, sizes: tuple[int, ...], seed: int) -> dict[str, HostArray]:
     """See ``Problem.weights``. Kept for the next problem of the same sizes; not to be written."""
     found = {}
     for i, (name, shape) in enumerate(parameter_shapes(kind, sizes).items()):
-        spread, mean = (
-            (shape[1] ** -0.5, 0.0)
-            if len(shape) == 2
-            else (0.1, 1.0 if name.endswith("norm_weight") else 0.0)
-        )
+        spread, mean = shape[1] ** -0.5 if len(shape) == 2 else 0.1, float(name.endswith("norm_weight"))
         found[name] = random.normal(shape, seed + i, _ROUNDED, spread, mean)
     return found
 
@@ -136,37 +131,32 @@ class Modules:
         return self._made[name]
 
 
-def parameter_shapes(kind: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(kind: str, sizes: tuple[int, ...]) -> Shapes:
     """Parameter name -> shape."""
     hidden, wide = sizes[:2]
     if kind == "Linear":
         return {"weight": (wide, hidden), "bias": (wide,)}
-    mlp = {
-        "layer_norm_weight": (hidden,),
-        "layer_norm_bias": (hidden,),
+    norm: Shapes = {"layer_norm_weight": (hidden,), "layer_norm_bias": (hidden,)}
+    mlp = norm | {
         "fc1_weight": (wide, hidden),
         "fc1_bias": (wide,),
         "fc2_weight": (hidden, wide),
         "fc2_bias": (hidden,),
     }
     if kind == "LayerNormMLP":
-        return dict(mlp)
-    qkv, proj = "self_attention.layernorm_qkv", "self_attention.proj"
-    return {
-        f"{qkv}.layer_norm_weight": (hidden,),
-        f"{qkv}.layer_norm_bias": (hidden,),
-        f"{qkv}.weight": (3 * hidden, hidden),
-        f"{qkv}.bias": (3 * hidden,),
-        f"{proj}.weight": (hidden, hidden),
-        f"{proj}.bias": (hidden,),
-        **{f"layernorm_mlp.{name}": shape for name, shape in mlp.items()},
+        return mlp
+    modules = {
+        "self_attention.layernorm_qkv": norm | {"weight": (3 * hidden, hidden), "bias": (3 * hidden,)},
+        "self_attention.proj": {"weight": (hidden, hidden), "bias": (hidden,)},
+        "layernorm_mlp": mlp,
     }
+    return {f"{path}.{name}": shape for path, own in modules.items() for name, shape in own.items()}
 
 
 @dataclass
 class Running:
     """A contender, made: ``step`` is one forward and backward, the parameters' gradients written anew.
-    ``results`` gives y and dx of the last step in the problem's layout, on the host; ``poison`` overwrites
+    ``results`` gives y and dx of the last step in the problem's order, on the host; ``poison`` overwrites
     the memory that the next step's results are written to. ``keep``: what else lives as long as the
     contender."""
 
@@ -174,6 +164,14 @@ class Running:
     results: Callable[[], Results]
     poison: Callable[[], None]
     keep: Any = None
+
+    def branches(self, problem: Problem, steps: int) -> Results:
+        """``Problem.branches`` of one step after ``steps`` others, its results' memory poisoned before."""
+        for _ in range(steps):
+            self.step()
+        self.poison()
+        self.step()
+        return problem.branches(*self.results())
 
 
 Contender = Callable[[Problem], Running]
@@ -220,20 +218,19 @@ def native(
     graph: bool = False,
     module: nn.Module | None = None,
 ) -> Running:
-    """fp8kit's own module and autograd; with ``graph`` its whole step captured once and replayed. Unavailable
-    without ``fk.graph``.
+    """fp8kit's own module and autograd; with ``graph`` its whole step by ``fk.graph``: run as it is at first,
+    then captured, and replayed from then on.
 
     ``module``: one of the problem's, instead of a new one.
     """
     module = native_module(problem, dtype) if module is None else module
-    leaf = tensor(_put(problem.x, problem.device, dtype), requires_grad=True)
-    call = native_call(module, leaf, _put(problem.dy, problem.device, dtype), recipe)
-    step = captured(call) if graph else call
+    x, dy = (put(host.astype(dtype.numpy), problem.device) for host in (problem.x, problem.dy))
+    call = native_call(module, tensor(x, requires_grad=True), dy, recipe)
     last: list[Any] = [None]
 
-    def remembered() -> None:
+    def step() -> None:
         last[0] = None  # what the last step returned is free for this one
-        last[0] = step()
+        last[0] = call()  # a graph's stays where the capture wrote it, and is not copied out
 
     def results() -> Results:
         arrays.synchronize(problem.device)
@@ -246,33 +243,7 @@ def native(
             for array in (problem.x, problem.dy):
                 random.poison_free(problem.device, array.shape, dtype)
 
-    return Running(remembered, results, poison, module)
-
-
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call`` by ``fk.graph``: run as it is at first, then captured, and replayed from then on. What it
-    returns stays where the capture wrote it, and is not copied out. Unavailable where this fp8kit has no
-    graphs."""
-    graph = getattr(fp8kit, "graph", None)
-    if graph is None:
-        raise Unavailable("fk.graph is missing: this fp8kit captures no graphs")
-    last: list[Any] = [None]
-
-    def whole() -> None:
-        last[0] = None
-        last[0] = call()
-
-    replayed = graph(whole)
-
-    def step() -> Any:
-        replayed()
-        return last[0]
-
-    return step
-
-
-def _put(host: HostArray, device: Device, dtype: DType) -> ArrayView:
-    return arrays.to(arrays.as_view(host.astype(dtype.numpy)), device)
+    return Running(graphs.graph(step) if graph else step, results, poison, module)
 
 
 def reference(problem: Problem) -> Results:
@@ -313,36 +284,24 @@ def native_contenders(graph: bool = False) -> dict[str, Contender]:
     """The native frontend with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and with the
     same bits every time."""
     found: dict[str, Contender] = {
-        f"fp8kit native {name}": _native(recipe) for name, recipe in RECIPES.items()
+        f"fp8kit native {name}": partial(native, recipe=recipe) for name, recipe in RECIPES.items()
     }
     if graph:
         found[SAME_BITS] = same_bits
-        found |= {
-            f"fp8kit native {name}, graph": _native(RECIPES[name], True) for name in ("bf16", "FP8 delayed")
-        }
+        for name in ("bf16", "FP8 delayed"):
+            found[f"fp8kit native {name}, graph"] = partial(native, recipe=RECIPES[name], graph=True)
     return found
-
-
-def _native(recipe: Recipe | None, graph: bool = False) -> Contender:
-    return lambda problem: native(problem, recipe, graph=graph)
 
 
 def errors(got: Results, exact: Results) -> dict[str, float]:
     """``error_y`` and ``error_dx``."""
-    from fp8kit.testing import relative_error
-
-    return {
-        key: relative_error(*pair)
-        for key, pair in zip(("error_y", "error_dx"), zip(got, exact, strict=True), strict=True)
-    }
+    y, dx = (relative_error(*pair) for pair in zip(got, exact, strict=True))
+    return {"error_y": y, "error_dx": dx}
 
 
 def verdict(case: str, kind: str, found: Mapping[str, float]) -> str:
     """ "ok", or by how much the errors are too large; NaN is."""
-    limits = bounds(case, kind)
-    if found["error_y"] < limits[0] and found["error_dx"] < limits[1]:
+    y, dx, (y_bound, dx_bound) = found["error_y"], found["error_dx"], bounds(case, kind)
+    if y < y_bound and dx < dx_bound:
         return "ok"
-    return (
-        f"WRONG: errors {found['error_y']:.3f}, {found['error_dx']:.3f}, bounds {limits[0]:.3f}, "
-        f"{limits[1]:.3f}"
-    )
+    return f"WRONG: errors {y:.3f}, {dx:.3f}, bounds {y_bound:.3f}, {dx_bound:.3f}"

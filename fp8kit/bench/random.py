@@ -7,14 +7,14 @@ little beside the timing.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
 
 from fp8kit import arrays, formats
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import Device
 from fp8kit.formats import DType
+from fp8kit.testing.contract import poisoned
 
 HostArray = np.ndarray[Any, Any]
 _POOL = 1048573  # the largest prime below 2**20
@@ -41,17 +41,6 @@ def codes(
 ) -> HostArray:
     """uint8: FP8 codes of normal values."""
     return np.resize((_pool(seed) * np.float32(spread)).astype(dtype.numpy).view(np.uint8), shape)
-
-
-def codes_on(shape: tuple[int, ...], device: Device, seed: int) -> ArrayView:
-    """``codes`` on a device."""
-    return arrays.to(arrays.as_view(codes(shape, seed)), device)
-
-
-def poisoned(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
-    """An output to be written: every byte 0xFF, NaN in every float type, so that what is left out shows."""
-    host = np.full(math.prod(shape) * dtype.itemsize, 0xFF, np.uint8)
-    return arrays.to(arrays.as_view(host.view(dtype.numpy).reshape(shape)), device)
 
 
 def poison_free(device: Device, shape: tuple[int, ...], dtype: DType, count: int = 4) -> None:

@@ -6,8 +6,8 @@ it, ``status`` is "ok", or why there is no figure ("not installed", "left out: .
 it is one of a wrong result ("WRONG: ..."). The rest are figures:
 
 * ``gpu_ms``: median time of a call, calls queued back to back, ``cpu_ms`` where the CPU computes;
-  ``host_us``: time until a call returns, the device idle before: the quickest turn's (``timing.HostTime``);
-  ``host_us_median``: the median turn's.
+  ``host_us``: time until a call returns, the device idle before: the quickest turn's
+  (``timing.host_seconds``); ``host_us_median``: the median turn's.
 * ``error_y``, ``error_dx``, ``error``: ||got - exact|| / ||exact|| against float32, of a layer without its
   residual stream.
 * ``of_bound``: an error as a share of the largest that is allowed; ``check``: in words how else the result
@@ -23,8 +23,10 @@ from __future__ import annotations
 import gc
 import json
 import platform
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +35,7 @@ from typing import Any
 import fp8kit
 from fp8kit.arrays import CPU, Device
 from fp8kit.bench.sizes import FULL, SMALL, Sizes
+from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 
 PACKAGES = (
     "numpy",
@@ -125,19 +128,24 @@ class Setting:
         count, and ``calls`` do. Contenders take turns in one allocator and on one chip: what it gives, and
         the clocks at the power limit, are the contender's own only some calls after each change, as in a
         training."""
-        return (
-            self
-            if self.device.kind == "cpu"
-            else replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, calls))
-        )
+        if self.device.kind == "cpu":
+            return self
+        return replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, calls))
+
+    def fewer_rounds(self) -> Setting:
+        """The same in half as many rounds, two at least: for what has many cases."""
+        return replace(self, rounds=max(2, self.rounds // 2))
+
+    def medians(self, steps: Mapping[str, Step]) -> dict[str, float]:
+        """Seconds of a call of each, timed in turn."""
+        clock = clock_for(self.device)
+        return medians(interleaved(steps, clock, self.rounds, self.calls, self.warmups))
 
 
 def setting_for(device: Device, **given: Any) -> Setting:
     """Full sizes on a GPU, small ones and few rounds on the CPU."""
-    usual: dict[str, Any] = (
-        {} if device.kind == "cuda" else {"sizes": SMALL, "rounds": 2, "calls": 2, "warmups": 1}
-    )
-    return Setting(device, **usual | given)
+    small: dict[str, Any] = {"sizes": SMALL, "rounds": 2, "calls": 2, "warmups": 1}
+    return Setting(device, **({} if device.kind == "cuda" else small) | given)
 
 
 @dataclass(frozen=True)
@@ -175,24 +183,29 @@ class Report:
             if ours(row) and bad(row["status"])
         ]
 
+    def conclude(self, command: str, ours: Callable[[Row], bool] = lambda row: True) -> int:
+        """Say on standard error what failed, or that nothing was measured; the exit status of ``command``."""
+        failures = self.failures(ours)
+        if not failures and not self.measured():
+            failures = ["nothing was measured: there was no time"]
+        for failure in failures:
+            print(f"{command}: FAILED: {failure}", file=sys.stderr)
+        return int(bool(failures))
+
     def measured(self) -> bool:
         """Whether there is any row that was not left out for want of time."""
-        rows = [row for name in self.parts for row in self.rows(name)]
-        return any(row["status"] != NO_TIME for row in rows) or any(
-            bad(part["status"]) for part in self.parts.values()
-        )
+        parts = self.parts.values()
+        found = any(row["status"] != NO_TIME for part in parts for row in part["rows"])
+        return found or any(bad(part["status"]) for part in parts)
 
     def write(self, path: Path) -> None:
         """As JSON. The folder must be there."""
-        path.write_text(
-            json.dumps({"about": self.about, "parts": self.parts, "targets": self.targets}, indent=1) + "\n"
-        )
+        path.write_text(json.dumps(vars(self), indent=1) + "\n")
 
 
 def read(path: Path) -> Report:
     """What ``Report.write`` wrote."""
-    found = json.loads(path.read_text())
-    return Report(found["about"], found["parts"], found["targets"])
+    return Report(**json.loads(path.read_text()))
 
 
 def bad(status: str) -> bool:
@@ -217,6 +230,16 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, Unavailable) else f"failed: {type(error).__name__}: {text}"
 
 
+@contextmanager
+def attempt(own: Row) -> Iterator[None]:
+    """What fails within is the status of a row, or of a part: what one contender or library cannot do here
+    must not cost the other figures."""
+    try:
+        yield
+    except Exception as error:
+        own["status"] = reason(error)
+
+
 def machine(device: Device) -> str:
     """The GPU's or the processor's name."""
     if device.kind == "cpu":
@@ -238,25 +261,14 @@ def _processor() -> str:
 
 def about_of(setting: Setting) -> dict[str, Any]:
     """What a run's figures depend on: machine, device, versions, how they are taken, and the sizes."""
-    layers = {
-        name: (
-            f"hidden {size.hidden}, ffn {size.ffn}, heads {size.heads}, {size.sequence} x {size.batch} tokens"
-        )
-        for name, size in setting.sizes.layers.items()
-    }
+    layers = {name: str(layer) for name, layer in setting.sizes.layers.items()}
     return {
         "machine": machine(setting.device),
         "device": setting.device.kind,
         "python": platform.python_version(),
         "versions": versions(),
-        "settings": {
-            "rounds": setting.rounds,
-            "calls": setting.calls,
-            "warmups": setting.warmups,
-            "seed": setting.seed,
-            "sizes": setting.sizes.name,
-            "layers": layers,
-        },
+        "settings": {name: getattr(setting, name) for name in ("rounds", "calls", "warmups", "seed")}
+        | {"sizes": setting.sizes.name, "layers": layers},
         "clocks": [],
     }
 
@@ -266,31 +278,18 @@ def head(about: Mapping[str, Any]) -> str:
     known, how = about["versions"], about["settings"]
     used = ", ".join(f"{name} {known[name]}" for name in _HEAD[about["device"]])
     small = ": whether it runs, not how fast it can be" if how["sizes"] != FULL.name else ""
-    layers = [f"{name}: {size}" for name, size in how["layers"].items()]
-    return "\n".join(
-        [
-            (
-                f"fp8kit {known['fp8kit']} on {about['device']}: {about['machine']}; "
-                f"Python {about['python']}, {used}"
-            ),
-            (
-                f"{how['sizes']} sizes{small}; {how['rounds']} rounds of {how['calls']} calls, "
-                f"each after {how['warmups']} that do not count"
-            ),
-            *layers,
-            f"modules, kernels, gemm and memory are of {next(iter(how['layers']))}",
-            "",
-        ]
-    )
+    what = f"fp8kit {known['fp8kit']} on {about['device']}: {about['machine']}"
+    rounds = f"{how['rounds']} rounds of {how['calls']} calls, each after {how['warmups']} that do not count"
+    lines = [f"{what}; Python {about['python']}, {used}", f"{how['sizes']} sizes{small}; {rounds}"]
+    lines += [f"{name}: {size}" for name, size in how["layers"].items()]
+    return "\n".join([*lines, f"modules, kernels, gemm and memory are of {next(iter(how['layers']))}", ""])
 
 
 def _where(rows: list[Row], device: Device) -> list[Row]:
     """Rows whose times are called what they are: of a call on the CPU there is one, and it is no GPU's."""
-    return (
-        rows
-        if device.kind != "cpu"
-        else [{{"gpu_ms": "cpu_ms"}.get(key, key): value for key, value in row.items()} for row in rows]
-    )
+    if device.kind != "cpu":
+        return rows
+    return [{"cpu_ms" if key == "gpu_ms" else key: row[key] for key in row} for row in rows]
 
 
 def run(
@@ -298,17 +297,15 @@ def run(
     setting: Setting,
     write: Callable[[Report], object] = lambda report: None,
     say: Callable[[str], object] = print,
-    more: Mapping[str, Any] | None = None,
     clocks: Callable[[], dict[str, str]] | None = None,
 ) -> Report:
     """Run the parts in order; one that fails is reported and costs the others nothing. ``write`` gets the
     report after each of them.
 
-    ``more``: further entries of ``Report.about``. ``clocks``: the GPU's state under load, asked before and
-    after.
+    ``clocks``: the GPU's state under load, asked before and after.
     """
     start = time.perf_counter()
-    report = Report(about_of(setting) | dict(more or {}))
+    report = Report(about_of(setting))
     say(head(report.about))
 
     def look() -> None:
@@ -318,22 +315,14 @@ def run(
     look()
     for part in parts:
         before = time.perf_counter()
-        rows: list[Row] = []
-        if setting.left() <= 0:
-            status = NO_TIME
-        else:
-            try:
-                rows, status = part.run(setting), "ok"
-            # one part's failure must not cost the figures of the others; it is reported
-            except Exception as error:
-                status = reason(error)
+        report.parts[part.name] = own = {"status": NO_TIME, "seconds": 0.0, "rows": []}
+        if setting.left() > 0:
+            own["status"] = "ok"
+            with attempt(own):
+                own["rows"] = _where(part.run(setting), setting.device)
         gc.collect()
-        report.parts[part.name] = {
-            "status": status,
-            "seconds": time.perf_counter() - before,
-            "rows": _where(rows, setting.device),
-        }
-        say(text(part.name, report.parts[part.name]))
+        own["seconds"] = time.perf_counter() - before
+        say(text(part.name, own))
         report.about["seconds"] = time.perf_counter() - start
         write(report)
     look()
@@ -354,31 +343,22 @@ def text(name: str, part: Mapping[str, Any]) -> str:
 def table(title: str, rows: Sequence[Row]) -> list[str]:
     """The rows under a title, as aligned lines; a status other than "ok" ends the line. Small figures are in
     smaller units."""
-    columns: list[list[str]] = []
+    names = [title, *(row["case"] for row in rows)]
+    columns = [[name.ljust(max(map(len, names))) for name in names]]
     for name, form in COLUMNS.items():
         found = [row.get(name) for row in rows]
-        if all(value is None for value in found):
+        known = [value for value in found if value is not None]
+        if not known:
             continue
         if form == "s":
             cells = [name, *("" if value is None else str(value) for value in found)]
             columns.append([cell.ljust(max(map(len, cells))) for cell in cells])
             continue
-        factor, largest = 1.0, max(abs(value) for value in found if value is not None)
-        if name in SMALL_UNITS and largest < SMALL_FIGURE:
+        factor = 1.0
+        if name in SMALL_UNITS and max(map(abs, known)) < SMALL_FIGURE:
             name, factor, form = SMALL_UNITS[name]
         width, _, digits = form.partition(".")
         cells = [name, *("" if value is None else format(value * factor, f".{digits}") for value in found)]
         columns.append([cell.rjust(max(int(width), len(name))) for cell in cells])
-    names = [title, *(row["case"] for row in rows)]
-    ends = ["", *("" if row["status"] == "ok" else row["status"] for row in rows)]
-    wide = max(map(len, names))
-    return [
-        "  ".join([name.ljust(wide), *(column[i] for column in columns), ends[i]]).rstrip()
-        for i, name in enumerate(names)
-    ]
-
-
-def add_times(rows: Mapping[str, Row], key: str, times: Mapping[str, float], factor: float) -> None:
-    """Put each time, in seconds, into the row of its name as ``key``."""
-    for name, seconds in times.items():
-        rows[name][key] = seconds * factor
+    columns.append(["", *("" if row["status"] == "ok" else row["status"] for row in rows)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

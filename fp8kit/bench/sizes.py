@@ -21,14 +21,16 @@ class Layer(NamedTuple):
         """All of them."""
         return self.sequence * self.batch
 
+    def __str__(self) -> str:
+        tokens = f"{self.sequence} x {self.batch} tokens"
+        return f"hidden {self.hidden}, ffn {self.ffn}, heads {self.heads}, {tokens}"
+
 
 def layer_of(hidden: int, tokens: int) -> Layer:
     """The layer of that size in the break-even grid: heads of 64 features up to hidden 1024 and of 128 above,
     sequences of 2048 at most."""
-    sequence = min(tokens, 2048)
-    return Layer(
-        hidden, 4 * hidden, max(1, hidden // (64 if hidden <= 1024 else 128)), sequence, tokens // sequence
-    )
+    sequence, features = min(tokens, 2048), 64 if hidden <= 1024 else 128
+    return Layer(hidden, 4 * hidden, max(1, hidden // features), sequence, tokens // sequence)
 
 
 @dataclass(frozen=True)

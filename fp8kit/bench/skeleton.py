@@ -9,19 +9,27 @@ computed from anything else: only time is meant. Below it one gets only by doing
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Device
+from fp8kit.autograd.call import memory_of
 from fp8kit.backends import dispatch
 from fp8kit.bench import random
+from fp8kit.bench.contest import Contest, row_of, within_time
 from fp8kit.bench.gemms import fastest, operands, products
 from fp8kit.bench.kernels import copier, kernel_cases
-from fp8kit.bench.report import NO_TIME, Row, Setting, reason
+from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import Layer
-from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
+from fp8kit.bench.timing import Step
+from fp8kit.execution.bound import BoundOp
 from fp8kit.ops.attention import AttentionSpec, attention
-from fp8kit.spec import Meta, Plan
+from fp8kit.spec import Meta
+from fp8kit.testing import relative_error
+from fp8kit.testing.contract import poisoned, put
 
 NAME, FAST = "skeleton", "skeleton, fast accumulation"
 HALF = formats.bfloat16
@@ -31,43 +39,36 @@ class AttentionRun:
     """Causal attention of a layer, forward and backward, on buffers of its own: ``qkv`` is (sequence, batch,
     3 * hidden), interleaved."""
 
-    def __init__(self, layer: Layer, device: Device, kernels: Any | None = None) -> None:
-        spec = AttentionSpec(
+    def __init__(self, layer: Layer, device: Device) -> None:
+        self.spec = AttentionSpec(
             layer.heads, layer.hidden // layer.heads, layout="qkv_interleaved", mask="causal"
         )
-        shape = (layer.sequence, layer.batch, 3 * layer.hidden)
-        metas = {"qkv": Meta(shape, HALF)}
-        kernels = dispatch.kernels(device) if kernels is None else kernels
-        self.plan: Plan = attention.plan(spec, metas, frozenset({"qkv"}), kernels)
-        self.device, self.stream = device, arrays.current_stream(device)
-        signature = self.plan.signature
-
-        def fresh(metas: dict[str, Meta]) -> dict[str, ArrayView]:
-            return {name: random.poisoned(meta.shape, meta.dtype, device) for name, meta in metas.items()}
-
-        self.inputs = {"qkv": _put(random.normal(shape, 7, HALF.numpy), device)}
-        self.outputs, self.saved, self.grads = (
-            fresh(signature.outputs),
-            fresh(signature.saved),
-            fresh(signature.grads),
+        qkv = Meta((layer.sequence, layer.batch, 3 * layer.hidden), HALF)
+        kernels, memory = dispatch.kernels(device), memory_of(device)
+        self.op = BoundOp(attention, self.spec, {"qkv": qkv}, ("qkv",), memory, kernels, streaming=False)
+        self.inputs = {"qkv": put(random.normal(qkv.shape, 7, HALF.numpy), device)}
+        self.outputs, self.grads = (
+            {name: poisoned(meta.shape, meta.dtype, device) for name, meta in metas.items()}
+            for metas in (self.op.outputs, self.op.grads)
         )
-        self.cotangents = {"o": _put(random.normal(self.outputs["o"].shape, 8, HALF.numpy), device)}
-        self.scratch, self.backward_scratch = fresh(self.plan.scratch), fresh(self.plan.backward_scratch)
-        self.kept = {**self.inputs, **self.outputs}
+        self.cotangents = {"o": put(random.normal(self.outputs["o"].shape, 8, HALF.numpy), device)}
+        self.saved: list[Any] = []
 
     def forward(self) -> None:
         """o and the log-sum-exp of qkv."""
-        attention.forward(self.plan, self.inputs, self.outputs, self.saved, self.scratch, self.stream)
+        self.saved = self.op.forward([self.inputs["qkv"].ptr], [o.ptr for o in self.outputs.values()], [])
 
     def backward(self) -> None:
         """qkv's gradient."""
-        attention.backward(
-            self.plan, self.kept, self.saved, self.cotangents, self.grads, self.backward_scratch, self.stream
+        known, cotangents = {**self.inputs, **self.outputs}, self.cotangents
+        self.op.backward(
+            [known[name].ptr for name in self.op.kept],
+            [],
+            self.saved,
+            [cotangents[name].ptr if name in cotangents else None for name in self.op.results],
+            [self.grads["qkv"].ptr],
+            [],
         )
-
-
-def _put(host: Any, device: Device) -> ArrayView:
-    return arrays.to(arrays.as_view(host), device)
 
 
 def skeleton(layer: Layer, setting: Setting, fast: bool | None = None) -> Step:
@@ -80,8 +81,8 @@ def skeleton(layer: Layer, setting: Setting, fast: bool | None = None) -> Step:
         for _ in range(case.uses + case.within):
             passes[bool(case.sums)].append(copier(device, case.nbytes))
     run = AttentionRun(layer, device)
-    order = (_mixed(gemms[:4], passes[False]), [run.forward], [run.backward], _mixed(gemms[4:], passes[True]))
-    steps = [step for part in order for step in part]
+    forward, backward = _mixed(gemms[:4], passes[False]), _mixed(gemms[4:], passes[True])
+    steps = [*forward, run.forward, run.backward, *backward]
 
     def whole() -> None:
         for step in steps:
@@ -110,83 +111,61 @@ Attentions = Callable[[AttentionRun], dict[str, tuple[Step, Step]]]
 def attention_part(setting: Setting, peers: Attentions = lambda run: {}) -> list[Row]:
     """Causal attention of every layer, forward and backward apart; peers take the same values. Forward is
     compared with the first one's, backward's gradient too."""
-    from fp8kit.testing import relative_error
+    return within_time(
+        setting,
+        setting.sizes.layers,
+        lambda name: _attention(Contest(setting, f"attention, {name}"), setting.sizes.layers[name], peers),
+        lambda name: row_of(f"attention, {name}", "all"),
+    )
 
-    rows: list[Row] = []
-    for workload, layer in setting.sizes.layers.items():
-        if setting.left() <= 0:
-            rows.append({"workload": f"attention, {workload}", "case": "all", "status": NO_TIME})
-            continue
-        run = AttentionRun(layer, setting.device)
-        exact = _exact(run)
-        found: dict[str, tuple[Step, Step]] = {"fp8kit native": (run.forward, run.backward), **peers(run)}
-        own: dict[str, Row] = {}
-        steps: dict[str, Step] = {}
-        for name, pair in found.items():
-            for direction, step in zip(("forward", "backward"), pair, strict=True):
-                case = f"{name}, {direction}"
-                own[case] = {
-                    "workload": f"attention, {workload}",
-                    "case": case,
-                    "status": "ok",
-                    "flops": _flops(layer, direction),
-                }
-                try:
-                    step()
-                    arrays.synchronize(setting.device)
-                # what one library cannot do here must not cost the other figures; it is reported
-                except Exception as error:
-                    own[case]["status"] = reason(error)
-                    continue
-                steps[case] = step
-        for direction, name, views in (("forward", "o", run.outputs), ("backward", "qkv", run.grads)):
-            row = own[f"fp8kit native, {direction}"]
-            row["error"] = relative_error(_few(views[name]), exact[name])
-            # P and dP are rounded to bfloat16 for their products, the result once more
-            if not row["error"] < 2.0**-6:
-                row["status"] = f"WRONG: error {row['error']:.5f}"
-        for case, seconds in medians(
-            interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups)
-        ).items():
-            own[case] |= {"gpu_ms": seconds * 1e3, "tflops": own[case]["flops"] / seconds * 1e-12}
-        if setting.device.kind == "cuda":
-            for case, found_time in host_seconds(steps, setting.device, 2, setting.calls).items():
-                own[case] |= found_time.row()
-        rows += own.values()
+
+def _attention(contest: Contest, layer: Layer, peers: Attentions) -> list[Row]:
+    setting = contest.setting
+    run = AttentionRun(layer, setting.device)
+
+    def make(step: Step, row: Row) -> Step:
+        step()
+        arrays.synchronize(setting.device)
+        return step
+
+    for name, (forward, backward) in {"fp8kit native": (run.forward, run.backward), **peers(run)}.items():
+        # products over the unmasked half of the scores: two forward, five backward
+        for direction, step, count in (("forward", forward, 2), ("backward", backward, 5)):
+            flops = count * layer.batch * layer.sequence**2 * float(layer.hidden)
+            contest.enter(f"{name}, {direction}", partial(make, step), flops=flops)
+    exact = _exact(run)
+    for direction, name, views in (("forward", "o", run.outputs), ("backward", "qkv", run.grads)):
+        row = contest.rows[f"fp8kit native, {direction}"]
+        row["error"] = relative_error(_few(views[name], *exact[name].shape[1:]), exact[name])
+        # P and dP are rounded to bfloat16 for their products, the result once more
+        if not row["error"] < 2.0**-6:
+            row["status"] = f"WRONG: error {row['error']:.5f}"
+    rows = contest.time(host=False)
+    if setting.device.kind == "cuda":
+        contest.time_host(2, setting.calls)
+    for row in rows:
+        if "gpu_ms" in row:
+            row["tflops"] = row["flops"] / row["gpu_ms"] * 1e-9
     return rows
 
 
-def _flops(layer: Layer, direction: str) -> float:
-    """Of the products over the unmasked half of the scores: two forward, five backward."""
-    return (2 if direction == "forward" else 5) * 2.0 * layer.batch * layer.sequence**2 * layer.hidden / 2
-
-
-def _few(view: ArrayView) -> Any:
-    """The first sequence of the batch, on the host in float64."""
-    import numpy as np
-
-    return view.numpy()[:, :1].astype(np.float64)
+def _few(view: ArrayView, *sizes: int) -> Any:
+    """The first sequence of the batch on the host in float32, (sequence, *sizes)."""
+    return view.numpy()[:, 0].astype(np.float32).reshape(-1, *sizes)
 
 
 def _exact(run: AttentionRun) -> dict[str, Any]:
-    """o and dqkv of the first sequence of the batch, by the float64 formulas (softmax's gradient: P * (dP -
+    """o and dqkv of the first sequence of the batch, by the formulas (softmax's gradient: P * (dP -
     sum(dP * P)))."""
-    import numpy as np
-
-    spec = run.plan.spec
-    length, heads, dim = run.inputs["qkv"].shape[0], spec.num_heads, spec.head_dim
-    qkv = _few(run.inputs["qkv"])[:, 0].reshape(length, heads, 3, dim).astype(np.float32)
-    do = _few(run.cotangents["o"])[:, 0].reshape(length, heads, dim).astype(np.float32)
-    o, dqkv = np.empty_like(do), np.empty_like(qkv)
-    hidden = np.triu(np.ones((length, length), bool), 1)
-    for head in range(heads):
-        q, k, v = (qkv[:, head, i] for i in range(3))
-        scores = np.where(hidden, -np.inf, q @ k.T * np.float32(spec.softmax_scale))
-        p = np.exp(scores - scores.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        o[:, head] = p @ v
-        dp = do[:, head] @ v.T
-        ds = p * (dp - (dp * p).sum(1, keepdims=True)) * np.float32(spec.softmax_scale)
-        for i, part in enumerate((ds @ k, ds.T @ q, p.T @ do[:, head])):
-            dqkv[:, head, i] = part
-    return {"o": o.reshape(length, 1, -1), "qkv": dqkv.reshape(length, 1, -1)}
+    spec = run.spec
+    heads, dim, scale = spec.num_heads, spec.head_dim, np.float32(spec.softmax_scale)
+    q, k, v = _few(run.inputs["qkv"], heads, 3, dim).transpose(2, 1, 0, 3)
+    do = _few(run.cotangents["o"], heads, dim).swapaxes(0, 1)
+    scores = q @ k.swapaxes(1, 2) * scale
+    scores[:, ~np.tri(len(q[0]), dtype=bool)] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = do @ v.swapaxes(1, 2)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+    dqkv = np.stack([ds @ k, ds.swapaxes(1, 2) @ q, p.swapaxes(1, 2) @ do])
+    return {"o": (p @ v).swapaxes(0, 1), "qkv": dqkv.transpose(2, 1, 0, 3)}

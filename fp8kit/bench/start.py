@@ -13,12 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 
 from fp8kit.arrays import Device
-from fp8kit.bench.report import NO_TIME, Row, Setting
+from fp8kit.bench.contest import row_of, within_time
+from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import Layer
 
 STAGES = ("imports", "device", "layer", "first step", "second step")
+# case -> the folder of its kernel cache, and whether ``fk.warmup`` is called first
+CASES = {"empty cache": ("a", False), "warm cache": ("a", False), "empty cache, fk.warmup first": ("b", True)}
 _LIMIT = 300  # seconds
 _CHILD = """
 import json, sys, time
@@ -69,27 +73,14 @@ def first_step(layer: Layer, device: Device, cache: str, warmup: bool = False) -
 def start_part(setting: Setting) -> list[Row]:
     """``seconds`` until the first step is done: with an empty kernel cache, with the same cache again, with
     an empty one and a warm-up."""
-    rows: list[Row] = []
+    named = partial(row_of, "first step of a fresh process")
     with tempfile.TemporaryDirectory() as folder:
-        for case, cache, warm in (
-            ("empty cache", "a", False),
-            ("warm cache", "a", False),
-            ("empty cache, fk.warmup first", "b", True),
-        ):
-            named = {"workload": "first step of a fresh process", "case": case}
-            if setting.left() <= 0:
-                rows.append(named | {"status": NO_TIME})
-                continue
+
+        def measure(case: str) -> list[Row]:
+            cache, warm = CASES[case]
             stages = first_step(setting.sizes.start, setting.device, os.path.join(folder, cache), warm)
-            whole = sum(stages.values()) - stages["second step"]
-            rows.append(
-                named
-                | {
-                    "status": "ok",
-                    "seconds": whole,
-                    "stages": stages,
-                    "check": "finite gradients",
-                    "detail": ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items()),
-                }
-            )
-    return rows
+            seconds = sum(stages.values()) - stages["second step"]
+            detail = ", ".join(f"{name} {time:.2f}" for name, time in stages.items())
+            return [named(case, seconds=seconds, stages=stages, check="finite gradients", detail=detail)]
+
+        return within_time(setting, CASES, measure, named)

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
@@ -60,6 +60,23 @@ class WallClock:
         return [(time.perf_counter() - start) / calls]
 
 
+class HostClock:
+    """The host's clock until a call returns, the device idle when it starts; one time, the turn's median."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def seconds(self, step: Step, calls: int) -> list[float]:
+        """See ``Clock``."""
+        turn = []
+        for _ in range(calls):
+            arrays.synchronize(self._device)
+            start = time.perf_counter()
+            step()
+            turn.append(time.perf_counter() - start)
+        return [statistics.median(turn)]
+
+
 class EventClock:
     """CUDA events on the device's current stream around each call. Where the host is slower than the GPU,
     that is the host's time."""
@@ -92,20 +109,16 @@ def clock_for(device: Device) -> Clock:
 
 
 def interleaved(
-    steps: Mapping[str, Step], clock: Clock | Mapping[str, Clock], rounds: int, calls: int, warmups: int = 2
+    steps: Mapping[str, Step], clock: Clock, rounds: int, calls: int, warmups: int = 2
 ) -> dict[str, list[float]]:
     """Seconds of every counted call by contender. In each round every contender has its turn, the last one
-    first in every other: ``warmups`` calls, then ``calls`` that count.
-
-    ``clock``: for all, or one for each name.
-    """
+    first in every other: ``warmups`` calls, then ``calls`` that count."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name, step in list(steps.items())[:: -1 if number % 2 else 1]:
-            own = clock[name] if isinstance(clock, Mapping) else clock
             for _ in range(warmups):
                 step()
-            times[name] += own.seconds(step, calls)
+            times[name] += clock.seconds(step, calls)
     return times
 
 
@@ -114,42 +127,19 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-class HostTime(NamedTuple):
-    """Seconds until a call returns: ``quickest``, the median of the calls of the quickest turn; ``median``,
-    of the turns' medians.
+def host_seconds(
+    steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int = 2
+) -> dict[str, tuple[float, float]]:
+    """Time until one call returns, the device idle when it starts; contenders in turn. On the CPU the whole
+    computation's time. Of each the median of the calls of the quickest turn, and the median of the turns'.
 
     What others do on the host makes a contender slower for seconds at a time, up to 2.5 times
     (benchmarks/NOTES.md), and never quicker: so the quickest turn tells of the contender, as ``timeit`` takes
     the best of its repeats.
     """
-
-    quickest: float
-    median: float
-
-    def row(self) -> dict[str, float]:
-        """As figures of a report's row."""
-        return {"host_us": self.quickest * 1e6, "host_us_median": self.median * 1e6}
-
-
-def host_seconds(
-    steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int = 2
-) -> dict[str, HostTime]:
-    """Time until one call returns, the device idle when it starts; contenders in turn. On the CPU the whole
-    computation's time."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            for _ in range(warmups):
-                step()
-            turn = []
-            for _ in range(calls):
-                arrays.synchronize(device)
-                start = time.perf_counter()
-                step()
-                turn.append(time.perf_counter() - start)
-            times[name].append(statistics.median(turn))
+    times = interleaved(steps, HostClock(device), rounds, calls, warmups)
     arrays.synchronize(device)
-    return {name: HostTime(min(turns), statistics.median(turns)) for name, turns in times.items()}
+    return {name: (min(turns), statistics.median(turns)) for name, turns in times.items()}
 
 
 def gpu_state(device: Device, load: Step, seconds: float = 1.0) -> dict[str, str]:
@@ -174,8 +164,6 @@ def gpu_state(device: Device, load: Step, seconds: float = 1.0) -> dict[str, str
     finally:
         arrays.synchronize(device)
     values = [value.strip() for value in done.stdout.strip().split(",")]
-    return (
-        dict(zip(QUERY, values, strict=True))
-        if len(values) == len(QUERY)
-        else {"nvidia-smi": (done.stdout + done.stderr).strip()}
-    )
+    if len(values) != len(QUERY):
+        return {"nvidia-smi": (done.stdout + done.stderr).strip()}
+    return dict(zip(QUERY, values, strict=True))

@@ -45,9 +45,8 @@ def folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArgumentError(
-            "results", "--out", path, f"a folder that can be made ({error.strerror})"
-        ) from None
+        wanted = f"a folder that can be made ({error.strerror})"
+        raise ArgumentError("results", "--out", path, wanted) from None
     return path
 
 
@@ -84,10 +83,23 @@ class Parser(argparse.ArgumentParser):
         """Say what is wrong on standard error and exit with 2."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
-            message += meant(
-                "cuda" if choice[1] == "gpu" else choice[1], re.findall(r"[\w-]+", choice[2])
-            ).rstrip("?")
+            word = "cuda" if choice[1] == "gpu" else choice[1]
+            message += meant(word, re.findall(r"[\w-]+", choice[2])).rstrip("?")
         self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+
+
+def command(commands: Any, name: str, what: str, run: Any = None, **options: Any) -> argparse.ArgumentParser:
+    """The parser of a command, or of one of its actions, added to ``commands``, what ``add_subparsers`` gave.
+    ``run``: what the command does; ``what`` says it in a line."""
+    about = f"{what[0].upper()}{what[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=about, **options)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that ``device_of`` reads."""
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
 
 
 def positive(text: str) -> int:
@@ -126,7 +138,6 @@ def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
     """``count`` positive numbers separated by commas; ArgumentError otherwise."""
     parts = text.split(",")
     if len(parts) != count or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ArgumentError(
-            "argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas"
-        )
-    return tuple(int(part) for part in parts)
+        wanted = f"{count} positive numbers separated by commas"
+        raise ArgumentError("argument", f"--{name}", repr(text), wanted)
+    return tuple(map(int, parts))

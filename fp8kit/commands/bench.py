@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8kit.commands import FAILED, device_of, folder, minutes, numbers, writable
+from fp8kit.commands import add_device, command, device_of, folder, minutes, numbers, writable
 from fp8kit.errors import ArgumentError, meant
 
 
 def add(commands: Any) -> None:
     """Add the command to ``commands``, what ``add_subparsers`` gave."""
-    what = "time the library and check its results; or say where memory goes"
-    parser = commands.add_parser(
+    parser = command(
+        commands,
         "bench",
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
+        "time the library and check its results; or say where memory goes",
+        run,
         epilog=(
             "Parts: casts, training, layer, steps, modules, attention, kernels, gemm, host, start, memory, "
             "breakeven (all). Sizes are full on a GPU and small on the CPU. Each row says how its result was "
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="begin nothing new after N minutes; what runs then is finished",
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
+    add_device(parser)
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -51,7 +51,6 @@ def add(commands: Any) -> None:
         metavar="HIDDEN,FFN,HEADS,SEQUENCE,BATCH",
         help="of --memory (4096,16384,32,2048,4; small on the CPU)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,58 +65,42 @@ def run(options: argparse.Namespace) -> int:
     from fp8kit.bench.parts import NATIVE
     from fp8kit.bench.sizes import Layer
 
-    unknown = sorted(set(options.parts) - {part.name for part in NATIVE})
-    if unknown:
-        names = [part.name for part in NATIVE]
-        raise ArgumentError(
-            "bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"
-        )
+    known = {part.name: part for part in NATIVE}
+    names = ["memory"] if options.memory else options.parts or list(known)
+    if unknown := sorted(set(names) - set(known)):
+        wanted = f"some of {', '.join(known)}{meant(unknown[0], known)}"
+        raise ArgumentError("bench", "part", ", ".join(unknown), wanted)
     device = device_of(options)
     if options.out is not None:
         folder(options.out)
     if options.json is not None:
         writable("--json", options.json)
-    setting = reports.setting_for(device, out=options.out)
-    if options.memory:
-        from fp8kit.bench.memory import ledger
-
-        layer = setting.sizes.large if options.layer is None else Layer(*numbers("layer", options.layer, 5))
-        rows = [row for recipe in ("bf16", "FP8 delayed") for row in ledger(layer, device, recipe)]
-        report = reports.Report(
-            reports.about_of(setting), {"memory": {"status": "ok", "seconds": 0.0, "rows": rows}}
-        )
-        print(reports.head(report.about).partition("\n")[0], end="\n\n")
-        print(reports.text("memory", report.parts["memory"]))
-        if options.json is not None:
-            report.write(options.json)
-            print(options.json)
-        return 0
-    chosen = [part for part in NATIVE if part.name in options.parts or not options.parts]
-    if options.minutes is not None:
-        setting = reports.setting_for(
-            device, out=options.out, deadline=time.monotonic() + 60 * options.minutes
-        )
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    setting = reports.setting_for(device, out=options.out, deadline=deadline)
+    if options.layer is not None:
+        layer = Layer(*numbers("layer", options.layer, 5))
+        sizes = replace(setting.sizes, layers={f"layer {layer.hidden}": layer})
+        setting = replace(setting, sizes=sizes)
     report = reports.run(
-        chosen,
+        [part for name, part in known.items() if name in names],
         setting,
         (lambda made: made.write(options.json)) if options.json else lambda made: None,
-        clocks=clocks_of(setting) if device.kind == "cuda" else None,
+        clocks=None if options.memory else clocks_of(setting),
     )
     if options.out is not None:
         from fp8kit.bench.plots import draw
 
         for path in draw(report, options.out):
             print(path)
-    failures = report.failures() or ([] if report.measured() else ["nothing was measured: there was no time"])
     if options.json is not None:
         print(options.json)
-    for failure in failures:
-        print(f"fp8kit bench: FAILED: {failure}", file=sys.stderr)
-    return FAILED if failures else 0
+    return report.conclude("fp8kit bench")
 
 
 def clocks_of(setting: Any) -> Any:
-    """A function that gives the GPU's clocks and power under the load of FP8 products."""
+    """A function that gives the GPU's clocks and power under the load of FP8 products; None on the CPU."""
+    if setting.device.kind != "cuda":
+        return None
     from fp8kit.backends import dispatch
     from fp8kit.bench import gemms
     from fp8kit.bench.timing import gpu_state

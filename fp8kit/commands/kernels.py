@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
-from fp8kit.commands import device_of
+from fp8kit.commands import add_device, command, device_of
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
+from fp8kit.formats import DType
 from fp8kit.lab import checks, sources, timing
 from fp8kit.lab.overrides import override
 from fp8kit.lab.sources import Found, Part
@@ -34,25 +37,19 @@ _NO_GPU = "the CUDA kernel itself was not run: it needs a GPU"
 def add(commands: Any) -> None:
     """Add the command to ``commands``, argparse's subparsers of ``fp8kit``."""
     what = "list, show, compile, check, time, compare and watch the raw CUDA kernels"
-    parser = commands.add_parser("kernels", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser = command(commands, "kernels", what)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     name = "an operation, a raw kernel, a source, or a .cu file of your own that stands for one"
+    arch_help = f"what to compile for (the GPU here, else {sources.DEFAULT_ARCH})"
 
     def action(
         word: str, about: str, run: Callable[[argparse.Namespace], int], *names: str, arch: bool = False
     ) -> argparse.ArgumentParser:
-        found: argparse.ArgumentParser = actions.add_parser(
-            word, help=about, description=f"{about[0].upper()}{about[1:]}."
-        )
+        found = command(actions, word, about, run)
         for each in names:
             found.add_argument(each, metavar=each.upper(), help=name)
         if arch:
-            found.add_argument(
-                "--arch",
-                metavar="ARCH",
-                help=f"what to compile for (the GPU here, else {sources.DEFAULT_ARCH})",
-            )
-        found.set_defaults(run=run)
+            found.add_argument("--arch", metavar="ARCH", help=arch_help)
         return found
 
     action(
@@ -78,7 +75,7 @@ def add(commands: Any) -> None:
         "name",
     )
     for each in (check, bench):
-        each.add_argument("--device", metavar="NAME", help="cpu or cuda:N (cuda where usable, else cpu)")
+        add_device(each)
     bench.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the arrays")
     bench.add_argument(
         "--dtype",
@@ -114,6 +111,10 @@ def _arch(options: argparse.Namespace) -> str:
     return compiler.arch_of(launch.capability(0))
 
 
+def _say(text: str) -> None:
+    print(f"fp8kit kernels: {text}", file=sys.stderr)
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Aligned columns; the last one is not filled up."""
     lines = [tuple(head), *(tuple(str(cell) for cell in row) for row in rows)]
@@ -129,35 +130,27 @@ def _list(options: argparse.Namespace) -> int:
     """Resources are those of one variant of each source: all of them are what ``compile`` shows."""
     from fp8kit.backends.cuda import compile as compiler
 
-    arch, rows = _arch(options), []
+    arch, parts = _arch(options), [Part(entry, entry, entry.functions) for entry in manifest.sources()]
+    found: list[dict[str, Any]] = [{} for _ in parts]
     try:
         compiler.nvrtc_version()
-        can = True
     except BackendError as error:
-        print(f"fp8kit kernels: no resources: {error}", file=sys.stderr)
-        can = False
-    parts = [Part(entry, entry, entry.functions) for entry in manifest.sources()]
-    found: list[dict[str, Any]] = [{} for _ in parts]
-    if can:
-        print(
-            f"fp8kit kernels: {len(parts)} sources for {arch}, compiled where they are not in the cache yet",
-            file=sys.stderr,
-        )
+        _say(f"no resources: {error}")
+    else:
+        _say(f"{len(parts)} sources for {arch}, compiled where they are not in the cache yet")
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # NVRTC lets go of the interpreter
             found = list(pool.map(lambda part: part.compiled(part.variant(), arch).resources, parts))
-    for part, used in zip(parts, found, strict=True):
-        entry, shown = part.entry, part.variant()
-        for function in entry.functions:
-            cells = _resources(used.get(function))
-            rows.append(
-                (
-                    f"{entry.name}:{function}",
-                    " ".join(sources.users(entry.name, function)),
-                    _axes(entry),
-                    sources.said(shown),
-                    *cells,
-                )
-            )
+    rows = [
+        (
+            f"{part.entry.name}:{function}",
+            " ".join(sources.users(part.entry.name, function)),
+            _axes(part.entry),
+            sources.said(part.variant()),
+            *_resources(used.get(function)),
+        )
+        for part, used in zip(parts, found, strict=True)
+        for function in part.functions
+    ]
     _table(("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills"), rows)
     return 0
 
@@ -200,8 +193,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    found, arch = sources.find(options.name), _arch(options)
-    _print_resources(found, arch)
+    _print_resources(sources.find(options.name), _arch(options))
     return 0
 
 
@@ -210,14 +202,9 @@ def _print_resources(found: Found, arch: str) -> None:
     for part in found.parts:
         for defines in part.entry.variants:
             kernel = part.compiled(defines, arch)
-            rows += [
-                (
-                    f"{part.entry.name}:{function}",
-                    sources.said(defines),
-                    *_resources(kernel.resources.get(function)),
-                )
-                for function in part.functions
-            ]
+            for function in part.functions:
+                used = _resources(kernel.resources.get(function))
+                rows.append((f"{part.entry.name}:{function}", sources.said(defines), *used))
             for line in kernel.log.splitlines():
                 if "warning" in line.lower():
                     print(line, file=sys.stderr)
@@ -243,10 +230,17 @@ def _needs_gpu(found: Found, device: Device) -> None:
         raise BackendError(f"{found.name}: {_NO_GPU}; `fp8kit kernels compile` needs none")
 
 
-def _reports(found: Found, device: Device, only: str = "") -> Iterator[checks.Report]:
+def _is_wrong(found: Found, device: Device, only: str = "", lead: str = "", most: int = 5) -> bool:
+    """Check the operations, and print what came out, each line after ``lead``, with ``most`` failures."""
+    wrong = False
     for operation in [op for op in found.operations if checks.chosen(op, only)] or found.operations[:1]:
         with _with(found, operation):
-            yield checks.check(operation, device, only)
+            report = checks.check(operation, device, only)
+        print(f"{lead}{report}")
+        for name, what in report.failures[:most]:
+            print(f"{lead}  {name}: {what}")
+        wrong = wrong or bool(report.failures)
+    return wrong
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -254,39 +248,29 @@ def _check(options: argparse.Namespace) -> int:
     try:
         _needs_gpu(found, device)
     except BackendError as error:
-        print(f"fp8kit kernels: {error}", file=sys.stderr)
+        _say(str(error))
         return UNCHECKED
-    wrong = False
-    for report in _reports(found, device, options.only):
-        print(report)
-        for name, what in report.failures[:5]:
-            print(f"  {name}: {what}")
-        wrong = wrong or bool(report.failures)
+    wrong = _is_wrong(found, device, options.only)
     if device.kind == "cpu" and not options.device:
-        print(f"fp8kit kernels: {_NO_GPU}", file=sys.stderr)
+        _say(_NO_GPU)
         return WRONG if wrong else UNCHECKED
     return WRONG if wrong else 0
 
 
-def _measurements(
-    found: Found, device: Device, shape: Any = None, dtype: Any = None
-) -> Iterator[timing.Measurement]:
-    from fp8kit import formats
-
+def _time(
+    found: Found, device: Device, lead: str = "", shape: Any = None, dtype: DType | str = "bfloat16"
+) -> None:
     for operation in found.operations:
         with _with(found, operation):
-            yield timing.measure(operation, device, shape and tuple(shape), dtype or formats.bfloat16)
+            print(f"{lead}{timing.measure(operation, device, shape and tuple(shape), dtype)}")
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from fp8kit import formats
-
     found, device = sources.find(options.name), _device(options)
     _needs_gpu(found, device)
-    for result in _measurements(found, device, options.shape, formats.dtype(options.dtype)):
-        print(result)
+    _time(found, device, "", options.shape, options.dtype)
     if device.kind == "cpu" and not options.device:
-        print(f"fp8kit kernels: {_NO_GPU}", file=sys.stderr)
+        _say(_NO_GPU)
         return UNCHECKED
     return 0
 
@@ -307,39 +291,31 @@ def _diff(options: argparse.Namespace) -> int:
     found = [sources.find(options.a), sources.find(options.b)]
     parts, arch = _same_source(found[0], found[1]), _arch(options)
     texts = [part.text.splitlines() for part in parts]
-    print(
-        "\n".join(difflib.unified_diff(texts[0], texts[1], options.a, options.b, lineterm=""))
-        or "the sources are the same"
-    )
+    difference = difflib.unified_diff(texts[0], texts[1], options.a, options.b, lineterm="")
+    print("\n".join(difference) or "the sources are the same")
     used = [part.compiled(part.variant(), arch).resources for part in parts]
     functions = list(dict.fromkeys(f for part in parts for f in part.functions))
     rows = []
     for function in functions:
-        a, b = (_resources(each.get(function)) for each in used)
-        rows.append((function, *(cell for pair in zip(a, b, strict=True) for cell in pair)))
+        pairs = zip(*(_resources(each.get(function)) for each in used), strict=True)
+        rows.append((function, *itertools.chain(*pairs)))
     heads = [f"{what} {side}" for what in ("registers", "shared", "spills") for side in "AB"]
     _table((f"{sources.said(parts[0].variant())}, {arch}", *heads), rows)
     if not arrays.available("cuda"):
         print("time and errors of both: they need a GPU")
         return 0
-    wrong = False
-    operations = [op for op in found[0].operations if op in found[1].operations]
-    for side, name in zip("AB", found, strict=True):
-        one = Found(name.name, name.parts, tuple(operations), name.file)
-        wrong = _look(one, Device("cuda"), f"{side}: ") or wrong
-    return WRONG if wrong else 0
+    both = tuple(op for op in found[0].operations if op in found[1].operations)
+    wrong = [
+        _look(replace(one, operations=both), Device("cuda"), f"{side}: ")
+        for side, one in zip("AB", found, strict=True)
+    ]
+    return WRONG if any(wrong) else 0
 
 
 def _look(found: Found, device: Device, lead: str = "") -> bool:
     """Check and time, printed; whether anything is wrong."""
-    wrong = False
-    for report in _reports(found, device):
-        print(f"{lead}{report}")
-        for name, what in report.failures[:1]:
-            print(f"{lead}  {name}: {what}")
-        wrong = wrong or bool(report.failures)
-    for result in _measurements(found, device):
-        print(f"{lead}{result}")
+    wrong = _is_wrong(found, device, lead=lead, most=1)
+    _time(found, device, lead)
     return wrong
 
 
@@ -374,7 +350,7 @@ def watch(
                 print(_NO_GPU)
         # a version that is half written, or wrong: the next one may be better
         except (Fp8kitError, OSError) as error:
-            print(f"fp8kit kernels: {error}", file=sys.stderr)
+            _say(str(error))
             status = WRONG
         sys.stdout.flush()
     return status
@@ -385,8 +361,6 @@ def _stamps(path: Path) -> dict[str, int]:
     missing."""
     found = {}
     for each in (path, *sorted(path.parent.glob("*.cuh"))):
-        try:
+        with suppress(OSError):
             found[each.name] = each.stat().st_mtime_ns
-        except OSError:
-            continue
     return found

@@ -7,6 +7,7 @@ import argparse
 from typing import Any
 
 from fp8kit.backends.protocol import KERNELS
+from fp8kit.commands import command
 from fp8kit.errors import ArgumentError, meant
 from fp8kit.plugins.explanation import explain, listing, want_implementations
 
@@ -16,24 +17,16 @@ _KINDS = ("cpu", "cuda")
 def add(commands: Any) -> None:
     """Register the subcommand; ``commands`` is what ``ArgumentParser.add_subparsers`` returned."""
     what = "implementations of kernels: which there are, which are chosen and why"
-    parser = commands.add_parser("plugins", help=what, description=f"{what.capitalize()}.")
-    actions = parser.add_subparsers(dest="action", required=True)
-
-    def action(name: str, text: str, run: Any) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = actions.add_parser(
-            name, help=text, description=f"{text.capitalize()}."
-        )
-        made.add_argument("--device", choices=_KINDS, help="kind of device (both)")
-        made.set_defaults(run=run)
-        return made
-
-    action("list", "plugins, the policy, and every implementation of every kernel", _list)
-    action(
-        "explain", "who is asked for one kernel, in which order, and why the others are not", _explain
-    ).add_argument("op", metavar="OP", help="a kernel of the contract, such as gemm")
-    action("check", "run the contract's own tests against an implementation", _check).add_argument(
-        "name", metavar="NAME", help="an implementation's id, or an engine: all of its implementations"
-    )
+    actions = command(commands, "plugins", what).add_subparsers(dest="action", required=True)
+    command(actions, "list", "plugins, the policy, and every implementation of every kernel", _list)
+    about = "who is asked for one kernel, in which order, and why the others are not"
+    explaining = command(actions, "explain", about, _explain)
+    explaining.add_argument("op", metavar="OP", help="a kernel of the contract, such as gemm")
+    checking = command(actions, "check", "run the contract's own tests against an implementation", _check)
+    about = "an implementation's id, or an engine: all of its implementations"
+    checking.add_argument("name", metavar="NAME", help=about)
+    for action in actions.choices.values():
+        action.add_argument("--device", choices=_KINDS, help="kind of device (both)")
 
 
 def _kinds(options: argparse.Namespace) -> tuple[str, ...]:

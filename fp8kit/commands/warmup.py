@@ -6,10 +6,11 @@ import argparse
 import sys
 from typing import Any
 
-from fp8kit.commands import device_of, numbers
+from fp8kit.commands import add_device, command, device_of, numbers
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS
 
+SIZES = ("hidden", "ffn", "heads", "sequence", "batch")
 # name -> class in fp8kit.recipe
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
@@ -17,7 +18,7 @@ RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "bloc
 def add(commands: Any) -> None:
     """Add the command to ``commands``, what ``add_subparsers`` gave."""
     what = "compile the kernels of a training into the cache, side by side, and make its plans"
-    parser = commands.add_parser("warmup", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser = command(commands, "warmup", what, run)
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--preset", choices=PRESETS, help="sizes of one of fp8kit's models")
     sizes.add_argument(
@@ -39,11 +40,10 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="such as sm_90a: only compile, for a GPU of that architecture; needs no GPU",
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
+    add_device(parser)
     parser.add_argument(
         "--threads", type=int, metavar="N", help="that compile at once (as many as there are cores)"
     )
-    parser.set_defaults(run=run)
 
 
 def _layer(text: str) -> dict[str, int]:
@@ -56,10 +56,9 @@ def _layer(text: str) -> dict[str, int]:
         ) from None
     hidden, _, heads, *_ = sizes
     if hidden % heads:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected HIDDEN a multiple of HEADS: {hidden} is none of {heads}"
-        )
-    return dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), sizes, strict=False))
+        wanted = f"HIDDEN a multiple of HEADS: {hidden} is none of {heads}"
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {wanted}")
+    return dict(zip(SIZES, sizes, strict=False))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,18 +66,11 @@ def run(options: argparse.Namespace) -> int:
     from fp8kit import recipe
     from fp8kit.warmup import warmup
 
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = options.layer or {}
     if options.preset is not None:
         size = PRESETS[options.preset]
-        sizes = {
-            "hidden": size.hidden,
-            "ffn": 4 * size.hidden,
-            "heads": size.heads,
-            "sequence": size.context,
-            "batch": size.sequences,
-        }
-    if options.layer is not None:
-        sizes = options.layer
+        extents = size.hidden, 4 * size.hidden, size.heads, size.context, size.sequences
+        sizes = dict(zip(SIZES, extents, strict=True))
     # --arch needs none
     device = None if options.device is None or options.arch is not None else device_of(options)
     done = warmup(

@@ -44,10 +44,10 @@ class Verdict:
         """Bounds that do not hold; empty when all do, or there are none. A NaN fails."""
         if not self.judged:
             return []
-        bound = self.unigram - LEARNED
+        bound, losses = self.unigram - LEARNED, {"high-precision": self.high_precision, "FP8": self.fp8}
         failed = [
             f"the {name} loss {loss:.4f} is not below {bound:.4f} nats/byte (unigram entropy less {LEARNED})"
-            for name, loss in (("high-precision", self.high_precision), ("FP8", self.fp8))
+            for name, loss in losses.items()
             if not loss <= bound
         ]
         if not abs(self.gap) <= GAP:
@@ -81,21 +81,17 @@ def run_demo(
         f"tokens (bytes)\n{corpus}",
         flush=True,
     )
-    runs = [
-        train(preset, corpus, recipe, name, device, seed, stream)
-        for name, recipe in ((label, None), ("FP8", fp8_recipe(preset)))
-    ]
-    verdict = Verdict(
-        runs[0].validation_loss, runs[1].validation_loss, corpus.unigram_entropy(), preset.judged
-    )
+    recipes = {label: None, "FP8": fp8_recipe(preset)}
+    runs = [train(preset, corpus, recipe, name, device, seed, stream) for name, recipe in recipes.items()]
+    high, fp8 = (run.validation_loss for run in runs)
+    verdict = Verdict(high, fp8, corpus.unigram_entropy(), preset.judged)
     _write(out, runs, verdict, preset, seed)
     print(report(preset, device, runs, verdict, corpus))
     return verdict
 
 
 def _write(out: Path, runs: list[Run], verdict: Verdict, preset: Preset, seed: int) -> None:
-    curves = {run.label: run.losses for run in runs}
-    fp8 = runs[1]
+    curves, fp8 = {run.label: run.losses for run in runs}, runs[1]
     write_losses(out / "loss.csv", curves)
     plots.plot_losses(out / "loss.png", curves, verdict.unigram)
     write_statistics(out / "scales.csv", fp8.statistics)
@@ -124,22 +120,16 @@ def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, co
         f"{'':18}{'validation loss':>16}{'perplexity/byte':>17}{'time':>8}{'tokens/s':>12}",
     ]
     for run in runs:
-        rate = preset.tokens * preset.steps / run.seconds
-        lines.append(
-            f"{run.label:18}{run.validation_loss:16.4f}{math.exp(run.validation_loss):17.3f}"
-            f"{duration(run.seconds):>8}{rate:12,.0f}"
-        )
-    gap, entropy = f"{'gap':18}{verdict.gap:>+16.2%}", f"{'unigram entropy':18}{verdict.unigram:16.4f}"
-    if verdict.judged:
-        lines += [
-            f"{gap}   (bound: {GAP:.0%} either way)",
-            f"{entropy}   (bound: both losses at least {LEARNED} below it)",
-        ]
-    else:
-        lines += [
-            gap,
-            entropy,
-            "",
-            f"{preset.name} is too short to be judged: it shows that everything runs, not that it learns",
-        ]
+        loss, rate = run.validation_loss, preset.tokens * preset.steps / run.seconds
+        speed = f"{duration(run.seconds):>8}{rate:12,.0f}"
+        lines.append(f"{run.label:18}{loss:16.4f}{math.exp(loss):17.3f}{speed}")
+    bounds = f"   (bound: {GAP:.0%} either way)", f"   (bound: both losses at least {LEARNED} below it)"
+    gap, entropy = bounds if verdict.judged else ("", "")
+    lines += [
+        f"{'gap':18}{verdict.gap:>+16.2%}{gap}",
+        f"{'unigram entropy':18}{verdict.unigram:16.4f}{entropy}",
+    ]
+    if not verdict.judged:
+        why = "it shows that everything runs, not that it learns"
+        lines += ["", f"{preset.name} is too short to be judged: {why}"]
     return "\n".join(lines)

@@ -80,14 +80,10 @@ class GPT(nn.Module):
         that grow beyond ``context``.
         """
         if len(ids.shape) != 2 or not 0 < ids.shape[1] <= self.context:
-            raise ShapeError(
-                "GPT", "ids", f"shape {tuple(ids.shape)}", f"(sequences, length <= {self.context})"
-            )
-        positions = (
-            self._position_ids(*ids.shape)
-            if inference_params is None
-            else self._grown(inference_params, *ids.shape)
-        )
+            wanted = f"(sequences, length <= {self.context})"
+            raise ShapeError("GPT", "ids", f"shape {tuple(ids.shape)}", wanted)
+        sizes, step = tuple(ids.shape), inference_params
+        positions = self._position_ids(*sizes) if step is None else self._grown(step, *sizes)
         x = self.byte_embedding(ids) + self.position_embedding(positions)
         for layer in self.layers:
             x = layer(x, is_first_microbatch=is_first_microbatch, inference_params=inference_params)
@@ -96,13 +92,10 @@ class GPT(nn.Module):
 
     def _position_ids(self, sequences: int, length: int) -> Tensor:
         """0 .. length - 1 for each sequence, int64 (sequences, length), made once a shape."""
-        found = self._positions.get((sequences, length))
-        if found is None:
-            host = np.ascontiguousarray(
-                np.broadcast_to(np.arange(length, dtype=np.int64), (sequences, length))
-            )
-            found = self._positions[(sequences, length)] = tensor(host, device=self.device)
-        return found
+        if (sequences, length) not in self._positions:
+            host = np.tile(np.arange(length, dtype=np.int64), (sequences, 1))
+            self._positions[sequences, length] = tensor(host, device=self.device)
+        return self._positions[sequences, length]
 
     def _grown(self, step: nn.InferenceParams, sequences: int, length: int) -> Tensor:
         """Positions of a step's new tokens, int64 (sequences, length); those of padding are any."""
@@ -111,6 +104,11 @@ class GPT(nn.Module):
             raise ShapeError("GPT", "inference_params", got, f"{sequences} as ids, of up to {self.context}")
         positions = step.get_seqlens_pre_step()[:, None] + np.arange(length)
         return tensor(np.minimum(positions, self.context - 1).astype(np.int64), device=self.device)
+
+
+def precision(recipe: Recipe | None) -> autocast:
+    """The context of forward passes in FP8, for None in high precision."""
+    return autocast(enabled=recipe is not None, recipe=recipe)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -145,7 +143,7 @@ def generate(
     cache = nn.InferenceParams(1, model.context, device=model.device)
     for index in range(count):
         forward = _cached if use_cache and len(text) <= model.context else _whole
-        with no_grad(), autocast(enabled=recipe is not None, recipe=recipe):
+        with no_grad(), precision(recipe):
             logits = forward(model, text, cache, index == 0)  # the weights are cast once
         scores = logits.astype(np.float64) / temperature
         weights = np.exp(scores - scores.max())

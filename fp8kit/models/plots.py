@@ -69,17 +69,15 @@ def plot_statistics(path: Path, statistics: Sequence[Statistic]) -> None:
     picture = figure(figsize=(11, 6))
     grid = picture.subplots(2, len(TENSORS), sharex=True, squeeze=False)
     for column, kind in enumerate(TENSORS):
-        for i, layer in enumerate(layers):
-            rows = [row for row in statistics if row.layer == layer and row.tensor == kind]
-            steps = [row.step for row in rows]
-            colour = colours(i / max(1, len(layers) - 1))
-            grid[0, column].plot(steps, [row.amax or np.nan for row in rows], color=colour, linewidth=0.9)
-            grid[1, column].plot(steps, [row.scale for row in rows], color=colour, linewidth=0.9)
-        grid[0, column].set(title=kind.replace("_", " "), yscale="log")
-        grid[1, column].set(xlabel="step", yscale="log")
-        for axes in grid[:, column]:
+        for axes, name in zip(grid[:, column], ("amax", "scale"), strict=True):
+            for i, layer in enumerate(layers):
+                rows = [row for row in statistics if row.layer == layer and row.tensor == kind]
+                values = [getattr(row, name) or np.nan for row in rows]
+                colour = colours(i / max(1, len(layers) - 1))
+                axes.plot([row.step for row in rows], values, color=colour, linewidth=0.9)
+            axes.set(yscale="log", ylabel="" if column else name)
             axes.grid(alpha=0.25)
-    grid[0, 0].set_ylabel("amax")
-    grid[1, 0].set_ylabel("scale")
+        grid[0, column].set(title=kind.replace("_", " "))
+        grid[1, column].set(xlabel="step")
     picture.suptitle(f"Delayed scaling of {len(layers)} GEMMs, from the first (dark) to the last (light)")
     picture.savefig(path, dpi=150)

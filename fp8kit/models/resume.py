@@ -68,12 +68,8 @@ def identity(
     checked for, not all that bits depend on: number of threads, deterministic kernels, engine and versions of
     libraries are the user's to keep the same."""
     digest = hashlib.sha256(corpus.train.tobytes() + b"|" + corpus.validation.tobytes()).hexdigest()
-    compared = {each.name for each in dataclasses.fields(preset) if each.compare}
-    said = {
-        f"preset.{name}": repr(value)
-        for name, value in dataclasses.asdict(preset).items()
-        if name in compared
-    }
+    compared = (each.name for each in dataclasses.fields(preset) if each.compare)
+    said = {f"preset.{name}": repr(getattr(preset, name)) for name in compared}
     return said | {
         "label": label,
         "recipe": repr(recipe),
@@ -94,18 +90,14 @@ def differences(kept: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]
     names = [name for name, value in wanted.items() if kept.get(name) != value]
     follows = {"preset.warmup"} if "preset.steps" in names else set()
     if "preset.name" in names:
-        follows |= {name for name in names if name.startswith("preset.") and name != "preset.name"} | {
-            "recipe"
-        }
-    if "label" in names:
+        follows |= {name for name in names if name.startswith("preset.")} - {"preset.name"}
+    if {"preset.name", "label"} & set(names):
         follows.add("recipe")
 
     def one(name: str) -> str:
-        there, here = (
-            ("another", "this")
-            if name == "corpus"
-            else (kept.get(name, "none").strip("'"), wanted[name].strip("'"))
-        )
+        there, here = kept.get(name, "none").strip("'"), wanted[name].strip("'")
+        if name == "corpus":
+            there, here = "another", "this"
         return f"{_CALLED.get(name, name)}: {there} in the file, {here} here"
 
     return [one(name) for name in names if name not in follows]
@@ -132,21 +124,17 @@ class Checkpoint:
         not fit."""
         serialization.sweep(self.path)
         state, said = serialization.read(self.path)
-        if said.get("fp8kit") != KIND:
-            got = (
-                f"a file of kind {said['fp8kit']!r}" if "fp8kit" in said else "a file that holds no training"
-            )
+        kind = said.get("fp8kit")
+        if kind != KIND:
+            got = "a file that holds no training" if kind is None else f"a file of kind {kind!r}"
             raise CheckpointError("resume", str(self.path), got, f"one of kind {KIND!r}")
         if unlike := differences(said, self.identity):
             cure = "the same options continue it, another folder starts anew"
             if any(name.startswith("steps:") for name in unlike):
-                cure += (
-                    "; the learning rate follows the number of steps, so that a training cannot be made "
-                    "longer"
-                )
-            raise CheckpointError(
-                f"resume: {self.path} is of another training: {'; '.join(unlike[:8])}; {cure}"
-            )
+                why = "the learning rate follows the number of steps"
+                cure += f"; {why}, so that a training cannot be made longer"
+            where = f"resume: {self.path} is of another training"
+            raise CheckpointError(f"{where}: {'; '.join(unlike[:8])}; {cure}")
         try:
             self.bundle.load_state_dict(state)
         except CheckpointError as error:
@@ -172,10 +160,8 @@ class _Seen:
         """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not
         fit."""
         host = {name: arrays.as_view(array).numpy() for name, array in state.items()}
-        wanted = {"losses": np.float64, "statistics": np.uint8}
-        if {name: (array.dtype, array.ndim) for name, array in host.items()} != {
-            n: (np.dtype(k), 1) for n, k in wanted.items()
-        }:
+        wanted = {"losses": (np.float64, 1), "statistics": (np.uint8, 1)}
+        if {name: (array.dtype.type, array.ndim) for name, array in host.items()} != wanted:
             got = {name: f"{array.dtype} {array.shape}" for name, array in host.items()}
             raise CheckpointError("load", "losses, statistics", got, "float64 (steps,) and uint8 (bytes,)")
         try:

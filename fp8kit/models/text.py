@@ -68,12 +68,8 @@ def standard_library(max_bytes: int = 16 << 20, root: Path | None = None) -> Cor
         total += len(text)
         parts[validation].append(text)
     if total < LEAST_BYTES or not parts[0] or not parts[1]:
-        raise Fp8kitError(
-            "standard_library",
-            str(base),
-            f"{total} bytes of .py files",
-            f"at least {LEAST_BYTES} bytes of source",
-        )
+        wanted = f"at least {LEAST_BYTES} bytes of source"
+        raise Fp8kitError("standard_library", str(base), f"{total} bytes of .py files", wanted)
     return Corpus(*(np.frombuffer(b"".join(part), np.uint8) for part in parts))
 
 

@@ -6,21 +6,19 @@ import csv
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from fp8kit import arrays, formats, nn, optim
 from fp8kit.arrays import Device
-from fp8kit.autocast import autocast
 from fp8kit.autograd import Tensor, no_grad, tensor
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.formats import DType
 from fp8kit.models import text
-from fp8kit.models.gpt import GPT
+from fp8kit.models.gpt import GPT, precision
 from fp8kit.models.presets import Preset
 from fp8kit.models.progress import Progress
 from fp8kit.models.resume import Checkpoint, Run, Statistic, identity
@@ -40,10 +38,6 @@ def high_precision(device: Device) -> DType:
 def fp8_recipe(preset: Preset) -> DelayedScaling:
     """The recipe of the FP8 run: HYBRID, delayed scaling, with the preset's history."""
     return DelayedScaling(amax_history_len=preset.amax_history)
-
-
-def _precision(recipe: Recipe | None) -> AbstractContextManager[object]:
-    return autocast(enabled=recipe is not None, recipe=recipe)
 
 
 def train(
@@ -82,22 +76,17 @@ def train(
         lr=preset.learning_rate,
         betas=(0.9, 0.95),
     )
-    kept = (
-        None
-        if keep is None
-        else Checkpoint(keep, run, optimizer, identity(preset, corpus, recipe, label, device, seed))
-    )
+    kept = None
+    if keep is not None:
+        kept = Checkpoint(keep, run, optimizer, identity(preset, corpus, recipe, label, device, seed))
     if resume:
         if kept is None:
             raise Fp8kitError("train", "keep", None, "the file to resume from")
         kept.load()
-        there = f"step {len(run.losses)} of {preset.steps}"
-        end = (
-            "is complete: nothing is left to do"
-            if len(run.losses) == preset.steps
-            else f"continues after {there}"
-        )
-        print(f"{label}: {end}", file=sys.stderr if stream is None else stream)
+        end = f"continues after step {len(run.losses)} of {preset.steps}"
+        if len(run.losses) == preset.steps:
+            end = "is complete: nothing is left to do"
+        print(f"{label}: {end}", file=stream or sys.stderr)
     share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
     pending: list[list[Tensor]] = []
     start = time.perf_counter()
@@ -108,20 +97,19 @@ def train(
             optimizer.lr = optim.warmup_cosine(
                 step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10
             )
+            done = step + 1
+            numbers = range(step * preset.accumulate, done * preset.accumulate)
             pending.append(
-                [
-                    _microbatch(run, preset, corpus.train, seed, step, micro, share, device)
-                    for micro in range(preset.accumulate)
-                ]
+                [_microbatch(run, preset, corpus.train, seed, number, share) for number in numbers]
             )
             optim.clip_grad_norm_(parameters, preset.clip)
             optimizer.step()
             optimizer.zero_grad()
-            done = step + 1
             if recipe is not None and (done % preset.statistics_every == 0 or step == 0):
                 run.statistics += read_statistics(run.model, done)
-            due = kept is not None and (done == preset.steps or (save_every > 0 and done % save_every == 0))
-            if due or device.kind == "cpu" or done % DRAIN == 0 or step == 0 or done == preset.steps:
+            last = done == preset.steps
+            due = kept is not None and (last or (save_every > 0 and done % save_every == 0))
+            if due or device.kind == "cpu" or done % DRAIN == 0 or step == 0 or last:
                 _drain(run, pending)
                 pending.clear()
                 progress.update(done, loss=run.losses[-1])
@@ -133,22 +121,23 @@ def train(
     return run
 
 
-def _microbatch(
-    run: Run, preset: Preset, corpus: Bytes, seed: int, step: int, micro: int, share: Tensor, device: Device
-) -> Tensor:
-    """One forward and backward; returns the loss, not yet read."""
-    ids, targets = text.batch(
-        corpus, preset.sequences, preset.context, seed, step * preset.accumulate + micro
-    )
+def _microbatch(run: Run, preset: Preset, corpus: Bytes, seed: int, number: int, share: Tensor) -> Tensor:
+    """One forward and backward of the batch ``number``; returns the loss, not yet read."""
+    batch = text.batch(corpus, preset.sequences, preset.context, seed, number)
     # with several microbatches the weights are cast once a step
-    first = None if preset.accumulate == 1 else micro == 0
-    with _precision(run.recipe):
-        logits = run.model(
-            tensor(ids, device=device), is_first_microbatch=first if run.recipe is not None else None
-        )
-        loss = nn.cross_entropy(logits, tensor(targets, device=device))
+    several = run.recipe is not None and preset.accumulate > 1
+    loss = loss_of(run.model, batch, run.recipe, number % preset.accumulate == 0 if several else None)
     loss.backward(share)
     return loss.detach()
+
+
+def loss_of(
+    model: GPT, batch: Iterable[Any], recipe: Recipe | None, is_first_microbatch: bool | None = None
+) -> Tensor:
+    """The mean loss in nats/byte of ids and targets, arrays on the host, in the precision of ``recipe``."""
+    ids, targets = (tensor(part, device=model.device) for part in batch)
+    with precision(recipe):
+        return nn.cross_entropy(model(ids, is_first_microbatch=is_first_microbatch), targets)
 
 
 def _drain(run: Run, pending: Sequence[Sequence[Tensor]]) -> None:
@@ -157,9 +146,8 @@ def _drain(run: Run, pending: Sequence[Sequence[Tensor]]) -> None:
         value = sum(loss.item() for loss in losses) / len(losses)
         run.losses.append(value)
         if not math.isfinite(value):
-            raise Fp8kitError(
-                "train", f"loss of step {len(run.losses)} ({run.label})", value, "a finite number"
-            )
+            what = f"loss of step {len(run.losses)} ({run.label})"
+            raise Fp8kitError("train", what, value, "a finite number")
 
 
 def validate(model: GPT, preset: Preset, validation: Bytes, recipe: Recipe | None) -> float:
@@ -167,10 +155,9 @@ def validate(model: GPT, preset: Preset, validation: Bytes, recipe: Recipe | Non
     precision of ``recipe``."""
     total = 0.0
     for i in range(preset.validation_batches):
-        ids, targets = text.batch(validation, preset.sequences, preset.context, VALIDATION_SEED, i)
-        with no_grad(), _precision(recipe):
-            logits = model(tensor(ids, device=model.device))
-            total += nn.cross_entropy(logits, tensor(targets, device=model.device)).item()
+        batch = text.batch(validation, preset.sequences, preset.context, VALIDATION_SEED, i)
+        with no_grad():
+            total += loss_of(model, batch, recipe).item()
     return total / preset.validation_batches
 
 
@@ -185,18 +172,14 @@ def read_statistics(model: nn.Module, step: int) -> list[Statistic]:
         gemms: Sequence[str] = module.gemms  # type: ignore[attr-defined]
         # slots per GEMM: input, weight, output forward, and grad_output, grad_input backward; output and
         # grad_input stay high precision
-        for name, tensors, slots in (
-            ("scaling_fwd", ("input", "weight"), 3),
-            ("scaling_bwd", ("grad_output",), 2),
-        ):
+        kinds = (("scaling_fwd", ("input", "weight"), 3), ("scaling_bwd", ("grad_output",), 2))
+        for name, tensors, slots in kinds:
             views = meta[name].views
             amax, scale = views["amax_history"].numpy()[-1], views["scale"].numpy()
             for i, prefix in enumerate(gemms):
                 layer = f"{path}.{prefix.rstrip('_')}".rstrip(".")
-                for j, kind in enumerate(tensors):
-                    rows.append(
-                        Statistic(step, layer, kind, float(amax[slots * i + j]), float(scale[slots * i + j]))
-                    )
+                for slot, kind in enumerate(tensors, slots * i):
+                    rows.append(Statistic(step, layer, kind, float(amax[slot]), float(scale[slot])))
     return rows
 
 

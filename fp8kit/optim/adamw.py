@@ -44,13 +44,9 @@ class AdamW(Optimizer):
             beta1, beta2 = group["betas"]
         except (TypeError, ValueError):
             raise ArgumentError("AdamW", "hyperparameters: betas", group["betas"], "two numbers") from None
-        return (
-            rate("AdamW", group["lr"]),
-            number("AdamW", "betas", beta1, 1),
-            number("AdamW", "betas", beta2, 1),
-            number("AdamW", "eps", group["eps"]),
-            number("AdamW", "weight_decay", group["weight_decay"]),
-        )
+        betas = (number("AdamW", "betas", beta, 1) for beta in (beta1, beta2))
+        others = (number("AdamW", name, group[name]) for name in ("eps", "weight_decay"))
+        return (rate("AdamW", group["lr"]), *betas, *others)
 
     def nest(self, values: Sequence[float]) -> Group:
         return {"betas": (values[1], values[2]), "eps": values[3], "weight_decay": values[4]}
@@ -59,13 +55,4 @@ class AdamW(Optimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
-        kernels.adamw_(
-            *batch.columns("exp_avg", "exp_avg_sq"),
-            batch.lr,
-            *batch.hyper,
-            batch.weight_decays,
-            batch.step,
-            batch.inv_scale,
-            batch.found_inf,
-            stream,
-        )
+        kernels.adamw_(*batch.columns("exp_avg", "exp_avg_sq"), *batch.numbers(), stream)

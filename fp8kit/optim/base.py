@@ -18,12 +18,14 @@ from fp8kit import arrays, captured, serialization
 from fp8kit.arguments import flag, listed, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
+from fp8kit.autograd.tensors import fresh
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, ShapeError
-from fp8kit.formats import float32, int64
+from fp8kit.formats import DType, float32, float64, int64
 
 Group = dict[str, Any]
 Hyper = tuple[Any, ...]
+Wanted = dict[str, tuple[arrays.Shape, DType]]  # a saved array's name -> what it must be
 # a parameter, its gradient, lr, and the other hyperparameters
 Taking = tuple[Tensor, ArrayView, float | ArrayView, Hyper]
 
@@ -94,16 +96,15 @@ class Batch(NamedTuple):
     def columns(self, *slots: str) -> tuple[list[Any], ...]:
         """Lists of parameters, gradients, the arrays ``slots``, and masters, in the order of the kernels'
         arguments."""
-        params, grads, states, _ = zip(*self.entries, strict=True)
-        kept = [
-            [state.slot(name, param) for param, state in zip(params, states, strict=True)] for name in slots
-        ]
-        return (list(params), list(grads), *kept, [state.master for state in states])
+        params, grads, states, _ = map(list, zip(*self.entries, strict=True))
+        kept = ([entry.state.slot(name, entry.param) for entry in self.entries] for name in slots)
+        return (params, grads, *kept, [state.master for state in states])
 
-    @property
-    def weight_decays(self) -> list[float]:
-        """One for each parameter."""
-        return [entry.weight_decay for entry in self.entries]
+    def numbers(self) -> tuple[Any, ...]:
+        """What follows the lists in the kernels' arguments: hyperparameters, one weight decay for each
+        parameter, and what is read on the device."""
+        decays = [entry.weight_decay for entry in self.entries]
+        return (self.lr, *self.hyper, decays, self.step, self.inv_scale, self.found_inf)
 
 
 class Optimizer:
@@ -145,32 +146,20 @@ class Optimizer:
         self.param_groups: list[Group] = []
         seen: set[int] = set()
         for group in groups:
-            if not isinstance(group, Mapping):
-                raise ArgumentError(
-                    name, "param_groups", shown(group), 'a dict with "params" in each place, or tensors alone'
-                )
-            if "params" not in group:
-                raise ArgumentError(
-                    name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'
-                )
-            unknown = set(group) - {"params", *defaults}
-            if unknown:
-                raise ArgumentError(
-                    name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"
-                )
-            whole: Group = {
-                **defaults,
-                **group,
-                "params": listed(name, "params", group["params"], "a list of tensors"),
-            }
-            for param in whole["params"]:
+            if not isinstance(group, Mapping) or "params" not in group:
+                wanted = 'a dict with "params" in each place, or tensors alone'
+                raise ArgumentError(name, "param_groups", shown(group), wanted)
+            if unknown := set(group) - {"params", *defaults}:
+                wanted = f"params, {', '.join(defaults)}"
+                raise ArgumentError(name, "param_groups", f"unknown {sorted(unknown)}", wanted)
+            own = listed(name, "params", group["params"], "a list of tensors")
+            whole: Group = {**defaults, **group, "params": own}
+            for param in own:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
                     raise ArgumentError(name, "params", what, "different tensors that require grad")
                 seen.add(id(param))
-                if not param.view.contiguous or not param.view.writable:
-                    what = f"strides {param.view.strides} or memory that is read-only"
-                    raise ArgumentError(name, "params", what, "C-contiguous memory that may be written")
+                want_writable(name, "params", param.view)
             self.flat(whole)
             self.param_groups.append(whole)
         if not seen:
@@ -234,11 +223,8 @@ class Optimizer:
         for group in self.param_groups:
             hyper = self.flat(group)
             lr = hyper[0] if isinstance(hyper[0], float) else self._one("lr", hyper[0])
-            found += [
-                (param, self.gradient(param), lr, hyper[1:])
-                for param in group["params"]
-                if param.grad is not None
-            ]
+            having = (param for param in group["params"] if param.grad is not None)
+            found += [(param, self.gradient(param), lr, hyper[1:]) for param in having]
         return found
 
     def make_step(self, taking: Sequence[Taking], inv_scale: Any = None, found_inf: Any = None) -> None:
@@ -280,10 +266,8 @@ class Optimizer:
 
         def read() -> list[Any]:
             values = [value for group in self.param_groups for value in self.flat(group)]
-            return [
-                v if isinstance(v, float) or not hasattr(v, "shape") else arrays.as_view(v).ptr
-                for v in values
-            ] + [id(self._states)]
+            held = [arrays.as_view(v).ptr if hasattr(v, "shape") else v for v in values]
+            return [*held, id(self._states)]
 
         names = [
             f"{type(self).__name__}.param_groups[{i}]: {name}"
@@ -303,20 +287,20 @@ class Optimizer:
     def _counters(self, params: Sequence[Tensor]) -> list[_Counter]:
         """Make the states that are missing; the counters of ``params``, each once and with no other holders.
         Parameters that leave behind others which they shared a counter with get a copy of it."""
-        fresh: dict[arrays.Device, _Counter] = {}
+        new: dict[arrays.Device, _Counter] = {}
         taking: dict[int, list[_State]] = {}
         found: list[_Counter] = []
         for param in params:
             state = self._states.get(param)
             if state is None:
-                if param.device not in fresh:
-                    fresh[param.device] = _Counter(arrays.zeros((1,), int64, param.device))
-                state = self._states[param] = _State(param.view, fresh[param.device])
+                if param.device not in new:
+                    new[param.device] = _Counter(arrays.zeros((1,), int64, param.device))
+                state = self._states[param] = _State(param.view, new[param.device])
             taking.setdefault(id(state.counter), []).append(state)
         for states in taking.values():
             counter = states[0].counter
             if len(states) < counter.holders:
-                counter = _Counter(_copied(counter.view))
+                counter = _Counter(fresh(counter.view))
                 for state in states:
                     state.move(counter)
             found.append(counter)
@@ -333,10 +317,8 @@ class Optimizer:
 
     def _one(self, argument: str, value: Any) -> ArrayView:
         """A float32 array of one element on the parameters' device."""
-        view, devices = (
-            arrays.as_view(value, type(self).__name__, argument),
-            {param.device for param in self._params()},
-        )
+        view = arrays.as_view(value, type(self).__name__, argument)
+        devices = {param.device for param in self._params()}
         if view.size != 1 or view.dtype is not float32 or devices != {view.device}:
             got = f"{view.dtype.name} {view.shape} on {view.device}"
             wanted = f"one float32 element on {', '.join(map(str, devices))}"
@@ -349,15 +331,13 @@ class Optimizer:
         """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups,
         len(columns)), and for each parameter i that has taken a step its float32 arrays, ``exp_avg.i`` and so
         on, and ``master.i``. Waits for the device."""
-        counts: dict[int, int] = {}
+        states = [self._states.get(param) for param in self._params()]
+        counters = {id(state.counter): state.counter.view for state in states if state is not None}
+        counts = {key: int(view.numpy()[0]) for key, view in counters.items()}
+        steps = [0 if state is None else counts[id(state.counter)] for state in states]
         out: dict[str, ArrayView] = {}
-        steps = []
-        for i, param in enumerate(self._params()):
-            state = self._states.get(param)
-            if state is not None and id(state.counter) not in counts:
-                counts[id(state.counter)] = int(state.counter.view.numpy()[0])
-            steps.append(0 if state is None else counts[id(state.counter)])
-            if state is not None and steps[-1]:
+        for i, state in enumerate(states):
+            if state is not None and steps[i]:
                 out |= {f"{name}.{i}": view for name, view in state.named().items()}
         hyper = [[_host(value) for value in self.flat(group)] for group in self.param_groups]
         return {
@@ -373,44 +353,33 @@ class Optimizer:
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
         """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as
         ``load_state_dict``."""
-        params, width = self._params(), len(self.columns)
+        groups, params = len(self.param_groups), len(self._params())
         operation = f"{type(self).__name__}.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)
-        views = {
-            name: serialization.array(operation, name, array)
-            for name, array in serialization.mapping(operation, state).items()
-        }
-        wanted = {"steps": ((len(params),), "int64"), "hyper": ((len(self.param_groups), width), "float64")}
-        fits = {n: n in views and (views[n].shape, views[n].dtype.name) == w for n, w in wanted.items()}
-        steps = views["steps"].numpy() if fits["steps"] else np.zeros(len(params), np.int64)
-        rows = (
-            views["hyper"].numpy().tolist()
-            if fits["hyper"]
-            else [list(self.flat(group)) for group in self.param_groups]
-        )
-        owners = [row for row, group in zip(rows, self.param_groups, strict=True) for _ in group["params"]]
-        for i, (param, row) in enumerate(zip(params, owners, strict=True)):
+        views = state_views(operation, state)
+        wanted: Wanted = {"steps": ((params,), int64), "hyper": ((groups, len(self.columns)), float64)}
+        fits = {n: n in views and (views[n].shape, views[n].dtype) == wanted[n] for n in wanted}
+        steps = views["steps"].numpy() if fits["steps"] else np.zeros(params, np.int64)
+        saved = views["hyper"].numpy().tolist() if fits["hyper"] else []
+        rows = saved or [self.flat(group) for group in self.param_groups]
+        for i, (param, row) in enumerate(self._with_hyper(rows)):
             if steps[i]:
-                wanted |= {f"{name}.{i}": (param.shape, "float32") for name in self._kept(param, row)}
-        faults = []  # the causes first: with other steps other arrays are expected
-        for name, (shape, kind) in wanted.items():
-            if name in views and (views[name].shape, views[name].dtype.name) != (shape, kind):
-                faults.append(
-                    f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind} {shape}"
-                )
-        faults += [f"missing: {name}" for name in wanted if name not in views]
-        faults += [f"unexpected: {name}" for name in views if name not in wanted and strict]
+                wanted |= {f"{name}.{i}": (param.shape, float32) for name in self._kept(param, row)}
+        faults = faults_of(views, wanted, strict)
         if (steps < 0).any():
             faults.append(f"steps: got {steps.min()}, expected counts")
-        for row in rows if fits["hyper"] else ():
+        for row in saved:
             try:
                 self.flat({"lr": row[0], **self.nest(row)})
             except Fp8kitError as error:
                 faults.append(f"hyper: {error}")
-        if faults:
-            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-            raise CheckpointError(f"{type(self).__name__}.load_state_dict: {'; '.join(faults[:8])}{more}")
+        want_none(operation, faults)
         return lambda: self._take(views, steps.tolist(), rows)
+
+    def _with_hyper(self, rows: Sequence[Sequence[float]]) -> list[tuple[Tensor, Sequence[float]]]:
+        """Each parameter with the row of its group."""
+        groups = zip(self.param_groups, rows, strict=True)
+        return [(param, row) for group, row in groups for param in group["params"]]
 
     def _kept(self, param: Tensor, row: Sequence[float]) -> tuple[str, ...]:
         """Names of what is kept of a parameter under the hyperparameters of its group."""
@@ -427,21 +396,16 @@ class Optimizer:
             group |= self.nest(row)
         self._states = {}
         counters: dict[tuple[arrays.Device, int], _Counter] = {}
-        owners = [row for row, group in zip(rows, self.param_groups, strict=True) for _ in group["params"]]
-        for i, (param, row) in enumerate(zip(self._params(), owners, strict=True)):
+        for i, (param, row) in enumerate(self._with_hyper(rows)):
             if steps[i]:
                 key = (param.device, steps[i])
                 if key not in counters:
-                    counters[key] = _Counter(
-                        arrays.to(arrays.as_view(np.full(1, steps[i], np.int64)), param.device)
-                    )
+                    count = arrays.as_view(np.full(1, steps[i], np.int64))
+                    counters[key] = _Counter(arrays.to(count, param.device))
                 state = self._states[param] = _State(param.view, counters[key])
-                for name in self._kept(param, row):
-                    target = (
-                        state.master
-                        if name == "master" and state.master is not None
-                        else state.slot(name, param.view)
-                    )
+                for name in self.slots(row):
+                    state.slot(name, param.view)
+                for name, target in state.named().items():
                     arrays.copy(target, arrays.contiguous(views[f"{name}.{i}"]))
 
 
@@ -453,14 +417,41 @@ def rate(operation: str, value: Any) -> Any:
 
 
 def _host(value: Any) -> float:
-    return (
-        float(value)
-        if isinstance(value, int | float)
-        else float(arrays.as_view(value).numpy().reshape(-1)[0])
-    )
+    return float(value if isinstance(value, int | float) else arrays.as_view(value).numpy().item())
 
 
-def _copied(view: ArrayView) -> ArrayView:
-    own = arrays.empty(view.shape, view.dtype, view.device)
-    arrays.copy(own, view)
-    return own
+def want_writable(
+    operation: str, argument: str, view: ArrayView, kind: type[Fp8kitError] = ArgumentError
+) -> None:
+    """``kind`` for an array that is no C-contiguous memory that may be written."""
+    if not view.contiguous or not view.writable:
+        got = "read-only memory" if view.contiguous else f"strides {view.strides}"
+        raise kind(operation, argument, got, "C-contiguous memory that may be written")
+
+
+# --- checks of saved states ---------------------------------------------------------------------------------
+
+
+def state_views(operation: str, state: Any) -> dict[str, ArrayView]:
+    """A saved state's arrays; CheckpointError for what is none."""
+    entries = serialization.mapping(operation, state).items()
+    return {name: serialization.array(operation, name, value) for name, value in entries}
+
+
+def faults_of(views: Mapping[str, ArrayView], wanted: Wanted, strict: bool) -> list[str]:
+    """How arrays are not the ``wanted`` ones, in words; the causes first: with other steps other arrays are
+    expected."""
+    faults = [
+        f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind.name} {shape}"
+        for name, (shape, kind) in wanted.items()
+        if name in views and (views[name].shape, views[name].dtype) != (shape, kind)
+    ]
+    faults += [f"missing: {name}" for name in wanted if name not in views]
+    return faults + [f"unexpected: {name}" for name in views if name not in wanted and strict]
+
+
+def want_none(operation: str, faults: Sequence[str]) -> None:
+    """CheckpointError that lists up to 8 faults where there are any."""
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise CheckpointError(f"{operation}: {'; '.join(faults[:8])}{more}")

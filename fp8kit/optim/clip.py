@@ -12,6 +12,7 @@ from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError
 from fp8kit.formats import HIGH_PRECISION, float32, uint8
+from fp8kit.optim.base import want_writable
 from fp8kit.optim.scaler import GradScaler
 
 
@@ -25,9 +26,7 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     read-only, or ``max_norm`` is not finite and positive.
     """
     operation = "clip_grad_norm_"
-    limit = number(operation, "max_norm", max_norm)
-    if limit == 0:
-        raise ArgumentError(operation, "max_norm", max_norm, "a positive number")
+    limit = number(operation, "max_norm", max_norm, above=0.0)
     found = listed(operation, "params", params, "tensors, such as model.parameters()")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ArgumentError(operation, "scaler", type(scaler).__name__, "a GradScaler or None")
@@ -36,21 +35,13 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
             raise ArgumentError(operation, "params", type(param).__name__, "Tensors")
     grads = [arrays.as_view(param.grad, operation, "params") for param in found if param.grad is not None]
     if not grads:
-        raise ArgumentError(
-            operation, "params", f"{len(found)} tensors, none with a gradient", "at least one gradient"
-        )
+        got = f"{len(found)} tensors, none with a gradient"
+        raise ArgumentError(operation, "params", got, "at least one gradient")
     for grad in grads:
-        if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
-            what = (
-                f"a gradient of strides {grad.strides}"
-                if not grad.contiguous
-                else "a gradient in read-only memory"
-            )
-            raise ArgumentError(operation, "params", what, "C-contiguous gradients that may be written")
+        want_writable(operation, "params' gradients", grad)  # backward's are; a user may have set any array
         if grad.dtype not in HIGH_PRECISION:
-            raise ArgumentError(
-                operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"
-            )
+            wanted = "float32, bfloat16 or float16"
+            raise ArgumentError(operation, "params' gradients", grad.dtype.name, wanted)
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
         where = ", ".join(sorted(map(str, devices)))
@@ -58,9 +49,8 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     (device,) = devices
     kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     norm = arrays.empty((1,), float32, device)
-    workspace = arrays.empty(
-        (max(kernels.l2norm_workspace([grad.size for grad in grads]), 1),), uint8, device
-    )
+    space = max(kernels.l2norm_workspace([grad.size for grad in grads]), 1)
+    workspace = arrays.empty((space,), uint8, device)
     kernels.l2norm(grads, norm, workspace, stream)
     if scaler is not None and scaler.inv_scale is not None:
         kernels.scale_([norm], scaler.inv_scale, None, stream)
@@ -72,13 +62,10 @@ def warmup_cosine(step: int, lr: float, warmup_steps: int, total_steps: int, min
     """Learning rate of ``step`` (0, 1, ...): linear from lr / warmup_steps up to ``lr``, then half a cosine
     down to ``min_lr`` at ``total_steps``, and ``min_lr`` beyond (Loshchilov & Hutter 2017, one cycle).
     Fp8kitError unless 0 <= warmup_steps <= total_steps."""
-    for name, value in (("step", step), ("warmup_steps", warmup_steps), ("total_steps", total_steps)):
-        integer("warmup_cosine", name, value, 0)
-    lr, min_lr = number("warmup_cosine", "lr", lr), number("warmup_cosine", "min_lr", min_lr)
-    if not 0 <= warmup_steps <= total_steps:
-        raise ArgumentError(
-            "warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]"
-        )
+    operation = "warmup_cosine"
+    integer(operation, "step", step, 0)
+    integer(operation, "warmup_steps", warmup_steps, 0, integer(operation, "total_steps", total_steps, 0))
+    lr, min_lr = number(operation, "lr", lr), number(operation, "min_lr", min_lr)
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if step >= total_steps:

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays, captured, serialization
+from fp8kit import arrays, captured
 from fp8kit.arguments import flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh, record
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, CheckpointError, FormatError
-from fp8kit.formats import HIGH_PRECISION, float32
-from fp8kit.optim.base import Optimizer, Taking
+from fp8kit.formats import HIGH_PRECISION, float32, int64
+from fp8kit.optim.base import Optimizer, Taking, Wanted, faults_of, state_views, want_none, want_writable
 
-_DTYPES = {"scale": np.float32, "good_steps": np.int64}
+_STATE: Wanted = {"scale": ((1,), float32), "good_steps": ((1,), int64)}
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # of a factor
 _LIMITS = {"scale": (_LEAST, _MOST), "good_steps": (0, 2**63 - 1)}
 
@@ -69,13 +69,9 @@ class GradScaler:
     def _state(self, device: Device) -> dict[str, ArrayView]:
         """``scale``, ``inv_scale``, ``good_steps`` and ``found_inf`` on the device."""
         if not self._views:
-            host = self._host | {
-                "inv_scale": np.float32(1) / self._host["scale"],
-                "found_inf": np.zeros(1, np.float32),
-            }
-            self._views = {
-                name: arrays.to(arrays.as_view(array.copy()), device) for name, array in host.items()
-            }
+            inverse = np.float32(1) / self._host["scale"]
+            host = self._host | {"inv_scale": inverse, "found_inf": np.zeros(1, np.float32)}
+            self._views = {n: arrays.to(arrays.as_view(array.copy()), device) for n, array in host.items()}
         if self._views["scale"].device != device:
             raise BackendError(
                 "GradScaler", "device", device, f"{self._views['scale'].device}, where its state is"
@@ -89,11 +85,9 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """The present factor; waits for the device."""
-        return (
-            float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0])
-            if self.enabled
-            else 1.0
-        )
+        if not self.enabled:
+            return 1.0
+        return float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0])
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow,
@@ -124,11 +118,8 @@ class GradScaler:
         def read() -> list[Any]:
             return [getattr(self, name) for name in names] + [view.ptr for view in self._views.values()]
 
-        return (
-            [f"GradScaler.{name}" for name in names] + ["GradScaler: state, which was loaded"] * len(views),
-            read,
-            views,
-        )
+        shown_as = [f"GradScaler.{name}" for name in names]
+        return shown_as + ["GradScaler: state, which was loaded"] * len(views), read, views
 
     def _look(self, optimizer: Optimizer, taking: Sequence[Taking], unscale: bool) -> ArrayView | None:
         """found_inf of the gradients that the optimiser is ``taking``, None where there is none. ``unscale``:
@@ -158,17 +149,11 @@ class GradScaler:
         if optimizer in self._unscaled or optimizer in self._found:
             got = "one that was unscaled or stepped"
             raise ArgumentError("GradScaler.unscale_", "optimizer", got, "one call before its step")
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            if param.grad is None:
-                continue
+        for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if param.dtype is not float32:
                 raise FormatError("GradScaler.unscale_", "gradients", param.dtype.name, "float32")
-            grad = arrays.as_view(param.grad)
-            if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
-                what = f"strides {grad.strides}" if not grad.contiguous else "read-only memory"
-                raise FormatError(
-                    "GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"
-                )
+            # backward's are; a user may have set any array
+            want_writable("GradScaler.unscale_", "gradients", arrays.as_view(param.grad), FormatError)
         self._look(optimizer, optimizer.taking(), True)
         self._unscaled.add(optimizer)
 
@@ -178,10 +163,9 @@ class GradScaler:
         _optimizer("step", optimizer)
         # what the step refuses it refuses here, before anything is noted of it; it may be a user's own
         taking = optimizer.taking()
-        found = None
-        if self.enabled:
-            found = self._found.get(optimizer)  # once an update
-            found = self._look(optimizer, taking, False) if found is None else found
+        found = self._found.get(optimizer)  # once an update
+        if self.enabled and found is None:
+            found = self._look(optimizer, taking, False)
         by = None if found is None or optimizer in self._unscaled else self._views["inv_scale"]
         optimizer.step(by, found)
 
@@ -191,22 +175,15 @@ class GradScaler:
         if self._found:
             state = self._views
             device = state["scale"].device
-            dispatch.kernels(device).loss_scale_(
-                state["scale"],
-                state["inv_scale"],
-                state["good_steps"],
-                state["found_inf"],
-                self.growth_factor,
-                self.backoff_factor,
-                self.growth_interval,
-                arrays.current_stream(device),
-            )
+            views = (state[name] for name in ("scale", "inv_scale", "good_steps", "found_inf"))
+            factors = self.growth_factor, self.backoff_factor, self.growth_interval
+            dispatch.kernels(device).loss_scale_(*views, *factors, arrays.current_stream(device))
         self._found.clear()
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, ArrayView]:
         """``scale`` float32 [1] and ``good_steps`` int64 [1], for ``fk.save``."""
-        return {name: self._views.get(name, arrays.as_view(self._host[name])) for name in _DTYPES}
+        return {name: self._views.get(name, arrays.as_view(self._host[name])) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what ``state_dict`` gave. CheckpointError for missing or (``strict``) unexpected names,
@@ -219,24 +196,17 @@ class GradScaler:
         ``load_state_dict``."""
         operation = "GradScaler.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)
-        entries = serialization.mapping(operation, state).items()
-        host = {name: serialization.array(operation, name, value).numpy().copy() for name, value in entries}
-        faults = [f"missing: {n}" for n in _DTYPES if n not in host] + [
-            f"unexpected: {n}" for n in host if n not in _DTYPES and strict
-        ]
-        for name, kind in _DTYPES.items():
-            if name in host and (host[name].shape, host[name].dtype) != ((1,), kind):
-                faults.append(
-                    f"{name}: got {host[name].dtype} {host[name].shape}, expected {np.dtype(kind)} (1,)"
-                )
-            elif name in host and not _LIMITS[name][0] <= host[name][0].item() <= _LIMITS[name][1]:
-                faults.append(f"{name}: got {host[name][0]}, expected a finite number >= {_LIMITS[name][0]}")
-        if faults:
-            raise CheckpointError(f"GradScaler.load_state_dict: {'; '.join(faults)}")
+        views = state_views(operation, state)
+        faults = faults_of(views, _STATE, strict)
+        host = {name: views[name].numpy().copy() for name in _STATE if name in views}
+        for name, (least, most) in _LIMITS.items():
+            if name in host and host[name].shape == (1,) and not least <= host[name][0].item() <= most:
+                faults.append(f"{name}: got {host[name][0]}, expected a finite number >= {least}")
+        want_none(operation, faults)
 
         def take() -> None:
             device = self._views["scale"].device if self._views else None
-            self._host, self._views = {name: host[name] for name in _DTYPES}, {}
+            self._host, self._views = host, {}
             self._found.clear()
             self._unscaled.clear()
             if device is not None:

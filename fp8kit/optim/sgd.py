@@ -40,33 +40,20 @@ class SGD(Optimizer):
         nesterov: bool = False,
         write_fp8_weights: bool = False,
     ) -> None:
-        own = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, own, write_fp8_weights)
+        own = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**own, "nesterov": nesterov}, write_fp8_weights)
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
-        momentum, nesterov = number("SGD", "momentum", group["momentum"]), group["nesterov"]
-        dampening = number("SGD", "dampening", group["dampening"])
+        names, nesterov = ("momentum", "dampening", "weight_decay"), group["nesterov"]
+        momentum, dampening, decay = (number("SGD", name, group[name]) for name in names)
         if (
             not isinstance(nesterov, int | float | np.bool_)
             or nesterov not in (0, 1)
             or (nesterov and (momentum == 0 or dampening != 0))
         ):
-            raise ArgumentError(
-                "SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening"
-            )
-        return (
-            rate("SGD", group["lr"]),
-            momentum,
-            dampening,
-            bool(nesterov),
-            number("SGD", "weight_decay", group["weight_decay"]),
-        )
+            wanted = "a bool; True needs a momentum and no dampening"
+            raise ArgumentError("SGD", "nesterov", repr(nesterov), wanted)
+        return rate("SGD", group["lr"]), momentum, dampening, bool(nesterov), decay
 
     def nest(self, values: Sequence[float]) -> Group:
         return {
@@ -83,15 +70,5 @@ class SGD(Optimizer):
         slots = self.slots((0.0, *batch.hyper))
         params, grads, *buffers, masters = batch.columns(*slots)
         kernels.sgd_(
-            params,
-            grads,
-            buffers[0] if buffers else [None] * len(params),
-            masters,
-            batch.lr,
-            *batch.hyper,
-            batch.weight_decays,
-            batch.step,
-            batch.inv_scale,
-            batch.found_inf,
-            stream,
+            params, grads, buffers[0] if buffers else [None] * len(params), masters, *batch.numbers(), stream
         )

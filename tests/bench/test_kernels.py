@@ -164,9 +164,16 @@ def test_the_layers_sum_counts_each_kernel_as_often_as_it_runs():
     assert kernels.in_layer([{"uses": 1, "case": "failed"}])["status"] == "left out: a kernel has no time"
 
 
-def test_a_copy_copies_and_has_a_rate():
-    assert kernels.copy_ceiling(CPU, 1 << 16) > 0
-    kernels.copier(CPU, 100, 2)()
+def test_a_copy_copies_by_turns():
+    """The first of two sets twice, the second once."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.arrays, "copy", lambda target, source: seen.append((target, source)))
+        copy = kernels.copier(CPU, 100, 2)
+        for _ in range(3):
+            copy()
+    assert [view.nbytes for pair in seen for view in pair] == [50] * 6
+    assert seen[0] == seen[2] != seen[1]
 
 
 def test_random_data_have_no_zero_rows_and_no_equal_ones():

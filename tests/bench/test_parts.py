@@ -11,14 +11,14 @@ import pytest
 import fp8kit as fk
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends import dispatch
-from fp8kit.bench import breakeven, gemms, memory, plots, problem, skeleton, start, steps
+from fp8kit.bench import breakeven, gemms, layers, memory, plots, problem, skeleton, start
 from fp8kit.bench.casts import casts_part
 from fp8kit.bench.parts import NATIVE
 from fp8kit.bench.problem import native
 from fp8kit.bench.report import NO_TIME, Report, Setting
 from fp8kit.bench.sizes import FULL, SMALL, Layer
 from fp8kit.errors import Fp8kitError
-from fp8kit.spec import Operation
+from fp8kit.execution.bound import BoundOp
 
 pytestmark = pytest.mark.usefixtures("frozen_garbage")
 
@@ -139,11 +139,11 @@ def test_the_ledger_by_hand():
 
 
 def test_what_was_watched_is_as_before():
-    before = {kind: vars(kind).get("forward") for kind in memory._every(Operation)}
+    before = BoundOp.forward
     with memory.kept_tensors() as kept, fk.no_grad():
         fk.nn.Linear(4, 4, device="cpu")(np.ones((2, 4), np.float32))
     assert kept == []  # nothing is kept where no gradient is wanted
-    assert before == {kind: vars(kind).get("forward") for kind in memory._every(Operation)}
+    assert BoundOp.forward is before
 
 
 def test_the_peak_is_what_a_step_allocates():
@@ -242,11 +242,11 @@ def test_a_long_round_is_not_repeated():
 
 
 def test_steps():
-    rows = steps.steps_part(QUICK)
+    rows = layers.steps_part(QUICK)
     assert len(rows) == 4 * len(SMALL.layers)
     assert {(row["status"], row["check"]) for row in rows} == {("ok", "finite parameters")}
     assert all(row["ratio"] > 0 and row["gpu_ms"] > 0 for row in rows)
-    assert {row["status"] for row in steps.steps_part(QUICK.within(-1))} == {"left out: no time"}
+    assert {row["status"] for row in layers.steps_part(QUICK.within(-1))} == {"left out: no time"}
 
 
 # --- the start, casts, pictures -----------------------------------------------------------------------------

@@ -7,14 +7,14 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import formats, nn
-from fp8kit.arrays import CPU
-from fp8kit.bench import layers, problem
+from fp8kit.arrays import CPU, Device
+from fp8kit.bench import layers, problem, report
+from fp8kit.bench.contest import Contest
 from fp8kit.bench.problem import (
     RECIPES,
     Problem,
     Running,
     bounds,
-    captured,
     errors,
     native,
     parameter_shapes,
@@ -23,6 +23,7 @@ from fp8kit.bench.problem import (
 )
 from fp8kit.bench.report import Setting, Unavailable
 from fp8kit.bench.sizes import SMALL
+from fp8kit.bench.timing import WallClock
 from fp8kit.testing.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("frozen_garbage")
@@ -31,8 +32,8 @@ SIZES = {"Linear": (32, 48), "LayerNormMLP": (32, 64), "TransformerLayer": (32, 
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 
 
-def small(kind, layout="sbhd"):
-    return Problem(kind, SIZES[kind], 16, 2, CPU, 5, layout)
+def small(kind):
+    return Problem(kind, SIZES[kind], 16, 2, CPU, 5)
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -48,11 +49,10 @@ def test_weights_are_random_and_keep_the_variance():
     assert all((np.asarray(w, np.float32) != 0).any() for w in weights.values())
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_layouts_hold_the_same_problem(layout):
+def test_the_layer_gets_sequences_first():
     """A layer without attention across tokens would not notice; this one does: lengths and batch differ."""
-    made = small("TransformerLayer", layout)
-    assert made.x.shape == ((16, 2, 32) if layout == "sbhd" else (2, 16, 32))
+    made = small("TransformerLayer")
+    assert made.x.shape == (16, 2, 32)
     running = native(made, None)
     running.step()
     found = errors(made.branches(*running.results()), reference(made))
@@ -103,7 +103,10 @@ def test_a_wrong_a_failing_and_an_absent_contender_are_reported():
         "failing": failing,
         "absent": absent,
     }
-    rows = {row["case"]: row for row in layers.measure("w", made, contenders, QUICK)}
+    rows = {
+        row["case"]: row
+        for row in layers.entered(Contest(QUICK, "w"), made, contenders, layers.NATIVE).time()
+    }
     assert rows["right"]["status"] == "ok"
     assert rows["wrong"]["status"].startswith("WRONG: errors 1.")
     assert rows["stale"]["status"].startswith("WRONG: errors nan")
@@ -114,38 +117,41 @@ def test_a_wrong_a_failing_and_an_absent_contender_are_reported():
     assert "host_us" not in rows["right"]  # on the CPU it would be the same time again
 
 
-def test_further_calls_take_their_turns():
+def test_the_largest_layer_has_its_skeleton_beside_it_on_a_gpu(monkeypatch):
+    """It takes its turns like the others."""
     calls = []
-    rows = layers.measure(
-        "w",
-        small("Linear"),
-        {"a": lambda p: native(p, None)},
-        QUICK,
-        extra={"skeleton": lambda: calls.append(1)},
+    setting = Setting(Device("cuda"), SMALL, 1, 1, 1)
+    monkeypatch.setattr(layers, "entered", lambda contest, *given: None)
+    monkeypatch.setattr(layers, "skeletons", lambda layer, setting: {"skeleton": lambda: calls.append(layer)})
+    monkeypatch.setattr(report, "clock_for", lambda device: WallClock())
+    monkeypatch.setattr(layers.Contest, "time_host", lambda self, rounds, calls: [])
+    rows = layers.layer_part(setting)
+    assert [(row["workload"], row["case"]) for row in rows] == [("layer 64", "skeleton")]
+    assert rows[0]["gpu_ms"] > 0
+    assert calls == [SMALL.large] * 40  # ten warm-ups and thirty calls
+
+
+def test_a_captured_steps_results_stay_where_the_capture_wrote_them(monkeypatch):
+    """With a graph that runs its function twice, and does nothing after; what it returns is not copied."""
+    calls = []
+    monkeypatch.setattr(
+        problem.graphs, "graph", lambda function: lambda: calls.append(function() if len(calls) < 2 else None)
     )
-    assert [row["case"] for row in rows] == ["a", "skeleton"]
-    assert len(calls) == 2  # a warm-up and a call
-
-
-def test_graphs_are_asked_for_by_name(monkeypatch):
-    monkeypatch.setattr(problem.fp8kit, "graph", None, raising=False)
-    with pytest.raises(Unavailable, match=r"fk\.graph is missing"):
-        captured(lambda: None)
-    calls = []
-
-    def graph(function):
-        """Runs the function twice, and does nothing after."""
-        return lambda: calls.append(function() if len(calls) < 2 else None)
-
-    monkeypatch.setattr(problem.fp8kit, "graph", graph, raising=False)
-    step = captured(lambda: len(calls))
-    assert [step() for _ in range(4)] == [0, 1, 1, 1]
+    running = native(small("Linear"), None, graph=True)
+    running.step()
+    running.step()
+    before = running.results()
+    for _ in range(2):
+        running.step()
+        running.poison()
+    for got, wanted in zip(running.results(), before, strict=True):
+        np.testing.assert_array_equal(got.view(np.uint16), wanted.view(np.uint16))
     assert calls == [None] * 4
 
 
 def test_a_captured_step_gives_the_eager_result(monkeypatch):
     """A graph that runs its function stands in for the real one."""
-    monkeypatch.setattr(problem.fp8kit, "graph", lambda call: call, raising=False)
+    monkeypatch.setattr(problem.graphs, "graph", lambda call: call)
     made = small("Linear")
     with fk.deterministic():
         pair = [native(made, None, graph=graph) for graph in (False, True)]

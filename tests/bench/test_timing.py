@@ -37,14 +37,6 @@ def test_contenders_take_turns():
     assert medians(times) == {"a": 10.5, "b": 10.5}
 
 
-def test_each_contender_may_have_its_own_clock():
-    first: list[str] = []
-    second: list[str] = []
-    clocks = {"a": Counting(first), "b": Counting(second)}
-    times = interleaved({"a": lambda: first.append("a"), "b": lambda: second.append("b")}, clocks, 1, 2, 0)
-    assert times == {"a": [1, 2], "b": [1, 2]}
-
-
 def test_the_hosts_clock_counts_what_its_own_calls_take(monkeypatch):
     """On a device where a step is queued at once and takes a second: what the warm-ups have queued is over
     when the clock starts."""
@@ -185,11 +177,11 @@ def test_the_state_under_load(runtime, monkeypatch, printed, wanted):
 def test_events_see_what_the_device_does():
     """A copy of 1 GiB takes longer than one of 16 MiB, and less than a second; the state under load names a
     clock."""
-    from fp8kit.bench.kernels import copier, copy_ceiling
+    from fp8kit.bench.kernels import copier
 
     device = Device("cuda")
     steps = {"small": copier(device, 16 << 20), "large": copier(device, 1 << 30)}
     found = medians(interleaved(steps, clock_for(device), 3, 3))
     assert 0 < found["small"] < found["large"] < 1
-    assert copy_ceiling(device, 1 << 28) > 1e11
+    assert (1 << 30) / found["large"] > 1e11
     assert timing.gpu_state(device, steps["large"], 0.2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp8kit as fk
-from benchmarks import torch_cases, torch_kernels, torch_plain
+from benchmarks import parts, torch_cases, torch_kernels, torch_plain
 from fp8kit import arrays, recipe
 from fp8kit.arrays import CPU, Device
 from fp8kit.bench import breakeven, gemms, layers, skeleton
@@ -35,8 +35,8 @@ def _no_traces_left():
     torch._dynamo.reset()
 
 
-def small(kind, device="cpu", layout="sbhd"):
-    return Problem(kind, SIZES[kind], 16, 2, arrays.device(device), 5, layout)
+def small(kind, device="cpu"):
+    return Problem(kind, SIZES[kind], 16, 2, arrays.device(device), 5)
 
 
 def results(running):
@@ -52,12 +52,11 @@ def same(one, other):
 
 
 @devices
-@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 @pytest.mark.parametrize("kind", list(torch_plain.PLAIN))
-def test_frontends_agree_bit_for_bit(device, kind, layout):
+def test_frontends_agree_bit_for_bit(device, kind):
     """The native frontend and PyTorch's get the same weights and data, so a comparison of their times is
     one of frontends alone."""
-    problem = small(kind, device, layout)
+    problem = small(kind, device)
     with fk.deterministic():
         assert same(results(native(problem, None)), results(torch_cases.fp8kit_torch(problem, None)))
 
@@ -159,7 +158,7 @@ def test_who_takes_part():
 def test_a_workload_in_small(monkeypatch):
     monkeypatch.setattr(torch_cases, "version_of", lambda peer: "not installed")
     one = Setting(CPU, SMALL, 1, 1, 1)
-    rows = {row["case"]: row for row in layers.host_part(one, torch_cases.contenders, torch_cases.reference)}
+    rows = {row["case"]: row for row in layers.host_part(one, parts._FIELD)}
     assert rows[torch_cases.EAGER]["status"] == "ok"
     assert rows["Transformer Engine bf16"]["status"] == "not installed"
     assert all(rows[name]["host_us"] > 0 for name in rows if rows[name]["status"] == "ok")
