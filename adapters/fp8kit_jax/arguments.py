@@ -18,13 +18,17 @@ from fp8kit.ops.values import check_indices, check_sequences
 from fp8kit.spec import Meta
 
 
+def is_key(value: Any) -> bool:
+    """Whether it is one of JAX's typed keys, or an array of them."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def as_array(operation: str, argument: str, value: Any) -> Any:
     """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for
     anything else."""
     try:
         textual = isinstance(value, tuple | list) and np.asarray(value).dtype.kind not in "biufcV"
-        key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        if not (value is None or textual or key or isinstance(value, str | bytes)):
+        if not (value is None or textual or is_key(value) or isinstance(value, str | bytes)):
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
         pass
@@ -42,32 +46,19 @@ def as_rows(operation: str, argument: str, value: Any, last: str = "features") -
 def meta_of(operation: str, argument: str, value: Any) -> Meta:
     """Shape and dtype that ``as_array(value)`` will have, where it can be said without making it. FormatError
     for what is no array or has no dtype of fp8kit."""
-    key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if key or not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+    if is_key(value) or not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         value = as_array(operation, argument, value)
-    return Meta(
-        tuple(value.shape),
-        formats.dtype(np.dtype(jax.dtypes.canonicalize_dtype(value.dtype)), operation, argument),
-    )
-
-
-def struct_of(operation: str, argument: str, value: Any) -> Any:
-    """Shape and dtype of an array, a ``jax.ShapeDtypeStruct``. FormatError for what is no array."""
-    array = as_array(operation, argument, value)
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
+    return Meta(tuple(value.shape), formats.dtype(dtype, operation, argument))
 
 
 def want_alike(operation: str, x: Any, **parameters: Any) -> None:
     """FormatError, about ``x``, where the parameters by name, None where there is none, all have one other
     dtype. Those that are not alike among themselves, and other kinds of dtypes, the operation refuses by
     their own names."""
-    dtypes = {name: value.dtype for name, value in parameters.items() if hasattr(value, "dtype")}
-    if (
-        len(set(dtypes.values())) == 1
-        and x.dtype not in dtypes.values()
-        and jnp.issubdtype(x.dtype, jnp.floating)
-    ):
-        name, dtype = next(iter(dtypes.items()))
+    dtypes = {value.dtype: name for name, value in reversed(parameters.items()) if hasattr(value, "dtype")}
+    if len(dtypes) == 1 and x.dtype not in dtypes and jnp.issubdtype(x.dtype, jnp.floating):
+        ((dtype, name),) = dtypes.items()
         raise FormatError(operation, "x", x.dtype.name, f"{dtype.name} as {name}")
 
 
@@ -81,11 +72,8 @@ def check_fused(operation: str, fused: bool, what: str = "join_residual", **aske
 def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:
     """A static number within ``limits`` (``fp8kit.arguments.number``), also as an array without dimensions.
     ArgumentError for others."""
-    if (
-        not isinstance(value, jax.core.Tracer)
-        and getattr(value, "shape", None) == ()
-        and hasattr(value, "item")
-    ):
+    scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    if scalar and not isinstance(value, jax.core.Tracer):
         value = value.item()
     return number(operation, argument, value, **limits)
 
@@ -107,14 +95,12 @@ def check_targets(operation: str, argument: str, targets: Any, classes: int, ign
 
 
 def _host(value: Any) -> ArrayView | None:
-    if value is None or isinstance(value, jax.core.Tracer):
+    if value is None or isinstance(value, jax.core.Tracer) or is_key(value):  # keys are refused elsewhere
         return None
     if isinstance(value, jax.Array) and not (
         value.is_fully_addressable and all(d.platform == "cpu" for d in value.devices())
     ):
         return None
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return None  # refused where it is made an array
     host = np.asarray(value)
     if isinstance(value, tuple | list) and host.dtype.kind in "iu":  # what JAX makes of them
         host = host.astype(np.int32)

@@ -79,16 +79,9 @@ def dot_product_attention(
 
     Returns h (b, s_q, heads, d_v), or as query's format has it.
     """
-    options = dict(locals())
-    layers = {name: options.pop(name) for name in ("query", "key", "value")}
-    layers = {
-        name: as_array(_OP, name, value)
-        for name, value in layers.items()
-        if value is not None or name == "query"
-    }
-    call = _resolved(layers, options)
+    call = _resolved(locals())
     inputs = call.inputs | (rng_inputs(dropout_key) if call.spec.dropout else {})
-    return apply(attention, call.spec, inputs, pairs=("rng",), flat=call.flat, views={"o": call.o})["o"]
+    return apply(attention, call.spec, inputs, flat=call.flat, views={"o": call.o})["o"]
 
 
 _DEFAULTS = {
@@ -98,15 +91,8 @@ _DEFAULTS = {
 }
 # arguments of the function that a module leaves to its caller
 OPTIONS = tuple(name for name in _DEFAULTS if not name.startswith("dropout"))
-_CHECKED = (
-    "qkv_format",
-    "attn_mask_type",
-    "softmax_type",
-    "attn_bias_type",
-    "bottom_right_diagonal",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-)
+# those that are checked by rule: any number is a scale
+_RULES = {name: RULES[name] for name in OPTIONS if name in RULES and name != "scale_factor"}
 _BESIDE = (
     "mask",
     "bias",
@@ -122,11 +108,10 @@ def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> 
     """Raise what ``dot_product_attention`` would raise for these arguments, and compute nothing: a layer's
     check before its projections run.
 
-    ``query``, ``key``, ``value``: ``jax.ShapeDtypeStruct``s, ``options``: as there, without a
+    ``query``, ``key``, ``value``: arrays or ``jax.ShapeDtypeStruct``s, ``options``: as there, without a
     key."""
     known(_OP, options)
-    layers = {name: a for name, a in (("query", query), ("key", key), ("value", value)) if a is not None}
-    call = _resolved(layers, _DEFAULTS | options | {"dropout_rate": 0.0})
+    call = _resolved(_DEFAULTS | {"query": query, "key": key, "value": value} | options)
     metas = {name: meta_of(_OP, name, value) for name, value in call.inputs.items() if value is not None}
     attention.infer(
         call.spec,
@@ -154,22 +139,21 @@ class _Call(NamedTuple):
     o: tuple[int, ...]
 
 
-def _resolved(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> _Call:
-    """The call of the operation for query, key and value, arrays or their shapes and dtypes by name, and all
-    options of the function. Checks everything but the shapes and dtypes that the operation checks."""
+def _resolved(options: Mapping[str, Any]) -> _Call:
+    """The call of the operation for all arguments of the function by name; layers may be shapes and dtypes.
+    Checks everything but the shapes and dtypes that the operation checks."""
+    tensors = {
+        name: value if isinstance(value, jax.ShapeDtypeStruct) else as_array(_OP, name, value)
+        for name in ("query", "key", "value")
+        if (value := options[name]) is not None or name == "query"
+    }
+    check(_OP, _RULES, options)
     layers, window = list(tensors.values()), options["window_size"]
-    check(_OP, RULES, {name: options[name] for name in _CHECKED})
     rate = as_number(_OP, "dropout_rate", options["dropout_rate"], below=1.0)
     if rate and options["dropout_key"] is None:
         raise ShapeError(_OP, "dropout_key", None, f"a JAX key with dropout_rate {rate}")
     scale = options["scale_factor"]
     scale = 0.0 if scale is None else as_number(_OP, "scale_factor", scale, least=-math.inf)
-    if window is not None and (
-        not isinstance(window, tuple | list) or not all(isinstance(n, int) for n in window)
-    ):
-        raise ShapeError(
-            _OP, "window_size", shown(window), "(left, right), each -1 (unbounded) or more, or None"
-        )
     form = options["qkv_format"]
     dims, (layout, names, packed) = 3 if form == "thd" else 4, LAYOUTS[len(layers)]
     if ("value" in tensors and "key" not in tensors) or any(
@@ -205,9 +189,8 @@ def _resolved(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> _Call:
         *longest.values(),
     )
     for (side, most), layer in zip(longest.items(), (layers[0], layers[:2][-1]), strict=True):
-        total, most = (
-            (layer.shape[0], most or None) if form == "thd" else (None, layer.shape[form.index("s")])
-        )
+        thd = form == "thd"
+        total, most = (layer.shape[0], most or None) if thd else (None, layer.shape[form.index("s")])
         check_sums(_OP, inputs, f"cu_seqlens_{side}", total, most)
     flat = {
         name: (*a.shape[: dims - 2], math.prod(a.shape[dims - 2 :]))

@@ -39,7 +39,6 @@ import tvm_ffi
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, ArrayView, Device
-from fp8kit.backends.dispatch import registry
 from fp8kit.execution.plans import plans
 from fp8kit.formats import DTYPES
 from fp8kit.spec import Meta
@@ -163,9 +162,9 @@ def _receiver(kind: str) -> Callable[..., None]:
             # XLA takes them back: an exception that an engine keeps, Numba in cycles, keeps this frame too.
             # No frame above may hold them
             values, tensors, place = (), [], None
-            key = ("jax", device, low, high, registry.version)
+            key = ("jax", device, low, high)
             op: Any = plans.get(key)
-            if op is None:
+            if op is None or not op.current:
                 if kind == "cuda":
                     arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
                 op = plans.put(key, program.prepare(_text(words), device))

@@ -3,13 +3,12 @@ parameters are made."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from fp8kit.arguments import Rule, check, flag, integer, named, number, one, optional, shown
+from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, shown
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.arguments import CONSTRUCTED, probability, size
 from fp8kit.ops.attention_spec import BIASES, MASKS
@@ -18,24 +17,19 @@ from fp8kit_jax.activations import ACTIVATION_TYPES
 ALIASES = {"causal_padding": "padding_causal"}  # of masks; Transformer Engine's
 
 
-def length(operation: str, name: str, value: Any) -> None:
-    """An int that is not negative."""
-    integer(operation, name, value, 0, 2**31 - 1)
+def within(least: int, most: int) -> Rule:
+    """An int in [least, most]."""
+    return lambda operation, name, value: integer(operation, name, value, least, most)
 
 
-def sizes(operation: str, name: str, value: Any) -> None:
-    """One of them, or several."""
-    if not isinstance(value, tuple | list) or not value:
-        size(operation, name, value)
-        return
-    for extent in value:
-        size(operation, name, extent)
+def several(rule: Rule) -> Rule:
+    """``rule`` of a value, or of each of several."""
 
+    def every(operation: str, name: str, value: Any) -> None:
+        for part in value if isinstance(value, tuple | list) and value else (value,):
+            rule(operation, name, part)
 
-def axes(operation: str, name: str, value: Any) -> None:
-    """An int of any sign, or several."""
-    for axis in value if isinstance(value, tuple | list) and value else (value,):
-        integer(operation, name, axis, -64, 63)
+    return every
 
 
 def factor(operation: str, name: str, value: Any) -> None:
@@ -47,12 +41,9 @@ def factor(operation: str, name: str, value: Any) -> None:
 def dtype(operation: str, name: str, value: Any) -> None:
     """float32, bfloat16 or float16, in a way that JAX takes."""
     array = hasattr(value, "__array__") and not isinstance(value, type)
+    plain = not array and not isinstance(value, tuple | list | dict | None)
     try:
-        if (
-            not array
-            and not isinstance(value, tuple | list | dict | None)
-            and np.dtype(value) in (jnp.float32, jnp.bfloat16, jnp.float16)
-        ):
+        if plain and np.dtype(value) in (jnp.float32, jnp.bfloat16, jnp.float16):
             return
     except (TypeError, ValueError):
         pass
@@ -61,11 +52,8 @@ def dtype(operation: str, name: str, value: Any) -> None:
 
 def activations(operation: str, name: str, value: Any) -> None:
     """A key of ``ACTIVATION_TYPES``, or a list of its words."""
-    if (
-        not isinstance(value, tuple | list)
-        or not all(isinstance(word, str) for word in value)
-        or tuple(value) not in ACTIVATION_TYPES
-    ):
+    words = isinstance(value, tuple | list) and all(isinstance(word, str) for word in value)
+    if not words or tuple(value) not in ACTIVATION_TYPES:
         raise ArgumentError(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}")
 
 
@@ -86,7 +74,7 @@ RULES: dict[str, Rule] = {
         """low_rank_adaptation_dim intermediate_dim head_dim mlp_hidden_size num_features num_buckets
         max_distance""",
     ),
-    **named(length, "max_seqlen_q max_seqlen_kv"),
+    **named(within(0, 2**31 - 1), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "intermediate_dropout_rate intermediate_dropout drop_path rate"),
     **named(activations, "activations mlp_activations"),
     **named(one(*MASKS, *ALIASES), "attn_mask_type self_attn_mask_type"),
@@ -94,17 +82,9 @@ RULES: dict[str, Rule] = {
     **named(optional(factor), "low_rank_adaptation_alpha depth_scaling scale_factor"),
     "transpose_batch_sequence": optional(flag),
     "epsilon": number,
-    "features": sizes,
-    "axis": axes,
+    "features": several(size),
+    "axis": several(within(-64, 63)),
     "dtype": dtype,
     "layernorm_type": one("layernorm", "rmsnorm"),
 }
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype
-
-
-def check_module(module: Any, rules: dict[str, Rule] = RULES) -> None:
-    """ArgumentError for the fields of a Flax module that ``rules`` refuse."""
-    values = {
-        field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in rules
-    }
-    check(type(module).__name__, rules, values)

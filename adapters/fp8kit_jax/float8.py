@@ -91,7 +91,7 @@ def quantize(
         if jnp.iscomplexobj(scales):
             raise FormatError("quantize", "scale", scales.dtype, "float32")
         inputs["scale"] = scales.astype(jnp.float32).reshape(-1)
-    out = apply(casts.quantize, spec, inputs, pairs=("rng",))
+    out = apply(casts.quantize, spec, inputs)
     return ScaledTensor(
         jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling
     )

@@ -20,7 +20,7 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, want_alike
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, is_key, want_alike
 from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
@@ -83,9 +83,8 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
         raise ShapeError("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}")
     keep = jnp.broadcast_to(mask == 0, logits.shape)
     seen = keep.any(-1, keepdims=True)
-    return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(
-        logits.dtype
-    )
+    found = jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1)
+    return jnp.where(seen, found, 0.0).astype(logits.dtype)
 
 
 def fused_cross_entropy(
@@ -131,15 +130,11 @@ def rope(
     """
     x = as_array("rope", "x", x)
     if x.ndim < 3:
-        raise ShapeError(
-            "rope",
-            "x",
-            f"shape {x.shape}",
-            "(batch, sequence, heads, features), or (tokens, heads, features)",
-        )
-    heads, dim = x.shape[-2:]
+        wanted = "(batch, sequence, heads, features), or (tokens, heads, features)"
+        raise ShapeError("rope", "x", f"shape {x.shape}", wanted)
     choice("rope", "qkv_format", qkv_format, FORMATS)
-    spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, flag("rope", "interleaved", interleaved))
+    segment = (*x.shape[-2:], "freqs")
+    spec = RopeSpec((segment,), qkv_format, flag("rope", "interleaved", interleaved))
     sums = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
     check_sums("rope", sums, "cu_seqlens", x.shape[0])
     inputs = {"x": x, "freqs": freqs, "start_positions": start_positions} | sums
@@ -164,12 +159,12 @@ def rng_words(key: Any) -> Any:
     """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words first; a
     key of two words is a seed. So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what
     ``fp8kit.manual_seed(seed)`` draws first. FormatError for what is no key."""
-    wide = isinstance(key, jax.Array | np.ndarray)
-    if not wide or not (
-        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype.kind in "iu" and key.size)
-    ):
+    if is_key(key):
+        data = jax.random.key_data(key)
+    elif isinstance(key, jax.Array | np.ndarray) and key.dtype.kind in "iu" and key.size:
+        data = jnp.asarray(key)
+    else:
         raise FormatError("rng", "key", shown(key), "a JAX key")
-    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     flat = data.reshape(-1)[:4].astype(jnp.uint32)
     return jnp.concatenate([flat, jnp.zeros(4 - flat.shape[0], jnp.uint32)])
 
@@ -181,8 +176,7 @@ def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
     ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a
     native layer what JAX's functions drop with these keys. FormatError for what is not one key.
     """
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if np.shape(key) not in (((),) if typed else ((2,), (4,))):
+    if np.shape(key) not in (((),) if is_key(key) else ((2,), (4,))):
         raise FormatError("dropout_seed", "key", f"shape {np.shape(key)}", "one JAX key")
     return np.asarray(rng_words(key)).view(np.int64)
 
@@ -190,11 +184,9 @@ def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
 def rng_inputs(key: Any) -> dict[str, Any]:
     """The input ``rng`` for a key, as JAX's configuration holds int64."""
     words = rng_words(key)
-    return {
-        "rng": jax.lax.bitcast_convert_type(words.reshape(2, 2), jnp.int64)
-        if jax.config.jax_enable_x64
-        else words
-    }
+    if jax.config.jax_enable_x64:
+        words = jax.lax.bitcast_convert_type(words.reshape(2, 2), jnp.int64)
+    return {"rng": words}
 
 
 def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.0, key: Any = None) -> Any:
@@ -205,7 +197,7 @@ def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.
         raise ShapeError("dropout_add", "key", None, f"a JAX key with rate {rate}")
     spec = DropoutAddSpec(x.shape[-1], rate)
     inputs = {"x": x, "residual": residual, "bias": bias} | (rng_inputs(key) if rate else {})
-    return apply(dropout_add_operation, spec, inputs, pairs=("rng",))["y"]
+    return apply(dropout_add_operation, spec, inputs)["y"]
 
 
 def drop_path(
@@ -223,4 +215,4 @@ def drop_path(
     spec = DropPathSpec(x.shape[-1], rate, qkv_format)
     check_sums("drop_path", {"cu_seqlens": cu_seqlens}, "cu_seqlens", x.shape[0])
     inputs = {"x": x, "residual": residual, "starts": cu_seqlens, **rng_inputs(key)}
-    return apply(drop_path_operation, spec, inputs, pairs=("rng",))["y"]
+    return apply(drop_path_operation, spec, inputs)["y"]

@@ -29,7 +29,7 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.spec import Meta
 from fp8kit_jax import calls, manual, sharding
-from fp8kit_jax.program import Program, XlaOp
+from fp8kit_jax.program import Named, Program, XlaOp
 
 call_p = Primitive("fp8kit_call")
 part_p = Primitive("fp8kit_part")  # the same, on one device for certain
@@ -63,7 +63,7 @@ def _several() -> bool:
 def _split(program: Program, mesh: Any, wide: bool) -> Any:
     """The split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64 bits
     (``wire``)."""
-    shapes = [jax.ShapeDtypeStruct(*wire(meta, shape)) for meta, shape in _both(program, "arguments")]
+    shapes = [jax.ShapeDtypeStruct(*wired) for wired in _wired(program, "arguments")]
     return jax.make_jaxpr(sharding.partitioned(program, part_p.bind, wide))(*shapes)
 
 
@@ -83,36 +83,30 @@ def wire(meta: Meta, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[
     return shape, meta.dtype.numpy
 
 
-def _both(program: Program, kind: str) -> list[tuple[Meta, tuple[int, ...]]]:
-    """The metas of "arguments" or "results", each with its shape in JAX."""
-    return [
-        (meta, shape)
-        for (_, meta), (_, shape) in zip(getattr(program, kind), program.seen(kind), strict=True)
-    ]
+def _wired(program: Program, kind: str) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shapes and dtypes of "arguments" or "results" as JAX holds them."""
+    metas: Named = getattr(program, kind)
+    return [wire(meta, shape) for (_, meta), (_, shape) in zip(metas, program.seen(kind), strict=True)]
 
 
-def _like(aval: Any, meta: Meta, shape: tuple[int, ...]) -> Any:
-    """An abstract array of ``meta`` on the same mesh and varying over the same manual axes as ``aval``."""
-    shape, dtype = wire(meta, shape)
-    sharding = jax.sharding.NamedSharding(
-        aval.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape))
-    )
+def _like(aval: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """An abstract array on the same mesh and varying over the same manual axes as ``aval``."""
+    whole = jax.sharding.PartitionSpec(*[None] * len(shape))
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, whole)
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 @call_p.def_abstract_eval
 def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
-    for (name, _), (meta, seen), aval in zip(
-        program.arguments, _both(program, "arguments"), avals, strict=True
-    ):
-        shape, dtype = wire(meta, seen)
+    arguments = zip(program.arguments, _wired(program, "arguments"), avals, strict=True)
+    for (name, _), (shape, dtype), aval in arguments:
         if tuple(aval.shape) != shape:
             raise ShapeError(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}")
         if aval.dtype != dtype:
             raise FormatError(program.operation, name, aval.dtype.name, dtype.name)
     # results vary over every axis over which an argument varies
     widest = max(avals, key=lambda aval: len(manual.varying(aval)))
-    return [_like(widest, meta, shape) for meta, shape in _both(program, "results")]
+    return [_like(widest, shape, dtype) for shape, dtype in _wired(program, "results")]
 
 
 part_p.def_abstract_eval(_abstract)
@@ -152,9 +146,9 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
 def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> Any:
     """Split over devices where XLA has several to itself; in a shard_map, and on one device, as it is."""
     axes = ctx.module_context.axis_context
-    several = getattr(axes, "num_devices", 1) > 1
+    split = split if getattr(axes, "num_devices", 1) > 1 else None
     # no argument of jit says it; the mesh that is set does
-    if several and split is not None and axes.abstract_mesh is None:
+    if split is not None and axes.abstract_mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.size != axes.num_devices:
             got = f"shardings over {axes.num_devices} devices, none of an argument with a mesh"
@@ -164,11 +158,7 @@ def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> A
         ctx = ctx.replace(
             module_context=ctx.module_context.replace(axis_context=replace(axes, abstract_mesh=mesh))
         )
-    run = (
-        jaxpr_as_fun(split)
-        if several and split is not None
-        else functools.partial(part_p.bind, program=program)
-    )
+    run = functools.partial(part_p.bind, program=program) if split is None else jaxpr_as_fun(split)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
@@ -181,33 +171,26 @@ for _platform in DEVICES:
 
 
 def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:
-    moved = [a if dim is None else _front(a, dim) for a, dim in zip(arrays, dims, strict=True)]
-    names = [name for name, _ in program.arguments]
-    rows = _independent_rows(program)
-    batched = [name for name, dim in zip(names, dims, strict=True) if dim is not None]
-    if batched and batched == [name for name in names if name in rows]:
-        size = moved[names.index(batched[0])].shape[0]
-        metas = tuple(
-            (name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta)
-            for name, meta in program.metas
-        )
-        inputs = dict(program.metas)
-        views = tuple(
-            (name, shape if name in inputs and name not in rows else (size, *shape))
-            for name, shape in program.views
-        )
-        wide = replace(program, metas=metas, views=views)
-        results = zip(bind(*moved, program=wide), program.seen("results"), strict=True)
-        return [result.reshape(size, *shape) for result, (_, shape) in results], [0] * len(wide.results)
+    named = {name: (a, dim) for (name, _), a, dim in zip(program.arguments, arrays, dims, strict=True)}
+    batched = {n: jax.numpy.moveaxis(a, dim, 0) for n, (a, dim) in named.items() if dim is not None}
+    whole = {name: array for name, (array, dim) in named.items() if dim is None}
 
-    def one(parts: list[Any]) -> list[Any]:
-        rest = iter(parts)
-        return bind(
-            *(a if dim is None else next(rest) for a, dim in zip(moved, dims, strict=True)), program=program
-        )
+    def run(parts: dict[str, Any], program: Program = program) -> list[Any]:
+        every = whole | parts
+        return bind(*(every[name] for name in named), program=program)
 
-    mapped = [a for a, dim in zip(moved, dims, strict=True) if dim is not None]
-    return jax.lax.map(one, mapped), [0] * len(program.results)
+    rows, front = _independent_rows(program), [0] * len(program.results)
+    if batched.keys() != named.keys() & rows:
+        return jax.lax.map(run, batched), front
+    size = next(iter(batched.values())).shape[0]
+    metas = tuple(
+        (name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta)
+        for name, meta in program.metas
+    )
+    views = tuple((name, shape if name in whole else (size, *shape)) for name, shape in program.views)
+    results = run(batched, replace(program, metas=metas, views=views))
+    seen = zip(results, program.seen("results"), strict=True)
+    return [result.reshape(size, *shape) for result, (_, shape) in seen], front
 
 
 def _independent_rows(program: Program) -> tuple[str, ...]:
@@ -216,10 +199,6 @@ def _independent_rows(program: Program) -> tuple[str, ...]:
     if program.face != "forward" or summed:
         return ()
     return program.op.independent_rows(program.spec, program.interface.signature.saved)
-
-
-def _front(array: Any, dim: int) -> Any:
-    return array if dim == 0 else jax.numpy.moveaxis(array, dim, 0)
 
 
 batching.primitive_batchers[call_p] = _batch

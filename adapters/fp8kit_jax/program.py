@@ -70,19 +70,18 @@ class Program:
         return Interface(self.op, self.spec, dict(self.metas), self.needs)
 
     @cached_property
-    def arguments(self) -> Named:
-        """The arrays that come in, in order: backward's are what is kept, its own inputs, what was saved, the
-        cotangents."""
+    def read(self) -> Named:
+        """The arrays that come in but the cotangents, in order: backward's are what is kept, its own inputs,
+        what was saved."""
         i = self.interface
         if self.face != "backward":
             return self.metas
-        incoming = {name: i.result_metas[name] for name in self.cotangents}
-        return (
-            *i.kept_metas.items(),
-            *i.backward_inputs.items(),
-            *i.signature.saved.items(),
-            *incoming.items(),
-        )
+        return (*i.kept_metas.items(), *i.backward_inputs.items(), *i.signature.saved.items())
+
+    @cached_property
+    def arguments(self) -> Named:
+        """The arrays that come in, in order."""
+        return *self.read, *((name, self.interface.result_metas[name]) for name in self.cotangents)
 
     @cached_property
     def results(self) -> Named:
@@ -101,15 +100,12 @@ class Program:
 
     def named(self, arrays: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments by name, and cotangents by name."""
-        count = len(self.arguments) - len(self.cotangents)
-        names = [name for name, _ in self.arguments[:count]]
-        own, incoming = zip(names, arrays, strict=False), zip(self.cotangents, arrays[count:], strict=True)
-        return dict(own), dict(incoming)
+        own = {name: array for (name, _), array in zip(self.read, arrays, strict=False)}
+        return own, dict(zip(self.cotangents, arrays[len(self.read) :], strict=True))
 
     def ordered(self, values: Mapping[str, Any], incoming: Mapping[str, Any]) -> list[Any]:
         """The inverse of ``named``: one list."""
-        names = [name for name, _ in self.arguments[: len(self.arguments) - len(self.cotangents)]]
-        return [*(values[name] for name in names), *(incoming[name] for name in self.cotangents)]
+        return [*(values[name] for name, _ in self.read), *(incoming[name] for name in self.cotangents)]
 
     def text(self, scratch: int) -> str:
         """The program as text, with the bytes of scratch that it was compiled with."""
@@ -125,11 +121,18 @@ class XlaOp(BoundOp):
         with policy_context(program.policy):
             own = program.op, program.spec, dict(program.metas), program.needs
             super().__init__(*own, device, dispatch.kernels(device), streaming=False)
+        self._chosen = self.kernels.policy.chosen
         self.face, self.cotangents = program.face, program.cotangents
         layouts = {"forward": self.scratch, "backward": self.backward_scratch}
         self.temporaries = layouts.get(self.face, self.measure_scratch)
         zeroed = self.amaxes if self.face != "backward" else self.grads | self.grad_amaxes
         self._zeroed = {name for name, meta in zeroed.items() if meta.zero}
+
+    @property
+    def current(self) -> bool:
+        """Whether the kernels are still those that its policy chooses: what is registered may have changed
+        since."""
+        return self._chosen.get(self.device) is self.kernels
 
     def run(self, pointers: Sequence[int], stream: int) -> None:
         """Run on the addresses of the program's arguments, its results and its scratch, where it has some."""
@@ -145,6 +148,9 @@ class XlaOp(BoundOp):
                 arrays.provider(self.device).fill_zero(found[name], stream)
             return found
 
+        def scratch() -> dict[str, Any]:
+            return self.temporaries.at(next(rest, 0), self.device)
+
         saved = self.signature.saved
         if self.face == "backward":
             kept, scales, held = some(self.kept), some(self.backward_inputs), views(saved, some(saved))
@@ -152,20 +158,15 @@ class XlaOp(BoundOp):
             grads, amaxes = views(self.grads, some(self.grads)), some(self.grad_amaxes)
             views(self.grad_amaxes, amaxes)
             cotangents = [incoming.get(name) for name in self.results]
-            scratch = self._scratch(rest)
-            self.run_backward(kept, scales, held, cotangents, grads, amaxes, scratch, stream)
+            self.run_backward(kept, scales, held, cotangents, grads, amaxes, scratch(), stream)
             return
         inputs, outputs = some(self.inputs), some(self.outputs) if self.face == "forward" else []
         amaxes = some(self.amaxes)
         views(self.amaxes, amaxes)
         if self.face == "measure":
-            self.run_measure(inputs, amaxes, self._scratch(rest), stream)
-            return
-        held = views(saved, some(saved))
-        self.run_forward(inputs, outputs, amaxes, held, self._scratch(rest), stream)
-
-    def _scratch(self, rest: Any) -> dict[str, Any]:
-        return self.temporaries.at(next(rest, 0), self.device)
+            self.run_measure(inputs, amaxes, scratch(), stream)
+        else:
+            self.run_forward(inputs, outputs, amaxes, views(saved, some(saved)), scratch(), stream)
 
 
 def prepare(text: str, device: Device) -> XlaOp:

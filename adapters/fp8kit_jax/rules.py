@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,20 +45,20 @@ class _Static:
     flat: tuple[tuple[str, tuple[int, ...]], ...] = ()  # and the operation's shapes of those that are inputs
 
 
-class _Kept(NamedTuple):
-    """Residuals. ``how`` is static."""
-
-    how: Any
-    arrays: Arrays
-    state: Any
+_STATIC: Any = {"static": True}
 
 
-@jax.tree_util.register_static
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _How:
-    program: Program
-    inputs: tuple[str, ...]  # names of what is differentiated
-    refused: str | None  # why there is no gradient
+class _Kept:
+    """Residuals: what backward reads, the amaxes of the forward pass where there is state, and the state."""
+
+    read: Arrays
+    amaxes: Arrays
+    state: Any
+    program: Program = field(metadata=_STATIC)
+    inputs: tuple[str, ...] = field(metadata=_STATIC)  # names of what is differentiated
+    refused: str | None = field(metadata=_STATIC)  # why there is no gradient
 
 
 def apply(
@@ -67,7 +67,7 @@ def apply(
     inputs: Mapping[str, Any],
     state: State | None = None,
     scaling: AmaxHistory | None = None,
-    pairs: tuple[str, ...] = (),
+    pairs: tuple[str, ...] = ("rng",),
     flat: Mapping[str, tuple[int, ...]] | None = None,
     views: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Arrays:
@@ -180,43 +180,39 @@ def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kep
         refused, needs = str(error), ()
     program, arguments, results = _forward(static, values, slots, needs)
     own, everything = program.interface, results | arguments
-    arrays = {
-        "kept": {name: everything[name] for name in own.kept},
-        "saved": {name: results[name] for name in own.signature.saved},
-        "amax": {name: results[name] for name in own.amaxes if state},
-    }
-    kept = _Kept(_How(program, tuple(inputs), refused), arrays, slots)
+    read = {name: everything[name] for name in (*own.kept, *own.signature.saved)}
+    amaxes = {name: results[name] for name in own.amaxes if state}
+    kept = _Kept(read, amaxes, slots, program, tuple(inputs), refused)
     return {name: results[name] for name in own.results}, kept
 
 
 def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any]:
-    program, state, arrays = kept.how.program, kept.state, kept.arrays
-    if kept.how.refused is not None:
-        raise AutogradError(kept.how.refused)
+    if kept.refused is not None:
+        raise AutogradError(kept.refused)
+    program, state = kept.program, kept.state
     own = program.interface
     g = {name: value for name, value in cotangents.items() if not isinstance(value, SymbolicZero)}
     first = own.results[0]  # backward reads this one's, zeros where it is not used
     if first not in g:
-        g[first] = manual.zeros(cotangents[first].shape, cotangents[first].dtype, (arrays, state))
+        g[first] = manual.zeros(cotangents[first].shape, cotangents[first].dtype, kept)
     found: Arrays = {}
     if own.signature.grads:
+        incoming = tuple(name for name in own.results if name in g)
         scales = {f"{key}_scale": slot.scale for key, slot in state.items()}
-        backward = replace(
-            program, face="backward", cotangents=tuple(name for name in own.results if name in g)
-        )
-        found = _bound(backward, backward.ordered(arrays["kept"] | scales | arrays["saved"], g), static)
+        backward = replace(program, face="backward", cotangents=incoming)
+        found = _bound(backward, backward.ordered(kept.read | scales, g), static)
     grads = {
         name: found[name] if passed is None else g.get(own.results[passed])
         for name, (_, passed) in zip(program.needs, own.gradients, strict=True)
     }
-    inputs = {name: grads.get(name) for name in kept.how.inputs}
+    inputs = {name: grads.get(name) for name in kept.inputs}
     if not state:
         return inputs, state
     if static.scaling is None:
         raise RecipeError(
             static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state"
         )
-    amaxes = arrays["amax"] | {name: found[name] for name in own.grad_amaxes if name in found}
+    amaxes = kept.amaxes | {name: found[name] for name in own.grad_amaxes if name in found}
     largest = {name.removesuffix("_amax"): value for name, value in amaxes.items()}
     return inputs, next_state(static.scaling, state, largest, static.axes)
 

@@ -25,7 +25,6 @@ from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8kit.arrays import Shape
 from fp8kit.errors import Fp8kitError
 from fp8kit.ops.partition import Partition, part_of
 from fp8kit_jax import manual, shared_amaxes
@@ -38,10 +37,11 @@ _FACTORS = (2, 3, 5, 7)  # numbers of parts by which a partition's dimensions ar
 
 
 class Chosen(NamedTuple):
-    """A partition that is made: over which mesh axes, and which dimension of every argument and result it
-    splits."""
+    """A partition that is made: into how many parts, over which mesh axes, and which dimension of every
+    argument and result it splits."""
 
     partition: Partition
+    count: int
     axes: tuple[str, ...]
     arguments: Dims
     results: Dims
@@ -79,22 +79,18 @@ def dims_of(program: Program, partition: Partition, count: int) -> tuple[Dims, D
     if own is None:
         return None
 
-    def one(name: str, whole: Shape, smaller: Shape) -> int | None:
-        changed = [d for d, (m, n) in enumerate(zip(whole, smaller, strict=True)) if m != n]
-        if name in partition.windows or not changed:
-            return None
-        if len(changed) > 1 or whole[changed[0]] != count * smaller[changed[0]]:
-            raise ValueError(name)
-        return changed[0]
+    def split(kind: str) -> Dims | None:
+        smaller, dims = dict(own.seen(kind)), list[int | None]()
+        for name, whole in program.seen(kind):
+            sizes = zip(whole, smaller.get(name, whole), strict=True)
+            changed = {} if name in partition.windows else {d: s for d, s in enumerate(sizes) if s[0] != s[1]}
+            if len(changed) > 1 or any(m != count * n for m, n in changed.values()):
+                return None
+            dims.append(next(iter(changed), None))
+        return dims
 
-    try:
-        arguments, results = (
-            [one(name, a, dict(own.seen(kind)).get(name, a)) for name, a in program.seen(kind)]
-            for kind in ("arguments", "results")
-        )
-    except ValueError:
-        return None
-    return arguments, results
+    arguments, results = split("arguments"), split("results")
+    return None if arguments is None or results is None else (arguments, results)
 
 
 def _found(program: Program, partition: Partition) -> tuple[Dims, Dims] | None:
@@ -121,14 +117,9 @@ def _rule(program: Program) -> SdyShardingRule:
         found = _found(program, partition)
         if found is None:
             continue
-        dims = {
-            (i, d): f"c{number}"
-            for i, d in enumerate([*found[0], *found[1]])
-            if d is not None and (i, d) not in along
-        }
-        along |= dims
-        extents = [arrays[i][1][d] for i, d in dims]
-        base |= {f"c{number}": math.gcd(*extents)} if extents else {}
+        dims = [(i, d) for i, d in enumerate([*found[0], *found[1]]) if d is not None and (i, d) not in along]
+        along |= dict.fromkeys(dims, f"c{number}")
+        base[f"c{number}"] = math.gcd(*(arrays[i][1][d] for i, d in dims))
     sizes: dict[str, int] = {}
     mapped: list[tuple[Any, ...]] = []
     for i, (_, shape) in enumerate(arrays):
@@ -155,8 +146,8 @@ def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
     """The partitions that the arguments' PartitionSpecs suggest, as many as can be made together, one after
     the other."""
     chosen: list[Chosen] = []
-    counts: Made = ()
     taken: set[str] = set()
+    split: set[tuple[int, int, int]] = set()  # (arguments or results, array, dimension)
     for partition in partitions(program):
         found = _found(program, partition)
         axes: tuple[str, ...] = ()
@@ -166,30 +157,30 @@ def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
                 axes = tuple(axis for axis in named if axis not in taken)
         count = math.prod(mesh.shape[axis] for axis in axes)
         dims = dims_of(program, partition, count) if count > 1 else None
-        if dims is None or part(program, (*counts, (partition, count))) is None:
+        if dims is None:
             continue
-        if any(
-            a is not None and a == b
-            for other in chosen
-            for mine, own in zip(dims, other[2:], strict=True)
-            for a, b in zip(mine, own, strict=True)
-        ):
-            continue  # two of one dimension
-        chosen.append(Chosen(partition, axes, *dims))
-        counts, taken = (*counts, (partition, count)), taken | set(axes)
+        own, more = Chosen(partition, count, axes, *dims), _splits(dims)
+        if split & more or part(program, _made([*chosen, own])) is None:
+            continue
+        chosen.append(own)
+        taken, split = taken | set(axes), split | more
     return chosen
+
+
+def _splits(dims: tuple[Dims, Dims]) -> set[tuple[int, int, int]]:
+    return {(kind, i, d) for kind, own in enumerate(dims) for i, d in enumerate(own) if d is not None}
+
+
+def _made(chosen: Sequence[Chosen]) -> Made:
+    return tuple((one.partition, one.count) for one in chosen)
 
 
 def _specs(program: Program, chosen: Sequence[Chosen], kind: str) -> list[P]:
     """The PartitionSpecs of "arguments" or "results" after the partitions ``chosen``."""
     found = []
     for i, (_, shape) in enumerate(program.seen(kind)):
-        dims: list[Any] = [None] * len(shape)
-        for one in chosen:
-            d = getattr(one, kind)[i]
-            if d is not None:
-                dims[d] = one.axes
-        found.append(P(*dims))
+        axes = {getattr(one, kind)[i]: one.axes for one in chosen}
+        found.append(P(*(axes.get(d) for d in range(len(shape)))))
     return found
 
 
@@ -206,7 +197,7 @@ def _partition(
 
     def lower(*arrays: Any) -> tuple[Any, ...]:
         with jax.enable_x64(wide):
-            return _run_part(program, mesh, chosen, arrays, bind)
+            return _run_part(program, chosen, arrays, bind)
 
     results, arguments = (
         tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, kind))
@@ -219,11 +210,10 @@ def _partition(
 
 
 def _run_part(
-    program: Program, mesh: Any, chosen: Sequence[Chosen], arrays: Sequence[Any], bind: Bind
+    program: Program, chosen: Sequence[Chosen], arrays: Sequence[Any], bind: Bind
 ) -> tuple[Any, ...]:
     """The results of ``program`` on one device: its part of them, with what that needs of the others."""
-    counts = [math.prod(mesh.shape[axis] for axis in one.axes) for one in chosen]
-    own = part(program, tuple((one.partition, n) for one, n in zip(chosen, counts, strict=True)))
+    own = part(program, _made(chosen))
     assert own is not None
     have, incoming = program.named(arrays)
     forward, whole = program.face == "forward", dict(have)
@@ -264,8 +254,8 @@ def _run_part(
 
 def _counted_once(program: Program, one: Chosen) -> set[str]:
     """Cotangents of what is the same on all devices: they count on one of them."""
-    start, p = len(program.arguments) - len(program.cotangents), one.partition
-    same = {name for name, d in zip(program.cotangents, one.arguments[start:], strict=True) if d is None}
+    dims, p = one.arguments[len(program.read) :], one.partition
+    same = {name for name, d in zip(program.cotangents, dims, strict=True) if d is None}
     return (same | {p.stream}) - {*p.sums, p.mean.name if p.mean is not None else ""}
 
 

@@ -34,13 +34,12 @@ def run(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Bi
         return jax.lax.pmax(amax, axes)
 
     have, incoming = program.named(arrays)
-    measure = replace(program, face="measure", needs=(), cotangents=())
+    measure = _measure(program)
     if program.face == "forward" and measure.results:
         have |= {f"{name}_in": reduced(amax) for name, amax in _run(measure, have, {}, bind).items()}
     if shared.spec is not None:
-        found = _run(
-            _with_amaxes(program), have | _amaxes_of(program, have, incoming, reduced), incoming, bind
-        )
+        have |= _amaxes_of(program, have, incoming, reduced)
+        found = _run(_with_amaxes(program), have, incoming, bind)
     elif program.face == "forward":
         found = _forward(program, have, reduced, bind)
     else:
@@ -52,6 +51,10 @@ def amax_of(x: Any) -> Any:
     """max|x|, NaN ignored, float32 (1,)."""
     size = jnp.abs(x).astype(jnp.float32)
     return jnp.max(jnp.where(jnp.isnan(size), 0.0, size)).reshape(1)
+
+
+def _measure(program: Program) -> Program:
+    return replace(program, face="measure", needs=(), cotangents=())
 
 
 def _run(program: Program, have: Arrays, incoming: Arrays, bind: Bind) -> Arrays:
@@ -66,7 +69,7 @@ def _with_amaxes(program: Program) -> Program:
     shared = program.op.shared_amaxes(program.spec)
     if shared is None:
         return program
-    names = [f"{name}_in" for name, _ in replace(program, face="measure", needs=(), cotangents=()).results]
+    names = [f"{name}_in" for name, _ in _measure(program).results]
     names += [name for name, of in shared.arrays.items() if of in dict(program.metas)]
     return replace(program, spec=shared.spec, metas=(*program.metas, *((name, AMAX) for name in names)))
 
@@ -125,10 +128,7 @@ def _backward(program: Program, have: Arrays, incoming: Arrays, reduced: Reduce,
         back = replace(one, face="backward", cotangents=tuple(came))
         have |= _amaxes_of(back, have, came, reduced)
         inner = _with_amaxes(back)
-        values = {
-            name: have[sources.get(name, made.get(name, name))]
-            for name, _ in inner.arguments[: len(inner.arguments) - len(came)]
-        }
+        values = {name: have[sources.get(name, made.get(name, name))] for name, _ in inner.read}
         for name, result in _run(inner, values, came, bind).items():
             whole = component.grad_amaxes.get(name, name)
             if name in own.grads:

@@ -78,11 +78,9 @@ def next_state(
     """The next value of every slot; as a cotangent, see above. A slot without an amax keeps its value."""
     made = {}
     for key, slot in state.items():
-        amax = amaxes.get(key)
-        if amax is None:
-            amax = slot.scale * 0
         fp8_max = history.max_backward if key.endswith("g") else history.max_forward
-        made[key] = _summable(fp8_max, history.margin, history.most_recent, axes)(slot, amax)
+        step = _summable(fp8_max, history.margin, history.most_recent, axes)
+        made[key] = step(slot, amaxes[key] if key in amaxes else slot.scale * 0)
     return made
 
 
@@ -105,14 +103,12 @@ def _summable(fp8_max: float, margin: int, most_recent: bool, axes: tuple[str, .
     def _(size: int, batched: Any, slot: Slot, amax: Any) -> tuple[Slot, Slot]:
         slots, amaxes = batched
         if any(slots):  # every element has a state of its own
-            slot = Slot(
-                *(
-                    leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape))
-                    for leaf, own in zip(slot, slots, strict=True)
-                )
-            )
-            amax = amax if amaxes else jnp.broadcast_to(amax, (size, *amax.shape))
-            return Slot(*jax.lax.map(lambda pair: step(*pair), (slot, amax))), Slot(True, True)
+
+            def spread(leaf: Any, own: bool) -> Any:
+                return leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape))
+
+            every = jax.tree.map(spread, (slot, amax), (slots, amaxes))
+            return jax.lax.map(lambda pair: step(*pair), every), Slot(True, True)
         new = step(slot, jnp.nanmax(amax, 0) if amaxes else amax)
         alone = [jnp.zeros((size, *leaf.shape), leaf.dtype).at[0].set(leaf) for leaf in new]
         return Slot(*alone), Slot(True, True)

@@ -17,8 +17,19 @@ from fp8kit.arguments import choice, shown
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import check_fused
+from fp8kit_jax.checks import UNTYPED
 from fp8kit_jax.flax import cache, lora
-from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned, want_array
+from fp8kit_jax.flax.common import (
+    FIXED,
+    NORM_AXES,
+    RENAMED,
+    check_fields,
+    fan_in,
+    form,
+    partitioned,
+    shared_fields,
+    want_array,
+)
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
 from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
 
@@ -77,7 +88,7 @@ class DotProductAttention(nn.Module):
         **fixed: Any,
     ) -> Any:
         """Attend. Returns h (b, s, heads, d)."""
-        check_fixed(self, fixed)
+        check_fields(self, fixed, rules=UNTYPED)
         inputs = {"query": query, "key": key, "value": value}.items()
         layers = [want_array(self, name, a) for name, a in inputs if a is not None or name == "query"]
         layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in layers]
@@ -98,7 +109,7 @@ class DotProductAttention(nn.Module):
     def validate(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
         """Raise what a call would raise, and compute nothing. ``layers``: ``jax.ShapeDtypeStruct``s, which
         the mask may be too."""
-        check_fixed(self, {})
+        check_fields(self, rules=UNTYPED)
         if self.dtype is not None:
             layers = [jax.ShapeDtypeStruct(a.shape, self.dtype) for a in layers]
         options = self._options(layers, sequence_descriptor, bias, mask)
@@ -225,7 +236,7 @@ class MultiHeadAttention(nn.Module):
         **fixed: Any,
     ) -> tuple[Any, ...]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
-        check_fixed(self, fixed)
+        check_fields(self, fixed, FIXED | RENAMED)
         op, asked = "MultiHeadAttention", {"return_bias": self.return_bias}
         check_fused(op, self.join_residual, return_residual=self.return_residual, **asked)
         asked["join_residual"] = self.join_residual
@@ -233,8 +244,8 @@ class MultiHeadAttention(nn.Module):
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         own = inputs_q is inputs_kv
 
-        def options(name: str, parts: int = 1) -> dict[str, Any]:
-            """The fields of a projection."""
+        def projection(kind: Any, name: str, features: Any, parts: int = 1, **more: Any) -> Any:
+            """The module of a projection, with ``more`` fields."""
             out, query = name == "out", name in ("qkv", "query")
             base, depth = self.kernel_init or fan_in(min(parts, 2)), math.sqrt(self.head_dim)
 
@@ -245,30 +256,14 @@ class MultiHeadAttention(nn.Module):
                 return kernel.at[:, 0].divide(depth) if parts > 1 else kernel / depth
 
             columns = ("nvte_w_joined", "nvte_w_tp")[parts == 1 :]
-            return {
+            fields = {
                 "kernel_init": start,
                 "kernel_axes": ("nvte_w_tp", "nvte_w_fsdp") if out else ("nvte_w_fsdp", *columns),
-                "use_bias": self.use_bias,
-                "bias_init": self.bias_init,
                 "bias_axes": ("nvte_w_no_shard",) if out else columns,
-                "dtype": self.dtype,
                 "name": name,
-                **lora.fields(self, "output_proj" if out else "qkv_proj"),
+                "enable_low_rank_adaptation": lora.adapts(self, "output_proj" if out else "qkv_proj"),
             }
-
-        def normed(name: str, features: Any, parts: int = 1) -> Any:
-            wanted = self.return_layernorm_output or self.join_layernorm_output or (own and parts == 1)
-            return LayerNormDenseGeneral(
-                features,
-                self.input_layernorm,
-                self.layernorm_type,
-                self.layernorm_epsilon,
-                self.zero_centered_gamma,
-                return_layernorm_output=wanted,
-                return_residual=True,
-                **NORM_AXES,
-                **options(name, parts),
-            )(inputs_q)
+            return kind(features, **shared_fields(self, kind, fields | more))
 
         # queries and keys go through something of their own
         separate = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
@@ -283,48 +278,45 @@ class MultiHeadAttention(nn.Module):
         kind, window = self.attn_mask_type, self.window_size
         if past is not None and past.index is not None:
             kind, window = "arbitrary", None  # the mask says it all
-        core = DotProductAttention(
-            self.head_dim,
-            heads,
-            groups,
-            self.attention_dropout,
-            kind,
-            self.attn_bias_type,
-            dropout_rng_name=self.dropout_rng_name,
-            qkv_layout=list(QKV_LAYOUTS)[count - 1],
-            scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            window_size=window,
-            softmax_type=self.softmax_type,
-        )
+        options = {
+            "attn_mask_type": kind,
+            "dtype": None,
+            "qkv_layout": list(QKV_LAYOUTS)[count - 1],
+            "scale_factor": 1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
+            "window_size": window,
+        }
+        core = DotProductAttention(**shared_fields(self, DotProductAttention, options))
         rotate = self._rotation(past)
         norms = qk_norms(
             op,
             self.qk_norm_type,
             lambda name, kind: LayerNorm(self.qk_norm_eps, kind, dtype=self.dtype, name=name),
         )
-        if past is None:
-            core.validate(structs, sequence_descriptor, bias, mask)
-        else:
-            core.validate([structs[0], *past.structs()], sequence_descriptor, *past.validated(mask, bias))
-        if packed:
-            y, ln, residual = normed("qkv", (3, heads * self.head_dim), 3)
-            projections = [y]
-        else:
-            y, ln, residual = normed("query", heads * self.head_dim)
-            features, source = groups * self.head_dim, ln if own else inputs_kv
-            if self.fuse_qkv_params:
-                projections = [y, DenseGeneral((2, features), **options("kv", 2))(source)]
-            else:
-                both = (DenseGeneral(features, **options(name))(source) for name in ("key", "value"))
-                projections = [y, *both]
+        seen = (structs[1:], mask, bias) if past is None else past.structs(mask, bias)
+        core.validate([structs[0], *seen[0]], sequence_descriptor, seen[2], seen[1])
+        width, output = heads * self.head_dim, self.return_layernorm_output or self.join_layernorm_output
+        first = projection(
+            LayerNormDenseGeneral,
+            *(("qkv", (3, width), 3) if packed else ("query", width)),
+            enable_layernorm=self.input_layernorm,
+            epsilon=self.layernorm_epsilon,
+            return_layernorm_output=output or (own and not packed),
+            return_residual=True,
+            **NORM_AXES,
+        )
+        y, ln, residual = first(inputs_q)
+        projections = [y]
+        if not packed:
+            width, source = groups * self.head_dim, ln if own else inputs_kv
+            rest = [("kv", (2, width), 2)] if self.fuse_qkv_params else [("key", width), ("value", width)]
+            projections += [projection(DenseGeneral, *one, return_bias=False)(source) for one in rest]
         layers = attention_layers(self, projections, separate, norms, rotate)
         if past is not None:
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
         layers += [None] * (3 - len(layers))
         o = core(*layers, sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
-        out = DenseGeneral(inputs_q.shape[-1], return_bias=self.return_bias, **options("out"))
+        out = projection(DenseGeneral, "out", inputs_q.shape[-1])
         stream = ln if self.join_layernorm_output else residual if self.join_residual else None
         y = out(o.reshape(*o.shape[:-2], -1), stream)
         y, *unadded = y if self.return_bias else (y,)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit_jax.flax.common import form
+from fp8kit_jax.flax.common import form, want_array
 
 MASKS = ("causal", "causal_bottom_right", "no_mask")
 
@@ -51,46 +51,47 @@ class Past:
         bias."""
         if self.index is None:
             return (key, value), mask, bias
-        for variable, new in ((self.key, key), (self.value, value)):
-            variable.value = jax.lax.dynamic_update_slice_in_dim(
-                variable.value, new.astype(variable.value.dtype), self.index, self.at
-            )
+        found = self._extended(self.index, key, value, mask, bias)
+        self.key.value, self.value.value = found[0]
         self.count.value = self.index + self.fresh
-        rows, columns = self.index + jnp.arange(self.fresh)[:, None], jnp.arange(self.length)
+        return found
+
+    def structs(self, mask: Any, bias: Any) -> tuple[tuple[Any, Any], Any, Any]:
+        """What ``extended`` will return, or shapes and dtypes of that. ShapeError for a mask that does not
+        fit."""
+        layers = self.fresh_key, self.fresh_value
+        if self.index is None:
+            return layers, mask, bias
+        mask = None if mask is None else want_array(self.module, "mask", mask)
+        return jax.eval_shape(self._extended, self.index, *layers, mask, bias)  # type: ignore[no-any-return]
+
+    def _extended(
+        self, index: Any, key: Any, value: Any, mask: Any, bias: Any
+    ) -> tuple[tuple[Any, Any], Any, Any]:
+        """``extended`` of a step that begins at ``index``, which changes no variable."""
+        every, new = (self.key.value, self.value.value), (key, value)
+        key, value = (
+            jax.lax.dynamic_update_slice_in_dim(old, own.astype(old.dtype), index, self.at)
+            for old, own in zip(every, new, strict=True)
+        )
+        rows, columns = index + jnp.arange(self.fresh)[:, None], jnp.arange(self.length)
         left, right = self.module.window_size or (-1, -1)
-        hidden = columns >= self.count.value if self.module.attn_mask_type == "no_mask" else columns > rows
-        hidden = jnp.broadcast_to(hidden, (self.fresh, self.length))
+        no_mask = self.module.attn_mask_type == "no_mask"
+        hidden = columns >= index + self.fresh if no_mask else columns > rows
+        hidden = jnp.broadcast_to(hidden, (1, 1, self.fresh, self.length))
         if left >= 0:
             hidden |= columns < rows - left
         if right >= 0:
             hidden |= columns > rows + right
-        hidden = hidden[None, None] if mask is None else hidden | (jnp.asarray(mask) != 0)
+        if mask is not None:
+            try:
+                hidden = hidden | (jnp.asarray(mask) != 0)
+            except (TypeError, ValueError):
+                got, wanted = f"shape {np.shape(mask)}", f"one that fits {hidden.shape}"
+                raise ShapeError(type(self.module).__name__, "mask", got, wanted) from None
         if bias is not None and bias.shape[-2] not in (1, self.fresh):
-            bias = jax.lax.dynamic_slice_in_dim(bias, self.index, self.fresh, -2)
-        return (self.key.value, self.value.value), hidden, bias
-
-    def structs(self) -> tuple[Any, Any]:
-        """Shapes and dtypes of the keys and values that ``extended`` will return."""
-        if self.index is None:
-            return self.fresh_key, self.fresh_value
-        key, value = self.key.value, self.value.value
-        return jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-    def validated(self, mask: Any, bias: Any) -> tuple[Any, Any]:
-        """The bias and the mask that ``extended`` will return, or their shapes and dtypes. ShapeError for a
-        mask that does not fit."""
-        if self.index is None:
-            return bias, mask
-        own = (1, 1, self.fresh, self.length)
-        try:
-            shape = np.broadcast_shapes(own, own if mask is None else np.shape(mask))
-        except ValueError:
-            raise ShapeError(
-                type(self.module).__name__, "mask", f"shape {np.shape(mask)}", f"one that fits {own}"
-            ) from None
-        if bias is not None and bias.shape[-2] not in (1, self.fresh):
-            bias = jax.ShapeDtypeStruct((*bias.shape[:-2], self.fresh, bias.shape[-1]), bias.dtype)
-        return bias, jax.ShapeDtypeStruct(shape, bool)
+            bias = jax.lax.dynamic_slice_in_dim(bias, index, self.fresh, -2)
+        return (key, value), hidden, bias
 
     def checked(self, o: Any) -> Any:
         """o, NaN where the tokens go beyond the cache."""

@@ -3,16 +3,19 @@ collection ``fp8_metas``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.arguments import shown
+from fp8kit.arguments import Rule, check, shown
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit_jax.arguments import as_array
-from fp8kit_jax.checks import RULES, UNTYPED, check_module
+from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import residual_sum
 from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
 from fp8kit_jax.scopes import history_of, mesh_resource, recipe_in_force
@@ -35,6 +38,9 @@ FIXED: dict[str, tuple[Any, str]] = {
     "score_mod_bprop": (None, _SCORES),
     "score_mod_tensors": (None, _SCORES),
     "score_mod_bprop_tensors": (None, _SCORES),
+}
+# of MultiHeadAttention besides
+RENAMED: dict[str, tuple[Any, str]] = {
     "num_heads": (None, "renamed: num_attention_heads"),
     "dropout_rate": (None, "renamed: attention_dropout"),
     "output_layernorm": (None, "renamed: input_layernorm"),
@@ -68,18 +74,30 @@ MLP_AXES = NORM_AXES | {
 }
 
 
-def check_fixed(
-    module: Any, arguments: dict[str, Any] | None = None, fields: Sequence[str] = tuple(FIXED)
+def check_fields(
+    module: Any,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    fixed: Mapping[str, tuple[Any, str]] = FIXED,
+    rules: Mapping[str, Rule] = RULES,
 ) -> None:
-    """ArgumentError for a field that ``checks`` refuses, and for a field of ``FIXED``, or one of the
-    ``arguments`` of a call, with another value."""
-    check_module(module, UNTYPED if "qkv_layout" in vars(type(module)).get("__annotations__", {}) else RULES)
-    for name in fields:
-        value, why = FIXED[name]
-        found = (arguments or {}).get(name, getattr(module, name, value))
+    """ArgumentError for a field that ``rules`` refuse, and for a ``fixed`` field, or one of the ``arguments``
+    of a call, with another value; TypeError for an argument that there is not."""
+    op, names = type(module).__name__, [field.name for field in dataclasses.fields(module)]
+    check(op, rules, {name: getattr(module, name) for name in names})
+    for name in arguments.keys() - fixed.keys():
+        raise TypeError(f"{op}: unexpected argument {name!r}")
+    for name, (value, why) in fixed.items():
+        found = arguments.get(name, getattr(module, name, value))
         alike = found is value or (isinstance(found, str | int | float | None) and found == value)
         if not alike:
-            raise ArgumentError(type(module).__name__, name, shown(found), f"{value!r}: {why}")
+            raise ArgumentError(op, name, shown(found), f"{value!r}: {why}")
+
+
+def shared_fields(module: Any, child: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a child: ``options``, and the module's own fields that the child has too."""
+    names = {field.name for field in dataclasses.fields(child) if field.name not in ("parent", "name")}
+    own = {field.name for field in dataclasses.fields(module)} - FIXED.keys() - RENAMED.keys()
+    return {name: getattr(module, name) for name in names & own} | options
 
 
 def want_array(module: Any, name: str, value: Any) -> Any:
@@ -157,6 +175,18 @@ def parameter(
 ) -> Any:
     """The module's parameter, kept in the module's dtype, as an array of ``dtype``."""
     return jnp.asarray(module.param(name, partitioned(init, axes), shape, module.dtype), dtype)
+
+
+def kernel_parameter(
+    module: Any, name: str, ins: tuple[int, ...], features: tuple[int, ...], axes: tuple[Any, ...], dtype: Any
+) -> Any:
+    """A product's kernel (ins..., features...); its initialiser sees all of ``ins`` as one dimension."""
+    init = module.kernel_init or fan_in(len(features))
+
+    def start(key: Any, shape: Any, dtype: Any) -> Any:
+        return init(key, (math.prod(ins), *features), dtype).reshape(shape)
+
+    return parameter(module, name, start, axes, (*ins, *features), dtype)
 
 
 def bias_parameter(module: Any, name: str, axes: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> Any:

@@ -3,7 +3,6 @@ Transformer Engine's names."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +15,13 @@ from fp8kit_jax import functional
 from fp8kit_jax import layers as functions
 from fp8kit_jax.activations import activation
 from fp8kit_jax.arguments import check_fused
-from fp8kit_jax.checks import check_module
 from fp8kit_jax.flax.common import (
     bias_parameter,
-    check_fixed,
+    check_fields,
     constrained,
     constrains,
-    fan_in,
+    kernel_parameter,
     norm_parameters,
-    parameter,
     quantizer_set,
     want_array,
 )
@@ -114,7 +111,7 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         """Normalise."""
-        check_module(self)
+        check_fields(self)
         x = want_array(self, "x", x)
         return functional.layernorm(x, *norm_parameters(self, x.shape[-1], x.dtype))
 
@@ -157,7 +154,7 @@ class DenseGeneral(nn.Module):
     def __call__(self, inputs: Any, residual: Any = None) -> Any:
         """``inputs``: h (..., K); ``residual``: like y, or None. Returns y, h (..., features), with
         ``return_bias`` a pair."""
-        check_fixed(self)
+        check_fields(self)
         check_fused("DenseGeneral", residual is not None, "a residual", return_bias=self.return_bias)
         inputs = constrained(want_array(self, "inputs", inputs), self.input_axes)
         features = _features(self.features)
@@ -165,14 +162,8 @@ class DenseGeneral(nn.Module):
         if not all(-inputs.ndim <= d < inputs.ndim for d in along):
             raise ShapeError("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}")
         axis = tuple(range(inputs.ndim)[d] for d in along)
-        flat = math.prod(inputs.shape[d] for d in axis)
-
-        def start(key: Any, shape: Any, dtype: Any) -> Any:
-            init = self.kernel_init or fan_in(len(features))
-            return init(key, (flat, *features), dtype).reshape(shape)
-
-        shape, kind = (*(inputs.shape[d] for d in axis), *features), inputs.dtype
-        kernel = parameter(self, "kernel", start, self.kernel_axes, shape, kind)
+        ins, kind = tuple(inputs.shape[d] for d in axis), inputs.dtype
+        kernel = kernel_parameter(self, "kernel", ins, features, self.kernel_axes, kind)
         bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
         y = _product(self, inputs, kernel, bias, quantizer_set(self), axis, residual)
         return y if self.return_bias else y[0]
@@ -219,13 +210,12 @@ class LayerNormDenseGeneral(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any) -> tuple[Any, ...]:
         """``inputs``: h (..., K)."""
-        check_fixed(self)
+        check_fields(self)
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
         features, hidden, kind = _features(self.features), inputs.shape[-1], inputs.dtype
         norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
-        init = self.kernel_init or fan_in(len(features))
-        kernel = parameter(self, "kernel", init, self.kernel_axes, (hidden, *features), kind)
+        kernel = kernel_parameter(self, "kernel", (hidden,), features, self.kernel_axes, kind)
         bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
         y, normed, residual = _normed_product(
             self, inputs, kernel, norm, bias, self.dot_input_axes, quantizer_set(self)
@@ -289,7 +279,7 @@ class LayerNormMLP(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
-        check_fixed(self)
+        check_fields(self)
         asked = {name: getattr(self, name) for name in ("return_residual", "return_bias")}
         check_fused("LayerNormMLP", self.join_residual, **asked)
         _last_axis(self)
@@ -298,11 +288,8 @@ class LayerNormMLP(nn.Module):
         inner = (len(parts), self.intermediate_dim)
         norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
         kernels = [
-            parameter(self, name, self.kernel_init or fan_in(len(shape) - 1), axes, shape, kind)
-            for name, axes, shape in (
-                ("wi_kernel", self.kernel_axes_1, (hidden, *inner)),
-                ("wo_kernel", self.kernel_axes_2, (self.intermediate_dim, hidden)),
-            )
+            kernel_parameter(self, "wi_kernel", (hidden,), inner, self.kernel_axes_1, kind),
+            kernel_parameter(self, "wo_kernel", inner[1:], (hidden,), self.kernel_axes_2, kind),
         ]
         biases = [
             bias_parameter(self, "wi_bias", self.bias_axes_1, inner, kind),
@@ -310,12 +297,8 @@ class LayerNormMLP(nn.Module):
         ]
         sets = quantizer_set(self, "_0"), quantizer_set(self, "_1")
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
-        separate = (
-            rate
-            or self.enable_low_rank_adaptation
-            or constrains(self.dot_1_input_axes)
-            or constrains(self.dot_2_input_axes)
-        )
+        constrained_inputs = constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
+        separate = rate or self.enable_low_rank_adaptation or constrained_inputs
         if norm is not None and not separate:
             found = functions.layernorm_mlp(
                 inputs,
@@ -342,14 +325,6 @@ class LayerNormMLP(nn.Module):
             if rate:
                 key = self.make_rng(self.intermediate_dropout_rng_name)
                 act = dropped(act, rate, key, tuple(self.intermediate_hidden_dropout_dims))
-            y, *unadded = _product(
-                self,
-                constrained(act, self.dot_2_input_axes),
-                kernels[1],
-                biases[1],
-                sets[1],
-                (act.ndim - 1,),
-                residual if self.join_residual else None,
-                "wo_",
-            )
+            act, added = constrained(act, self.dot_2_input_axes), residual if self.join_residual else None
+            y, *unadded = _product(self, act, kernels[1], biases[1], sets[1], (act.ndim - 1,), added, "wo_")
         return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *unadded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from flax import linen as nn
 
 from fp8kit.arguments import choice
 from fp8kit.errors import FormatError
-from fp8kit_jax.flax.common import fan_in, parameter
+from fp8kit_jax.flax.common import kernel_parameter, parameter
 
 _PARTS = ("qkv_proj", "output_proj", "mlp")
 # Transformer Engine's names -> which projections of a layer are adapted
@@ -21,16 +20,11 @@ SCOPES = (
 )
 
 
-def fields(module: Any, part: str) -> dict[str, Any]:
-    """The fields of a projection in a module with a ``low_rank_adaptation_scope``; FormatError for an unknown
-    scope."""
+def adapts(module: Any, part: str) -> bool:
+    """Whether a module's ``low_rank_adaptation_scope`` has a part of it; FormatError for an unknown scope."""
     scope = module.low_rank_adaptation_scope or "none"
     choice(type(module).__name__, "low_rank_adaptation_scope", scope, SCOPES, FormatError)
-    return {
-        "enable_low_rank_adaptation": part in SCOPES[scope],
-        "low_rank_adaptation_dim": module.low_rank_adaptation_dim,
-        "low_rank_adaptation_alpha": module.low_rank_adaptation_alpha,
-    }
+    return part in SCOPES[scope]
 
 
 def adapted(
@@ -46,18 +40,11 @@ def adapted(
     if not module.enable_low_rank_adaptation:
         return y
     rank, alpha = module.low_rank_adaptation_dim, module.low_rank_adaptation_alpha
-    init = module.kernel_init or fan_in(len(features))
     ins, outs = tuple(x.shape[d] for d in axis), features[:-1]
-
-    def factor(name: str, start: Any, *shape: int) -> Any:
-        axes = (None,) * len(shape)
-        return parameter(module, f"{prefix}lora_{name}_kernel", start, axes, shape, x.dtype)
-
-    def flat(key: Any, shape: Any, dtype: Any) -> Any:
-        return init(key, (math.prod(ins), *outs, rank), dtype).reshape(shape)
-
-    a = factor("a", flat, *ins, *outs, rank)
-    b = factor("b", nn.initializers.zeros, *outs, rank, features[-1])
+    axes = [(None,) * (len(dims) + len(features)) for dims in (ins, (rank,))]
+    a = kernel_parameter(module, f"{prefix}lora_a_kernel", ins, (*outs, rank), axes[0], x.dtype)
+    shape, zeros = (*outs, rank, features[-1]), nn.initializers.zeros
+    b = parameter(module, f"{prefix}lora_b_kernel", zeros, axes[1], shape, x.dtype)
     i, o = "ijkl"[: len(ins)], "nop"[: len(outs)]
     moved = jnp.moveaxis(x, axis, range(-len(axis), 0))
     low = jnp.einsum(f"...{i},{i}{o}r->...{o}r", moved, a)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -13,16 +12,8 @@ from flax import linen as nn
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
-from fp8kit_jax.flax.common import FIXED, MLP_AXES, NORM_AXES, add_residual, check_fixed, want_array
+from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, add_residual, check_fields, shared_fields, want_array
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
-
-_FIXED = (
-    "enable_sequence_parallel",
-    "score_mod",
-    "score_mod_bprop",
-    "score_mod_tensors",
-    "score_mod_bprop_tensors",
-)
 
 
 class TransformerLayerType(Enum):
@@ -112,7 +103,7 @@ class TransformerLayer(nn.Module):
         ``encoder_decoder_mask``: a decoder's alone, likewise. Masks: True masks out, see
         ``DotProductAttention``. ``decode``: the self attention keeps a cache, see ``cache``;
         ``max_decode_length``: its length, None as it was made."""
-        check_fixed(self, fixed, _FIXED)
+        check_fields(self, fixed)
         op, decoder = "TransformerLayer", self.layer_type is TransformerLayerType.DECODER
         inputs = want_array(self, "inputs", inputs)
         for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
@@ -150,18 +141,12 @@ class TransformerLayer(nn.Module):
                 "window_size": self.window_size if first else None,
                 "name": name,
             } | ({"join_layernorm_output" if post else "join_residual": True} if fused(path) else ask)
-            layer = MultiHeadAttention(
-                self.hidden_size // self.num_attention_heads, **self._fields(MultiHeadAttention, options)
-            )
-            found = layer(
-                x,
-                kv,
-                mask,
-                bias,
-                decode=decode and first,
-                deterministic=deterministic,
-                sequence_descriptor=sequence_descriptor if first else None,
-            )
+            head_dim = self.hidden_size // self.num_attention_heads
+            layer = MultiHeadAttention(head_dim, **shared_fields(self, MultiHeadAttention, options))
+            call: dict[str, Any] = {"deterministic": deterministic}
+            if first:
+                call |= {"decode": decode, "sequence_descriptor": sequence_descriptor}
+            found = layer(x, kv, mask, bias, **call)
             return found[0] if fused(path) else summed(found, path)
 
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
@@ -178,22 +163,17 @@ class TransformerLayer(nn.Module):
             "intermediate_hidden_dropout_dims": self.intermediate_dropout_dims,
             "name": "mlp",
             **({"join_residual": True} if last else ask),
-            **lora.fields(self, "mlp"),
+            "enable_low_rank_adaptation": lora.adapts(self, "mlp"),
             **MLP_AXES,
         }
-        found = LayerNormMLP(self.mlp_hidden_size, **self._fields(LayerNormMLP, options))(x, deterministic)
+        mlp = LayerNormMLP(self.mlp_hidden_size, **shared_fields(self, LayerNormMLP, options))
+        found = mlp(x, deterministic)
         y = found[0] if last else summed(found, self.drop_path)
         if not self.output_layernorm:
             return y
         axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}
         options = {"bias_init": nn.initializers.zeros, **axes}
-        return LayerNorm(self.layernorm_epsilon, **self._fields(LayerNorm, options))(y)
-
-    def _fields(self, child: type, options: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a child: ``options``, and the layer's own fields that the child has too."""
-        names = {field.name for field in dataclasses.fields(child) if field.name not in ("parent", "name")}
-        own = {field.name for field in dataclasses.fields(self)} - FIXED.keys()
-        return {name: getattr(self, name) for name in names & own} | options
+        return LayerNorm(self.layernorm_epsilon, **shared_fields(self, LayerNorm, options))(y)
 
     def _biases(self, inputs: Any, name: str, decoder: bool, length: int | None) -> Any:
         """Relative position biases, of as many rows and columns as there are tokens, or as the cache of the

@@ -11,7 +11,7 @@ from flax import nnx
 from fp8kit.arguments import check, flag, optional
 from fp8kit.errors import ShapeError
 from fp8kit_jax import attention as functions
-from fp8kit_jax.arguments import as_array, check_fused, struct_of
+from fp8kit_jax.arguments import as_array, check_fused
 from fp8kit_jax.checks import RULES, size
 from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
 from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, norm_options, want_rngs
@@ -66,17 +66,13 @@ class DotProductAttention(nnx.Module):
         ``cu_seqlens_q`` and so on."""
         functions.known("DotProductAttention", options)
         if self.dropout.stream is not None:  # whose state changes with a draw
-            layers = {"query": query, "key": key, "value": value}.items()
-            structs = {
-                name: struct_of("dot_product_attention", name, a) for name, a in layers if a is not None
-            }
-            self.validate(**structs, **options)
+            self.validate(query, key, value, **options)
         rate, dropout_key = self.dropout()
         options = self._options() | options | {"dropout_rate": rate, "dropout_key": dropout_key}
         return functions.dot_product_attention(query, key, value, **options)
 
     def validate(self, query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
-        """Raise what a call would raise, and compute nothing. ``query``, ``key``, ``value``:
+        """Raise what a call would raise, and compute nothing. ``query``, ``key``, ``value``: arrays or
         ``jax.ShapeDtypeStruct``s."""
         functions.validate(query, key, value, **self._options() | options)
 

@@ -15,6 +15,7 @@ import pytest
 from fp8kit_jax import calls
 from fp8kit_jax.program import Program
 
+from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError
 from fp8kit.lru import LRU
 from fp8kit.testing import assert_close, assert_same_bits
@@ -114,6 +115,22 @@ def test_threads_share_nothing():
     assert found == [wanted] * 20
 
 
+def test_a_program_is_prepared_once_until_other_kernels_are_registered(monkeypatch):
+    prepared, prepare = [], calls.program.prepare
+
+    def counted(text, device):
+        prepared.append(device)
+        return prepare(text, device)
+
+    monkeypatch.setattr(calls.program, "prepare", counted)
+    step, x = jax.jit(lambda x: fj.apply(plus, PlusSpec(0.375), {"x": x})["y"]), jnp.ones(3)
+    for count in (1, 2):
+        for _ in range(2):
+            np.testing.assert_array_equal(np.asarray(step(x)), 0.875)
+        assert len(prepared) == count
+        dispatch.registry.restore(dispatch.registry.snapshot())
+
+
 def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
     """Before it prepares anything, once a program and GPU (``let_others_come`` itself waits only where there
     are several)."""
@@ -127,7 +144,7 @@ def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
 
     def prepare(text, device):
         events.append((text.strip(), device.index))
-        return SimpleNamespace(run=lambda pointers, stream: events.append((pointers, stream)))
+        return SimpleNamespace(run=lambda pointers, stream: events.append((pointers, stream)), current=True)
 
     monkeypatch.setattr(calls.program, "prepare", prepare)
     receive = calls._receiver("cuda")

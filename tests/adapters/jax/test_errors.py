@@ -210,6 +210,17 @@ def test_running_sums(values):
         jax.block_until_ready(jax.jit(attend)(jnp.asarray(sums)))
 
 
+def test_flax_modules_refuse_unknown_arguments_of_a_call():
+    calls = {
+        "DotProductAttention": (ff.DotProductAttention(4, 2), (jnp.ones((2, 3, 2, 4)),) * 3),
+        "MultiHeadAttention": (ff.MultiHeadAttention(4, 2), (jnp.ones((2, 3, 8)),) * 2),
+        "TransformerLayer": (ff.TransformerLayer(8, 16, 2), (jnp.ones((2, 3, 8)),)),
+    }
+    for name, (module, inputs) in calls.items():
+        with pytest.raises(TypeError, match=f"^{name}: unexpected argument 'determinstic'"):
+            module.init(jax.random.key(0), *inputs, determinstic=True)
+
+
 def test_flax_packages_are_imported_when_asked_for():
     from fp8kit_jax.flax import LayerNorm
     from fp8kit_jax.nnx import DenseGeneral
