@@ -28,8 +28,7 @@ from fp8kit_torch.call import apply
 from fp8kit_torch.convert import convert, revert
 from fp8kit_torch.cross_entropy import parallel_cross_entropy
 from fp8kit_torch.dot_product_attention import DotProductAttention
-from fp8kit_torch.draws import dropout_seed
-from fp8kit_torch.functional import cross_entropy, dropout_add, embedding
+from fp8kit_torch.functional import cross_entropy, dropout_add, dropout_seed, embedding
 from fp8kit_torch.graphs import make_graphed_callables
 from fp8kit_torch.grouped_linear import GroupedLinear
 from fp8kit_torch.inference import InferenceParams

@@ -4,7 +4,8 @@ accepted with that value, else NotImplementedError by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter, is_not
 from typing import Any
@@ -12,20 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
-from fp8kit.layers.arguments import want_plain
-from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, refuse
+from fp8kit.errors import BackendError, FormatError, ShapeError
+from fp8kit.layers.unsupported import refuse
 from fp8kit.layers.unsupported import refuse_others as only
-from fp8kit_torch.checks import shown, tensor
+from fp8kit_torch.checks import tensor
 from fp8kit_torch.torch_compat import any_autocast
 from fp8kit_torch.views import FLOATS
 
 
-def positive(operation: str, **sizes: Any) -> None:
-    """Fp8kitError for sizes that are not positive integers."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise ArgumentError(operation, name, shown(value), "an int of at least 1")
+def defaults(function: Callable[..., Any], names: str) -> dict[str, Any]:
+    """The defaults of a function's arguments with these names: for ``refuse``, where no other value is
+    supported."""
+    parameters = inspect.signature(function).parameters
+    return {name: parameters[name].default for name in names.split()}
 
 
 def not_compiled(what: str) -> NotImplementedError:
@@ -38,11 +38,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not any_autocast():  # a device takes longer to say its kind
         return None
     kind = x.device.type
-    return (
-        torch.get_autocast_dtype(kind)
-        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-        else None
-    )
+    on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def has_foreign_code(module: torch.nn.Module) -> bool:
@@ -142,20 +139,4 @@ def want_input(
     return value
 
 
-__all__ = [
-    "CONSTRUCTOR",
-    "FORWARD",
-    "autocast_dtype",
-    "dtype_name",
-    "has_foreign_code",
-    "not_compiled",
-    "only",
-    "positive",
-    "refuse",
-    "unlike_devices",
-    "unlike_dtypes",
-    "want_input",
-    "want_like",
-    "want_parameters",
-    "want_plain",
-]
+__all__ = ["only", "refuse"]

@@ -17,6 +17,7 @@ from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
 from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
 from fp8kit_torch.arguments import not_compiled, only
+from fp8kit_torch.checks import is_group
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.library import update_
 from fp8kit_torch.state import ScalingState
@@ -56,16 +57,9 @@ class autocast(_autocast):
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe = _DEFAULT if recipe is None else recipe
         else:
-            if amax_reduction_group is not None:
-                known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-                if not isinstance(amax_reduction_group, known):
-                    group = repr(amax_reduction_group)
-                    raise RecipeError(
-                        "autocast",
-                        "amax_reduction_group",
-                        group,
-                        "None or a process group of torch.distributed",
-                    )
+            if amax_reduction_group is not None and not is_group(amax_reduction_group):
+                group, wanted = repr(amax_reduction_group), "None or a process group of torch.distributed"
+                raise RecipeError("autocast", "amax_reduction_group", group, wanted)
             super().__init__(enabled, calibrating, recipe)
         self.amax_reduction_group = amax_reduction_group
         self.traced: list[tuple[str, ScalingState]] | None = None
@@ -95,9 +89,7 @@ class autocast(_autocast):
         if self.owner and self.traced:
             groups: dict[str, list[ScalingState]] = {}
             for text, state in self.traced:
-                if text not in groups:
-                    groups[text] = []
-                groups[text].append(state)
+                groups.setdefault(text, []).append(state)
             for text, states in groups.items():
                 scales, inverses = [state.scale for state in states], [state.scale_inv for state in states]
                 update_(scales, inverses, [state.amax_history for state in states], text, True)

@@ -54,9 +54,8 @@ def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
         except BackendError as error:
             return str(error)
         if not usable:
-            return f"{name} on {place}: " + (
-                "; ".join(f"{impl.impl_id} {why}" for impl, why in refused) or "nothing implements it"
-            )
+            why = "; ".join(f"{impl.impl_id} {why}" for impl, why in refused)
+            return f"{name} on {place}: {why or 'nothing implements it'}"
     return ""
 
 
@@ -132,18 +131,14 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 def check_fp8_support() -> tuple[bool, str]:
     """``is_fp8_available(return_reason=True)``, by its older name."""
-    reason = _missing_for("tensor")
-    return not reason, reason
+    return is_fp8_available(True)  # type: ignore[return-value]
 
 
 def check_fp8_block_scaling_support() -> tuple[bool, str]:
     """``is_fp8_block_scaling_available(return_reason=True)``, by its older name."""
-    reason = _missing_for("block_1x128")
-    return not reason, reason
+    return is_fp8_block_scaling_available(True)  # type: ignore[return-value]
 
 
 def check_mxfp8_support() -> tuple[bool, str]:
     """``is_mxfp8_available(return_reason=True)``, by its older name."""
-    answer = is_mxfp8_available(return_reason=True)
-    assert isinstance(answer, tuple)
-    return answer
+    return is_mxfp8_available(True)  # type: ignore[return-value]

@@ -22,10 +22,8 @@ def stream_of(device: Device) -> int:
 @custom_op("fp8kit::amax", mutates_args=())
 def amax_of(tensor: Tensor) -> Tensor:
     """max|tensor|, NaN ignored, on the device: float32 (1,). ``tensor``: h (..., N)."""
-    matrix, amax = (
-        as_view(tensor.detach().contiguous()).rows(),
-        torch.zeros(1, dtype=torch.float32, device=tensor.device),
-    )
+    matrix = as_view(tensor.detach().contiguous()).rows()
+    amax = torch.zeros(1, dtype=torch.float32, device=tensor.device)
     dispatch.kernels(matrix.device).amax(matrix, as_view(amax), matrix.shape, stream_of(matrix.device))
     return amax
 

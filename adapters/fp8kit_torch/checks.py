@@ -14,7 +14,7 @@ import torch
 from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional, shown
 from fp8kit.errors import ArgumentError, FormatError, UnsupportedError
 from fp8kit.layers import arguments
-from fp8kit.layers.arguments import MASK_ALIASES, channels, instance, probability
+from fp8kit.layers.arguments import instance, probability
 
 # --- rules --------------------------------------------------------------------------------------------------
 
@@ -34,13 +34,22 @@ def tensor(operation: str, name: str, value: Any) -> torch.Tensor:
     return value
 
 
+def is_integer(value: torch.Tensor) -> bool:
+    """Whether a tensor is of integers or bools that can be read."""
+    return not (value.is_floating_point() or value.is_complex() or value.is_meta)
+
+
+def is_group(value: object) -> bool:
+    """Whether it is a process group of ``torch.distributed``."""
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
+
+
 def of_one(operation: str, name: str, group: object) -> None:
     """None, or a process group of one. ArgumentError for what is no group, or one without this process,
     NotImplementedError for one of several."""
     if group is None:
         return
-    known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-    if not isinstance(group, known) or (count := torch.distributed.get_world_size(group)) < 1:
+    if not is_group(group) or (count := torch.distributed.get_world_size(group)) < 1:
         raise ArgumentError(
             operation, name, shown(group), "None or a process group of torch.distributed with this process"
         )
@@ -65,11 +74,7 @@ dtype, module = instance(torch.dtype, "a torch.dtype"), instance(torch.nn.Module
 
 def splits(operation: str, name: str, value: Any) -> None:
     """Ints of at least 0, in a sequence or an integer tensor (n,)."""
-    if (
-        isinstance(value, torch.Tensor)
-        and value.ndim == 1
-        and not (value.is_floating_point() or value.is_complex() or value.is_meta)
-    ):
+    if isinstance(value, torch.Tensor) and value.ndim == 1 and is_integer(value):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ArgumentError(operation, name, shown(value), "a list of numbers of rows")
@@ -90,26 +95,21 @@ def init(operation: str, name: str, value: Any) -> None:
     function(operation, name, value)
 
 
+def is_scalar(value: Any) -> bool:
+    """Whether it is a dense tensor of one real number."""
+    whole = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return whole and value.numel() == 1 and not value.is_complex()
+
+
 def rate(operation: str, name: str, value: Any) -> None:
     """A finite number >= 0, or a floating tensor of one element."""
-    if (
-        isinstance(value, torch.Tensor)
-        and value.numel() == 1
-        and value.is_floating_point()
-        and value.layout is torch.strided
-    ):
-        return
-    number(operation, name, value)
+    if not is_scalar(value) or not value.is_floating_point():
+        number(operation, name, value)
 
 
 def count(operation: str, name: str, value: Any) -> None:
     """A number of steps, an int of at least 0 or a tensor of one element."""
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.numel() != 1
-        or value.is_complex()
-        or value.layout is not torch.strided
-    ):
+    if not is_scalar(value):
         integer(operation, name, value, 0, 2**63 - 1)
 
 
@@ -163,22 +163,4 @@ OPTIMISED: dict[str, Rule] = {
     "step": optional(count),
 }
 
-__all__ = [
-    "CALLED",
-    "CONSTRUCTED",
-    "MASK_ALIASES",
-    "OPTIMISED",
-    "Rule",
-    "channels",
-    "check",
-    "device",
-    "function",
-    "instance",
-    "module",
-    "named",
-    "one",
-    "optional",
-    "probability",
-    "shown",
-    "tensor",
-]
+__all__ = ["Rule", "check", "named", "one", "optional", "probability", "shown"]

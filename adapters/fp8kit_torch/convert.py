@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -68,9 +67,7 @@ class _Converted(nn.Module):
     def give_back(self) -> nn.Module:
         """The plain module, with what this one's parameters are now."""
         plain: nn.Module = self.__dict__["plain"]
-        for name in ("weight", "bias"):
-            if name in plain._parameters:
-                plain._parameters[name] = self._parameters[name]
+        plain._parameters.update((n, p) for n, p in self._parameters.items() if n in plain._parameters)
         plain.train(self.training)
         return plain
 
@@ -88,13 +85,8 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
         out, features = self.weight.shape if layout == "oi" else reversed(self.weight.shape)
         self.in_features, self.out_features = int(features), int(out)
         self.nx, self.nf = self.in_features, self.out_features  # Conv1D's names
-        self.set_spec(
-            LinearSpec(
-                ProductSpec(
-                    self.in_features, (self.out_features,), layout, "none" if self.bias is None else "add"
-                )
-            )
-        )
+        self.mode = "none" if self.bias is None else "add"
+        self.set_spec(LinearSpec(ProductSpec(self.in_features, (self.out_features,), layout, self.mode)))
 
     def weight_inputs(self) -> dict[str, Tensor]:
         return {"weight0": self.weight}
@@ -107,9 +99,7 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (..., in_features) of the weight's dtype."""
         x = want_input("Linear", "inp", x, self.in_features)
-        return self.run(
-            {"x": x, "weight0": self.weight, "bias0": self.bias}, None, "none" if self.bias is None else "add"
-        )["y"]
+        return self.run({"x": x, "weight0": self.weight, "bias0": self.bias}, None, self.mode)["y"]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -130,8 +120,7 @@ class ConvertedNorm(_Converted):
     def __init__(self, plain: nn.Module, spec: NormSpec) -> None:
         super().__init__()
         self.adopt(plain)
-        self.results = _results(plain)
-        self._within: dict[tuple[str, torch.dtype, torch.dtype, torch.dtype], torch.dtype] = {}
+        self._found: dict[tuple[Any, ...], torch.dtype] = {}
         self.spec, self._text = spec, encode(spec)
         self.eps = self.variance_epsilon = spec.epsilon  # the plain modules' names
 
@@ -143,35 +132,28 @@ class ConvertedNorm(_Converted):
         cast = autocast_dtype(x)
         inputs = {"x": x, "norm_weight": self.weight, "norm_bias": self.bias if self.spec.centered else None}
         spec: Any = self._text if torch.compiler.is_compiling() else self.spec
-        result = (
-            None
-            if cast is None or x.dtype not in FLOATS
-            else self.result_within(x.device.type, cast, x.dtype, own)
-        )
-        if result in (None, x.dtype) and (x.dtype == own or x.dtype not in FLOATS):
+        if x.dtype not in FLOATS or (cast is None and x.dtype == own):
             return apply(norm, spec, inputs)["y"]
-        wide = torch.promote_types(x.dtype, own)
-        if result is None:
-            result = self.results.get((x.dtype, own), wide)
-        elif cast is not None:
-            wide = torch.promote_types(wide, result)
+        result = self.result_of(x.device.type, cast, x.dtype, own)
+        wide = torch.promote_types(torch.promote_types(x.dtype, own), result)
         y = apply(norm, spec, {name: None if t is None else t.to(wide) for name, t in inputs.items()})["y"]
         return y.to(result)
 
     @torch.compiler.assume_constant_result
-    def result_within(
-        self, device: str, cast: torch.dtype, x: torch.dtype, weight: torch.dtype
+    def result_of(
+        self, device: str, cast: torch.dtype | None, x: torch.dtype, weight: torch.dtype
     ) -> torch.dtype:
-        """The dtype of the plain module's result within ``torch.autocast(device, cast)``, whose lists are
-        another matter on each device and in each release of torch: found out at the first call. The wider
-        dtype where the plain module refuses such a pair."""
+        """The dtype of the plain module's result, within ``torch.autocast(device, cast)`` where there is a
+        ``cast``: found out at the first call. Libraries have three ways, x's, the weight's and the wider one,
+        and autocast's lists are another matter on each device and in each release of torch. The wider dtype
+        where the plain module refuses such a pair."""
         key = device, cast, x, weight
-        if key not in self._within:
-            with torch.autocast(device, cast):
-                self._within[key] = _result(
-                    self.__dict__["plain"], x, weight, torch.device(device)
-                ) or torch.promote_types(x, weight)
-        return self._within[key]
+        if key not in self._found:
+            within = contextlib.nullcontext() if cast is None else torch.autocast(device, cast)
+            with within:
+                result = _result(self.__dict__["plain"], x, weight, torch.device(device))
+            self._found[key] = result or torch.promote_types(x, weight)
+        return self._found[key]
 
     def extra_repr(self) -> str:
         """What is computed."""
@@ -202,20 +184,14 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     """
     module("convert", "model", model)
     if filter_fn is not None:
-        function(
-            "convert", "filter_fn", filter_fn, takes=(model, ""), said="a function of a module and its name"
-        )
+        said = "a function of a module and its name"
+        function("convert", "filter_fn", filter_fn, takes=(model, ""), said=said)
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
-        raise ArgumentError(
-            "convert",
-            "model",
-            type(model).__name__,
-            "a model that contains layers: no layer can replace itself",
-        )
+        wanted = "a model that contains layers: no layer can replace itself"
+        raise ArgumentError("convert", "model", type(model).__name__, wanted)
     swapped: dict[nn.Module, nn.Module] = {}
     places, chosen, left = list(_children(model)), [], 0
-    for place in places:
-        _, _, child, path = place
+    for parent, name, child, path in places:
         if filter_fn is not None and not filter_fn(child, path):
             left += 1
             continue
@@ -224,9 +200,9 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
             if made is None:
                 continue
             swapped[child] = made()
-        chosen.append(place)
-    for parent, name, child, _ in chosen:
-        parent._modules[name] = swapped[child]
+        chosen.append((parent, name, swapped[child]))
+    for parent, name, made_one in chosen:
+        parent._modules[name] = made_one
     for layer in model.modules():
         for kind, name, without in _PAST_PARTS:
             fast = isinstance(layer, kind) and name in vars(layer) and _ALLOWED not in vars(layer)
@@ -267,12 +243,9 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str
 
 def _replacement(module: nn.Module) -> Callable[[], nn.Module] | None:
     """What makes the module that takes this one's place; None where it stays."""
-    weight, own = getattr(module, "weight", None), dict(module.named_parameters(recurse=False))
-    if (
-        own.get("weight") is not weight
-        or own.get("bias") is not getattr(module, "bias", None)
-        or not isinstance(weight, Tensor)
-    ):
+    own = dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
+    if weight is None or any(getattr(module, name, None) is not own.get(name) for name in ("weight", "bias")):
         return None  # not its own: made of other parameters before each call, as pruning and weight norms do
     if any(is_lazy(p) or p.dtype not in FLOATS or not p.is_contiguous() for p in own.values()):
         return None
@@ -292,38 +265,18 @@ def _norm_spec(module: nn.Module, weight: Tensor, own: Mapping[str, Tensor]) -> 
     if weight.ndim != 1 or weight.numel() == 0:
         return None
     features = weight.numel()
-    if type(module) is nn.LayerNorm:
+    kind = type(module)
+    if kind is nn.LayerNorm:
         return NormSpec(features, "LayerNorm", module.eps) if module.bias is not None else None
-    if type(module) is nn.RMSNorm:
+    if kind is nn.RMSNorm:
         eps = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
         return NormSpec(features, "RMSNorm", eps)
-    named = type(module).__name__.endswith("RMSNorm") or type(module).__name__ == "T5LayerNorm"
-    eps = next(
-        (
-            value
-            for name in ("variance_epsilon", "eps")
-            if isinstance(value := getattr(module, name, None), float)
-        ),
-        None,
-    )
-    if (
-        not named
-        or eps is None
-        or list(own) != ["weight"]
-        or weight.is_meta
-        or next(module.buffers(), None) is not None
-    ):
+    named = kind.__name__.endswith("RMSNorm") or kind.__name__ == "T5LayerNorm"
+    if not named or list(own) != ["weight"] or weight.is_meta or [*module.buffers()]:
         return None
-    return _probed(module, weight, eps)
-
-
-def _results(plain: nn.Module) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
-    """The dtype of a norm's result by those of its input and its weight where they differ: libraries have
-    three ways, x's, the weight's and the wider one. Where the plain module refuses such a pair there is none.
-    """
-    pairs = itertools.permutations(FLOATS, 2)
-    found = {pair: _result(plain, *pair, plain.weight.device) for pair in pairs}  # type: ignore[arg-type]
-    return {pair: dtype for pair, dtype in found.items() if dtype is not None}
+    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    eps = next((value for value in found if isinstance(value, float)), None)
+    return None if eps is None else _probed(module, weight, eps)
 
 
 def _result(

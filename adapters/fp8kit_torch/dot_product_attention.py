@@ -9,8 +9,8 @@ from torch import Tensor
 from fp8kit import layers
 from fp8kit.layers.attention_inputs import ResolvedCall
 from fp8kit_torch.attention_base import AttentionBase
-from fp8kit_torch.draws import next_rng
 from fp8kit_torch.kv_cache import trace_cached
+from fp8kit_torch.layer import next_rng
 from fp8kit_torch.parameters import ParameterModule
 
 

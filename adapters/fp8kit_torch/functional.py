@@ -1,6 +1,9 @@
-"""Operations that are no layer of their own: ``cross_entropy``, ``embedding``, ``dropout_add``."""
+"""Operations that are no layer of their own: ``cross_entropy``, ``embedding``, ``dropout_add``; and
+``dropout_seed``, what dropout draws from torch's own generators, so that ``torch.manual_seed`` rules it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +15,8 @@ from fp8kit.ops.embedding import embedding as embedding_op
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, check
-from fp8kit_torch.draws import next_rng
+from fp8kit_torch.layer import next_rng
+from fp8kit_torch.parameters import placed
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -68,13 +72,23 @@ def dropout_add(
     if x.ndim == 0:
         raise ShapeError("dropout_add", "x", "no dimension", "(..., features)")
     p = float(p) if training else 0.0
-    spec, inputs = (
-        spec_for("DropoutAddSpec", x.shape[-1], p, True),
-        {"x": x, "bias": bias, "residual": residual},
-    )
+    spec = spec_for("DropoutAddSpec", x.shape[-1], p, True)
+    inputs = {"x": x, "bias": bias, "residual": residual}
     if p:
         there = {name: value for name, value in inputs.items() if value is not None}
         # a draw changes the generator's state
         validate(dropout_add_op, spec, {**there, "rng": TensorMeta((2,), torch.int64, x.device)})
         inputs["rng"] = next_rng(x.device)
     return apply(dropout_add_op, spec, inputs)["y"]
+
+
+def dropout_seed(device: Any = None) -> Tensor:
+    """What a layer draws for one operation that drops: ``(seed, offset)``, int64 (2,) on ``device``, from
+    torch's default generator there.
+
+    ``device``: as for parameters. A layer draws one each for attention's dropout, a branch's dropout and its
+    dropped paths, in the order in which they run. So ``with fk.draw_from(fp8kit_torch.dropout_seed):`` gives
+    a native layer the numbers that the same torch layer has after the same ``torch.manual_seed``. Raises
+    ArgumentError or BackendError for what is no device, or none of this machine.
+    """
+    return next_rng(placed("dropout_seed", device))

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
-from fp8kit.arguments import flag
+from fp8kit.arguments import choice, flag, shown
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check, tensor
-from fp8kit_torch.fused_optimizer import NO_CORRECTION, Entry, Fused, adam_
+from fp8kit_torch.fused_optimizer import NO_CORRECTION, Entry, Fused, adam_, written
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view
 
@@ -85,27 +84,21 @@ class FusedAdam(Fused):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        name = "FusedAdam"
-        check(name, OPTIMISED, locals())
+        name, given = "FusedAdam", locals()
+        check(name, OPTIMISED, given)
         only(name, {"amsgrad": (amsgrad, False)})
         self.dtypes = {
             "exp_avg": exp_avg_dtype,
             "exp_avg_sq": exp_avg_sq_dtype,
             "master_param": master_weight_dtype,
         }
-        for key, choice in (
-            ("exp_avg", stored.PACKED),
-            ("exp_avg_sq", stored.PACKED),
-            ("master_param", (torch.float32, torch.float16)),
-        ):
-            if self.dtypes[key] not in choice:
-                raise FormatError(
-                    name, f"{key}'s dtype", self.dtypes[key], f"one of {', '.join(map(str, choice))}"
-                )
+        for key, dtype in self.dtypes.items():
+            known = (torch.float32, torch.float16) if key == "master_param" else stored.PACKED
+            if dtype not in known:
+                raise FormatError(name, f"{key}'s dtype", dtype, f"one of {', '.join(map(str, known))}")
         if capturable and (set(self.dtypes.values()) != {torch.float32} or store_param_remainders):
-            raise FormatError(
-                name, "capturable", "states that are not float32", "float32 states, no remainders"
-            )
+            got = "states that are not float32"
+            raise FormatError(name, "capturable", got, "float32 states, no remainders")
         self.adam_w_mode, self.capturable = bool(adam_w_mode), bool(capturable)
         self.master_weights = bool(master_weights)
         self.use_decoupled_grad = bool(use_decoupled_grad)
@@ -115,14 +108,7 @@ class FusedAdam(Fused):
         )
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         self._step_supports_amp_scaling = self.capturable
-        defaults = {
-            "lr": lr,
-            "bias_correction": bool(bias_correction),
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; in ``capturable`` mode the group's learning rate becomes a float32 tensor on its
@@ -132,18 +118,18 @@ class FusedAdam(Fused):
         if self.capturable and group["params"]:
             devices = {param.device for param in group["params"]}
             if len(devices) != 1:
-                raise ArgumentError(
-                    "FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one, with capturable"
-                )
-            group["lr"] = (
-                torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop()).reshape(1).clone()
-            )
+                got = f"a group on {len(devices)} devices"
+                raise ArgumentError("FusedAdam", "param_groups", got, "one, with capturable")
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop())
+            group["lr"] = rate.reshape(1).clone()
 
     # --- states ---------------------------------------------------------------------------------------------
 
-    def _remainder(self, param: Tensor, state_name: str) -> bool:
+    def _unscaled_dtype(self, param: Tensor, state_name: str) -> torch.dtype:
+        """float32; int16 for a master that is kept as what the parameter lacks."""
         plain = param.dtype is torch.bfloat16 and not isinstance(param, QuantizedTensor)
-        return self.store_param_remainders and state_name == "master_param" and plain
+        remainder = self.store_param_remainders and state_name == "master_param" and plain
+        return torch.int16 if remainder else torch.float32
 
     def _names(self, param: Tensor) -> tuple[str, ...]:
         narrow = param.dtype is not torch.float32 or isinstance(param, QuantizedTensor)
@@ -151,34 +137,27 @@ class FusedAdam(Fused):
 
     def _known(self, method: str, param: Any, state_name: Any = "exp_avg") -> None:
         """ArgumentError for what is no parameter of a group, and no name of a state."""
+        op = f"FusedAdam.{method}"
         if not any(param is one for group in self.param_groups for one in group["params"]):
-            raise ArgumentError(
-                f"FusedAdam.{method}", "param", type(param).__name__, "a parameter of this optimizer"
-            )
-        if not isinstance(state_name, str) or state_name not in self._names(param):
-            wanted = f"one of {', '.join(self._names(param))}"
-            raise ArgumentError(f"FusedAdam.{method}", "state_name", repr(state_name)[:60], wanted)
+            raise ArgumentError(op, "param", type(param).__name__, "a parameter of this optimizer")
+        choice(op, "state_name", state_name, self._names(param))
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the
         constructor's."""
+        op, argument = "FusedAdam.initialize_state", "store_param_remainders"
         self._known("initialize_state", param)
-        store_param_remainders = flag(
-            "FusedAdam.initialize_state", "store_param_remainders", store_param_remainders
-        )
-        if store_param_remainders and not self.store_param_remainders:
-            raise ArgumentError(
-                "FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"
-            )
+        if flag(op, argument, store_param_remainders) and not self.store_param_remainders:
+            raise ArgumentError(op, argument, True, "as in the constructor")
+        start = param.detach()
+        if isinstance(param, QuantizedTensor):
+            start = stored.local(start)
         for name in self._names(param):
-            if self._remainder(param, name):
-                self.state[param][name] = torch.zeros_like(param, dtype=torch.int16)
-            else:
-                start = stored.local(param.detach()) if isinstance(param, QuantizedTensor) else param.detach()
-                values = (
-                    start.float() if name == "master_param" else torch.zeros_like(start, dtype=torch.float32)
-                )
-                self.set_scaled_state(param, name, values)
+            dtype = self._unscaled_dtype(param, name)
+            master = name == "master_param" and dtype is torch.float32
+            self.set_scaled_state(
+                param, name, start.float() if master else torch.zeros_like(start, dtype=dtype)
+            )
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's float32 values; int16 for a master kept as remainders. ``state_name``: "exp_avg",
@@ -196,24 +175,24 @@ class FusedAdam(Fused):
         """Keep float32 values (int16 for remainders) as the state, in the constructor's dtype of it."""
         self._known("set_scaled_state", param, state_name)
         tensor("FusedAdam.set_scaled_state", "unscaled_state", unscaled_state)
-        state, dtype = (
-            self.state[param],
-            torch.int16 if self._remainder(param, state_name) else self.dtypes[state_name],
-        )
-        if (
-            unscaled_state.dtype != (torch.int16 if dtype is torch.int16 else torch.float32)
-            or unscaled_state.shape != param.shape
-        ):
-            got = f"{unscaled_state.dtype} {tuple(unscaled_state.shape)}"
-            raise ShapeError(
-                "FusedAdam.set_scaled_state",
-                state_name,
-                got,
-                f"float32 {tuple(param.shape)}, int16 for remainders",
-            )
+        state, unscaled = self.state[param], self._unscaled_dtype(param, state_name)
+        if (unscaled_state.dtype, unscaled_state.shape) != (unscaled, param.shape):
+            wanted = f"float32 {tuple(param.shape)}, int16 for remainders"
+            raise ShapeError("FusedAdam.set_scaled_state", state_name, shown(unscaled_state), wanted)
         if state_name not in state:
+            dtype = self.dtypes[state_name] if unscaled is torch.float32 else unscaled
             state[state_name] = torch.zeros_like(param, dtype=dtype)
         self._keep(param, state_name, stored.local(unscaled_state).to(param.device))
+
+    def _values(self, param: Tensor, name: str, data: Tensor) -> Tensor | None:
+        """A state's float32 values, in its own memory where it is float32; None where there is none.
+        ``data``: the parameter's values."""
+        if name not in self.state[param]:
+            return None
+        state = stored.local(self.state[param][name])
+        if state.dtype is torch.int16:
+            return stored.join(data, state)
+        return stored.unpack(state, self._scales.get(param, {}).get(name))
 
     def _keep(self, param: Tensor, name: str, values: Tensor) -> None:
         scale = stored.pack(stored.local(self.state[param][name]), values)
@@ -239,23 +218,16 @@ class FusedAdam(Fused):
             where, skipping = as_view(step), None if skip is None else as_view(skip)
             kernels, stream = dispatch.kernels(where.device), arrays.current_stream(where.device)
             kernels.count_(where, skipping, stream)
-        masters = []
-        for param, data, _ in entries:
+        for param, *_ in entries:
             if "exp_avg" not in self.state[param]:
                 self.initialize_state(param)
-            master = None
-            if "master_param" in self.state[param]:
-                kept = stored.local(self.get_unscaled_state(param, "master_param"))
-                master = stored.join(data, kept) if self._remainder(param, "master_param") else kept
-            masters.append(master)
-        moments = {
-            name: [stored.local(self.get_unscaled_state(param, name)) for param, *_ in entries]
-            for name in ("exp_avg", "exp_avg_sq")
-        }
+        means, squares, masters = (
+            [self._values(param, name, data) for param, data, _ in entries] for name in self.dtypes
+        )
         adam_(
             [data for _, data, _ in entries],
             [grad for *_, grad in entries],
-            list(moments.values()),
+            (means, squares),
             masters,
             group["lr"],
             group["betas"],
@@ -266,18 +238,14 @@ class FusedAdam(Fused):
             by,
             skip,
         )
-        for at, (param, data, _) in enumerate(entries):
-            increment_version(param)  # the kernel wrote it by address: autograd must see that
-            master = masters[at]
-            if isinstance(param, QuantizedTensor):
-                param.copy_(data if master is None else master)
-            if master is not None and self._remainder(param, "master_param"):
-                stored.split(master, data, stored.local(self.state[param]["master_param"]))
-            elif master is not None and self.dtypes["master_param"] is not torch.float32:
-                self._keep(param, "master_param", master)
-            for name, values in moments.items():
-                if self.dtypes[name] is not torch.float32:
-                    self._keep(param, name, values[at])
+        for (param, data, _), *updated in zip(entries, means, squares, masters, strict=True):
+            written(param, data if updated[-1] is None else updated[-1])
+            for name, values in zip(self.dtypes, updated, strict=True):
+                state = None if values is None else stored.local(self.state[param][name])
+                if state is not None and state.dtype is torch.int16:
+                    stored.split(values, data, state)
+                elif state is not None and state.dtype is not torch.float32:
+                    self._keep(param, name, values)
 
     # --- saved and loaded -----------------------------------------------------------------------------------
 
@@ -301,17 +269,13 @@ class FusedAdam(Fused):
             if wanted not in state:
                 raise CheckpointError(operation, shown_as, f"no {wanted!r}", "both moments")
         if name not in known:
-            raise CheckpointError(
-                operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor said"
-            )
+            wanted = f"{', '.join(known)} only, as the constructor said"
+            raise CheckpointError(operation, shown_as, "a state", wanted)
         super().check_state(operation, param, name, shown_as, state)
-        if (state[name].dtype is torch.int16) != self._remainder(param, name):
-            wanted = (
-                "int16, with store_param_remainders"
-                if self._remainder(param, name)
-                else "floating, without store_param_remainders"
-            )
-            raise CheckpointError(operation, shown_as, state[name].dtype, wanted)
+        remainder = self._unscaled_dtype(param, name) is torch.int16
+        if (state[name].dtype is torch.int16) != remainder:
+            wanted = "int16, with" if remainder else "floating, without"
+            raise CheckpointError(operation, shown_as, state[name].dtype, f"{wanted} store_param_remainders")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with states kept in the constructor's dtypes, not in the parameters'.
@@ -322,10 +286,9 @@ class FusedAdam(Fused):
         super().load_state_dict(state_dict)
         for group, (lr, step) in zip(self.param_groups, held, strict=True):
             if self.capturable and group["params"]:
-                device = group["params"][0].device
                 group["lr"] = lr.copy_(torch.as_tensor(group["lr"]).reshape(1))
                 if group.get("step") is not None:
-                    step = torch.zeros(1, dtype=torch.int64, device=device) if step is None else step
+                    step = lr.new_zeros(1, dtype=torch.int64) if step is None else step
                     group["step"] = step.copy_(torch.as_tensor(group["step"]).reshape(1))
             else:
                 for name, kind in (("lr", float), ("step", int)):
@@ -335,10 +298,9 @@ class FusedAdam(Fused):
             saved = state_dict["state"].get(index)
             if saved is None:
                 continue
-            self.state[param] = {}
+            self.state[param] = {name: value for name, value in saved.items() if name not in self.dtypes}
             self._scales.pop(param, None)
-            for name, value in saved.items():
-                if name not in self.dtypes:
-                    self.state[param][name] = value
-                else:
-                    self.set_scaled_state(param, name, value if value.dtype is torch.int16 else value.float())
+            for name, values in saved.items():
+                if name in self.dtypes:
+                    values = values if values.dtype is torch.int16 else values.float()
+                    self.set_scaled_state(param, name, values)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
 from fp8kit.arguments import listed
@@ -17,6 +18,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
+from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import FLOATS, as_view
 
 Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contiguous gradient
@@ -32,78 +34,62 @@ class Fused(torch.optim.Optimizer):
     states: frozenset[str]  # names of the states that are as large as their parameter
     _own = ("grad_name", "set_grad_none")  # attributes that a copy or a pickle has beside torch's own
 
-    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool | None) -> None:
-        check(type(self).__name__, OPTIMISED, {**defaults, "set_grad_none": set_grad_none})
+    def __init__(self, params: Any, given: Mapping[str, Any]) -> None:
+        """``given``: the constructor's arguments by name, checked."""
+        name, set_grad_none = type(self).__name__, given["set_grad_none"]
         wanted = "parameters, (name, parameter)s, or groups of them"
         if isinstance(params, Tensor):
-            raise ArgumentError(type(self).__name__, "params", shown(params), wanted)
-        params = listed(type(self).__name__, "params", params, wanted)
+            raise ArgumentError(name, "params", shown(params), wanted)
+        params = listed(name, "params", params, wanted)
         if not params:
-            raise ArgumentError(type(self).__name__, "params", "none", wanted)
+            raise ArgumentError(name, "params", "none", wanted)
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
-            warnings.warn(
-                f"{type(self).__name__}: set_grad_none is deprecated, use zero_grad(set_to_none)",
-                DeprecationWarning,
-                3,
-            )
-        super().__init__(params, defaults)
+            said = f"{name}: set_grad_none is deprecated, use zero_grad(set_to_none)"
+            warnings.warn(said, DeprecationWarning, 3)
+        super().__init__(params, {name: given[name] for name in self.numbers})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; FormatError for parameters that are not float32, bfloat16 or float16, ShapeError for
         strided ones."""
         name = type(self).__name__
         if not isinstance(param_group, dict) or "params" not in param_group:
-            raise ArgumentError(
-                name, "params", shown(param_group), "parameters, or groups, dicts with their params"
-            )
+            wanted = "parameters, or groups, dicts with their params"
+            raise ArgumentError(name, "params", shown(param_group), wanted)
         check(name, OPTIMISED, param_group)
         before = len(self.param_groups)
         try:
             super().add_param_group(param_group)
-            self._check_group(name)
+            for param in self.param_groups[-1]["params"]:
+                if param.dtype not in FLOATS:
+                    raise FormatError(name, "params", param.dtype, "float32, bfloat16 or float16")
+                want_contiguous(name, stored.local(param.detach()))
         except (TypeError, ValueError, AttributeError) as error:
             del self.param_groups[before:]
             if isinstance(error, Fp8kitError):
                 raise
-            raise ArgumentError(
-                name, "params", shown(param_group["params"]), f"parameters ({error})"
-            ) from None
-
-    def _check_group(self, name: str) -> None:
-        for param in self.param_groups[-1]["params"]:
-            if param.dtype not in FLOATS:
-                raise FormatError(name, "params", param.dtype, "float32, bfloat16 or float16")
-            if not stored.local(param.detach()).is_contiguous():
-                raise ShapeError(name, "params", f"strides {param.stride()}", "contiguous parameters")
+            got = shown(param_group["params"])
+            raise ArgumentError(name, "params", got, f"parameters ({error})") from None
 
     def check_state_dict(self, state_dict: Any) -> None:
         """CheckpointError for what is no state of this optimizer with its groups, whose ``states`` have the
         shapes of their parameters, ArgumentError for a number that no group can have: before anything is
         taken over."""
         op = f"{type(self).__name__}.load_state_dict"
-        parts = (
-            [state_dict.get(name) for name in ("state", "param_groups")]
-            if isinstance(state_dict, Mapping)
-            else [None, None]
-        )
-        groups = parts[1] if isinstance(parts[1], list | tuple) else []
-        held = [
-            len(group["params"])
-            if isinstance(group, Mapping) and isinstance(group.get("params"), list)
-            else -1
-            for group in groups
-        ]
+        saved = state_dict if isinstance(state_dict, Mapping) else {}
+        states, groups = saved.get("state"), saved.get("param_groups")
+        groups = groups if isinstance(groups, list | tuple) else []
+        params = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+        held = [len(own) if isinstance(own, list) else -1 for own in params]
         wanted = [len(group["params"]) for group in self.param_groups]
-        if not isinstance(parts[0], Mapping) or held != wanted:
+        if not isinstance(states, Mapping) or held != wanted:
             got = f"groups of {held} parameters" if groups else shown(state_dict)
-            raise CheckpointError(
-                op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters"
-            )
+            wanted = f"state and param_groups, of groups of {wanted} parameters"
+            raise CheckpointError(op, "state_dict", got, wanted)
         for group in groups:
             self.check_group(op, group, CheckpointError)
         for param, index in self.indexed(groups):
-            state = parts[0].get(index, {})
+            state = states.get(index, {})
             if not isinstance(state, Mapping):
                 raise CheckpointError(op, f"state[{index!r}]", shown(state), "a mapping of names to states")
             for name in self.states & state.keys():
@@ -115,12 +101,8 @@ class Fused(torch.optim.Optimizer):
         """ArgumentError for a number that a group cannot have, ``error`` for one that it lacks."""
         for name in self.numbers:
             if name not in group:
-                raise error(
-                    operation,
-                    "param_groups",
-                    f"a group without {name!r}",
-                    f"one with {', '.join(self.numbers)}",
-                )
+                wanted = f"one with {', '.join(self.numbers)}"
+                raise error(operation, "param_groups", f"a group without {name!r}", wanted)
         check(operation, OPTIMISED, group)
 
     def check_state(
@@ -138,15 +120,12 @@ class Fused(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
         """Drop all gradients, or write zeros over them with ``set_to_none=False``. Fp8kitError where
         ``set_grad_none`` said otherwise."""
-        check(
-            f"{type(self).__name__}.zero_grad",
-            {"set_to_none": OPTIMISED["set_grad_none"]},
-            {"set_to_none": set_to_none},
-        )
+        name = f"{type(self).__name__}.zero_grad"
+        OPTIMISED["set_grad_none"](name, "set_to_none", set_to_none)
         if self.set_grad_none is not None:
             if set_to_none not in (None, self.set_grad_none):
                 wanted = f"{self.set_grad_none}, as set_grad_none"
-                raise ArgumentError(f"{type(self).__name__}.zero_grad", "set_to_none", set_to_none, wanted)
+                raise ArgumentError(name, "set_to_none", set_to_none, wanted)
             set_to_none = self.set_grad_none
         for group in self.param_groups:
             for param in group["params"]:
@@ -163,7 +142,10 @@ class Fused(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, taking in self.all_taking():
+        for group in self.param_groups:
+            self.check_group(f"{type(self).__name__}.step", group)
+        # what any group cannot take a step with is refused before one does
+        for group, taking in [(group, self.taking(group)) for group in self.param_groups]:
             self.update_group(group, taking)
         return loss
 
@@ -176,37 +158,40 @@ class Fused(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         return zip(params, [index for group in groups for index in group["params"]], strict=True)
 
-    def all_taking(self) -> list[tuple[dict[str, Any], dict[torch.device, list[Entry]]]]:
-        """(group, ``taking`` of it), of all groups. Fp8kitError kinds for what any of them cannot take a step
-        with: before one does."""
-        for group in self.param_groups:
-            self.check_group(f"{type(self).__name__}.step", group)
-        return [(group, self.taking(group)) for group in self.param_groups]
-
     def taking(self, group: Mapping[str, Any]) -> dict[torch.device, list[Entry]]:
-        """(parameter, its local data, its contiguous gradient) of those that have a gradient, by device."""
+        """(parameter, its local data, its contiguous gradient) of those that have a gradient, by device.
+        ShapeError for what cannot take a step."""
+        op = type(self).__name__
         found: dict[torch.device, list[Entry]] = {}
         for param in group["params"]:
             grad = getattr(param, self.grad_name, None)
             if grad is None:
                 continue
             data, g = stored.local(param.detach()), stored.local(grad.detach())
-            if not data.is_contiguous():
-                raise ShapeError(
-                    type(self).__name__, "params", f"strides {data.stride()}", "contiguous parameters"
-                )
-            for name, state in self.state[param].items() if param in self.state else ():
+            want_contiguous(op, data)
+            for name, state in self.state.get(param, {}).items():
                 if name in self.states and state is not None and state.shape != param.shape:
-                    got = f"a parameter of shape {tuple(param.shape)}"
-                    raise ShapeError(
-                        type(self).__name__, "params", got, f"{tuple(state.shape)}, as its {name}"
-                    )
+                    raise ShapeError(op, "params", shown(param), f"{tuple(state.shape)}, as its {name}")
             if g.is_sparse or g.dtype not in FLOATS or g.shape != data.shape or g.device != data.device:
                 got = f"{g.layout} {g.dtype} {tuple(g.shape)} on {g.device}"
                 wanted = f"dense, floating, {tuple(data.shape)} on {data.device}"
-                raise ShapeError(type(self).__name__, self.grad_name, got, wanted)
+                raise ShapeError(op, self.grad_name, got, wanted)
             found.setdefault(data.device, []).append((param, data, g.contiguous()))
         return found
+
+
+def written(param: Tensor, values: Tensor) -> None:
+    """What a step does after the kernel, which wrote by address: autograd sees that, and a parameter that is
+    held in FP8 becomes the cast of its new ``values``."""
+    increment_version(param)
+    if isinstance(param, QuantizedTensor):
+        param.copy_(values)
+
+
+def want_contiguous(operation: str, data: Tensor) -> None:
+    """ShapeError for parameters in strides."""
+    if not data.is_contiguous():
+        raise ShapeError(operation, "params", f"strides {data.stride()}", "contiguous parameters")
 
 
 def adam_(

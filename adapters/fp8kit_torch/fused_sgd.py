@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
 from fp8kit.arguments import number
@@ -16,8 +15,7 @@ from fp8kit.errors import ArgumentError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check
-from fp8kit_torch.fused_optimizer import Entry, Fused
-from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.fused_optimizer import Entry, Fused, written
 from fp8kit_torch.views import as_view
 
 
@@ -56,19 +54,13 @@ class FusedSGD(Fused):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        check("FusedSGD", OPTIMISED | {"lr": number}, locals())
+        given = locals()
+        check("FusedSGD", OPTIMISED | {"lr": number}, given)
         if nesterov and (momentum == 0 or dampening != 0):
             raise ArgumentError("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening")
         only("FusedSGD", {"materialize_master_grads": (materialize_master_grads, True)})
         self.wd_after_momentum = bool(wd_after_momentum)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": bool(nesterov),
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, given)
 
     def update_group(self, group: dict[str, Any], taking: dict[torch.device, list[Entry]]) -> None:
         for entries in taking.values():
@@ -114,9 +106,7 @@ class FusedSGD(Fused):
             arrays.current_stream(device),
         )
         for param, data, _ in entries:
-            increment_version(param)
-            if isinstance(param, QuantizedTensor):
-                param.copy_(data)
+            written(param, data)
 
     def check_state(
         self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]

@@ -17,20 +17,14 @@ from fp8kit.errors import ArgumentError
 from fp8kit.ops.activation import activation
 from fp8kit.ops.dropout_add import add
 from fp8kit_torch import linear, norm
-from fp8kit_torch.arguments import only, positive, refuse, want_input
+from fp8kit_torch.arguments import defaults, only, refuse, want_input
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import CONSTRUCTED, check
+from fp8kit_torch.checks import CONSTRUCTED, check, probability
 from fp8kit_torch.functional import dropout_add
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
 
 L2Normalization, Identity = norm.L2Normalization, torch.nn.Identity
-_PARALLEL = {
-    "tensor_parallel_mode": None,
-    "tensor_parallel_group": None,
-    "sequence_parallel": False,
-    "rng_state_tracker_function": None,
-}
 
 
 def _start(weight: Tensor) -> None:
@@ -76,6 +70,11 @@ class Linear(linear.Linear):
         )
 
 
+_PARALLEL = defaults(
+    Linear.__init__, "tensor_parallel_mode tensor_parallel_group sequence_parallel rng_state_tracker_function"
+)
+
+
 class BasicLinear(Linear):
     """y = x W^T. Arguments as ``Linear``; ``userbuffers_options``: None only."""
 
@@ -119,16 +118,10 @@ class Bias(ParameterModule):
         tensor_parallel_group: Any = None,
     ) -> None:
         check("ops.Bias", CONSTRUCTED, locals())
-        only(
-            "ops.Bias",
-            {
-                "tensor_parallel": (tensor_parallel, False),
-                "tensor_parallel_group": (tensor_parallel_group, None),
-            },
-        )
-        positive("ops.Bias", size=size)
+        refuse("ops.Bias", {"tensor_parallel": False, "tensor_parallel_group": None}, locals())
+
         super().__init__()
-        self.add_parameter("bias", (size,), torch.nn.init.zeros_, dtype, device)
+        self.add_parameter("bias", (size,), 0.0, dtype, device)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., size); so is the result."""
@@ -136,42 +129,31 @@ class Bias(ParameterModule):
         return apply(add, spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
 
 
-class LayerNorm(norm.LayerNorm):
+class _Norm:
+    """How the norms here are made."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
+        refuse(f"ops.{type(self).__name__}", {"sm_margin": 0}, locals())
+        super().__init__(  # type: ignore[call-arg]
+            normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device
+        )
+
+
+class LayerNorm(_Norm, norm.LayerNorm):
     """``fp8kit_torch.LayerNorm``; ``sm_margin``: 0 only."""
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        *,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: Any = 0,
-    ) -> None:
-        only("ops.LayerNorm", {"sm_margin": (sm_margin, 0)})
-        super().__init__(
-            normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device
-        )
 
-
-class RMSNorm(norm.RMSNorm):
+class RMSNorm(_Norm, norm.RMSNorm):
     """``fp8kit_torch.RMSNorm``; ``sm_margin``: 0 only."""
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        *,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: Any = 0,
-    ) -> None:
-        only("ops.RMSNorm", {"sm_margin": (sm_margin, 0)})
-        super().__init__(
-            normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device
-        )
 
 
 class _Activation(BasicOperation):
@@ -180,13 +162,8 @@ class _Activation(BasicOperation):
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
-        only(
-            f"ops.{type(self).__name__}",
-            {
-                "cache_quantized_input": (cache_quantized_input, False),
-                "glu_interleave_size": (glu_interleave_size, None),
-            },
-        )
+        neutral = {"cache_quantized_input": False, "glu_interleave_size": None}
+        refuse(f"ops.{type(self).__name__}", neutral, locals())
         super().__init__()
         self.params: tuple[float, ...] = ()
 
@@ -197,26 +174,15 @@ class _Activation(BasicOperation):
         return apply(activation, spec, {"x": inp})["y"]
 
 
-def _activation(name: str, activation: str) -> type[_Activation]:
-    return type(
-        name,
-        (_Activation,),
-        {
-            "activation": activation,
-            "__module__": __name__,
-            "__doc__": f'"{activation}", see ``fp8kit.backends.activation``.',
-        },
-    )
+def _activation(name: str) -> type[_Activation]:
+    """The class of that name, whose activation is the same in small letters."""
+    doc = f'"{name.lower()}", see ``fp8kit.backends.activation``.'
+    return type(name, (_Activation,), {"activation": name.lower(), "__module__": __name__, "__doc__": doc})
 
 
-GELU, QGELU, ReLU = _activation("GELU", "gelu"), _activation("QGELU", "qgelu"), _activation("ReLU", "relu")
-SReLU, SiLU, GLU = _activation("SReLU", "srelu"), _activation("SiLU", "silu"), _activation("GLU", "glu")
-GEGLU, QGEGLU, ReGLU = (
-    _activation("GEGLU", "geglu"),
-    _activation("QGEGLU", "qgeglu"),
-    _activation("ReGLU", "reglu"),
-)
-SReGLU, SwiGLU = _activation("SReGLU", "sreglu"), _activation("SwiGLU", "swiglu")
+GELU, QGELU, ReLU, SReLU, SiLU = map(_activation, ("GELU", "QGELU", "ReLU", "SReLU", "SiLU"))
+GLU, GEGLU, QGEGLU, ReGLU = map(_activation, ("GLU", "GEGLU", "QGEGLU", "ReGLU"))
+SReGLU, SwiGLU = map(_activation, ("SReGLU", "SwiGLU"))
 
 
 class ClampedSwiGLU(_Activation):
@@ -242,17 +208,13 @@ class Dropout(BasicOperation):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise ArgumentError("ops.Dropout", "p", p, "a probability in [0, 1)")
+        probability("ops.Dropout", "p", p)
         self.dropout_probability = float(p)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., N); so is the result."""
-        return (
-            dropout_add(inp, p=self.dropout_probability)
-            if self.training and self.dropout_probability
-            else inp
-        )
+        p = self.dropout_probability
+        return dropout_add(inp, p=p) if self.training and p else inp
 
 
 class ConstantScale(BasicOperation):
@@ -317,10 +279,8 @@ class Sequential(torch.nn.Sequential):
             raise ArgumentError("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors")
         x, extras, made = input, iter(extra_inputs), []
         for module, count in zip(self, wanted, strict=True):
-            out = module(x, *(next(extras) for _ in range(count)))
+            x = module(x, *(next(extras) for _ in range(count)))
             if getattr(module, "num_extra_outputs", 0):
-                x, *more = out
+                x, *more = x
                 made += more
-            else:
-                x = out
         return (x, *made) if made else x

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current, touch_forward
-from fp8kit.errors import ArgumentError, BackendError, RecipeError
+from fp8kit.errors import BackendError, RecipeError
 from fp8kit.recipe import Recipe
-from fp8kit_torch.arguments import only, refuse
+from fp8kit_torch import checks
+from fp8kit_torch.arguments import defaults, only, refuse
 from fp8kit_torch.autocast import autocast
 from fp8kit_torch.checks import check, named, optional
 from fp8kit_torch.module import TransformerEngineBaseModule
@@ -74,48 +75,23 @@ def make_graphed_callables(
     convert the modules, afterwards: a graph reads memory by address. BackendError without a CUDA device.
     """
     op, asked = "make_graphed_callables", locals()
-    check(
-        op,
-        {
-            **named(
-                optional(flag),
-                "fp8_enabled fp8_calibrating enabled calibrating fp8_weight_caching cache_quantized_params",
-            ),
-            "num_warmup_iters": integer,
-            "allow_unused_input": flag,
-        },
-        asked,
-    )
+    check(op, _RULES, asked)
     refuse(op, _NEUTRAL, asked)
-    only(
-        op,
-        {
-            "cache_quantized_params": (bool(cache_quantized_params), False),
-            "fp8_weight_caching": (bool(fp8_weight_caching), False),
-        },
-    )
+    only(op, {name: (bool(asked[name]), False) for name in ("cache_quantized_params", "fp8_weight_caching")})
     given = modules if isinstance(modules, tuple) else (modules,)
     samples = sample_args if isinstance(modules, tuple) else (sample_args,)
     for module in given:
-        if not isinstance(module, nn.Module):
-            raise ArgumentError(op, "modules", type(module).__name__, "torch.nn.Modules")
-    on = _either(op, "enabled", enabled, fp8_enabled) or False
-    watching = _either(op, "calibrating", calibrating, fp8_calibrating) or False
-    scope = autocast(on, watching, _either(op, "recipe", recipe, fp8_recipe))
+        checks.module(op, "modules", module)
+    on, watching = bool(_either(asked, "enabled")), bool(_either(asked, "calibrating"))
+    scope = autocast(on, watching, _either(asked, "recipe"))
     found = scope.recipe
+    wanted = "a CUDA device: a CPU has no graphs"
     if not torch.cuda.is_available():
-        raise BackendError(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs")
-    for tensor in (
-        *(t for module in given for t in (*module.parameters(), *module.buffers())),
-        *tree_leaves(samples),
-    ):
+        raise BackendError(op, "device", "no CUDA device", wanted)
+    held_by = (t for module in given for t in (*module.parameters(), *module.buffers()))
+    for tensor in (*held_by, *tree_leaves(samples)):
         if isinstance(tensor, Tensor) and not tensor.is_cuda:
-            raise BackendError(
-                op,
-                "modules, sample_args",
-                f"a tensor on {tensor.device}",
-                "a CUDA device: a CPU has no graphs",
-            )
+            raise BackendError(op, "modules, sample_args", f"a tensor on {tensor.device}", wanted)
     layers = [_layers(module) for module in given]
     # a capture must not find that a state is not there yet, or not as long as it should be
     stateful = found.history is not None and (on or watching)
@@ -139,25 +115,27 @@ def make_graphed_callables(
     return modules
 
 
-_NEUTRAL: dict[str, Any] = {
-    "sample_kwargs": None,
-    "amax_reduction_group": None,
-    "fp8_group": None,
-    "_order": None,
-    "_num_layers_per_chunk": None,
-    "retain_graph_in_backward": False,
-    "_reuse_graph_input_output_buffers": False,
-    "clone_param_grads_on_return": True,
-    "pre_warmup_hook": None,
-    "post_warmup_hook": None,
-    "capture_time_hooks": None,
+_RULES = {
+    **named(
+        optional(flag),
+        "fp8_enabled fp8_calibrating enabled calibrating fp8_weight_caching cache_quantized_params",
+    ),
+    "num_warmup_iters": integer,
+    "allow_unused_input": flag,
 }
+_NEUTRAL = defaults(
+    make_graphed_callables,
+    """sample_kwargs amax_reduction_group fp8_group _order _num_layers_per_chunk retain_graph_in_backward
+    _reuse_graph_input_output_buffers clone_param_grads_on_return pre_warmup_hook post_warmup_hook
+    capture_time_hooks""",
+)
 
 
-def _either(op: str, name: str, value: Any, old: Any) -> Any:
+def _either(asked: Mapping[str, Any], name: str) -> Any:
     """An argument that has a deprecated name as well."""
+    value, old = asked[name], asked[f"fp8_{name}"]
     if value is not None and old is not None:
-        raise RecipeError(op, f"fp8_{name}", old, f"None beside {name}")
+        raise RecipeError("make_graphed_callables", f"fp8_{name}", old, f"None beside {name}")
     return old if value is None else value
 
 

@@ -9,38 +9,19 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit.execution.codec import encode
+from fp8kit.layers.fp8_layer import WeightCache, layer_products, layer_spec
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
-from fp8kit.ops.linear import LinearSpec, weight_cast
+from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch import arguments
-from fp8kit_torch.arguments import not_compiled, want_input
-from fp8kit_torch.call import prepare, run
+from fp8kit_torch.arguments import defaults, not_compiled, refuse, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
-from fp8kit_torch.parameters import Init, normal_init
-from fp8kit_torch.specs import layer_products, layer_spec
+from fp8kit_torch.parameters import Init
 from fp8kit_torch.state import StateBinding
 
-CONSTRUCTOR = {
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "parallel_mode": None,
-    "ub_overlap_rs": False,
-    "ub_overlap_ag": False,
-    "ub_name": None,
-    "delay_wgrad_compute": False,
-    "save_original_input": False,
-    "single_grouped_weight": False,
-    "single_grouped_bias": False,
-    "use_grouped_tensor": None,
-}
 _FORWARD = {"out": None, "dgrad_out": None}
 
 
@@ -92,21 +73,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
-        arguments.positive(
-            "GroupedLinear", num_gemms=num_gemms, in_features=in_features, out_features=out_features
-        )
-        arguments.refuse("GroupedLinear", CONSTRUCTOR, locals())
+        refuse("GroupedLinear", CONSTRUCTOR, locals())
         super().__init__()
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.num_gemms = num_gemms = int(num_gemms)
+        self.in_features, self.out_features = in_features, out_features = int(in_features), int(out_features)
         self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
         self.gemms = tuple(f"{i}_" for i in range(num_gemms))
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
         for i in range(num_gemms):
-            self.add_parameter(
-                f"weight{i}", (out_features, in_features), init_method or normal_init, params_dtype, device
-            )
+            self.add_parameter(f"weight{i}", (out_features, in_features), init_method, params_dtype, device)
         for i in range(num_gemms if bias else 0):
-            self.add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, params_dtype, device)
+            self.add_parameter(f"bias{i}", (out_features,), 0.0, params_dtype, device)
         product = ProductSpec(in_features, (out_features,))
         self.set_spec(GroupedLinearSpec(product, (0,) * num_gemms))
 
@@ -138,7 +115,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.
         """
-        arguments.refuse("GroupedLinear", _FORWARD, {"out": out, "dgrad_out": dgrad_out})
+        refuse("GroupedLinear", _FORWARD, {"out": out, "dgrad_out": dgrad_out})
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
@@ -168,18 +145,24 @@ class GroupedLinear(TransformerEngineBaseModule):
         self, fp8: Quantization, first: bool, bias: str, tensors: dict[str, Tensor], binding: StateBinding
     ) -> dict[str, Tensor]:
         """The FP8 weights, each cast when its group first has rows: the scales of others stay."""
-        text, made = encode(fp8), {}
-        if not first and self._weights is not None and self._weights[0] == text:
-            made = self._weights[1]
-        with torch.inference_mode(False), torch.no_grad():
-            for i, prefix in enumerate(self.gemms):
-                if not self._splits[i] or f"{prefix}w_q" in made:
-                    continue
-                key, own = ("weight_cast", id(fp8), i), {f"{prefix}weight0": tensors[f"{prefix}weight0"]}
-                if key not in self._specs:
-                    products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
-                    self._keep_spec(key, LinearSpec(products[i]), fp8)
-                state = binding.of_gemm(prefix)
-                made |= run(*prepare(weight_cast, self._specs[key][0], own, tuple(state.scales)), state)
-        self._weights = (text, made)
+        held, made = self._weights, {}
+        if not first and held is not None and held.key == self.cache_key(fp8):
+            made = held.arrays
+        for i, prefix in enumerate(self.gemms):
+            if not self._splits[i] or f"{prefix}w_q" in made:
+                continue
+            asked, name = ("weight_cast", id(fp8), i), f"{prefix}weight0"
+            if asked not in self._specs:
+                products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
+                self._keep_spec(asked, LinearSpec(products[i]), fp8)
+            made |= self.cast_weight(self._specs[asked][0], {name: tensors[name]}, prefix, binding)
+        self._weights = WeightCache(self.cache_key(fp8), made)
         return made
+
+
+CONSTRUCTOR = defaults(
+    GroupedLinear.__init__,
+    """sequence_parallel tp_group tp_size get_rng_state_tracker rng_tracker_name parallel_mode ub_overlap_rs
+    ub_overlap_ag ub_name delay_wgrad_compute save_original_input single_grouped_weight single_grouped_bias
+    use_grouped_tensor""",
+)

@@ -17,7 +17,7 @@ from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED
 from fp8kit_torch.kv_cache import handle_of
 from fp8kit_torch.parameters import placed
-from fp8kit_torch.views import as_view, dtype_of
+from fp8kit_torch.views import FLOATS, as_view, kind_of
 
 
 class InferenceParams(inference.InferenceParams):
@@ -29,11 +29,10 @@ class InferenceParams(inference.InferenceParams):
         self.handle = handle_of(self)  # by which a compiled graph names the object
 
     def _kind(self, dtype: torch.dtype) -> DType:
-        kind = next((kind for kind in HIGH_PRECISION if dtype_of(kind) is dtype), None)
-        if kind is None:
+        if dtype not in FLOATS:
             names = ", ".join(known.name for known in HIGH_PRECISION)
             raise ArgumentError("InferenceParams", "dtype", dtype, f"one of {names}")
-        return kind
+        return kind_of(dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

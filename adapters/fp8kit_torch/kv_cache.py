@@ -59,11 +59,6 @@ def take_step_(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int
     longest.copy_(torch.tensor(sizes, device="cpu"))
 
 
-@take_step_.register_fake
-def _(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int, call: str) -> None:
-    return None
-
-
 @custom_op("fp8kit::cached_attention_", mutates_args=_CACHES, tags=(torch.Tag.cudagraph_unsafe,))
 def cached_attention_(
     inputs: Sequence[Tensor], k_cache: Tensor, v_cache: Tensor, longest: Tensor, call: str
@@ -74,14 +69,13 @@ def cached_attention_(
     for name, cache in zip(_CACHES, tensors[-2:], strict=True):
         if not cache.is_contiguous():
             raise ShapeError("cached_attention_", name, f"strides {cache.stride()}", "C-contiguous")
-    kinds = [(t.shape, t.dtype, t.device) for t in tensors]
-    op = _with_lengths(call, *longest.tolist()).bind(kinds)
+    op = _with_lengths(call, *longest.tolist()).bind(tensors)
     return op.call(addresses(op, tensors)[1])[0][0]
 
 
 @cached_attention_.register_fake
 def _(inputs: Sequence[Tensor], k_cache: Tensor, v_cache: Tensor, longest: Tensor, call: str) -> Tensor:
-    meta = call_by(call).infer([(t.shape, t.dtype) for t in (*inputs, k_cache, v_cache)], ()).outputs["o"]
+    meta = call_by(call).infer((*inputs, k_cache, v_cache)).outputs["o"]
     return inputs[0].new_empty(meta.shape, dtype=dtype_of(meta.dtype))
 
 

@@ -10,8 +10,9 @@ What is static about a call travels as one text that any process can read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from fp8kit.spec import Meta, Operation, Signature
 from fp8kit_torch import state as states
 from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import not_compiled
-from fp8kit_torch.bound import Kind, TorchOp, addresses, as_the_user_calls_it, bind
+from fp8kit_torch.bound import TensorMeta, TorchOp, addresses, as_the_user_calls_it, bind
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.memory import place_of
 from fp8kit_torch.state import NO_STATE, ScalingState, StateBinding, slot_addresses
@@ -59,69 +60,77 @@ class StaticCall:
 
     ``names``: of the input tensors, in order. ``gemms``: prefixes of the GEMMs whose scales come from a
     state, in the order of its slots; none without. ``policy``: kernels are chosen by it: a graph keeps that
-    of its forward pass, because its backward pass may run on another thread.
+    of its forward pass, because its backward pass may run on another thread. ``needs``: inputs whose gradient
+    is wanted. ``history``: text of the backward state's ``AmaxHistory``, "" without.
     """
 
     def __init__(self, text: str) -> None:
-        name, self.spec, self.names, gemms, policy = decode(text)
+        name, self.spec, self.names, gemms, policy, self.needs, self.history = decode(text)
         self.operation: Operation = OPERATIONS[name]
         self.policy = policy_from_text(policy)
         self.forward, self.backward = forward_slots(gemms), backward_slots(gemms)
         self.forward_count, self.backward_count = FORWARD_SLOTS * len(gemms), BACKWARD_SLOTS * len(gemms)
         self.scales = tuple(f"{operand}_scale" for operand in self.forward)
 
-    def infer(self, kinds: Sequence[tuple[Any, torch.dtype]], needs: Sequence[str]) -> Signature:
-        """The operation's own ``infer`` for shapes, which may have symbols, and dtypes."""
+    def infer(self, tensors: Sequence[Tensor | TensorMeta]) -> Signature:
+        """The operation's own ``infer`` for tensors like these, whose shapes may have symbols."""
+        kinds = [*map(_kind, tensors)]
         metas = {
             name: Meta(tuple(shape), kind_of(dtype))
-            for name, (shape, dtype) in zip(self.names, kinds, strict=True)
+            for name, (shape, dtype, _) in zip(self.names, kinds, strict=True)
         }
         metas |= dict.fromkeys(self.scales, Meta((1,), float32))
         try:
-            return self.operation.infer(self.spec, metas, frozenset(needs))
+            return self.operation.infer(self.spec, metas, frozenset(self.needs))
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, self.operation, self.names, kinds) from None
 
-    def bind(self, kinds: Sequence[Kind], needs: tuple[str, ...] = ()) -> TorchOp:
-        """The bound operation for tensors of these kinds."""
-        kernels = self._kernels(place_of(kinds[0][2]))
-        return bind(self.operation, self.spec, needs, self.names, kinds, self.scales, kernels)
+    def bind(self, tensors: Sequence[Tensor | TensorMeta]) -> TorchOp:
+        """The bound operation for tensors like these."""
+        kinds, kernels = [*map(_kind, tensors)], self._kernels(place_of(tensors[0].device))
+        return bind(self.operation, self.spec, self.needs, self.names, kinds, self.scales, kernels)
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy. BackendError where that is not what the caller's task has in
         force."""
         policy = get_policy()
-        if policy is not self.policy and apart() and torch_compat.current_backward() == -1:
+        if policy is self.policy:
+            return dispatch.kernels(place)
+        if apart() and torch_compat.current_backward() == -1:
             got = (
                 f"the policy {policy.text} of a block within an asyncio task (or of a context copied into "
                 "this thread)"
             )
             wanted = "a block around the event loop: torch.compile reads no other"
             raise BackendError(self.operation.name, "policy", got, wanted)
-        block: AbstractContextManager[Any] = nullcontext()
-        if policy is not self.policy:
-            block = policy_context(self.policy)
-        with block:
+        with policy_context(self.policy):
             return dispatch.kernels(place)
 
 
+_kind = attrgetter("shape", "dtype", "device")
 call_by = lru_cache(maxsize=4096)(StaticCall)
 
 
 def text_of(
-    name: str, spec: Any, names: tuple[str, ...], gemms: tuple[str, ...] = (), policy: str | None = None
+    name: str,
+    spec: Any,
+    names: tuple[str, ...],
+    gemms: tuple[str, ...] = (),
+    policy: str | None = None,
+    needs: tuple[str, ...] = (),
+    history: str = "",
 ) -> str:
-    """The text of a call; ``policy``: its text, None for the one in force."""
-    return encode((name, spec, names, gemms, get_policy().text if policy is None else policy))
+    """The text of a call, see ``StaticCall``; ``policy``: its text, None for the one in force."""
+    policy = get_policy().text if policy is None else policy
+    return encode((name, spec, names, gemms, policy, needs, history))
 
 
 @constant_result
-def described(
-    name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], policy: str
-) -> tuple[str, tuple[str, ...]]:
-    """Within ``torch.compile``: text of a call whose spec is given as a text, and names of its outputs."""
+def described(name: str, spec: str, *rest: Any) -> tuple[str, tuple[str, ...]]:
+    """Within ``torch.compile``: text of a call whose spec is given as a text, and names of its outputs.
+    ``rest``: as ``text_of`` takes it."""
     found = decode(spec)
-    return text_of(name, found, names, gemms, policy), OPERATIONS[name].outputs(found)
+    return text_of(name, found, *rest), OPERATIONS[name].outputs(found)
 
 
 @torch.compiler.assume_constant_result
@@ -150,16 +159,8 @@ def _read_environment() -> bool:
 # --- the factory --------------------------------------------------------------------------------------------
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(",")) if text else ()
-
-
-def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t if t.is_contiguous() else t.contiguous() for t in tensors]
-
-
-def _kinds(tensors: Sequence[Tensor]) -> list[Kind]:
-    return [(t.shape, t.dtype, t.device) for t in tensors]
+def _contiguous(tensors: Sequence[Any]) -> list[Any]:
+    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
 
 
 def _blank(metas: Mapping[str, Meta], like: Tensor) -> list[Tensor]:
@@ -168,10 +169,6 @@ def _blank(metas: Mapping[str, Meta], like: Tensor) -> list[Tensor]:
 
 def _outputs(signature: Signature) -> dict[str, Meta]:
     return {name: meta for name, meta in signature.outputs.items() if not meta.zero}
-
-
-def _grads(signature: Signature, names: Sequence[str]) -> dict[str, Meta]:
-    return {name: meta for name, meta in signature.grads.items() if name in names}
 
 
 def _slots(slots: Mapping[str, int], scale: Tensor, row: Tensor) -> tuple[dict[str, int], dict[str, int]]:
@@ -183,21 +180,17 @@ def define(operation: Operation) -> None:
     """Make the torch ops of an operation; none for one that changes its inputs.
 
     Forward: ``inputs`` by the call's names; ``state``: the forward scale, and scale, history and handle of
-    the backward state, or nothing; ``call``: its text; ``needs``: inputs whose gradient is wanted;
-    ``recipe``: text of the backward state's ``AmaxHistory``. Returns outputs, copies of inputs that
-    pass through, amaxes by the state's slots (where there is a state), and the saved block (where there is
-    one).
+    the backward state, or nothing; ``call``: its text. Returns outputs, copies of inputs that pass through,
+    amaxes by the state's slots (where there is a state), and the saved block (where there is one).
     """
     name = operation.name
     if operation.mutates or name in OPS:
         return
 
     @custom_op(f"fp8kit::{name}", mutates_args=())
-    def forward(
-        inputs: Sequence[Tensor], state: Sequence[Tensor], call: str, needs: str, recipe: str
-    ) -> list[Tensor]:
+    def forward(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
         found, tensors = call_by(call), _contiguous(inputs)
-        op = found.bind(_kinds(tensors), _names(needs))
+        op = found.bind(tensors)
         rows, binding = [], NO_STATE
         if state:
             rows = [op.memory.zeros(found.forward_count)]
@@ -206,65 +199,59 @@ def define(operation: Operation) -> None:
         return [*outputs, *[tensors[at].clone() for at in op.through], *rows, *saved]
 
     @forward.register_fake
-    def _(
-        inputs: Sequence[Tensor], state: Sequence[Tensor], call: str, needs: str, recipe: str
-    ) -> list[Tensor]:
+    def _(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
         found, like = call_by(call), inputs[0]
-        signature = found.infer([(t.shape, t.dtype) for t in inputs], _names(needs))
+        signature = found.infer(inputs)
         sources = [inputs[found.names.index(source)] for source in signature.passes.values()]
         made = _blank(_outputs(signature), like)
         made += [torch.empty_like(t, memory_format=torch.contiguous_format) for t in sources]
-        made += [like.new_empty(found.forward_count, dtype=torch.float32)] if state else []
-        size = Layout(signature.saved).nbytes
-        return made + ([like.new_empty(size, dtype=torch.uint8)] if signature.saved else [])
+        if state:
+            made.append(like.new_empty(found.forward_count, dtype=torch.float32))
+        if signature.saved:
+            made.append(like.new_empty(Layout(signature.saved).nbytes, dtype=torch.uint8))
+        return made
 
     @custom_op(f"fp8kit::{name}_backward", mutates_args=())
     def backward(
         kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
         state: Sequence[Tensor],
         shapes: Sequence[int],
         dtypes: str,
-        arrived: str,
         call: str,
-        needs: str,
     ) -> list[Tensor]:
-        found, wanted, device = call_by(call), _names(needs), cotangents[0].device
-        kinds = [(shape, dtype, device) for shape, dtype in _parsed(shapes, dtypes)]
-        op = found.bind(kinds, wanted)
-        given = iter(_contiguous(cotangents))
-        incoming = [next(given) if mark == "1" else None for mark in arrived]
+        found = call_by(call)
+        op = found.bind(_parsed(shapes, dtypes, cotangents))
         binding, row = NO_STATE, op.memory.zeros(found.backward_count)
         if state:
             binding = StateBinding({}, {}, *_slots(found.backward, state[0], row))
         held, saved = _contiguous(kept[: len(op.kept)]), list(kept[len(op.kept) :])
-        made = op.call_backward(held, saved, incoming, binding)
-        own = [g for n, g in zip(wanted, made, strict=True) if n in op.grads and g is not None]
+        made = op.call_backward(held, saved, _contiguous(cotangents), binding)
+        own = [g for n, g in zip(found.needs, made, strict=True) if n in op.grads and g is not None]
         return [*own, row] if state and op.grad_amaxes else own
 
     @backward.register_fake
     def _(
         kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
         state: Sequence[Tensor],
         shapes: Sequence[int],
         dtypes: str,
-        arrived: str,
         call: str,
-        needs: str,
     ) -> list[Tensor]:
-        found, wanted = call_by(call), _names(needs)
-        grads = found.infer(_parsed(shapes, dtypes), wanted).grads
-        made = _blank({name: grads[name] for name in wanted if name in grads}, cotangents[0])
-        amaxes = state and any(name not in found.names for name in grads)
-        row = [cotangents[0].new_empty(found.backward_count, dtype=torch.float32)] if amaxes else []
-        return made + row
+        found, like = call_by(call), cotangents[0]
+        assert like is not None  # the first one always arrives
+        grads = found.infer(_parsed(shapes, dtypes, cotangents)).grads
+        made = _blank({name: grads[name] for name in found.needs if name in grads}, like)
+        if state and any(name not in found.names for name in grads):
+            made.append(like.new_empty(found.backward_count, dtype=torch.float32))
+        return made
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        tensors, state, ctx.call, ctx.needs, ctx.recipe = inputs
+        tensors, state, ctx.call = inputs
         ctx.state = list(state[1:])  # not the forward scale, which is another one by then
         found = call_by(ctx.call)
-        ctx.signature = found.infer([(t.shape, t.dtype) for t in tensors], _names(ctx.needs))
+        ctx.signature = found.infer(tensors)
         outputs = list(_outputs(ctx.signature))
         known = dict(zip(outputs, output, strict=False)) | dict(zip(found.names, tensors, strict=True))
         kept = [known[name] for name in ctx.signature.kept if name in known]
@@ -275,55 +262,38 @@ def define(operation: Operation) -> None:
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
-        found, wanted, signature = call_by(ctx.call), _names(ctx.needs), ctx.signature
+        found, signature = call_by(ctx.call), ctx.signature
         outputs = _outputs(signature)
         results = [*outputs, *signature.passes]
-        arrived = list(grads[: len(results)])
+        arrived = _contiguous(grads[: len(results)])
         if arrived[0] is None:
             meta = next(iter(outputs.values()))
             some = next((g for g in arrived if g is not None), ctx.saved_tensors[0])
             arrived[0] = some.new_zeros(meta.shape, dtype=dtype_of(meta.dtype))
-        arrived = [None if g is None else g.contiguous() for g in arrived]
-        marks = "".join("0" if g is None else "1" for g in arrived)
-        present = [g for g in arrived if g is not None]
         made: list[Tensor] = []
         if signature.grads:
-            made = backward(
-                list(ctx.saved_tensors),
-                present,
-                ctx.state,
-                ctx.shapes,
-                ctx.dtypes,
-                marks,
-                ctx.call,
-                ctx.needs,
-            )
-        names = [n for n in wanted if n in signature.grads]
+            kept = list(ctx.saved_tensors)
+            made = backward(kept, arrived, ctx.state, ctx.shapes, ctx.dtypes, ctx.call)
+        names = [n for n in found.needs if n in signature.grads]
         own: dict[str, Tensor | None] = dict(zip(names, made, strict=False))
         if len(made) > len(names):
-            record_(ctx.state[1], made[-1], ctx.state[2], ctx.recipe, BACKWARD)
+            record_(ctx.state[1], made[-1], ctx.state[2], found.history, BACKWARD)
         own |= {n: arrived[results.index(out)] for n, out in signature.grad_passes.items()}
-        return (
-            [own.get(n) for n in found.names],
-            [None] * (1 + len(ctx.state)) if ctx.state else [],
-            None,
-            None,
-            None,
-        )
+        none = [None] * (1 + len(ctx.state)) if ctx.state else []
+        return [own.get(n) for n in found.names], none, None
 
     forward.register_autograd(differentiate, setup_context=setup)
     OPS[name] = forward, backward
 
 
-def _parsed(shapes: Sequence[int], dtypes: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the inputs, from all their extents and, for each, its number of dimensions and its
-    dtype."""
-    found, at = [], 0
-    for dtype in dtypes.split(","):
-        ndim = int(dtype[0])
-        found.append((tuple(shapes[at : at + ndim]), getattr(torch, dtype[1:])))
-        at += ndim
-    return found
+def _parsed(shapes: Sequence[int], dtypes: str, cotangents: Sequence[Any]) -> list[TensorMeta]:
+    """What the inputs were, from all their extents and, for each, its number of dimensions and its dtype;
+    they were where the first cotangent is."""
+    extents, device = iter(shapes), cotangents[0].device
+    return [
+        TensorMeta(tuple(islice(extents, int(dtype[0]))), getattr(torch, dtype[1:]), device)
+        for dtype in dtypes.split(",")
+    ]
 
 
 # --- FP8 state ----------------------------------------------------------------------------------------------
@@ -347,15 +317,8 @@ def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
         raise ArgumentError("record_", "handle", int(handle), "a state of a module that is alive")
     if when == BACKWARD:
         states.finish_backward(decode(recipe), own)
-        return
-    scope = current()
-    if scope is not None:
+    elif (scope := current()) is not None:
         touch_forward(own, scope.recipe, True)
-
-
-@record_.register_fake
-def _(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
-    return None
 
 
 class _Parts(NamedTuple):
@@ -382,17 +345,6 @@ def update_(
         views = dict(zip(states.FIELDS, map(as_view, parts), strict=True))
         own.append(_Parts(views, views["scale"].device, parts[2]))
     states.update(decode(recipe), own, forward)
-
-
-@update_.register_fake
-def _(
-    scales: Sequence[Tensor],
-    inverses: Sequence[Tensor],
-    histories: Sequence[Tensor],
-    recipe: str,
-    forward: bool,
-) -> None:
-    return None
 
 
 each_operation(define)
@@ -429,24 +381,19 @@ def trace(
     if operation.mutates:
         raise not_compiled(f"{name}, which changes its inputs,")
     text = spec if isinstance(spec, str) else _spec_text(spec)
-    gemms = () if state is None else state.gemms
-    call, outputs = described(name, text, names, gemms, policy_now().text)
-    needs = ""
+    gemms, history_text = ((), "") if state is None else (state.gemms, state.recipe)
+    needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
-        needs = ",".join([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])
+        needs = tuple([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])
+    call, outputs = described(name, text, names, gemms, policy_now().text, needs, history_text)
     op = OPS[name][0]
     if state is None:
-        made = op(tensors, [], call, needs, "")
+        made = op(tensors, [], call)
     else:
         scale, late, history = state.forward.scale, state.backward, state.forward.amax_history
         first, count = FORWARD_SLOTS * gemm, FORWARD_SLOTS * len(gemms)
-        made = op(
-            tensors,
-            [scale[first : first + count], late.scale, late.amax_history, late.handle],
-            call,
-            needs,
-            state.recipe,
-        )
+        own = [scale[first : first + count], late.scale, late.amax_history, late.handle]
+        made = op(tensors, own, call)
         if state.record:
             amaxes = made[len(outputs)]
             if count < history.shape[1]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit.ops.permute import permute, unpermute
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import CALLED, check, shown
+from fp8kit_torch.checks import CALLED, check, is_integer, shown
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -75,22 +75,20 @@ def moe_permute_and_pad_with_probs(
     does not know of the padding: ``moe_unpermute`` takes it together with ``pad_offsets``, int64 (experts,),
     the rows of padding before each expert.
     """
+    op = "moe_permute_and_pad_with_probs"
     if not torch.compiler.is_compiling():
-        check("moe_permute_and_pad_with_probs", CALLED, locals())
-    _check("moe_permute_and_pad_with_probs", inp, routing_map, probs)
+        check(op, CALLED, locals())
+    _check(op, inp, routing_map, probs)
     if tokens_per_expert.shape != routing_map.shape[1:]:
-        got = tuple(tokens_per_expert.shape)
-        raise ShapeError(
-            "moe_permute_and_pad_with_probs", "tokens_per_expert", got, f"({routing_map.size(1)},)"
-        )
+        raise ShapeError(op, "tokens_per_expert", tuple(tokens_per_expert.shape), f"({routing_map.size(1)},)")
     if align_size < 1:
-        raise ShapeError("moe_permute_and_pad_with_probs", "align_size", align_size, "at least 1")
-    counts = tokens_per_expert.to(device=inp.device, dtype=torch.int64)
+        raise ShapeError(op, "align_size", align_size, "at least 1")
+    counts = tokens_per_expert.to(inp.device, torch.int64)
     padded = (counts + align_size - 1) // align_size * align_size
     fill = padded - counts
     pad_offsets = fill.cumsum(0) - fill
     filled, rows = torch.stack((counts.sum(), padded.sum())).tolist()
-    row_id_map = _map_of_mask("moe_permute_and_pad_with_probs", routing_map, filled)
+    row_id_map = _map_of_mask(op, routing_map, filled)
     whole = _padded(row_id_map, pad_offsets, rows)
     return *_permute_with_probs(inp, probs, whole), row_id_map, pad_offsets, padded
 
@@ -130,63 +128,42 @@ def moe_unpermute(
         )
         merging_probs = probs
     if inp.ndim != 2 or not inp.is_floating_point():
-        raise ShapeError(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (rows, hidden)")
-    for name, t in (
-        ("row_id_map", row_id_map),
-        ("merging_probs", merging_probs),
-        ("pad_offsets", pad_offsets),
-    ):
+        raise ShapeError(op, "inp", shown(inp), "floating (rows, hidden)")
+    tensors = {"row_id_map": row_id_map, "merging_probs": merging_probs, "pad_offsets": pad_offsets}
+    for name, t in tensors.items():
         if t is not None and t.device != inp.device:
             raise BackendError(op, name, f"device {t.device}", f"device {inp.device}, as inp")
-    if row_id_map.ndim != 2 or row_id_map.shape[1:] != (2,) or row_id_map.dtype != torch.int32:
-        got = f"{row_id_map.dtype} {tuple(row_id_map.shape)}"
-        raise ShapeError(op, "row_id_map", got, "what moe_permute returned, int32 (rows, 2)")
+    rows, wanted = inp.size(0), f"{row_id_map.size(0)}, as in row_id_map"
+    if row_id_map.shape[1:] != (2,) or row_id_map.dtype != torch.int32:
+        raise ShapeError(op, "row_id_map", shown(row_id_map), "what moe_permute returned, int32 (rows, 2)")
     if merging_probs is not None and (merging_probs.ndim != 2 or not merging_probs.is_floating_point()):
-        got = f"{merging_probs.dtype} {tuple(merging_probs.shape)}"
-        raise ShapeError(op, "merging_probs", got, "floating (tokens, experts or topk)")
+        raise ShapeError(op, "merging_probs", shown(merging_probs), "floating (tokens, experts or topk)")
     if pad_offsets is not None:
-        if (
-            pad_offsets.ndim != 1
-            or pad_offsets.dtype is not torch.int64
-            or (
-                merging_probs is not None
-                and map_type == "mask"
-                and pad_offsets.numel() != merging_probs.size(1)
-            )
-        ):
-            got = f"{pad_offsets.dtype} {tuple(pad_offsets.shape)}"
-            raise ShapeError(
-                op, "pad_offsets", got, "what moe_permute_and_pad_with_probs returned, int64 (experts,)"
-            )
-        if inp.size(0) < row_id_map.size(0) or (
-            inp.device.type == "cpu"
-            and pad_offsets.numel()
-            and int(pad_offsets.max()) + row_id_map.size(0) > inp.size(0)
-        ):
-            raise ShapeError(
-                op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map, and their padding"
-            )
-        row_id_map = _padded(row_id_map, pad_offsets, inp.size(0))
-    if row_id_map.size(0) != inp.size(0):
-        raise ShapeError(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map")
-    tokens = inp.size(0) if merging_probs is None else merging_probs.size(0)
+        experts = pad_offsets.numel()
+        if merging_probs is not None and map_type == "mask":
+            experts = merging_probs.size(1)
+        if pad_offsets.shape != (experts,) or pad_offsets.dtype is not torch.int64:
+            returned = "what moe_permute_and_pad_with_probs returned, int64 (experts,)"
+            raise ShapeError(op, "pad_offsets", shown(pad_offsets), returned)
+        most = int(pad_offsets.max()) if experts and inp.device.type == "cpu" else 0
+        if rows < row_id_map.size(0) + most:
+            raise ShapeError(op, "inp", f"{rows} rows", f"{wanted}, and their padding")
+        row_id_map = _padded(row_id_map, pad_offsets, rows)
+    elif rows != row_id_map.size(0):
+        raise ShapeError(op, "inp", f"{rows} rows", wanted)
+    tokens = rows if merging_probs is None else merging_probs.size(0)
     if restore_shape is not None:
+        wanted = f"(tokens, {inp.size(1)})"
         if not isinstance(restore_shape, tuple | list) or not all(
             type(n) is int and n >= 0 for n in restore_shape
         ):
-            raise ArgumentError(op, "restore_shape", shown(restore_shape), f"(tokens, {inp.size(1)})")
-        if (
-            len(restore_shape) != 2
-            or restore_shape[1] != inp.size(1)
-            or (merging_probs is not None and restore_shape[0] != tokens)
-        ):
+            raise ArgumentError(op, "restore_shape", shown(restore_shape), wanted)
+        count = restore_shape[0] if restore_shape and merging_probs is None else tokens
+        if tuple(restore_shape) != (count, inp.size(1)):
             raise ShapeError(
-                op,
-                "restore_shape",
-                tuple(restore_shape),
-                f"(tokens, {inp.size(1)}), tokens as in merging_probs",
+                op, "restore_shape", tuple(restore_shape), f"{wanted}, tokens as in merging_probs"
             )
-        tokens = restore_shape[0]
+        tokens = count
     inputs = {"x": inp, "row_map": row_id_map, "probs": merging_probs}
     return apply(unpermute, spec_for("UnpermuteSpec", tokens), inputs)["y"]
 
@@ -206,13 +183,12 @@ def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``moe_sort_chunks_by_index`` of ``inp`` and of ``probs``, floating (rows,)."""
+    op = "moe_sort_chunks_by_index_with_probs"
     if not torch.compiler.is_compiling():
-        check("moe_sort_chunks_by_index_with_probs", CALLED, locals())
-    rows = _chunk_rows("moe_sort_chunks_by_index_with_probs", inp, split_sizes, sorted_index)
+        check(op, CALLED, locals())
+    rows = _chunk_rows(op, inp, split_sizes, sorted_index)
     if probs.shape[:1] != inp.shape[:1]:
-        raise ShapeError(
-            "moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)"
-        )
+        raise ShapeError(op, "probs", tuple(probs.shape), f"({inp.size(0)},)")
     return _sorted(inp, rows), _sorted(probs, rows)
 
 
@@ -221,18 +197,13 @@ def moe_sort_chunks_by_index_with_probs(
 
 def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = None) -> None:
     if inp.ndim != 2 or not inp.is_floating_point():
-        raise ShapeError(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (tokens, hidden)")
-    if (
-        routing_map.ndim != 2
-        or routing_map.size(0) != inp.size(0)
-        or routing_map.is_floating_point()
-        or routing_map.is_complex()
-    ):
-        got = f"{routing_map.dtype} {tuple(routing_map.shape)}"
-        raise ShapeError(op, "routing_map", got, f"bool or integer ({inp.size(0)}, experts or topk)")
+        raise ShapeError(op, "inp", shown(inp), "floating (tokens, hidden)")
+    numbers = routing_map.is_floating_point() or routing_map.is_complex()
+    if numbers or routing_map.ndim != 2 or routing_map.size(0) != inp.size(0):
+        wanted = f"bool or integer ({inp.size(0)}, experts or topk)"
+        raise ShapeError(op, "routing_map", shown(routing_map), wanted)
     if probs is not None and (probs.shape != routing_map.shape or not probs.is_floating_point()):
-        got = f"{probs.dtype} {tuple(probs.shape)}"
-        raise ShapeError(op, "probs", got, f"floating {tuple(routing_map.shape)}")
+        raise ShapeError(op, "probs", shown(probs), f"floating {tuple(routing_map.shape)}")
 
 
 def _map_of_mask(op: str, mask: Tensor, rows: int) -> Tensor:
@@ -244,9 +215,7 @@ def _map_of_mask(op: str, mask: Tensor, rows: int) -> Tensor:
     place = taken.cumsum(0) - 1
     place = torch.where(taken & (place < rows), place, rows)  # what has no row goes to one beyond the last
     numbers = torch.arange(experts * tokens, device=mask.device)
-    source = torch.full((rows + 1,), -1, dtype=torch.int64, device=mask.device).scatter_(0, place, numbers)[
-        :rows
-    ]
+    source = numbers.new_full((rows + 1,), -1).scatter_(0, place, numbers)[:rows]
     return _pair(source % max(tokens, 1), source // max(tokens, 1), source >= 0)
 
 
@@ -278,24 +247,21 @@ def _padded(row_id_map: Tensor, pad_offsets: Tensor, rows: int) -> Tensor:
 def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """The row of ``inp`` that each row of the result is."""
     if inp.ndim != 2:
-        raise ShapeError(op, "inp", f"shape {tuple(inp.shape)}", "(rows, features)")
+        raise ShapeError(op, "inp", shown(inp), "(rows, features)")
     for name, t in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
-        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool or t.is_meta:
+        if not is_integer(t) or t.dtype is torch.bool:
             raise FormatError(op, name, f"{t.dtype} on {t.device}", "integers with values")
     if split_sizes.ndim != 1 or sorted_index.shape != split_sizes.shape:
         wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
         raise ShapeError(op, "sorted_index", tuple(sorted_index.shape), wanted)
-    if split_sizes.device.type == "cpu" and int(split_sizes.sum()) != inp.size(0):
-        raise ShapeError(
-            op, "split_sizes", f"{int(split_sizes.sum())} rows together", f"{inp.size(0)}, the rows of inp"
-        )
-    sizes, order = (t.to(device=inp.device, dtype=torch.int64) for t in (split_sizes, sorted_index))
+    rows = inp.size(0)
+    if split_sizes.device.type == "cpu" and (whole := int(split_sizes.sum())) != rows:
+        raise ShapeError(op, "split_sizes", f"{whole} rows together", f"{rows}, the rows of inp")
+    sizes, order = (t.to(inp.device, torch.int64) for t in (split_sizes, sorted_index))
     starts, sorted_sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
     moved = starts - (sorted_sizes.cumsum(0) - sorted_sizes)
-    rows = inp.size(0)
-    return torch.arange(rows, device=inp.device) + torch.repeat_interleave(
-        moved, sorted_sizes, output_size=rows
-    )
+    shifts = torch.repeat_interleave(moved, sorted_sizes, output_size=rows)
+    return torch.arange(rows, device=inp.device) + shifts
 
 
 # --- data ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from fp8kit.arguments import flag, function, integer, number
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit_torch import torch_compat
-from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
+from fp8kit_torch.checks import Rule, check, is_scalar, named, optional, probability, shown
 from fp8kit_torch.fused_optimizer import NO_CORRECTION, adam_
 from fp8kit_torch.views import FLOATS
 
@@ -46,30 +47,20 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
 def _flag(operation: str, name: str, value: Any) -> None:
-    if (
-        not isinstance(value, Tensor)
-        or value.numel() != 1
-        or value.layout is not torch.strided
-        or value.is_complex()
-        or value.is_meta
-    ):
+    if not is_scalar(value) or value.is_meta:
         raise ArgumentError(operation, name, shown(value), "a tensor (1,) on the device")
 
 
-def _step(operation: str, name: str, value: Any) -> None:
-    _flag(operation, name, value) if isinstance(value, Tensor) else integer(
-        operation, name, value, 1, 2**63 - 1
-    )
+def _flag_or(rule: Rule) -> Rule:
+    """``rule`` for a plain value, ``_flag`` for a tensor."""
+
+    def either(operation: str, name: str, value: Any) -> Any:
+        return (_flag if isinstance(value, Tensor) else rule)(operation, name, value)
+
+    return either
 
 
-def _rate(operation: str, name: str, value: Any) -> None:
-    _flag(operation, name, value) if isinstance(value, Tensor) else number(operation, name, value)
-
-
-def _factor(operation: str, name: str, value: Any) -> None:
-    _flag(operation, name, value) if isinstance(value, Tensor) else number(
-        operation, name, value, least=-math.inf
-    )
+_signed = partial(number, least=-math.inf)
 
 
 _RULES: dict[str, Rule] = {
@@ -78,9 +69,9 @@ _RULES: dict[str, Rule] = {
     **named(flag, "bias_correction mode per_tensor nesterov first_run wd_after_momentum"),
     "noop_flag": _flag,
     "inv_scale": optional(_flag),
-    "lr": _rate,
-    "step": _step,
-    "scale": _factor,
+    "lr": _flag_or(number),
+    "step": _flag_or(partial(integer, least=1, most=2**63 - 1)),
+    "scale": _flag_or(_signed),
     "op": function,
 }
 
@@ -96,31 +87,27 @@ def _lists(
     if not isinstance(lists, list | tuple) or not all(isinstance(one, list | tuple) for one in lists):
         raise ArgumentError(operation, "tensor_lists", shown(lists), wanted)
     found = [list(one) for one in lists]
-    for t in (t for one in found for t in one):
-        if (
-            not isinstance(t, Tensor)
-            or t.layout is not torch.strided
-            or not t.is_floating_point()
-            or t.is_meta
-        ):
+    every = list(chain(*found))
+    for t in every:
+        dense = isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta
+        if not dense or not t.is_floating_point():
             raise FormatError(operation, "tensor_lists", shown(t), wanted)
-    if len(found) not in counts or len({len(one) for one in found}) > 1:
-        got, wanted = (
-            f"{len(found)} lists of {[len(one) for one in found]} tensors",
-            " or ".join(map(str, counts)),
+    lengths = [len(one) for one in found]
+    if len(found) not in counts or len(set(lengths)) > 1:
+        got = f"{len(found)} lists of {lengths} tensors"
+        raise ShapeError(
+            operation, "tensor_lists", got, f"{' or '.join(map(str, counts))} lists of as many tensors each"
         )
-        raise ShapeError(operation, "tensor_lists", got, f"{wanted} lists of as many tensors each")
     for row in zip(*found, strict=True):
-        if len({t.shape for t in row}) > 1:
-            raise ShapeError(
-                operation, "tensor_lists", [tuple(t.shape) for t in row], "the same shape in each list"
-            )
-    for t in (t for one in found[written:] for t in one):
+        shapes = [tuple(t.shape) for t in row]
+        if len(set(shapes)) > 1:
+            raise ShapeError(operation, "tensor_lists", shapes, "the same shape in each list")
+    for t in chain(*found[written:]):
         if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise ShapeError(
                 operation, "tensor_lists", f"strides {t.stride()}", "memory of its own for each element"
             )
-    places = {t.device for one in found for t in one}
+    places = {t.device for t in every}
     if len(places) > 1:
         raise BackendError(
             operation, "tensor_lists", ", ".join(sorted(map(str, places))), "tensors on one device"
@@ -141,7 +128,7 @@ def multi_tensor_scale(
     becomes 1 where an element of in is Inf or NaN."""
     check("multi_tensor_scale", _RULES, locals())
     sources, results = _lists("multi_tensor_scale", tensor_lists, (2,), 1, noop_flag=noop_flag, scale=scale)
-    wide = [t if t.dtype is torch.float32 else t.float() for t in sources]
+    wide = [t.float() for t in sources]
     some = [t for t in wide if t.numel()]
     if not some:
         return
@@ -164,9 +151,7 @@ def multi_tensor_l2norm(
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,), 1)
     norms = torch.zeros(0, dtype=torch.float32, device=noop_flag.device)
     if tensors:
-        norms = torch.stack(
-            torch_compat.foreach_norm([t if t.dtype is torch.float32 else t.float() for t in tensors], 2)
-        )
+        norms = torch.stack(torch_compat.foreach_norm([t.float() for t in tensors], 2))
     return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms[:0]
 
 
@@ -201,21 +186,21 @@ def multi_tensor_adam(
     float32 masters.
 
     ``mode``: 0, weight decay is added to the gradient (L2 regularisation); 1, it is decoupled (AdamW).
-    ``bias_correction``: 0, without it. See ``FusedAdam`` for the formulas. FormatError for moments or masters
+    ``bias_correction``: 0, without it. ``lr``, ``step`` and ``inv_scale``, which gradients are multiplied by,
+    may be tensors (1,) on the device. See ``FusedAdam`` for the formulas. FormatError for moments or masters
     that are not float32, and for gradients and parameters that are not float32, bfloat16 or float16.
     """
     check("multi_tensor_adam", _RULES, locals())
     op = "multi_tensor_adam"
     lists = _lists(op, tensor_lists, (4, 5), 1, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
-    for tensor in (*lists[0], *lists[1]):
+    for tensor in chain(*lists[:2]):
         if tensor.dtype not in FLOATS:
             raise FormatError(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16")
-    for kept in lists[2:]:
-        for tensor in kept:
-            if tensor.dtype is not torch.float32:
-                raise FormatError(op, "moments and masters", tensor.dtype, "float32")
+    for tensor in chain(*lists[2:]):
+        if tensor.dtype is not torch.float32:
+            raise FormatError(op, "moments and masters", tensor.dtype, "float32")
     # the kernel writes rows without gaps
-    asked, lists = lists, [lists[0], *([t.contiguous() for t in one] for one in lists[1:])]
+    asked, lists = lists, [[t.contiguous() for t in one] for one in lists]
     grads, params, means, squares = lists[:4]
     masters: Sequence[Tensor | None] = lists[4] if len(lists) == 5 else [None] * len(params)
     if not params:
@@ -225,7 +210,7 @@ def multi_tensor_adam(
         count = step.reshape(1).to(torch.int64) if isinstance(step, Tensor) else step
     adam_(
         params,
-        [g.contiguous() for g in grads],
+        grads,
         (means, squares),
         masters,
         lr,
@@ -237,47 +222,13 @@ def multi_tensor_adam(
         None if inv_scale is None else inv_scale.float().reshape(1),
         (noop_flag.reshape(-1)[:1] != 0).float(),
     )
-    for tensor, rows in (
-        (t, r) for one, made in zip(asked[1:], lists[1:], strict=True) for t, r in zip(one, made, strict=True)
-    ):
+    for tensor, rows in zip(chain(*asked[1:]), chain(*lists[1:]), strict=True):
         if rows is not tensor:
             tensor.copy_(rows)
     torch.autograd.graph.increment_version(asked[1])
 
 
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
-    """``multi_tensor_adam`` with ``lr``, ``step`` and ``inv_scale``, which gradients are multiplied by, as
-    tensors (1,) on the device."""
-    multi_tensor_adam(
-        chunk_size,
-        noop_flag,
-        tensor_lists,
-        lr,
-        beta1,
-        beta2,
-        epsilon,
-        step,
-        mode,
-        bias_correction,
-        weight_decay,
-        inv_scale,
-    )
-
-
-multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
+multi_tensor_adam_capturable = multi_tensor_adam_capturable_master = multi_tensor_adam
 
 
 @torch.no_grad()
@@ -301,7 +252,7 @@ def multi_tensor_sgd(
     ``first_run``, else momentum b + (1 - dampening) g; w -= lr (g + momentum b with ``nesterov``, b without,
     + weight_decay w if ``wd_after_momentum``).
     """
-    check("multi_tensor_sgd", _RULES | {"lr": number, "scale": partial(number, least=-math.inf)}, locals())
+    check("multi_tensor_sgd", _RULES | {"lr": number, "scale": _signed}, locals())
     lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4), 1, noop_flag=noop_flag)
     weight_decay, momentum, dampening, lr, scale = map(float, (weight_decay, momentum, dampening, lr, scale))
     live = noop_flag.reshape(-1)[0] == 0

@@ -31,8 +31,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
         # so that what asks for their gradients passes here
         through = [grad for grad in grads if grad is not None and grad.requires_grad]
         fail = DelayedError(_REFUSAL, len(found) + len(through))
-        return fail(*[None if grad is None else grad.detach().requires_grad_() for grad in found], *through)[
-            : len(found)
-        ]
+        own = [None if grad is None else grad.detach().requires_grad_() for grad in found]
+        return fail(*own, *through)[: len(found)]
 
     return refusing

@@ -44,13 +44,9 @@ class _Splits(torch.nn.Module):
             raise ShapeError(name, "m_splits", splits, f"{self.num_gemms} numbers of rows")
         filled = padded_splits(splits, self.align_size)
         rows = inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
-        if rows.size(0) != sum(filled if padded else splits):
-            raise ShapeError(
-                name,
-                "inp",
-                tuple(inp.shape),
-                f"{sum(filled if padded else splits)} rows, the sum of m_splits",
-            )
+        wanted = sum(filled if padded else splits)
+        if rows.size(0) != wanted:
+            raise ShapeError(name, "inp", tuple(inp.shape), f"{wanted} rows, the sum of m_splits")
         return rows, splits, filled
 
 

@@ -17,10 +17,9 @@ from fp8kit.formats import HIGH_PRECISION
 from fp8kit_torch import checks
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.torch_compat import default_device_is_set
-from fp8kit_torch.views import dtype_of
+from fp8kit_torch.views import FLOATS
 
 Init = Callable[[Tensor], Any]
-_DTYPES = tuple(dtype_of(kind) for kind in HIGH_PRECISION)
 
 
 def default_device() -> torch.device:
@@ -44,28 +43,18 @@ def placed(operation: str, device: Any) -> torch.device:
     if where.type not in ("cpu", "cuda", "meta"):
         raise BackendError(operation, "device", where, "cpu, cuda or meta")
     if where.type == "cuda" and not torch.cuda.is_available():
-        why = (
-            "this build of torch has no CUDA"
-            if torch.version.cuda is None
-            else "torch finds no usable CUDA device"
-        )
-        raise BackendError(
-            operation, "device", where, f'a CUDA device, but {why}; device="cpu" computes the same, slowly'
-        )
-    if where.type == "cuda" and where.index is not None and where.index >= torch.cuda.device_count():
-        raise BackendError(
-            operation, "device", where, f"one of the {torch.cuda.device_count()} CUDA devices that are here"
-        )
+        none = torch.version.cuda is None
+        why = "this build of torch has no CUDA" if none else "torch finds no usable CUDA device"
+        wanted = f'a CUDA device, but {why}; device="cpu" computes the same, slowly'
+        raise BackendError(operation, "device", where, wanted)
+    if where.type == "cuda" and (where.index or 0) >= (count := torch.cuda.device_count()):
+        raise BackendError(operation, "device", where, f"one of the {count} CUDA devices that are here")
     return where
 
 
 def normal_init(tensor: Tensor) -> None:
     """Transformer Engine's default for weights: normal with mean 0 and standard deviation 0.023."""
     torch.nn.init.normal_(tensor, 0.0, 0.023)
-
-
-def _filled_with(value: float) -> Init:
-    return partial(torch.nn.init.constant_, val=value)
 
 
 class ParameterModule(TorchLayer):
@@ -81,13 +70,13 @@ class ParameterModule(TorchLayer):
         self, name: str, shape: tuple[int, ...], init: Init | float | None, dtype: Any, device: Any
     ) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+        if dtype not in FLOATS:
             names = ", ".join(kind.name for kind in HIGH_PRECISION)
             raise ArgumentError(type(self).__name__, "params_dtype", dtype, f"one of {names}")
         where = placed(type(self).__name__, device)
         self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
         if not callable(init):
-            init = normal_init if init is None else _filled_with(init)
+            init = normal_init if init is None else partial(torch.nn.init.constant_, val=init)
         self._inits[name] = init
         if where.type != "meta":
             with torch.no_grad():
@@ -104,19 +93,9 @@ class ParameterModule(TorchLayer):
             for name, attribute in names
         }
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        _, _, _, unexpected_keys, _ = rest
         # Transformer Engine's norms and attention have one; there is nothing for it here
         if f"{prefix}_extra_state" in unexpected_keys:
             unexpected_keys.remove(f"{prefix}_extra_state")

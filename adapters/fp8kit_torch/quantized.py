@@ -109,11 +109,9 @@ class QuantizedTensor(torch.Tensor):
         """Cast a tensor of this shape over what is held, unrecorded; returns self. NotImplementedError for a
         ``noop_flag``."""
         only("QuantizedTensor.quantize_", {"noop_flag": (noop_flag, None)})
-        check("QuantizedTensor.quantize_", {"tensor": checks.tensor}, {"tensor": tensor})
+        checks.tensor("QuantizedTensor.quantize_", "tensor", tensor)
         if tensor.shape != self.shape:
-            raise ShapeError(
-                "QuantizedTensor.quantize_", "tensor", f"shape {tuple(tensor.shape)}", f"{tuple(self.shape)}"
-            )
+            raise ShapeError("QuantizedTensor.quantize_", "tensor", shown(tensor), tuple(self.shape))
         with torch.no_grad():
             self.copy_(tensor)
         return self
@@ -175,34 +173,27 @@ class QuantizedTensor(torch.Tensor):
             scales = scales.repeat_interleave(size, dim) if size > 1 else scales
         return (values * scales[:n, :k]).to(dtype).view(self.shape)
 
-    def _take(self, values: Tensor) -> None:
+    def _take(self, values: Any) -> None:
         """Cast ``values`` over what it holds, in place."""
-        if isinstance(values, QuantizedTensor):
+        held = isinstance(values, QuantizedTensor)
+        if held and values._fp8 == self._fp8 and values.shape == self.shape:
             parts = values._parts
-            if values._fp8 != self._fp8 or values.shape != self.shape:
-                parts = _cast(
-                    values._values().to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8
-                )
         else:
-            wide = values if values.dtype in FLOATS else values.to(torch.float32)
+            plain = values._values() if held else values
+            wide = plain if plain.dtype in FLOATS else plain.float()
             parts = _cast(wide.to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8)
         for name, part in self._parts.items():
             part.copy_(parts[name])
 
-    def _like(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        return QuantizedTensor(
-            {name: change(part) for name, part in self._parts.items()},
-            self._fp8,
-            tuple(self.shape),
-            self.dtype,
-        )
+    def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        parts = {name: change(part) for name, part in self._parts.items()}
+        return QuantizedTensor(parts, self._fp8, tuple(self.shape), dtype or self.dtype)
 
     def follow(self, change: Callable[[Tensor], Tensor]) -> None:
         """Take over the device and dtype that ``change`` gives tensors; the codes stay."""
         probe = change(torch.empty(0, dtype=self.dtype, device=self.device))
-        parts = {name: part.to(probe.device) for name, part in self._parts.items()}
         if (probe.device, probe.dtype) != (self.device, self.dtype):
-            self.data = QuantizedTensor(parts, self._fp8, tuple(self.shape), probe.dtype)
+            self.data = self._like(lambda part: part.to(probe.device), probe.dtype)
             if self.grad is not None:
                 grad, self.grad = self.grad, None
                 self.grad = change(grad)
@@ -255,24 +246,16 @@ class QuantizedTensor(torch.Tensor):
         written = {}
         for place, argument in enumerate(torch_compat.schema_arguments(func)):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            for one in (value if isinstance(value, list | tuple) else (value,)) if argument.is_write else ():
-                # also one of a list, as optimisers with foreach=True write them
+            # also one of a list, as optimisers with foreach=True write them
+            for one in torch_compat.tree_leaves(value) if argument.is_write else ():
                 if isinstance(one, QuantizedTensor):
                     one._take(decoded[id(one)])
                     written[id(decoded[id(one)])] = one
         return torch_compat.tree_map(lambda value: written.get(id(value), value), out) if written else out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = _rebuilt(
-            {n: p.clone() for n, p in self._parts.items()},
-            encode(self._fp8),
-            tuple(self.shape),
-            self.dtype,
-            self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
-            None if self._high is None else self._high.clone(),
-        )
-        memo[id(self)] = copied
+        rebuild, arguments = self.__reduce_ex__(2)
+        memo[id(self)] = copied = rebuild(*torch_compat.tree_map(_cloned, arguments))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -302,6 +285,10 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.to(ctx.dtype), None
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _rebuilt(
@@ -399,25 +386,15 @@ def quantized_model_init(
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
-        raise RecipeError(
-            "quantized_model_init",
-            "recipe",
-            repr(recipe),
-            "a Recipe, such as recipe.DelayedScaling(), or None",
-        )
+        wanted = "a Recipe, such as recipe.DelayedScaling(), or None"
+        raise RecipeError("quantized_model_init", "recipe", repr(recipe), wanted)
     before = _thread.stack
-    _thread.stack = [
-        *before,
-        Held(recipe.quantization, bool(preserve_high_precision_init_val)) if enabled else None,
-    ]
+    held = Held(recipe.quantization, bool(preserve_high_precision_init_val)) if enabled else None
+    _thread.stack = [*before, held]
     try:
         yield
     finally:
         _thread.stack = before
 
 
-def fp8_model_init(
-    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-) -> Any:
-    """``quantized_model_init`` under the name that it had before."""
-    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+fp8_model_init = quantized_model_init  # the name that it had before

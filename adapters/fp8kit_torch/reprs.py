@@ -22,21 +22,21 @@ class _Field(NamedTuple):
     usual: Any = _ALWAYS
 
 
-def _fields(*fields: str | _Field) -> tuple[_Field, ...]:
-    return tuple(_Field(each, each) if isinstance(each, str) else each for each in fields)
+def _fields(*always: str, **usual: Any) -> tuple[_Field, ...]:
+    """Fields that are attributes by their label, and those with a usual value."""
+    return *(_Field(name, name) for name in always), *(_Field(name, name, own) for name, own in usual.items())
 
 
-_RETURNS = _fields(_Field("return_bias", "return_bias", False))
-_WEIGHTS = _fields("in_features", "out_features", _Field("bias", "use_bias"))
-_MORE = (*_RETURNS, *_fields(_Field("fuse_wgrad_accumulation", "fuse_wgrad_accumulation", False)))
-_SPLIT = _fields(_Field("parameters_split", "_split", {}))
-_FUSED_NORM = _fields(
+_WEIGHTS = (*_fields("in_features", "out_features"), _Field("bias", "use_bias"))
+_MORE = _fields(return_bias=False, fuse_wgrad_accumulation=False)
+_SPLIT = (_Field("parameters_split", "_split", {}),)
+_FUSED_NORM = (
     _Field("normalization", "_spec.norm.normalization"),
     _Field("eps", "_spec.norm.epsilon"),
     _Field("zero_centered_gamma", "_spec.norm.zero_centered_gamma", False),
-    _Field("return_layernorm_output", "return_layernorm_output", False),
+    *_fields(return_layernorm_output=False),
 )
-_NORM = _fields(
+_NORM = (
     _Field("", "_spec.features"),
     _Field("eps", "_spec.epsilon"),
     _Field("zero_centered_gamma", "_spec.zero_centered_gamma", False),
@@ -47,9 +47,11 @@ TABLE: dict[str, tuple[_Field, ...]] = {
     "Linear": (*_WEIGHTS, *_SPLIT, *_MORE),
     "LayerNormLinear": (*_WEIGHTS, *_FUSED_NORM, *_SPLIT, *_MORE),
     "LayerNormMLP": (
-        *_fields("hidden_size", "ffn_hidden_size", _Field("bias", "use_bias"), "activation"),
+        *_fields("hidden_size", "ffn_hidden_size"),
+        _Field("bias", "use_bias"),
+        *_fields("activation"),
         *_FUSED_NORM,
-        *_fields(_Field("checkpoint", "checkpoint", False)),
+        *_fields(checkpoint=False),
         *_MORE,
     ),
     "GroupedLinear": (*_fields("num_gemms"), *_WEIGHTS, *_MORE),
@@ -62,21 +64,17 @@ TABLE: dict[str, tuple[_Field, ...]] = {
         "num_gqa_groups",
         "attn_mask_type",
         "qkv_format",
-        _Field("attention_dropout", "attention_dropout", 0.0),
-        _Field("window_size", "window_size", (-1, -1)),
-        _Field("softmax_type", "softmax_type", "vanilla"),
-        _Field("attention_type", "attention_type", "self"),
+        attention_dropout=0.0,
+        window_size=(-1, -1),
+        softmax_type="vanilla",
+        attention_type="self",
     ),
     "MultiheadAttention": (
-        *_fields(_Field("hidden_size", "proj.out_features"), "attention_type", "input_layernorm"),
-        *_RETURNS,
+        _Field("hidden_size", "proj.out_features"),
+        *_fields("attention_type", "input_layernorm", return_bias=False),
     ),
     "TransformerLayer": _fields(
-        "hidden_size",
-        "layer_type",
-        "hidden_dropout",
-        _Field("drop_path_rate", "drop_path_rate", 0.0),
-        _Field("parallel_attention_mlp", "parallel_attention_mlp", False),
+        "hidden_size", "layer_type", "hidden_dropout", drop_path_rate=0.0, parallel_attention_mlp=False
     ),
 }
 

@@ -71,19 +71,10 @@ def apply_fused_qkv_rotary_pos_emb(
     only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cu_seqlens": (cu_seqlens, None)})
     if tensor_format not in ("sbhd", "bshd"):
         raise ArgumentError(op, "tensor_format", repr(tensor_format), "sbhd or bshd")
-    if (
-        qkv.ndim != 4
-        or len(sizes) != 3
-        or not sizes[1]
-        or sum(sizes) != qkv.shape[-1]
-        or sizes[0] % sizes[1]
-        or sizes[1] != sizes[2]
-    ):
+    fits = qkv.ndim == 4 and len(sizes) == 3 and sum(sizes) == qkv.shape[-1]
+    if not fits or sizes[1] != sizes[2] or not sizes[1] or sizes[0] % sizes[1]:
         wanted = "(s, b, groups, features) whose features are those of some queries, of a key and of a value"
         raise ShapeError(op, "qkv", f"shape {tuple(qkv.shape)} of {sizes}", wanted)
     q, k, v = (part.reshape(*qkv.shape[:2], -1, sizes[1]) for part in qkv.split(sizes, -1))
-    rotated = [
-        apply_rotary_pos_emb(t, freqs, tensor_format, start_positions, interleaved)
-        for t, freqs in ((q, q_freqs), (k, k_freqs))
-    ]
-    return rotated[0], rotated[1], v
+    q = apply_rotary_pos_emb(q, q_freqs, tensor_format, start_positions, interleaved)
+    return q, apply_rotary_pos_emb(k, k_freqs, tensor_format, start_positions, interleaved), v

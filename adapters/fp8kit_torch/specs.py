@@ -50,4 +50,4 @@ def _text_of(kind: str, arguments: tuple[Any, ...]) -> str:
     return encode(spec_object(kind, *arguments))
 
 
-__all__ = ["fp8_text", "layer_products", "layer_spec", "layer_text", "scale_names", "spec_for"]
+__all__ = ["layer_products", "scale_names"]

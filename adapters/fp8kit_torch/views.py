@@ -30,6 +30,7 @@ _DTYPES = {
         "float8_e5m2",
     )
 }
+_KNOWN = f"one of {', '.join(map(str, _DTYPES))}"
 _TORCH = {kind: dtype for dtype, kind in _DTYPES.items()}
 FLOATS = tuple(_TORCH[kind] for kind in formats.HIGH_PRECISION)  # what is computed in
 
@@ -54,7 +55,7 @@ def kind_of(dtype: torch.dtype) -> DType:
     """The fp8kit dtype of a torch dtype; FormatError where there is none."""
     kind = _DTYPES.get(dtype)
     if kind is None:
-        raise FormatError("fp8kit_torch", "dtype", f"{dtype}", f"one of {', '.join(map(str, _DTYPES))}")
+        raise FormatError("fp8kit_torch", "dtype", dtype, _KNOWN)
     return kind
 
 
@@ -66,23 +67,13 @@ def as_view(tensor: torch.Tensor) -> ArrayView:
     have.
     """
     try:
-        kind, device, start, strides = (
-            _DTYPES.get(tensor.dtype),
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.stride(),
-        )
+        kind, device = _DTYPES.get(tensor.dtype), tensor.device
+        start, strides = tensor.data_ptr(), tensor.stride()
     except (AttributeError, TypeError, RuntimeError):
-        raise FormatError(
-            "as_view", "tensor", type(tensor).__name__, "a dense torch.Tensor with memory of its own"
-        ) from None
+        wanted = "a dense torch.Tensor with memory of its own"
+        raise FormatError("as_view", "tensor", type(tensor).__name__, wanted) from None
     if kind is None or device.type not in ("cpu", "cuda"):
-        raise FormatError(
-            "as_view",
-            "tensor",
-            f"{tensor.dtype} on {device}",
-            f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}",
-        )
+        raise FormatError("as_view", "tensor", f"{tensor.dtype} on {device}", f"cpu or cuda, {_KNOWN}")
     shape = tuple(tensor.shape)
     kept = None if strides == contiguous_strides(shape) else strides
     return ArrayView(start, shape, kind, Device(device.type, device.index or 0), tensor, kept)
@@ -92,9 +83,8 @@ def empty_like_metas(metas: Mapping[str, Meta], like: torch.Tensor) -> list[torc
     """A tensor for each meta from torch's allocator, on the device of ``like``: undefined, or zeros where the
     meta asks for them."""
     if not isinstance(metas, Mapping) or not all(isinstance(meta, Meta) for meta in metas.values()):
-        raise ArgumentError(
-            "empty_like_metas", "metas", type(metas).__name__, "a mapping of names to fp8kit.spec.Metas"
-        )
+        wanted = "a mapping of names to fp8kit.spec.Metas"
+        raise ArgumentError("empty_like_metas", "metas", type(metas).__name__, wanted)
     if not isinstance(like, torch.Tensor):
         raise ArgumentError("empty_like_metas", "like", type(like).__name__, "a torch.Tensor")
     return [

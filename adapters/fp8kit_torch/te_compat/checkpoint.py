@@ -25,16 +25,12 @@ def from_transformer_engine(module: nn.Module, state_dict: Mapping[str, Any]) ->
     """``state_dict`` as ``module.load_state_dict`` takes it: extra states converted, those of modules that
     keep none here (norms, attention without FP8) left out. CheckpointError for an extra state that cannot be
     read or does not fit, and for FP8 primary weights."""
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, TransformerEngineBaseModule)
-    }
+    layers = dict(module.named_modules())
     found: dict[str, Any] = {}
     for key, value in state_dict.items():
         name, _, last = key.rpartition(".")
         if last != _SUFFIX:
-            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+            if type(value) not in (Tensor, nn.Parameter):
                 raise CheckpointError(
                     f"{key}: got {type(value).__name__}, expected a plain tensor (FP8 weights: "
                     "saved dequantized)"
@@ -42,7 +38,7 @@ def from_transformer_engine(module: nn.Module, state_dict: Mapping[str, Any]) ->
             found[key] = value
             continue
         layer = layers.get(name)
-        if layer is None or not layer.gemms:
+        if not isinstance(layer, TransformerEngineBaseModule) or not layer.gemms:
             continue
         try:
             found[key] = convert_extra_state(value, len(layer.gemms))

@@ -23,7 +23,7 @@ from fp8kit_torch import extra_state
 from fp8kit_torch.torch_compat import untyped_storage
 
 _DIRECTIONS = {"fwd": 3, "bwd": 2}  # slots a GEMM
-_TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+_TENSORS = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"}
 
 
 class Record:
@@ -193,10 +193,12 @@ def read_extra_state(value: Any) -> dict[str, Any] | None:
     state = _released(_read(data))
     if not isinstance(state, dict):
         raise CheckpointError(f"_extra_state: the pickle holds {type(state).__name__}, expected a dict")
-    for name in _TENSORS:
-        if name in state and not (isinstance(state[name], Tensor) and state[name].dtype is torch.float32):
+    for name, found in state.items():
+        if name not in _TENSORS:
+            continue
+        if not isinstance(found, Tensor) or found.dtype is not torch.float32:
             raise CheckpointError(
-                f"_extra_state: {name} is {type(state[name]).__name__}, expected a float32 tensor"
+                f"_extra_state: {name} is {type(found).__name__}, expected a float32 tensor"
             )
     return state
 
@@ -229,15 +231,11 @@ def convert_extra_state(value: Any, gemms: int) -> Tensor:
         scale, history = ((state or {}).get(f"{name}_{direction}") for name in ("scale", "amax_history"))
         if scale is None or history is None:
             return extra_state.pack({})
-        if (
-            scale.shape != (slots * gemms,)
-            or history.ndim != 2
-            or history.shape[1] != slots * gemms
-            or history.shape[0] < 1
-        ):
+        count = slots * gemms
+        if scale.shape != (count,) or history.shape[1:] != (count,) or history.shape[0] < 1:
             got = f"scale_{direction} {tuple(scale.shape)}, amax_history_{direction} {tuple(history.shape)}"
             raise CheckpointError(
-                f"_extra_state: got {got}, expected {slots * gemms} slots: {slots} for each of {gemms} GEMMs"
+                f"_extra_state: got {got}, expected {count} slots: {slots} for each of {gemms} GEMMs"
             )
         if not (torch.isfinite(scale) & (scale > 0)).all():
             raise CheckpointError(

@@ -8,22 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import formats
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.product import WorkingSet
-from fp8kit_torch.arguments import only
+from fp8kit_torch.arguments import defaults, only, refuse
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.views import as_view, kind_of
+from fp8kit_torch.views import FLOATS, as_view
 
-# layout, which says of A, then of B, whether it is transposed -> the contract's, of B and A; whether B and A
-# give their transposes
-_LAYOUTS: dict[str, tuple[Any, bool, bool]] = {
-    "TN": ("nt", False, False),
-    "NN": ("nn", False, True),
-    "NT": ("tn", True, True),
-}
+# layout, which says of A, then of B, whether it is transposed -> the contract's, of B and A; which dimension
+# of B, and of A, is contracted
+_LAYOUTS: dict[str, tuple[Any, int, int]] = {"TN": ("nt", 1, 1), "NN": ("nn", 1, 0), "NT": ("tn", 0, 0)}
 
 
 @torch.no_grad()
@@ -63,70 +58,50 @@ def general_gemm(
     Raises ShapeError or FormatError for what does not fit.
     """
     op = "general_gemm"
-    only(
-        op,
-        {
-            "quantization_params": (quantization_params, None),
-            "gelu": (gelu, False),
-            "gelu_in": (gelu_in, None),
-            "alpha": (alpha, 1.0),
-            "beta": (beta, 1.0 if accumulate and beta is not None else None),
-            "ub": (ub, None),
-            "ub_type": (ub_type, None),
-            "extra_output": (extra_output, None),
-            "bulk_overlap": (bulk_overlap, False),
-            "grad": (grad and bias is not None, False),
-        },
-    )
+    refuse(op, _NEUTRAL, locals())
+    neutral_beta = 1.0 if accumulate and beta is not None else None
+    only(op, {"beta": (beta, neutral_beta), "grad": (grad and bias is not None, False)})
     if layout not in _LAYOUTS:
         raise ShapeError(op, "layout", repr(layout), f"one of {', '.join(_LAYOUTS)}")
-    own, b_transposed, a_transposed = _LAYOUTS[layout]
-    fp8 = isinstance(A, QuantizedTensor) and isinstance(B, QuantizedTensor)
-    if not fp8:
+    own, b_dim, a_dim = _LAYOUTS[layout]
+    if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):
         A, B = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (A, B))
-    (a_rows, a_columns), (b_rows, b_columns) = (
-        (t.numel() // max(t.shape[-1], 1), t.shape[-1]) for t in (A, B)
-    )
-    depths = {"TN": (a_columns, b_columns), "NN": (a_rows, b_columns), "NT": (a_rows, b_rows)}[layout]
-    if depths[0] != depths[1] or A.device != B.device:
+    a_sizes, b_sizes = ((t.numel() // max(t.shape[-1], 1), t.shape[-1]) for t in (A, B))
+    if a_sizes[a_dim] != b_sizes[b_dim] or A.device != B.device:
         got = f"{tuple(A.shape)} on {A.device}, {tuple(B.shape)} on {B.device}"
         raise ShapeError(op, "A, B", got, f"one contraction, and one device, with layout {layout}")
-    shape = (
-        (b_columns, a_columns) if layout == "NT" else (*B.shape[:-1], a_rows if layout == "TN" else a_columns)
-    )
-    dtype = (B.dtype if out_dtype is None else out_dtype) if out is None else out.dtype
-    if kind_of(dtype) not in formats.HIGH_PRECISION or (accumulate and out is None):
-        raise FormatError(
-            op,
-            "out",
-            f"{dtype}, {'none' if out is None else 'given'}",
-            "h or float32, and given to accumulate",
-        )
+    rows = B.shape[:-1] if b_dim else (b_sizes[1],)
+    shape = (*rows, a_sizes[1 - a_dim])
+    dtype = out.dtype if out is not None else B.dtype if out_dtype is None else out_dtype
+    if dtype not in FLOATS or (accumulate and out is None):
+        got = f"{dtype}, {'none' if out is None else 'given'}"
+        raise FormatError(op, "out", got, "h or float32, and given to accumulate")
     y = torch.empty(shape, dtype=dtype, device=B.device) if out is None else out
-    if tuple(y.shape) != tuple(shape) or not y.is_contiguous():
-        raise ShapeError(
-            op, "out", f"shape {tuple(y.shape)}, strides {y.stride()}", f"contiguous {tuple(shape)}"
-        )
+    if tuple(y.shape) != shape or not y.is_contiguous():
+        got = f"shape {tuple(y.shape)}, strides {y.stride()}"
+        raise ShapeError(op, "out", got, f"contiguous {shape}")
     result, added = as_view(y).rows(), None if bias is None else as_view(bias.contiguous())
-    kernels, stream, onto = (
-        dispatch.kernels(result.device),
-        stream_of(result.device),
-        result if accumulate else None,
-    )
+    kernels, stream = dispatch.kernels(result.device), stream_of(result.device)
+    onto, fp8 = result if accumulate else None, isinstance(A, QuantizedTensor)
     size = int(kernels.fp8_gemm_workspace(*result.shape) if fp8 else kernels.gemm_workspace())
     # where cuBLASLt cannot write: by way of float32
     size += 4 * result.size if fp8 and result.ptr % 16 else 0
     space = as_view(torch.empty(max(size, 1), dtype=torch.uint8, device=B.device))
-    if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):
+    if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):  # neither is
         if A.dtype is not B.dtype:
             raise FormatError(op, "A", A.dtype, f"{B.dtype}, as B")
         left, right = (as_view(t.contiguous()).rows() for t in (B, A))
         kernels.gemm(left, right, result, own, added, onto, space, stream)
         return y, None, None, None
-    b, a = B.operand(b_transposed), A.operand(a_transposed)
+    b, a = B.operand(b_dim == 0), A.operand(a_dim == 0)
     if A.product is not B.product:
         got = f"scales by {a[2].granularity} and by {b[2].granularity}"
         raise FormatError(op, "A, B", got, "the same kind of scales")
     ws = WorkingSet(kernels, {}, {}, {}, {"workspace": space}, stream)
     A.product.multiply(ws, b, a, result, not use_split_accumulator, added, onto)
     return y, None, None, None
+
+
+_NEUTRAL = defaults(
+    general_gemm, "quantization_params gelu gelu_in alpha ub ub_type extra_output bulk_overlap"
+)

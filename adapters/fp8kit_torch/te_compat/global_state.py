@@ -97,20 +97,9 @@ class FP8GlobalStateManager(metaclass=_Names):
             ScalingState.discard_forward(list(states.values()))  # type: ignore[arg-type]
         _asked.outermost = None
 
-    @classmethod
-    def is_fp8_available(cls) -> Any:
-        """(whether, why not), see ``is_fp8_available``."""
-        return availability.is_fp8_available(return_reason=True)
-
-    @classmethod
-    def is_fp8_block_scaling_available(cls) -> Any:
-        """(whether, why not), see ``is_fp8_block_scaling_available``."""
-        return availability.is_fp8_block_scaling_available(return_reason=True)
-
-    @classmethod
-    def is_mxfp8_available(cls) -> Any:
-        """(whether, why not), see ``is_mxfp8_available``."""
-        return availability.is_mxfp8_available(return_reason=True)
+    is_fp8_available = staticmethod(availability.check_fp8_support)
+    is_fp8_block_scaling_available = staticmethod(availability.check_fp8_block_scaling_support)
+    is_mxfp8_available = staticmethod(availability.check_mxfp8_support)
 
     @classmethod
     def is_nvfp4_available(cls) -> Any:

@@ -22,56 +22,50 @@ from fp8kit.errors import BackendError, RecipeError
 from fp8kit_torch.te_compat.unsupported import WHY, missing
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
+_OF_FP8 = (
+    "fp8kit_torch.autocast fp8kit_torch.availability fp8kit_torch.quantized "
+    "fp8kit_torch.te_compat.global_state"
+)
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
-    "optimizers": ("fp8kit_torch.optimizers",),
-    "fp8": (
-        "fp8kit_torch.autocast",
-        "fp8kit_torch.availability",
-        "fp8kit_torch.quantized",
-        "fp8kit_torch.te_compat.global_state",
-    ),
-    "quantization": (
-        "fp8kit_torch.autocast",
-        "fp8kit_torch.availability",
-        "fp8kit_torch.quantized",
-        "fp8kit_torch.te_compat.global_state",
-    ),
-    "tensor": ("fp8kit_torch.quantized",),
-    "tensor.float8_tensor": ("fp8kit_torch.quantized",),
-    "tensor.quantized_tensor": ("fp8kit_torch.quantized",),
-    "tensor.utils": (),
-    "float8_tensor": ("fp8kit_torch.quantized",),
-    "quantized_tensor": ("fp8kit_torch.quantized",),
-    "distributed": ("fp8kit_torch.recompute", "fp8kit_torch.rng"),
-    "graph": ("fp8kit_torch.graphs",),
-    "cross_entropy": ("fp8kit_torch.cross_entropy",),
-    "permutation": ("fp8kit_torch.moe",),
-    "router": (),
-    "ep": (),
-    "cpu_offload": ("fp8kit_torch.te_compat.unsupported",),
-    "export": ("fp8kit_torch.te_compat.unsupported",),
-    "utils": ("fp8kit_torch.availability",),
-    "cpp_extensions": ("fp8kit_torch.te_compat.gemms",),
-    "cpp_extensions.gemm": ("fp8kit_torch.te_compat.gemms",),
-    "ops": ("fp8kit_torch.fusible",),
-    "ops.basic": ("fp8kit_torch.fusible",),
-    "module": ("fp8kit_torch",),
-    "module.base": ("fp8kit_torch.module",),
-    "module.linear": ("fp8kit_torch.linear",),
-    "module.grouped_linear": ("fp8kit_torch.grouped_linear",),
-    "module.layernorm": ("fp8kit_torch.norm",),
-    "module.rmsnorm": ("fp8kit_torch.norm",),
-    "module.layernorm_linear": ("fp8kit_torch.norm_linear",),
-    "module.layernorm_mlp": ("fp8kit_torch.norm_mlp",),
-    "module.fp8_padding": ("fp8kit_torch.padding",),
-    "module.fp8_unpadding": ("fp8kit_torch.padding",),
-    "attention": ("fp8kit_torch",),
-    "attention.rope": ("fp8kit_torch.rope",),
-    "attention.dot_product_attention": ("fp8kit_torch.dot_product_attention",),
-    "attention.multi_head_attention": ("fp8kit_torch.attention",),
-    "attention.inference": ("fp8kit_torch.inference",),
-    "transformer": ("fp8kit_torch",),
+    "optimizers": "fp8kit_torch.optimizers",
+    "fp8": _OF_FP8,
+    "quantization": _OF_FP8,
+    "tensor": "fp8kit_torch.quantized",
+    "tensor.float8_tensor": "fp8kit_torch.quantized",
+    "tensor.quantized_tensor": "fp8kit_torch.quantized",
+    "tensor.utils": "",
+    "float8_tensor": "fp8kit_torch.quantized",
+    "quantized_tensor": "fp8kit_torch.quantized",
+    "distributed": "fp8kit_torch.recompute fp8kit_torch.rng",
+    "graph": "fp8kit_torch.graphs",
+    "cross_entropy": "fp8kit_torch.cross_entropy",
+    "permutation": "fp8kit_torch.moe",
+    "router": "",
+    "ep": "",
+    "cpu_offload": "fp8kit_torch.te_compat.unsupported",
+    "export": "fp8kit_torch.te_compat.unsupported",
+    "utils": "fp8kit_torch.availability",
+    "cpp_extensions": "fp8kit_torch.te_compat.gemms",
+    "cpp_extensions.gemm": "fp8kit_torch.te_compat.gemms",
+    "ops": "fp8kit_torch.fusible",
+    "ops.basic": "fp8kit_torch.fusible",
+    "module": "fp8kit_torch",
+    "module.base": "fp8kit_torch.module",
+    "module.linear": "fp8kit_torch.linear",
+    "module.grouped_linear": "fp8kit_torch.grouped_linear",
+    "module.layernorm": "fp8kit_torch.norm",
+    "module.rmsnorm": "fp8kit_torch.norm",
+    "module.layernorm_linear": "fp8kit_torch.norm_linear",
+    "module.layernorm_mlp": "fp8kit_torch.norm_mlp",
+    "module.fp8_padding": "fp8kit_torch.padding",
+    "module.fp8_unpadding": "fp8kit_torch.padding",
+    "attention": "fp8kit_torch",
+    "attention.rope": "fp8kit_torch.rope",
+    "attention.dot_product_attention": "fp8kit_torch.dot_product_attention",
+    "attention.multi_head_attention": "fp8kit_torch.attention",
+    "attention.inference": "fp8kit_torch.inference",
+    "transformer": "fp8kit_torch",
 }
 _NEUTRAL = {"interval": 1, "override_linear_precision": (False, False, False)}
 
@@ -174,20 +168,15 @@ class _Finder:
 
     def find_distributions(self, context: Any) -> Iterable[importlib.metadata.Distribution]:
         """The one distribution, when it is asked for."""
-        return (
-            [_Distribution()]
-            if (context.name or "").replace("_", "-").lower() == "transformer-engine"
-            else []
-        )
+        asked = (context.name or "").replace("_", "-").lower()
+        return [_Distribution()] if asked == "transformer-engine" else []
 
 
 def modules_within(top: ModuleType) -> dict[str, ModuleType]:
     """The modules within ``transformer_engine.pytorch``, name -> module, made attributes of ``top``, which
     stands for it."""
     made = {
-        name: _module(
-            f"transformer_engine.pytorch.{name}", [importlib.import_module(target) for target in targets]
-        )
+        name: _module(f"transformer_engine.pytorch.{name}", map(importlib.import_module, targets.split()))
         for name, targets in _SAME.items()
     }
     _hang(top, made)
@@ -213,16 +202,11 @@ def as_transformer_engine() -> ModuleType:
         )
     recipe = _module("transformer_engine.common.recipe", [recipes])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
-    made = {
-        "transformer_engine": _module("transformer_engine", []),
-        "transformer_engine.common": _module("transformer_engine.common", []),
-        "transformer_engine.common.recipe": recipe,
-    }
+    whole, common = (_module(name, []) for name in ("transformer_engine", "transformer_engine.common"))
     top, base = sys.modules["fp8kit_torch"], "transformer_engine.pytorch"
-    made |= {base: top} | {f"{base}.{name}": module for name, module in top.__dict__["_within"].items()}
-    whole = made["transformer_engine"]
+    made = {module.__name__: module for module in (whole, common, recipe)} | {base: top}
+    made |= {f"{base}.{name}": module for name, module in top.__dict__["_within"].items()}
     whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
-    common = made["transformer_engine.common"]
     common.recipe = recipe  # type: ignore[attr-defined]
     whole.common, whole.pytorch, top.common = common, top, common  # type: ignore[attr-defined]
     finder = _Finder()

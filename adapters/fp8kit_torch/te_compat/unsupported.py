@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Identity
 
 from fp8kit_torch.arguments import only
 
@@ -59,16 +60,12 @@ WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError:
     """What a ``module.name`` that is not there raises, with the reason for one of Transformer Engine's, or
     the name most like it of those that are ``known``."""
-    like = (
-        get_close_matches(name, [other for other in known if other[:1] != "_"], 1) if name[:1] != "_" else []
-    )
-    why = (
-        f", which is not supported: {WHY[name]}"
-        if name in WHY
-        else f"; did you mean {like[0]}?"
-        if like
-        else ""
-    )
+    why = ""
+    if name in WHY:
+        why = f", which is not supported: {WHY[name]}"
+    elif name[:1] != "_":
+        for like in get_close_matches(name, [other for other in known if other[:1] != "_"], 1):
+            why = f"; did you mean {like}?"
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}", name=name)
 
 
@@ -87,11 +84,7 @@ def get_cpu_offload_context(
     only value; NotImplementedError otherwise. ``checkpoint`` and torch's ``save_on_cpu`` are what there is to
     save memory with."""
     only("get_cpu_offload_context", {"enabled": (enabled, False)})
-    return nullcontext(), _same
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    return nullcontext(), Identity()
 
 
 def mark_not_offload(*tensors: Tensor) -> None:

@@ -411,7 +411,7 @@ def test_within_torchs_autocast_and_compiled_too():
     x = torch.randn(7, D, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = net(x)
-        net[0]._within.clear()
+        net[0]._found.clear()
         got = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
     assert wanted.dtype is got.dtype is torch.float32
     assert_same_bits("y", bits(got), bits(wanted))

@@ -100,7 +100,7 @@ def test_plans_are_kept():
         norm, spec, (), names, kinds(*[t.clone() for t in tensors])
     )
     assert bind(norm, spec, ("x",), names, own) is not bind(norm, spec, (), names, own)
-    assert call_by(text).bind(own) is call_by(text).bind(own)
+    assert call_by(text).bind(tensors) is call_by(text).bind([t.clone() for t in tensors])
     with pytest.raises(BackendError, match="norm: bias: got device meta, expected device cpu"):
         bind(norm, spec, (), names, kinds(*tensors[:2], torch.ones(16, device="meta")))
 
@@ -110,7 +110,7 @@ def test_an_op_gives_the_bits_of_the_eager_call(device):
     spec = LinearSpec(ProductSpec(16, (24,), fp8=RECIPES[1].quantization))
     names = ("x", "weight0", "bias0")
     short = ft.apply(linear, spec, dict(zip(names, tensors, strict=True)))["y"]
-    y, *_ = OPS["linear"][0](tensors, [], text_of("linear", spec, names), ",".join(names), "")
+    y, *_ = OPS["linear"][0](tensors, [], text_of("linear", spec, names, needs=names))
     same(y, short, "y")
     g = torch.randn_like(y)
     for got, want in zip(

@@ -133,9 +133,9 @@ SHIPPED = {name: op for name, op in OPERATIONS.items() if type(op).__module__.st
 @pytest.mark.parametrize("name", [name for name in OPS if name in SHIPPED])
 def test_opcheck(device, name):
     spec, inputs, wanted, gemms = _operands(device)[name]
-    needs = wanted.split()
+    needs = tuple(wanted.split())
     tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
-    text = text_of(name, spec, tuple(inputs), gemms)
+    text = text_of(name, spec, tuple(inputs), gemms, needs=needs)
     state = [torch.ones(3, device=device)] if gemms else []
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     # the gradient of a quantised call also changes a live module's state: test_autocast_around
@@ -144,7 +144,7 @@ def test_opcheck(device, name):
     # fills what an operation leaves undefined, between the parts of the saved block
     torch.use_deterministic_algorithms(True)
     try:
-        opcheck(OPS[name][0], (tensors, state, text, ",".join(needs), ""), test_utils=checks)
+        opcheck(OPS[name][0], (tensors, state, text), test_utils=checks)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -169,25 +169,25 @@ DIFFERENTIABLE = [name for name, (_, _, wanted, _) in _operands("cpu").items() i
 def test_opcheck_of_backward(device, name):
     """The arguments are those that autograd gives."""
     spec, inputs, wanted, gemms = _operands(device)[name]
-    needs = wanted.split()
+    needs = tuple(wanted.split())
     tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
-    own_state, recipe = [], ""
+    own_state, history = [], ""
     if gemms:
         layer, own = ft.Linear(16, 24, device=device), DelayedScaling()
         with ft.autocast(recipe=own):
             layer(torch.randn(6, 16, device=device)).sum().backward()
-        state, recipe = layer.fp8_meta["scaling_bwd"], encode(own.history)
+        state, history = layer.fp8_meta["scaling_bwd"], encode(own.history)
         scale = layer.fp8_meta["scaling_fwd"].scale
         own_state = [scale, state.scale, state.amax_history, state.handle]
     operation = getattr(torch.ops.fp8kit, f"{name}_backward").default
-    text = text_of(name, spec, tuple(inputs), gemms)
+    text = text_of(name, spec, tuple(inputs), gemms, needs=needs, history=history)
     forward, backward = OPS[name]
-    y = forward(tensors, own_state, text, ",".join(needs), recipe)[0]
+    y = forward(tensors, own_state, text)[0]
     with _Calls(operation) as calls, torch.autograd.set_multithreading_enabled(False):
         y.backward(torch.randn_like(y))
     (given,) = calls.seen
     opcheck(backward, given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
-    made = [n for n in needs if n in call_by(text).infer([(t.shape, t.dtype) for t in tensors], needs).grads]
+    made = [n for n in needs if n in call_by(text).infer(tensors).grads]
     for n, grad in zip(made, backward(*given), strict=False):  # amaxes come after them
         same(grad, inputs[n].grad, n)
 
