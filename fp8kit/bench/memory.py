@@ -19,7 +19,7 @@ from fp8kit.bench.problem import RECIPES, Problem, native_module
 from fp8kit.bench.report import NO_TIME, Row, Setting
 from fp8kit.bench.sizes import Layer
 from fp8kit.errors import Fp8kitError
-from fp8kit.spec import Operation, Plan, Views
+from fp8kit.spec import Operation, Plan, Views, WorkingSet
 
 # end of a kept tensor's name -> what it is; the first that fits
 KINDS = (
@@ -162,17 +162,9 @@ def kept_tensors() -> Iterator[list[Kept]]:
             owners.append(view)
 
     def watched(forward: Callable[..., None]) -> Callable[..., None]:
-        def call(
-            self: Operation,
-            plan: Plan,
-            inputs: Views,
-            outputs: Views,
-            saved: Views,
-            scratch: Views,
-            stream: int,
-        ) -> None:
-            forward(self, plan, inputs, outputs, saved, scratch, stream)
-            note(self.name, plan, inputs, outputs, saved)
+        def call(self: Operation, plan: Plan, ws: WorkingSet) -> None:
+            forward(self, plan, ws)
+            note(self.name, plan, ws.inputs, ws.outputs, ws.saved)
 
         return call
 

@@ -21,7 +21,7 @@ from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.sizes import Layer
 from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
 from fp8kit.ops.attention import AttentionSpec, attention
-from fp8kit.spec import Meta, Plan
+from fp8kit.spec import Meta, Plan, WorkingSet
 
 NAME, FAST = "skeleton", "skeleton, fast accumulation"
 HALF = formats.bfloat16
@@ -57,13 +57,13 @@ class AttentionRun:
 
     def forward(self) -> None:
         """o and the log-sum-exp of qkv."""
-        attention.forward(self.plan, self.inputs, self.outputs, self.saved, self.scratch, self.stream)
+        views = self.inputs, self.outputs, self.saved, self.scratch
+        attention.forward(self.plan, WorkingSet(self.plan.kernels, *views, self.stream))
 
     def backward(self) -> None:
         """qkv's gradient."""
-        attention.backward(
-            self.plan, self.kept, self.saved, self.cotangents, self.grads, self.backward_scratch, self.stream
-        )
+        views = self.kept, self.grads, self.saved, self.backward_scratch
+        attention.backward(self.plan, WorkingSet(self.plan.kernels, *views, self.stream), self.cotangents)
 
 
 def _put(host: Any, device: Device) -> ArrayView:

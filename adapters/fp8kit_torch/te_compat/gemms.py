@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8kit import formats
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.ops.product import WorkingSet
+from fp8kit.spec import WorkingSet
 from fp8kit_torch.arguments import only
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.quantized import QuantizedTensor
