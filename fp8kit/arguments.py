@@ -20,6 +20,11 @@ from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, meant
 _NO_NUMBER = bool | np.timedelta64  # though Python and NumPy count them among the ints
 
 
+def is_integer(value: object) -> bool:
+    """Whether a value is an int, of NumPy's too; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, _NO_NUMBER)
+
+
 def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = ArgumentError) -> bool:
     """A bool, or 0 or 1."""
     if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
@@ -36,16 +41,14 @@ def integer(
     kind: type[Fp8kitError] = ArgumentError,
 ) -> int:
     """An int in [least, most]; a bool is none."""
-    fits = isinstance(value, int | np.integer) and not isinstance(value, _NO_NUMBER)
-    if fits and (least is None or value >= least) and (most is None or value <= most):
+    if is_integer(value) and (least is None or value >= least) and (most is None or value <= most):
         return int(value)
-    limits = {
-        (False, False): "",
-        (True, False): f" >= {least}",
-        (False, True): f" <= {most}",
-        (True, True): f" in [{least}, {most}]",
-    }
-    raise kind(operation, name, shown(value), f"an int{limits[least is not None, most is not None]}")
+    limits = f" in [{least}, {most}]"
+    if most is None:
+        limits = "" if least is None else f" >= {least}"
+    elif least is None:
+        limits = f" <= {most}"
+    raise kind(operation, name, shown(value), f"an int{limits}")
 
 
 def number(
@@ -65,12 +68,10 @@ def number(
             return found
     except OverflowError:  # an int that no float holds
         pass
+    lower = f" and >= {least:g}" if above is None else f" and > {above:g}"
+    if least == -math.inf:
+        lower = ""
     upper = "" if below == math.inf else f" and < {below:g}"
-    lower = (
-        ""
-        if least == -math.inf
-        else f" and {'>= ' if above is None else '> '}{least if above is None else above:g}"
-    )
     raise kind(operation, name, shown(value), f"a finite number{lower}{upper}")
 
 

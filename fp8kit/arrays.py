@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import dlpack, formats
-from fp8kit.arguments import shown, sizes
+from fp8kit.arguments import is_integer, shown, sizes
 from fp8kit.devices import (
     CPU,
     Device,
@@ -47,6 +47,7 @@ __all__ = [
     "copy",
     "current_stream",
     "device",
+    "duplicate",
     "empty",
     "provider",
     "register_device",
@@ -142,9 +143,8 @@ class ArrayView:
             at = shape.index(-1)
             shape = (*shape[:at], size // rest if rest else 0, *shape[at + 1 :])
         if math.prod(shape) != size or not self.contiguous or min(shape, default=0) < 0:
-            raise ShapeError(
-                "reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})"
-            )
+            wanted = f"{size} elements, C-contiguous (strides {self.strides})"
+            raise ShapeError("reshape", "shape", shape, wanted)
         return ArrayView(self.ptr, shape, self.dtype, self.device, self.owner)
 
     def rows(self) -> ArrayView:
@@ -153,9 +153,8 @@ class ArrayView:
         if self._strides is None and shape:
             if len(shape) == 2:
                 return self
-            return ArrayView(
-                self.ptr, (math.prod(shape[:-1]), shape[-1]), self.dtype, self.device, self.owner
-            )
+            matrix = math.prod(shape[:-1]), shape[-1]
+            return ArrayView(self.ptr, matrix, self.dtype, self.device, self.owner)
         last = shape[-1] if shape else 1
         return self.reshape(self.size // last if last else math.prod(shape[:-1]), last)
 
@@ -174,14 +173,8 @@ class ArrayView:
         dim %= len(strides)
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         kept = None if self._strides is None and dim == 0 else strides
-        return ArrayView(
-            self.ptr + start * strides[dim] * self.dtype.itemsize,
-            shape,
-            self.dtype,
-            self.device,
-            self.owner,
-            kept,
-        )
+        ptr = self.ptr + start * strides[dim] * self.dtype.itemsize
+        return ArrayView(ptr, shape, self.dtype, self.device, self.owner, kept)
 
     def transpose(self, *axes: int) -> ArrayView:
         """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a
@@ -189,21 +182,13 @@ class ArrayView:
         strides = self.strides
         if sorted(sizes("transpose", axes, ShapeError)) != list(range(len(strides))):
             raise ShapeError("transpose", "axes", axes, f"each of 0 ... {len(strides) - 1} once")
-        return ArrayView(
-            self.ptr,
-            tuple(self.shape[a] for a in axes),
-            self.dtype,
-            self.device,
-            self.owner,
-            tuple(strides[a] for a in axes),
-        )
+        return self.with_strides(tuple(self.shape[a] for a in axes), tuple(strides[a] for a in axes))
 
     def with_strides(self, shape: Shape, strides: Shape, offset: int = 0) -> ArrayView:
         """Any strided view of the same memory, ``offset`` elements further on. The caller answers for its
         bounds."""
-        return ArrayView(
-            self.ptr + offset * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, strides
-        )
+        ptr = self.ptr + offset * self.dtype.itemsize
+        return ArrayView(ptr, shape, self.dtype, self.device, self.owner, strides)
 
     def view(self, dtype: DType | str) -> ArrayView:
         """The same bytes as another dtype of the same item size; FormatError otherwise."""
@@ -221,9 +206,7 @@ class ArrayView:
         values without a word.
         """
         if self.device.kind != "cpu":
-            host = empty(self.shape, self.dtype, CPU)
-            copy(host, self if self.contiguous else contiguous(self))
-            return host.numpy()
+            return _copied(self, CPU).numpy()
         if isinstance(self.owner, np.ndarray):
             own = self.owner
             same = own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy
@@ -242,9 +225,7 @@ class ArrayView:
         return np.array(own, dtype) if copy else np.asarray(own, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ArrayView:
-        own = empty(self.shape, self.dtype, self.device)
-        copy(own, contiguous(self))
-        return own
+        return duplicate(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -267,20 +248,19 @@ class ArrayView:
             raise BufferError(f"__dlpack__: dl_device: got {dl_device}, expected {here}: it is not moved")
         if stream is not None and stream != -1 and self.device.kind != "cpu":
             provider(self.device).order_after(stream, self.device)
-        return dlpack.export(_duplicate(self) if copy else self, max_version)
+        return dlpack.export(duplicate(self) if copy else self, max_version)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         if self.device.kind != "cuda":
             raise AttributeError("__cuda_array_interface__: the array is not on a CUDA device")
+        strides, itemsize = self._strides, self.dtype.itemsize
         return {
             "shape": self.shape,
             "typestr": self.dtype.numpy.str,
             "data": (self.ptr, not self.writable),
             "version": 3,
-            "strides": None
-            if self._strides is None
-            else tuple(s * self.dtype.itemsize for s in self._strides),
+            "strides": None if strides is None else tuple(s * itemsize for s in strides),
             "stream": current_stream(self.device) or 1,
         }
 
@@ -349,10 +329,15 @@ def _want_writable(operation: str, argument: str, view: ArrayView) -> None:
         raise FormatError(operation, argument, "read-only memory", "memory that may be written")
 
 
-def _duplicate(view: ArrayView) -> ArrayView:
-    fresh = empty(view.shape, view.dtype, view.device)
-    copy(fresh, contiguous(view))
-    return fresh
+def duplicate(view: ArrayView) -> ArrayView:
+    """A C-contiguous copy in memory of its own, on the same device."""
+    return _copied(view, view.device)
+
+
+def _copied(view: ArrayView, where: Device) -> ArrayView:
+    copied = empty(view.shape, view.dtype, where)
+    copy(copied, contiguous(view))
+    return copied
 
 
 def to(view: ArrayView, where: Device | str) -> ArrayView:
@@ -360,11 +345,7 @@ def to(view: ArrayView, where: Device | str) -> ArrayView:
     view = as_view(view)
     if not isinstance(where, Device):
         where = device(where)
-    if view.device == where:
-        return view
-    moved = empty(view.shape, view.dtype, where)
-    copy(moved, contiguous(view))
-    return moved
+    return view if view.device == where else _copied(view, where)
 
 
 def assign(dst: ArrayView, src: ArrayView) -> None:
@@ -387,9 +368,8 @@ def contiguous(view: ArrayView) -> ArrayView:
     try:
         return as_view(native.copy(order="C")).view(view.dtype)
     except MemoryError as error:
-        raise BackendError(
-            f"contiguous: {view.nbytes} bytes on {view.device} cannot be had ({error})"
-        ) from None
+        lacking = f"contiguous: {view.nbytes} bytes on {view.device} cannot be had ({error})"
+        raise BackendError(lacking) from None
 
 
 def as_view(array: Any, operation: str = "as_view", argument: str = "array") -> ArrayView:
@@ -425,12 +405,8 @@ def _view_of(array: Any) -> ArrayView:
         return from_dlpack(array)
     if hasattr(type(array), "__cuda_array_interface__"):
         return _from_cuda_interface(array)
-    raise FormatError(
-        "as_view",
-        "array",
-        _kind(array),
-        "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__",
-    )
+    wanted = "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__"
+    raise FormatError("as_view", "array", _kind(array), wanted)
 
 
 def from_dlpack(array: Any) -> ArrayView:
@@ -465,17 +441,12 @@ def _from_cuda_interface(array: Any) -> ArrayView:
         strides, (ptr, read_only), _ = interface.get("strides"), interface["data"], interface["shape"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         got = f"{type(array).__name__} with a __cuda_array_interface__ that is incomplete ({error})"
-        raise FormatError(
-            "as_view", "array", got, "typestr, shape and data, as the interface has it"
-        ) from None
-    return ArrayView(
-        ptr,
-        tuple(interface["shape"]),
-        kind,
-        Device("cuda", number),
-        _Fixed(array) if read_only else array,
-        None if strides is None else tuple(s // kind.itemsize for s in strides),
-    )
+        wanted = "typestr, shape and data, as the interface has it"
+        raise FormatError("as_view", "array", got, wanted) from None
+    owner, where = _Fixed(array) if read_only else array, Device("cuda", number)
+    if strides is not None:
+        strides = tuple(s // kind.itemsize for s in strides)
+    return ArrayView(ptr, tuple(interface["shape"]), kind, where, owner, strides)
 
 
 def to_library(view: ArrayView, like: Any) -> Any:
@@ -498,9 +469,6 @@ def as_sizes(shape: int | Sequence[int]) -> Shape:
     """A shape argument as a tuple; ShapeError for negative or non-integer entries."""
     one_by_one = isinstance(shape, Iterable) and not isinstance(shape, str | bytes | np.ndarray)
     extents: tuple[Any, ...] = tuple(shape) if one_by_one else (shape,)  # type: ignore[arg-type]
-    if not all(
-        isinstance(n, int | np.integer) and not isinstance(n, bool | np.timedelta64) and 0 <= n < 2**63
-        for n in extents
-    ):
+    if not all(is_integer(n) and 0 <= n < 2**63 for n in extents):
         raise ShapeError("shape", "shape", shown(shape), "non-negative integers")
     return tuple(map(index, extents))

@@ -13,14 +13,14 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from fp8kit.arrays import ArrayView, Shape
-from fp8kit.formats import DType
+from fp8kit.arrays import Shape
+from fp8kit.formats import DType, uint8
 
 if TYPE_CHECKING:
     from fp8kit.ops.partition import Component, Partition, Place, SharedAmaxes
     from fp8kit.ops.product import ProductSpec
 
-Views = Mapping[str, ArrayView | None]
+Views = Mapping[str, Any]  # ArrayViews by name, or None
 Metas = Mapping[str, "Meta | None"]
 
 
@@ -31,6 +31,11 @@ class Meta(NamedTuple):
     shape: Shape
     dtype: DType
     zero: bool = False
+
+
+def workspace(nbytes: int) -> dict[str, Meta]:
+    """The temporary buffer "workspace" of so many bytes, one at least."""
+    return {"workspace": Meta((max(nbytes, 1),), uint8)}
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,26 @@ class Plan:
     measure_scratch: dict[str, Meta] = field(default_factory=dict)
 
 
+class WorkingSet(NamedTuple):
+    """What a pass works on: kernels, views by name, a stream. ``inputs``, ``outputs``: forward's; in backward
+    what was kept and the ``backward_inputs``, and the gradients and their amaxes. ``scratch``: the plan's
+    temporaries for this pass."""
+
+    kernels: Any
+    inputs: Views
+    outputs: Views
+    saved: Views
+    scratch: Views
+    stream: int
+
+
 class Operation:
     """Base of operations: a stateless object, one instance per operation.
 
     Methods take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is
     neither computed nor saved without it. Inputs that are absent are None or left out.
 
-    What forward and backward do on a device they do through ``plan.kernels`` or the device's provider: a call
+    What forward and backward do on a device they do through ``ws.kernels`` or the device's provider: a call
     with the same addresses may be replayed without them (``execution.replay``).
 
     * ``streams``: the operation reads a large buffer by its name where it first needs it, holds it in no
@@ -158,31 +176,21 @@ class Operation:
         raise NotImplementedError
 
     def plan(self, spec: Any, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        """The plan for these shapes; ``kernels`` comes from ``dispatch.kernels(device)``."""
-        raise NotImplementedError
+        """The plan for these shapes; ``kernels`` comes from ``dispatch.kernels(device)``. Here: without
+        temporaries."""
+        return Plan(spec, self.infer(spec, metas, needs), kernels)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         """Fill ``outputs`` and ``saved``."""
         raise NotImplementedError
 
-    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+    def measure(self, plan: Plan, ws: WorkingSet) -> None:
         """Fill the amax outputs of the operands that are known before any product, and nothing else. A
         frontend that reduces amaxes over devices calls this, reduces, and hands the result to a forward whose
         operands have the ``scale_source`` "amax"."""
         raise NotImplementedError
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        """Fill ``grads``. ``kept`` also holds the ``backward_inputs``. A cotangent that is None is zero; the
-        first output's never is."""
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        """Fill the gradients, ``ws.outputs``. A cotangent that is None is zero; the first output's never
+        is."""
         raise NotImplementedError

@@ -10,8 +10,8 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import tape
-from fp8kit.autograd.tape import Edge, Node
-from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
+from fp8kit.autograd.tape import Node
+from fp8kit.autograd.tensors import Tensor, name_in, on_tape, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.buffers import nbytes_of
 from fp8kit.errors import AutogradError, BackendError, Fp8kitError
@@ -209,11 +209,8 @@ class _Call:
 
     def record(self, results: Mapping[str, Tensor], finish: Finish | None) -> None:
         """Make the call the source of its results on the tape."""
-        names = [n for n, floating in zip(self.op.results, self.op.floating, strict=True) if floating]
-        node = Node(self.op.operation.name, len(names), self.edges, self.backward, finish)
-        for index, name in enumerate(names):
-            results[name]._edge = Edge(node, index)
-            results[name].requires_grad = True
+        own = [results[n] for n, floating in zip(self.op.results, self.op.floating, strict=True) if floating]
+        on_tape(Node(self.op.operation.name, len(own), self.edges, self.backward, finish), own)
 
     def backward(self, cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
         """The gradients of the inputs that want one."""

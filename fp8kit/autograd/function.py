@@ -8,9 +8,9 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import tape
-from fp8kit.autograd.tape import Edge, Node
-from fp8kit.autograd.tensors import Tensor, owned, unchanged
-from fp8kit.errors import AutogradError, ShapeError
+from fp8kit.autograd.tape import Node
+from fp8kit.autograd.tensors import Tensor, like, on_tape, owned, unchanged
+from fp8kit.errors import AutogradError
 
 
 class Context:
@@ -76,14 +76,10 @@ class Function:
         if recorded:
             kept = {id(value) for value in context.saved}
             watched = [
-                unchanged(cls.__name__, f"input {i}", x)
-                for i, (x, h) in enumerate(zip(inputs, handed, strict=True))
-                if isinstance(x, Tensor) and id(h) in kept
-            ]
-            watched += [
-                unchanged(cls.__name__, f"output {i}", r)
-                for i, (r, o) in enumerate(zip(results, outs, strict=True))
-                if id(o) in kept
+                unchanged(cls.__name__, f"{kind} {i}", tensor)
+                for kind, tensors, own in (("input", inputs, handed), ("output", results, outs))
+                for i, (tensor, array) in enumerate(zip(tensors, own, strict=True))
+                if isinstance(tensor, Tensor) and id(array) in kept
             ]
             cls._record(context, inputs, tracked, results, watched)
         return tuple(results) if several else results[0]
@@ -92,10 +88,10 @@ class Function:
     def _result(out: Any, inputs: tuple[Any, ...], handed: list[Any]) -> Tensor:
         """A Tensor over an output; one that is an input's array shares its count of changes."""
         result = Tensor(arrays.as_view(out, "Function.apply", "what forward returned"))
-        source = next(
-            (x for x, h in zip(inputs, handed, strict=True) if isinstance(x, Tensor) and h is out), None
-        )
-        return result if source is None else source._sharing(result)
+        for x, array in zip(inputs, handed, strict=True):
+            if isinstance(x, Tensor) and array is out:
+                return x._sharing(result)
+        return result
 
     @classmethod
     def _record(
@@ -123,19 +119,10 @@ class Function:
                     f"{cls.__name__}.backward: got {len(grads)} gradients, expected {len(inputs)}, "
                     "one per input"
                 )
-            out: list[ArrayView | None] = []
-            for i, (x, edge, grad) in enumerate(zip(inputs, edges, grads, strict=True)):
-                if edge is None or grad is None:
-                    out.append(None)
-                    continue
-                view = arrays.contiguous(arrays.as_view(grad, f"{cls.__name__}.backward", f"gradient {i}"))
-                if (view.shape, view.dtype, view.device) != (x.shape, x.dtype, x.device):
-                    got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, x))
-                    raise ShapeError(f"{cls.__name__}.backward", f"gradient {i}", got, wanted)
-                out.append(owned(edge, view))
-            return out
+            where = f"{cls.__name__}.backward"
+            return [
+                None if edge is None or grad is None else owned(edge, like(x, grad, where, f"gradient {i}"))
+                for i, (x, edge, grad) in enumerate(zip(inputs, edges, grads, strict=True))
+            ]
 
-        node = Node(cls.__name__, len(results), edges, backward)
-        for index, result in enumerate(results):
-            if result.dtype.floating:
-                result._edge, result.requires_grad = Edge(node, index), True
+        on_tape(Node(cls.__name__, len(results), edges, backward), results)

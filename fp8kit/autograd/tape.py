@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fp8kit.arguments import flag
 from fp8kit.errors import AutogradError
@@ -112,9 +112,8 @@ def run(
             for index, hooks in (node.hooks or {}).items():
                 cotangents[index] = hooked(hooks, cotangents[index])
             gradients = backward(cotangents)
-            for target, gradient in (
-                gradients if node.edges is None else zip(node.edges, gradients, strict=True)
-            ):
+            pairs = gradients if node.edges is None else zip(node.edges, gradients, strict=True)
+            for target, gradient in pairs:
                 if target is not None and gradient is not None:
                     deliver(target, gradient)
             if not retain_graph:
@@ -152,21 +151,29 @@ class Probe:
         self.used: list[Callable[[], None]] = []
 
 
-class probing:
-    """Context manager: frontends tell ``probe`` (None: nobody) what they would have recorded on this
-    thread."""
+class _Within:
+    """Context manager: the thread's ``field`` is ``value``."""
 
-    __slots__ = ("before", "probe")
+    __slots__ = ("before", "value")
+    field: ClassVar[str]
 
-    def __init__(self, probe: Probe | None) -> None:
-        self.probe = probe
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __enter__(self) -> None:
-        self.before = _MODE.probe
-        _MODE.probe = self.probe
+        self.before = getattr(_MODE, self.field)
+        setattr(_MODE, self.field, self.value)
 
     def __exit__(self, *exc: object) -> None:
-        _MODE.probe = self.before
+        setattr(_MODE, self.field, self.before)
+
+
+class probing(_Within):
+    """Context manager: frontends tell a ``Probe`` (None: nobody) what they would have recorded on this
+    thread."""
+
+    __slots__ = ()
+    field = "probe"
 
 
 class Watcher(Protocol):
@@ -181,20 +188,11 @@ class Watcher(Protocol):
         its inputs."""
 
 
-class watching:
-    """Context manager: ``watcher`` (None: nobody) sees the operations on this thread."""
+class watching(_Within):
+    """Context manager: a ``Watcher`` (None: nobody) sees the operations on this thread."""
 
-    __slots__ = ("before", "watcher")
-
-    def __init__(self, watcher: Watcher | None) -> None:
-        self.watcher = watcher
-
-    def __enter__(self) -> None:
-        self.before = _MODE.watcher
-        _MODE.watcher = self.watcher
-
-    def __exit__(self, *exc: object) -> None:
-        _MODE.watcher = self.before
+    __slots__ = ()
+    field = "watcher"
 
 
 class _Mode(threading.local):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,18 +159,14 @@ class Tensor:
         """
         if not self.view.writable:
             raise FormatError("copy_", "tensor", "read-only memory", "memory that may be written")
-        view = source.view if isinstance(source, Tensor) else arrays.as_view(source, "copy_", "source")
-        if tape.is_grad_enabled() and (
-            self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)
-        ):
+        view = arrays.as_view(source, "copy_", "source")
+        if tape.is_grad_enabled() and (self.requires_grad or _requires_grad(source)):
             raise AutogradError(
                 "copy_: a change in place is not recorded, and a gradient is required here; use no_grad()"
             )
         if view.shape != self.shape:
             raise ShapeError("copy_", "source", f"shape {view.shape}", f"shape {self.shape}")
-        if view.dtype is not self.dtype and not (
-            view.dtype in formats.HIGH_PRECISION and self.dtype in formats.HIGH_PRECISION
-        ):
+        if view.dtype is not self.dtype and not {view.dtype, self.dtype} <= set(formats.HIGH_PRECISION):
             raise FormatError("copy_", "source", view.dtype.name, self.dtype.name)
         view = arrays.to(view, self.device)
         if view.dtype is self.dtype and self.view.contiguous:
@@ -185,12 +181,8 @@ class Tensor:
     def add_(self, other: Any) -> Tensor:
         """``copy_(self + other)``; the same shape and dtype. Errors as ``copy_``."""
         with tape.no_grad():
-            total = self.detach() + (
-                other.detach() if isinstance(other, Tensor) else arrays.as_view(other, "add_", "other")
-            )
-        return self.copy_(
-            total if not (isinstance(other, Tensor) and other.requires_grad) else Tensor(total.view, True)
-        )
+            total = self.detach() + arrays.as_view(other, "add_", "other")
+        return self.copy_(Tensor(total.view, _requires_grad(other)))
 
     def zero_(self) -> Tensor:
         """Zeros, in place. Errors as ``copy_``."""
@@ -213,11 +205,7 @@ class Tensor:
             answer = hook(gradient)
             if answer is None:
                 return None
-            view = arrays.contiguous(arrays.as_view(answer, "register_hook", "the hook's answer"))
-            if (view.shape, view.dtype, view.device) != (gradient.shape, gradient.dtype, gradient.device):
-                got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, gradient))
-                raise ShapeError("register_hook", "the hook's answer", got, wanted)
-            return fresh(view)
+            return fresh(like(gradient, answer, "register_hook", "the hook's answer"))
 
         if isinstance(edge.target, Node):
             if edge.target.hooks is None:
@@ -259,12 +247,8 @@ class Tensor:
             )
         if gradient is None:
             if self.view.size != 1:
-                raise ShapeError(
-                    "backward",
-                    "gradient",
-                    "nothing",
-                    f"an array of shape {self.shape}: the tensor has several elements",
-                )
+                wanted = f"an array of shape {self.shape}: the tensor has several elements"
+                raise ShapeError("backward", "gradient", "nothing", wanted)
             gradient = np.ones(self.shape, self.dtype.numpy)
         view = arrays.as_view(gradient, "backward", "gradient")
         if view.shape != self.shape:
@@ -277,10 +261,9 @@ class Tensor:
     def reshape(self, *shape: Any) -> Tensor:
         """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or
         not C-contiguous."""
-        view = self.view.reshape(
-            *(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
-        )
-        before = self.shape
+        if len(shape) == 1 and isinstance(shape[0], tuple | list):
+            (shape,) = shape
+        view, before = self.view.reshape(*shape), self.shape
         return self._sharing(record("reshape", [self], view, lambda g: [g.reshape(*before)]))
 
     def __add__(self, other: Any) -> Tensor:
@@ -288,11 +271,8 @@ class Tensor:
 
         if isinstance(other, int | float | complex):
             return NotImplemented
-        return apply(
-            add,
-            _ADD,
-            {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other, "add", "other")},
-        )["y"]
+        other = other if isinstance(other, Tensor) else arrays.as_view(other, "add", "other")
+        return apply(add, _ADD, {"a": self, "b": other})["y"]
 
     if not TYPE_CHECKING:  # a checker knows without them that they are not there
 
@@ -313,11 +293,9 @@ class Tensor:
     __array_priority__ = 1000
 
     def __radd__(self, other: Any) -> Tensor:
-        return (
-            NotImplemented
-            if isinstance(other, int | float | complex)
-            else Tensor(arrays.as_view(other, "add", "other")) + self
-        )
+        if isinstance(other, int | float | complex):
+            return NotImplemented
+        return Tensor(arrays.as_view(other, "add", "other")) + self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A tensor of its own memory, without the gradient. AutogradError for one that was computed on the
@@ -338,13 +316,7 @@ class Tensor:
         return self.view
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if self.device.kind != "cpu":
-            raise FormatError(
-                "__array__", "tensor", f"device {self.device}", "the CPU; .numpy() copies from a GPU"
-            )
-        return (
-            np.asarray(self.numpy(), dtype=dtype) if copy is not True else np.array(self.numpy(), dtype=dtype)
-        )
+        return self.view.__array__(dtype, copy)
 
     def __dlpack__(self, **options: Any) -> object:
         return self.view.__dlpack__(**options)
@@ -377,9 +349,7 @@ def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
     a, b = arrays.contiguous(a), arrays.contiguous(b)
     if a.dtype is formats.float64:  # a user's function's: the kernel adds in float32
         native = arrays.provider(a.device).native
-        return arrays.as_view(
-            np.asarray(native(a) + native(b)) if a.device.kind == "cpu" else native(a) + native(b)
-        )
+        return arrays.as_view(native(a) + native(b))
     out = arrays.empty(a.shape, a.dtype, a.device)
     dispatch.kernels(a.device).add(a, b, out, arrays.current_stream(a.device))
     return out
@@ -395,9 +365,21 @@ def owned(edge: Edge | None, view: ArrayView | None) -> ArrayView | None:
 
 def fresh(view: ArrayView) -> ArrayView:
     """A C-contiguous copy in memory of its own."""
-    own = arrays.empty(view.shape, view.dtype, view.device)
-    arrays.copy(own, arrays.contiguous(view))
-    return own
+    return arrays.duplicate(view)
+
+
+def like(other: Any, answer: Any, operation: str, argument: str) -> ArrayView:
+    """What a user's function gave, C-contiguous. ShapeError where its shape, dtype or device is not that of
+    ``other``."""
+    view = arrays.contiguous(arrays.as_view(answer, operation, argument))
+    if (view.shape, view.dtype, view.device) != (other.shape, other.dtype, other.device):
+        got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, other))
+        raise ShapeError(operation, argument, got, wanted)
+    return view
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def name_in(owner: object, name: str, value: Any) -> str:
@@ -405,11 +387,11 @@ def name_in(owner: object, name: str, value: Any) -> str:
     ``argument_names`` say."""
     if owner is None:
         return name
-    own = next(
-        (attribute for attribute, held in vars(owner).items() if value is not None and held is value), None
-    )
+    for attribute, held in vars(owner).items():
+        if value is not None and held is value:
+            return attribute
     names: Mapping[str, str] = getattr(owner, "argument_names", {})
-    return own if own is not None else names.get(name, name)
+    return names.get(name, name)
 
 
 def unchanged(operation: str, argument: str, value: Tensor, owner: object = None) -> Callable[[], None]:
@@ -432,20 +414,25 @@ def record(name: str, inputs: list[Tensor], output: ArrayView, backward: Any) ->
     """A tensor for ``output`` whose node has one edge per input; ``backward(g)`` gives a cotangent per
     input."""
     result = Tensor(output)
+    wanted = any(t.requires_grad for t in inputs)
     unrecorded = tape.probe()
     if unrecorded is not None:
-        unrecorded.wanted |= any(t.requires_grad for t in inputs)
-    if tape.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        unrecorded.wanted |= wanted
+    if wanted and tape.is_grad_enabled():
         edges = [t.edge() for t in inputs]
-        node = Node(
-            name,
-            1,
-            edges,
-            lambda cotangents: [owned(e, g) for e, g in zip(edges, backward(cotangents[0]), strict=True)],
-        )
-        result._edge = Edge(node, 0)
-        result.requires_grad = True
+
+        def walk(cotangents: list[ArrayView]) -> list[ArrayView | None]:
+            return list(map(owned, edges, backward(cotangents[0])))
+
+        on_tape(Node(name, 1, edges, walk), [result])
     return result
+
+
+def on_tape(node: Node, results: Sequence[Tensor]) -> None:
+    """Make a node the source of those of its results that can have a gradient."""
+    for index, result in enumerate(results):
+        if result.dtype.floating:
+            result._edge, result.requires_grad = Edge(node, index), True
 
 
 def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: Any = None) -> Tensor:
@@ -459,24 +446,19 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
     if source is not None:
         array = source.view
     if isinstance(array, int | float | list | tuple):
+        numpy = None if dtype is None else formats.dtype(dtype, "tensor", "dtype").numpy
         try:
-            array = np.asarray(
-                array, dtype=None if dtype is None else formats.dtype(dtype, "tensor", "dtype").numpy
-            )
+            array = np.asarray(array, dtype=numpy)
         except (TypeError, ValueError, OverflowError) as error:
-            raise FormatError(
-                "tensor", "array", shown(array), f"nested numbers of one length ({error})"
-            ) from None
-        if dtype is None and array.dtype == np.float64:
+            wanted = f"nested numbers of one length ({error})"
+            raise FormatError("tensor", "array", shown(array), wanted) from None
+        if numpy is None and array.dtype == np.float64:
             array = array.astype(np.float32)
         if device is None:
             device = dispatch.default_device()
     view = arrays.as_view(array, "tensor", "array")
-    kind = (
-        view.dtype
-        if dtype is None
-        else formats.dtype(dtype, "tensor", "dtype", dict.fromkeys((view.dtype, *formats.HIGH_PRECISION)))
-    )
+    known = dict.fromkeys((view.dtype, *formats.HIGH_PRECISION))
+    kind = view.dtype if dtype is None else formats.dtype(dtype, "tensor", "dtype", known)
     where = None if device is None else arrays.usable(device, "tensor", "device")
     if kind is not view.dtype:
         view = _converted(view, kind, where or view.device)

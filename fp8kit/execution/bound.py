@@ -16,7 +16,7 @@ from fp8kit.errors import AutogradError
 from fp8kit.execution.memory import Arena, Layout, Memory
 from fp8kit.execution.replay import replays
 from fp8kit.formats import DType
-from fp8kit.spec import Meta, Operation, Signature, Views
+from fp8kit.spec import Meta, Operation, Signature, Views, WorkingSet
 
 Addresses = Sequence[int]
 Part = tuple[str, Shape, DType]
@@ -158,10 +158,10 @@ class BoundOp(Interface):
         arena = memory.arena(self.scratch.nbytes, stream)
         addresses = inputs, outputs, amaxes, block
         if self._forward_replays is None:
-            views = self._views(*addresses, arena)
-            self.operation.forward(self.plan, *views, stream)
+            ws = self._working_set(*addresses, arena, stream)
+            self.operation.forward(self.plan, ws)
             if self.saved.streamed:
-                kept = views[2]
+                kept: Any = ws.saved
                 kept.allocate_all()
                 saved += [kept[name].owner for name in self.saved.streamed]
         else:  # nothing is streamed then
@@ -169,20 +169,21 @@ class BoundOp(Interface):
             self._forward_replays.run(key, self._forward, *addresses, arena, stream)
         return saved
 
-    def _views(
-        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: int, arena: Arena
-    ) -> tuple[Views, Views, Any, Views]:
-        """Inputs, outputs, what is saved, and temporaries of a forward call, as views."""
+    def _working_set(
+        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: int, arena: Arena, stream: int
+    ) -> WorkingSet:
+        """What a forward call works on."""
         read = views_at(self._forward_parts[0], inputs, self.device)
         filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
-        return read, filled, self.saved.views(block, self.memory), arena.views(self.scratch, self.memory)
+        saved, scratch = self.saved.views(block, self.memory), arena.views(self.scratch, self.memory)
+        return WorkingSet(self.kernels, read, filled, saved, scratch, stream)
 
     def _forward(
         self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: int, arena: Arena, stream: int
     ) -> None:
         """Run forward now."""
-        views = self._views(inputs, outputs, amaxes, block, arena)
-        self.operation.forward(self.plan, *views, stream)
+        ws = self._working_set(inputs, outputs, amaxes, block, arena, stream)
+        self.operation.forward(self.plan, ws)
 
     def run_forward(
         self,
@@ -196,13 +197,13 @@ class BoundOp(Interface):
         """The operation's forward, for who has allocated ``saved`` and ``scratch`` too."""
         read = views_at(self._forward_parts[0], inputs, self.device)
         filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
-        self.operation.forward(self.plan, read, filled, saved, scratch, stream)
+        self.operation.forward(self.plan, WorkingSet(self.kernels, read, filled, saved, scratch, stream))
 
     def run_measure(self, inputs: Addresses, amaxes: Addresses, scratch: Views, stream: int) -> None:
         """The operation's measure: maximises the amaxes, and runs no product."""
         ins, _, maxima = self._forward_parts
         read, filled = views_at(ins, inputs, self.device), views_at(maxima, amaxes, self.device)
-        self.operation.measure(self.plan, read, filled, scratch, stream)
+        self.operation.measure(self.plan, WorkingSet(self.kernels, read, filled, {}, scratch, stream))
 
     # --- backward -------------------------------------------------------------------------------------------
 
@@ -287,4 +288,5 @@ class BoundOp(Interface):
         incoming = views_at(self._result_parts, cotangents, device)
         if self._grad_amax_parts:
             grads.update(views_at(self._grad_amax_parts, amaxes, device))
-        self.operation.backward(self.plan, read, saved, incoming, grads, scratch, stream)
+        ws = WorkingSet(self.kernels, read, grads, saved, scratch, stream)
+        self.operation.backward(self.plan, ws, incoming)

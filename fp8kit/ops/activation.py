@@ -10,11 +10,11 @@ from fp8kit.arguments import choice, shown
 from fp8kit.arrays import Shape
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float32
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 def activation_numbers(
@@ -42,6 +42,16 @@ def activation_numbers(
     return tuple(float(given.get(name, default)) for name, default in row.params.items())
 
 
+def all_numbers(
+    operation: str, argument: str, activation: str, params: tuple[float, ...]
+) -> tuple[float, ...]:
+    """``params``, or the defaults for (). FormatError for an unknown activation and another count."""
+    defaults = activation_numbers(operation, activation, None)
+    if params and len(params) != len(defaults):
+        raise FormatError(operation, argument, params, f"{len(defaults)} numbers for {activation}")
+    return params or defaults
+
+
 @dataclass(frozen=True)
 class ActivationSpec:
     """``activation``: a name of ``backends.activation``; ``features`` of the input, of a gated one twice the
@@ -54,13 +64,7 @@ class ActivationSpec:
     amax: bool = False
 
     def __post_init__(self) -> None:
-        defaults = activation_numbers("activation", self.activation, None)
-        if not self.params:
-            object.__setattr__(self, "params", defaults)
-        if len(self.params) != len(defaults):
-            raise FormatError(
-                "activation", "params", self.params, f"{len(defaults)} numbers for {self.activation}"
-            )
+        object.__setattr__(self, "params", all_numbers("activation", "params", self.activation, self.params))
         if self.features % ACTIVATIONS[self.activation].parts:
             raise ShapeError("activation", "features", self.features, f"an even number for {self.activation}")
 
@@ -91,7 +95,7 @@ class Activation(Operation):
     def infer(self, spec: ActivationSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = want_rows(self.name, "x", metas, spec.features)
         amax = {"amax": Meta((1,), float32, zero=True)} if spec.amax else {}
-        grads = {"x": Meta(x.shape, x.dtype)} | amax if "x" in needs else {}
+        grads = {"x": x} | amax if "x" in needs else {}
         biased = metas.get("bias0") is not None
         if biased:
             bias = want(self.name, "bias0", metas, (spec.features,), x.dtype)
@@ -102,34 +106,21 @@ class Activation(Operation):
 
     def plan(self, spec: ActivationSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         x = want_rows(self.name, "x", metas, spec.features)
-        space = {"workspace": Meta((max(kernels.act_bwd_workspace(row_count(x), spec.features), 1),), uint8)}
+        space = workspace(kernels.act_bwd_workspace(row_count(x), spec.features))
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: ActivationSpec = plan.spec
-        x, y = inputs["x"], outputs["y"]
-        assert x is not None and y is not None
-        given, out = (x.rows(), inputs.get("bias0")), (y.rows(), outputs.get("amax"))
-        plan.kernels.act_fwd(*given, *out, None, s.activation, s.params, stream)
+        given = ws.inputs["x"].rows(), ws.inputs.get("bias0")
+        out = ws.outputs["y"].rows(), ws.outputs.get("amax"), None
+        ws.kernels.act_fwd(*given, *out, s.activation, s.params, ws.stream)
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         s: ActivationSpec = plan.spec
-        dy, x, dx = cotangents["y"], kept["x"], grads.get("x")
-        assert dy is not None and x is not None
-        given = dy.rows(), x.rows(), kept.get("bias0")
-        out = None if dx is None else dx.rows(), grads.get("bias0"), grads.get("amax")
-        plan.kernels.act_bwd(*given, *out, None, s.activation, s.params, scratch["workspace"], stream)
+        grads, dx = ws.outputs, ws.outputs.get("x")
+        given = cotangents["y"].rows(), ws.inputs["x"].rows(), ws.inputs.get("bias0")
+        out = None if dx is None else dx.rows(), grads.get("bias0"), grads.get("amax"), None
+        ws.kernels.act_bwd(*given, *out, s.activation, s.params, ws.scratch["workspace"], ws.stream)
 
 
 activation = Activation()

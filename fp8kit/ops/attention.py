@@ -12,12 +12,12 @@ packed after them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from fp8kit import formats
-from fp8kit.arrays import Shape
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.ops.attention_checks import check_extras, check_inputs
 from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check
 from fp8kit.ops.attention_views import (
@@ -28,16 +28,13 @@ from fp8kit.ops.attention_views import (
     leading_of,
     lse_shape,
     meta_of,
+    pack,
     parts_of,
-    places_of,
-    side_of,
-    there,
-    tokens_of,
     unpacked,
 )
 from fp8kit.ops.partition import Partition, Place
 from fp8kit.ops.values import check_lengths
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 __all__ = ["FORMATS", "LAYOUTS", "MASKS", "Attention", "AttentionSpec", "attention"]
 
@@ -130,142 +127,69 @@ class Attention(Operation):
         if not grads:
             return Signature(outputs)
         if not attends(spec, metas):
-            return Signature(
-                outputs, grads={n: Meta(meta.shape, meta.dtype, zero=True) for n, meta in grads.items()}
-            )
-        return Signature(
-            outputs,
-            saved={"lse": Meta(lse_shape(dense), formats.float32)},
-            kept=(*layout, "o", *extras),
-            grads={n: Meta(meta.shape, meta.dtype) for n, meta in grads.items()},
-        )
+            return Signature(outputs, grads={n: meta._replace(zero=True) for n, meta in grads.items()})
+        saved = {"lse": Meta(lse_shape(dense), formats.float32)}
+        return Signature(outputs, saved, (*layout, "o", *extras), grads)
 
     def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
         dense, (o, kind, _) = dense_of(spec, metas), signature.outputs["o"]
         if not attends(spec, metas):
             size = math.prod(o)
-            workspace_of_sums = Meta((kernels.column_sum_workspace(0, size),), formats.uint8)
-            return Plan(
-                spec,
-                signature,
-                kernels,
-                {"nothing": Meta((0, size), kind), "workspace": workspace_of_sums} if size else {},
-            )
+            sums = {"nothing": Meta((0, size), kind)} | workspace(kernels.column_sum_workspace(0, size))
+            return Plan(spec, signature, kernels, sums if size else {})
         shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
-        dbias = signature.grads["bias"].shape if "bias" in signature.grads else None
 
-        def workspace(backward: bool) -> dict[str, Meta]:
-            asked = (dbias if backward else None, kind, dense.spec, backward, spec.deterministic, strides)
-            nbytes = kernels.attention_workspace(*shapes, *asked)
-            return {"workspace": Meta((nbytes,), formats.uint8)}
+        def space(backward: bool, dbias: Shape | None = None) -> dict[str, Meta]:
+            how = dbias, kind, dense.spec, backward, spec.deterministic, strides
+            return {"workspace": Meta((kernels.attention_workspace(*shapes, *how),), formats.uint8)}
 
-        def padded(names: Iterable[str]) -> dict[str, Meta]:
-            """Room for the padded form of ``names``, nothing where the format is a padded one."""
-            whole = {
-                **dense.shapes,
-                "o": dense.o,
-                "do": dense.o,
-                **{f"d{name}": shape for name, shape in dense.shapes.items()},
-            }
-            return {f"dense_{name}": Meta(whole[name], kind) for name in names} if spec.packed else {}
-
-        scratch = workspace(False) | padded((*dense.shapes, "o"))
+        # the padded form of inputs and output, and of their gradients; gradients that nobody wants
+        whole = dense.shapes | {"o": dense.o}
+        padded = {f"dense_{name}": Meta(shape, kind) for name, shape in whole.items() if spec.packed}
+        scratch = space(False) | padded
         if not signature.saved:
-            return Plan(
-                spec,
-                signature,
-                kernels,
-                scratch | {"lse": Meta(lse_shape(dense), formats.float32)},
-                {},
-                dense,
-            )
-        backward = workspace(True) | padded(
-            (*dense.shapes, "o", "do", *(f"d{name}" for name in dense.shapes))
-        )
-        if not spec.packed:
-            backward |= {
-                f"dense_d{name}": Meta(shape, kind)
-                for name, shape in dense.shapes.items()
-                if name not in signature.grads
-            }
+            lse = {"lse": Meta(lse_shape(dense), formats.float32)}
+            return Plan(spec, signature, kernels, scratch | lse, {}, dense)
+        bias, own = signature.grads.get("bias"), () if spec.packed else ("o", *signature.grads)
+        backward = space(True, None if bias is None else bias.shape) | padded
+        backward |= {f"dense_d{name}": Meta(shape, kind) for name, shape in whole.items() if name not in own}
         return Plan(spec, signature, kernels, scratch, backward, dense)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        spec, dense = plan.spec, plan.extra
-        check_lengths(self.name, spec, inputs)
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        spec, dense, out = plan.spec, plan.extra, ws.outputs["o"]
+        check_lengths(self.name, spec, ws.inputs)
         if dense is None:
-            out = there(outputs["o"])
             if out.size:  # tokens without keys: the sums of no rows are 0
-                plan.kernels.sum_rows(scratch["nothing"], out.reshape(out.size), scratch["workspace"], stream)
+                sums = ws.scratch["nothing"], out.reshape(out.size), ws.scratch["workspace"]
+                ws.kernels.sum_rows(*sums, ws.stream)
             return
-        q, k, v = parts_of(
-            dense,
-            {name: unpacked(plan, inputs, inputs[name], name, scratch, stream) for name in dense.shapes},
-        )
-        o = scratch["dense_o"] if spec.packed else outputs["o"]
-        lse = saved["lse"] if plan.signature.saved else scratch["lse"]
-        plan.kernels.attention_fwd(
-            q,
-            k,
-            v,
-            heads_apart(o, dense),
-            lse,
-            extras_of(spec, inputs),
-            dense.spec,
-            scratch["workspace"],
-            stream,
-        )
-        if spec.packed:
-            plan.kernels.pack_sequences(o, tokens_of(outputs["o"]), *places_of(inputs, "q"), stream)
+        o = ws.scratch["dense_o"] if spec.packed else out
+        results = heads_apart(o, dense), (ws.saved if plan.signature.saved else ws.scratch)["lse"]
+        how = extras_of(spec, ws.inputs), dense.spec, ws.scratch["workspace"]
+        ws.kernels.attention_fwd(*self._parts(plan, ws), *results, *how, ws.stream)
+        pack(spec, ws, o, "o")
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def _parts(self, plan: Plan, ws: WorkingSet) -> list[ArrayView]:
+        """q, k and v as the kernels take them."""
+        names = plan.extra.shapes
+        return parts_of(plan.extra, {n: unpacked(plan.spec, ws, ws.inputs[n], n) for n in names})
+
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
-        spec, dense = plan.spec, plan.extra
+        spec, dense, grads = plan.spec, plan.extra, ws.outputs
         if dense is None:
             return
-        q, k, v = parts_of(
-            dense, {name: unpacked(plan, kept, kept[name], name, scratch, stream) for name in dense.shapes}
-        )
-        o = heads_apart(unpacked(plan, kept, kept["o"], "o", scratch, stream), dense)
-        do = heads_apart(unpacked(plan, kept, cotangents["o"], "do", scratch, stream), dense)
-        whole = {name: scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
-        dq, dk, dv = parts_of(dense, whole)
-        plan.kernels.attention_bwd(
-            do,
-            q,
-            k,
-            v,
-            o,
-            saved["lse"],
-            dq,
-            dk,
-            dv,
-            grads.get("bias"),
-            grads.get("softmax_offset"),
-            extras_of(spec, kept),
-            dense.spec,
-            spec.deterministic,
-            scratch["workspace"],
-            stream,
-        )
-        if spec.packed:
-            for name in dense.shapes:
-                if name in plan.signature.grads:
-                    plan.kernels.pack_sequences(
-                        whole[name], tokens_of(grads[name]), *places_of(kept, side_of(name)), stream
-                    )
+        parts = self._parts(plan, ws)
+        o = heads_apart(unpacked(spec, ws, ws.inputs["o"], "o"), dense)
+        do = heads_apart(unpacked(spec, ws, cotangents["o"], "do"), dense)
+        whole = {name: ws.scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
+        results = *parts_of(dense, whole), grads.get("bias"), grads.get("softmax_offset")
+        how = extras_of(spec, ws.inputs), dense.spec, spec.deterministic, ws.scratch["workspace"]
+        ws.kernels.attention_bwd(do, *parts, o, ws.saved["lse"], *results, *how, ws.stream)
+        for name in dense.shapes:
+            if name in plan.signature.grads:
+                pack(spec, ws, whole[name], name)
 
 
 attention = Attention()

@@ -26,10 +26,9 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
         shape, dtype = meta_of(metas, name)[:2]
         if dtype is not kind:
             raise FormatError("attention", name, dtype, f"{kind} as the other inputs")
-        wanted = [
-            (spec.width(parts),),
-            *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else []),
-        ]
+        wanted: list[Shape] = [(spec.width(parts),)]
+        if len(parts) == 1:
+            wanted.append((spec.heads(parts), spec.features(parts)))
         if len(shape) < dims + 1 or shape[dims:] not in wanted:
             letters = {"s": "sequence", "b": "batch", "t": "tokens"}
             leading = ", ".join(letters[letter] for letter in spec.qkv_format[:dims])
@@ -47,26 +46,27 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     lengths = meta_of(metas, "cu_seqlens_q").shape
     check_starts("attention", "cu_seqlens_q", lengths, max(shape[0] for _, shape in rows.values()))
     if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
-        raise ShapeError(
-            "attention",
-            "max_seqlen_kv",
-            spec.max_seqlen_kv,
-            f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv",
-        )
+        longest = f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv"
+        raise ShapeError("attention", "max_seqlen_kv", spec.max_seqlen_kv, longest)
     return kind
 
 
 class _Extra(NamedTuple):
-    """One of the further inputs: whether it may come, whether it must, its dtypes and shapes, how an error
-    says the shapes, why, and what makes it of other inputs."""
+    """One of the further inputs: whether it must come, its dtypes and shapes, why, how an error says the
+    shapes where they are many, what makes it of other inputs, and whether it may also come unasked."""
 
-    may: bool
     must: bool
     dtypes: tuple[DType, ...]
     shapes: list[Shape]
-    said: str
     why: str
+    many: str = ""
     maker: str = ""
+    optional: bool = False
+
+    @property
+    def said(self) -> str:
+        """The shapes as an error says them."""
+        return self.many or " or ".join(map(str, self.shapes))
 
 
 def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
@@ -75,61 +75,41 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
     batch, heads, rows = lse_shape(dense)
     columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
     over_scores: list[Shape] = [(b, h, r, columns) for b in (1, batch) for h in (1, heads) for r in (1, rows)]
-    lengths: list[Shape] = [(batch + 1,)]
-    said = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
-    why_padded = f"with mask {spec.mask!r}, qkv_format {spec.qkv_format!r}"
+    many = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
     maker = "" if spec.packed else "; a layer makes it of a padding mask (attention_mask)"
-    sums = _Extra(spec.padded, spec.padded, (formats.int32,), lengths, str(lengths[0]), why_padded, maker)
+    with_mask, with_bias = f"with mask {spec.mask!r}", f"with bias {spec.bias!r}"
+    padded = f"{with_mask}, qkv_format {spec.qkv_format!r}"
+    sums = _Extra(spec.padded, (formats.int32,), [(batch + 1,)], padded, maker=maker)
+    starts = sums._replace(must=False, optional=spec.packed)
+    of_heads: list[Shape] = [(heads,), (batch, heads)]
+    learnable, softmax = spec.softmax_type == "learnable", f"with softmax_type {spec.softmax_type!r}"
+    dropout = f"with dropout {spec.dropout}"
     table = {
         "cu_seqlens_q": sums,
         "cu_seqlens_kv": sums,
-        "cu_seqlens_q_padded": sums._replace(may=spec.packed, must=False),
-        "cu_seqlens_kv_padded": sums._replace(may=spec.packed, must=False),
-        "mask": _Extra(
-            spec.masked,
-            spec.masked,
-            (formats.bool_, formats.uint8),
-            over_scores,
-            said,
-            f"with mask {spec.mask!r}",
-        ),
-        "bias": _Extra(spec.biased, spec.biased, (kind,), over_scores, said, f"with bias {spec.bias!r}"),
-        "alibi_slopes": _Extra(
-            spec.bias == "alibi",
-            spec.bias == "alibi",
-            (formats.float32,),
-            [(heads,), (batch, heads)],
-            f"({heads},) or ({batch}, {heads})",
-            f"with bias {spec.bias!r}",
-        ),
-        "softmax_offset": _Extra(
-            spec.softmax_type == "learnable",
-            spec.softmax_type == "learnable",
-            (formats.float32,),
-            [(heads,)],
-            f"({heads},)",
-            f"with softmax_type {spec.softmax_type!r}",
-        ),
-        "rng": _Extra(
-            True, spec.dropout > 0, (formats.int64,), [(2,)], "(2,)", f"with dropout {spec.dropout}"
-        ),
-        "dropout_place": _Extra(
-            spec.placed, spec.placed, (formats.int32,), [(3,)], "(3,)", f"with placed {spec.placed}"
-        ),
+        "cu_seqlens_q_padded": starts,
+        "cu_seqlens_kv_padded": starts,
+        "mask": _Extra(spec.masked, (formats.bool_, formats.uint8), over_scores, with_mask, many),
+        "bias": _Extra(spec.biased, (kind,), over_scores, with_bias, many),
+        "alibi_slopes": _Extra(spec.bias == "alibi", (formats.float32,), of_heads, with_bias),
+        "softmax_offset": _Extra(learnable, (formats.float32,), of_heads[:1], softmax),
+        "rng": _Extra(spec.dropout > 0, (formats.int64,), [(2,)], dropout, optional=True),
+        "dropout_place": _Extra(spec.placed, (formats.int32,), [(3,)], f"with placed {spec.placed}"),
     }
     found = []
-    for name, (may, must, dtypes, shapes, said, why, maker) in table.items():
+    for name, extra in table.items():
         meta = metas.get(name)
         if meta is None:
-            if must:
-                raise ShapeError("attention", name, None, f"{dtypes[0].name} {said} {why}{maker}")
+            if extra.must:
+                wanted = f"{extra.dtypes[0].name} {extra.said} {extra.why}{extra.maker}"
+                raise ShapeError("attention", name, None, wanted)
             continue
-        if not may:
-            raise ShapeError("attention", name, f"shape {meta.shape}", f"None {why}")
-        if meta.dtype not in dtypes:
-            raise FormatError("attention", name, meta.dtype, " or ".join(d.name for d in dtypes))
-        if meta.shape not in shapes:
-            raise ShapeError("attention", name, f"shape {meta.shape}", said)
-        if must or name != "rng":
+        if not (extra.must or extra.optional):
+            raise ShapeError("attention", name, f"shape {meta.shape}", f"None {extra.why}")
+        if meta.dtype not in extra.dtypes:
+            raise FormatError("attention", name, meta.dtype, " or ".join(d.name for d in extra.dtypes))
+        if meta.shape not in extra.shapes:
+            raise ShapeError("attention", name, f"shape {meta.shape}", extra.said)
+        if extra.must or name != "rng":
             found.append(name)
     return tuple(found)

@@ -39,6 +39,14 @@ MASKS = (
 _ALIASES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+# field of a spec -> the words that it may be
+WORDS = {
+    "qkv_format": FORMATS,
+    "mask": MASKS,
+    "layout": tuple(LAYOUTS),
+    "bias": BIASES,
+    "softmax_type": SOFTMAX_TYPES,
+}
 UNBOUNDED = (-1, -1)
 
 
@@ -166,45 +174,25 @@ def check(spec: AttentionSpec) -> None:
         if not fits:
             raise ShapeError("attention", field, repr(getattr(spec, field)), wanted)
 
-    want("num_heads", spec.num_heads > 0, "at least 1")
-    want("head_dim", spec.head_dim > 0, "at least 1")
-    want("head_dim_v", spec.head_dim_v > 0, "at least 1")
-    want(
-        "num_gqa_groups",
-        spec.num_gqa_groups > 0 and spec.num_heads % spec.num_gqa_groups == 0,
-        f"a divisor of {spec.num_heads} heads",
-    )
-    want("qkv_format", spec.qkv_format in FORMATS, f"one of {', '.join(FORMATS)}")
-    want("mask", spec.mask in MASKS, f"one of {', '.join(MASKS)}")
-    want("layout", spec.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}")
-    want(
-        "layout",
-        not spec.interleaved or spec.num_gqa_groups == spec.num_heads,
-        f"one with {spec.num_gqa_groups} groups of heads",
-    )
+    for field in ("num_heads", "head_dim", "head_dim_v"):
+        want(field, getattr(spec, field) > 0, "at least 1")
+    heads, groups = spec.num_heads, spec.num_gqa_groups
+    want("num_gqa_groups", groups > 0 and heads % groups == 0, f"a divisor of {heads} heads")
+    for field, words in WORDS.items():
+        want(field, getattr(spec, field) in words, f"one of {', '.join(words)}")
+    want("layout", not spec.interleaved or groups == heads, f"one with {groups} groups of heads")
     want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
     want("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
     want("placed", not spec.placed or spec.dropout > 0, "False without dropout")
-    want("bias", spec.bias in BIASES, f"one of {', '.join(BIASES)}")
-    want("softmax_type", spec.softmax_type in SOFTMAX_TYPES, f"one of {', '.join(SOFTMAX_TYPES)}")
-    want(
-        "window_size",
-        len(spec.window_size) == 2 and min(spec.window_size) >= -1,
-        "(left, right), each -1 (unbounded) or more",
-    )
-    want(
-        "window_size",
-        not spec.causal or spec.window_size[1] < 1,
-        f"right -1 or 0: mask {spec.mask!r} sees nothing right of the diagonal",
-    )
-    own = {
-        "causal": False,
-        "padding_causal": False,
-        "causal_bottom_right": True,
-        "padding_causal_bottom_right": True,
-    }.get(spec.mask)
-    fits = own is None or spec.bottom_right_diagonal in (None, own)
-    want("bottom_right_diagonal", fits, f"None or {own} with mask {spec.mask!r}")
+    window, mask = spec.window_size, spec.mask
+    fits = len(window) == 2 and min(window) >= -1
+    want("window_size", fits, "(left, right), each -1 (unbounded) or more")
+    sees = f"right -1 or 0: mask {mask!r} sees nothing right of the diagonal"
+    want("window_size", not spec.causal or window[1] < 1, sees)
+    if spec.causal:  # such a mask says where its diagonal ends
+        own = mask.endswith("bottom_right")
+        fits = spec.bottom_right_diagonal in (None, own)
+        want("bottom_right_diagonal", fits, f"None or {own} with mask {mask!r}")
     want("mask", not spec.packed or spec.padded, "one of the padding masks, with qkv_format 'thd'")
     for field in ("max_seqlen_q", "max_seqlen_kv"):
         want(field, not spec.packed or getattr(spec, field) > 0, "at least 1, with qkv_format 'thd'")

@@ -10,7 +10,7 @@ from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import ShapeError
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, batch_of, length_of
-from fp8kit.spec import Meta, Metas, Plan, Views
+from fp8kit.spec import Meta, Metas, Views, WorkingSet
 
 
 class Part(NamedTuple):
@@ -41,11 +41,11 @@ class Dense(NamedTuple):
 # --- shapes -------------------------------------------------------------------------------------------------
 
 
-def meta_of(metas: Metas, name: str) -> Meta:
+def meta_of(metas: Metas, name: str, operation: str = "attention") -> Meta:
     """The input's meta; ShapeError where there is none."""
     meta = metas.get(name)
     if meta is None:
-        raise ShapeError("attention", name, None, "an array")
+        raise ShapeError(operation, name, None, "an array")
     return meta
 
 
@@ -73,10 +73,8 @@ def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
     for name, letters in LAYOUTS[spec.layout].items():
         leading = leading_of(spec, meta_of(metas, name).shape)
         if spec.packed:
-            leading = (
-                meta_of(metas, "cu_seqlens_q").shape[0] - 1,
-                spec.max_seqlen_kv if side_of(name) == "kv" else spec.max_seqlen_q,
-            )
+            longest = spec.max_seqlen_kv if side_of(name) == "kv" else spec.max_seqlen_q
+            leading = meta_of(metas, "cu_seqlens_q").shape[0] - 1, longest
         width, offset = spec.width(letters), 0
         shapes[name] = (*leading, width)
         for part in letters:
@@ -87,37 +85,27 @@ def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
             offset += spec.features(part) if spec.interleaved else spec.width(part)
     leading, heads = parts["q"].shape[:2], (spec.num_heads, spec.head_dim_v)
     whole = (*leading, *heads)
-    return Dense(
-        inner, shapes, parts, (*leading, math.prod(heads)), Part("o", whole, contiguous_strides(whole), 0)
-    )
+    apart = Part("o", whole, contiguous_strides(whole), 0)
+    return Dense(inner, shapes, parts, (*leading, math.prod(heads)), apart)
 
 
 # --- views --------------------------------------------------------------------------------------------------
 
 
-def parts_of(dense: Dense, views: Views) -> tuple[ArrayView, ArrayView, ArrayView]:
+def parts_of(dense: Dense, views: Views) -> list[ArrayView]:
     """The strided q, k, v inside the inputs (or dq, dk, dv inside their gradients)."""
-    q, k, v = [part.of(there(views[part.input])) for part in dense.parts.values()]
-    return q, k, v
+    return [part.of(views[part.input]) for part in dense.parts.values()]
 
 
-def there(view: ArrayView | None) -> ArrayView:
-    """A view that the call's signature asked for."""
-    assert view is not None
-    return view
-
-
-def heads_apart(o: ArrayView | None, dense: Dense) -> ArrayView:
+def heads_apart(o: ArrayView, dense: Dense) -> ArrayView:
     """o (s, b, h * d_v) as (s, b, h, d_v)."""
-    return dense.heads.of(there(o))
+    return dense.heads.of(o)
 
 
 def extras_of(spec: AttentionSpec, views: Views) -> AttentionExtras:
     """What the kernels read beside q, k and v; a generator that is at hand but not needed is left out."""
-    rng = views["rng"] if spec.dropout else None
-    return AttentionExtras(
-        rng=rng, **{name: views.get(name) for name in AttentionExtras._fields if name != "rng"}
-    )
+    extras = AttentionExtras(*map(views.get, AttentionExtras._fields))
+    return extras if spec.dropout else extras._replace(rng=None)
 
 
 def side_of(name: str) -> str:
@@ -127,22 +115,28 @@ def side_of(name: str) -> str:
 
 def places_of(views: Views, side: str) -> tuple[ArrayView, ArrayView]:
     """Running sums of the true lengths, and where the sequences start."""
-    lengths = there(views[f"cu_seqlens_{side}"])
+    lengths = views[f"cu_seqlens_{side}"]
     return lengths, views.get(f"cu_seqlens_{side}_padded") or lengths
 
 
-def tokens_of(view: ArrayView | None) -> ArrayView:
+def tokens_of(view: ArrayView) -> ArrayView:
     """(t, h * d) or (t, h, d) as a matrix of tokens."""
-    view = there(view)
     return view.reshape(view.shape[0], -1)
 
 
-def unpacked(
-    plan: Plan, views: Views, view: ArrayView | None, name: str, scratch: Views, stream: int
-) -> ArrayView:
-    """An array in the padded form that the kernels take; itself where it has it."""
-    if not plan.spec.packed:
-        return there(view)
-    dense = there(scratch[f"dense_{name}"])
-    plan.kernels.unpack_sequences(tokens_of(view), dense, *places_of(views, side_of(name)), stream)
+def unpacked(spec: AttentionSpec, ws: WorkingSet, view: ArrayView, name: str) -> ArrayView:
+    """An array in the padded form that the kernels take, in the scratch ``dense_{name}``; itself where it has
+    it."""
+    if not spec.packed:
+        return view
+    dense: ArrayView = ws.scratch[f"dense_{name}"]
+    places = places_of(ws.inputs, side_of(name))
+    ws.kernels.unpack_sequences(tokens_of(view), dense, *places, ws.stream)
     return dense
+
+
+def pack(spec: AttentionSpec, ws: WorkingSet, dense: ArrayView, name: str) -> None:
+    """Write the output ``name`` from its padded form, where it has another."""
+    if spec.packed:
+        places = places_of(ws.inputs, side_of(name))
+        ws.kernels.pack_sequences(dense, tokens_of(ws.outputs[name]), *places, ws.stream)

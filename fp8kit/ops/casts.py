@@ -15,7 +15,7 @@ from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition, SharedAmaxes
 from fp8kit.ops.product import want
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, WorkingSet
 
 FLT_MAX = formats.float32.max
 
@@ -115,22 +115,19 @@ class Quantize(Operation):
         tile = whole(x.shape, spec.tile)
         return Plan(spec, self.infer(spec, metas, needs), kernels, scratch, extra=tile)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: QuantizeSpec = plan.spec
-        x, q, inverse, k = inputs["x"], outputs["q"], outputs["scale_inv"], plan.kernels
-        tile, scale, amax = plan.extra, inputs.get("scale"), inputs.get("amax_in")
-        assert x is not None and q is not None and inverse is not None
+        x, q, inverse, k = ws.inputs["x"], ws.outputs["q"], ws.outputs["scale_inv"], ws.kernels
+        tile, scale, amax = plan.extra, ws.inputs.get("scale"), ws.inputs.get("amax_in")
         if scale is None:
-            scale = scratch["scale"]
+            scale = ws.scratch["scale"]
             if amax is None:  # scale_inv holds the amaxes until they are scales
                 amax = inverse
-                arrays.provider(inverse.device).fill_zero(inverse, stream)
-                k.amax(x.rows(), inverse, tile, stream)
-            k.scale_from_amax(amax, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, stream)
-        rng = inputs.get("rng")
-        k.quantize(x.rows(), q.rows(), scale, inverse, None, s.format, tile, s.saturate, rng, stream)
+                arrays.provider(inverse.device).fill_zero(inverse, ws.stream)
+                k.amax(x.rows(), inverse, tile, ws.stream)
+            k.scale_from_amax(amax, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, ws.stream)
+        rng = ws.inputs.get("rng")
+        k.quantize(x.rows(), q.rows(), scale, inverse, None, s.format, tile, s.saturate, rng, ws.stream)
 
 
 @dataclass(frozen=True)
@@ -163,17 +160,11 @@ class Dequantize(Operation):
         want(self.name, "scale_inv", metas, grid(q.shape, spec.tile), float32)
         return Signature({"x": Meta(q.shape, formats.dtype(spec.dtype))})
 
-    def plan(self, spec: DequantizeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
-
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: DequantizeSpec = plan.spec
-        q, x = inputs["q"], outputs["x"]
-        assert q is not None and x is not None
+        q, x = ws.inputs["q"], ws.outputs["x"]
         tile = whole(q.shape, s.tile)
-        plan.kernels.dequantize(q.rows(), x.rows(), inputs["scale_inv"], s.format, tile, stream)
+        ws.kernels.dequantize(q.rows(), x.rows(), ws.inputs["scale_inv"], s.format, tile, ws.stream)
 
 
 quantize = Quantize()

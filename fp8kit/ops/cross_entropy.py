@@ -16,7 +16,7 @@ from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Mean, Partition
 from fp8kit.ops.product import row_count, want_rows
 from fp8kit.ops.values import check_indices
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -66,67 +66,33 @@ class CrossEntropy(Operation):
         rows = row_count(logits)
         mean = spec.reduction == "mean"
         saved = {"lse": Meta((rows,), float32)} | ({"total": Meta((2,), float32)} if mean else {})
-        grads = {"logits": Meta(logits.shape, logits.dtype)} if "logits" in needs else {}
-        return Signature(
-            {"loss": Meta((1,) if mean else targets.shape, float32)}, saved, ("logits", "targets"), grads
-        )
+        loss = Meta((1,) if mean else targets.shape, float32)
+        grads = {"logits": logits} if "logits" in needs else {}
+        return Signature({"loss": loss}, saved, ("logits", "targets"), grads)
 
     def plan(self, spec: CrossEntropySpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
         scratch = {"rows": signature.saved["lse"]} if spec.reduction == "mean" else {}
         return Plan(spec, signature, kernels, scratch)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: CrossEntropySpec = plan.spec
-        logits, targets, loss, lse, total = (
-            inputs["logits"],
-            inputs["targets"],
-            outputs["loss"],
-            saved["lse"],
-            saved.get("total"),
-        )
-        assert logits is not None and targets is not None and loss is not None and lse is not None
+        logits, targets, loss = ws.inputs["logits"], ws.inputs["targets"], ws.outputs["loss"]
+        total = ws.saved.get("total")
         check_indices(self.name, "targets", targets, s.classes, s.ignore_index)
-        rows = scratch["rows"] if total is not None else loss.reshape(loss.size)
-        plan.kernels.cross_entropy_fwd(
-            logits.rows(),
-            targets.reshape(targets.size),
-            rows,
-            lse,
-            total,
-            s.label_smoothing,
-            s.ignore_index,
-            stream,
-        )
+        given = logits.rows(), targets.reshape(targets.size)
+        results = loss.reshape(loss.size) if total is None else ws.scratch["rows"], ws.saved["lse"], total
+        ws.kernels.cross_entropy_fwd(*given, *results, s.label_smoothing, s.ignore_index, ws.stream)
         if total is not None:
-            plan.kernels.copy(total.slice(0, 0, 1), loss, stream)
+            ws.kernels.copy(total.slice(0, 0, 1), loss, ws.stream)
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         s: CrossEntropySpec = plan.spec
-        logits, targets, dloss, dlogits = kept["logits"], kept["targets"], cotangents["loss"], grads["logits"]
-        assert logits is not None and targets is not None and dloss is not None and dlogits is not None
-        plan.kernels.cross_entropy_bwd(
-            logits.rows(),
-            targets.reshape(targets.size),
-            saved["lse"],
-            dloss.reshape(dloss.size),
-            saved.get("total"),
-            dlogits.rows(),
-            s.label_smoothing,
-            s.ignore_index,
-            stream,
-        )
+        targets, dloss = ws.inputs["targets"], cotangents["loss"]
+        given = ws.inputs["logits"].rows(), targets.reshape(targets.size), ws.saved["lse"]
+        sums = dloss.reshape(dloss.size), ws.saved.get("total")
+        how = s.label_smoothing, s.ignore_index, ws.stream
+        ws.kernels.cross_entropy_bwd(*given, *sums, ws.outputs["logits"].rows(), *how)
 
 
 cross_entropy = CrossEntropy()

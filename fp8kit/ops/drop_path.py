@@ -14,7 +14,7 @@ from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts
 from fp8kit.ops.partition import Partition, Place
 from fp8kit.ops.product import want, want_rows
 from fp8kit.ops.values import check_sequences
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -73,55 +73,28 @@ class DropPath(Operation):
 
     def infer(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = self._check(spec, metas)[0]
-        like = Meta(x.shape, x.dtype)
         kept = ("rng", "starts") if spec.format == "thd" else ("rng",)
         passes = {"residual": "y"} if "residual" in needs else {}
-        return Signature(
-            {"y": like}, kept=kept, grads={"x": like} if "x" in needs else {}, grad_passes=passes
-        )
+        return Signature({"y": x}, {}, kept, {"x": x} if "x" in needs else {}, {}, passes)
 
     def plan(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str], kernels: object) -> Plan:
         _, inner, count = self._check(spec, metas)
         return Plan(spec, self.infer(spec, metas, needs), kernels, extra=(inner, count))
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        x = inputs["x"]
-        assert x is not None
-        check_sequences(self.name, inputs, "starts", x.shape[0])
-        _run(plan, x, inputs["residual"], outputs["y"], inputs, stream)
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        x = ws.inputs["x"]
+        check_sequences(self.name, ws.inputs, "starts", x.shape[0])
+        self._drop(plan, ws, x, ws.inputs["residual"].rows(), ws.outputs["y"])
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        if grads.get("x") is not None:
-            _run(plan, cotangents["y"], None, grads["x"], kept, stream)
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        if ws.outputs.get("x") is not None:
+            self._drop(plan, ws, cotangents["y"], None, ws.outputs["x"])
+
+    def _drop(self, plan: Plan, ws: WorkingSet, x: ArrayView, base: ArrayView | None, y: ArrayView) -> None:
+        """y = base + keep / (1 - p) * x."""
+        if x.size:
+            how = ws.inputs.get("starts"), *plan.extra, plan.spec.p, ws.inputs["rng"]
+            ws.kernels.drop_path(x.rows(), base, y.rows(), *how, ws.stream)
 
 
 drop_path = DropPath()
-
-
-def _run(
-    plan: Plan,
-    x: ArrayView | None,
-    residual: ArrayView | None,
-    y: ArrayView | None,
-    views: Views,
-    stream: int,
-) -> None:
-    assert x is not None and y is not None
-    if not x.size:
-        return
-    inner, count = plan.extra
-    base = None if residual is None else residual.rows()
-    plan.kernels.drop_path(
-        x.rows(), base, y.rows(), views.get("starts"), inner, count, plan.spec.p, views["rng"], stream
-    )

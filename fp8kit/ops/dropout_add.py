@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from fp8kit.arguments import number
 from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import HIGH_PRECISION, uint8
+from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition, Place
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -60,55 +61,29 @@ class DropoutAdd(Operation):
         if "x" in needs and spec.p == 0:
             passes["x"] = "y"
         elif "x" in needs:
-            grads["x"] = Meta(x.shape, x.dtype)
+            grads["x"] = x
         if "bias" in needs and spec.bias_grad:
             grads["bias"] = Meta((spec.features,), x.dtype)
-        return Signature({"y": Meta(x.shape, x.dtype)}, {}, ("rng",) if spec.p > 0 else (), grads, {}, passes)
+        return Signature({"y": x}, {}, ("rng",) if spec.p > 0 else (), grads, {}, passes)
 
     def plan(self, spec: DropoutAddSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         x = want_rows(self.name, "x", metas, spec.features)
-        space = {
-            "workspace": Meta((max(kernels.column_sum_workspace(row_count(x), spec.features), 1),), uint8)
-        }
+        space = workspace(kernels.column_sum_workspace(row_count(x), spec.features))
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        x, y, residual = inputs["x"], outputs["y"], inputs.get("residual")
-        assert x is not None and y is not None
-        plan.kernels.dropout_add(
-            x.rows(),
-            inputs.get("bias"),
-            None if residual is None else residual.rows(),
-            y.rows(),
-            plan.spec.p,
-            inputs.get("rng"),
-            stream,
-        )
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        residual = ws.inputs.get("residual")
+        given = ws.inputs["x"].rows(), ws.inputs.get("bias"), None if residual is None else residual.rows()
+        p, rng = plan.spec.p, ws.inputs.get("rng")
+        ws.kernels.dropout_add(*given, ws.outputs["y"].rows(), p, rng, ws.stream)
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        dy, dx, dbias = cotangents["y"], grads.get("x"), grads.get("bias")
-        assert dy is not None
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        dx, dbias = ws.outputs.get("x"), ws.outputs.get("bias")
         if dx is not None or dbias is not None:
-            plan.kernels.dropout_bwd(
-                dy.rows(),
-                None if dx is None else dx.rows(),
-                dbias,
-                plan.spec.p,
-                kept.get("rng"),
-                scratch["workspace"],
-                stream,
-            )
+            results = None if dx is None else dx.rows(), dbias
+            p, rng = plan.spec.p, ws.inputs.get("rng")
+            space = ws.scratch["workspace"]
+            ws.kernels.dropout_bwd(cotangents["y"].rows(), *results, p, rng, space, ws.stream)
 
 
 @dataclass(frozen=True)
@@ -127,12 +102,8 @@ class Add(Operation):
         if a is not None and a.dtype not in HIGH_PRECISION:
             raise FormatError(self.name, "a", a.dtype.name, ", ".join(d.name for d in HIGH_PRECISION))
         if a is None or b is None or a.dtype is not b.dtype:
-            raise FormatError(
-                self.name,
-                "b",
-                None if b is None else b.dtype.name,
-                f"the dtype of a ({None if a is None else a.dtype.name})",
-            )
+            got, wanted = (None if meta is None else meta.dtype.name for meta in (b, a))
+            raise FormatError(self.name, "b", got, f"the dtype of a ({wanted})")
         if len(b.shape) > len(a.shape) or a.shape[len(a.shape) - len(b.shape) :] != b.shape:
             raise ShapeError(self.name, "b", f"shape {b.shape}", f"the end of a's shape {a.shape}")
         return a, b
@@ -144,41 +115,23 @@ class Add(Operation):
         if "b" in needs and a.shape == b.shape:
             passes["b"] = "y"
         elif "b" in needs:
-            grads["b"] = Meta(b.shape, b.dtype)
-        return Signature({"y": Meta(a.shape, a.dtype)}, {}, (), grads, {}, passes)
+            grads["b"] = b
+        return Signature({"y": a}, {}, (), grads, {}, passes)
 
     def plan(self, spec: AddSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         a, b = self._check(metas)
-        columns = Meta((1, *b.shape), b.dtype)
-        size = row_count(Meta((*b.shape, 1), b.dtype))
-        rows = row_count(Meta((*a.shape, 1), a.dtype)) // max(size, 1)
-        space = {
-            "workspace": Meta(
-                (max(kernels.column_sum_workspace(rows, row_count(Meta((*columns.shape, 1), b.dtype))), 1),),
-                uint8,
-            )
-        }
+        size = math.prod(b.shape)
+        space = workspace(kernels.column_sum_workspace(math.prod(a.shape) // max(size, 1), size))
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        plan.kernels.add(inputs["a"], inputs["b"], outputs["y"], stream)
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        ws.kernels.add(ws.inputs["a"], ws.inputs["b"], ws.outputs["y"], ws.stream)
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        dy, db = cotangents["y"], grads.get("b")
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        db = ws.outputs.get("b")
         if db is not None:
-            assert dy is not None
-            plan.kernels.sum_rows(dy.reshape(-1, db.size), db.reshape(db.size), scratch["workspace"], stream)
+            rows = cotangents["y"].reshape(-1, db.size)
+            ws.kernels.sum_rows(rows, db.reshape(db.size), ws.scratch["workspace"], ws.stream)
 
 
 dropout_add = DropoutAdd()

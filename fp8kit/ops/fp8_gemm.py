@@ -12,7 +12,7 @@ from fp8kit.errors import ShapeError
 from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops.casts import meta_of, no_gradient
 from fp8kit.ops.product import want
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,18 @@ class Fp8Gemm(Operation):
         return Signature({"out": Meta((spec.rows, spec.columns), formats.dtype(spec.dtype))})
 
     def plan(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        space = max(kernels.fp8_gemm_workspace(spec.rows, spec.columns), 1)
-        return Plan(spec, self.infer(spec, metas, needs), kernels, {"workspace": Meta((space,), uint8)})
+        space = workspace(kernels.fp8_gemm_workspace(spec.rows, spec.columns))
+        return Plan(spec, self.infer(spec, metas, needs), kernels, space)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: Fp8GemmSpec = plan.spec
-        k, space = plan.kernels, scratch["workspace"]
-        operands = (
-            inputs["a"],
-            inputs["b"],
-            outputs["out"],
-            s.a_format,
-            s.b_format,
-            inputs["a_scale_inv"],
-            inputs["b_scale_inv"],
-        )
+        k, space, a, b = ws.kernels, ws.scratch["workspace"], ws.inputs["a"], ws.inputs["b"]
+        how = s.a_format, s.b_format, ws.inputs["a_scale_inv"], ws.inputs["b_scale_inv"]
+        operands = a, b, ws.outputs["out"], *how
         if s.tiles is None:
-            k.fp8_gemm(*operands, None, None, s.fast_accumulate, space, stream)
+            k.fp8_gemm(*operands, None, None, s.fast_accumulate, space, ws.stream)
         else:
-            k.block_gemm(*operands, *s.tiles, None, None, space, stream)
+            k.block_gemm(*operands, *s.tiles, None, None, space, ws.stream)
 
 
 fp8_gemm = Fp8Gemm()

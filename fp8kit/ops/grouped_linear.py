@@ -8,10 +8,9 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ShapeError
-from fp8kit.formats import uint8
-from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count, want_rows
+from fp8kit.ops.product import Product, ProductSpec, row_count, want_rows
 from fp8kit.ops.products import product_of
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class GroupedLinear(Operation):
             raise ShapeError(self.name, "rows", list(spec.rows), wanted)
         groups = []
         for own, rows in zip(spec.products, spec.rows, strict=True):
-            weight, bias = (f"{own.prefix}{name}" in needs for name in ("weight0", "bias0"))
             own = own if rows else replace(own, fp8=None)
-            groups.append(product_of(own, rows, x.dtype, rows > 0 and "x" in needs, weight, bias))
+            groups.append(product_of(own, rows, x.dtype, rows > 0 and "x" in needs, needs))
             groups[-1].check(self.name, metas)
         return groups
 
@@ -69,7 +67,7 @@ class GroupedLinear(Operation):
         assert x is not None
         made.outputs["y"] = Meta((*x.shape[:-1], groups[0].n), x.dtype)
         if "x" in needs:
-            made.grads["x"] = Meta(x.shape, x.dtype)
+            made.grads["x"] = x
         kept: tuple[str, ...] = ()
         for group in groups:
             made.grads.update(group.grads())
@@ -86,41 +84,27 @@ class GroupedLinear(Operation):
 
     def plan(self, spec: GroupedLinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         groups = self._groups(spec, metas, needs)
-        space = max(1, *(group.workspace(kernels) for group in groups))
-        forward, backward = ({"workspace": Meta((space,), uint8)} for _ in range(2))
+        space = workspace(max(group.workspace(kernels) for group in groups))
+        forward, backward = dict(space), dict(space)
         for group in groups:
             forward |= group.scratch() if group.m else {}
             backward |= group.backward_scratch()
         return Plan(spec, self._signature(groups, metas, needs), kernels, forward, backward, groups)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        ws = WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream)
-        for group, x, y in _parts(plan.extra, inputs["x"], outputs["y"]):
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        for group, x, y in _parts(plan.extra, ws.inputs["x"], ws.outputs["y"]):
             if group.m:
                 group.cast_x(ws, x)
                 group.fprop(ws, x, y)
 
-    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
-        ws = WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream)
-        for group, x in _parts(plan.extra, inputs["x"]):
+    def measure(self, plan: Plan, ws: WorkingSet) -> None:
+        for group, x in _parts(plan.extra, ws.inputs["x"]):
             if group.m:
                 group.measure(ws, x)
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        ws = WorkingSet(plan.kernels, kept, grads, saved, scratch, stream)
-        dx = grads["x"] if "x" in plan.signature.grads else None
-        for group, g, x, to in _parts(plan.extra, cotangents["y"], kept.get("x"), dx):
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        dx = ws.outputs["x"] if "x" in plan.signature.grads else None
+        for group, g, x, to in _parts(plan.extra, cotangents["y"], ws.inputs.get("x"), dx):
             group.cast_g(ws, g)
             if group.needs_x:
                 group.dgrad(ws, g, to)

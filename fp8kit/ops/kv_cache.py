@@ -26,12 +26,12 @@ from fp8kit.ops.attention_views import (
     heads_apart,
     lse_shape,
     meta_of,
+    pack,
     places_of,
-    tokens_of,
     unpacked,
 )
 from fp8kit.ops.values import check_lengths
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
 _NAME = "cached_attention"
 
@@ -77,18 +77,13 @@ class CachedAttention(Operation):
     def _inferred(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> tuple[Signature, _Call]:
         check(spec)
         if needs:
-            raise AutogradError(
-                _NAME,
-                ", ".join(sorted(needs)),
-                "an array that requires a gradient",
-                "inference under no_grad()",
-            )
+            got, wanted = "an array that requires a gradient", "inference under no_grad()"
+            raise AutogradError(_NAME, ", ".join(sorted(needs)), got, wanted)
         if not spec.padded:
             raise ShapeError(_NAME, "mask", repr(spec.mask), "one of the padding masks")
         if spec.biased:
-            raise ShapeError(
-                _NAME, "bias", repr(spec.bias), "no_bias or alibi: a bias array does not grow with a sequence"
-            )
+            wanted = "no_bias or alibi: a bias array does not grow with a sequence"
+            raise ShapeError(_NAME, "bias", repr(spec.bias), wanted)
         if spec.max_seqlen_kv < 1:
             raise ShapeError(_NAME, "max_seqlen_kv", spec.max_seqlen_kv, "at least 1")
         # of the inputs, which hold as many keys as queries
@@ -105,14 +100,13 @@ class CachedAttention(Operation):
         dense = dense._replace(spec=dataclasses.replace(dense.spec, zero_padded=True))
         check_extras(spec, metas, dense, kind)
         if metas.get("cu_seqlens_kv_padded") is not None:
-            raise ShapeError(
-                _NAME, "cu_seqlens_kv_padded", "an array", "None: the cache knows where keys lie"
-            )
+            wanted = "None: the cache knows where keys lie"
+            raise ShapeError(_NAME, "cu_seqlens_kv_padded", "an array", wanted)
         batch = lse_shape(dense)[0]
         _check_cache(spec, metas, batch, kind)
-        length = (
-            (spec.max_seqlen_kv, batch) if dense.spec.qkv_format == "sbhd" else (batch, spec.max_seqlen_kv)
-        )
+        length = batch, spec.max_seqlen_kv
+        if dense.spec.qkv_format == "sbhd":
+            length = spec.max_seqlen_kv, batch
         k, v = ((*length, spec.num_gqa_groups, dim) for dim in (spec.head_dim, spec.head_dim_v))
         outputs = {"o": Meta((*tokens, spec.num_heads * spec.head_dim_v), kind)}
         return Signature(outputs), _Call(dense, k, v)
@@ -121,14 +115,10 @@ class CachedAttention(Operation):
         signature, call = self._inferred(spec, metas, needs)
         if not attends(spec, metas):
             return Plan(spec, signature, kernels)
-        dense, kind = call.dense, signature.outputs["o"].dtype
-        q, strides = (
-            dense.parts["q"],
-            (dense.parts["q"].strides, contiguous_strides(call.k), contiguous_strides(call.v)),
-        )
-        nbytes = kernels.attention_workspace(
-            q.shape, call.k, call.v, None, kind, dense.spec, False, False, strides
-        )
+        dense, kind, q = call.dense, signature.outputs["o"].dtype, call.dense.parts["q"]
+        strides = q.strides, contiguous_strides(call.k), contiguous_strides(call.v)
+        how = None, kind, dense.spec, False, False, strides
+        nbytes = kernels.attention_workspace(q.shape, call.k, call.v, *how)
         scratch = {
             "workspace": Meta((nbytes,), formats.uint8),
             "lse": Meta(lse_shape(dense), formats.float32),
@@ -136,43 +126,31 @@ class CachedAttention(Operation):
             "v": Meta(call.v, kind),
         }
         if spec.packed:
-            source = dense.parts["q"].input
-            scratch |= {f"dense_{source}": Meta(dense.shapes[source], kind), "dense_o": Meta(dense.o, kind)}
+            scratch |= {f"dense_{q.input}": Meta(dense.shapes[q.input], kind), "dense_o": Meta(dense.o, kind)}
         return Plan(spec, signature, kernels, scratch, extra=call)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         """Write the new keys and values into the caches, and attend over all of the sequences' positions.
         Nothing where none is new. ArgumentError for running sums on the CPU that are none (``ops.values``).
         """
-        check_lengths(_NAME, plan.spec, inputs, ("q",))
+        spec, inputs, scratch, k = plan.spec, ws.inputs, ws.scratch, ws.kernels
+        check_lengths(_NAME, spec, inputs, ("q",))
         if plan.extra is None:
             return
-        spec, kernels = plan.spec, plan.kernels
         dense = plan.extra.dense
         pages, fresh, totals = (inputs[name] for name in ("pages", "cu_seqlens_q", "cu_seqlens_kv"))
         starts = places_of(inputs, "q")[1] if spec.packed else None
         for name in "kv":
-            new, cache, whole = _new(spec, dense.parts[name], inputs), inputs[f"{name}_cache"], scratch[name]
-            kernels.cache_append_(new, cache, pages, fresh, totals, starts, spec.qkv_format, stream)
-            kernels.cache_gather(cache, whole, pages, totals, dense.spec.qkv_format, stream)
+            new, cache = _new(spec, dense.parts[name], inputs), inputs[f"{name}_cache"]
+            k.cache_append_(new, cache, pages, fresh, totals, starts, spec.qkv_format, ws.stream)
+            k.cache_gather(cache, scratch[name], pages, totals, dense.spec.qkv_format, ws.stream)
         part = dense.parts["q"]
-        q = part.of(unpacked(plan, inputs, inputs[part.input], part.input, scratch, stream))
-        o = scratch["dense_o"] if spec.packed else outputs["o"]
-        kernels.attention_fwd(
-            q,
-            scratch["k"],
-            scratch["v"],
-            heads_apart(o, dense),
-            scratch["lse"],
-            extras_of(spec, inputs),
-            dense.spec,
-            scratch["workspace"],
-            stream,
-        )
-        if spec.packed:
-            kernels.pack_sequences(o, tokens_of(outputs["o"]), *places_of(inputs, "q"), stream)
+        q = part.of(unpacked(spec, ws, inputs[part.input], part.input))
+        o = scratch["dense_o"] if spec.packed else ws.outputs["o"]
+        how = extras_of(spec, inputs), dense.spec, scratch["workspace"]
+        results = heads_apart(o, dense), scratch["lse"]
+        k.attention_fwd(q, scratch["k"], scratch["v"], *results, *how, ws.stream)
+        pack(spec, ws, o, "o")
 
 
 cached_attention = CachedAttention()
@@ -180,13 +158,10 @@ cached_attention = CachedAttention()
 
 def _new(spec: AttentionSpec, part: Part, inputs: Views) -> ArrayView:
     """The new tokens' k or v inside its input, heads apart: 4-dimensional, or (t, g, d) with "thd"."""
-    view = inputs[part.input]
-    assert view is not None
-    return (
-        view.with_strides((view.shape[0], *part.shape[2:]), part.strides[1:], part.offset)
-        if spec.packed
-        else part.of(view)
-    )
+    view: ArrayView = inputs[part.input]
+    if not spec.packed:
+        return part.of(view)
+    return view.with_strides((view.shape[0], *part.shape[2:]), part.strides[1:], part.offset)
 
 
 def _check_cache(spec: AttentionSpec, metas: Metas, batch: int, kind: DType) -> None:

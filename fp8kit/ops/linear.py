@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.arrays import Shape
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float32
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import OneProduct, Partition
-from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count, want, want_rows
+from fp8kit.ops.product import Product, ProductSpec, row_count, want, want_rows
 from fp8kit.ops.products import product_of
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Linear(OneProduct):
 
     def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
         x = want_rows(self.name, "x", metas, spec.product.in_features)
-        weight, bias = (f"{spec.product.prefix}{name}" in needs for name in ("weight0", "bias0"))
-        return product_of(spec.product, row_count(x), x.dtype, "x" in needs, weight, bias)
+        return product_of(spec.product, row_count(x), x.dtype, "x" in needs, needs)
 
     def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         p = self._product(spec, metas, needs)
@@ -68,55 +67,33 @@ class Linear(OneProduct):
             want(self.name, "residual", metas, y.shape, y.dtype)
         outputs = {"y": y} | p.outputs()
         kept = p.kept() + (("x",) if spec.product.fp8 is None and p.needs_w else ())
-        grads = ({"x": Meta(x.shape, x.dtype)} if p.needs_x else {}) | p.grads()
+        grads = ({"x": x} if p.needs_x else {}) | p.grads()
         passed = {"residual": "y"} if "residual" in needs else {}
         return Signature(outputs, p.saved(), kept, grads, {}, passed, p.backward_inputs())
 
     def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         p = self._product(spec, metas, needs)
-        space = {"workspace": Meta((max(p.workspace(kernels), 1),), uint8)}
-        return Plan(
-            spec,
-            self.infer(spec, metas, needs),
-            kernels,
-            p.scratch() | space,
-            p.backward_scratch() | space,
-            p,
-        )
+        space = workspace(p.workspace(kernels))
+        passes = p.scratch() | space, p.backward_scratch() | space
+        return Plan(spec, self.infer(spec, metas, needs), kernels, *passes, p)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         p: Product = plan.extra
-        ws = WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream)
         x, residual = ws.inputs["x"].rows(), ws.inputs.get("residual")
         p.cast_x(ws, x)
         p.fprop(ws, x, ws.outputs["y"].rows(), None if residual is None else residual.rows())
 
-    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
-        ws = WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream)
+    def measure(self, plan: Plan, ws: WorkingSet) -> None:
         plan.extra.measure(ws, ws.inputs["x"].rows())
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         p: Product = plan.extra
-        ws, g = WorkingSet(plan.kernels, kept, grads, saved, scratch, stream), cotangents["y"]
-        assert g is not None
-        g2 = g.rows()
-        p.cast_g(ws, g2)
+        g, x = cotangents["y"].rows(), ws.inputs.get("x")
+        p.cast_g(ws, g)
         if p.needs_x:
-            p.dgrad(ws, g2, ws.outputs["x"].rows())
+            p.dgrad(ws, g, ws.outputs["x"].rows())
         if p.needs_w:
-            x = kept.get("x")
-            p.wgrad(ws, g2, None if x is None else x.rows())
+            p.wgrad(ws, g, None if x is None else x.rows())
 
 
 class WeightCast(Operation):
@@ -131,13 +108,13 @@ class WeightCast(Operation):
     name = "weight_cast"
 
     def outputs(self, spec: LinearSpec) -> tuple[str, ...]:
-        made = product_of(spec.product, 0, float32, False, False, False).weight_outputs()
+        made = product_of(spec.product, 0, float32).weight_outputs()
         return tuple(name for name, meta in made.items() if not meta.zero)
 
     def _product(self, spec: LinearSpec, metas: Metas) -> Product:
         first = metas[f"{spec.product.prefix}weight0"]
         assert first is not None
-        return product_of(spec.product, 0, first.dtype, False, False, False)
+        return product_of(spec.product, 0, first.dtype)
 
     def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         return Signature(self._product(spec, metas).weight_outputs())
@@ -146,10 +123,8 @@ class WeightCast(Operation):
         p = self._product(spec, metas)
         return Plan(spec, self.infer(spec, metas, needs), kernels, p.cast_scratch(), {}, p)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        plan.extra.cast_weight(WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream))
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        plan.extra.cast_weight(ws)
 
 
 linear = Linear()

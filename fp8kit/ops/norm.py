@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 from fp8kit.arguments import choice
 from fp8kit.arrays import Shape
+from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float32
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,24 @@ class NormSpec:
 
     def grads(self, x: Meta) -> dict[str, Meta]:
         """Gradients of x and the parameters."""
-        return {"x": Meta(x.shape, x.dtype)} | {
-            name: Meta((self.features,), x.dtype) for name in self.inputs()
-        }
+        return {"x": x} | {name: Meta((self.features,), x.dtype) for name in self.inputs()}
+
+    def forward(self, ws: WorkingSet, y: Any, amax: Any = None, cast: Cast | None = None) -> None:
+        """Normalise the rows of x to y, in FP8 with ``cast``, or both; ``saved`` gets the statistics."""
+        inputs, saved = ws.inputs, ws.saved
+        parameters = inputs.get("norm_weight"), inputs.get("norm_bias")
+        results = y, saved.get("mean"), saved["rstd"], amax, cast
+        how = self.normalization, self.epsilon, self.zero_centered_gamma
+        ws.kernels.norm_fwd(inputs["x"].rows(), *parameters, *results, *how, ws.stream)
+
+    def backward(self, ws: WorkingSet, dy: Any, residual: Any = None) -> None:
+        """The gradients of x and the parameters; ``residual``, a cotangent like x, is added to that of x."""
+        inputs, saved, grads = ws.inputs, ws.saved, ws.outputs
+        given = inputs["x"].rows(), inputs.get("norm_weight"), saved.get("mean"), saved["rstd"]
+        base = None if residual is None else residual.rows()
+        results = grads["x"].rows(), grads.get("norm_weight"), grads.get("norm_bias")
+        how = self.normalization, self.zero_centered_gamma, ws.scratch["workspace"]
+        ws.kernels.norm_bwd(dy, *given, base, *results, *how, ws.stream)
 
 
 @dataclass(frozen=True)
@@ -91,64 +107,18 @@ class Norm(Operation):
     def infer(self, spec: NormSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = spec.check(self.name, metas)
         kept = ("x", *spec.inputs()[:1])
-        return Signature(
-            {"y": Meta(x.shape, x.dtype)}, spec.saved(row_count(x)), kept, spec.grads(x) if needs else {}
-        )
+        return Signature({"y": x}, spec.saved(row_count(x)), kept, spec.grads(x) if needs else {})
 
     def plan(self, spec: NormSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         x = spec.check(self.name, metas)
-        space = {"workspace": Meta((max(kernels.norm_bwd_workspace(row_count(x), spec.features), 1),), uint8)}
+        space = workspace(kernels.norm_bwd_workspace(row_count(x), spec.features))
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        s: NormSpec = plan.spec
-        x, y = inputs["x"], outputs["y"]
-        assert x is not None and y is not None
-        plan.kernels.norm_fwd(
-            x.rows(),
-            inputs.get("norm_weight"),
-            inputs.get("norm_bias"),
-            y.rows(),
-            saved.get("mean"),
-            saved["rstd"],
-            None,
-            None,
-            s.normalization,
-            s.epsilon,
-            s.zero_centered_gamma,
-            stream,
-        )
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        plan.spec.forward(ws, ws.outputs["y"].rows())
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        s: NormSpec = plan.spec
-        dy, x, dx = cotangents["y"], kept["x"], grads["x"]
-        assert dy is not None and x is not None and dx is not None
-        plan.kernels.norm_bwd(
-            dy.rows(),
-            x.rows(),
-            kept.get("norm_weight"),
-            saved.get("mean"),
-            saved["rstd"],
-            None,
-            dx.rows(),
-            grads.get("norm_weight"),
-            grads.get("norm_bias"),
-            s.normalization,
-            s.zero_centered_gamma,
-            scratch["workspace"],
-            stream,
-        )
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        plan.spec.backward(ws, cotangents["y"].rows())
 
 
 norm = Norm()

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.protocol import Cast
 from fp8kit.buffers import free
-from fp8kit.formats import uint8
 from fp8kit.ops import partition as split
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.partition import OneProduct, Partition
-from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count
+from fp8kit.ops.product import Product, ProductSpec, row_count
 from fp8kit.ops.products import product_of
-from fp8kit.spec import Meta, Metas, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,23 @@ class NormStage:
     keep: bool  # norm(x) in high precision is an output or is saved
     as_output: bool
 
+    @classmethod
+    def of(
+        cls,
+        operation: str,
+        norm: NormSpec,
+        product: ProductSpec,
+        as_output: bool,
+        metas: Metas,
+        needs: frozenset[str],
+    ) -> NormStage:
+        """The half that ``operation`` runs. ShapeError or FormatError for x and the norm's parameters."""
+        x = norm.check(operation, metas)
+        above = bool(needs & {"x", *norm.inputs()})
+        p = product_of(product, row_count(x), x.dtype, above, needs)
+        keep = as_output or (product.fp8 is None and p.needs_w)
+        return cls(norm, p, x, keep, as_output)
+
     @property
     def fused(self) -> bool:
         """Whether the normalisation writes the product's input in FP8."""
@@ -51,6 +66,14 @@ class NormStage:
     def meta(self) -> Meta:
         """norm(x) as a matrix."""
         return Meta((self.product.m, self.product.k), self.x.dtype)
+
+    def outputs(self) -> dict[str, Meta]:
+        """norm(x) where it is asked for."""
+        return {"normed": self.x} if self.as_output else {}
+
+    def kept(self) -> tuple[str, ...]:
+        """The output that high-precision wgrad reads."""
+        return ("normed",) if self.as_output and self.product.spec.fp8 is None else ()
 
     def saved(self) -> dict[str, Meta]:
         """Statistics, and norm(x) where high-precision wgrad reads it."""
@@ -61,6 +84,11 @@ class NormStage:
         """norm(x) where it is only passing through."""
         return {} if self.keep or self.fused else {"normed": self.meta()}
 
+    def backward_scratch(self) -> dict[str, Meta]:
+        """Backward's temporaries, the workspace aside."""
+        own = {"dnormed": self.meta()} if self.product.needs_x else {}
+        return self.product.backward_scratch() | own
+
     def forward(self, ws: WorkingSet) -> ArrayView | None:
         """Normalise, and cast for the product; returns norm(x) in high precision, None where it was written
         in FP8 only."""
@@ -68,10 +96,9 @@ class NormStage:
         normed = views.get("normed")
         if normed is not None:
             normed = normed.rows()
-        cast = p.x_cast(ws) if self.fused else None
         taken = p.takes_amax("x")
         amax = ws.outputs[f"{p.spec.prefix}x_amax"] if taken else None
-        self._normalise(ws, normed, ws.saved, amax, cast)
+        self.norm.forward(ws, normed, amax, p.x_cast(ws) if self.fused else None)
         if not self.fused:
             assert normed is not None
             p.cast_x(ws, normed, amax_known=taken)
@@ -82,38 +109,37 @@ class NormStage:
         amax = ws.outputs.get(f"{self.product.spec.prefix}x_amax")
         if amax is None:  # no operand has one scale for the whole tensor
             return
-        self._normalise(ws, ws.scratch["normed"], ws.scratch, amax, None)
+        self.norm.forward(ws._replace(saved=ws.scratch), ws.scratch["normed"], amax)
         self.product.measure_weight(ws)
-
-    def _normalise(self, ws: WorkingSet, normed: Any, statistics: Any, amax: Any, cast: Cast | None) -> None:
-        s, inputs = self.norm, ws.inputs
-        parameters = inputs["norm_weight"], inputs.get("norm_bias")
-        results = normed, statistics.get("mean"), statistics["rstd"], amax, cast
-        how = s.normalization, s.epsilon, s.zero_centered_gamma
-        ws.kernels.norm_fwd(inputs["x"].rows(), *parameters, *results, *how, ws.stream)
 
     def measure_scratch(self) -> dict[str, Meta]:
         """Temporaries of ``measure``."""
         return {"normed": self.meta()} | self.norm.saved(self.product.m)
 
-    def backward(self, ws: WorkingSet, dnormed: ArrayView, residual: ArrayView | None) -> None:
-        """Gradients of x and of the norm's parameters, the residual stream's gradient added."""
-        kept, saved, grads = ws.inputs, ws.saved, ws.outputs
-        ws.kernels.norm_bwd(
-            dnormed,
-            kept["x"].rows(),
-            kept["norm_weight"],
-            saved.get("mean"),
-            saved["rstd"],
-            None if residual is None else residual.rows(),
-            grads["x"].rows(),
-            grads["norm_weight"],
-            grads.get("norm_bias"),
-            self.norm.normalization,
-            self.norm.zero_centered_gamma,
-            ws.scratch["workspace"],
-            ws.stream,
-        )
+    def backward(
+        self, ws: WorkingSet, g: ArrayView | None, cotangents: Views, residual: ArrayView | None
+    ) -> None:
+        """From the product's output gradient ``g``, cast and its bias gradient taken, on: those of the
+        weight, of x and of the norm's parameters, those of norm(x) and of the ``residual`` stream added."""
+        free(ws.scratch, "dh")  # of which ``g`` may be the last holder
+        p, held = self.product, ws.inputs if self.as_output else ws.saved
+        if p.needs_w:
+            normed = held.get("normed")
+            p.wgrad(ws, g, None if normed is None else normed.rows())
+            del normed
+            free(ws.saved, "normed")
+        if p.needs_x:
+            dnormed, extra = ws.scratch["dnormed"], cotangents.get("normed")
+            p.dgrad(ws, g, dnormed)
+            del g
+            if extra is not None:
+                ws.kernels.add(dnormed, extra.rows(), dnormed, ws.stream)
+            self.norm.backward(ws, dnormed, residual)
+
+
+def further_outputs(spec: Any) -> tuple[str, ...]:
+    """y, and what a spec of this half returns besides."""
+    return ("y", *("normed",) * spec.return_norm, *("residual",) * spec.residual)
 
 
 class NormLinear(OneProduct):
@@ -146,30 +172,17 @@ class NormLinear(OneProduct):
         return (*split.rows(metas, views, "x"), *split.features(spec.product, metas, views))
 
     def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
-        x = spec.norm.check(self.name, metas)
-        above = bool(needs & {"x", *spec.norm.inputs()})
-        weight, bias = (f"{spec.product.prefix}{name}" in needs for name in ("weight0", "bias0"))
-        product = product_of(spec.product, row_count(x), x.dtype, above, weight, bias)
-        keep = spec.return_norm or (spec.product.fp8 is None and product.needs_w)
-        return NormStage(spec.norm, product, x, keep, spec.return_norm)
+        return NormStage.of(self.name, spec.norm, spec.product, spec.return_norm, metas, needs)
 
     def outputs(self, spec: NormLinearSpec) -> tuple[str, ...]:
-        further = {"normed": spec.return_norm, "residual": spec.residual}
-        return ("y", *(name for name, asked in further.items() if asked))
+        return further_outputs(spec)
 
     def infer(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         stage = self._stage(spec, metas, needs)
         p, x = stage.product, stage.x
         p.check(self.name, metas)
-        outputs = {"y": Meta((*x.shape[:-1], p.n), x.dtype)} | p.outputs()
-        if spec.return_norm:
-            outputs["normed"] = Meta(x.shape, x.dtype)
-        kept = (
-            "x",
-            "norm_weight",
-            *p.kept(),
-            *(("normed",) if spec.return_norm and spec.product.fp8 is None else ()),
-        )
+        outputs = {"y": Meta((*x.shape[:-1], p.n), x.dtype)} | p.outputs() | stage.outputs()
+        kept = ("x", "norm_weight", *p.kept(), *stage.kept())
         grads = (spec.norm.grads(x) if p.needs_x else {}) | p.grads()
         passes = {"residual": "x"} if spec.residual else {}
         saved, scales = stage.saved() | p.saved(), p.backward_inputs()
@@ -178,52 +191,21 @@ class NormLinear(OneProduct):
     def plan(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         stage = self._stage(spec, metas, needs)
         p = stage.product
-        space = max(p.workspace(kernels), kernels.norm_bwd_workspace(p.m, p.k), 1)
-        common = {"workspace": Meta((space,), uint8)}
-        backward = p.backward_scratch() | ({"dnormed": stage.meta()} if p.needs_x else {}) | common
-        forward = p.scratch() | stage.scratch() | common
-        return Plan(
-            spec, self.infer(spec, metas, needs), kernels, forward, backward, stage, stage.measure_scratch()
-        )
+        space = workspace(max(p.workspace(kernels), kernels.norm_bwd_workspace(p.m, p.k)))
+        passes = p.scratch() | stage.scratch() | space, stage.backward_scratch() | space
+        return Plan(spec, self.infer(spec, metas, needs), kernels, *passes, stage, stage.measure_scratch())
 
-    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
-        plan.extra.measure(WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream))
+    def measure(self, plan: Plan, ws: WorkingSet) -> None:
+        plan.extra.measure(ws)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         stage: NormStage = plan.extra
-        ws = WorkingSet(plan.kernels, inputs, outputs, saved, scratch, stream)
         stage.product.fprop(ws, stage.forward(ws), ws.outputs["y"].rows())
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        stage: NormStage = plan.extra
-        p, ws = stage.product, WorkingSet(plan.kernels, kept, grads, saved, scratch, stream)
-        g = cotangents["y"]
-        assert g is not None
-        g2 = g.rows()
-        p.cast_g(ws, g2)
-        if p.needs_w:
-            normed = kept.get("normed") if stage.as_output else saved.get("normed")
-            p.wgrad(ws, g2, None if normed is None else normed.rows())
-            del normed
-            free(saved, "normed")
-        if p.needs_x:
-            dnormed = ws.scratch["dnormed"]
-            p.dgrad(ws, g2, dnormed)
-            extra = cotangents.get("normed")
-            if extra is not None:
-                ws.kernels.add(dnormed, extra.rows(), dnormed, stream)
-            stage.backward(ws, dnormed, cotangents.get("residual"))
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        g = cotangents["y"].rows()
+        plan.extra.product.cast_g(ws, g)
+        plan.extra.backward(ws, g, cotangents, cotangents.get("residual"))
 
 
 norm_linear = NormLinear()

@@ -18,18 +18,18 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.buffers import free, free_contents, take
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float32
 from fp8kit.ops import partition as split
-from fp8kit.ops.activation import ActivationSpec, activation, activation_numbers
+from fp8kit.ops.activation import ActivationSpec, activation, all_numbers
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_linear import NormLinearSpec, NormStage, norm_linear
+from fp8kit.ops.norm_linear import NormLinearSpec, NormStage, further_outputs, norm_linear
 from fp8kit.ops.partition import Component, Partition, SharedAmaxes
-from fp8kit.ops.product import Product, ProductSpec, WorkingSet, row_count
+from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
 from fp8kit.quantization import Quantizer
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,8 @@ class NormMLPSpec:
     joins: bool = False
 
     def __post_init__(self) -> None:
-        defaults = activation_numbers("norm_mlp", self.activation, None)
-        if not self.activation_params:
-            object.__setattr__(self, "activation_params", defaults)
-        if len(self.activation_params) != len(defaults):
-            wanted = f"{len(defaults)} numbers for {self.activation}"
-            raise FormatError("norm_mlp", "activation_params", self.activation_params, wanted)
+        params = all_numbers("norm_mlp", "activation_params", self.activation, self.activation_params)
+        object.__setattr__(self, "activation_params", params)
         parts = ACTIVATIONS[self.activation].parts
         if self.fc1.out_features != parts * self.fc2.in_features:
             wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
@@ -99,24 +95,24 @@ class _Stages:
         """Whether a gradient is wanted beyond fc2."""
         return self.fc2.needs_x
 
+    @property
+    def between(self) -> dict[str, Meta]:
+        """fc1's output without its bias, and the activation's, as matrices."""
+        fc1, fc2 = self.fc1, self.fc2
+        return {"h": Meta((fc1.m, fc1.n), fc1.dtype), "act": Meta((fc2.m, fc2.k), fc2.dtype)}
+
     def saved(self) -> dict[str, Meta]:
         """What forward fills for backward."""
-        out = self.norm.saved() | self.fc1.saved() | self.fc2.saved()
-        if self.reach:
-            out["h"] = Meta((self.fc1.m, self.fc1.n), self.norm.x.dtype)
-        if self.fc2.needs_w and self.fc2.spec.fp8 is None:
-            out["act"] = Meta((self.fc2.m, self.fc2.k), self.norm.x.dtype)
-        return out
+        fc2 = self.fc2
+        wanted = {"h": self.reach, "act": fc2.needs_w and fc2.spec.fp8 is None}
+        own = {name: meta for name, meta in self.between.items() if wanted[name]}
+        return self.norm.saved() | self.fc1.saved() | fc2.saved() | own
 
     def scratch(self) -> dict[str, Meta]:
         """Forward's temporaries, the workspace aside."""
-        saved = self.saved()
-        out = self.norm.scratch() | self.fc1.scratch() | self.fc2.scratch()
-        if "h" not in saved:
-            out["h"] = Meta((self.fc1.m, self.fc1.n), self.norm.x.dtype)
-        if "act" not in saved and not self.casts:
-            out["act"] = Meta((self.fc2.m, self.fc2.k), self.norm.x.dtype)
-        return out
+        written = self.between if not self.casts else {"h": self.between["h"]}
+        own = {name: meta for name, meta in written.items() if name not in self.saved()}
+        return self.norm.scratch() | self.fc1.scratch() | self.fc2.scratch() | own
 
 
 @dataclass(frozen=True)
@@ -218,14 +214,10 @@ class NormMLP(Operation):
         )
 
     def _stages(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Stages:
-        x = spec.norm.check(self.name, metas)
-        rows = row_count(x)
-        above = bool(needs & {"x", *spec.norm.inputs()})
-        fc1 = product_of(spec.fc1, rows, x.dtype, above, "fc1_weight0" in needs, "fc1_bias0" in needs)
+        first = NormStage.of(self.name, spec.norm, spec.fc1, spec.return_norm, metas, needs)
+        fc1 = first.product
         reach = fc1.needs_x or fc1.needs_w or fc1.needs_b
-        fc2 = product_of(spec.fc2, rows, x.dtype, reach, "fc2_weight0" in needs, "fc2_bias0" in needs)
-        keep = spec.return_norm or (spec.fc1.fp8 is None and fc1.needs_w)
-        return _Stages(NormStage(spec.norm, fc1, x, keep, spec.return_norm), fc2)
+        return _Stages(first, product_of(spec.fc2, fc1.m, fc1.dtype, reach, needs))
 
     def _passes(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Passes:
         whole = self._stages(spec, metas, needs)
@@ -236,8 +228,7 @@ class NormMLP(Operation):
         return _Passes(self._stages(spec, metas, frozenset()), self._stages(second, metas, needs), numbers)
 
     def outputs(self, spec: NormMLPSpec) -> tuple[str, ...]:
-        further = {"normed": spec.return_norm, "residual": spec.residual}
-        return ("y", *(name for name, asked in further.items() if asked))
+        return further_outputs(spec)
 
     def infer(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         passes = self._passes(spec, metas, needs)
@@ -245,24 +236,16 @@ class NormMLP(Operation):
         fc1, fc2, x = st.fc1, st.fc2, st.norm.x
         first.fc1.check(self.name, metas)
         first.fc2.check(self.name, metas)
-        outputs = {"y": Meta((*x.shape[:-1], fc2.n), x.dtype)} | first.fc1.outputs() | first.fc2.outputs()
-        if spec.return_norm:
-            outputs["normed"] = Meta(x.shape, x.dtype)
+        outputs = {"y": Meta((*x.shape[:-1], fc2.n), x.dtype)}
+        outputs |= first.fc1.outputs() | first.fc2.outputs() | first.norm.outputs()
         kept: tuple[str, ...] = ("x", "norm_weight", *fc1.kept(), *fc2.kept())
         if passes.numbers is None:
             saved = st.saved()
-            kept += (
-                *(fc1.biases if st.reach else ()),
-                *(("normed",) if spec.return_norm and spec.fc1.fp8 is None else ()),
-            )
+            kept += (*(fc1.biases if st.reach else ()), *st.norm.kept())
         else:
             saved = {"numbers": Meta((SLOT * len(passes.numbers),), float32)} if passes.numbers else {}
-            kept += (
-                *spec.norm.inputs(),
-                *fc1.biases,
-                *fc1.weight_names(),
-                *(fc2.weight_names() if st.reach else ()),
-            )
+            read = fc2.weight_names() if st.reach else ()
+            kept += (*spec.norm.inputs(), *fc1.biases, *fc1.weight_names(), *read)
         grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads() | fc2.grads()
         kept, through = tuple(dict.fromkeys(kept)), {"residual": "x"} if spec.residual else {}
         scales = fc1.backward_inputs() | fc2.backward_inputs()
@@ -271,45 +254,38 @@ class NormMLP(Operation):
     def plan(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         passes = self._passes(spec, metas, needs)
         first, st = passes.forward, passes.backward
-        fc1, fc2, x = st.fc1, st.fc2, st.norm.x
-        space = max(
-            fc1.workspace(kernels), fc2.workspace(kernels), kernels.norm_bwd_workspace(fc1.m, fc1.k), 1
-        )
-        common = {"workspace": Meta((space,), uint8)}
-        forward = first.scratch() | common
-        backward = fc1.backward_scratch() | fc2.backward_scratch() | common
+        fc1, fc2 = st.fc1, st.fc2
+        sizes = fc1.workspace(kernels), fc2.workspace(kernels), kernels.norm_bwd_workspace(fc1.m, fc1.k)
+        space = workspace(max(sizes))
+        forward = first.scratch() | space
+        backward = st.norm.backward_scratch() | fc2.backward_scratch() | space
         if passes.numbers is not None:
             forward |= first.saved()
             backward |= passes.again()
         if st.reach:
-            backward["sums"] = Meta((max(kernels.act_bwd_workspace(fc1.m, fc1.n), 1),), uint8)
-            backward["dact"] = Meta((fc2.m, fc2.k), x.dtype)
+            (backward["sums"],) = workspace(kernels.act_bwd_workspace(fc1.m, fc1.n)).values()
+            backward["dact"] = st.between["act"]
             if not st.scales_known or not (fc1.needs_x or fc1.needs_w):
-                backward["dh"] = Meta((fc1.m, fc1.n), x.dtype)
-        if fc1.needs_x:
-            backward["dnormed"] = st.norm.meta()
+                backward["dh"] = st.between["h"]
         signature = self.infer(spec, metas, needs)
         return Plan(spec, signature, kernels, forward, backward, passes, first.norm.measure_scratch())
 
-    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+    def measure(self, plan: Plan, ws: WorkingSet) -> None:
         st: _Stages = plan.extra.forward
-        ws = WorkingSet(plan.kernels, inputs, outputs, {}, scratch, stream)
         st.norm.measure(ws)
         st.fc2.measure_weight(ws)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
         passes: _Passes = plan.extra
-        st, own = passes.forward, saved if passes.numbers is None else take(scratch, passes.forward.saved())
-        ws = WorkingSet(plan.kernels, inputs, outputs, own, scratch, stream)
+        st, saved = passes.forward, ws.saved
+        if passes.numbers is not None:
+            ws = ws._replace(saved=take(ws.scratch, st.saved()))
         self._fc1(st, ws)
         act = self._activate(plan.spec, st, ws)
-        x = ws.inputs["x"].rows() if plan.spec.joins else None
-        st.fc2.fprop(ws, act, ws.outputs["y"].rows(), x)
+        st.fc2.fprop(ws, act, ws.outputs["y"].rows(), ws.inputs["x"].rows() if plan.spec.joins else None)
         for i, source in enumerate((passes.numbers or {}).values()):
-            numbers: Any = saved["numbers"]
-            ws.kernels.copy(inputs.get(source) or outputs[source], numbers.slice(0, SLOT * i, 1), stream)
+            number = ws.inputs.get(source) or ws.outputs[source]
+            ws.kernels.copy(number, saved["numbers"].slice(0, SLOT * i, 1), ws.stream)
 
     def _fc1(self, st: _Stages, ws: WorkingSet) -> None:
         """h = norm(x) W1^T, kept for backward where it is wanted there."""
@@ -335,85 +311,53 @@ class NormMLP(Operation):
         free(ws.scratch, "act")
         return None
 
-    def _recompute(self, plan: Plan, kept: Views, saved: Views, scratch: Views, stream: int) -> Views:
+    def _recompute(self, plan: Plan, ws: WorkingSet) -> Views:
         """Forward once more, for what backward reads of it; returns that, by the names under which forward
         would have saved it."""
         st: _Stages = plan.extra.backward
-        inputs, numbers = dict(kept), saved.get("numbers")
+        inputs = dict(ws.inputs)
         for i, name in enumerate(plan.extra.numbers):
-            assert numbers is not None
-            inputs[name] = numbers.slice(0, SLOT * i, 1)
-        ws = WorkingSet(plan.kernels, inputs, {}, take(scratch, st.saved()), scratch, stream)
+            inputs[name] = ws.saved["numbers"].slice(0, SLOT * i, 1)
+        ws = ws._replace(inputs=inputs, outputs={}, saved=take(ws.scratch, st.saved()))
         self._fc1(st, ws)
         if st.fc2.needs_w:
             self._activate(plan.spec, st, ws)
         st.fc2.save_weight(ws)
         return ws.saved
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         passes: _Passes = plan.extra
-        st, spec = passes.backward, plan.spec
-        k, fc1, fc2 = plan.kernels, st.fc1, st.fc2
-        g = cotangents["y"]
-        assert g is not None
-        g2 = g.rows()
         if passes.numbers is not None:
-            saved = self._recompute(plan, kept, saved, scratch, stream)
-        ws = WorkingSet(k, kept, grads, saved, scratch, stream)
-        fc2.cast_g(ws, g2)
+            ws = ws._replace(saved=self._recompute(plan, ws))
+        k, kept, grads, saved, scratch, stream = ws
+        st, spec, g = passes.backward, plan.spec, cotangents["y"]
+        fc1, fc2 = st.fc1, st.fc2
+        fc2.cast_g(ws, g.rows())
         if fc2.needs_w:
-            fc2.wgrad(ws, g2, saved.get("act"))
+            fc2.wgrad(ws, g.rows(), saved.get("act"))
             free(saved, "act")
         if not st.reach:
             return
-        fc2.dgrad(ws, g2, ws.scratch["dact"])
+        fc2.dgrad(ws, g.rows(), scratch["dact"])
         # most is held now: the gradient of the activation in high precision and its casts
         free_contents(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
         fused = st.scales_known and products
         taken_now = fc1.takes_amax("g") and products
-        k.act_bwd(
-            scratch["dact"],
-            saved["h"],
-            kept.get("fc1_bias0"),
-            scratch.get("dh"),
-            grads.get("fc1_bias0"),
-            grads["fc1_g_amax"] if taken_now else None,
-            fc1.g_cast(ws) if fused else None,
-            spec.activation,
-            spec.activation_params,
-            scratch["sums"],
-            stream,
-        )
+        amax, cast = grads["fc1_g_amax"] if taken_now else None, fc1.g_cast(ws) if fused else None
+        how = spec.activation, spec.activation_params
+        given = scratch["dact"], saved["h"], kept.get("fc1_bias0")
+        results = scratch.get("dh"), grads.get("fc1_bias0"), amax, cast
+        k.act_bwd(*given, *results, *how, scratch["sums"], stream)
+        del given, results, cast
         free(scratch, "dact", "sums")
         free(saved, "h")
         if products and not fused:
-            fc1.cast_g(ws, ws.scratch["dh"], with_bias=False, amax_known=taken_now)
+            fc1.cast_g(ws, scratch["dh"], with_bias=False, amax_known=taken_now)
         # FP8 products have the casts
-        dh = ws.scratch["dh"] if fc1.spec.fp8 is None and products else None
-        free(scratch, "dh")
-        if fc1.needs_w:
-            normed = kept.get("normed") if st.norm.as_output else saved.get("normed")
-            fc1.wgrad(ws, dh, None if normed is None else normed.rows())
-            del normed
-            free(saved, "normed")
-        if fc1.needs_x:
-            dnormed = ws.scratch["dnormed"]
-            fc1.dgrad(ws, dh, dnormed)
-            del dh
-            extra = cotangents.get("normed")
-            if extra is not None:
-                k.add(dnormed, extra.rows(), dnormed, stream)
-            st.norm.backward(ws, dnormed, g if spec.joins else cotangents.get("residual"))
+        plain = fc1.spec.fp8 is None and products
+        residual = g if spec.joins else cotangents.get("residual")
+        st.norm.backward(ws, scratch["dh"] if plain else None, cotangents, residual)
 
 
 norm_mlp = NormMLP()

@@ -16,7 +16,7 @@ from fp8kit.errors import ArgumentError
 from fp8kit.formats import HIGH_PRECISION, float32, int32
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import want
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,6 @@ class _ByMap(Operation):
                     got = f"{name} from {values.min()} to {values.max()}"
                     raise ArgumentError(self.name, "row_map", got, f"{name} in [0, {count}), or -1 for none")
 
-    def plan(self, spec: Any, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
-
 
 class Permute(_ByMap):
     """y[r] = x[token], and row_probs[r] = probs[token, slot]; both 0 in an empty row r.
@@ -84,35 +81,22 @@ class Permute(_ByMap):
         }
         return Signature(made, {}, ("row_map",), {n: meta for n, meta in inputs.items() if n in needs})
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        x, row_map, probs = inputs["x"], inputs["row_map"], inputs.get("probs")
-        assert x is not None and row_map is not None
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        x, row_map, probs = ws.inputs["x"], ws.inputs["row_map"], ws.inputs.get("probs")
         self._check_map(row_map, x.shape[0], probs)
-        plan.kernels.permute_rows(x, row_map, None, outputs["y"], stream)
+        ws.kernels.permute_rows(x, row_map, None, ws.outputs["y"], ws.stream)
         if probs is not None:
-            plan.kernels.permute_probs(probs, row_map, outputs["row_probs"], stream)
+            ws.kernels.permute_probs(probs, row_map, ws.outputs["row_probs"], ws.stream)
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        row_map, dy, g = kept["row_map"], cotangents["y"], cotangents.get("row_probs")
-        assert row_map is not None and dy is not None
-        if "x" in grads:
-            plan.kernels.unpermute_rows(dy, row_map, None, grads["x"], stream)
-        if "probs" in grads:
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        row_map, dy, g = ws.inputs["row_map"], cotangents["y"], cotangents.get("row_probs")
+        if "x" in ws.outputs:
+            ws.kernels.unpermute_rows(dy, row_map, None, ws.outputs["x"], ws.stream)
+        if "probs" in ws.outputs:
             if g is None:  # no row, and zeros for all
                 dy, row_map = dy.slice(0, 0, 0), row_map.slice(0, 0, 0)
             rows = dy if g is None else g.reshape(g.size, 1)
-            plan.kernels.unpermute_probs(rows, None, row_map, grads["probs"], stream)
+            ws.kernels.unpermute_probs(rows, None, row_map, ws.outputs["probs"], ws.stream)
 
 
 class Unpermute(_ByMap):
@@ -137,29 +121,17 @@ class Unpermute(_ByMap):
         kept = ("row_map", *(("probs",) if "x" in grads else ()), *(("x",) if "probs" in grads else ()))
         return Signature({"y": Meta((tokens, x.shape[1]), x.dtype)}, {}, kept, grads)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        row_map, probs, y = inputs["row_map"], inputs.get("probs"), outputs["y"]
-        assert row_map is not None and y is not None
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        row_map, probs, y = ws.inputs["row_map"], ws.inputs.get("probs"), ws.outputs["y"]
         self._check_map(row_map, y.shape[0], probs)
-        plan.kernels.unpermute_rows(inputs["x"], row_map, probs, y, stream)
+        ws.kernels.unpermute_rows(ws.inputs["x"], row_map, probs, y, ws.stream)
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        row_map, dy = kept["row_map"], cotangents["y"]
-        if "x" in grads:
-            plan.kernels.permute_rows(dy, row_map, kept.get("probs"), grads["x"], stream)
-        if "probs" in grads:
-            plan.kernels.unpermute_probs(kept["x"], dy, row_map, grads["probs"], stream)
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        row_map, dy = ws.inputs["row_map"], cotangents["y"]
+        if "x" in ws.outputs:
+            ws.kernels.permute_rows(dy, row_map, ws.inputs.get("probs"), ws.outputs["x"], ws.stream)
+        if "probs" in ws.outputs:
+            ws.kernels.unpermute_probs(ws.inputs["x"], dy, row_map, ws.outputs["probs"], ws.stream)
 
 
 permute = Permute()

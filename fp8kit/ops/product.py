@@ -8,9 +8,9 @@ for each granularity of scales. ``ops.products`` chooses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
@@ -18,7 +18,7 @@ from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.quantization import Quantization
-from fp8kit.spec import Meta, Metas
+from fp8kit.spec import Meta, Metas, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,13 @@ class ProductSpec:
         return sum(self.segments)
 
 
-class WorkingSet(NamedTuple):
-    """What a pass works on: kernels, arrays by name, a stream. ``inputs``, ``outputs``: forward's; in
-    backward what was kept and the gradients' scales, and the gradients and their amaxes."""
-
-    kernels: Any
-    inputs: Mapping[str, Any]
-    outputs: Mapping[str, Any]
-    saved: Mapping[str, Any]
-    scratch: Mapping[str, Any]
-    stream: int
-
-
 class Product:
     """The products of one weight for one number of rows; made by a plan, holds no data.
 
     ``needs_x``, ``needs_w``, ``needs_b``: whether the gradient of the input, of the weight, of the bias is
-    wanted. In FP8 an operand is cast once to each orientation that a product wants, the contraction last (the
-    tensor cores' "TN" form); what backward needs is kept so.
+    wanted; of the latter two the inputs' names are among ``needs``. In FP8 an operand is cast once to each
+    orientation that a product wants, the contraction last (the tensor cores' "TN" form); what backward needs
+    is kept so.
 
     ``fuses_cast``: whether the kernel that computes the input can write it in FP8 (``x_cast``), once its
     scale or its amax is there.
@@ -84,12 +73,13 @@ class Product:
     fuses_cast: ClassVar[bool] = False
 
     def __init__(
-        self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
+        self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs: Collection[str]
     ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.m, self.k, self.n = rows, spec.in_features, spec.out_features
-        self.needs_x, self.needs_w, self.needs_b = needs_x, needs_w, needs_b and spec.bias != "none"
+        self.needs_x, self.needs_w = needs_x, f"{spec.prefix}weight0" in needs
+        self.needs_b = f"{spec.prefix}bias0" in needs and spec.bias != "none"
         self.starts = [sum(spec.segments[:i]) for i in range(len(spec.segments))]
         self.oi = spec.layout == "oi"
         p, count = spec.prefix, len(spec.segments)

@@ -11,9 +11,9 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import block_shapes
-from fp8kit.ops.product import WorkingSet
 from fp8kit.ops.product_quantized import Operand, Pair, QuantizedProduct, unsupported
 from fp8kit.quantization import Gemm, Quantizer
+from fp8kit.spec import WorkingSet
 
 
 class BlockProduct(QuantizedProduct):

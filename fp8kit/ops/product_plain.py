@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.ops.product import Product, WorkingSet
-from fp8kit.spec import Meta
+from fp8kit.ops.product import Product
+from fp8kit.spec import Meta, WorkingSet
 
 
 class PlainProduct(Product):

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.buffers import free
 from fp8kit.errors import UnsupportedError
-from fp8kit.formats import DType, float32, uint8
-from fp8kit.ops.product import Product, ProductSpec, WorkingSet, want
+from fp8kit.formats import float32, uint8
+from fp8kit.ops.product import Product, ProductSpec, want
 from fp8kit.quantization import Gemm, Quantization, Quantizer
-from fp8kit.spec import Meta, Metas
+from fp8kit.spec import Meta, Metas, WorkingSet
 
 Operand = tuple[Any, Any, Quantizer]  # codes and scale_inv, views, and how they were cast
 Arrays = Mapping[str, Any]
@@ -41,10 +41,8 @@ class QuantizedProduct(Product):
     capability: ClassVar[tuple[int, int]] = (8, 9)
     described: ClassVar[str] = "FP8"
 
-    def __init__(
-        self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
-    ) -> None:
-        super().__init__(spec, rows, dtype, needs_x, needs_w, needs_b)
+    def __init__(self, spec: ProductSpec, *how: Any) -> None:
+        super().__init__(spec, *how)
         assert spec.fp8 is not None
         self.fp8: Quantization = spec.fp8
         m, n, k, (fprop, dgrad, wgrad) = self.m, self.n, self.k, self.fp8.gemms.values()

@@ -6,11 +6,11 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
-from fp8kit.formats import DType, float32
-from fp8kit.ops.product import ProductSpec, WorkingSet, want
+from fp8kit.formats import float32
+from fp8kit.ops.product import ProductSpec, want
 from fp8kit.ops.product_quantized import ALIGN, Operand, Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
-from fp8kit.spec import Meta, Metas
+from fp8kit.spec import Meta, Metas, WorkingSet
 
 SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale pointers of 16-byte alignment
 # source of a scale -> what the cast reads as an input, and what tells it to a second pass (``scalars``)
@@ -24,10 +24,8 @@ class TensorProduct(QuantizedProduct):
     kernels = ("quantize_transpose", "fp8_gemm")
     fuses_cast = True
 
-    def __init__(
-        self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
-    ) -> None:
-        super().__init__(spec, rows, dtype, needs_x, needs_w, needs_b)
+    def __init__(self, spec: ProductSpec, *how: Any) -> None:
+        super().__init__(spec, *how)
         # wgrad of a segment reads whole blocks of 16 rows of g^T: only aligned segments are multiplied one by
         # one
         self.whole_wgrad = len(self.weights) > 1 and any(n % ALIGN for n in spec.segments)

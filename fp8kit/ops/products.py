@@ -5,6 +5,7 @@ What a recipe asks for and no product carries out is refused here, by name.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 
 from fp8kit.formats import E4M3, E5M2, DType
@@ -66,8 +67,8 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct]:
 
 
 def product_of(
-    spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs_w: bool, needs_b: bool
+    spec: ProductSpec, rows: int, dtype: DType, needs_x: bool = False, needs: Collection[str] = ()
 ) -> Product:
     """The products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
     kind: type[Product] = PlainProduct if spec.fp8 is None else product_class(spec.fp8)
-    return kind(spec, rows, dtype, needs_x, needs_w, needs_b)
+    return kind(spec, rows, dtype, needs_x, needs)

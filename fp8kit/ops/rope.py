@@ -11,10 +11,11 @@ from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION
-from fp8kit.ops.attention_spec import FORMATS, check_starts
+from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts, length_of
+from fp8kit.ops.attention_views import meta_of
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.values import check_sequences
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
 _SEQUENCES = ("cu_seqlens", "cu_seqlens_padded")  # the sequences' lengths, and where they start
 
@@ -101,64 +102,51 @@ class Rope(Operation):
             most = min(dim for _, dim, used in spec.segments if used == name)
             if len(shape) != 2 or shape[1] % 2 or not 0 < shape[1] <= most:
                 raise ShapeError("rope", name, f"shape {shape}", f"(positions, an even number up to {most})")
-            if not packed and shape[0] < x.shape[spec.qkv_format.index("s")]:
-                raise ShapeError(
-                    "rope",
-                    name,
-                    f"shape {shape}",
-                    f"at least {x.shape[spec.qkv_format.index('s')]} positions",
-                )
-        batch = None if packed else x.shape[spec.qkv_format.index("b")]
+            if not packed and shape[0] < length_of(spec.qkv_format, x.shape):
+                least = f"at least {length_of(spec.qkv_format, x.shape)} positions"
+                raise ShapeError("rope", name, f"shape {shape}", least)
         if packed:
-            batch = check_starts(
-                "rope", "cu_seqlens", _want("cu_seqlens", metas, (formats.int32,)).shape, x.shape[0]
-            )
+            sums = _want("cu_seqlens", metas, (formats.int32,)).shape
+            batch = check_starts("rope", "cu_seqlens", sums, x.shape[0])
+        else:
+            batch = batch_of(spec.qkv_format, x.shape)
         for name in _SEQUENCES:
             if metas.get(name) is None:
                 continue
             if not packed:
                 raise ShapeError("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}")
-            shape, sums = (
-                _want(name, metas, (formats.int32,)).shape,
-                _want("cu_seqlens", metas, (formats.int32,)).shape,
-            )
+            shape = _want(name, metas, (formats.int32,)).shape
             if shape != sums:
                 raise ShapeError("rope", name, f"shape {shape}", f"{sums}, as cu_seqlens")
         if metas.get("start_positions") is not None:
             shape = _want("start_positions", metas, (formats.int32,)).shape
             if shape != (batch,):
                 raise ShapeError("rope", "start_positions", f"shape {shape}", f"({batch},)")
-        like = Meta(x.shape, x.dtype)
-        kept = (
-            *spec.angles,
-            *(name for name in ("start_positions", *_SEQUENCES) if metas.get(name) is not None),
-        )
-        return (
-            Signature({"y": like}, kept=kept, grads={"x": like}) if "x" in needs else Signature({"y": like})
-        )
+        if "x" not in needs:
+            return Signature({"y": x})
+        others = (name for name in ("start_positions", *_SEQUENCES) if metas.get(name) is not None)
+        return Signature({"y": x}, {}, (*spec.angles, *others), {"x": x})
 
-    def plan(self, spec: RopeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        x = ws.inputs["x"]
+        check_tokens(self.name, plan.spec, ws.inputs, x.shape[0])
+        self._rotate(plan.spec, ws, ws.kernels.rope_fwd, x, ws.outputs["y"])
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        x = inputs["x"]
-        assert x is not None
-        check_tokens(self.name, plan.spec, inputs, x.shape[0])
-        _turn(plan, plan.kernels.rope_fwd, x, outputs["y"], inputs, stream)
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        self._rotate(plan.spec, ws, ws.kernels.rope_bwd, cotangents["y"], ws.outputs["x"])
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        _turn(plan, plan.kernels.rope_bwd, cotangents["y"], grads["x"], kept, stream)
+    def _rotate(self, spec: RopeSpec, ws: WorkingSet, kernel: Any, x: ArrayView, y: ArrayView) -> None:
+        """Rotate or copy each segment of x to that of y."""
+        if not x.size:
+            return
+        views, lengths = ws.inputs, ws.inputs.get("cu_seqlens")
+        places = views.get("start_positions"), lengths, views.get("cu_seqlens_padded") or lengths
+        for name, source, target in _segments(spec, x, y):
+            if name:
+                how = *places, spec.qkv_format, spec.interleaved
+                kernel(source, views[name], target, *how, ws.stream)
+            else:
+                ws.kernels.copy(source, target, ws.stream)
 
 
 rope = Rope()
@@ -167,39 +155,9 @@ rope = Rope()
 def check_tokens(operation: str, spec: RopeSpec, inputs: Views, tokens: int) -> None:
     """ArgumentError for running sums on the CPU that do not fit so many tokens, or whose sequences are longer
     than the angles reach."""
-    freqs = [inputs[name] for name in spec.angles]
-    positions = (
-        None
-        if inputs.get("start_positions") is not None
-        else min((f.shape[0] for f in freqs if f is not None), default=None)
-    )
+    started = inputs.get("start_positions") is not None
+    positions = None if started else min((inputs[name].shape[0] for name in spec.angles), default=None)
     check_sequences(operation, inputs, "cu_seqlens", tokens, positions)
-
-
-def _turn(
-    plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, views: Views, stream: int
-) -> None:
-    assert x is not None and y is not None
-    if not x.size:
-        return
-    spec: RopeSpec = plan.spec
-    lengths = views.get("cu_seqlens")
-    starts = views.get("cu_seqlens_padded") or lengths
-    for name, source, target in _segments(spec, x, y):
-        if name:
-            kernel(
-                source,
-                views[name],
-                target,
-                views.get("start_positions"),
-                lengths,
-                starts,
-                spec.qkv_format,
-                spec.interleaved,
-                stream,
-            )
-        else:
-            plan.kernels.copy(source, target, stream)
 
 
 def _segments(spec: RopeSpec, x: ArrayView, y: ArrayView) -> Iterator[tuple[str, ArrayView, ArrayView]]:
@@ -214,9 +172,7 @@ def _segments(spec: RopeSpec, x: ArrayView, y: ArrayView) -> Iterator[tuple[str,
 
 
 def _want(name: str, metas: Metas, dtypes: tuple[formats.DType, ...]) -> Meta:
-    meta = metas.get(name)
-    if meta is None:
-        raise ShapeError("rope", name, None, "an array")
+    meta = meta_of(metas, name, "rope")
     if meta.dtype not in dtypes:
         raise FormatError("rope", name, meta.dtype, " or ".join(d.name for d in dtypes))
     return meta

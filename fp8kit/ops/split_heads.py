@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ShapeError
 from fp8kit.ops.product import want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -43,37 +42,22 @@ class SplitHeads(Operation):
         x = want_rows(self.name, "x", metas, sum(heads for _, heads in spec.parts) * spec.head_dim)
         outputs = {part: Meta((*x.shape[:-1], heads, spec.head_dim), x.dtype) for part, heads in spec.parts}
         # zeroed: the place of a part that nothing was made of
-        return Signature(outputs, grads={"x": Meta(x.shape, x.dtype, zero=True)} if "x" in needs else {})
+        return Signature(outputs, grads={"x": x._replace(zero=True)} if "x" in needs else {})
 
-    def plan(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        for packed, apart in _pairs(plan.spec, ws.inputs["x"], ws.outputs):
+            ws.kernels.copy(packed, apart, ws.stream)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        for packed, apart in _pairs(plan.spec, inputs["x"], outputs):
-            plan.kernels.copy(packed, apart, stream)
-
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        for packed, apart in _pairs(plan.spec, grads["x"], cotangents):
-            plan.kernels.copy(apart, packed, stream)
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        for packed, apart in _pairs(plan.spec, ws.outputs["x"], cotangents):
+            ws.kernels.copy(apart, packed, ws.stream)
 
 
 split_heads = SplitHeads()
 
 
-def _pairs(spec: SplitHeadsSpec, x: ArrayView | None, parts: Views) -> Iterator[tuple[ArrayView, ArrayView]]:
+def _pairs(spec: SplitHeadsSpec, x: ArrayView, parts: Views) -> Iterator[tuple[ArrayView, ArrayView]]:
     """(a part inside x, the part by itself) of those that there are, as (rows, groups, features) both."""
-    assert x is not None
     if not x.size:
         return
     rows, width = x.rows().shape

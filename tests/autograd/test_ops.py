@@ -25,6 +25,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import QuantizedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.spec import WorkingSet
 from fp8kit.testing import assert_close, assert_same_bits, check_grads, sum_slack
 from fp8kit.testing.contract.block import operand
 
@@ -693,5 +694,5 @@ def test_measure_gives_the_amax_that_a_later_forward_takes() -> None:
     views = {name: v if isinstance(v, ArrayView) else v.view for name, v in given.items()}
     plan = call.bound(norm_linear, specs[GIVEN], views, (), dispatch.kernels(arrays.CPU)).plan
     scratch = {n: arrays.empty(m.shape, m.dtype, arrays.CPU) for n, m in plan.measure_scratch.items()}
-    norm_linear.measure(plan, views, amax, scratch, 0)
+    norm_linear.measure(plan, WorkingSet(plan.kernels, views, amax, {}, scratch, 0))
     assert_same_bits("y", apply(norm_linear, specs[GIVEN], given)["y"].numpy(), want)

@@ -13,7 +13,7 @@ from fp8kit import arrays, formats
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
-from fp8kit.spec import Meta
+from fp8kit.spec import Meta, WorkingSet
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits
 from fp8kit.testing.contract import get, poisoned, put
@@ -162,13 +162,14 @@ def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[s
         return {name: poisoned(meta.shape, meta.dtype, arrays.CPU) for name, meta in metas.items()}
 
     outputs, saved = buffers(plan.signature.outputs), buffers(plan.signature.saved)
-    attention.forward(plan, views, outputs, saved, buffers(plan.scratch), 0)
+    attention.forward(plan, WorkingSet(plan.kernels, views, outputs, saved, buffers(plan.scratch), 0))
     found = {name: get(view) for name, view in outputs.items()}
     if plan.signature.grads:
         kept = {name: (views | outputs)[name] for name in plan.signature.kept}
         grads = buffers(plan.signature.grads)
         cotangent = put(do.reshape(outputs["o"].shape), arrays.CPU)
-        attention.backward(plan, kept, saved, {"o": cotangent}, grads, buffers(plan.backward_scratch), 0)
+        ws = WorkingSet(plan.kernels, kept, grads, saved, buffers(plan.backward_scratch), 0)
+        attention.backward(plan, ws, {"o": cotangent})
         found |= {name: get(view) for name, view in grads.items()}
     return found
 

@@ -22,7 +22,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantizer
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8kit.spec import Meta
+from fp8kit.spec import Meta, WorkingSet
 from fp8kit.testing.contract import put
 from tests.support.layers import draw
 
@@ -106,9 +106,9 @@ def run(spec, recipe, needs, device):
     metas = {name: Meta(view.shape, view.dtype) for name, view in views.items()}
     plan = norm_mlp.plan(spec, metas, needs, kernels)
     outputs, saved = allocate(plan.signature.outputs, device), allocate(plan.signature.saved, device)
-    norm_mlp.forward(
-        plan, views, outputs, saved, allocate(plan.scratch, device), arrays.current_stream(device)
-    )
+    stream = arrays.current_stream(device)
+    scratch = allocate(plan.scratch, device)
+    norm_mlp.forward(plan, WorkingSet(kernels, views, outputs, saved, scratch, stream))
     for name, view in views.items():
         if name.endswith(("_scale", "_amax_in")):
             arrays.zero_(view)
@@ -119,15 +119,8 @@ def run(spec, recipe, needs, device):
     cotangents = {"y": put(draw(99, (ROWS, H), "bfloat16", 2.0**-6), device)}
     grads = allocate(plan.signature.grads, device)
     kernels.calls.clear()
-    norm_mlp.backward(
-        plan,
-        kept,
-        saved,
-        cotangents,
-        grads,
-        allocate(plan.backward_scratch, device),
-        arrays.current_stream(device),
-    )
+    scratch = allocate(plan.backward_scratch, device)
+    norm_mlp.backward(plan, WorkingSet(kernels, kept, grads, saved, scratch, stream), cotangents)
     arrays.synchronize(device)
     found = {
         name: np.asarray(view.numpy()).tobytes()

@@ -9,7 +9,7 @@ import numpy as np
 import fp8kit as fk
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32
-from fp8kit.spec import Operation, Plan, Signature
+from fp8kit.spec import Operation, Signature
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,16 @@ class Gate(Operation):
         grads = {name: metas[name] for name in ("x", "slope") if name in needs}
         return Signature({"y": x}, {"gate": x} if grads else {}, ("x", "slope") if grads else (), grads)
 
-    def plan(self, spec, metas, needs, kernels):
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
-
-    def forward(self, plan, inputs, outputs, saved, scratch, stream):
-        x = inputs["x"].numpy()
-        gate = 1 / (1 + np.exp(-inputs["slope"].numpy() * x))
-        outputs["y"].numpy()[...] = x * gate
+    def forward(self, plan, ws):
+        x = ws.inputs["x"].numpy()
+        gate = 1 / (1 + np.exp(-ws.inputs["slope"].numpy() * x))
+        ws.outputs["y"].numpy()[...] = x * gate
         if plan.signature.saved:
-            saved["gate"].numpy()[...] = gate
+            ws.saved["gate"].numpy()[...] = gate
 
-    def backward(self, plan, kept, saved, cotangents, grads, scratch, stream):
-        x, slope, gate = kept["x"].numpy(), kept["slope"].numpy(), saved["gate"].numpy()
+    def backward(self, plan, ws, cotangents):
+        x, slope, gate = ws.inputs["x"].numpy(), ws.inputs["slope"].numpy(), ws.saved["gate"].numpy()
+        grads = ws.outputs
         dy = cotangents["y"].numpy()
         inner = dy * x * gate * (1 - gate)
         if "x" in grads:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8kit import formats
 from fp8kit.errors import BackendError
-from fp8kit.spec import Meta, Operation, Plan, Signature
+from fp8kit.spec import Meta, Operation, Signature
 
 
 def child(*args, **environment):
@@ -49,10 +49,7 @@ class Plus(Operation):
     def infer(self, spec, metas, needs):
         return Signature({"y": Meta(metas["x"].shape, formats.float32)})
 
-    def plan(self, spec, metas, needs, kernels):
-        return Plan(spec, self.infer(spec, metas, needs), kernels)
-
-    def forward(self, plan, inputs, outputs, saved, scratch, stream):
+    def forward(self, plan, ws):
         if plan.spec.amount < 0:
             raise BackendError("test_plus", "amount", plan.spec.amount, "a number >= 0")
         if plan.spec.amount == KEEPING:
@@ -60,7 +57,7 @@ class Plus(Operation):
                 raise ValueError("kept")
             except ValueError as error:
                 keeping.append(error)
-        outputs["y"].numpy()[...] = inputs["x"].numpy() * np.float32(0.5) + np.float32(plan.spec.amount)
+        ws.outputs["y"].numpy()[...] = ws.inputs["x"].numpy() * np.float32(0.5) + np.float32(plan.spec.amount)
 
 
 plus = fj.register_operation(Plus(), PlusSpec)

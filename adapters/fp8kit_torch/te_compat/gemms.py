@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.ops.product import WorkingSet
+from fp8kit.spec import WorkingSet
 from fp8kit_torch.arguments import defaults, only, refuse
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.quantized import QuantizedTensor
