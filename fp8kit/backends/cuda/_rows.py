@@ -34,6 +34,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def whole_warps(jobs: int, most: int = 256) -> int:
+    """Threads of a block for so many jobs: whole warps, one at least."""
+    return min(most, max(32, ceil_div(jobs, 32) * 32))
+
+
 def scaling(cast: Cast) -> tuple[int, int, float, int]:
     """What kernels are told of a cast's scale: where the amax goes, and, with a rule, where it is, and the
     rule."""
@@ -76,15 +81,10 @@ def covered(cast: Cast | None, rows: int, columns: int) -> tuple[int, int]:
 def sum_partials(partial: int, blocks: int, out: ArrayView, second: ArrayView | None, stream: int) -> None:
     """Column sums of the float32 partial sums at address ``partial``, (blocks, 1 or 2, N), into ``out`` and
     ``second``, (N,) each."""
-    columns = out.size
-    grid = (ceil_div(columns, 32), 1 if second is None else 2)
-    launch.launch(
-        kernel("dropout.cu", "sum_partials", out),
-        grid,
-        (32, 16),
-        (partial, out.ptr, address(second), blocks, columns),
-        stream,
-    )
+    columns, arrays = out.size, 1 if second is None else 2
+    arguments = (partial, out.ptr, address(second), blocks, columns)
+    grid = ceil_div(columns, 32), arrays
+    launch.launch(kernel("dropout.cu", "sum_partials", out), grid, (32, 16), arguments, stream)
 
 
 def _column_blocks(rows: int, columns: int) -> tuple[int, int, int]:
@@ -120,11 +120,11 @@ def column_sums(
     dx: h (M, N); out: h (N,); either may be None."""
     if out is not None and workspace is None:
         raise BackendError("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes")
+    partial = 0 if out is None else address(workspace)
     rows, columns = x.shape
     across, tall, down = _column_blocks(rows, columns)
-    partial = address(workspace) if out is not None else 0
-    arrays, sizes = (x.ptr, address(dx), partial, rng), (rows, columns, tall, max(across, 1))
-    arguments = (*arrays, *sizes, threshold, factor, part)
+    sizes = rows, columns, tall, max(across, 1)
+    arguments = (x.ptr, address(dx), partial, rng, *sizes, threshold, factor, part)
     launch.launch(kernel("dropout.cu", "column_sums", x), across * down, (32, 8), arguments, stream)
     if out is not None:
         sum_partials(partial, down, out, None, stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
 from fp8kit.backends.cuda.gemm import scaled_gemm
 from fp8kit.backends.cuda.quantize import format_name
@@ -35,13 +35,10 @@ def block_quantize(
 ) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
-    squares = -(-rows // _BLOCK) * -(-columns // _BLOCK)
+    squares = ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK)
     name = format_name(format)
     if name is None:
         raise BackendError("block_quantize", "format", format, "E4M3 or E5M2")
-    kernel = launch.kernel(
-        "block.cu", "block_quantize", x.device.index, T=launch.type_name(x.dtype), FORMAT=name
-    )
     args = (
         x.ptr,
         *map(address, (q, scale_inv, q_t, scale_inv_t)),
@@ -55,7 +52,8 @@ def block_quantize(
         x.dtype.max,
         int(power_2),
     )
-    launch.launch(kernel, squares, _THREADS, args, stream)
+    function = kernel("block.cu", "block_quantize", x, FORMAT=name)
+    launch.launch(function, squares, _THREADS, args, stream)
 
 
 def block_gemm(

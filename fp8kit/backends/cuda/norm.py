@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, covered, kernel, sum_partials
+from fp8kit.backends.cuda._rows import (
+    address,
+    cast_bytes,
+    ceil_div,
+    covered,
+    kernel,
+    sum_partials,
+    whole_warps,
+)
 from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, DType
@@ -288,7 +296,7 @@ def backward(columns: int, itemsize: int, device: int) -> Backward | None:
 
 def _any_blocking(rows: int, columns: int) -> tuple[int, int]:
     """(threads, blocks) of ``norm_bwd_any``: each block leaves a row of partial sums."""
-    threads = max(32, min(512, ceil_div(columns, 32) * 32))
+    threads = whole_warps(columns, 512)
     return threads, min(rows, 132 * max(2, 512 // threads))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import address, kernel, whole_warps
 from fp8kit.backends.cuda.sequences import grid_of
 
 _THREADS = 256
@@ -63,12 +64,12 @@ def _turn(
 
     tokens = x.shape[qkv_format.index("t" if starts is not None else "s")]
     batches = x.shape[qkv_format.index("b")] if starts is None else starts.shape[0] - 1
-    lanes = min(_THREADS, max(32, -(-max(rotated // 2, dim - rotated) // 32) * 32))
+    lanes = whole_warps(max(rotated // 2, dim - rotated), _THREADS)
     args = (
         x.ptr,
         freqs.ptr,
         y.ptr,
-        *(0 if view is None else view.ptr for view in (start_positions, lengths, starts)),
+        *map(address, (start_positions, lengths, starts)),
         tokens,
         batches,
         positions,
@@ -80,6 +81,6 @@ def _turn(
         int(interleaved),
         int(back),
     )
-    kernel = launch.kernel("rope.cu", "rope", y.device.index, T=launch.type_name(x.dtype))
     rows = batches * tokens if starts is None else tokens
-    launch.launch(kernel, grid_of(rows), (lanes, min(heads, _THREADS // lanes)), args, stream)
+    block = lanes, min(heads, _THREADS // lanes)
+    launch.launch(kernel("rope.cu", "rope", x), grid_of(rows), block, args, stream)
