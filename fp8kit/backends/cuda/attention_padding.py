@@ -24,7 +24,8 @@ class Padding:
         self.device = device
         self.rules = attention_rules.pack(problem, extras)
         self.stream = stream
-        self.type = launch.type_name(DTYPES[problem.dtype])
+        self.dtype = DTYPES[problem.dtype]
+        self.type = launch.type_name(self.dtype)
 
     def _launch(self, function: str, grid: int, args: tuple[Any, ...]) -> None:
         kernel = launch.kernel("attention_padding.cu", function, self.device, T=self.type)

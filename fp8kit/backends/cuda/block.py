@@ -10,7 +10,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
-from fp8kit.backends.cuda.gemm import scaled_gemm
+from fp8kit.backends.cuda.gemm import fp8_gemm
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
@@ -74,28 +74,9 @@ def block_gemm(
 ) -> None:
     """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError
     when cuBLASLt is missing or refuses, for two operands scaled by squares as well."""
-    capability = launch.capability(out.device.index)
-    if capability != (9, 0):
-        raise CannotTake(
-            "block_gemm",
-            "device",
-            f"compute capability {capability[0]}.{capability[1]}",
-            "9.0: block scaling",
-        )
+    major, minor = launch.capability(out.device.index)
+    if (major, minor) != (9, 0):
+        raise CannotTake("block_gemm", "device", f"compute capability {major}.{minor}", "9.0: block scaling")
+    operands, scales = (a, b, out, a_format, b_format), (a_scale_inv, b_scale_inv)
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
-    scaled_gemm(
-        a,
-        b,
-        out,
-        a_format,
-        b_format,
-        a_scale_inv,
-        b_scale_inv,
-        scaling,
-        bias,
-        addend,
-        False,
-        workspace,
-        stream,
-        timed,
-    )
+    fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)
