@@ -110,11 +110,6 @@ def act_bwd(
         store(dbias, column_sum(f32(sink.view)))
 
 
-def act_bwd_workspace(rows: int, columns: int) -> int:
-    """No workspace on the CPU."""
-    return 0
-
-
 def _shift(bias: ArrayView | None, columns: int) -> Float32:
     return np.zeros(columns, np.float32) if bias is None else f32(bias)
 
