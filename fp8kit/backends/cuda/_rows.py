@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.protocol import Cast
@@ -100,9 +102,12 @@ def column_sums_bytes(rows: int, columns: int) -> int:
     return _column_blocks(rows, columns)[2] * columns * 4
 
 
-def part_of(rng: ArrayView) -> int:
-    """Address of the number of the part that a generator's state names, 0 where it names none."""
-    return rng.ptr + 16 if rng.size == 3 else 0
+def drawn(p: float, rng: ArrayView) -> tuple[int, int, float, int]:
+    """What kernels are told of random words: address of the generator's state, threshold of a kept word,
+    factor of what is kept, and address of the number of the part that the state names, 0 where it names
+    none."""
+    part = rng.ptr + 16 if rng.size == 3 else 0
+    return rng.ptr, int(p * 2.0**32), float(np.float32(1 / (1 - p))), part
 
 
 def column_sums(
@@ -116,7 +121,7 @@ def column_sums(
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
-    """dx = x behind dropout's mask (``rng`` = 0: none; ``part``: see ``part_of``), out = its column sums. x,
+    """dx = x behind dropout's mask (``rng`` = 0: none; see ``drawn``), out = its column sums. x,
     dx: h (M, N); out: h (N,); either may be None."""
     if out is not None and workspace is None:
         raise BackendError("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes")

@@ -8,7 +8,7 @@ import math
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, whole_warps
-from fp8kit.backends.cuda.sequences import grid_of, in_words
+from fp8kit.backends.cuda.sequences import grid_of, in_words, steps_of
 
 
 def cache_append_(
@@ -22,15 +22,9 @@ def cache_append_(
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
-    heads, dim = x.shape[-2:]
-    if qkv_format == "thd":
-        token, batch, head = x.strides[0], 0, x.strides[1]
-        tokens = rows = x.shape[0]
-    else:
-        s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
-        token, batch, head = x.strides[s], x.strides[b], x.strides[2]
-        tokens, rows = x.shape[s], x.shape[s] * x.shape[b]
-    steps = [n * x.dtype.itemsize for n in (dim, token, batch, head)]
+    *outer, heads, dim = x.shape
+    tokens = x.shape[qkv_format.index("t" if qkv_format == "thd" else "s")]
+    steps = [n * x.dtype.itemsize for n in (dim, *steps_of(x, qkv_format))]
     kernel, word = in_words("kv_cache.cu", "cache_append", x, cache, *steps)
     words = [step // word for step in steps]
     args = (
@@ -48,20 +42,18 @@ def cache_append_(
         heads,
         *words,
     )
-    launch.launch(kernel, grid_of(rows), whole_warps(heads * words[0]), args, stream)
+    launch.launch(kernel, grid_of(math.prod(outer)), whole_warps(heads * words[0]), args, stream)
 
 
 def cache_gather(
     cache: ArrayView, y: ArrayView, pages: ArrayView, totals: ArrayView, qkv_format: str, stream: int
 ) -> None:
     """See ``backends.protocol``."""
-    row = math.prod(y.shape[2:])
-    sequence_first = qkv_format == "sbhd"
-    longest, batches = y.shape[:2] if sequence_first else (y.shape[1], y.shape[0])
-    strides = (y.shape[1] * row, row) if sequence_first else (row, y.shape[1] * row)
+    row, (token, batch, _) = math.prod(y.shape[2:]), steps_of(y, qkv_format)
+    longest, batches = (y.shape[qkv_format.index(name)] for name in "sb")
     itemsize = y.dtype.itemsize
     kernel, word = in_words("kv_cache.cu", "cache_gather", cache, y, row * itemsize)
-    words = [n * itemsize // word for n in (row, *strides)]
+    words = [n * itemsize // word for n in (row, token, batch)]
     args = (
         cache.ptr,
         y.ptr,

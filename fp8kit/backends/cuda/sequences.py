@@ -19,6 +19,14 @@ def grid_of(rows: int) -> int:
     return min(rows, _MOST_BLOCKS)
 
 
+def steps_of(view: ArrayView, qkv_format: str) -> tuple[int, int, int]:
+    """Elements from token to token, batch to batch (0 for thd) and head to head."""
+    if qkv_format == "thd":
+        return view.strides[0], 0, view.strides[1]
+    first, second, head, _ = view.strides
+    return (first, second, head) if qkv_format == "sbhd" else (second, first, head)
+
+
 def in_words(
     source: str, function: str, x: ArrayView, y: ArrayView, *steps: int
 ) -> tuple[launch.Kernel, int]:
