@@ -26,7 +26,7 @@ _SGD = struct.Struct(f"={5 * _STEP_TENSORS}q{_STEP_TENSORS}I{_STEP_TENSORS}f")
 _LIST = struct.Struct(f"={2 * _LIST_TENSORS}q{_LIST_TENSORS}I")
 
 
-class _Launch(NamedTuple):
+class _ListLaunch(NamedTuple):
     """One launch over tensors: the first of each column, how many rows there are, their table, and blocks."""
 
     like: tuple[ArrayView, ...]
@@ -37,7 +37,7 @@ class _Launch(NamedTuple):
 
 def _launches(
     layout: struct.Struct, most: int, columns: Sequence[Sequence[ArrayView | None]], *numbers: Sequence[float]
-) -> Iterator[_Launch]:
+) -> Iterator[_ListLaunch]:
     """Launches over at most ``most`` rows each, of the same types. ``columns``: tensors, first those that are
     counted and perhaps gradients, then whatever else has an address in the table; behind these it has sizes,
     first blocks and ``numbers``, each filled up with zeros."""
@@ -56,10 +56,10 @@ def _launches(
             for column in (*pointers, sizes, first, *fields[len(columns) :]):
                 table += column
                 table += [0] * (most - len(part))
-            yield _Launch(part[0], len(part), layout.pack(*table), blocks)
+            yield _ListLaunch(part[0], len(part), layout.pack(*table), blocks)
 
 
-def _lists(xs: Sequence[ArrayView]) -> Iterator[_Launch]:
+def _lists(xs: Sequence[ArrayView]) -> Iterator[_ListLaunch]:
     return _launches(_LIST, _LIST_TENSORS, [xs])
 
 
