@@ -27,6 +27,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from fp8kit.errors import BackendError
+
 _NONE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -52,3 +54,14 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         ),
     }
 )
+
+
+def known(activation: str, params: tuple[float, ...]) -> Activation:
+    """The activation's row; BackendError for what is not in the table, and for another number of
+    parameters."""
+    row = ACTIVATIONS.get(activation)
+    if row is None:
+        raise BackendError("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
+    if len(params) != len(row.params):
+        raise BackendError("activation", "params", params, f"{len(row.params)} numbers for {activation}")
+    return row

@@ -6,6 +6,7 @@ reported with its traceback, and does not keep the others from working.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -82,7 +83,7 @@ def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[D
     for plugin in plugins:
         name, source = plugin.name, plugin.source
         with LOCK:
-            before, version = registry.snapshot(), registry.version
+            before, known, version = registry.snapshot(), set(registry.every()), registry.version
             try:
                 if plugin.error is not None:
                     raise plugin.error
@@ -92,13 +93,15 @@ def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[D
                     continue
                 function(registry)
                 done.add(function)
-                _want_own_names(
-                    name, registry, {impl for impls in before.impls_by_op.values() for impl in impls}
-                )
+                new = [impl for impl in registry.every() if impl not in known]
+                for impl in new:
+                    if impl.engine in IN_TREE:
+                        wanted = f"another engine than fp8kit's own {', '.join(IN_TREE)}"
+                        raise BackendError("plugin", name, f"impl_id {impl.impl_id!r}", wanted)
             except (Exception, SystemExit) as error:
                 if registry.version != version:
                     registry.restore(before)
-                told.append(Discovered(name, source, False, 0, plugin.traceback or traceback.format_exc()))
+                told.append(Discovered(name, source, False, error=plugin.traceback or traceback.format_exc()))
                 log.error(
                     "plugin %s (%s) failed and is left out: %s: %s; `fp8kit plugins list` shows where",
                     name,
@@ -107,42 +110,21 @@ def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[D
                     error,
                 )
             else:
-                count = _count(registry) - sum(map(len, before.impls_by_op.values()))
-                told.append(Discovered(name, source, True, count))
-                log.info("plugin %s (%s): %d implementations", name, source, count)
+                told.append(Discovered(name, source, True, len(new)))
+                log.info("plugin %s (%s): %d implementations", name, source, len(new))
     return tuple(told)
-
-
-def _count(registry: OpRegistry) -> int:
-    return sum(map(len, registry.snapshot().impls_by_op.values()))
-
-
-def _want_own_names(name: str, registry: OpRegistry, before: set[Any]) -> None:
-    for impls in registry.snapshot().impls_by_op.values():
-        for impl in impls:
-            if impl not in before and impl.engine in IN_TREE:
-                wanted = f"another engine than fp8kit's own {', '.join(IN_TREE)}"
-                raise BackendError("plugin", name, f"impl_id {impl.impl_id!r}", wanted)
 
 
 def _from_entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     for point in sorted(importlib.metadata.entry_points(group=PLUGIN_GROUP), key=lambda p: (p.name, p.value)):
-        source = (
-            f"{point.dist.name} {point.dist.version}"
-            if point.dist is not None
-            else f"entry point {point.value}"
-        )
+        known = point.dist
+        source = f"entry point {point.value}" if known is None else f"{known.name} {known.version}"
         yield point.name, source, point.module, point.load
 
 
 def _from_variable() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     for module in settings.plugin_modules():
-        yield (
-            module,
-            PLUGIN_MODULES_ENV,
-            module,
-            lambda module=module: importlib.import_module(module),  # type: ignore[misc]
-        )
+        yield module, PLUGIN_MODULES_ENV, module, functools.partial(importlib.import_module, module)
 
 
 def _function(name: str, found: Any) -> Callable[[OpRegistry], Any]:

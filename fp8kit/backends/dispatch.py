@@ -104,35 +104,14 @@ def plugins_fingerprint() -> str:
     version, text = _FINGERPRINT
     if version != registry.version:
         version = registry.version
-        every = [
-            impl
-            for impls in registry.snapshot().impls_by_op.values()
-            for impl in impls
-            if impl.engine not in IN_TREE
-        ]
         said = [
-            " ".join(
-                map(
-                    str,
-                    (
-                        i.op_name,
-                        i.impl_id,
-                        i.kind.value,
-                        i.vendor,
-                        i.priority,
-                        i.min_arch,
-                        sorted(i.devices),
-                        i.supported_dtypes and sorted(i.supported_dtypes),
-                    ),
-                )
-            )
-            for i in every
+            f"{i.op_name} {i.impl_id} {i.kind.value} {i.vendor} {i.priority} {i.min_arch} "
+            f"{sorted(i.devices)} {i.supported_dtypes and sorted(i.supported_dtypes)}"
+            for i in registry.every()
+            if i.engine not in IN_TREE
         ]
-        text = (
-            f"{hashlib.sha256(chr(10).join(sorted(said)).encode()).hexdigest()[:16]}.{registry.restored}"
-            if said
-            else ""
-        )
+        digest = hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()
+        text = f"{digest[:16]}.{registry.restored}" if said else ""
         _FINGERPRINT = version, text
     return text
 

@@ -11,20 +11,20 @@ import functools
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from fp8kit import arrays, settings
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import Device
 from fp8kit.backends import discovery
 from fp8kit.backends import policy as policies
 from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy
-from fp8kit.backends.protocol import KERNELS, SERVES, signature
-from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, OpImpl, OpRegistry
+from fp8kit.backends.protocol import KERNELS, SERVES, signature, views
+from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, OpImpl, OpRegistry, want_kernel
 from fp8kit.devices import lacking
-from fp8kit.errors import BackendError, meant
+from fp8kit.errors import BackendError
 
 log = logging.getLogger("fp8kit")
 
@@ -115,10 +115,8 @@ class OpManager:
                     self._registering = threading.get_ident()
                     try:
                         self._discovered = discovery.register_plugins(self.registry, plugins)
-                        every = [
-                            impl for impls in self.registry.snapshot().impls_by_op.values() for impl in impls
-                        ]
-                        settings.warn({"cuda", *(impl.vendor for impl in every if impl.vendor)})
+                        vendors = (impl.vendor for impl in self.registry.every() if impl.vendor)
+                        settings.warn({"cuda", *vendors})
                     finally:
                         self._registering = None
         return self._discovered
@@ -153,9 +151,7 @@ class OpManager:
     ) -> tuple[list[OpImpl], Refusals]:
         """``candidates`` for a device whose compute capability times ten ``arch()`` says, None where that
         does not matter."""
-        if op_name not in KERNELS:
-            wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
-            raise BackendError("candidates", "op_name", repr(op_name), wanted)
+        want_kernel("candidates", "op_name", op_name)
         self.ensure_initialized(device.kind)
         return self._ranked(op_name, device, policies.get_policy() if policy is None else policy, arch)
 
@@ -164,13 +160,12 @@ class OpManager:
     ) -> tuple[list[OpImpl], Refusals]:
         if op_name in SERVES:
             return self._companions(op_name, device, policy, arch)
-        first, refused = self._overriding(op_name, device, policy, arch)
-        if first:
-            return first, refused + [
-                (impl, _misplaced(impl, device) or OVERRIDDEN)
-                for impl in self.registry.get_implementations(op_name)
-            ]
-        order, others = self._regular(op_name, device, policy, arch)
+        order, refused = self._overriding(op_name, device, policy, arch)
+        if order:
+            impls = self.registry.get_implementations(op_name)
+            others = [(impl, _misplaced(impl, device) or OVERRIDDEN) for impl in impls]
+        else:
+            order, others = self._regular(op_name, device, policy, arch)
         return order, refused + others
 
     def _overriding(
@@ -191,15 +186,13 @@ class OpManager:
     ) -> tuple[list[OpImpl], Refusals]:
         """The candidates without overrides."""
         elsewhere = self._elsewhere(device, policy)
-        usable: list[OpImpl] = []
-        refused: Refusals = []
-        for impl in self.registry.get_implementations(op_name):
-            why = elsewhere or policy.refuses(impl) or _unfit(impl, device, arch)
-            if why is None:
-                usable.append(impl)
-            else:
-                refused.append((impl, why))
+        asked = [
+            (impl, elsewhere or policy.refuses(impl) or _unfit(impl, device, arch))
+            for impl in self.registry.get_implementations(op_name)
+        ]
+        usable = [impl for impl, why in asked if why is None]
         order = policy.order(op_name, usable)
+        refused = [(impl, why) for impl, why in asked if why is not None]
         return order, refused + [(impl, "not named by per_op") for impl in usable if impl not in order]
 
     def _elsewhere(self, device: Device, policy: SelectionPolicy) -> str | None:
@@ -218,24 +211,18 @@ class OpManager:
         """A workspace function goes with its kernels: of each implementation that a call may reach, its own
         engine's counts. An override may hand its call on to what it took the place of, so that counts as
         well."""
-        reached: dict[str, None] = {}
+        reached: list[OpImpl] = []
         for kernel in SERVES[op_name]:
-            for impl in self._overriding(kernel, device, policy, arch)[0]:
-                reached[impl.engine] = None
-            order, _ = self._regular(kernel, device, policy, arch)
-            for impl in order[:1] if policy.strict else order:
-                reached[impl.engine] = None
+            order = self._regular(kernel, device, policy, arch)[0]
+            reached += self._overriding(kernel, device, policy, arch)[0]
+            reached += order[:1] if policy.strict else order
         usable, refused = self._overriding(op_name, device, policy, arch)
-        own = {
-            impl.engine: impl
-            for impl in self.registry.get_implementations(op_name)
-            if device.kind in impl.devices
-        }
-        usable += [own[engine] for engine in reached if engine in own]
+        impls = self.registry.get_implementations(op_name)
+        own = {impl.engine: impl for impl in impls if device.kind in impl.devices}
+        engines = dict.fromkeys(impl.engine for impl in reached)
+        usable += [own[engine] for engine in engines if engine in own]
         why = f"its engine takes none of {', '.join(SERVES[op_name])} here"
-        return usable, refused + [
-            (impl, why) for impl in self.registry.get_implementations(op_name) if impl not in usable
-        ]
+        return usable, refused + [(impl, why) for impl in impls if impl not in usable]
 
     # --- who does -------------------------------------------------------------------------------------------
 
@@ -274,14 +261,9 @@ class OpManager:
         if name in SERVES:
             return _largest(name, usable)
         if not usable:
-            reasons = (
-                "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
-            )
             own = IN_TREE.get(policy.backend or "")
             here = f"; {lacking(own)}" if own is not None and not arrays.available(own) else ""
-            raise BackendError(
-                name, "array", f"device {device}", f"a device that an allowed engine serves ({reasons}){here}"
-            )
+            raise BackendError(name, "array", f"device {device}", _served(refused) + here)
         for impl, why in refused:
             if impl.engine not in IN_TREE and why.startswith(_UNFIT):
                 say_once(logging.WARNING, "%s: %s is left out on %s: %s", name, impl.impl_id, device, why)
@@ -297,28 +279,21 @@ class OpManager:
 
     def resolve(self, op_name: str, device: Device | str | None = None) -> Callable[..., Any]:
         """The function that a call of the kernel goes to. BackendError as ``kernels``."""
-        where = arrays.CPU if device is None else arrays.device(device)
-        if op_name not in KERNELS:
-            wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
-            raise BackendError("resolve", "op_name", repr(op_name), wanted)
+        where = _device(device)
+        want_kernel("resolve", "op_name", op_name)
         return getattr(self.kernels(where), op_name)  # type: ignore[no-any-return]
 
     def resolve_candidates(self, op_name: str, device: Device | str | None = None) -> list[OpImpl]:
         """The implementations in the order to try them. BackendError where there is none."""
-        where = arrays.CPU if device is None else arrays.device(device)
+        where = _device(device)
         usable, refused = self.candidates(op_name, where)
         if not usable and op_name not in SERVES:
-            reasons = (
-                "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
-            )
-            raise BackendError(
-                op_name, "device", where, f"a device that an allowed engine serves ({reasons})"
-            )
+            raise BackendError(op_name, "device", where, _served(refused))
         return usable
 
     def call(self, op_name: str, *args: Any, **named: Any) -> Any:
         """Call the kernel on the device of its first array, with the contract's arguments."""
-        device = next((view.device for view in _views((*args, *named.values()))), arrays.CPU)
+        device = next((view.device for view in views((*args, *named.values()))), arrays.CPU)
         return self.resolve(op_name, device)(*args, **named)
 
     def get_selected_impl_id(self, op_name: str, device: Device | str | None = None) -> str:
@@ -327,12 +302,14 @@ class OpManager:
         return usable[0].impl_id if usable else ""
 
 
-def _views(values: Iterable[Any]) -> Iterable[ArrayView]:
-    for value in values:
-        if isinstance(value, ArrayView):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _views(value)
+def _device(device: Device | str | None) -> Device:
+    return arrays.CPU if device is None else arrays.device(device)
+
+
+def _served(refused: Refusals) -> str:
+    """What is wanted instead of a device for which every implementation was refused."""
+    reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
+    return f"a device that an allowed engine serves ({reasons})"
 
 
 _UNFIT = "needs compute capability", "not available"
@@ -341,22 +318,19 @@ _UNFIT = "needs compute capability", "not available"
 def _unfit(impl: OpImpl, device: Device, arch: Arch) -> str | None:
     """Why an implementation cannot run on a device, or None."""
     misplaced = _misplaced(impl, device)
-    if misplaced is not None:
-        return misplaced
-    have = None if impl.min_arch is None else arch()
-    if impl.min_arch is not None and have is not None and have < impl.min_arch:
-        return f"{_UNFIT[0]} {impl.min_arch / 10}, {device} has {have / 10}"
-    if not impl.is_available():
+    if misplaced is None and impl.min_arch is not None:
+        have = arch()
+        if have is not None and have < impl.min_arch:
+            return f"{_UNFIT[0]} {impl.min_arch / 10}, {device} has {have / 10}"
+    if misplaced is None and not impl.is_available():
         return f"{_UNFIT[1]}: its _is_available() says so"
-    return None
+    return misplaced
 
 
 def _misplaced(impl: OpImpl, device: Device) -> str | None:
-    return (
-        None
-        if device.kind in impl.devices
-        else f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
-    )
+    if device.kind in impl.devices:
+        return None
+    return f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
 
 
 def _arch(device: Device) -> int | None:
@@ -446,12 +420,12 @@ def _alone(impl: OpImpl, function: Callable[..., Any]) -> Callable[..., Any]:
 def chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[..., Any]:
     """Try the next implementation when, and only when, one says that it cannot take the call. Each switch is
     logged once. CannotTake that names the last one where none can."""
-    steps = [(impls[i], impls[i + 1], functions[i]) for i in range(len(impls) - 1)]
+    before = list(zip(impls, impls[1:], functions, strict=False))
     last = functions[-1]
 
     @functools.wraps(functions[0])
     def call(*args: Any, **named: Any) -> Any:
-        for impl, after, function in steps:
+        for impl, after, function in before:
             try:
                 return function(*args, **named)
             except CannotTake as reason:
@@ -460,10 +434,8 @@ def chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[
         try:
             return last(*args, **named)
         except CannotTake as reason:
-            impl, others = (
-                impls[-1],
-                f", nor can {', '.join(impl.impl_id for impl in impls[:-1])}" if steps else "",
-            )
+            others = f", nor can {', '.join(impl.impl_id for impl in impls[:-1])}" if before else ""
+            impl = impls[-1]
             raise CannotTake(
                 f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}){others}"
             ) from reason

@@ -17,17 +17,18 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fp8kit import settings
+from fp8kit.arguments import flag
 from fp8kit.arrays import Device
 from fp8kit.backends.protocol import KERNELS, SERVES
-from fp8kit.backends.registry import IN_TREE, LOCK, Kind, OpImpl, match_token
-from fp8kit.errors import BackendError, meant, on_behalf_of
+from fp8kit.backends.registry import IN_TREE, LOCK, Kind, OpImpl, are_names, match_token, want_kernel
+from fp8kit.errors import BackendError, on_behalf_of
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (
     Kind.DEFAULT.value,
@@ -70,9 +71,8 @@ class SelectionPolicy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefer", _kind("prefer", self.prefer))
         for name in ("strict", "deterministic"):
-            if getattr(self, name) not in (False, True):  # 0 and 1 too; "0" would be true
-                raise BackendError("SelectionPolicy", name, repr(getattr(self, name)), "True or False")
-            object.__setattr__(self, name, bool(getattr(self, name)))
+            value = flag("SelectionPolicy", name, getattr(self, name), BackendError)
+            object.__setattr__(self, name, value)
         for name in ("allow_vendors", "deny_vendors"):
             object.__setattr__(self, name, _vendors(name, getattr(self, name)))
         object.__setattr__(
@@ -145,11 +145,7 @@ def _kind(name: str, value: Any) -> str:
 def _vendors(name: str, value: Any) -> frozenset[str] | None:
     if value is None and name == "allow_vendors":
         return None
-    if (
-        not isinstance(value, Collection)
-        or isinstance(value, str)
-        or not all(isinstance(vendor, str) for vendor in value)
-    ):
+    if not are_names(value):
         raise BackendError("SelectionPolicy", name, repr(value), "a set of vendors' names")
     return frozenset(vendor.casefold() for vendor in value)
 
@@ -164,11 +160,7 @@ def _pairs(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _tokens(op_name: str, tokens: Any) -> tuple[str, ...]:
-    if (
-        not isinstance(tokens, list | tuple)
-        or not tokens
-        or not all(isinstance(token, str) for token in tokens)
-    ):
+    if not isinstance(tokens, list | tuple) or not tokens or not are_names(tokens):
         raise BackendError(
             "SelectionPolicy", "per_op", f"{op_name}={tokens!r}", "a tuple of one token or more"
         )
@@ -179,9 +171,7 @@ def _token(op_name: str, token: str) -> str:
     if op_name in SERVES:
         wanted = f"{' or '.join(SERVES[op_name])}: a workspace goes with its kernel"
         raise BackendError("SelectionPolicy", "per_op", repr(op_name), wanted)
-    if op_name not in KERNELS:
-        wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
-        raise BackendError("SelectionPolicy", "per_op", repr(op_name), wanted)
+    want_kernel("SelectionPolicy", "per_op", op_name)
     kind, _, name = token.partition(":")
     known = settings.KIND_ALIASES.get(token, token)
     if known in VALID_PREFER_VALUES or (kind in ("vendor", "impl") and name):

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fp8kit.backends.protocol import KERNELS, signature
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, meant
 from fp8kit.formats import DTYPES
 from fp8kit.settings import KIND_ALIASES
 
@@ -39,6 +39,12 @@ IN_TREE: Mapping[str, str] = MappingProxyType({"reference": "cpu", "cuda": "cuda
 class CannotTake(BackendError):
     """An implementation's way to say: correct call, but not one that I can run. Raised before anything is
     written; the next is asked."""
+
+
+def are_names(value: Any) -> bool:
+    """Whether this is a collection of strings."""
+    several = isinstance(value, Collection) and not isinstance(value, str)
+    return several and all(isinstance(name, str) for name in value)
 
 
 @dataclass(frozen=True)
@@ -100,12 +106,7 @@ class OpImpl:
         for argument in ("supported_dtypes", "devices"):
             value = getattr(self, argument)
             if value is not None or argument == "devices":
-                names = (
-                    isinstance(value, Collection)
-                    and not isinstance(value, str)
-                    and all(isinstance(name, str) for name in value)
-                )
-                want(argument, names and len(value) > 0, "a set of names, one at least")
+                want(argument, are_names(value) and len(value) > 0, "a set of names, one at least")
                 object.__setattr__(self, argument, frozenset(value))
         want(
             "supported_dtypes",
@@ -122,6 +123,13 @@ class OpImpl:
         """What ``fn._is_available()`` says where ``fn`` has such an attribute, else True."""
         ask = getattr(self.fn, "_is_available", None)
         return True if ask is None else bool(ask())
+
+
+def want_kernel(operation: str, argument: str, name: Any) -> None:
+    """BackendError where ``name`` is no kernel of the contract."""
+    if name not in KERNELS:
+        wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(name, KERNELS)}"
+        raise BackendError(operation, argument, repr(name), wanted)
 
 
 def match_token(impl: OpImpl, token: str) -> bool:
@@ -145,15 +153,14 @@ def check_signature(op_name: str, impl_id: str, fn: Callable[..., Any]) -> None:
     except (TypeError, ValueError) as error:
         wanted_function = f"a function whose signature can be read ({error})"
         raise BackendError("register_impl", "fn", f"{fn!r} of {impl_id}", wanted_function) from None
-    given = list(own.parameters.values())
+    given = own.parameters.values()
     names = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = any(p.kind is p.VAR_POSITIONAL for p in given)
-    owed = [
-        p.name
-        for p in given
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in wanted
-    ]
-    if names[: len(wanted)] != wanted[: len(names)] or (len(names) < len(wanted) and not rest) or owed:
+    fits = names[: len(wanted)] == wanted[: len(names)]
+    try:
+        own.bind(*wanted)
+    except TypeError:
+        fits = False
+    if not fits:
         raise BackendError(
             "register_impl", "fn", f"{impl_id}{own}", f"the contract's {op_name}({', '.join(wanted)})"
         )
@@ -235,11 +242,14 @@ class OpRegistry:
     def engines(self) -> dict[str, frozenset[str]]:
         """Engines that have an implementation: name -> device kinds that they serve."""
         found: dict[str, frozenset[str]] = {}
-        with LOCK:
-            for impls in self._impls.values():
-                for impl in impls.values():
-                    found[impl.engine] = found.get(impl.engine, frozenset()) | impl.devices
+        for impl in self.every():
+            found[impl.engine] = found.get(impl.engine, frozenset()) | impl.devices
         return found
+
+    def every(self) -> list[OpImpl]:
+        """Every implementation of every kernel."""
+        with LOCK:
+            return [impl for name in self.list_operators() for impl in self.get_implementations(name)]
 
     def snapshot(self) -> OpRegistrySnapshot:
         """What is registered now, as a value."""

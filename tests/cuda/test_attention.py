@@ -12,7 +12,7 @@ import pytest
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import attention, attention_rules, cudnn_sdpa, unfused
-from fp8kit.backends.cuda.attention_problem import Problem, problem
+from fp8kit.backends.cuda.attention_problem import ALIGN, Problem, problem
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError
 from fp8kit.ops.attention import AttentionSpec
@@ -296,7 +296,9 @@ def test_tiles_cover_every_row_once_in_bounded_memory(
         assert tile.last == (opened[key] == repeat * rows)
     assert (seen == 1).all()
     sums = 2 * 4 * cut.groups * columns * 64 if cut.summed else 0
-    assert cut.total <= unfused._LIMIT + sums + unfused.cublaslt.WORKSPACE + 8 * unfused._ALIGN
+    assert (
+        unfused.workspace(about, backward) <= unfused._LIMIT + sums + unfused.cublaslt.WORKSPACE + 8 * ALIGN
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ GPU = Device("cuda", 0)
 @pytest.mark.parametrize("engine", ["cuda", "reference"])
 def test_an_engine_has_every_kernel_in_the_file_of_its_family(engine: str) -> None:
     for name in KERNELS:
-        module = importlib.import_module(f"fp8kit.backends.{engine}.{SPECS[name].family}")
-        assert vars(module)[name].__module__ == module.__name__, name
+        if engine == "cuda" or SPECS[name].launches:  # the reference needs no workspaces
+            module = importlib.import_module(f"fp8kit.backends.{engine}.{SPECS[name].family}")
+            assert vars(module)[name].__module__ == module.__name__, name
 
 
 def test_registering_imports_no_cuda_library() -> None:

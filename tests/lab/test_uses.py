@@ -46,10 +46,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(
         cublaslt, "plan", lambda key, device: SimpleNamespace(run=lambda *arguments: None, tuned=True)
     )
-    for name in ("_plain_plan", "_scaled_plan"):
-        monkeypatch.setattr(
-            gemm, name, lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
-        )
+    monkeypatch.setattr(
+        gemm, "_plan", lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
+    )
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     with launch.launching_by(note):
         yield found

@@ -40,24 +40,14 @@ def register(registry: OpRegistry) -> None:
     library."""
     from fp8kit.backends.registry import PRIORITY, Kind, OpImpl
 
-    def add(op_name: str, impl_id: str, function: Callable[..., Any], **more: Any) -> None:
-        registry.register_impl(
-            OpImpl(
-                op_name,
-                impl_id,
-                Kind.VENDOR,
-                function,
-                vendor="cuda",
-                min_arch=MIN_ARCH,
-                devices=frozenset({"cuda"}),
-                **more,
-            )
-        )
+    def impl(name: str, impl_id: str, function: Callable[..., Any], **more: Any) -> OpImpl:
+        more |= {"vendor": "cuda", "min_arch": MIN_ARCH, "devices": frozenset({"cuda"})}
+        return OpImpl(name, f"cuda.{impl_id}", Kind.VENDOR, function, **more)
 
     for name in KERNELS:
         function = implementation(name)
-        add(name, f"cuda.{name}", function)
+        registry.register_impl(impl(name, name, function))
         # products may take the fastest of cuBLASLt's algorithms, unless the policy is deterministic
         if "timed" in inspect.signature(function).parameters:
-            timed = functools.partial(function, timed=True)
-            add(name, f"cuda.timed_{name}", timed, priority=PRIORITY[Kind.VENDOR] + 1, deterministic=False)
+            timed, priority = functools.partial(function, timed=True), PRIORITY[Kind.VENDOR] + 1
+            registry.register_impl(impl(name, f"timed_{name}", timed, priority=priority, deterministic=False))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.protocol import Cast
@@ -32,6 +34,11 @@ def address(view: ArrayView | None) -> int:
 def ceil_div(a: int, b: int) -> int:
     """``a / b`` rounded up."""
     return -(-a // b)
+
+
+def whole_warps(jobs: int, most: int = 256) -> int:
+    """Threads of a block for so many jobs: whole warps, one at least."""
+    return min(most, max(32, ceil_div(jobs, 32) * 32))
 
 
 def scaling(cast: Cast) -> tuple[int, int, float, int]:
@@ -76,15 +83,10 @@ def covered(cast: Cast | None, rows: int, columns: int) -> tuple[int, int]:
 def sum_partials(partial: int, blocks: int, out: ArrayView, second: ArrayView | None, stream: int) -> None:
     """Column sums of the float32 partial sums at address ``partial``, (blocks, 1 or 2, N), into ``out`` and
     ``second``, (N,) each."""
-    columns = out.size
-    grid = (ceil_div(columns, 32), 1 if second is None else 2)
-    launch.launch(
-        kernel("dropout.cu", "sum_partials", out),
-        grid,
-        (32, 16),
-        (partial, out.ptr, address(second), blocks, columns),
-        stream,
-    )
+    columns, arrays = out.size, 1 if second is None else 2
+    arguments = (partial, out.ptr, address(second), blocks, columns)
+    grid = ceil_div(columns, 32), arrays
+    launch.launch(kernel("dropout.cu", "sum_partials", out), grid, (32, 16), arguments, stream)
 
 
 def _column_blocks(rows: int, columns: int) -> tuple[int, int, int]:
@@ -100,9 +102,12 @@ def column_sums_bytes(rows: int, columns: int) -> int:
     return _column_blocks(rows, columns)[2] * columns * 4
 
 
-def part_of(rng: ArrayView) -> int:
-    """Address of the number of the part that a generator's state names, 0 where it names none."""
-    return rng.ptr + 16 if rng.size == 3 else 0
+def drawn(p: float, rng: ArrayView) -> tuple[int, int, float, int]:
+    """What kernels are told of random words: address of the generator's state, threshold of a kept word,
+    factor of what is kept, and address of the number of the part that the state names, 0 where it names
+    none."""
+    part = rng.ptr + 16 if rng.size == 3 else 0
+    return rng.ptr, int(p * 2.0**32), float(np.float32(1 / (1 - p))), part
 
 
 def column_sums(
@@ -116,15 +121,15 @@ def column_sums(
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
-    """dx = x behind dropout's mask (``rng`` = 0: none; ``part``: see ``part_of``), out = its column sums. x,
+    """dx = x behind dropout's mask (``rng`` = 0: none; see ``drawn``), out = its column sums. x,
     dx: h (M, N); out: h (N,); either may be None."""
     if out is not None and workspace is None:
         raise BackendError("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes")
+    partial = 0 if out is None else address(workspace)
     rows, columns = x.shape
     across, tall, down = _column_blocks(rows, columns)
-    partial = address(workspace) if out is not None else 0
-    arrays, sizes = (x.ptr, address(dx), partial, rng), (rows, columns, tall, max(across, 1))
-    arguments = (*arrays, *sizes, threshold, factor, part)
+    sizes = rows, columns, tall, max(across, 1)
+    arguments = (x.ptr, address(dx), partial, rng, *sizes, threshold, factor, part)
     launch.launch(kernel("dropout.cu", "column_sums", x), across * down, (32, 8), arguments, stream)
     if out is not None:
         sum_partials(partial, down, out, None, stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.activation import ACTIVATIONS, Activation
+from fp8kit.backends.activation import known
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import BLOCKS, address, cast_bytes, ceil_div, covered, kernel, sum_partials
 from fp8kit.backends.protocol import Cast
@@ -17,17 +17,6 @@ _TILE_ROWS, _TILE_COLUMNS, _THREADS = 64, 128, 256  # raw_kernels/activation.cu
 MOST_TILES = 8  # that a block walks, one below the other; found by measurement
 _NO_PARAMS = (0.0, 0.0, 0.0)
 _MIXED = "mixed"
-
-
-def _known(activation: str, params: tuple[float, ...]) -> tuple[Activation, tuple[float, ...]]:
-    """The activation's row, and the numbers that the kernels take: all there are, 0 where the activation has
-    none."""
-    row = ACTIVATIONS.get(activation)
-    if row is None:
-        raise BackendError("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-    if len(params) != len(row.params):
-        raise BackendError("activation", "params", params, f"{len(row.params)} numbers for {activation}")
-    return row, params or _NO_PARAMS
 
 
 def _tiles(rows: int, columns: int) -> int:
@@ -98,7 +87,7 @@ def act_fwd(
 ) -> None:
     """See ``backends.protocol``. BackendError for an unknown activation and for a cast to a format other than
     E4M3 and E5M2."""
-    row, numbers = _known(activation, params)
+    row, numbers = known(activation, params), params or _NO_PARAMS
     rows, columns = x.shape[0], x.shape[1] // row.parts
     walked = covered(cast, rows, columns)
     grid, across, tiles = _grid(rows, columns, walked, cast)
@@ -132,14 +121,14 @@ def act_bwd(
     stream: int,
 ) -> None:
     """See ``backends.protocol``. BackendError as in ``act_fwd``, and for a dbias without a workspace."""
-    row, numbers = _known(activation, params)
+    row, numbers = known(activation, params), params or _NO_PARAMS
     rows, width = x.shape
     columns = width // row.parts
-    if dbias is not None and workspace is None:
-        raise BackendError("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes")
     down, right = covered(cast, rows, width)
     grid, across, tiles = _grid(rows, columns, (down, max(columns, right - (width - columns))), cast)
-    partial = address(workspace) if dbias is not None else 0
+    if dbias is not None and workspace is None:
+        raise BackendError("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes")
+    partial = 0 if dbias is None else address(workspace)
     form = tiles_of(activation, (x, dy), rows, columns, dx, cast, (down, right) != (rows, width))
     function = kernel("activation.cu", "act_bwd", x, ACT=activation, TILES=form)
     arguments = (

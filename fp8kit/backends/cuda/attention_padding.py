@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import attention_rules, launch
+from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd
 from fp8kit.backends.cuda.sequences import grid_of
 from fp8kit.backends.protocol import AttentionExtras
@@ -23,7 +24,8 @@ class Padding:
         self.device = device
         self.rules = attention_rules.pack(problem, extras)
         self.stream = stream
-        self.type = launch.type_name(DTYPES[problem.dtype])
+        self.dtype = DTYPES[problem.dtype]
+        self.type = launch.type_name(self.dtype)
 
     def _launch(self, function: str, grid: int, args: tuple[Any, ...]) -> None:
         kernel = launch.kernel("attention_padding.cu", function, self.device, T=self.type)
@@ -31,13 +33,17 @@ class Padding:
 
     def lengths(self, to: int) -> None:
         """True lengths of q's and then k's batches, int32, to address ``to``."""
-        self._launch("attention_lengths", -(-2 * self.problem.batch // _THREADS), (to, self.problem.batch))
+        self._launch(
+            "attention_lengths", ceil_div(2 * self.problem.batch, _THREADS), (to, self.problem.batch)
+        )
 
     def statistics(self, source: int, to: int, value: float) -> None:
         """The log-sum-exp at address ``source``, with ``value`` in rows that see nothing."""
         p = self.problem
         self._launch(
-            "attention_lse_padding", -(-p.batch * p.heads * p.rows // _THREADS), (source, to, value, p.batch)
+            "attention_lse_padding",
+            ceil_div(p.batch * p.heads * p.rows, _THREADS),
+            (source, to, value, p.batch),
         )
 
     def zero(self, view: ArrayView, query: bool) -> None:

@@ -3,7 +3,7 @@ decisions are kept by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
@@ -11,6 +11,7 @@ from fp8kit.backends.protocol import AttentionSpec
 from fp8kit.formats import DType
 
 Strides = tuple[int, int, int, int]
+ALIGN = 256  # bytes, of what lies in a workspace
 
 
 class Problem(NamedTuple):
@@ -114,3 +115,12 @@ def contiguous_bhsd(problem: Problem, heads: int, length: int, dim: int) -> Stri
     row = heads * dim
     batch, position = (row, problem.batch * row) if problem.qkv_format == "sbhd" else (length * row, row)
     return batch, dim, position, 1
+
+
+def arranged(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Where parts of so many bytes lie in a workspace, one after the other; the last ends at "end"."""
+    places, top = {}, 0
+    for name, nbytes in sizes.items():
+        places[name] = top
+        top += -(-nbytes // ALIGN) * ALIGN
+    return places | {"end": top}

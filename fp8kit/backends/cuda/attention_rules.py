@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import struct
 
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import Shape
+from fp8kit.backends.cuda._rows import address
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.protocol import AttentionExtras
 
 _RULES = struct.Struct("=10qd7qd2qd4q")
-
-
-def _address(view: ArrayView | None) -> int:
-    return 0 if view is None else view.ptr
 
 
 def over_scores(shape: Shape) -> tuple[int, int, int]:
@@ -29,25 +26,25 @@ def pack(problem: Problem, extras: AttentionExtras) -> bytes:
     mask, bias, slopes = extras.mask, extras.bias, extras.alibi_slopes
     nothing = (0, 0, 0)
     return _RULES.pack(
-        _address(extras.cu_seqlens_q),
-        _address(extras.cu_seqlens_kv),
-        _address(mask),
+        address(extras.cu_seqlens_q),
+        address(extras.cu_seqlens_kv),
+        address(mask),
         *(nothing if mask is None else over_scores(mask.shape)),
-        _address(bias),
+        address(bias),
         *(nothing if bias is None else over_scores(bias.shape)),
         problem.bias_factor,
-        _address(slopes),
+        address(slopes),
         problem.heads if slopes is not None and slopes.ndim == 2 else 0,
-        _address(extras.softmax_offset),
+        address(extras.softmax_offset),
         int(problem.softmax_type != "vanilla"),
         problem.left,
         problem.right,
         int(problem.bottom_right),
         problem.scale,
-        _address(extras.rng) if problem.dropout else 0,
+        address(extras.rng) if problem.dropout else 0,
         int(problem.dropout * 2**32),
         1 / (1 - problem.dropout),
-        _address(extras.dropout_place) if problem.placed else 0,
+        address(extras.dropout_place) if problem.placed else 0,
         problem.heads,
         problem.rows,
         problem.columns,

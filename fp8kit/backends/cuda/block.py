@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
-from fp8kit.backends.cuda.gemm import scaled_gemm
+from fp8kit.backends.cuda.gemm import fp8_gemm
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
@@ -35,13 +35,10 @@ def block_quantize(
 ) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
-    squares = -(-rows // _BLOCK) * -(-columns // _BLOCK)
+    squares = ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK)
     name = format_name(format)
     if name is None:
         raise BackendError("block_quantize", "format", format, "E4M3 or E5M2")
-    kernel = launch.kernel(
-        "block.cu", "block_quantize", x.device.index, T=launch.type_name(x.dtype), FORMAT=name
-    )
     args = (
         x.ptr,
         *map(address, (q, scale_inv, q_t, scale_inv_t)),
@@ -55,7 +52,8 @@ def block_quantize(
         x.dtype.max,
         int(power_2),
     )
-    launch.launch(kernel, squares, _THREADS, args, stream)
+    function = kernel("block.cu", "block_quantize", x, FORMAT=name)
+    launch.launch(function, squares, _THREADS, args, stream)
 
 
 def block_gemm(
@@ -76,28 +74,9 @@ def block_gemm(
 ) -> None:
     """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError
     when cuBLASLt is missing or refuses, for two operands scaled by squares as well."""
-    capability = launch.capability(out.device.index)
-    if capability != (9, 0):
-        raise CannotTake(
-            "block_gemm",
-            "device",
-            f"compute capability {capability[0]}.{capability[1]}",
-            "9.0: block scaling",
-        )
+    major, minor = launch.capability(out.device.index)
+    if (major, minor) != (9, 0):
+        raise CannotTake("block_gemm", "device", f"compute capability {major}.{minor}", "9.0: block scaling")
+    operands, scales = (a, b, out, a_format, b_format), (a_scale_inv, b_scale_inv)
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
-    scaled_gemm(
-        a,
-        b,
-        out,
-        a_format,
-        b_format,
-        a_scale_inv,
-        b_scale_inv,
-        scaling,
-        bias,
-        addend,
-        False,
-        workspace,
-        stream,
-        timed,
-    )
+    fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)

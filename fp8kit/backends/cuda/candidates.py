@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 PROPOSED = 8
@@ -73,11 +74,8 @@ class Search:
         known = dict.fromkeys(proposed, False)  # whether it is a further one
         for base in proposed:
             try:
-                tile, cluster, options = (
-                    self._get(base, _TILE),
-                    self._get(base, _CLUSTER),
-                    self._capability(base, _OPTION_MAX),
-                )
+                tile, cluster = self._get(base, _TILE), self._get(base, _CLUSTER)
+                options = self._capability(base, _OPTION_MAX)
             except self._refusals:  # of a kind that has no such thing
                 continue
             transposed = _transposed(self.lt.MatmulTile, tile), _transposed(self.lt.ClusterShape, cluster)
@@ -102,31 +100,18 @@ class Search:
         return aligned and needed <= self.workspace and not ctypes.c_int.from_buffer(result, _STATE).value
 
     def _get(self, algorithm: bytes, which: tuple[int, Any]) -> int:
-        (attribute, kind), held, written = (
-            which,
-            ctypes.create_string_buffer(algorithm, SIZE),
-            ctypes.c_size_t(0),
-        )
-        value = kind(0)
-        self.lt.matmul_algo_config_get_attribute(
-            ctypes.addressof(held),
-            attribute,
-            ctypes.addressof(value),
-            ctypes.sizeof(value),
-            ctypes.addressof(written),
-        )
-        return int(value.value)
+        return self._asked(self.lt.matmul_algo_config_get_attribute, algorithm, *which)
 
     def _capability(self, algorithm: bytes, attribute: int) -> int:
-        held, value, written = (
-            ctypes.create_string_buffer(algorithm, SIZE),
-            ctypes.c_int32(0),
-            ctypes.c_size_t(0),
-        )
-        self.lt.matmul_algo_cap_get_attribute(
-            ctypes.addressof(held), attribute, ctypes.addressof(value), 4, ctypes.addressof(written)
-        )
-        return value.value
+        return self._asked(self.lt.matmul_algo_cap_get_attribute, algorithm, attribute, ctypes.c_int32)
+
+    @staticmethod
+    def _asked(ask: Callable[..., Any], algorithm: bytes, attribute: int, kind: Any) -> int:
+        """An attribute of an algorithm, of a type of ctypes."""
+        held, value, written = ctypes.create_string_buffer(algorithm, SIZE), kind(0), ctypes.c_size_t(0)
+        at = ctypes.addressof
+        ask(at(held), attribute, at(value), ctypes.sizeof(value), at(written))
+        return int(value.value)
 
     def _made(self, base: bytes, shape: tuple[int, int], option: int) -> bytes | None:
         """``base`` with that tile and cluster, and that option; None where cuBLASLt has no such thing."""

@@ -38,7 +38,6 @@ OPTIONS = (
 _LOWEST = 89
 _SPECIFIC = 90  # from here on the architecture-specific ("a") target is taken
 
-_FUNCTION = re.compile(r"Compiling entry function '(\w+)'")
 _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
@@ -152,14 +151,12 @@ def compile_cubin(
 def parse_resources(log: str) -> dict[str, Resources]:
     """What ptxas says about each function in a verbose log."""
     found = {}
-    for part in log.split("Compiling entry function")[1:]:
-        function = _FUNCTION.search("Compiling entry function" + part)
+    for part in log.split("Compiling entry function '")[1:]:
         spill, used, shared = _SPILL.search(part), _USED.search(part), _SHARED.search(part)
-        if function and spill and used:
-            stack, stores, loads = (int(n) for n in spill.groups())
-            found[function[1]] = Resources(
-                int(used[1]), stack, stores, loads, int(shared[1]) if shared else 0
-            )
+        if spill and used:
+            stack, stores, loads = map(int, spill.groups())
+            static = int(shared[1]) if shared else 0
+            found[part.partition("'")[0]] = Resources(int(used[1]), stack, stores, loads, static)
     return found
 
 
@@ -172,7 +169,7 @@ def _compile(
     name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None, kind: str = "CUBIN"
 ) -> tuple[bytes, str]:
     """What NVRTC makes, of ``kind`` "CUBIN" or "PTX", and its log."""
-    nvrtc = _nvrtc()
+    nvrtc, unit = _nvrtc(), unit or manifest.unit(name)
 
     def call(function: str, *arguments: Any) -> Any:
         status, *values = getattr(nvrtc, function)(*arguments)
@@ -180,15 +177,11 @@ def _compile(
             raise BackendError(f"compile: {name}: {function} failed with {status.name}")
         return values[0] if values else None
 
-    unit = unit or manifest.unit(name)
     headers, texts = ([part[i].encode() for part in unit.headers] for i in (0, 1))
     program = call("nvrtcCreateProgram", unit.content.encode(), name.encode(), len(headers), texts, headers)
     try:
-        options = [
-            option.encode()
-            for option in (*OPTIONS, f"-arch={arch}", *(f"-D{key}={value}" for key, value in defines))
-        ]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        options = [*OPTIONS, f"-arch={arch}", *(f"-D{key}={value}" for key, value in defines)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         log = _text(
             call("nvrtcGetProgramLogSize", program), lambda out: call("nvrtcGetProgramLog", program, out)
         )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address, ceil_div, kernel
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel, whole_warps
 from fp8kit.formats import int64
 
-
-def _threads(columns: int) -> int:
-    return max(32, min(512, ceil_div(columns, 256) * 32))
+_SOURCE = "cross_entropy.cu"
 
 
 def cross_entropy_fwd(
@@ -25,22 +23,13 @@ def cross_entropy_fwd(
     """See ``backends.protocol``."""
     rows, columns = logits.shape
     wide = int(targets.dtype is int64)
-    arguments = (
-        logits.ptr,
-        targets.ptr,
-        loss.ptr,
-        lse.ptr,
-        columns,
-        float(label_smoothing),
-        ignore_index,
-        wide,
-    )
-    launch.launch(
-        kernel("cross_entropy.cu", "cross_entropy_fwd", logits), rows, _threads(columns), arguments, stream
-    )
+    threads = whole_warps(ceil_div(columns, 8), 512)
+    sizes = columns, float(label_smoothing), ignore_index, wide
+    arguments = (logits.ptr, targets.ptr, loss.ptr, lse.ptr, *sizes)
+    launch.launch(kernel(_SOURCE, "cross_entropy_fwd", logits), rows, threads, arguments, stream)
     if total is not None:
         summed = (loss.ptr, targets.ptr, total.ptr, rows, ignore_index, wide)
-        launch.launch(kernel("cross_entropy.cu", "cross_entropy_total", logits), 1, 1024, summed, stream)
+        launch.launch(kernel(_SOURCE, "cross_entropy_total", logits), 1, 1024, summed, stream)
 
 
 def cross_entropy_bwd(
@@ -56,18 +45,7 @@ def cross_entropy_bwd(
 ) -> None:
     """See ``backends.protocol``. A target out of range has no onehot."""
     rows, columns = logits.shape
-    arguments = (
-        logits.ptr,
-        targets.ptr,
-        lse.ptr,
-        dloss.ptr,
-        address(total),
-        dlogits.ptr,
-        columns,
-        float(label_smoothing),
-        ignore_index,
-        int(targets.dtype is int64),
-    )
-    launch.launch(
-        kernel("cross_entropy.cu", "cross_entropy_bwd", logits), rows, _threads(columns), arguments, stream
-    )
+    threads = whole_warps(ceil_div(columns, 8), 512)
+    sizes = columns, float(label_smoothing), ignore_index, int(targets.dtype is int64)
+    arguments = (logits.ptr, targets.ptr, lse.ptr, dloss.ptr, address(total), dlogits.ptr, *sizes)
+    launch.launch(kernel(_SOURCE, "cross_entropy_bwd", logits), rows, threads, arguments, stream)

@@ -68,11 +68,6 @@ class MatmulKey:
     a_stride: int
     b_stride: int
     out_stride: int
-    batch: int = 1
-    a_step: int = 0
-    b_step: int = 0
-    out_step: int = 0
-    alpha: float = 1.0
     bias: bool = False
     accumulate: bool = False
     scaling: tuple[Scaling, Scaling] | None = None
@@ -80,6 +75,11 @@ class MatmulKey:
     workspace: int = WORKSPACE
     alignment: int = 16
     timed: bool = False
+    batch: int = 1
+    a_step: int = 0
+    b_step: int = 0
+    out_step: int = 0
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -305,17 +305,17 @@ class Plan:
                 raise self.error(error) from error
         recording = launch.here.recording
         if recording is not None:
-            bound = None
+            run = None
             if self.tuned:  # else another algorithm is to come
                 # the product is done; it will be done anew, not again
                 with contextlib.suppress(BackendError):
-                    bound = Bound(
-                        self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
-                    )
-            if bound is None:
+                    run = Bound(
+                        self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, addend)
+                    ).run
+            if run is None:
                 recording.complete = False
             else:
-                recording.add(self.device, stream, "cublaslt", bound, bound.on)
+                recording.add(self.device, stream, "cublaslt", functools.partial(run, stream), run)
 
     def error(self, error: Exception | str) -> BackendError:
         """cuBLASLt's refusal of the product."""
@@ -328,18 +328,18 @@ class Plan:
 
 
 class Bound:
-    """A plan's product with all its addresses, in the order of ``Plan.run``: ``()`` runs it on its device,
-    which is current.
+    """A plan's product with all its addresses, in the order of ``Plan.run``; its device is current when it
+    runs.
 
     It has a descriptor of its own, since the plan's has the addresses of whoever ran last.
     """
 
-    __slots__ = ("__weakref__", "_before", "_behind", "_matmul", "_plan")
+    __slots__ = ("__weakref__", "_before", "_plan", "_workspace")
 
     def __init__(self, plan: Plan, arguments: tuple[int, ...]) -> None:
-        a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend = arguments
+        a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, addend = arguments
         first, second, result = plan._layouts
-        self._plan, self._matmul = plan, plan._matmul
+        self._plan, self._workspace = plan, (workspace, workspace_bytes)
         try:
             description = plan.description(a_scale, b_scale, bias)
         except plan._refusals as error:
@@ -359,20 +359,14 @@ class Bound:
             out,
             result,
         )
-        self._behind = (workspace, workspace_bytes, stream)
 
-    def __call__(self) -> None:
+    def run(self, stream: int) -> None:
+        """Launch it on a stream."""
+        plan = self._plan
         try:
-            self._matmul(*self._before, self._plan.algorithm, *self._behind)
-        except self._plan._refusals as error:
-            raise self._plan.error(error) from error
-
-    def on(self, stream: int) -> None:
-        """Run it on another stream."""
-        try:
-            self._matmul(*self._before, self._plan.algorithm, *self._behind[:2], stream)
-        except self._plan._refusals as error:
-            raise self._plan.error(error) from error
+            plan._matmul(*self._before, plan.algorithm, *self._workspace, stream)
+        except plan._refusals as error:
+            raise plan.error(error) from error
 
 
 @functools.lru_cache(KEPT)

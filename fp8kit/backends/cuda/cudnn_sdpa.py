@@ -17,12 +17,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch, recorded
 from fp8kit.backends.cuda.attention_padding import Padding
-from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
+from fp8kit.backends.cuda.attention_problem import Problem, Strides, arranged, bhsd, contiguous_bhsd
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError, Fp8kitError, install
 from fp8kit.lru import LRU
@@ -30,7 +31,6 @@ from fp8kit.lru import LRU
 NAME = "cuDNN"
 _OLDEST = 90600
 _FAULTY = (91000, 91001, 91400)  # releases with known faults in 16-bit attention
-_ALIGN = 256
 _VECTOR = 16  # bytes
 _ITEM = 2  # bytes of an element: bfloat16 and float16 only
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
@@ -64,6 +64,7 @@ class Key(NamedTuple):
     strides: tuple[Strides, ...]
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """A built graph and the bytes of ``workspace`` that it needs.
 
@@ -71,14 +72,11 @@ class Plan:
     ``captured``: a CUDA graph, the user's or one of ``recorded``, may hold its kernels.
     """
 
-    __slots__ = ("captured", "graph", "lock", "retired", "workspace")
-
-    def __init__(self, graph: Any, workspace: int) -> None:
-        self.graph = graph
-        self.workspace = workspace
-        self.lock = threading.Lock()
-        self.retired = False
-        self.captured = False
+    graph: Any
+    workspace: int
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    retired: bool = field(default=False, init=False)
+    captured: bool = field(default=False, init=False)
 
 
 _FREE: defaultdict[int, list[Any]] = defaultdict(list)  # cuDNN's handles that no thread uses now, by device
@@ -117,7 +115,7 @@ def why_not(problem: Problem, backward: bool, deterministic: bool, device: int |
     reason = _refused(problem, backward)
     if reason is not None or device is None:
         return reason
-    if missing() is not None:
+    if not available():
         return missing()
     try:
         _plan(_asked_key(problem, backward, deterministic, device))
@@ -132,20 +130,14 @@ def _refused(problem: Problem, backward: bool) -> str | None:
     found = []
     if problem.dtype not in ("bfloat16", "float16"):
         found.append(f"dtype {problem.dtype}: cuDNN takes bfloat16 and float16")
-    dims = (
-        {"head_dim": problem.dim}
-        if problem.dim == problem.dim_v
-        else {"head_dim": problem.dim, "head_dim_v": problem.dim_v}
-    )
-    found += [
-        f"{name} {dim}: cuDNN takes multiples of 8 up to 256"
-        for name, dim in dims.items()
-        if dim % 8 or dim > 256
-    ]
-    for name, value, taken in (
-        ("bias", problem.bias, "no_bias"),
-        ("softmax_type", problem.softmax_type, "vanilla"),
-    ):
+    dims = {"head_dim": problem.dim}
+    if problem.dim != problem.dim_v:
+        dims["head_dim_v"] = problem.dim_v
+    for name, dim in dims.items():
+        if dim % 8 or dim > 256:
+            found.append(f"{name} {dim}: cuDNN takes multiples of 8 up to 256")
+    for name, taken in (("bias", "no_bias"), ("softmax_type", "vanilla")):
+        value = getattr(problem, name)
         if value != taken:
             found.append(f"{name} {value!r}: only the unfused path has it")
     if problem.masked:
@@ -182,18 +174,8 @@ def forward(
     stream: int,
 ) -> None:
     """``protocol.attention_fwd``."""
-    padding = _padding(problem, q, extras, stream)
-    _run(
-        problem,
-        True,
-        {"q": q, "k": k, "v": v, "o": o},
-        lse,
-        extras.rng,
-        padding,
-        workspace,
-        stream,
-        backward=False,
-    )
+    padding, views = _padding(problem, q, extras, stream), {"q": q, "k": k, "v": v, "o": o}
+    _run(problem, True, views, lse, extras.rng, padding, workspace, stream, backward=False)
     if padding is not None:
         padding.zero(o, True)
         padding.statistics(lse.ptr, lse.ptr, float("-inf"))
@@ -451,59 +433,53 @@ def describe(key: Key, handle: Any) -> Any:
         compute_data_type=kinds.FLOAT,
     )
     names = _BACKWARD if key.backward else _FORWARD
-    strides = dict(zip(names, key.strides, strict=True))
-    dims = {name: _size(problem, name) for name in names}
-    stats_dim = (problem.batch, problem.heads, problem.rows, 1)
-    stats_stride = (problem.heads * problem.rows, problem.rows, 1, 1)
+    # of each array its sizes, strides and type
+    about: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
+        name: (_size(problem, name), strides, kind) for name, strides in zip(names, key.strides, strict=True)
+    }
+    b, h, rows = problem.batch, problem.heads, problem.rows
+    about["stats"] = (b, h, rows, 1), (h * rows, rows, 1, 1), kinds.FLOAT
+    about |= dict.fromkeys(("lengths_q", "lengths_kv"), ((b, 1, 1, 1), (1, 1, 1, 1), kinds.INT32))
+    about |= dict.fromkeys(("seed", "offset"), ((1, 1, 1, 1), (1, 1, 1, 1), kinds.INT64))
 
-    def tensor(name: str, dim: tuple[int, ...], stride: tuple[int, ...], data_type: Any) -> Any:
+    def tensor(name: str) -> Any:
+        dim, stride, data_type = about[name]
         return graph.tensor(
             name=name, dim=list(dim), stride=list(stride), data_type=data_type, uid=_UIDS[name]
         )
 
-    def output(
-        node_output: Any, name: str, dim: tuple[int, ...], stride: tuple[int, ...], data_type: Any
-    ) -> None:
-        node_output.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_data_type(
-            data_type
-        ).set_uid(_UIDS[name])
+    def output(made: Any, name: str) -> None:
+        dim, stride, data_type = about[name]
+        made.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_data_type(data_type).set_uid(
+            _UIDS[name]
+        )
 
     options: dict[str, Any] = {"name": "attention", "attn_scale": problem.scale}
     if problem.banded:
-        corner = (
-            cudnn.diagonal_alignment.BOTTOM_RIGHT
-            if problem.bottom_right
-            else cudnn.diagonal_alignment.TOP_LEFT
-        )
-        options["diagonal_alignment"] = corner
+        corners = cudnn.diagonal_alignment
+        options["diagonal_alignment"] = corners.BOTTOM_RIGHT if problem.bottom_right else corners.TOP_LEFT
     if problem.left >= 0:
         options["diagonal_band_left_bound"] = problem.left + 1  # it counts the diagonal
     if problem.right >= 0:
         options["diagonal_band_right_bound"] = problem.right
     if problem.padded:
-        small = ((problem.batch, 1, 1, 1), (1, 1, 1, 1), kinds.INT32)
-        options |= {
-            "use_padding_mask": True,
-            "seq_len_q": tensor("lengths_q", *small),
-            "seq_len_kv": tensor("lengths_kv", *small),
-        }
+        options |= {"use_padding_mask": True}
+        options |= {"seq_len_q": tensor("lengths_q"), "seq_len_kv": tensor("lengths_kv")}
     if problem.dropout:
-        small = ((1, 1, 1, 1), (1, 1, 1, 1), kinds.INT64)
-        options["dropout"] = (problem.dropout, tensor("seed", *small), tensor("offset", *small))
+        options["dropout"] = (problem.dropout, tensor("seed"), tensor("offset"))
 
-    q, k, v = (tensor(name, dims[name], strides[name], kind) for name in ("q", "k", "v"))
+    q, k, v = map(tensor, "qkv")
     if not key.backward:
         o, stats = graph.sdpa(q, k, v, generate_stats=True, **options)
-        output(o, "o", dims["o"], strides["o"], kind)
-        output(stats, "stats", stats_dim, stats_stride, kinds.FLOAT)
+        output(o, "o")
+        output(stats, "stats")
         return graph
-    o, d_o = (tensor(name, dims[name], strides[name], kind) for name in ("o", "d_o"))
-    stats = tensor("stats", stats_dim, stats_stride, kinds.FLOAT)
+    o, d_o, stats = map(tensor, ("o", "d_o", "stats"))
     gradients = graph.sdpa_backward(
         q, k, v, o, d_o, stats, use_deterministic_algorithm=key.deterministic, **options
     )
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-        output(gradient, name, dims[name], strides[name], kind)
+        output(gradient, name)
     return graph
 
 
@@ -533,8 +509,4 @@ def _workspace_layout(problem: Problem, backward: bool) -> dict[str, int]:
     if problem.padded and backward:
         sizes["stats"] = 4 * problem.batch * problem.heads * problem.rows
     sizes |= {name: _ITEM * math.prod(_size(problem, name)) for name in _cleaned(problem, backward)}
-    places, top = {}, 0
-    for name, nbytes in sizes.items():
-        places[name] = top
-        top += -(-nbytes // _ALIGN) * _ALIGN
-    return places | {"end": top}
+    return arranged(sizes)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Device
@@ -56,6 +56,28 @@ def _want_no_capture(what: str) -> None:
         raise BackendError("graph", "function", what, wanted)
 
 
+@contextlib.contextmanager
+def _waiting(device: Device) -> Iterator[None]:
+    """Context manager: the device is current, and an error that earlier work left on it is a BackendError."""
+    with launch.current_device(device.index):
+        try:
+            yield
+        except launch.runtime().CUDARuntimeError as error:
+            raise BackendError(f"synchronize: {device}: {error}") from error
+
+
+def _order(before: int, stream: int, device: Device) -> None:
+    """Make ``stream`` of ``device`` wait for ``before``, a stream of the device that is current."""
+    calls = launch.runtime()
+    event = calls.eventCreateWithFlags(2)  # cudaEventDisableTiming
+    try:
+        calls.eventRecord(event, before)
+        with launch.current_device(device.index):
+            calls.streamWaitEvent(stream, event, 0)
+    finally:
+        calls.eventDestroy(event)
+
+
 class Pool:
     """Memory that a graph works in. CuPy's own pool would hand it out again, so the graph has one of its own;
     it lives as long as the graph and any array that lies in it (a gradient that the step has left, say),
@@ -82,12 +104,8 @@ class _Piece:
 def _piece(size: int) -> Any:
     """A pool's allocator, on the current device: memory that is freed when nobody has it any more, whatever
     is being captured then."""
-    device, pointer, cuda, owner = (
-        launch.runtime().getDevice(),
-        launch.runtime().malloc(size),
-        cupy().cuda,
-        _Piece(),
-    )
+    calls, cuda, owner = launch.runtime(), cupy().cuda, _Piece()
+    device, pointer = calls.getDevice(), calls.malloc(size)
     weakref.finalize(owner, _free, device, pointer).atexit = False
     return cuda.MemoryPointer(cuda.UnownedMemory(pointer, size, owner, device), 0)
 
@@ -97,13 +115,6 @@ def _free(device: int, pointer: int) -> None:
         launch.runtime().free(pointer)
 
 
-def _let_go(held: list[Any]) -> None:
-    """Let go of a graph first and then of what it works in."""
-    with recorded.unsafe_calls():
-        while held:
-            held.pop()
-
-
 class Recording:
     """A captured CUDA graph, and whatever its work lies in."""
 
@@ -111,7 +122,7 @@ class Recording:
 
     def __init__(self, device: Device, graph: Any, memory: tuple[object, ...]) -> None:
         self._device, self._held = device, [*memory, graph]
-        weakref.finalize(self, _let_go, self._held).atexit = False
+        weakref.finalize(self, recorded.let_go, self._held).atexit = False
 
     def launch(self) -> None:
         """Do the captured work once, on the device's current stream. BackendError when CUDA refuses."""
@@ -139,10 +150,8 @@ class CudaProvider:
     def check(self, device: Device) -> None:
         """BackendError where the device is not usable here."""
         if device.index >= self.count():
-            usable = (
-                f"a CUDA device that is here: {self.count()} are (a driver, CuPy or a GPU may be missing; "
-                "see `fp8kit info`)"
-            )
+            here = f"a CUDA device that is here: {self.count()} are"
+            usable = f"{here} (a driver, CuPy or a GPU may be missing; see `fp8kit info`)"
             raise BackendError("device", "device", str(device), usable)
 
     def count(self) -> int:
@@ -177,11 +186,8 @@ class CudaProvider:
         left, and while a graph is captured."""
         self.check(device)
         _want_no_capture("a wait for the device")
-        with launch.current_device(device.index):
-            try:
-                launch.runtime().streamSynchronize(self.current_stream(device))
-            except launch.runtime().CUDARuntimeError as error:
-                raise BackendError(f"synchronize: {device}: {error}") from error
+        with _waiting(device):
+            launch.runtime().streamSynchronize(self.current_stream(device))
 
     def let_others_come(self, device: Device, stream: int) -> None:
         """Before work that loads kernels and makes plans, on one of several devices: wait until the device
@@ -191,26 +197,16 @@ class CudaProvider:
         BackendError for an error that earlier work left."""
         if self.count() == 1 or launch.capturing(stream):
             return
-        with launch.current_device(device.index):
-            try:
-                launch.runtime().deviceSynchronize()  # lets other threads run
-            except launch.runtime().CUDARuntimeError as error:
-                raise BackendError(f"synchronize: {device}: {error}") from error
+        with _waiting(device):
+            launch.runtime().deviceSynchronize()  # lets other threads run
 
     def order_after(self, stream: int, device: Device) -> None:
         """See ``DeviceProvider``. DLPack's numbers 1 and 2 are CUDA's own handles of the legacy and the
         per-thread default stream."""
-        calls = launch.runtime()
         with launch.current_device(device.index):
             current = self.current_stream(device)
-            if current == stream or (current == 0 and stream == 1):
-                return
-            event = calls.eventCreateWithFlags(2)  # cudaEventDisableTiming
-            try:
-                calls.eventRecord(event, current)
-                calls.streamWaitEvent(stream, event, 0)
-            finally:
-                calls.eventDestroy(event)
+            if current != stream and (current, stream) != (0, 1):
+                _order(current, stream, device)
 
     def fill_zero(self, view: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``."""
@@ -241,24 +237,13 @@ class CudaProvider:
                     calls.memcpyPeerAsync(
                         dst.ptr, dst.device.index, src.ptr, src.device.index, nbytes, stream
                     )
-                    self._follow(dst.device, src.device, stream)
+                    _order(stream, self.current_stream(dst.device), dst.device)
                 return
             _want_no_capture("a copy between host and device")
             calls.memcpyAsync(
                 dst.ptr, src.ptr, nbytes, _TO_HOST if dst.device.kind == "cpu" else _TO_DEVICE, stream
             )
             calls.streamSynchronize(stream)
-
-    def _follow(self, device: Device, source: Device, stream: int) -> None:
-        """Make the current stream of ``device`` wait for ``stream`` of ``source``."""
-        calls = launch.runtime()
-        event = calls.eventCreateWithFlags(2)
-        try:
-            calls.eventRecord(event, stream)
-            with launch.current_device(device.index):
-                calls.streamWaitEvent(self.current_stream(device), event, 0)
-        finally:
-            calls.eventDestroy(event)
 
     def capture(self, device: Device, function: Callable[[], Any]) -> tuple[Any, Recording]:
         """Call ``function`` with the work that it puts on the device's current stream recorded instead of
@@ -298,11 +283,8 @@ class CudaProvider:
         library = cupy()
         itemsize = view.dtype.itemsize
         kind = view.dtype.numpy if view.dtype.format is None else "uint8"
-        span = (
-            itemsize * (1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)))
-            if view.size
-            else 0
-        )
+        last = sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+        span = itemsize * (1 + last) if view.size else 0
         memory = library.cuda.UnownedMemory(view.ptr, span, view, view.device.index)
         strides = tuple(s * itemsize for s in view.strides)
         return library.ndarray(view.shape, kind, library.cuda.MemoryPointer(memory, 0), strides)

@@ -3,22 +3,19 @@ words again."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address, ceil_div, column_sums, kernel, part_of
+from fp8kit.backends.cuda._rows import address, ceil_div, column_sums, drawn, kernel
 from fp8kit.errors import BackendError
 
 
 def _draw(p: float, rng: ArrayView | None) -> tuple[int, int, float, int]:
-    """(address of the generator's state or 0, threshold of a kept word, factor of a kept element, address of
-    the part's number or 0)."""
+    """As ``drawn``; nothing of all that where p is 0."""
     if p == 0:
         return 0, 0, 1.0, 0
     if rng is None or not 0 < p < 1:
         raise BackendError("dropout", "p", f"{p} with rng {rng}", "0, or a number below 1 and an rng")
-    return rng.ptr, int(p * 2.0**32), float(np.float32(1 / (1 - p))), part_of(rng)
+    return drawn(p, rng)
 
 
 def dropout_add(
@@ -31,9 +28,9 @@ def dropout_add(
     stream: int,
 ) -> None:
     """See ``backends.protocol``. BackendError for a p outside [0, 1) or without its rng."""
-    state, *drawn = _draw(p, rng)
+    state, *rest = _draw(p, rng)
     size = x.size
-    arguments = (x.ptr, address(bias), address(residual), y.ptr, state, size, x.shape[-1], *drawn)
+    arguments = (x.ptr, address(bias), address(residual), y.ptr, state, size, x.shape[-1], *rest)
     launch.launch(kernel("dropout.cu", "dropout_add", x), ceil_div(size, 2048), 256, arguments, stream)
 
 

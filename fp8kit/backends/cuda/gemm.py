@@ -10,10 +10,12 @@ instead of the first (``algorithms``).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import algorithms, elementwise, launch
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import KEPT, WORKSPACE, MatmulKey, Plan, Scaling, plan
 from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError
@@ -42,42 +44,39 @@ def gemm(
         return
     k = a.shape[0] if layout == "tn" else a.shape[1]
     if k == 0:
-        _finish(None, 0, bias, out, addend, stream)
+        _finish(0, 0, bias, out, addend, stream)
         return
     late_bias = bias is not None and (bias.dtype is not out.dtype or bias.ptr % _ALIGNMENT != 0)
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
-    index, limit = out.device.index, _usable(workspace)
-    a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
+    limit = _usable(workspace)
     aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
     added = _added(addend, out, aligned, stream)
-    fused = bias_ptr != 0
-    ready = _plain_plan(
-        index,
-        layout,
+    ready = _plan(
+        out.device.index,
         m,
         n,
         k,
-        a_stride,
-        b_stride,
-        out_stride,
+        layout,
+        a.dtype,
         a.dtype,
         out.dtype,
-        fused,
+        launch.row_stride(a),
+        launch.row_stride(b),
+        launch.row_stride(out),
+        bias_ptr != 0,
         addend is not None,
-        aligned,
+        None,
+        False,
         limit,
+        _ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize),
         timed,
     )
-    scratch = _address(workspace, limit)
+    rest = 0, 0, bias_ptr, _address(workspace, limit), limit, stream, added
     if not ready.tuned:
-        algorithms.tune(
-            ready,
-            lambda to: ready.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, scratch, limit, stream, added),
-            stream,
-        )
-    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, scratch, limit, stream, added)
+        algorithms.tune(ready, lambda to: ready.run(a.ptr, b.ptr, to, *rest), stream)
+    ready.run(a.ptr, b.ptr, out.ptr, *rest)
     if late_bias:
-        _finish(None, 0, bias, out, out, stream)
+        _finish(0, 0, bias, out, out, stream)
 
 
 def fp8_gemm(
@@ -94,84 +93,51 @@ def fp8_gemm(
     workspace: ArrayView | None,
     stream: int,
     timed: bool = False,
+    scaling: tuple[Scaling, Scaling] | None = None,
 ) -> None:
     """See ``backends.protocol``. Where the sizes are not multiples of 16, the workspace must have
     ``fp8_gemm_workspace`` bytes, and where out's rows are not at such addresses, M N floats more.
+    ``scaling``: any that cuBLASLt has (``cublaslt.MatmulKey``); None is the contract's, by the scales' sizes.
 
     BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a
     workspace that is too small.
     """
-    scaling = _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
-    scaled_gemm(
-        a,
-        b,
-        out,
-        a_format,
-        b_format,
-        a_scale_inv,
-        b_scale_inv,
-        scaling,
-        bias,
-        addend,
-        fast_accumulate,
-        workspace,
-        stream,
-        timed,
-    )
-
-
-def scaled_gemm(
-    a: ArrayView,
-    b: ArrayView,
-    out: ArrayView,
-    a_format: Format,
-    b_format: Format,
-    a_scale_inv: ArrayView,
-    b_scale_inv: ArrayView,
-    scaling: tuple[Scaling, Scaling],
-    bias: ArrayView | None,
-    addend: ArrayView | None,
-    fast_accumulate: bool,
-    workspace: ArrayView | None,
-    stream: int,
-    timed: bool = False,
-) -> None:
-    """``fp8_gemm`` with any scaling of a and b that cuBLASLt has; for the others see
-    ``cublaslt.MatmulKey``."""
+    if scaling is None:
+        scaling = _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
     m, n = out.shape
     if not (m and n):
         return
     (padded_m, k), padded_n = a.shape, b.shape[0]
     if k == 0:
-        _finish(None, 0, bias, out, addend, stream)
+        _finish(0, 0, bias, out, addend, stream)
         return
-    index, limit, out_stride = out.device.index, _usable(workspace), launch.row_stride(out)
+    limit, out_stride = _usable(workspace), launch.row_stride(out)
     # cuBLASLt adds only a bfloat16 bias to a float32 product, and none at an odd address, so these are added
     # afterwards
     late_bias = bias is not None and (out.dtype is float32 or bias.ptr % _ALIGNMENT != 0)
-    bias_ptr = 0 if bias is None or late_bias else bias.ptr
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
-    fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
-    a_stride, b_stride = launch.row_stride(a), launch.row_stride(b)
-    ready = _scaled_plan(
-        index,
+    bias_ptr = 0 if bias is None or late_bias or unfit else bias.ptr
+    ready = _plan(
+        out.device.index,
         padded_m,
         padded_n,
         k,
+        "nt",
         _code_type(a_format),
         _code_type(b_format),
-        written,
-        a_stride,
-        b_stride,
+        float32 if unfit else out.dtype,
+        launch.row_stride(a),
+        launch.row_stride(b),
         padded_n if unfit else out_stride,
-        fused,
+        bias_ptr != 0,
         addend is not None and not unfit,
-        fast_accumulate,
         scaling,
+        fast_accumulate,
         limit,
+        _ALIGNMENT,
         timed,
     )
-    product, scratch = out.ptr, _address(workspace, limit)
+    product = out.ptr
     if unfit:
         wanted = WORKSPACE + 4 * padded_m * padded_n
         if workspace is None or workspace.shape[0] < wanted:
@@ -181,107 +147,23 @@ def scaled_gemm(
                 "fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {why}"
             )
         product = workspace.ptr + WORKSPACE
+    added = 0 if unfit else _added(addend, out, True, stream)
     scales = a_scale_inv.ptr, b_scale_inv.ptr
-    bias_ptr, added = (0, 0) if unfit else (bias_ptr, _added(addend, out, True, stream))
+    rest = *scales, bias_ptr, _address(workspace, limit), limit, stream, added
     if not ready.tuned:
-        algorithms.tune(
-            ready,
-            lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream, added),
-            stream,
-        )
-    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, scratch, limit, stream, added)
+        algorithms.tune(ready, lambda to: ready.run(a.ptr, b.ptr, to, *rest), stream)
+    ready.run(a.ptr, b.ptr, product, *rest)
     if unfit:
         _finish(product, padded_n, bias, out, addend, stream)
     elif late_bias:
-        _finish(None, 0, bias, out, out, stream)
-
-
-# A call looks its plan up by what it knows without making a key. These tables hold plans for as long as they
-# are among the last used, too.
+        _finish(0, 0, bias, out, out, stream)
 
 
 @functools.lru_cache(KEPT)
-def _plain_plan(
-    index: int,
-    layout: Layout,
-    m: int,
-    n: int,
-    k: int,
-    a_stride: int,
-    b_stride: int,
-    out_stride: int,
-    operand: DType,
-    out: DType,
-    bias: bool,
-    accumulate: bool,
-    aligned: bool,
-    workspace: int,
-    timed: bool,
-) -> Plan:
-    alignment = _ALIGNMENT if aligned else min(operand.itemsize, out.itemsize)
-    return plan(
-        MatmulKey(
-            m,
-            n,
-            k,
-            layout,
-            operand,
-            operand,
-            out,
-            a_stride,
-            b_stride,
-            out_stride,
-            bias=bias,
-            accumulate=accumulate,
-            workspace=workspace,
-            alignment=alignment,
-            timed=timed,
-        ),
-        index,
-    )
-
-
-@functools.lru_cache(KEPT)
-def _scaled_plan(
-    index: int,
-    m: int,
-    n: int,
-    k: int,
-    a: DType,
-    b: DType,
-    out: DType,
-    a_stride: int,
-    b_stride: int,
-    out_stride: int,
-    bias: bool,
-    accumulate: bool,
-    fast_accumulate: bool,
-    scaling: tuple[Scaling, Scaling],
-    workspace: int,
-    timed: bool,
-) -> Plan:
-    return plan(
-        MatmulKey(
-            m,
-            n,
-            k,
-            "nt",
-            a,
-            b,
-            out,
-            a_stride,
-            b_stride,
-            out_stride,
-            bias=bias,
-            accumulate=accumulate,
-            scaling=scaling,
-            fast_accumulate=fast_accumulate,
-            workspace=workspace,
-            alignment=_ALIGNMENT,
-            timed=timed,
-        ),
-        index,
-    )
+def _plan(index: int, *fields: Any) -> Plan:
+    """The plan of ``MatmulKey(*fields)``. A call finds it by what it knows, without making a key; it is held
+    here as long as it is among the last used, too."""
+    return plan(MatmulKey(*fields), index)
 
 
 def gemm_workspace() -> int:
@@ -291,10 +173,8 @@ def gemm_workspace() -> int:
 
 def fp8_gemm_workspace(rows: int, columns: int) -> int:
     """See ``backends.protocol``. The padded output is float32."""
-    padded_rows, padded_columns = -(-rows // 16) * 16, -(-columns // 16) * 16
-    return WORKSPACE + (
-        0 if (padded_rows, padded_columns) == (rows, columns) else 4 * padded_rows * padded_columns
-    )
+    padded = ceil_div(rows, 16) * ceil_div(columns, 16) * 16**2
+    return WORKSPACE + (0 if padded == rows * columns else 4 * padded)
 
 
 def _usable(workspace: ArrayView | None) -> int:
@@ -329,26 +209,10 @@ def _added(addend: ArrayView | None, out: ArrayView, aligned: bool, stream: int)
 
 
 def _finish(
-    product: int | None,
-    stride: int,
-    bias: ArrayView | None,
-    out: ArrayView,
-    addend: ArrayView | None,
-    stream: int,
+    product: int, stride: int, bias: ArrayView | None, out: ArrayView, addend: ArrayView | None, stream: int
 ) -> None:
     m, n = out.shape
-    index, name = out.device.index, launch.type_name(out.dtype)
-    kernel = launch.kernel(
-        "gemm.cu", "finish", index, T=name, B=name if bias is None else launch.type_name(bias.dtype)
-    )
-    args = (
-        product or 0,
-        0 if bias is None else bias.ptr,
-        0 if addend is None else addend.ptr,
-        out.ptr,
-        m,
-        n,
-        stride,
-        launch.row_stride(out),
-    )
-    launch.launch(kernel, launch.blocks(m * n, 256, index), 256, args, stream)
+    function = kernel("gemm.cu", "finish", out, B=launch.type_name((out if bias is None else bias).dtype))
+    strides = stride, launch.row_stride(out)
+    args = (product, address(bias), address(addend), out.ptr, m, n, *strides)
+    launch.launch(function, launch.blocks(m * n, 256, out.device.index), 256, args, stream)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
@@ -121,6 +122,7 @@ class Loaded(NamedTuple):
     early: bool = False
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Kernel:
     """One function, ``name``, of one variant of a source on one device: compiled and loaded at its first
     launch. ``parameters`` are the manifest's codes.
@@ -130,46 +132,24 @@ class Kernel:
     at the second slot for that.
     """
 
-    __slots__ = (
-        "_load",
-        "defines",
-        "device",
-        "early",
-        "handle",
-        "name",
-        "pack",
-        "packers",
-        "parameters",
-        "raw",
-        "resources",
-        "shared_limit",
-        "source",
-        "table",
-    )
+    source: str
+    name: str
+    device: int
+    defines: manifest.Defines
+    parameters: str
+    _load: Callable[[], Loaded]
+    raw: Any = field(default=None, init=False)
+    handle: ctypes.c_void_p | None = field(default=None, init=False)  # a CUfunction, alive as long as ``raw``
+    resources: kernel_compiler.Resources | None = field(default=None, init=False)
+    early: bool = field(default=False, init=False)
+    shared_limit: int = field(default=_PLAIN_SHARED, init=False)
+    packers: dict[int, Any] = field(default_factory=dict, init=False)  # bytes of the structure -> pack
+    table: int = field(init=False)
+    pack: Any = field(init=False)
 
-    def __init__(
-        self,
-        source: str,
-        name: str,
-        device: int,
-        defines: manifest.Defines,
-        parameters: str,
-        load: Callable[[], Loaded],
-    ) -> None:
-        self.source = source
-        self.name = name
-        self.device = device
-        self.defines = defines
-        self.parameters = parameters
-        self.raw: Any = None
-        self.handle: ctypes.c_void_p | None = None  # a CUfunction, alive as long as ``raw``
-        self.resources: kernel_compiler.Resources | None = None
-        self.early = False
-        self.shared_limit = _PLAIN_SHARED
-        self.table = int(parameters.endswith("s") and len(parameters) % 2 == 0)
-        self.packers: dict[int, Any] = {}  # bytes of the structure by value -> pack
-        self.pack: Any = None if parameters.endswith("s") else self.packer(0)
-        self._load = load
+    def __post_init__(self) -> None:
+        self.table = int(self.parameters.endswith("s") and len(self.parameters) % 2 == 0)
+        self.pack = None if self.parameters.endswith("s") else self.packer(0)
 
     def load(self) -> None:
         """Compile and load it, once. BackendError where that cannot be."""

@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, covered, kernel, sum_partials
+from fp8kit.backends.cuda._rows import (
+    address,
+    cast_bytes,
+    ceil_div,
+    covered,
+    kernel,
+    sum_partials,
+    whole_warps,
+)
 from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, DType
@@ -216,32 +224,18 @@ def norm_fwd(
         tall, lanes = 16 if transposed else 4, _lanes(columns, x.dtype.itemsize)
         block = lanes, max(512 if transposed else 128, lanes) // lanes
         grid = max(ceil_div(down, tall), int(cast is not None))
-        launch.launch(
-            kernel("norm_any.cu", "norm_fwd_any", x),
-            grid,
-            block,
-            (*at, rows, columns, right, tall, small, gain, packed),
-            stream,
-        )
+        function, each = kernel("norm_any.cu", "norm_fwd_any", x), (rows, columns, right, tall)
+        launch.launch(function, grid, block, (*at, *each, small, gain, packed), stream)
         return
     tall, least = walk.rows, max(walk.block[1], 16 if transposed else 1)
     while tall >= 2 * least and down <= (tall // 2) * walk.resident:  # rather all blocks than tall tiles
         tall //= 2
     tiles = ceil_div(down, tall)
-    variant = {
-        "CHUNKS": str(walk.chunks),
-        "COLUMNS": str(columns_of(walk.chunks, tall, x, y, cast, (down, right) != x.shape)),
-    }
-    function = kernel("norm_fwd.cu", "norm_fwd", x, **variant)
+    whole = columns_of(walk.chunks, tall, x, y, cast, (down, right) != x.shape)
+    function = kernel("norm_fwd.cu", "norm_fwd", x, CHUNKS=str(walk.chunks), COLUMNS=str(whole))
     arguments = (*at, rows, columns, ceil_div(right, 8), tall, tiles, small, gain, packed)
-    launch.launch(
-        function,
-        max(min(tiles, walk.resident), int(cast is not None)),
-        walk.block,
-        arguments,
-        stream,
-        walk.shared,
-    )
+    grid = max(min(tiles, walk.resident), int(cast is not None))
+    launch.launch(function, grid, walk.block, arguments, stream, walk.shared)
 
 
 def _whole(x: ArrayView, y: ArrayView | None, cast: Cast | None) -> bool:
@@ -288,7 +282,7 @@ def backward(columns: int, itemsize: int, device: int) -> Backward | None:
 
 def _any_blocking(rows: int, columns: int) -> tuple[int, int]:
     """(threads, blocks) of ``norm_bwd_any``: each block leaves a row of partial sums."""
-    threads = max(32, min(512, ceil_div(columns, 32) * 32))
+    threads = whole_warps(columns, 512)
     return threads, min(rows, 132 * max(2, 512 // threads))
 
 
@@ -312,18 +306,8 @@ def norm_bwd(
     rows, columns = x.shape
     if workspace is None:
         raise BackendError("norm_bwd", "workspace", None, f"{norm_bwd_workspace(rows, columns)} bytes")
-    at = (
-        dy.ptr,
-        x.ptr,
-        address(weight),
-        address(mean),
-        rstd.ptr,
-        address(residual),
-        dx.ptr,
-        workspace.ptr,
-        rows,
-        columns,
-    )
+    saved = address(weight), address(mean), rstd.ptr, address(residual)
+    at = (dy.ptr, x.ptr, *saved, dx.ptr, workspace.ptr, rows, columns)
     rest = _gain(weight, zero_centered_gamma, columns), int(dbias is not None)
     whole = (dy.ptr | x.ptr | at[5] | dx.ptr | (2 * columns)) % 16 == 0
     walk = backward(columns, x.dtype.itemsize, x.device.index) if whole else None
@@ -332,14 +316,8 @@ def norm_bwd(
         launch.launch(kernel("norm_any.cu", "norm_bwd_any", x), blocks, threads, (*at, *rest), stream)
     else:
         blocks = min(ceil_div(rows, walk.block[1]), BACKWARD[x.dtype.itemsize].blocks)
-        launch.launch(
-            kernel("norm_bwd.cu", "norm_bwd", x),
-            blocks,
-            walk.block,
-            (*at, walk.stages, *rest),
-            stream,
-            walk.shared,
-        )
+        function, arguments = kernel("norm_bwd.cu", "norm_bwd", x), (*at, walk.stages, *rest)
+        launch.launch(function, blocks, walk.block, arguments, stream, walk.shared)
     if dweight is not None:
         sum_partials(workspace.ptr, blocks, dweight, dbias, stream)
 

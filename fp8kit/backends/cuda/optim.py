@@ -6,9 +6,10 @@ for every 64 (AdamW, SGD) or 128 tensors, and no memory.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
@@ -25,44 +26,41 @@ _SGD = struct.Struct(f"={5 * _STEP_TENSORS}q{_STEP_TENSORS}I{_STEP_TENSORS}f")
 _LIST = struct.Struct(f"={2 * _LIST_TENSORS}q{_LIST_TENSORS}I")
 
 
-def _pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """First block of each tensor, and the number of blocks."""
-    first, total = [], 0
-    for size in sizes:
-        first.append(total)
-        total += ceil_div(size, _PIECE)
-    return first, total
+class _ListLaunch(NamedTuple):
+    """One launch over tensors: the first of each column, how many rows there are, their table, and blocks."""
+
+    like: tuple[ArrayView, ...]
+    rows: int
+    table: bytes
+    blocks: int
 
 
-def _pack(layout: struct.Struct, length: int, columns: Iterable[Sequence[Any]]) -> bytes:
-    """A table's columns one after the other, each filled up with zeros to ``length``."""
-    return layout.pack(
-        *(value for column in columns for value in (*column, *(0 for _ in range(length - len(column)))))
-    )
+def _launches(
+    layout: struct.Struct, most: int, columns: Sequence[Sequence[ArrayView | None]], *numbers: Sequence[float]
+) -> Iterator[_ListLaunch]:
+    """Launches over at most ``most`` rows each, of the same types. ``columns``: tensors, first those that are
+    counted and perhaps gradients, then whatever else has an address in the table; behind these it has sizes,
+    first blocks and ``numbers``, each filled up with zeros."""
+    kinds: dict[tuple[DType, ...], list[tuple[Any, ...]]] = {}
+    for row in zip(*columns, *numbers, strict=True):
+        if row[0].size:
+            kinds.setdefault(tuple(view.dtype for view in row[:2]), []).append(row)
+    for rows in kinds.values():
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            sizes = [row[0].size for row in part]
+            *first, blocks = itertools.accumulate((ceil_div(size, _PIECE) for size in sizes), initial=0)
+            fields = list(zip(*part, strict=True))
+            pointers = [map(address, column) for column in fields[: len(columns)]]
+            table: list[Any] = []
+            for column in (*pointers, sizes, first, *fields[len(columns) :]):
+                table += column
+                table += [0] * (most - len(part))
+            yield _ListLaunch(part[0], len(part), layout.pack(*table), blocks)
 
 
-def _by_dtype(xs: Sequence[ArrayView]) -> dict[DType, list[ArrayView]]:
-    """The non-empty tensors of each type, in order."""
-    found: dict[DType, list[ArrayView]] = {}
-    for x in xs:
-        if x.size:
-            found.setdefault(x.dtype, []).append(x)
-    return found
-
-
-def _lists(xs: Sequence[ArrayView]) -> Iterator[tuple[ArrayView, int, bytes, int]]:
-    """(a tensor of the list, number of tensors, table, blocks) for each launch over ``xs``."""
-    for views in _by_dtype(xs).values():
-        for start in range(0, len(views), _LIST_TENSORS):
-            part = views[start : start + _LIST_TENSORS]
-            sizes = [x.size for x in part]
-            first, blocks = _pieces(sizes)
-            yield (
-                part[0],
-                len(part),
-                _pack(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)),
-                blocks,
-            )
+def _lists(xs: Sequence[ArrayView]) -> Iterator[_ListLaunch]:
+    return _launches(_LIST, _LIST_TENSORS, [xs])
 
 
 def _number(value: float | ArrayView) -> tuple[float, int]:
@@ -82,26 +80,15 @@ def _count(op: str, step: int | ArrayView) -> tuple[int, int]:
 def _step(
     function: str,
     layout: struct.Struct,
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[ArrayView | None]],
     weight_decays: Sequence[float],
     scalars: tuple[Any, ...],
     stream: int,
 ) -> None:
-    """Launch an optimiser's kernel over tensors; ``columns``: parameters, gradients, and what else has an
-    address in the table."""
-    rows: dict[tuple[DType, DType], list[tuple[Any, ...]]] = {}
-    for row in zip(*columns, weight_decays, strict=True):
-        if row[0].size:
-            rows.setdefault((row[0].dtype, row[1].dtype), []).append(row)
-    for (_, grad_type), group in rows.items():
-        for start in range(0, len(group), _STEP_TENSORS):
-            part = group[start : start + _STEP_TENSORS]
-            sizes = [row[0].size for row in part]
-            first, blocks = _pieces(sizes)
-            pointers = [[address(view) for view in column] for column in list(zip(*part, strict=True))[:-1]]
-            packed = _pack(layout, _STEP_TENSORS, (*pointers, sizes, first, [row[-1] for row in part]))
-            arguments = (*scalars, TYPE_CODES[grad_type.name], len(part), packed)
-            launch.launch(kernel("optim.cu", function, part[0][0]), blocks, _THREADS, arguments, stream)
+    """Launch an optimiser's kernel over tensors; ``columns``: as in ``_launches``."""
+    for like, count, table, blocks in _launches(layout, _STEP_TENSORS, columns, weight_decays):
+        arguments = (*scalars, TYPE_CODES[like[1].dtype.name], count, table)
+        launch.launch(kernel("optim.cu", function, like[0]), blocks, _THREADS, arguments, stream)
 
 
 def adamw_(
@@ -178,7 +165,7 @@ def scale_(
     """See ``backends.protocol``."""
     for like, count, table, blocks in _lists(xs):
         arguments = (address(factor), address(found_inf), count, table)
-        launch.launch(kernel("optim.cu", "scale", like), blocks, _THREADS, arguments, stream)
+        launch.launch(kernel("optim.cu", "scale", *like), blocks, _THREADS, arguments, stream)
 
 
 def loss_scale_(
@@ -216,17 +203,11 @@ def l2norm(xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None,
     for like, count, table, blocks in _lists(xs):
         if workspace is None:
             raise BackendError("l2norm", "workspace", None, f"{l2norm_workspace([x.size for x in xs])} bytes")
-        launch.launch(
-            kernel("optim.cu", "l2norm_parts", like),
-            blocks,
-            _THREADS,
-            (workspace.ptr + 4 * parts, count, table),
-            stream,
-        )
+        arguments = (workspace.ptr + 4 * parts, count, table)
+        launch.launch(kernel("optim.cu", "l2norm_parts", *like), blocks, _THREADS, arguments, stream)
         parts += blocks
-    launch.launch(
-        kernel("optim.cu", "l2norm_total", out), 1, _THREADS, (address(workspace), out.ptr, parts), stream
-    )
+    total = (address(workspace), out.ptr, parts)
+    launch.launch(kernel("optim.cu", "l2norm_total", out), 1, _THREADS, total, stream)
 
 
 def l2norm_workspace(sizes: Sequence[int]) -> int:
@@ -237,10 +218,5 @@ def l2norm_workspace(sizes: Sequence[int]) -> int:
 def clip_(xs: Sequence[ArrayView], norm: ArrayView, max_norm: float, stream: int) -> None:
     """See ``backends.protocol``. A NaN norm makes every element NaN, as the formula says."""
     for like, count, table, blocks in _lists(xs):
-        launch.launch(
-            kernel("optim.cu", "clip", like),
-            blocks,
-            _THREADS,
-            (norm.ptr, float(max_norm), count, table),
-            stream,
-        )
+        arguments = (norm.ptr, float(max_norm), count, table)
+        launch.launch(kernel("optim.cu", "clip", *like), blocks, _THREADS, arguments, stream)

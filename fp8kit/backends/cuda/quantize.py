@@ -11,7 +11,7 @@ import struct
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch, scales
-from fp8kit.backends.cuda._rows import address, scaling, sum_partials
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel, scaling, sum_partials
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import E4M3, E5M2, Format, float64
 
@@ -82,47 +82,19 @@ def quantize(
 ) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
-    n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
     height, width, tiles = scales.tiling(x, tile)
     fast = _fast(format, x, width, tiles) if saturate and rng is None else None
+    in_pass = amax if fast is not None and tiles == 1 else None
     if fast is not None:
-        kernel = launch.kernel("quantize.cu", "quantize_fp8", index, T=name, FORMAT=fast)
-        in_pass = amax if tiles == 1 else None
-        args = (
-            x.ptr,
-            q.ptr,
-            scale.ptr,
-            scale_inv.ptr,
-            0 if in_pass is None else in_pass.ptr,
-            n,
-            max(columns, 1),
-            height,
-            width,
-            tiles,
-        )
-        launch.launch(
-            kernel, launch.blocks(max(n, tiles, 1), _THREADS * _VECTOR, index), _THREADS, args, stream
-        )
-        if amax is not None and in_pass is None:
-            scales.amax(x, amax, tile, stream)
-        return
-    kernel = launch.kernel("quantize_any.cu", "quantize_any", index, T=name)
-    rng_ptr = 0 if rng is None else rng.ptr
-    arguments = (
-        x.ptr,
-        q.ptr,
-        scale.ptr,
-        scale_inv.ptr,
-        rng_ptr,
-        rows,
-        columns,
-        height,
-        width,
-        tiles,
-        _narrow(format, saturate),
-    )
-    launch.launch(kernel, launch.blocks(max(n, tiles, 1), _THREADS * 4, index), _THREADS, arguments, stream)
-    if amax is not None:
+        function, codes = kernel("quantize.cu", "quantize_fp8", x, FORMAT=fast), _VECTOR
+        rest: tuple[int | bytes, ...] = (address(in_pass), x.size, max(columns, 1), height, width, tiles)
+    else:
+        function, codes = kernel("quantize_any.cu", "quantize_any", x), 4
+        rest = (address(rng), rows, columns, height, width, tiles, _narrow(format, saturate))
+    grid = launch.blocks(max(x.size, tiles, 1), _THREADS * codes, x.device.index)
+    arguments = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, *rest)
+    launch.launch(function, grid, _THREADS, arguments, stream)
+    if amax is not None and in_pass is None:
         scales.amax(x, amax, tile, stream)
 
 
@@ -131,21 +103,18 @@ def dequantize(
 ) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
-    n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
     height, width, tiles = scales.tiling(x, tile)
     fast = _fast(format, x, width, tiles)
-    if not n:
+    if not x.size:
         return
     if fast is not None:
-        kernel = launch.kernel("quantize.cu", "dequantize_fp8", index, T=name, FORMAT=fast)
-        grid = launch.blocks(n, _THREADS * _DECODED, index)
-        launch.launch(
-            kernel, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, n, columns, height, width, tiles), stream
-        )
-        return
-    kernel = launch.kernel("quantize_any.cu", "dequantize_any", index, T=name)
-    arguments = (q.ptr, x.ptr, scale_inv.ptr, rows, columns, height, width, tiles, _narrow(format, True))
-    launch.launch(kernel, launch.blocks(n, _THREADS, index), _THREADS, arguments, stream)
+        function, codes = kernel("quantize.cu", "dequantize_fp8", x, FORMAT=fast), _DECODED
+        rest: tuple[int | bytes, ...] = (x.size, columns, height, width, tiles)
+    else:
+        function, codes = kernel("quantize_any.cu", "dequantize_any", x), 1
+        rest = (rows, columns, height, width, tiles, _narrow(format, True))
+    grid = launch.blocks(x.size, _THREADS * codes, x.device.index)
+    launch.launch(function, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, *rest), stream)
 
 
 def quantize_transpose(
@@ -153,14 +122,11 @@ def quantize_transpose(
 ) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
-    q, q_t, index = cast.q, cast.q_t, x.device.index
-    name = launch.type_name(x.dtype)
+    q, q_t = cast.q, cast.q_t
     padded_rows, padded_columns = q.shape if q is not None else q_t.shape[::-1]  # type: ignore[union-attr]
-    kernel = launch.kernel(
-        "quantize.cu", "quantize_transpose", index, T=name, FORMAT=_FORMAT_NAMES[cast.format.name]
-    )
-    grid = -(-padded_rows // _TILE_ROWS) * -(-padded_columns // _TILE_COLUMNS)
-    partials = workspace.ptr if dbias is not None and workspace is not None else 0
+    function = kernel("quantize.cu", "quantize_transpose", x, FORMAT=_FORMAT_NAMES[cast.format.name])
+    grid = ceil_div(padded_rows, _TILE_ROWS) * ceil_div(padded_columns, _TILE_COLUMNS)
+    partials = 0 if dbias is None else address(workspace)
     found, *known = scaling(cast)
     args = (
         x.ptr,
@@ -178,11 +144,11 @@ def quantize_transpose(
         0 if q_t is None else launch.row_stride(q_t),
         *known,
     )
-    launch.launch(kernel, max(grid, 1), _THREADS, args, stream)
+    launch.launch(function, max(grid, 1), _THREADS, args, stream)
     if dbias is not None:
-        sum_partials(partials, -(-rows // _TILE_ROWS), dbias, None, stream)
+        sum_partials(partials, ceil_div(rows, _TILE_ROWS), dbias, None, stream)
 
 
 def quantize_transpose_workspace(rows: int, columns: int) -> int:
     """See ``backends.protocol``: a float32 sum for each column of each of the blocks' row tiles."""
-    return 4 * -(-rows // _TILE_ROWS) * columns
+    return 4 * ceil_div(rows, _TILE_ROWS) * columns

@@ -173,16 +173,17 @@ class Recording:
                 held.clear()
                 return
             self._graph = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
-            weakref.finalize(self, _drop, held).atexit = False
+            weakref.finalize(self, let_go, held).atexit = False
             _graphed.add(self)
             self._kept = [step.kernel for step in self.steps if isinstance(step, _Launch)]
             self.steps, self._moved = [], []  # nobody comes back to them
 
 
-def _drop(graph: list[Any]) -> None:
-    """Destroy a graph, to which nothing but the list refers."""
+def let_go(held: list[Any]) -> None:
+    """Destroy what nothing but the list refers to: a graph last in it first, then what it works in."""
     with unsafe_calls():
-        graph.clear()
+        while held:
+            held.pop()
 
 
 @functools.cache

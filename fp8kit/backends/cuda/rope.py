@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda.sequences import grid_of
+from fp8kit.backends.cuda._rows import address, kernel, whole_warps
+from fp8kit.backends.cuda.sequences import grid_of, steps_of
 
 _THREADS = 256
 
@@ -19,9 +20,34 @@ def rope_fwd(
     qkv_format: str,
     interleaved: bool,
     stream: int,
+    back: bool = False,
 ) -> None:
-    """See ``backends.protocol``."""
-    _turn(x, freqs, y, start_positions, lengths, starts, qkv_format, interleaved, False, stream)
+    """See ``backends.protocol``. ``back``: the transposed rotation."""
+    positions, rotated = freqs.shape
+    heads, dim = x.shape[-2:]
+
+    tokens = x.shape[qkv_format.index("t" if starts is not None else "s")]
+    batches = x.shape[qkv_format.index("b")] if starts is None else starts.shape[0] - 1
+    lanes = whole_warps(max(rotated // 2, dim - rotated), _THREADS)
+    args = (
+        x.ptr,
+        freqs.ptr,
+        y.ptr,
+        *map(address, (start_positions, lengths, starts)),
+        tokens,
+        batches,
+        positions,
+        rotated,
+        heads,
+        dim,
+        *steps_of(x, qkv_format),
+        *steps_of(y, qkv_format),
+        int(interleaved),
+        int(back),
+    )
+    rows = batches * tokens if starts is None else tokens
+    block = lanes, min(heads, _THREADS // lanes)
+    launch.launch(kernel("rope.cu", "rope", x), grid_of(rows), block, args, stream)
 
 
 def rope_bwd(
@@ -36,50 +62,4 @@ def rope_bwd(
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
-    _turn(dy, freqs, dx, start_positions, lengths, starts, qkv_format, interleaved, True, stream)
-
-
-def _turn(
-    x: ArrayView,
-    freqs: ArrayView,
-    y: ArrayView,
-    start_positions: ArrayView | None,
-    lengths: ArrayView | None,
-    starts: ArrayView | None,
-    qkv_format: str,
-    interleaved: bool,
-    back: bool,
-    stream: int,
-) -> None:
-    positions, rotated = freqs.shape
-    heads, dim = x.shape[-2:]
-
-    def strides(view: ArrayView) -> tuple[int, int, int]:
-        """From token to token, batch to batch, head to head."""
-        if qkv_format == "thd":
-            return view.strides[0], 0, view.strides[1]
-        first, second, head, _ = view.strides
-        return (first, second, head) if qkv_format == "sbhd" else (second, first, head)
-
-    tokens = x.shape[qkv_format.index("t" if starts is not None else "s")]
-    batches = x.shape[qkv_format.index("b")] if starts is None else starts.shape[0] - 1
-    lanes = min(_THREADS, max(32, -(-max(rotated // 2, dim - rotated) // 32) * 32))
-    args = (
-        x.ptr,
-        freqs.ptr,
-        y.ptr,
-        *(0 if view is None else view.ptr for view in (start_positions, lengths, starts)),
-        tokens,
-        batches,
-        positions,
-        rotated,
-        heads,
-        dim,
-        *strides(x),
-        *strides(y),
-        int(interleaved),
-        int(back),
-    )
-    kernel = launch.kernel("rope.cu", "rope", y.device.index, T=launch.type_name(x.dtype))
-    rows = batches * tokens if starts is None else tokens
-    launch.launch(kernel, grid_of(rows), (lanes, min(heads, _THREADS // lanes)), args, stream)
+    rope_fwd(dy, freqs, dx, start_positions, lengths, starts, qkv_format, interleaved, stream, back=True)

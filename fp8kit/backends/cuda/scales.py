@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import ceil_div, kernel
 
 _THREADS = 256
 _CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
@@ -19,31 +20,23 @@ def tiling(x: ArrayView, tile: tuple[int, int]) -> tuple[int, int, int]:
     """Rows and columns of a tile, no larger than ``x`` (at least 1), and the number of tiles."""
     rows, columns = x.shape
     height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
-    return height, width, max(-(-rows // height) * -(-columns // width), 1)
+    return height, width, max(ceil_div(rows, height) * ceil_div(columns, width), 1)
 
 
 def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
     """See ``backends.protocol``."""
-    n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
-    if not n:
+    if not x.size:
         return
     height, width, tiles = tiling(x, tile)
     if tiles == 1:
-        kernel = launch.kernel("amax.cu", "amax_tensor", index, T=name)
-        launch.launch(
-            kernel,
-            launch.blocks(n, _THREADS * 32 // x.dtype.itemsize, index),
-            _THREADS,
-            (x.ptr, amax.ptr, n),
-            stream,
-        )
-        return
-    rows, columns = x.shape
-    chunk = max(1, _CHUNK // width)
-    warps = tiles * -(-height // chunk)
-    kernel = launch.kernel("amax.cu", "amax_tiles", index, T=name)
-    args = (x.ptr, amax.ptr, rows, columns, height, width, chunk)
-    launch.launch(kernel, launch.blocks(warps, _THREADS // 32, index), _THREADS, args, stream)
+        function, jobs, jobs_per_block = "amax_tensor", x.size, _THREADS * 32 // x.dtype.itemsize
+        sizes: tuple[int, ...] = (x.size,)
+    else:
+        chunk = max(1, _CHUNK // width)
+        function, jobs, jobs_per_block = "amax_tiles", tiles * ceil_div(height, chunk), _THREADS // 32
+        sizes = (*x.shape, height, width, chunk)
+    grid = launch.blocks(jobs, jobs_per_block, x.device.index)
+    launch.launch(kernel("amax.cu", function, x), grid, _THREADS, (x.ptr, amax.ptr, *sizes), stream)
 
 
 def scale_from_amax(

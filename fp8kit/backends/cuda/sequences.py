@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import whole_warps
 
-WORDS = {2: "u16", 4: "u32", 8: "u64", 16: "uint4"}  # bytes -> the sources' type
+_WORDS = {16: "uint4", 8: "u64", 4: "u32", 2: "u16"}  # bytes -> the sources' type
 _MOST_BLOCKS = 2**31 - 1  # of a grid's first dimension; the others take 65,535
 
 
@@ -13,6 +17,24 @@ def grid_of(rows: int) -> int:
     """Blocks for kernels in which a block does a row, and goes on to further ones where there are more rows
     than blocks."""
     return min(rows, _MOST_BLOCKS)
+
+
+def steps_of(view: ArrayView, qkv_format: str) -> tuple[int, int, int]:
+    """Elements from token to token, batch to batch (0 for thd) and head to head."""
+    if qkv_format == "thd":
+        return view.strides[0], 0, view.strides[1]
+    first, second, head, _ = view.strides
+    return (first, second, head) if qkv_format == "sbhd" else (second, first, head)
+
+
+def in_words(
+    source: str, function: str, x: ArrayView, y: ArrayView, *steps: int
+) -> tuple[launch.Kernel, int]:
+    """The kernel that moves elements in the widest words that addresses and ``steps``, in bytes, allow, and a
+    word's bytes."""
+    places = functools.reduce(operator.or_, steps, x.ptr | y.ptr)
+    word = next(size for size in _WORDS if places % size == 0)
+    return launch.kernel(source, function, y.device.index, W=_WORDS[word]), word
 
 
 def unpack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
@@ -37,11 +59,9 @@ def _move(
 ) -> None:
     """A block for each row of y, in the widest words that rows and addresses allow."""
     row = x.shape[-1] * x.dtype.itemsize
-    places = x.ptr | y.ptr | row
-    word = next(size for size in (16, 8, 4, 2) if places % size == 0)
+    kernel, word = in_words("sequences.cu", function, x, y, row)
     words = row // word
-    kernel = launch.kernel("sequences.cu", function, y.device.index, W=WORDS[word])
     batches, longest, _ = batch.shape
     grid = grid_of(batches * longest if batch is y else tokens)
     args = (x.ptr, y.ptr, lengths.ptr, starts.ptr, tokens, batches, longest, words)
-    launch.launch(kernel, grid, min(256, max(32, -(-words // 32) * 32)), args, stream)
+    launch.launch(kernel, grid, whole_warps(words), args, stream)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from fp8kit.backends import cuda
 from fp8kit.backends.cuda import launch
@@ -119,13 +119,8 @@ def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
 
     @functools.cache
     def make(device: int, defines: manifest.Defines) -> _Numba:
-        return _Numba(
-            function,
-            device,
-            kernel,
-            codes,
-            [_typestr(function, name, dict(defines)) for name in entry.pointers[function]],
-        )
+        types = [_typestr(function, name, dict(defines)) for name in entry.pointers[function]]
+        return _Numba(function, device, kernel, codes, types)
 
     return {place: make}
 
@@ -155,14 +150,15 @@ class _Flat:
         }
 
 
-class _Numba:
+class _Numba(NamedTuple):
     """A numba.cuda kernel of the parameters ``codes``; ``types``: typestr of what each points to, "" for
     numbers."""
 
-    __slots__ = ("codes", "device", "kernel", "name", "types")
-
-    def __init__(self, name: str, device: int, kernel: Any, codes: str, types: list[str]) -> None:
-        self.name, self.device, self.kernel, self.codes, self.types = name, device, kernel, codes, types
+    name: str
+    device: int
+    kernel: Any
+    codes: str
+    types: list[str]
 
     def launch(self, grid: Extent, block: Extent, args: Sequence[Any], stream: int, shared: int) -> None:
         """As ``launch.launch``."""
@@ -194,24 +190,10 @@ class _Handle:
         return 0, self.ptr
 
 
-def on_stream(device_index: int, stream: int) -> AbstractContextManager[Any]:
+@contextmanager
+def on_stream(device_index: int, stream: int) -> Iterator[None]:
     """Context manager: make a device and a raw stream of it CuPy's current ones in this thread."""
     streams = cupy().cuda.Stream
-    return _Both(
-        launch.current_device(device_index),
-        streams.from_external(_Handle(stream)) if stream else streams.null,
-    )
-
-
-class _Both(AbstractContextManager[None]):
-    def __init__(self, device: launch.current_device, stream: Any) -> None:
-        self.device = device
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self.device.__enter__()
-        self.stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.stream.__exit__(*error)
-        self.device.__exit__(*error)
+    ours = streams.from_external(_Handle(stream)) if stream else streams.null
+    with launch.current_device(device_index), ours:
+        yield

@@ -19,15 +19,16 @@ from typing import Literal, NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import attention_rules, cublaslt, launch, recorded
+from fp8kit.backends.cuda._rows import ceil_div, whole_warps
 from fp8kit.backends.cuda.attention_padding import Padding
-from fp8kit.backends.cuda.attention_problem import Problem, bhsd
+from fp8kit.backends.cuda.attention_problem import Problem, arranged, bhsd
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError
-from fp8kit.formats import DTYPES, float32
+from fp8kit.formats import DTYPES, DType, float32
 
 NAME = "unfused"
+_SCORES = ("scores", "dweights", "weights", "dscores")  # score-like arrays; the first two are float32
 _LIMIT = 256 << 20  # bytes of scores and their like
-_ALIGN = 256
 _CHUNKS = 64  # parts that the sum of a head's doffset is made of
 _MOST_BLOCKS = 65_535  # of a grid's second and third dimension
 _LAYOUTS = 1024  # kept; a training run with lengths of its own in every batch meets ever new ones
@@ -36,31 +37,18 @@ _LAYOUTS = 1024  # kept; a training run with lengths of its own in every batch m
 class Layout(NamedTuple):
     """How a problem is cut up, and where things lie in the workspace, in bytes from its start.
 
-    ``groups`` key heads and ``rows`` rows at most make a tile. ``scores`` and ``dweights`` (do v^T) are
-    float32; ``weights`` and ``dscores`` have the problem's dtype and are the same memory where that is
-    float32. ``dk``, ``dv``: float32 sums of ``groups`` heads, where more than one tile adds to a key head
-    (``summed``). ``dbias``: float32 sums of the whole bias; ``doffset``: parts of its sums. ``queries``,
-    ``keys``, ``upstream``, ``values``: a tile's copies of q, k, do and v without padding, where they are
-    needed. ``cublaslt``: the library's own workspace.
+    ``groups`` key heads and ``rows`` rows at most make a tile. ``summed``: more than one tile adds to a key
+    head. ``places``, of what there is: "scores" and "dweights" (do v^T) are float32; "weights" and "dscores"
+    have the problem's dtype and are the same memory where that is float32. "dk", "dv": float32 sums of
+    ``groups`` heads, where they are ``summed``. "dbias": float32 sums of the whole bias; "doffset": parts of
+    its sums. "queries", "keys", "upstream", "values": a tile's copies of q, k, do and v without padding,
+    where they are needed. "cublaslt": the library's own workspace; "end": bytes in all.
     """
 
     groups: int
     rows: int
     summed: bool
-    scores: int
-    weights: int
-    dweights: int
-    dscores: int
-    dk: int
-    dv: int
-    dbias: int
-    doffset: int
-    queries: int
-    keys: int
-    upstream: int
-    values: int
-    cublaslt: int
-    total: int
+    places: dict[str, int]
 
 
 @functools.lru_cache(_LAYOUTS)
@@ -72,63 +60,48 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
     rows = min(problem.rows, max(1, _LIMIT // row))
     groups = min(problem.groups, _MOST_BLOCKS, max(1, _LIMIT // (row * rows)))
     summed = backward and (problem.heads > problem.groups or rows < problem.rows)
-    elements, top = groups * rows * problem.columns, 0
+    elements, keys, head = groups * rows * problem.columns, groups * problem.columns, groups * itemsize
 
-    def place(nbytes: int) -> int:
-        nonlocal top
-        start, top = top, top + -(-nbytes // _ALIGN) * _ALIGN
-        return start
-
-    scores = place(4 * elements)
-    weights = place(narrow * elements) if narrow else scores
-    dweights = place(4 * elements) if backward else 0
-    dscores = (place(narrow * elements) if narrow else dweights) if backward else 0
-    sums = 4 * groups * problem.columns if summed else 0
-    dk, dv = place(sums * problem.dim), place(sums * problem.dim_v)
-    bias = place(0 if dbias is None else 4 * math.prod(dbias))
-    offset = place(4 * problem.heads * _CHUNKS if backward and problem.softmax_type == "learnable" else 0)
-    head = groups * itemsize if problem.cleaned else 0
-    # backward multiplies padding in v into scores only
-    values = place(0 if backward else head * problem.columns * problem.dim_v)
-    head *= backward
-    queries, keys, upstream = (
-        place(head * size)
-        for size in (rows * problem.dim, problem.columns * problem.dim, rows * problem.dim_v)
-    )
-    workspace = place(cublaslt.WORKSPACE)
-    return Layout(
-        groups,
-        rows,
-        summed,
-        scores,
-        weights,
-        dweights,
-        dscores,
-        dk,
-        dv,
-        bias,
-        offset,
-        queries,
-        keys,
-        upstream,
-        values,
-        workspace,
-        top,
-    )
+    sizes = {"scores": 4 * elements, "weights": narrow * elements}
+    if backward:
+        sizes |= {"dweights": 4 * elements, "dscores": narrow * elements}
+    if summed:
+        sizes |= {"dk": 4 * keys * problem.dim, "dv": 4 * keys * problem.dim_v}
+    if dbias is not None:
+        sizes["dbias"] = 4 * math.prod(dbias)
+    if backward and problem.softmax_type == "learnable":
+        sizes["doffset"] = 4 * problem.heads * _CHUNKS
+    if problem.cleaned and backward:  # which multiplies padding in v into scores only
+        sizes |= {"queries": head * rows * problem.dim, "keys": itemsize * keys * problem.dim}
+        sizes["upstream"] = head * rows * problem.dim_v
+    elif problem.cleaned:
+        sizes["values"] = itemsize * keys * problem.dim_v
+    places = arranged(sizes | {"cublaslt": cublaslt.WORKSPACE})
+    if not narrow:
+        places |= {"weights": places["scores"], "dscores": places.get("dweights", 0)}
+    return Layout(groups, rows, summed, places)
 
 
 def workspace(problem: Problem, backward: bool, dbias: Shape | None = None) -> int:
     """Bytes of workspace of a call."""
-    return layout(problem, backward, dbias).total
+    return layout(problem, backward, dbias).places["end"]
 
 
 class _Matrices(NamedTuple):
-    """A batch of row-major matrices: address of the first, elements from row to row and from matrix to
-    matrix."""
+    """Row-major matrices of ``rows`` x ``columns``: address of the first, elements from row to row
+    (``stride``) and from matrix to matrix (``step``)."""
 
     ptr: int
-    row: int
+    dtype: DType
+    rows: int
+    columns: int
+    stride: int
     step: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from matrix to matrix."""
+        return self.step * self.dtype.itemsize
 
 
 class _Tile(NamedTuple):
@@ -177,21 +150,12 @@ def forward(
 ) -> None:
     """``protocol.attention_fwd``."""
     call = _Call(problem, layout(problem, False), q.device.index, extras, workspace, stream)
-    cut = call.cut
-    for tile in _tiles(problem, cut):
-        weights = call.scores(cut.weights, tile)
-        call.product(
-            "nt",
-            call.queries(q, tile),
-            call.keys(k, tile),
-            call.scores(cut.scores, tile),
-            tile,
-            problem.dim,
-            narrow=False,
-        )
-        call.launch("attention_softmax", tile, (call.base + cut.scores, weights.ptr, lse.ptr))
-        values = call.clean_keys(call.keys(v, tile), cut.values, tile, problem.dim_v)
-        call.product("nn", weights, values, call.queries(o, tile), tile, problem.dim_v)
+    for tile in _tiles(problem, call.cut):
+        scores, weights = (call.scores(name, tile) for name in ("scores", "weights"))
+        call.product("nt", call.queries(q, tile), call.keys(k, tile), scores, tile)
+        call.launch("attention_softmax", tile, (scores.ptr, weights.ptr, lse.ptr))
+        values = call.without_padding("values", call.keys(v, tile), tile)
+        call.product("nn", weights, values, call.queries(o, tile), tile)
 
 
 def backward(
@@ -217,75 +181,43 @@ def backward(
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
     if dbias is not None:
         with launch.current_device(call.device):
-            clear = functools.partial(launch.runtime().memsetAsync, call.base + cut.dbias, 0, 4 * dbias.size)
+            clear = functools.partial(launch.runtime().memsetAsync, call.at("dbias"), 0, 4 * dbias.size)
             recorded.put(call.device, stream, "memset", clear)
     for tile in _tiles(problem, cut):
-        rows, keys = call.queries(q, tile), call.keys(k, tile)
-        upstream = call.queries(d_o, tile)
-        weights, dscores = call.scores(cut.weights, tile), call.scores(cut.dscores, tile)
-        call.product("nt", rows, keys, call.scores(cut.scores, tile), tile, problem.dim, narrow=False)
-        call.product(
-            "nt",
-            upstream,
-            call.keys(v, tile),
-            call.scores(cut.dweights, tile),
-            tile,
-            problem.dim_v,
-            narrow=False,
-        )
-        wide = 0 if dbias is None else call.base + cut.dweights
-        pointers = (
-            call.base + cut.scores,
-            call.base + cut.dweights,
-            weights.ptr,
-            dscores.ptr,
-            wide,
-            lse.ptr,
-            o.ptr,
-            d_o.ptr,
-        )
+        rows, keys, upstream = call.queries(q, tile), call.keys(k, tile), call.queries(d_o, tile)
+        scores, dweights, weights, dscores = (call.scores(name, tile) for name in _SCORES)
+        call.product("nt", rows, keys, scores, tile)
+        call.product("nt", upstream, call.keys(v, tile), dweights, tile)
+        wide = 0 if dbias is None else dweights.ptr
+        pointers = scores.ptr, dweights.ptr, weights.ptr, dscores.ptr, wide, lse.ptr, o.ptr, d_o.ptr
         call.launch("attention_softmax_bwd", tile, (*pointers, *strides, problem.dim_v))
         if dbias is not None:
             call.add_bias_gradient(dbias.shape, tile)
-        keys = call.clean_keys(keys, cut.keys, tile, problem.dim)
-        rows = call.clean_queries(rows, cut.queries, tile, problem.dim)
-        upstream = call.clean_queries(upstream, cut.upstream, tile, problem.dim_v)
-        call.product("nn", dscores, keys, call.queries(dq, tile), tile, problem.dim)
-        for left, right, gradient, sums, dim in (
-            (weights, upstream, dv, cut.dv, problem.dim_v),
-            (dscores, rows, dk, cut.dk, problem.dim),
-        ):
+        keys = call.without_padding("keys", keys, tile)
+        rows = call.without_padding("queries", rows, tile)
+        upstream = call.without_padding("upstream", upstream, tile)
+        call.product("nn", dscores, keys, call.queries(dq, tile), tile)
+        for name, left, right, gradient in (("dv", weights, upstream, dv), ("dk", dscores, rows, dk)):
+            to = call.keys(gradient, tile)
             if not cut.summed:
-                call.product("tn", left, right, call.keys(gradient, tile), tile, dim)
+                call.product("tn", left, right, to, tile)
                 continue
-            call.product(
-                "tn", left, right, call.sums(sums, dim), tile, dim, narrow=False, accumulate=not tile.first
-            )
+            sums = call.sums(name, to.columns)
+            call.product("tn", left, right, sums, tile, accumulate=not tile.first)
             if tile.last:
-                to = call.keys(gradient, tile)
-                call.store(sums, to.ptr, (tile.groups, problem.columns, dim), (to.step, to.row))
+                call.store(name, to.ptr, (tile.groups, to.rows, to.columns), (to.step, to.stride))
     if dbias is not None:
-        call.store(cut.dbias, dbias.ptr, (1, 1, dbias.size), (0, 0))
+        call.store("dbias", dbias.ptr, (1, 1, dbias.size), (0, 0))
     if doffset is not None and extras.softmax_offset is not None:
-        kernel = launch.kernel("attention.cu", "attention_doffset_partial", call.device, T=call.type)
-        partial = call.base + cut.doffset
-        args = (
-            extras.softmax_offset.ptr,
-            lse.ptr,
-            o.ptr,
-            d_o.ptr,
-            partial,
-            *strides,
-            problem.dim_v,
-            problem.batch,
-            problem.rows,
-        )
-        launch.launch(kernel, (problem.heads, _CHUNKS), 256, args, stream)
-        kernel = launch.kernel("attention.cu", "attention_doffset", call.device, T=call.type)
-        launch.launch(kernel, problem.heads, 32, (partial, doffset.ptr, _CHUNKS), stream)
+        partial = call.at("doffset")
+        arrays = extras.softmax_offset.ptr, lse.ptr, o.ptr, d_o.ptr, partial
+        args: tuple[int, ...] = (*arrays, *strides, problem.dim_v, problem.batch, problem.rows)
+        launch.launch(call.kernel("attention_doffset_partial"), (problem.heads, _CHUNKS), 256, args, stream)
+        args = partial, doffset.ptr, _CHUNKS
+        launch.launch(call.kernel("attention_doffset"), problem.heads, 32, args, stream)
 
 
-class _Call:
+class _Call(Padding):
     """What is the same for every tile of one call."""
 
     def __init__(
@@ -297,64 +229,61 @@ class _Call:
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        self.problem = problem
+        super().__init__(problem, device, extras, stream)
         self.cut = cut
-        if workspace is None or workspace.nbytes < cut.total:
+        if workspace is None or workspace.nbytes < cut.places["end"]:
             got = None if workspace is None else f"{workspace.nbytes} bytes"
-            raise BackendError("attention", "workspace", got, f"{cut.total} bytes")
+            raise BackendError("attention", "workspace", got, f"{cut.places['end']} bytes")
         self.base = workspace.ptr
-        self.dtype = DTYPES[problem.dtype]
-        self.type = launch.type_name(self.dtype)
-        self.device = device
-        self.stream = stream
         self.repeat = problem.heads // problem.groups
-        self.threads = min(256, max(32, -(-problem.columns // 128) * 32))  # four scores a thread, whole warps
-        self.padding = Padding(problem, device, extras, stream)
-        self.rules = self.padding.rules
+        self.threads = whole_warps(ceil_div(problem.columns, 4))  # four scores a thread
+
+    def at(self, name: str) -> int:
+        """Address of a part of the workspace."""
+        return self.base + self.cut.places[name]
+
+    def kernel(self, function: str) -> launch.Kernel:
+        """A kernel of attention.cu."""
+        return launch.kernel("attention.cu", function, self.device, T=self.type)
 
     def queries(self, view: ArrayView, tile: _Tile) -> _Matrices:
         """The tile's rows in q, o or their gradients."""
         batch, head, row, _ = bhsd(self.problem.qkv_format, view)
         start = tile.batch * batch + tile.head * head + tile.row * row
-        return _Matrices(view.ptr + start * self.dtype.itemsize, row, self.repeat * head)
+        return self._part(view, start, tile.rows, row, self.repeat * head)
 
     def keys(self, view: ArrayView, tile: _Tile) -> _Matrices:
         """The tile's key heads in k, v or their gradients."""
         batch, head, row, _ = bhsd(self.problem.qkv_format, view)
-        return _Matrices(view.ptr + (tile.batch * batch + tile.group * head) * self.dtype.itemsize, row, head)
+        return self._part(view, tile.batch * batch + tile.group * head, self.problem.columns, row, head)
 
-    def clean_queries(self, matrices: _Matrices, offset: int, tile: _Tile, dim: int) -> _Matrices:
-        """The tile's rows of q or do with 0 in padding: themselves where that is known, else a copy in the
-        workspace."""
-        return self._clean(matrices, offset, tile, True, tile.rows, dim) if self.problem.cleaned else matrices
-
-    def clean_keys(self, matrices: _Matrices, offset: int, tile: _Tile, dim: int) -> _Matrices:
-        """The same for the tile's key heads of k or v, copied once for all tiles over them."""
-        return (
-            self._clean(matrices, offset, tile, False, self.problem.columns, dim)
-            if self.problem.cleaned
-            else matrices
+    def _part(self, view: ArrayView, start: int, rows: int, stride: int, step: int) -> _Matrices:
+        return _Matrices(
+            view.ptr + start * self.dtype.itemsize, self.dtype, rows, view.shape[3], stride, step
         )
 
-    def _clean(
-        self, matrices: _Matrices, offset: int, tile: _Tile, query: bool, rows: int, dim: int
-    ) -> _Matrices:
-        copy = _Matrices(self.base + offset, dim, rows * dim)
+    def without_padding(self, name: str, matrices: _Matrices, tile: _Tile) -> _Matrices:
+        """The tile's part of an array with 0 in padding: itself where that is known, else a copy in the
+        workspace; that of key heads is made once for all tiles over them."""
+        if not self.problem.cleaned:
+            return matrices
+        rows, dim, query = matrices.rows, matrices.columns, name in ("queries", "upstream")
+        copy = matrices._replace(ptr=self.at(name), stride=dim, step=rows * dim)
         if query or tile.first:
-            strides, to = (0, matrices.step, matrices.row, 1), (0, copy.step, copy.row, 1)
-            size = (1, tile.groups, rows, dim)
-            self.padding.clean(
-                matrices.ptr, strides, copy.ptr, to, query, size, tile.batch, tile.row if query else 0
-            )
+            strides, to = ((0, one.step, one.stride, 1) for one in (matrices, copy))
+            size, row = (1, tile.groups, rows, dim), tile.row if query else 0
+            self.clean(matrices.ptr, strides, copy.ptr, to, query, size, tile.batch, row)
         return copy
 
-    def scores(self, offset: int, tile: _Tile) -> _Matrices:
+    def scores(self, name: str, tile: _Tile) -> _Matrices:
         """One of the tile's score-like arrays."""
-        return _Matrices(self.base + offset, self.problem.columns, tile.rows * self.problem.columns)
+        columns, dtype = self.problem.columns, float32 if name in _SCORES[:2] else self.dtype
+        return _Matrices(self.at(name), dtype, tile.rows, columns, columns, tile.rows * columns)
 
-    def sums(self, offset: int, dim: int) -> _Matrices:
+    def sums(self, name: str, dim: int) -> _Matrices:
         """The float32 sums of dk or dv."""
-        return _Matrices(self.base + offset, dim, self.problem.columns * dim)
+        columns = self.problem.columns
+        return _Matrices(self.at(name), float32, columns, dim, dim, columns * dim)
 
     def product(
         self,
@@ -363,67 +292,53 @@ class _Call:
         b: _Matrices,
         out: _Matrices,
         tile: _Tile,
-        dim: int,
-        narrow: bool = True,
         accumulate: bool = False,
     ) -> None:
-        """out = op(a) op(b), batched over the tile's key heads: "nt" gives scores (rows x columns) from
-        ``dim`` features, "nn" rows x dim, "tn" columns x dim. ``narrow``: out has the problem's dtype, else
-        float32."""
-        columns, itemsize = self.problem.columns, self.dtype.itemsize
-        out_type = self.dtype if narrow else float32
-        m, n, k = {
-            "nt": (tile.rows, columns, dim),
-            "nn": (tile.rows, dim, columns),
-            "tn": (columns, dim, tile.rows),
-        }[form]
-        places = a.ptr | b.ptr | out.ptr | itemsize * (a.step | b.step) | out_type.itemsize * out.step
+        """out = op(a) op(b), batched over the tile's key heads: "nt" gives scores from features, "nn"
+        features of rows, "tn" features of columns."""
+        places = a.ptr | b.ptr | out.ptr | a.nbytes | b.nbytes | out.nbytes
         key = cublaslt.MatmulKey(
-            m,
-            n,
-            k,
+            out.rows,
+            out.columns,
+            a.rows if form == "tn" else a.columns,
             form,
-            self.dtype,
-            self.dtype,
-            out_type,
-            a.row,
-            b.row,
-            out.row,
-            tile.groups,
-            a.step,
-            b.step,
-            out.step,
+            a.dtype,
+            b.dtype,
+            out.dtype,
+            a.stride,
+            b.stride,
+            out.stride,
             accumulate=accumulate,
-            alignment=16 if places % 16 == 0 else itemsize,
+            alignment=16 if places % 16 == 0 else self.dtype.itemsize,
+            batch=tile.groups,
+            a_step=a.step,
+            b_step=b.step,
+            out_step=out.step,
         )
-        plan = cublaslt.plan(key, self.device)
-        plan.run(
-            a.ptr, b.ptr, out.ptr, 0, 0, 0, self.base + self.cut.cublaslt, cublaslt.WORKSPACE, self.stream
-        )
+        plan, scratch = cublaslt.plan(key, self.device), self.at("cublaslt")
+        plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch, cublaslt.WORKSPACE, self.stream)
 
     def launch(self, function: str, tile: _Tile, args: tuple[int, ...]) -> None:
         """A score kernel on a tile, one block a row."""
-        kernel = launch.kernel("attention.cu", function, self.device, T=self.type)
-        place = (tile.batch, tile.head, self.repeat, tile.row)
-        launch.launch(
-            kernel, (tile.rows, tile.groups), self.threads, (*args, *place, self.rules), self.stream
-        )
+        place, grid = (tile.batch, tile.head, self.repeat, tile.row), (tile.rows, tile.groups)
+        launch.launch(self.kernel(function), grid, self.threads, (*args, *place, self.rules), self.stream)
 
     def add_bias_gradient(self, shape: Shape, tile: _Tile) -> None:
         """The tile's unrounded dscores added into the sums of the bias's gradient."""
         batch, head, row = attention_rules.over_scores(shape)
         columns = self.problem.columns
-        grid = (-(-columns // 256), min(tile.rows, _MOST_BLOCKS) if row else 1, tile.groups if head else 1)
+        grid = (
+            ceil_div(columns, 256),
+            min(tile.rows, _MOST_BLOCKS) if row else 1,
+            tile.groups if head else 1,
+        )
         factor = self.problem.bias_factor / self.problem.scale  # the dscores are scaled
         place = (tile.batch, tile.head, self.repeat, tile.row, tile.groups, tile.rows, columns)
-        kernel = launch.kernel("attention.cu", "attention_dbias", self.device, T=self.type)
-        args = (self.base + self.cut.dweights, self.base + self.cut.dbias, batch, head, row, factor, *place)
-        launch.launch(kernel, grid, 256, args, self.stream)
+        args = (self.at("dweights"), self.at("dbias"), batch, head, row, factor, *place)
+        launch.launch(self.kernel("attention_dbias"), grid, 256, args, self.stream)
 
-    def store(self, offset: int, to: int, shape: tuple[int, int, int], strides: tuple[int, int]) -> None:
+    def store(self, name: str, to: int, shape: tuple[int, int, int], strides: tuple[int, int]) -> None:
         """Float32 (heads, rows, features) sums rounded to address ``to``; ``strides``: from head to head and
         row to row there."""
-        kernel = launch.kernel("attention.cu", "attention_store", self.device, T=self.type)
-        launch.launch(
-            kernel, -(-math.prod(shape) // 256), 256, (self.base + offset, to, *shape, *strides), self.stream
-        )
+        grid, args = ceil_div(math.prod(shape), 256), (self.at(name), to, *shape, *strides)
+        launch.launch(self.kernel("attention_store"), grid, 256, args, self.stream)

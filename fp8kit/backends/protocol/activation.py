@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol.cast import Cast
-from fp8kit.backends.protocol.spec import kernel, workspace_of
-
-
-def _sums(kernels: Any, a: Any) -> int:
-    return int(kernels.act_bwd_workspace(*a.x.shape))
+from fp8kit.backends.protocol.spec import kernel, measured, workspace_of
 
 
 class Activations(Protocol):
@@ -33,7 +29,13 @@ class Activations(Protocol):
         row, empty where it has none. y, cast, amax as in ``norm_fwd``; neither y nor cast is given where only
         the amax is wanted."""
 
-    @kernel(writes="dx dbias cast", updates="amax", casts="dx", sums={"dbias": "dx"}, workspace=_sums)
+    @kernel(
+        writes="dx dbias cast",
+        updates="amax",
+        casts="dx",
+        sums={"dbias": "dx"},
+        workspace=measured("act_bwd_workspace", "x"),
+    )
     def act_bwd(
         self,
         dy: ArrayView,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol.spec import kernel
-
-
-def _sums(kernels: Any, a: Any) -> int:
-    return int(kernels.column_sum_workspace(*a.dy.shape))
+from fp8kit.backends.protocol.spec import kernel, measured
 
 
 class Dropouts(Protocol):
@@ -29,7 +25,7 @@ class Dropouts(Protocol):
         """y = residual + dropout(x + bias), rounded once. x, residual, y: h (M, N); bias: h (N,). p = 0 needs
         no rng. y may be x's memory."""
 
-    @kernel(writes="dx dbias", workspace=_sums)
+    @kernel(writes="dx dbias", workspace=measured("column_sum_workspace", "dy"))
     def dropout_bwd(
         self,
         dy: ArrayView,

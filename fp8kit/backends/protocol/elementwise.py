@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol.spec import kernel, workspace_of
-
-
-def _sums(kernels: Any, a: Any) -> int:
-    return int(kernels.column_sum_workspace(*a.x.shape))
+from fp8kit.backends.protocol.spec import kernel, measured, workspace_of
 
 
 class Elementwise(Protocol):
@@ -25,7 +21,7 @@ class Elementwise(Protocol):
         """out = a + b. h, equal sizes; b may have fewer elements: then a's size is a multiple of b's, and b
         repeats (leading broadcast)."""
 
-    @kernel(writes="out", sums={"out": "x"}, workspace=_sums)
+    @kernel(writes="out", sums={"out": "x"}, workspace=measured("column_sum_workspace", "x"))
     def sum_rows(self, x: ArrayView, out: ArrayView, workspace: ArrayView | None, stream: int) -> None:
         """out = column sums of x. x: h (M, N); out: h (N,). Workspace as ``column_sum_workspace``."""
 

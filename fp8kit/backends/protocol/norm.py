@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol.cast import Cast
-from fp8kit.backends.protocol.spec import kernel, workspace_of
+from fp8kit.backends.protocol.spec import kernel, measured, workspace_of
 
 Normalization = Literal["LayerNorm", "RMSNorm", "L2Normalization"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
-
-
-def _sums(kernels: Any, a: Any) -> int:
-    return int(kernels.norm_bwd_workspace(*a.x.shape))
 
 
 class Norms(Protocol):
@@ -44,7 +40,12 @@ class Norms(Protocol):
         L2Normalization: y = x / sqrt(sum of x^2 + epsilon), which is RMSNorm with epsilon / N for epsilon (so
         is rstd) and g = 1 / sqrt(N) throughout; weight, bias and mean None."""
 
-    @kernel(writes="dx dweight dbias", sums={"dbias": "dy"}, ordered=True, workspace=_sums)
+    @kernel(
+        writes="dx dweight dbias",
+        sums={"dbias": "dy"},
+        ordered=True,
+        workspace=measured("norm_bwd_workspace", "x"),
+    )
     def norm_bwd(
         self,
         dy: ArrayView,

@@ -133,6 +133,11 @@ def workspace_of(*kernels: str) -> Callable[[Function], Function]:
     return kernel(serves=kernels)
 
 
+def measured(by: str, argument: str) -> Callable[[Any, Any], int]:
+    """The ``workspace`` of a spec: what the function ``by`` says for an argument's shape."""
+    return lambda kernels, a: int(getattr(kernels, by)(*getattr(a, argument).shape))
+
+
 def map_arrays(value: Any, change: Callable[[ArrayView], Any]) -> Any:
     """An argument with every array in it replaced by ``change(array)``."""
     if isinstance(value, ArrayView):

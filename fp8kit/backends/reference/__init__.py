@@ -1,9 +1,9 @@
 """The CPU engine: NumPy, OpenBLAS and a few Numba kernels. It runs everywhere and is the truth that other
 engines are measured by.
 
-``IMPLEMENTATIONS`` has every kernel of the contract by name, from the module of its family; ``register`` puts
-them into a registry.
-Importing this package loads Numba.
+``IMPLEMENTATIONS`` has every kernel of the contract by name, from the module of its family, and for
+workspaces a function that says that none is needed; ``register`` puts them into a registry. Importing this
+package loads Numba.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ from typing import Any
 from fp8kit.backends.protocol import KERNELS, SPECS
 from fp8kit.backends.registry import Kind, OpImpl, OpRegistry
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(importlib.import_module(f"{__name__}.{SPECS[name].family}"), name) for name in KERNELS
-}
+
+def _implementation(name: str) -> Callable[..., Any]:
+    if SPECS[name].launches:
+        module = importlib.import_module(f"{__name__}.{SPECS[name].family}")
+        return getattr(module, name)  # type: ignore[no-any-return]
+
+    def no_workspace(*sizes: Any, **named: Any) -> int:
+        return 0
+
+    no_workspace.__signature__ = SPECS[name].signature  # type: ignore[attr-defined]
+    return no_workspace
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {name: _implementation(name) for name in KERNELS}
 
 
 def register(registry: OpRegistry) -> None:

@@ -25,6 +25,7 @@ Array = NDArray[Any]
 # Overflow, division by zero and NaN are values here, as on a GPU, not warnings. Decorates every kernel.
 quiet = np.errstate(all="ignore")
 
+_BITS = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32}
 # Elements of a block: with a few temporaries of 4 bytes an element it fits a 1 MiB L2 cache.
 BLOCK = 1 << 16
 # Rows added up one after the other in a column sum; blocks of rows are then added. Bounds the error by this
@@ -36,6 +37,11 @@ def f32(view: ArrayView) -> Float32:
     """The view's values as float32: its own memory where it is float32, else a widened copy."""
     values: Float32 = view.numpy().astype(np.float32, copy=False)
     return values
+
+
+def bits_of(view: ArrayView) -> Array:
+    """The elements as integers of their size: what is moved is not looked at."""
+    return view.view(_BITS[view.dtype.itemsize]).numpy()
 
 
 def result(view: ArrayView) -> Float32:

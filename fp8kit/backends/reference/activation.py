@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.backends.activation import ACTIVATIONS, known
 from fp8kit.backends.protocol import Cast
 from fp8kit.backends.reference._numpy import Array, Float32, Sink, column_sum, f32, quiet, store
 from fp8kit.backends.reference.exponential import exp32
 from fp8kit.backends.reference.threads import njit, prange
-from fp8kit.errors import BackendError
 
 _ZERO, _ONE, _THREE = np.float32(0), np.float32(1), np.float32(3)
 _GELU = 2 * math.sqrt(2 / math.pi)
@@ -55,13 +54,8 @@ _SQUARED = {"relu": False, "reglu": False, "srelu": True, "sreglu": True}
 
 
 def _curve(activation: str, params: tuple[float, ...]) -> _Smooth | None:
-    """The smooth curve of an activation, None for a power of max(u, 0). BackendError for what is not in the
-    table."""
-    row = ACTIVATIONS.get(activation)
-    if row is None:
-        raise BackendError("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-    if len(params) != len(row.params):
-        raise BackendError("activation", "params", params, f"{len(row.params)} numbers for {activation}")
+    """The smooth curve of an activation, None for a power of max(u, 0). BackendError as ``known``."""
+    known(activation, params)
     if activation == "clamped_swiglu":
         limit, alpha, offset = (np.float32(value) for value in params)
         return _Smooth(alpha, limit=limit, offset=offset)
@@ -114,11 +108,6 @@ def act_bwd(
     sink.finish(amax, cast)
     if dbias is not None:
         store(dbias, column_sum(f32(sink.view)))
-
-
-def act_bwd_workspace(rows: int, columns: int) -> int:
-    """No workspace on the CPU."""
-    return 0
 
 
 def _shift(bias: ArrayView | None, columns: int) -> Float32:

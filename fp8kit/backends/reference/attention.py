@@ -8,19 +8,24 @@ broadcasting of k and v over ``group``. A block computes only the columns that o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.backends.reference._numpy import Array, Float32, quiet, store
-from fp8kit.backends.reference.attention_rules import Scores, Sizes, blocks, place_of, seen, true_lengths
+from fp8kit.backends.reference.attention_rules import (
+    Scores,
+    Sizes,
+    blocks,
+    place_of,
+    seen_within,
+    true_lengths,
+)
 from fp8kit.backends.reference.dropout import dropout
 from fp8kit.backends.reference.exponential import exp32
 from fp8kit.backends.reference.threads import njit, prange
-from fp8kit.formats import DType
 
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # to (b, h, s, d)
 _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
@@ -58,15 +63,7 @@ def attention_fwd(
         scores.complete(p, at)
         lse_block = np.empty(p.shape[:4], np.float32)
         further = np.broadcast_to(sinks, p.shape[:4]).reshape(-1)
-        _softmax(
-            p.reshape(-1, at.width),
-            lse_block.reshape(-1),
-            further,
-            at.first,
-            at.last - at.first,
-            at.start,
-            *at.band,
-        )
+        _softmax(p.reshape(-1, at.width), lse_block.reshape(-1), further, at.place)
         sums[at.rows] = lse_block
         if random is not None:
             p *= at.factors(random, place)
@@ -125,10 +122,7 @@ def attention_bwd(
             ds.reshape(-1, at.width),
             sums[at.rows].reshape(-1),
             delta[at.rows].reshape(-1),
-            at.first,
-            at.last - at.first,
-            at.start,
-            *at.band,
+            at.place,
         )
         if factors is not None:
             p *= factors
@@ -152,21 +146,6 @@ def attention_bwd(
                 np.where(_within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)
             ).reshape(-1),
         )
-
-
-def attention_workspace(
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    dbias: Shape | None,
-    dtype: DType,
-    spec: AttentionSpec,
-    backward: bool,
-    deterministic: bool,
-    strides: Sequence[Shape],
-) -> int:
-    """No workspace on the CPU."""
-    return 0
 
 
 def _within(extras: AttentionExtras, sizes: Sizes) -> Array:
@@ -196,23 +175,11 @@ def _over_group(left: Float32, right: Float32) -> Float32:
 
 
 @njit(parallel=True, fastmath={"contract"})
-def _softmax(
-    scores: Array,
-    lse: Array,
-    sinks: Array,
-    row: Any,
-    rows: Any,
-    start: Any,
-    shift: Any,
-    left: Any,
-    right: Any,
-    columns: Any,
-) -> None:
-    """Scores (heads * rows, columns from ``start`` on) of query rows ``row`` ... become probabilities in
-    place, 0 where a row does not see a column. ``sinks``: each row's further score."""
+def _softmax(scores: Array, lse: Array, sinks: Array, place: Any) -> None:
+    """Scores (heads * rows, columns) of a block at ``place`` become probabilities, 0 where a row does not see
+    a column. ``sinks``: each row's further score."""
     for r in prange(scores.shape[0]):
-        first, last = seen(row + r % rows, shift, left, right, columns)
-        first, last = first - start, last - start
+        first, last = seen_within(r, place)
         top = sinks[r]
         for j in range(first, last):
             top = max(top, scores[r, j])
@@ -234,24 +201,11 @@ def _softmax(
 
 
 @njit(parallel=True, fastmath={"contract"})
-def _gradient(
-    scores: Array,
-    ds: Array,
-    lse: Array,
-    delta: Array,
-    row: Any,
-    rows: Any,
-    start: Any,
-    shift: Any,
-    left: Any,
-    right: Any,
-    columns: Any,
-) -> None:
+def _gradient(scores: Array, ds: Array, lse: Array, delta: Array, place: Any) -> None:
     """Scores become probabilities and ds, which holds the probabilities' gradients, the scores' gradients;
     both in place."""
     for r in prange(scores.shape[0]):
-        first, last = seen(row + r % rows, shift, left, right, columns)
-        first, last = first - start, last - start
+        first, last = seen_within(r, place)
         if lse[r] == -np.inf:
             last = first
         for j in range(first, last):

@@ -39,6 +39,15 @@ def seen(row: Any, shift: Any, left: Any, right: Any, columns: Any) -> Any:
     return first, max(first, last)
 
 
+@njit
+def seen_within(row: Any, place: Any) -> Any:
+    """``seen`` of row ``row`` of a block's scores at ``Block.place``, counted from the block's first
+    column."""
+    top, rows, start, shift, left, right, columns = place
+    first, last = seen(top + row % rows, shift, left, right, columns)
+    return first - start, last - start
+
+
 class Sizes(NamedTuple):
     """Batches, key heads, query heads of each, query and key length."""
 
@@ -80,6 +89,11 @@ class Block(NamedTuple):
         return (self.batches, slice(None), slice(None), slice(self.start, self.stop))
 
     @property
+    def place(self) -> tuple[int, ...]:
+        """Where the block's scores lie, as ``seen_within`` takes it."""
+        return (self.first, self.last - self.first, self.start, *self.band)
+
+    @property
     def width(self) -> int:
         """Columns of the block."""
         return self.stop - self.start
@@ -115,11 +129,7 @@ class Block(NamedTuple):
     def of(self, array: Array) -> Array:
         """The block's part of an array over the scores, (1 | b, 1 | h, 1 | s_q, s_kv), broadcastable with its
         scores."""
-        whole = (self.batches, slice(None), slice(self.first, self.last))
-        index = tuple(
-            slice(None) if size == 1 else at for size, at in zip(array.shape[:3], whole, strict=True)
-        )
-        part = array[(*index, slice(self.start, self.stop))]
+        part = self._part(array)
         heads = (1, 1) if part.shape[1] == 1 else (self.sizes.kv_heads, self.sizes.group)
         return part.reshape(part.shape[0], *heads, *part.shape[2:])
 
@@ -130,11 +140,14 @@ class Block(NamedTuple):
         for axis in range(3):
             if total.shape[axis] == 1:
                 values = np.add.reduce(values, axis=axis, keepdims=True)
+        part = self._part(total)
+        part += values
+
+    def _part(self, array: Array) -> Array:
+        """A view of the block's part of such an array, whole where a dimension is 1."""
         whole = (self.batches, slice(None), slice(self.first, self.last))
-        index = tuple(
-            slice(None) if size == 1 else at for size, at in zip(total.shape[:3], whole, strict=True)
-        )
-        total[(*index, slice(self.start, self.stop))] += values
+        rows = (slice(None) if n == 1 else at for n, at in zip(array.shape[:3], whole, strict=True))
+        return array[(*rows, slice(self.start, self.stop))]
 
 
 def blocks(sizes: Sizes, depth: int, extras: AttentionExtras, spec: AttentionSpec) -> Iterator[Block]:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8kit import formats
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.reference._numpy import column_sum, f32, quiet, result, store
-
-_BITS = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32}
+from fp8kit.backends.reference._numpy import bits_of, column_sum, f32, quiet, result, store
 
 
 @quiet
 def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     """``y = x`` converted to y's dtype; see ``protocol.Kernels.copy``."""
     if x.dtype is y.dtype:
-        bits = _BITS[x.dtype.itemsize]
-        np.copyto(y.view(bits).numpy(), x.view(bits).numpy())
+        np.copyto(bits_of(y), bits_of(x))
     else:
         store(y, f32(x))
 
@@ -35,11 +31,6 @@ def add(a: ArrayView, b: ArrayView, out: ArrayView, stream: int) -> None:
 def sum_rows(x: ArrayView, out: ArrayView, workspace: ArrayView | None, stream: int) -> None:
     """Column sums; see ``protocol.Kernels.sum_rows``."""
     store(out, column_sum(f32(x)))
-
-
-def column_sum_workspace(rows: int, columns: int) -> int:
-    """No workspace on the CPU."""
-    return 0
 
 
 def rng_next_(state: ArrayView, out: ArrayView, stream: int) -> None:

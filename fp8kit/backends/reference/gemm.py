@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from fp8kit import codec, formats
+from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Layout
 from fp8kit.backends.reference._numpy import Array, Float32, f32, quiet, store
 from fp8kit.backends.reference.blas import matmul
+from fp8kit.backends.reference.quantize import table32
 from fp8kit.backends.reference.threads import njit
 from fp8kit.formats import Format
 
@@ -61,16 +60,6 @@ def fp8_gemm(
     product(left, right.T, out, scale, bias, addend)
 
 
-def gemm_workspace() -> int:
-    """No workspace on the CPU."""
-    return 0
-
-
-def fp8_gemm_workspace(rows: int, columns: int) -> int:
-    """No workspace on the CPU."""
-    return 0
-
-
 def product(
     left: Float32,
     right: Float32,
@@ -95,13 +84,8 @@ def product(
 def decoded(codes: Array, format: Format) -> Float32:
     """The float32 values of a uint8 (rows, columns) matrix of codes."""
     values = np.empty(codes.shape, np.float32)
-    _look_up(np.ascontiguousarray(codes).reshape(-1), _table(format), values.reshape(-1))
+    _look_up(np.ascontiguousarray(codes).reshape(-1), table32(format), values.reshape(-1))
     return values
-
-
-@functools.cache
-def _table(format: Format) -> Float32:
-    return codec.decode(np.arange(256, dtype=np.uint8), format).astype(np.float32)
 
 
 @njit

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8kit import formats
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.reference._numpy import Array
+from fp8kit.backends.reference._numpy import Array, bits_of
 from fp8kit.backends.reference.sequences import lengths_of
-
-_BITS = {2: formats.uint16, 4: formats.uint32}
 
 
 def cache_append_(
@@ -24,7 +21,7 @@ def cache_append_(
     stream: int,
 ) -> None:
     """Each sequence's new tokens to its end; see ``protocol.Kernels.cache_append_``."""
-    source, target = _values(x), _values(cache)
+    source, target = bits_of(x), bits_of(cache)
     for batch, (count, length) in enumerate(
         zip(lengths_of(fresh).tolist(), lengths_of(totals).tolist(), strict=True)
     ):
@@ -41,17 +38,12 @@ def cache_gather(
     cache: ArrayView, y: ArrayView, pages: ArrayView, totals: ArrayView, qkv_format: str, stream: int
 ) -> None:
     """Each sequence's positions one after the other, 0 beyond; see ``protocol.Kernels.cache_gather``."""
-    source, target = _values(cache), _values(y)
+    source, target = bits_of(cache), bits_of(y)
     target[...] = 0
     for batch, length in enumerate(lengths_of(totals).tolist()):
         rows = target[:, batch] if qkv_format == "sbhd" else target[batch]
         for page, inside, at in _places(pages, batch, 0, min(length, len(rows)), source):
             rows[at] = source[page, inside]
-
-
-def _values(view: ArrayView) -> Array:
-    """The elements as integers of their size: what is moved is not looked at."""
-    return view.view(_BITS[view.dtype.itemsize]).numpy()
 
 
 def _places(

@@ -93,11 +93,6 @@ def norm_bwd(
         store(dbias, np.add.reduce(partial[1], axis=0))
 
 
-def norm_bwd_workspace(rows: int, columns: int) -> int:
-    """No workspace on the CPU."""
-    return 0
-
-
 def _centred(normalization: str) -> bool:
     if normalization not in NORMALIZATIONS:
         raise BackendError(

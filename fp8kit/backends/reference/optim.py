@@ -33,7 +33,7 @@ def adamw_(
     stream: int,
 ) -> None:
     """One AdamW step on lists of tensors; see ``protocol.Kernels.adamw_``. ``step`` counts from 1."""
-    if found_inf is not None and found_inf.numpy()[0] != 0:
+    if _is_set(found_inf):
         return
     t, rate = int(_value(step)), np.float32(_value(lr))
     first, second = np.float32(1 - beta1**t), np.float32(1 - beta2**t)
@@ -77,7 +77,7 @@ def sgd_(
     stream: int,
 ) -> None:
     """One step of SGD on lists of tensors; see ``protocol.Kernels.sgd_``. ``step`` counts from 1."""
-    if found_inf is not None and found_inf.numpy()[0] != 0:
+    if _is_set(found_inf):
         return
     rate, keep, add = np.float32(_value(lr)), np.float32(momentum), np.float32(1 - dampening)
     first = int(_value(step)) == 1
@@ -122,7 +122,7 @@ def loss_scale_(
 ) -> None:
     """Dynamic loss scaling's update; see ``protocol.Kernels.loss_scale_``."""
     value, good = scale.numpy(), good_steps.numpy()
-    if found_inf.numpy()[0] != 0:
+    if _is_set(found_inf):
         value[0] *= np.float32(backoff_factor)
         good[0] = 0
     else:
@@ -137,8 +137,13 @@ def loss_scale_(
 
 def count_(counter: ArrayView, found_inf: ArrayView | None, stream: int) -> None:
     """Count a step unless it is skipped; see ``protocol.Kernels.count_``."""
-    if found_inf is None or found_inf.numpy()[0] == 0:
+    if not _is_set(found_inf):
         counter.numpy()[0] += 1
+
+
+def _is_set(found_inf: ArrayView | None) -> bool:
+    """Whether an Inf or NaN was found, so that the step is skipped."""
+    return found_inf is not None and bool(found_inf.numpy()[0] != 0)
 
 
 def _value(number: float | ArrayView) -> Any:
@@ -161,11 +166,6 @@ def l2norm(xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None,
         for part in blocks(values.size, 1, BLOCK):
             total += float(np.add.reduce(np.multiply(values[part], values[part], dtype=np.float64)))
     out.numpy()[0] = math.sqrt(total)
-
-
-def l2norm_workspace(sizes: Sequence[int]) -> int:
-    """No workspace on the CPU."""
-    return 0
 
 
 @quiet

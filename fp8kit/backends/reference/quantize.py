@@ -23,11 +23,12 @@ Array = np.ndarray[Any, Any]
 # Rows and columns of a block of the cast to both orientations: its codes, twice, lie in the first cache.
 _ROWS, _COLUMNS = 64, 256
 _NO_CODES, _NO_SUMS = np.empty(0, np.uint8), np.empty((0, 0))
-_32, _16, _8 = np.uint64(32), np.uint64(16), np.uint64(8)
-_LOW4, _LOW2, _LOW1 = (
-    np.uint64(0x00000000FFFFFFFF),
-    np.uint64(0x0000FFFF0000FFFF),
-    np.uint64(0x00FF00FF00FF00FF),
+# Rounds of a transposition of 8 x 8 bytes: how far apart the rows are that exchange blocks, bits of a block,
+# and the mask of the low blocks.
+_SWAPS = (
+    (4, np.uint64(32), np.uint64(0x00000000FFFFFFFF)),
+    (2, np.uint64(16), np.uint64(0x0000FFFF0000FFFF)),
+    (1, np.uint64(8), np.uint64(0x00FF00FF00FF00FF)),
 )
 
 
@@ -56,43 +57,31 @@ def _decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: An
 
 
 @njit
-def _transpose8(codes: Any, turned: Any) -> None:
-    """turned = codes transposed, 8 x 8 bytes at a time in eight words.
+def _transpose8(codes: Any, transposed: Any) -> None:
+    """transposed = codes transposed, 8 x 8 bytes at a time, eight of a row in a word; ``codes`` is changed.
 
-    codes: uint64 (rows, columns / 8); turned: uint64 (columns, rows / 8). Three rounds swap the off-diagonal
-    4 x 4, 2 x 2 and 1 x 1 blocks (Warren, Hacker's Delight, 2012, 7-3). Little-endian words.
+    codes: uint64 (rows, columns / 8); transposed: uint64 (columns, rows / 8). Three rounds swap the
+    off-diagonal 4 x 4, 2 x 2 and 1 x 1 blocks (Warren, Hacker's Delight, 2012, 7-3). Little-endian words.
     """
     for i in range(codes.shape[0] // 8):
-        for j in range(codes.shape[1]):
-            a, b, c, d = codes[8 * i, j], codes[8 * i + 1, j], codes[8 * i + 2, j], codes[8 * i + 3, j]
-            e, f, g, h = codes[8 * i + 4, j], codes[8 * i + 5, j], codes[8 * i + 6, j], codes[8 * i + 7, j]
-            a, e = _swap(a, e, _32, _LOW4)
-            b, f = _swap(b, f, _32, _LOW4)
-            c, g = _swap(c, g, _32, _LOW4)
-            d, h = _swap(d, h, _32, _LOW4)
-            a, c = _swap(a, c, _16, _LOW2)
-            b, d = _swap(b, d, _16, _LOW2)
-            e, g = _swap(e, g, _16, _LOW2)
-            f, h = _swap(f, h, _16, _LOW2)
-            a, b = _swap(a, b, _8, _LOW1)
-            c, d = _swap(c, d, _8, _LOW1)
-            e, f = _swap(e, f, _8, _LOW1)
-            g, h = _swap(g, h, _8, _LOW1)
-            turned[8 * j, i], turned[8 * j + 1, i], turned[8 * j + 2, i], turned[8 * j + 3, i] = a, b, c, d
-            turned[8 * j + 4, i], turned[8 * j + 5, i], turned[8 * j + 6, i], turned[8 * j + 7, i] = (
-                e,
-                f,
-                g,
-                h,
-            )
+        rows = codes[8 * i : 8 * i + 8]
+        for distance, shift, low in _SWAPS:
+            for upper in range(8):
+                if not upper & distance:
+                    _swap(rows[upper], rows[upper + distance], shift, low)
+        for k in range(8):
+            for j in range(codes.shape[1]):
+                transposed[8 * j + k, i] = rows[k, j]
 
 
 @njit
-def _swap(upper: Any, lower: Any, shift: Any, low: Any) -> Any:
+def _swap(upper: Any, lower: Any, shift: Any, low: Any) -> None:
     """Exchange the upper row's high blocks with the lower row's low ones; ``low`` masks the low blocks,
     ``shift`` bits wide each."""
-    moved = ((upper >> shift) ^ lower) & low
-    return upper ^ (moved << shift), lower ^ moved
+    for j in range(upper.size):
+        moved = ((upper[j] >> shift) ^ lower[j]) & low
+        upper[j] ^= moved << shift
+        lower[j] ^= moved
 
 
 @njit
@@ -113,9 +102,9 @@ def _cast_block(x: Any, factor: Any, how: Any, top: Any, left: Any, q: Any, q_t:
         _copy(codes[i], memory[(top + i) * pitch + left :], columns)
     memory, pitch, rows, columns = q_t
     if memory.size:
-        turned = np.empty((_COLUMNS, _ROWS // 8), np.uint64)
-        _transpose8(codes.view(np.uint64), turned)
-        lines = turned.view(np.uint8)
+        transposed = np.empty((_COLUMNS, _ROWS // 8), np.uint64)
+        _transpose8(codes.view(np.uint64), transposed)
+        lines = transposed.view(np.uint8)
         columns = min(_ROWS, columns - top)
         for j in range(min(_COLUMNS, rows - left)):
             _copy(lines[j], memory[(left + j) * pitch + top :], columns)
@@ -130,8 +119,8 @@ def _copy(source: Any, target: Any, count: Any) -> None:
 
 @njit(parallel=True)
 def _cast_both(x: Any, scale: Any, how: Any, across: Any, q: Any, q_t: Any, most: Any, sums: Any) -> None:
-    """Codes of x * scale in both orientations, zero codes around, block by block: each is encoded, turned and
-    written while it is in cache. x: bits (M, N); scale: float32 [1]; ``across`` blocks a row; q, q_t:
+    """Codes of x * scale in both orientations, zero codes around, block by block: each is encoded, transposed
+    and written while it is in cache. x: bits (M, N); scale: float32 [1]; ``across`` blocks a row; q, q_t:
     ``_Memory``; most: uint32 [blocks], bits of their amaxes; sums: float64 (rows of blocks, N) of zeros that
     take their column sums, or empty."""
     for block in prange(most.size):
@@ -207,7 +196,8 @@ def quantize(
 
 
 @cache
-def _table32(fmt: Format) -> Array:
+def table32(fmt: Format) -> Array:
+    """The float32 value of every code."""
     return codec.table(fmt).astype(np.float32)
 
 
@@ -217,7 +207,7 @@ def dequantize(
     """See ``Kernels.dequantize``."""
     values = x.view(bits_dtype(x.dtype)).numpy()
     _decode(
-        q.numpy(), _table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), values
+        q.numpy(), table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), values
     )
 
 
@@ -264,8 +254,3 @@ def quantize_transpose(
     if dbias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             dbias.numpy()[...] = np.add.reduce(sums, axis=0).astype(dbias.dtype.numpy)
-
-
-def quantize_transpose_workspace(rows: int, columns: int) -> int:
-    """See ``Kernels.quantize_transpose_workspace``: this engine needs none."""
-    return 0

@@ -22,20 +22,7 @@ def rope_fwd(
     stream: int,
 ) -> None:
     """``y = x cos(a) + partner(x) sin(a)``; see ``protocol.Kernels.rope_fwd``."""
-    cos, sin = _turns(x, freqs, start_positions, starts, qkv_format)
-    values = x.numpy()
-    first, second = _halves(freqs.shape[1], interleaved)
-    low, high = values[..., first].astype(np.float32), values[..., second].astype(np.float32)
-    _put(
-        y,
-        values,
-        first,
-        low * cos[..., first] - high * sin[..., first],
-        second,
-        high * cos[..., second] + low * sin[..., second],
-        freqs.shape[1],
-    )
-    _clear(y, lengths, starts)
+    _rotate(x, freqs, y, start_positions, lengths, starts, qkv_format, interleaved, False)
 
 
 @quiet
@@ -51,20 +38,38 @@ def rope_bwd(
     stream: int,
 ) -> None:
     """The transposed rotation; see ``protocol.Kernels.rope_bwd``."""
-    cos, sin = _turns(dy, freqs, start_positions, starts, qkv_format)
-    values = dy.numpy()
-    first, second = _halves(freqs.shape[1], interleaved)
-    low, high = values[..., first].astype(np.float32), values[..., second].astype(np.float32)
-    _put(
-        dx,
-        values,
-        first,
-        low * cos[..., first] + high * sin[..., second],
-        second,
-        high * cos[..., second] - low * sin[..., first],
-        freqs.shape[1],
-    )
-    _clear(dx, lengths, starts)
+    _rotate(dy, freqs, dx, start_positions, lengths, starts, qkv_format, interleaved, True)
+
+
+def _rotate(
+    x: ArrayView,
+    freqs: ArrayView,
+    y: ArrayView,
+    start_positions: ArrayView | None,
+    lengths: ArrayView | None,
+    starts: ArrayView | None,
+    qkv_format: str,
+    interleaved: bool,
+    back: bool,
+) -> None:
+    """y = x rotated by its tokens' angles, or back; features beyond the rotated ones are copied, tokens of no
+    sequence 0."""
+    rotated = freqs.shape[1]
+    cos, sin = _turns(x, freqs, start_positions, starts, qkv_format)
+    source, target = x.numpy(), y.numpy()
+    first, second = _halves(rotated, interleaved)
+    low, high = source[..., first].astype(np.float32), source[..., second].astype(np.float32)
+    if back:
+        target[..., first] = low * cos[..., first] + high * sin[..., second]
+        target[..., second] = high * cos[..., second] - low * sin[..., first]
+    else:
+        target[..., first] = low * cos[..., first] - high * sin[..., first]
+        target[..., second] = high * cos[..., second] + low * sin[..., second]
+    if rotated < target.shape[-1]:
+        target[..., rotated:] = source[..., rotated:]
+    if lengths is not None and starts is not None:
+        batch, place = _places(y.shape[0], starts)
+        target[(place < 0) | (place >= lengths_of(lengths)[batch])] = 0
 
 
 def _halves(rotated: int, interleaved: bool) -> tuple[slice, slice]:
@@ -106,21 +111,3 @@ def _places(tokens: int, starts: ArrayView) -> tuple[Array, Array]:
     first, token = starts.numpy(), np.arange(tokens)
     batch = np.clip(np.searchsorted(first[:-1], token, side="right") - 1, 0, None)
     return batch, token - first[batch]
-
-
-def _clear(view: ArrayView, lengths: ArrayView | None, starts: ArrayView | None) -> None:
-    """0 in the rows of tokens of no sequence."""
-    if lengths is None or starts is None:
-        return
-    batch, place = _places(view.shape[0], starts)
-    view.numpy()[(place < 0) | (place >= lengths_of(lengths)[batch])] = 0
-
-
-def _put(
-    view: ArrayView, source: Array, first: slice, low: Float32, second: slice, high: Float32, rotated: int
-) -> None:
-    """Write the pairs, and the source's features beyond them."""
-    target = view.numpy()
-    target[..., first], target[..., second] = low, high
-    if rotated < target.shape[-1]:
-        target[..., rotated:] = source[..., rotated:]
