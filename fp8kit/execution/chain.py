@@ -15,7 +15,7 @@ from fp8kit.errors import AutogradError
 from fp8kit.execution.memory import Layout
 from fp8kit.formats import uint8
 from fp8kit.ops.registry import OPERATIONS
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -168,48 +168,35 @@ class Chain(Operation):
         backward["steps"] = Meta((max(1, *(one.backward_scratch.nbytes for one in ready)),), uint8)
         return Plan(spec, signature, kernels, forward, backward, ready)
 
-    def forward(
-        self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
-    ) -> None:
-        there = {**inputs, **scratch, **saved, **outputs}
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        there = {**ws.inputs, **ws.scratch, **ws.saved, **ws.outputs}
         for step, own, layout, _ in plan.extra:
             s = step.signature
+            inputs = {name: there[value] for name, value in step.inputs.items()}
+            outputs = {name: there[value] for name, value in step.outputs.items()}
+            saved = {name: there[step.own(name)] for name in s.saved}
             step.operation.forward(
-                own,
-                {name: there[value] for name, value in step.inputs.items()},
-                {name: there[value] for name, value in step.outputs.items()},
-                {name: saved[step.own(name)] for name in s.saved},
-                _at(layout, scratch),
-                stream,
+                own, ws._replace(inputs=inputs, outputs=outputs, saved=saved, scratch=_at(layout, ws.scratch))
             )
 
-    def backward(
-        self,
-        plan: Plan,
-        kept: Views,
-        saved: Views,
-        cotangents: Views,
-        grads: Views,
-        scratch: Views,
-        stream: int,
-    ) -> None:
-        read, between = {**kept, **saved}, {**scratch, **grads, "y": cotangents["y"]}
+    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        read = {**ws.inputs, **ws.saved}
+        between = {**ws.scratch, **ws.outputs, "y": cotangents["y"]}
         for step, own, _, layout in reversed(plan.extra):
             if not step.needs:
                 continue
             s = step.signature
             found = {name: read[step.value(name)] for name in s.kept}
-            found |= {name: kept[step.own(name)] for name in s.backward_inputs}
+            found |= {name: read[step.own(name)] for name in s.backward_inputs}
             results = (*(name for name, meta in s.outputs.items() if not meta.zero), *s.passes)
-            step.operation.backward(
-                own,
-                found,
-                {name: saved[step.own(name)] for name in s.saved},
-                {name: between.get(step.cotangents.get(name, "")) for name in results},
-                {name: between[step.gradient(name)] for name in s.grads},
-                _at(layout, scratch),
-                stream,
+            own_ws = ws._replace(
+                inputs=found,
+                outputs={name: between[step.gradient(name)] for name in s.grads},
+                saved={name: ws.saved[step.own(name)] for name in s.saved},
+                scratch=_at(layout, ws.scratch),
             )
+            incoming = {name: between.get(step.cotangents.get(name, "")) for name in results}
+            step.operation.backward(own, own_ws, incoming)
 
 
 def _at(layout: Layout, scratch: Views) -> Views:
