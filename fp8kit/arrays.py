@@ -55,6 +55,7 @@ __all__ = [
     "to",
     "to_library",
     "usable",
+    "want_writable",
     "zero_",
     "zeros",
 ]
@@ -206,7 +207,7 @@ class ArrayView:
         values without a word.
         """
         if self.device.kind != "cpu":
-            return _copied(self, CPU).numpy()
+            return duplicate(self, CPU).numpy()
         if isinstance(self.owner, np.ndarray):
             own = self.owner
             same = own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy
@@ -309,7 +310,7 @@ def zero_(view: ArrayView) -> None:
     view = as_view(view)
     if not view.contiguous:
         raise ShapeError("zero_", "view", f"strides {view.strides}", "C-contiguous")
-    _want_writable("zero_", "view", view)
+    want_writable("zero_", "view", view)
     provider(view.device).fill_zero(view, current_stream(view.device))
 
 
@@ -319,25 +320,22 @@ def copy(dst: ArrayView, src: ArrayView) -> None:
     dst, src = as_view(dst), as_view(src)
     if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
         raise ShapeError("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}")
-    _want_writable("copy", "dst", dst)
+    want_writable("copy", "dst", dst)
     where = src.device if src.device.kind != "cpu" else dst.device
     provider(where).copy(dst, src, current_stream(where))
 
 
-def _want_writable(operation: str, argument: str, view: ArrayView) -> None:
+def want_writable(operation: str, argument: str, view: ArrayView) -> None:
+    """FormatError for read-only memory."""
     if not view.writable:
         raise FormatError(operation, argument, "read-only memory", "memory that may be written")
 
 
-def duplicate(view: ArrayView) -> ArrayView:
-    """A C-contiguous copy in memory of its own, on the same device."""
-    return _copied(view, view.device)
-
-
-def _copied(view: ArrayView, where: Device) -> ArrayView:
-    copied = empty(view.shape, view.dtype, where)
-    copy(copied, contiguous(view))
-    return copied
+def duplicate(view: ArrayView, where: Device | None = None) -> ArrayView:
+    """A C-contiguous copy in memory of its own, on the same device or ``where``."""
+    own = empty(view.shape, view.dtype, view.device if where is None else where)
+    copy(own, contiguous(view))
+    return own
 
 
 def to(view: ArrayView, where: Device | str) -> ArrayView:
@@ -345,7 +343,7 @@ def to(view: ArrayView, where: Device | str) -> ArrayView:
     view = as_view(view)
     if not isinstance(where, Device):
         where = device(where)
-    return view if view.device == where else _copied(view, where)
+    return view if view.device == where else duplicate(view, where)
 
 
 def assign(dst: ArrayView, src: ArrayView) -> None:
@@ -353,7 +351,7 @@ def assign(dst: ArrayView, src: ArrayView) -> None:
     own library."""
     if dst.dtype is not src.dtype or dst.shape != src.shape or dst.device != src.device:
         raise ShapeError("assign", "dst", dst, repr(src))
-    _want_writable("assign", "dst", dst)
+    want_writable("assign", "dst", dst)
     bits = _BITS[dst.dtype.itemsize]
     native = provider(dst.device).native
     native(dst.view(bits))[...] = native(src.view(bits))

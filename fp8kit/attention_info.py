@@ -7,6 +7,7 @@ together is refused by the operation itself, so that the answer is about what wo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -83,14 +84,22 @@ KEYS: dict[str, Key] = {
     "dropout": Key("0", _dropout, "a probability in [0, 1)"),
     "layout": _choice("sbhd", FORMATS),
 }
+# of the spec -> its key
 _FIELDS = {
     "num_gqa_groups": "groups",
     "num_heads": "heads",
+    "head_dim": "head_dim",
+    "head_dim_v": "head_dim_v",
     "qkv_format": "layout",
+    "mask": "mask",
+    "dropout": "dropout",
     "window_size": "window",
     "bottom_right_diagonal": "bottom_right",
+    "bias": "bias",
     "softmax_type": "softmax",
-}  # of the spec -> its key
+    "max_seqlen_q": "sequence",
+    "max_seqlen_kv": "sequence_kv",
+}
 _SAME = {"groups": "heads", "head_dim_v": "head_dim", "sequence_kv": "sequence"}
 
 
@@ -133,34 +142,17 @@ def question(text: str = "") -> Question:
 
 def _checked(of: dict[str, Any], text: str) -> Question:
     """The question of these values, seen by the operation: ShapeError where they do not fit."""
-    spec = AttentionSpec(
-        num_heads=of["heads"],
-        head_dim=of["head_dim"],
-        num_gqa_groups=of["groups"],
-        qkv_format=of["layout"],
-        mask=of["mask"],
-        dropout=of["dropout"],
-        layout="separate",
-        head_dim_v=of["head_dim_v"],
-        window_size=of["window"],
-        bottom_right_diagonal=of["bottom_right"],
-        bias=of["bias"],
-        softmax_type=of["softmax"],
-        max_seqlen_q=of["sequence"],
-        max_seqlen_kv=of["sequence_kv"],
-    )
+    spec = AttentionSpec(**{field: of[key] for field, key in _FIELDS.items()}, layout="separate")
     batch, kind = of["batch"], formats.dtype(of["dtype"])
     rows, columns = of["sequence"], of["sequence_kv"]
 
-    def shape(length: int, heads: int, dim: int, form: str) -> Shape:
-        leading = {"sbhd": (length, batch), "bshd": (batch, length), "thd": (batch * length,)}[form]
-        return (*leading, heads, dim)
-
     def parts(form: str) -> dict[str, Shape]:
-        return {
-            part: shape(rows if part == "q" else columns, spec.heads(part), spec.features(part), form)
-            for part in LAYOUTS["separate"]
-        }
+        found = {}
+        for part in LAYOUTS["separate"]:
+            length = rows if part == "q" else columns
+            leading = {"sbhd": (length, batch), "bshd": (batch, length), "thd": (batch * length,)}[form]
+            found[part] = (*leading, spec.heads(part), spec.features(part))
+        return found
 
     metas: dict[str, Meta | None] = {name: Meta(size, kind) for name, size in parts(spec.qkv_format).items()}
     beside = {
@@ -200,11 +192,10 @@ def _implementations(device: Device) -> list[Row]:
     found: list[Row] = []
     for name, kernel in (("forward", "attention_fwd"), ("backward", "attention_bwd")):
         usable, refused = dispatch.candidates(kernel, device)
-        taken = usable[0].impl_id if usable else "no implementation"
-        why = [f"{impl.impl_id}: after it" for impl in usable[1:]] + [
-            f"{impl.impl_id}: {reason}" for impl, reason in refused if device.kind in impl.devices
-        ]
-        found.append((name, "runs" if usable else "missing", "; ".join([taken, *why])))
+        why = [usable[0].impl_id if usable else "no implementation"]
+        why += [f"{impl.impl_id}: after it" for impl in usable[1:]]
+        why += [f"{impl.impl_id}: {reason}" for impl, reason in refused if device.kind in impl.devices]
+        found.append((name, "runs" if usable else "missing", "; ".join(why)))
     return found
 
 
@@ -222,11 +213,8 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         if not usable or usable[0].engine != "cuda":
             return _implementations(device)
     try:
-        if device is None:
+        with contextlib.nullcontext() if device is None else launch.current_device(device.index):
             answer = dict(engine.explain(*asked))
-        else:
-            with launch.current_device(device.index):
-                answer = dict(engine.explain(*asked))
     except BackendError as error:
         return [("all paths", "missing", _line(str(error)))]
     rows: list[Row] = []
@@ -235,10 +223,8 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         if first == rest:  # nothing speaks against the first path
             taken = engine.FIRST if device is not None else f"{rest}; on one {engine.FIRST} would be asked"
         else:
-            taken = (
-                f"{'' if device is not None else f'{rest}; on one '}{engine.LAST}, not {engine.FIRST}: "
-                f"{_line(first)}"
-            )
+            before = "" if device is not None else f"{rest}; on one "
+            taken = f"{before}{engine.LAST}, not {engine.FIRST}: {_line(first)}"
         rows.append((direction, "missing" if device is None else "runs", taken))
     return rows
 

@@ -24,6 +24,7 @@ from fp8kit.quantization import TILES
 
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
+_QUANTISED = f"one of {', '.join(_FLOATS)}"
 _WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
 _BOTH = "a Float8Tensor on both sides: quantize the other one first, or multiply with what dequantize() gives"
 
@@ -60,9 +61,9 @@ def quantize(
     except FormatError:
         if not hasattr(x, "dtype") or str(x.dtype).removeprefix("torch.") in _FLOATS:
             raise
-        raise FormatError("quantize", "x", x.dtype, f"one of {', '.join(_FLOATS)}") from None
+        raise FormatError("quantize", "x", x.dtype, _QUANTISED) from None
     if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few
-        raise FormatError("quantize", "x", view.dtype.name, f"one of {', '.join(_FLOATS)}")
+        raise FormatError("quantize", "x", view.dtype.name, _QUANTISED)
     if not isinstance(format, Format):
         raise FormatError("quantize", "format", shown(format), _WANTED)
     saturate = flag("quantize", "saturate", saturate, FormatError)
@@ -86,9 +87,8 @@ def quantize(
     else:
         factors = _scale(scale, grid, where)
     codes = arrays.empty(view.shape, formats.uint8, where)
-    kernels.quantize(
-        rows, codes.reshape(*rows.shape), factors, scale_inv, None, format, tile, saturate, state, stream
-    )
+    results = codes.reshape(*rows.shape), factors, scale_inv, None
+    kernels.quantize(rows, *results, format, tile, saturate, state, stream)
     return Float8Tensor(arrays.to_library(codes, x), arrays.to_library(scale_inv, x), format, scaling)
 
 
@@ -113,13 +113,12 @@ class Float8Tensor:
         codes = arrays.as_view(data, "Float8Tensor", "data")
         if not isinstance(format, Format):
             raise FormatError("Float8Tensor", "format", shown(format), _WANTED)
-        if codes.dtype is not formats.uint8 and codes.dtype.format != format:
-            raise FormatError(
-                "Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}"
-            )
+        native = codes.dtype is not formats.uint8
+        if native and codes.dtype.format != format:
+            wanted = f"uint8, or the float8 dtype of {format}"
+            raise FormatError("Float8Tensor", "data", codes.dtype.name, wanted)
         if not codes.contiguous:
             raise ShapeError("Float8Tensor", "data", f"strides {codes.strides}", "C-contiguous")
-        native = codes.dtype is not formats.uint8
         self._codes = codes.view(formats.uint8)
         self._data = arrays.to_library(self._codes, data) if native else data
         self._flipped = False
@@ -132,9 +131,8 @@ class Float8Tensor:
             raise FormatError("Float8Tensor", "scale_inv", inverse.dtype.name, "float32")
         if inverse.size != math.prod(grid) or not inverse.contiguous or inverse.device != codes.device:
             got = f"{inverse.shape}, strides {inverse.strides}, on {inverse.device}"
-            raise ShapeError(
-                "Float8Tensor", "scale_inv", got, f"{grid} for {scaling!r}, C-contiguous, on {codes.device}"
-            )
+            wanted = f"{grid} for {scaling!r}, C-contiguous, on {codes.device}"
+            raise ShapeError("Float8Tensor", "scale_inv", got, wanted)
 
     @property
     def shape(self) -> Shape:
@@ -174,10 +172,7 @@ class Float8Tensor:
     def dequantize(self, dtype: Any = formats.float32) -> Any:
         """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16), in
         the data's library."""
-        kind = formats.dtype(dtype, "dequantize", "dtype")
-        if kind not in formats.HIGH_PRECISION:
-            raise FormatError("dequantize", "dtype", kind.name, "float32, bfloat16 or float16")
-        out = self._wide(kind)
+        out = self._wide(formats.dtype(dtype, "dequantize", "dtype", formats.HIGH_PRECISION))
         return arrays.to_library(out.transpose(1, 0) if self._flipped else out, self._data)
 
     def matmul(self, other: Float8Tensor, dtype: Any = None, fast_accumulate: bool = False) -> Any:
@@ -206,50 +201,27 @@ class Float8Tensor:
             raise FormatError("matmul", "formats", f"{self.format} @ {other.format}", wanted)
         blocks = any(t.scaling not in ("tensor", "row") for t in (self, other))
         if self.scaling != other.scaling and not blocks:
-            raise FormatError(
-                "matmul", "scaling", f"{self.scaling!r} @ {other.scaling!r}", "the same for both, or blocks"
-            )
+            got = f"{self.scaling!r} @ {other.scaling!r}"
+            raise FormatError("matmul", "scaling", got, "the same for both, or blocks")
         if self.scaling == "row" and not blocks and (self._flipped or not other._flipped):
-            raise FormatError(
-                "matmul", "scaling", '"row" along the contraction', "a @ b.T with a and b scaled by rows"
-            )
+            wanted = "a @ b.T with a and b scaled by rows"
+            raise FormatError("matmul", "scaling", '"row" along the contraction', wanted)
         if self.device != other.device:
             raise FormatError("matmul", "other", other.device, f"an array on {self.device}")
         where = self.device
         default = formats.float32 if where.kind == "cpu" else formats.bfloat16
-        kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype")
-        if kind not in formats.HIGH_PRECISION:
-            raise FormatError("matmul", "dtype", kind.name, "float32, bfloat16 or float16")
+        kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype", formats.HIGH_PRECISION)
         kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
-        a = self._view() if self._flipped else self._codes.rows()
-        b = other._view().transpose(1, 0)
         out = arrays.empty((*self.shape[:-1], other.shape[1]), kind, where)
         if not (out.size and self.shape[-1]):
             arrays.zero_(out)
         elif blocks:
             _block_product(self, other, out.rows(), kernels, stream)
         else:
-            a16, b16 = _padded(a, kernels, stream), _padded(b, kernels, stream)
-            scale_a, scale_b = (
-                s if self.scaling == "tensor" else _padded_scales(s, p.shape[0], kernels, stream)
-                for s, p in ((self._scale_inv, a16), (other._scale_inv, b16))
-            )
-            rows = out.rows()
+            (a, scale_a), (b, scale_b) = (t._operand(kernels, stream) for t in (self, other.T))
+            rows, how = out.rows(), (self.format, other.format, scale_a, scale_b)
             workspace = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
-            kernels.fp8_gemm(
-                a16,
-                b16,
-                rows,
-                self.format,
-                other.format,
-                scale_a,
-                scale_b,
-                None,
-                None,
-                fast_accumulate,
-                workspace,
-                stream,
-            )
+            kernels.fp8_gemm(a, b, rows, *how, None, None, fast_accumulate, workspace, stream)
         return arrays.to_library(out, self._data)
 
     def __matmul__(self, other: object) -> Any:
@@ -287,13 +259,10 @@ class Float8Tensor:
             or not (whole or isinstance(index, slice))
             or self.scaling not in ("tensor", "row")
         ):
-            got = (
-                f"{index!r} of shape {self.shape}{', transposed' if self._flipped else ''}, "
-                f"scaling {self.scaling!r}"
-            )
-            raise ShapeError(
-                "Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'
-            )
+            transposed = ", transposed" if self._flipped else ""
+            got = f"{index!r} of shape {self.shape}{transposed}, scaling {self.scaling!r}"
+            wanted = 'an index or slice of dim 0, scaling "tensor" or "row"'
+            raise ShapeError("Float8Tensor[...]", "index", got, wanted)
         count = self.shape[0]
         if isinstance(index, slice):
             start, stop, step = index.indices(count)
@@ -330,7 +299,7 @@ class Float8Tensor:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
         """The same codes and scales in memory of their own."""
-        copied = self._like(_copied(self._codes), _copied(self._scale_inv))
+        copied = self._like(arrays.duplicate(self._codes), arrays.duplicate(self._scale_inv))
         copied._flipped = self._flipped
         return copied
 
@@ -347,36 +316,38 @@ class Float8Tensor:
         rows = self._codes.rows()
         out = arrays.empty(self._codes.shape, kind, self.device)
         tile = _tiling(self.scaling, rows.shape)[0]
-        kernels = dispatch.kernels(self.device)
-        kernels.dequantize(
-            rows,
-            out.reshape(*rows.shape),
-            self._scale_inv,
-            self.format,
-            tile,
-            arrays.current_stream(self.device),
-        )
+        how = self._scale_inv, self.format, tile, arrays.current_stream(self.device)
+        dispatch.kernels(self.device).dequantize(rows, out.reshape(*rows.shape), *how)
         return out
 
     def _view(self) -> ArrayView:
         return self._codes.transpose(1, 0) if self._flipped else self._codes
 
+    def _matrix(self) -> ArrayView:
+        """The codes as a matrix, a view."""
+        return self._view() if self._flipped else self._codes.rows()
+
+    def _operand(self, kernels: Any, stream: int) -> tuple[ArrayView, ArrayView]:
+        """Codes and scale_inv as ``fp8_gemm`` takes them, scaled by the tensor or by rows: padded copies
+        where need be."""
+        matrix = self._matrix()
+        rows, columns = (-(-n // 16) * 16 for n in matrix.shape)
+        codes, scales = _within(matrix, (rows, columns), kernels, stream), self._scale_inv
+        if self.scaling == "row":
+            scales = _within(scales.reshape(scales.size, 1), (rows, 1), kernels, stream).reshape(rows)
+        return codes, scales
+
     def _like(self, codes: ArrayView, scale_inv: ArrayView) -> Float8Tensor:
         """Another tensor of the same kind over these views, shared with this one's library."""
         made = object.__new__(Float8Tensor)
         made._codes, made._scale_inv, made._flipped = codes, scale_inv, False
-        made._data = self._data if codes is self._codes else arrays.to_library(codes, self._data)
-        made.scale_inv = (
-            self.scale_inv if scale_inv is self._scale_inv else arrays.to_library(scale_inv, self.scale_inv)
-        )
+        made._data, made.scale_inv = self._data, self.scale_inv
+        if codes is not self._codes:
+            made._data = arrays.to_library(codes, self._data)
+        if scale_inv is not self._scale_inv:
+            made.scale_inv = arrays.to_library(scale_inv, self.scale_inv)
         made.format, made.scaling = self.format, self.scaling
         return made
-
-
-def _copied(view: ArrayView) -> ArrayView:
-    own = arrays.empty(view.shape, view.dtype, view.device)
-    arrays.copy(own, view)
-    return own
 
 
 def _tiling(scaling: str, shape: Shape, operation: str = "quantize") -> tuple[tuple[int, int], Shape]:
@@ -390,15 +361,13 @@ def _tiling(scaling: str, shape: Shape, operation: str = "quantize") -> tuple[tu
 def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
     choice("quantize", "rounding", rounding, ("nearest", "stochastic"), FormatError)
     if (rng is None) != (rounding == "nearest"):
-        raise FormatError(
-            "quantize", "rng", shown(rng), 'int64 (seed, offset) with "stochastic", None with "nearest"'
-        )
+        wanted = 'int64 (seed, offset) with "stochastic", None with "nearest"'
+        raise FormatError("quantize", "rng", shown(rng), wanted)
     if rng is None:
         return None
     if isinstance(rng, tuple | list):
-        rng = np.array(
-            [integer("quantize", "rng", value, 0, 2**63 - 1, FormatError) for value in rng], np.int64
-        )
+        numbers = [integer("quantize", "rng", value, 0, 2**63 - 1, FormatError) for value in rng]
+        rng = np.array(numbers, np.int64)
     state = arrays.as_view(rng, "quantize", "rng")
     if state.dtype is not formats.int64 or state.size != 2:
         raise FormatError("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)")
@@ -408,10 +377,8 @@ def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
 
 
 def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
-    if isinstance(scale, int | float | np.generic | list | tuple):
-        view = arrays.as_view(_numbers(scale))
-    else:
-        view = arrays.as_view(scale, "quantize", "scale")
+    own = isinstance(scale, int | float | np.generic | list | tuple)
+    view = arrays.as_view(_numbers(scale) if own else scale, "quantize", "scale")
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
     if view.dtype is not formats.float32:
@@ -439,51 +406,20 @@ def _numbers(scale: Any) -> np.ndarray[Any, Any]:
     raise FormatError("quantize", "scale", shown(scale), "numbers, or an array of float32")
 
 
-def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:
-    """A matrix of codes, C-contiguous, with both sizes multiples of 16: itself, or a copy with zero codes
-    around."""
-    rows, columns = (-(-n // 16) * 16 for n in codes.shape)
-    return _within(codes, (rows, columns), kernels, stream)
-
-
-def _padded_scales(scales: ArrayView, rows: int, kernels: Any, stream: int) -> ArrayView:
-    if scales.size == rows:
-        return scales.reshape(rows)
-    padded = arrays.zeros((rows,), formats.float32, scales.device)
-    kernels.copy(scales.reshape(-1), padded.slice(0, 0, scales.size), stream)
-    return padded
-
-
 def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: Any, stream: int) -> None:
     """out = a @ b where at least one is scaled by blocks; see ``Float8Tensor.matmul``."""
     if all(_along_rows(t) for t in (a, b.T)) and (a.scaling, b.scaling) != ("block_128x128",) * 2:
-        (left, left_scale, left_tile), (right, right_scale, right_tile) = (
-            _block_operand(t, kernels, stream) for t in (a, b.T)
-        )
+        codes, scales, tiles = zip(*(_block_operand(t, kernels, stream) for t in (a, b.T)), strict=True)
         workspace = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
+        pair = a.format, b.format
         try:  # a device without this product says so, and gets the other
-            kernels.block_gemm(
-                left,
-                right,
-                out,
-                a.format,
-                b.format,
-                left_scale,
-                right_scale,
-                left_tile,
-                right_tile,
-                None,
-                None,
-                workspace,
-                stream,
-            )
+            kernels.block_gemm(*codes, out, *pair, *scales, *tiles, None, None, workspace, stream)
             return
         except CannotTake as reason:
             if kernels.policy.strict:
                 raise
-            dispatch.say_once(
-                logging.WARNING, "Float8Tensor: %s; the product of the decoded operands is taken", reason
-            )
+            said = "Float8Tensor: %s; the product of the decoded operands is taken"
+            dispatch.say_once(logging.WARNING, said, reason)
     wide_a, wide_b = a._wide(formats.float32), b._wide(formats.float32)
     wide_a = wide_a if a._flipped else wide_a.rows()
     if a._flipped and b._flipped:  # no layout of gemm transposes both
@@ -505,7 +441,7 @@ def _block_operand(
     tensor: Float8Tensor, kernels: Any, stream: int
 ) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
     """(codes, scale_inv, tile) of a tensor as ``block_gemm`` takes them: padded copies where need be."""
-    codes = tensor._view() if tensor._flipped else tensor._codes.rows()
+    codes = tensor._matrix()
     tile, grid = _tiling(tensor.scaling, tensor._codes.rows().shape)
     scales = tensor._scale_inv.reshape(*grid)
     if tensor._flipped or tile[0] == 1:  # 1x128: blocks of K first; a transposed grid of squares

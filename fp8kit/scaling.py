@@ -56,24 +56,18 @@ def check_saved(state: Mapping[str, ArrayView], gemms: int) -> dict[str, list[Ar
         return {}
     sizes = {"scaling_fwd": FORWARD_SLOTS * gemms, "scaling_bwd": BACKWARD_SLOTS * gemms}
     names = {f"{name}.{field}" for name in sizes for field in FIELDS}
-    wrong = [f"missing: {n}" for n in sorted(names - set(state))] + [
-        f"unexpected: {n}" for n in sorted(set(state) - names)
-    ]
+    wrong = [f"missing: {n}" for n in sorted(names - set(state))]
+    wrong += [f"unexpected: {n}" for n in sorted(set(state) - names)]
     if wrong:
         raise CheckpointError("; ".join(wrong))
     for name, slots in sizes.items():
         for field in FIELDS:
             part, history = state[f"{name}.{field}"], field == "amax_history"
-            fits = (
-                part.ndim == 2 and part.shape[0] > 0 and part.shape[1] == slots
-                if history
-                else part.shape == (slots,)
-            )
+            fits = part.ndim == 1 + history and part.shape[-1] == slots and not (history and not part.size)
             if not fits or part.dtype is not float32:
                 wanted = f"(steps, {slots})" if history else f"({slots},)"
-                raise CheckpointError(
-                    f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}"
-                )
+                got = f"{part.dtype.name} {part.shape}"
+                raise CheckpointError(f"{name}.{field}: got {got}, expected float32 {wanted}")
             _check_numbers(f"{name}.{field}", field, part.numpy())
     return {name: [state[f"{name}.{field}"] for field in FIELDS] for name in sizes}
 
@@ -83,22 +77,15 @@ def _check_numbers(name: str, field: str, values: HostArray) -> None:
     if field == "amax_history":
         fits, wanted = values >= 0, "amaxes, 0 or more"
     else:
-        with np.errstate(divide="ignore", over="ignore"):
-            fits = (
-                (values > 0)
-                & np.isfinite(values)
-                & ((field == "scale_inv") | np.isfinite(np.float32(1) / values))
-            )
-        wanted = (
-            "finite numbers above 0"
-            if field == "scale_inv"
-            else "finite numbers above 0, and their inverses too"
-        )
+        fits, wanted = (values > 0) & np.isfinite(values), "finite numbers above 0"
+        if field == "scale":
+            wanted += ", and their inverses too"
+            with np.errstate(divide="ignore", over="ignore"):
+                fits &= np.isfinite(np.float32(1) / values)
     if not fits.all():
         at = tuple(map(int, np.argwhere(~fits)[0]))
-        raise CheckpointError(
-            f"{name}: got {values[at]} at {at if len(at) > 1 else at[0]}, expected {wanted}"
-        )
+        where = at if len(at) > 1 else at[0]
+        raise CheckpointError(f"{name}: got {values[at]} at {where}, expected {wanted}")
 
 
 class ScalingState:
@@ -114,14 +101,11 @@ class ScalingState:
     def __init__(self, slots: int, history_len: int, device: Device) -> None:
         self.slots = slots
         self.device = device
-        ones = np.ones(slots, np.float32)
-        self.views: dict[str, ArrayView] = {}
-        self._take(
-            _put(ones, device), _put(ones, device), arrays.zeros((history_len, slots), float32, device)
-        )
+        scale, scale_inv = (_put(np.ones(slots, np.float32), device) for _ in range(2))
+        self._take(scale, scale_inv, arrays.zeros((history_len, slots), float32, device))
 
     def _take(self, scale: ArrayView, scale_inv: ArrayView, history: ArrayView) -> None:
-        self.views = dict(zip(FIELDS, (scale, scale_inv, history), strict=True))
+        self.views: dict[str, ArrayView] = dict(zip(FIELDS, (scale, scale_inv, history), strict=True))
         flat = history.reshape(history.size)
         self.scales = tuple(scale.slice(0, i, 1) for i in range(self.slots))
         self.amaxes = tuple(flat.slice(0, i, 1) for i in range(self.slots))
@@ -146,17 +130,20 @@ class ScalingState:
     @property
     def scale(self) -> Any:
         """float32 (slots,): multiplies before the cast."""
-        return arrays.provider(self.device).native(self.views["scale"])
+        return self._native("scale")
 
     @property
     def scale_inv(self) -> Any:
         """float32 (slots,): 1 / scale."""
-        return arrays.provider(self.device).native(self.views["scale_inv"])
+        return self._native("scale_inv")
 
     @property
     def amax_history(self) -> Any:
         """float32 (history_len, slots)."""
-        return arrays.provider(self.device).native(self.views["amax_history"])
+        return self._native("amax_history")
+
+    def _native(self, field: str) -> Any:
+        return arrays.provider(self.device).native(self.views[field])
 
     def resize(self, history_len: int) -> None:
         """Another history length: the first rows are kept, or zero rows added at the end (Transformer
@@ -224,14 +211,9 @@ def update(
         if recorded is None:
             _update_delayed(*call)
         else:
-            places = [
-                (scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there
-            ]
-            recorded.run(
-                ("update_delayed_", on, fp8_max, history.margin, history.most_recent, *places),
-                _update_delayed,
-                *call,
-            )
+            places = [(scale.ptr, inverse.ptr, rows.ptr, rows.shape) for scale, inverse, rows in there]
+            key = ("update_delayed_", on, fp8_max, history.margin, history.most_recent, *places)
+            recorded.run(key, _update_delayed, *call)
 
 
 def _update_delayed(
@@ -250,9 +232,7 @@ def _update_delayed(
 def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
     """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were
     not used."""
-    history, scale, scale_inv = (
-        state.views[f].numpy().copy() for f in ("amax_history", "scale", "scale_inv")
-    )
+    scale, scale_inv, history = (state.views[field].numpy().copy() for field in FIELDS)
     algo, used = rule.amax_algo, history[0] != 0
     if callable(algo):
         amax = _answer(rule, "amax_compute_algo", algo(history.copy()), scale.shape)
@@ -260,19 +240,16 @@ def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> 
         amax = history[0].copy() if rule.most_recent else np.fmax.reduce(history, 0)
     if rule.scale_algo is not None:
         answer = rule.scale_algo(amax.copy(), scale.copy(), fp8_max, rule.recipe)
-        new = _scales(
-            rule, _answer(rule, "scaling_factor_compute_algo", answer, scale.shape), amax, scale, used
-        )
+        made = _answer(rule, "scaling_factor_compute_algo", answer, scale.shape)
+        new = _scales(rule, made, amax, scale, used)
     else:
         new = default_scale(amax, scale, fp8_max, rule.margin)
     scale[used] = new[used]
     scale_inv[used] = np.float32(1) / scale[used]
-    rolled = np.roll(history, -1, 0)
+    rolled = np.roll(history, -1, 0)  # row 0 becomes the last
     rolled[0] = 0
-    if len(history) > 1:
-        rolled[-1] = history[0]
     history[:, used] = rolled[:, used]
-    return {"amax_history": history, "scale": scale, "scale_inv": scale_inv}
+    return dict(zip(FIELDS, (scale, scale_inv, history), strict=True))
 
 
 def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int) -> HostArray:

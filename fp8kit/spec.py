@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Views = Mapping[str, Any]  # ArrayViews by name, or None
 Metas = Mapping[str, "Meta | None"]
+Needs = frozenset[str]  # names of the inputs whose gradient is wanted
+Shapes = Mapping[str, Shape]  # by name
+Partitions = tuple["Partition", ...]
 
 
 class Meta(NamedTuple):
@@ -107,6 +110,7 @@ class Operation:
     * ``streams``: the operation reads a large buffer by its name where it first needs it, holds it in no
       variable, and calls ``buffers.free`` when it has finished with it, so that each can be allocated late
       and freed early.
+    * ``results``: names of what forward returns, where they are the same for every spec.
     * ``mutates``: inputs that forward writes into. Such an operation has no gradient, and no form in JAX.
     * ``parameters``: how the names of inputs that are a layer's parameters end, the number of a segment
       aside.
@@ -115,13 +119,14 @@ class Operation:
 
     name: ClassVar[str]
     streams: ClassVar[bool] = False
+    results: ClassVar[tuple[str, ...]] = ("y",)
     mutates: ClassVar[tuple[str, ...]] = ()
     parameters: ClassVar[tuple[str, ...]] = ()
     arguments: ClassVar[Mapping[str, str]] = {}
 
     def outputs(self, spec: Any) -> tuple[str, ...]:
         """Names of what forward returns, amaxes left out, inputs that pass through last."""
-        return ("y",)
+        return self.results
 
     def is_parameter(self, name: str) -> bool:
         """Whether an input is a layer's parameter, which has the dtype and the device of the input "x"."""
@@ -144,14 +149,15 @@ class Operation:
         backward; () where rows meet: they share a scale, or are summed."""
         return ()
 
-    def partitions(self, spec: Any, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+    def partitions(self, spec: Any, metas: Metas, views: Shapes) -> Partitions:
         """The ways to split a call into equal parts, those that cost no sum over the parts first. ``views``:
         shapes of arrays that the frontend has with more dimensions than the operation (a kernel (K, 3, N) as
         (K, 3 N)), by name."""
         return ()
 
     def part(self, spec: Any, partition: Partition, count: int) -> Any:
-        """The spec of one of ``count`` parts; None where a number does not divide."""
+        """The spec of one of ``count`` parts by features or heads; None where a number does not divide. Rows
+        leave the spec as it is."""
         return spec
 
     def place(self, spec: Any, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
@@ -171,11 +177,11 @@ class Operation:
 
     # --- what it does ---------------------------------------------------------------------------------------
 
-    def infer(self, spec: Any, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: Any, metas: Metas, needs: Needs) -> Signature:
         """Shapes, dtypes and the saved list; ShapeError or FormatError for wrong input. Touches no data."""
         raise NotImplementedError
 
-    def plan(self, spec: Any, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: Any, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         """The plan for these shapes; ``kernels`` comes from ``dispatch.kernels(device)``. Here: without
         temporaries."""
         return Plan(spec, self.infer(spec, metas, needs), kernels)

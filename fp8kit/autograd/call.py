@@ -172,9 +172,9 @@ def apply(
     watcher = tape.watcher()
     where = None if watcher is None else watcher.forward(operation.name, inputs, results)
     if needs:
-        call = _Call(op, inputs, views, outputs, saved, results, given, backward_inputs, owner)
-        call.where = where
-        call.record(results, finish)
+        call = _Call(op, inputs, views, saved, results, given, backward_inputs, owner, where)
+        own = [results[n] for n, floating in zip(op.results, op.floating, strict=True) if floating]
+        on_tape(Node(operation.name, len(own), call.edges, call.backward, finish), own)
     for name, view in amaxes.items():
         if name not in given:
             results[name] = Tensor(view)
@@ -189,28 +189,23 @@ class _Call:
         op: NativeOp,
         inputs: Inputs,
         views: Mapping[str, ArrayView],
-        outputs: list[ArrayView],
         saved: list[Any],
         results: Mapping[str, Tensor],
         given: Mapping[str, ArrayView],
         backward_inputs: Mapping[str, ArrayView],
         owner: object,
+        where: object,
     ) -> None:
         self.op, self.saved, self.saved_count, self.given = op, saved, len(saved), given
-        own = list(views.values())
-        self.kept = [outputs[i] if is_output else own[i] for i, is_output in op.kept.values()]
+        kept = op.kept.items()
+        self.kept = [results[n].view if source.is_output else views[n] for n, source in kept]
         self.backward_inputs = [backward_inputs[name] for name in op.backward_inputs]
         name = op.operation.name
         held = [(n, inputs.get(n)) for n in op.kept]
         self.checks = [unchanged(name, n, value, owner) for n, value in held if isinstance(value, Tensor)]
         self.checks += [unchanged(name, n, results[n]) for n in op.kept if n in results]
         self.edges = [inputs[n].edge() for n in op.needs]  # type: ignore[union-attr]
-        self.watcher, self.where = tape.watcher(), None
-
-    def record(self, results: Mapping[str, Tensor], finish: Finish | None) -> None:
-        """Make the call the source of its results on the tape."""
-        own = [results[n] for n, floating in zip(self.op.results, self.op.floating, strict=True) if floating]
-        on_tape(Node(self.op.operation.name, len(own), self.edges, self.backward, finish), own)
+        self.watcher, self.where = tape.watcher(), where
 
     def backward(self, cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
         """The gradients of the inputs that want one."""

@@ -157,8 +157,7 @@ class Tensor:
         use ``no_grad``. ShapeError or FormatError where the values do not fit, FormatError where the tensor's
         memory is read-only.
         """
-        if not self.view.writable:
-            raise FormatError("copy_", "tensor", "read-only memory", "memory that may be written")
+        arrays.want_writable("copy_", "tensor", self.view)
         view = arrays.as_view(source, "copy_", "source")
         if tape.is_grad_enabled() and (self.requires_grad or _requires_grad(source)):
             raise AutogradError(
@@ -342,6 +341,7 @@ class Tensor:
 
 
 _ADD = AddSpec()
+fresh = arrays.duplicate
 
 
 def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
@@ -361,11 +361,6 @@ def owned(edge: Edge | None, view: ArrayView | None) -> ArrayView | None:
     if view is None or edge is None or isinstance(edge.target, Node):
         return view
     return fresh(view)
-
-
-def fresh(view: ArrayView) -> ArrayView:
-    """A C-contiguous copy in memory of its own."""
-    return arrays.duplicate(view)
 
 
 def like(other: Any, answer: Any, operation: str, argument: str) -> ArrayView:
@@ -431,7 +426,7 @@ def record(name: str, inputs: list[Tensor], output: ArrayView, backward: Any) ->
 def on_tape(node: Node, results: Sequence[Tensor]) -> None:
     """Make a node the source of those of its results that can have a gradient."""
     for index, result in enumerate(results):
-        if result.dtype.floating:
+        if result.view.dtype.floating:
             result._edge, result.requires_grad = Edge(node, index), True
 
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
-from fp8kit.arguments import choice, shown
-from fp8kit.arrays import Shape
+from fp8kit.arguments import choice, number, shown
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import (
+    Meta,
+    Metas,
+    Needs,
+    Operation,
+    Partitions,
+    Plan,
+    Shapes,
+    Signature,
+    Views,
+    WorkingSet,
+    workspace,
+)
 
 
 def activation_numbers(
@@ -35,10 +47,9 @@ def activation_numbers(
         wanted = f"names out of {', '.join(row.params)}" if row.params else f"none for {activation}"
         raise FormatError(operation, "activation_params", ", ".join(map(repr, unknown)), wanted)
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-            raise FormatError(operation, f"activation_params[{name!r}]", repr(value), "a finite number")
-        if name == "limit" and value <= 0:
-            raise FormatError(operation, "activation_params['limit']", value, "a positive number")
+        least, above = (0.0, 0.0) if name == "limit" else (-math.inf, None)
+        argument = f"activation_params[{name!r}]"
+        number(operation, argument, value, kind=FormatError, least=least, above=above)
     return tuple(float(given.get(name, default)) for name, default in row.params.items())
 
 
@@ -74,25 +85,21 @@ class Activation(Operation):
     or None. Outputs y h (..., F); with ``spec.amax`` amax float32 [1]. Gradients of x and bias0, and with
     ``spec.amax`` amax."""
 
-    name: ClassVar[str] = "activation"
+    name = "activation"
 
     def independent_rows(self, spec: ActivationSpec, saved: Collection[str]) -> tuple[str, ...]:
         return () if spec.amax else ("x",)
 
-    def partitions(
-        self, spec: ActivationSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: ActivationSpec, metas: Metas, views: Shapes) -> Partitions:
         found = split.rows(metas, views, "x")
         if ACTIVATIONS[spec.activation].parts > 1 and "x" not in views:  # the two halves lie in one dimension
             return found
         return (*found, Partition("inner", (("x", -1, -1), ("bias0", -1, -1))))
 
     def part(self, spec: ActivationSpec, partition: Partition, count: int) -> Any:
-        if partition.kind == "rows":
-            return spec
         return None if spec.features % count else replace(spec, features=spec.features // count)
 
-    def infer(self, spec: ActivationSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: ActivationSpec, metas: Metas, needs: Needs) -> Signature:
         x = want_rows(self.name, "x", metas, spec.features)
         amax = {"amax": Meta((1,), float32, zero=True)} if spec.amax else {}
         grads = {"x": x} | amax if "x" in needs else {}
@@ -104,7 +111,7 @@ class Activation(Operation):
         kept = ("x", *(("bias0",) if biased else ())) if grads else ()
         return Signature({"y": y} | amax, {}, kept, grads)
 
-    def plan(self, spec: ActivationSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: ActivationSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         x = want_rows(self.name, "x", metas, spec.features)
         space = workspace(kernels.act_bwd_workspace(row_count(x), spec.features))
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape
@@ -34,7 +34,19 @@ from fp8kit.ops.attention_views import (
 )
 from fp8kit.ops.partition import Partition, Place
 from fp8kit.ops.values import check_lengths
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import (
+    Meta,
+    Metas,
+    Needs,
+    Operation,
+    Partitions,
+    Plan,
+    Shapes,
+    Signature,
+    Views,
+    WorkingSet,
+    workspace,
+)
 
 __all__ = ["FORMATS", "LAYOUTS", "MASKS", "Attention", "AttentionSpec", "attention"]
 
@@ -67,15 +79,11 @@ class Attention(Operation):
     ArgumentError for running sums on the CPU that are none (``ops.values``).
     """
 
-    name: ClassVar[str] = "attention"
+    name = "attention"
+    results = ("o",)
     arguments = ARGUMENTS
 
-    def outputs(self, spec: Any) -> tuple[str, ...]:
-        return ("o",)
-
-    def partitions(
-        self, spec: AttentionSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: AttentionSpec, metas: Metas, views: Shapes) -> Partitions:
         """By batches and by heads; sequences are not split."""
         if spec.packed:
             return ()
@@ -98,8 +106,6 @@ class Attention(Operation):
         return (found,)
 
     def part(self, spec: AttentionSpec, partition: Partition, count: int) -> Any:
-        if partition.kind == "rows":
-            return spec
         if spec.num_heads % count or spec.num_gqa_groups % count:
             return None
         return replace(spec, num_heads=spec.num_heads // count, num_gqa_groups=spec.num_gqa_groups // count)
@@ -115,7 +121,7 @@ class Attention(Operation):
         numbers = (*first, count * spec.num_heads)
         return Place(replace(spec, placed=True), "dropout_place", Meta((3,), formats.int32), numbers)
 
-    def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> Signature:
         check(spec)
         layout = LAYOUTS[spec.layout]
         kind = check_inputs(spec, metas)
@@ -131,7 +137,7 @@ class Attention(Operation):
         saved = {"lse": Meta(lse_shape(dense), formats.float32)}
         return Signature(outputs, saved, (*layout, "o", *extras), grads)
 
-    def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: AttentionSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
         dense, (o, kind, _) = dense_of(spec, metas), signature.outputs["o"]
         if not attends(spec, metas):

@@ -9,7 +9,7 @@ from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, batch_of, check_starts, length_of
-from fp8kit.ops.attention_views import Dense, lse_shape, meta_of, side_of
+from fp8kit.ops.attention_views import Dense, lse_shape, meta_of, side_of, want_features
 from fp8kit.spec import Metas
 
 
@@ -29,11 +29,7 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
         wanted: list[Shape] = [(spec.width(parts),)]
         if len(parts) == 1:
             wanted.append((spec.heads(parts), spec.features(parts)))
-        if len(shape) < dims + 1 or shape[dims:] not in wanted:
-            letters = {"s": "sequence", "b": "batch", "t": "tokens"}
-            leading = ", ".join(letters[letter] for letter in spec.qkv_format[:dims])
-            forms = " or ".join(f"({leading}, {', '.join(map(str, last))})" for last in wanted)
-            raise ShapeError("attention", name, f"shape {shape}", forms)
+        want_features("attention", name, shape, spec.qkv_format, wanted)
         _, seen = rows.setdefault(side_of(name), (name, shape[:dims]))
         if shape[:dims] != seen:
             raise ShapeError("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v")

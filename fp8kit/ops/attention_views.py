@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
@@ -47,6 +48,18 @@ def meta_of(metas: Metas, name: str, operation: str = "attention") -> Meta:
     if meta is None:
         raise ShapeError(operation, name, None, "an array")
     return meta
+
+
+def want_features(
+    operation: str, name: str, shape: Shape, qkv_format: str, forms: Sequence[Shape], more: str = ""
+) -> None:
+    """ShapeError unless the dimensions after those of ``qkv_format`` are one of ``forms``, and not 0."""
+    dims = len(qkv_format) - 2
+    if len(shape) < dims + 1 or shape[dims:] not in forms or 0 in shape[dims:]:
+        letters = {"s": "sequence", "b": "batch", "t": "tokens"}
+        leading = ", ".join(letters[letter] for letter in qkv_format[:dims])
+        wanted = " or ".join(f"({leading}, {', '.join(map(str, last))})" for last in forms)
+        raise ShapeError(operation, name, f"shape {shape}", f"{wanted}{more}")
 
 
 def attends(spec: AttentionSpec, metas: Metas) -> bool:

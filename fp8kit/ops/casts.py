@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import Shape
@@ -15,12 +15,12 @@ from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition, SharedAmaxes
 from fp8kit.ops.product import want
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, WorkingSet
 
 FLT_MAX = formats.float32.max
 
 
-def no_gradient(operation: str, needs: frozenset[str]) -> None:
+def no_gradient(operation: str, needs: Needs) -> None:
     """AutogradError where a gradient is wanted: rounding has none but by convention."""
     if needs:
         raise AutogradError(
@@ -78,11 +78,10 @@ class Quantize(Operation):
     """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) or amax_in float32 (1,), by
     ``spec.source``; rng int64 (2,) where stochastic. Outputs: q uint8 like x, scale_inv float32 (tiles,)."""
 
-    name: ClassVar[str] = "quantize"
+    name = "quantize"
+    results = ("q", "scale_inv")
 
-    def partitions(
-        self, spec: QuantizeSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: QuantizeSpec, metas: Metas, views: Shapes) -> Partitions:
         """Not where bits are drawn, which know their place in the array."""
         return () if spec.stochastic else by_rows("x", spec.tile, metas, views)
 
@@ -97,10 +96,7 @@ class Quantize(Operation):
             raise FormatError(self.name, "x", x.dtype.name, "float32, bfloat16 or float16")
         return x, grid(x.shape, spec.tile)
 
-    def outputs(self, spec: Any) -> tuple[str, ...]:
-        return ("q", "scale_inv")
-
-    def infer(self, spec: QuantizeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: QuantizeSpec, metas: Metas, needs: Needs) -> Signature:
         no_gradient(self.name, needs)
         x, tiles = self._checked(spec, metas)
         if spec.source != "current":
@@ -109,7 +105,7 @@ class Quantize(Operation):
             want(self.name, "rng", metas, (2,), formats.int64)
         return Signature({"q": Meta(x.shape, uint8), "scale_inv": Meta(tiles, float32)})
 
-    def plan(self, spec: QuantizeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: QuantizeSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         x, tiles = self._checked(spec, metas)
         scratch = {} if spec.source == "scale" else {"scale": Meta(tiles, float32)}
         tile = whole(x.shape, spec.tile)
@@ -143,17 +139,13 @@ class DequantizeSpec:
 class Dequantize(Operation):
     """x = decode(q) * scale_inv. Inputs: q uint8 (..., N), scale_inv float32 (tiles,). Output: x h like q."""
 
-    name: ClassVar[str] = "dequantize"
+    name = "dequantize"
+    results = ("x",)
 
-    def outputs(self, spec: Any) -> tuple[str, ...]:
-        return ("x",)
-
-    def partitions(
-        self, spec: DequantizeSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: DequantizeSpec, metas: Metas, views: Shapes) -> Partitions:
         return by_rows("q", spec.tile, metas, views)
 
-    def infer(self, spec: DequantizeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: DequantizeSpec, metas: Metas, needs: Needs) -> Signature:
         no_gradient(self.name, needs)
         q = meta_of(self.name, "q", metas)
         want(self.name, "q", metas, q.shape, uint8)

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 from fp8kit import formats
 from fp8kit.arguments import choice, integer, number
-from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32
 from fp8kit.ops import partition as split
-from fp8kit.ops.partition import Mean, Partition
+from fp8kit.ops.partition import Mean
 from fp8kit.ops.product import row_count, want_rows
 from fp8kit.ops.values import check_indices
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,14 @@ class CrossEntropy(Operation):
     ArgumentError of ``forward`` on the CPU; on a GPU, where nobody looks, its row's loss is NaN."""
 
     name = "cross_entropy"
+    results = ("loss",)
     arguments: ClassVar[Mapping[str, str]] = {"logits": "inp", "targets": "target"}
 
-    def outputs(self, spec: Any) -> tuple[str, ...]:
-        return ("loss",)
-
-    def partitions(
-        self, spec: CrossEntropySpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: CrossEntropySpec, metas: Metas, views: Shapes) -> Partitions:
         mean = Mean("loss", replace(spec, reduction="none"), "targets", spec.ignore_index, "total")
         return split.rows(metas, views, "logits", "targets", mean=mean if spec.reduction == "mean" else None)
 
-    def infer(self, spec: CrossEntropySpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: CrossEntropySpec, metas: Metas, needs: Needs) -> Signature:
         logits = want_rows(self.name, "logits", metas, spec.classes)
         targets = metas.get("targets")
         if (
@@ -70,7 +65,7 @@ class CrossEntropy(Operation):
         grads = {"logits": logits} if "logits" in needs else {}
         return Signature({"loss": loss}, saved, ("logits", "targets"), grads)
 
-    def plan(self, spec: CrossEntropySpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: CrossEntropySpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
         scratch = {"rows": signature.saved["lse"]} if spec.reduction == "mean" else {}
         return Plan(spec, signature, kernels, scratch)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import int32
 from fp8kit.ops import partition as split
 from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts
-from fp8kit.ops.partition import Partition, Place
+from fp8kit.ops.partition import Place
 from fp8kit.ops.product import want, want_rows
 from fp8kit.ops.values import check_sequences
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ class DropPath(Operation):
 
     name = "drop_path"
 
-    def partitions(
-        self, spec: DropPathSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: DropPathSpec, metas: Metas, views: Shapes) -> Partitions:
         return split.rows(metas, views, "x", "residual") if spec.format == "bshd" else ()
 
     def place(self, spec: DropPathSpec, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
@@ -71,13 +69,13 @@ class DropPath(Operation):
             return x, 1, check_starts(self.name, "starts", starts.shape, x.shape[0])
         return x, x.shape[1] if spec.format == "bshd" else 1, batch_of(spec.format, x.shape)
 
-    def infer(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: DropPathSpec, metas: Metas, needs: Needs) -> Signature:
         x = self._check(spec, metas)[0]
         kept = ("rng", "starts") if spec.format == "thd" else ("rng",)
         passes = {"residual": "y"} if "residual" in needs else {}
         return Signature({"y": x}, {}, kept, {"x": x} if "x" in needs else {}, {}, passes)
 
-    def plan(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str], kernels: object) -> Plan:
+    def plan(self, spec: DropPathSpec, metas: Metas, needs: Needs, kernels: object) -> Plan:
         _, inner, count = self._check(spec, metas)
         return Plan(spec, self.infer(spec, metas, needs), kernels, extra=(inner, count))
 

@@ -8,13 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8kit.arguments import number
-from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops import partition as split
-from fp8kit.ops.partition import Partition, Place
+from fp8kit.ops.partition import Place
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import (
+    Meta,
+    Metas,
+    Needs,
+    Operation,
+    Partitions,
+    Plan,
+    Shapes,
+    Signature,
+    Views,
+    WorkingSet,
+    workspace,
+)
 
 
 @dataclass(frozen=True)
@@ -40,15 +51,13 @@ class DropoutAdd(Operation):
 
     name = "dropout_add"
 
-    def partitions(
-        self, spec: DropoutAddSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: DropoutAddSpec, metas: Metas, views: Shapes) -> Partitions:
         return split.rows(metas, views, "x", "residual")
 
     def place(self, spec: DropoutAddSpec, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
         return split.part_place(spec, parts) if spec.p > 0 else None
 
-    def infer(self, spec: DropoutAddSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: DropoutAddSpec, metas: Metas, needs: Needs) -> Signature:
         x = want_rows(self.name, "x", metas, spec.features)
         if metas.get("bias") is not None:
             want(self.name, "bias", metas, (spec.features,), x.dtype)
@@ -66,7 +75,7 @@ class DropoutAdd(Operation):
             grads["bias"] = Meta((spec.features,), x.dtype)
         return Signature({"y": x}, {}, ("rng",) if spec.p > 0 else (), grads, {}, passes)
 
-    def plan(self, spec: DropoutAddSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: DropoutAddSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         x = want_rows(self.name, "x", metas, spec.features)
         space = workspace(kernels.column_sum_workspace(row_count(x), spec.features))
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
@@ -108,7 +117,7 @@ class Add(Operation):
             raise ShapeError(self.name, "b", f"shape {b.shape}", f"the end of a's shape {a.shape}")
         return a, b
 
-    def infer(self, spec: AddSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: AddSpec, metas: Metas, needs: Needs) -> Signature:
         a, b = self._check(metas)
         passes = {"a": "y"} if "a" in needs else {}
         grads = {}
@@ -118,7 +127,7 @@ class Add(Operation):
             grads["b"] = b
         return Signature({"y": a}, {}, (), grads, {}, passes)
 
-    def plan(self, spec: AddSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: AddSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         a, b = self._check(metas)
         size = math.prod(b.shape)
         space = workspace(kernels.column_sum_workspace(math.prod(a.shape) // max(size, 1), size))

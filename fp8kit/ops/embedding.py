@@ -9,7 +9,7 @@ from fp8kit.errors import FormatError
 from fp8kit.formats import DType
 from fp8kit.ops.product import want
 from fp8kit.ops.values import check_indices
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Embedding(Operation):
 
     name = "embedding"
 
-    def infer(self, spec: EmbeddingSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: EmbeddingSpec, metas: Metas, needs: Needs) -> Signature:
         ids = metas.get("ids")
         if ids is None or ids.dtype not in (formats.int32, formats.int64):
             raise FormatError(self.name, "ids", None if ids is None else ids.dtype.name, "int32 or int64")

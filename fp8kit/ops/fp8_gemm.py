@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from fp8kit import formats
 from fp8kit.arrays import Shape
@@ -12,7 +12,7 @@ from fp8kit.errors import ShapeError
 from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops.casts import meta_of, no_gradient
 from fp8kit.ops.product import want
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, WorkingSet, workspace
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,10 @@ class Fp8Gemm(Operation):
     ``block_gemm`` takes them, a_scale_inv and b_scale_inv float32 in their layout. Output: out h (rows,
     columns)."""
 
-    name: ClassVar[str] = "fp8_gemm"
+    name = "fp8_gemm"
+    results = ("out",)
 
-    def outputs(self, spec: Any) -> tuple[str, ...]:
-        return ("out",)
-
-    def infer(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: Fp8GemmSpec, metas: Metas, needs: Needs) -> Signature:
         no_gradient(self.name, needs)
         kinds = []  # contraction, and whether one scale is for all; sizes may be symbols, which have no hash
         for i, (name, extent) in enumerate((("a", spec.rows), ("b", spec.columns))):
@@ -59,7 +57,7 @@ class Fp8Gemm(Operation):
             raise ShapeError(self.name, "b", got, "a's contraction, and scales of the same kind")
         return Signature({"out": Meta((spec.rows, spec.columns), formats.dtype(spec.dtype))})
 
-    def plan(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: Fp8GemmSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         space = workspace(kernels.fp8_gemm_workspace(spec.rows, spec.columns))
         return Plan(spec, self.infer(spec, metas, needs), kernels, space)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ShapeError
+from fp8kit.ops.partition import Products
 from fp8kit.ops.product import Product, ProductSpec, row_count, want_rows
 from fp8kit.ops.products import product_of
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import Meta, Metas, Needs, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class GroupedLinearSpec:
         return tuple(replace(self.product, prefix=f"{i}_") for i in range(len(self.rows)))
 
 
-class GroupedLinear(Operation):
+class GroupedLinear(Products):
     """y_i = x_i W_i^T + b_i for the groups of rows x_i.
 
     Inputs: x h (..., in), whose rows are those of all groups; for each group i ``linear``'s weight, bias and
@@ -36,8 +37,6 @@ class GroupedLinear(Operation):
     """
 
     name = "grouped_linear"
-    streams = True
-    parameters = ("weight", "bias")
 
     def argument(self, name: str, names: Container[str] = ()) -> str:
         group, _, own = name.partition("_")
@@ -48,7 +47,7 @@ class GroupedLinear(Operation):
     def products(self, spec: GroupedLinearSpec) -> tuple[ProductSpec, ...]:
         return spec.products
 
-    def _groups(self, spec: GroupedLinearSpec, metas: Metas, needs: frozenset[str]) -> list[Product]:
+    def _groups(self, spec: GroupedLinearSpec, metas: Metas, needs: Needs) -> list[Product]:
         """The product of each group; in high precision where there are no rows. ShapeError or FormatError
         where inputs do not fit."""
         x = want_rows(self.name, "x", metas, spec.product.in_features)
@@ -62,7 +61,7 @@ class GroupedLinear(Operation):
             groups[-1].check(self.name, metas)
         return groups
 
-    def _signature(self, groups: list[Product], metas: Metas, needs: frozenset[str]) -> Signature:
+    def _signature(self, groups: list[Product], metas: Metas, needs: Needs) -> Signature:
         x, made = metas["x"], Signature({})
         assert x is not None
         made.outputs["y"] = Meta((*x.shape[:-1], groups[0].n), x.dtype)
@@ -79,10 +78,10 @@ class GroupedLinear(Operation):
                 kept += ("x",) if group.spec.fp8 is None and group.needs_w else ()
         return replace(made, kept=tuple(dict.fromkeys(kept)))
 
-    def infer(self, spec: GroupedLinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: GroupedLinearSpec, metas: Metas, needs: Needs) -> Signature:
         return self._signature(self._groups(spec, metas, needs), metas, needs)
 
-    def plan(self, spec: GroupedLinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: GroupedLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         groups = self._groups(spec, metas, needs)
         space = workspace(max(group.workspace(kernels) for group in groups))
         forward, backward = dict(space), dict(space)

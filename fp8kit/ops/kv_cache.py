@@ -9,7 +9,7 @@ PagedAttention, 2023.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
@@ -31,7 +31,7 @@ from fp8kit.ops.attention_views import (
     unpacked,
 )
 from fp8kit.ops.values import check_lengths
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
 _NAME = "cached_attention"
 
@@ -64,17 +64,15 @@ class CachedAttention(Operation):
     where a gradient is wanted.
     """
 
-    name: ClassVar[str] = _NAME
+    name = _NAME
+    results = ("o",)
     mutates = ("k_cache", "v_cache")
     arguments = ARGUMENTS
 
-    def outputs(self, spec: Any) -> tuple[str, ...]:
-        return ("o",)
-
-    def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> Signature:
         return self._inferred(spec, metas, needs)[0]
 
-    def _inferred(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> tuple[Signature, _Call]:
+    def _inferred(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> tuple[Signature, _Call]:
         check(spec)
         if needs:
             got, wanted = "an array that requires a gradient", "inference under no_grad()"
@@ -111,7 +109,7 @@ class CachedAttention(Operation):
         outputs = {"o": Meta((*tokens, spec.num_heads * spec.head_dim_v), kind)}
         return Signature(outputs), _Call(dense, k, v)
 
-    def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: AttentionSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature, call = self._inferred(spec, metas, needs)
         if not attends(spec, metas):
             return Plan(spec, signature, kernels)

@@ -7,13 +7,24 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.arrays import Shape
 from fp8kit.formats import float32
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import OneProduct, Partition
 from fp8kit.ops.product import Product, ProductSpec, row_count, want, want_rows
 from fp8kit.ops.products import product_of
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import (
+    Meta,
+    Metas,
+    Needs,
+    Operation,
+    Partitions,
+    Plan,
+    Shapes,
+    Signature,
+    Views,
+    WorkingSet,
+    workspace,
+)
 
 
 @dataclass(frozen=True)
@@ -34,14 +45,12 @@ class Linear(OneProduct):
     """
 
     name = "linear"
-    streams = True
-    parameters = ("weight", "bias")
     arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "weight0": "weight", "bias0": "bias"}
 
     def independent_rows(self, spec: LinearSpec, saved: Collection[str]) -> tuple[str, ...]:
         return ("x", "residual") if not saved and split.scaled_by_rows(spec.product) else ()
 
-    def partitions(self, spec: LinearSpec, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+    def partitions(self, spec: LinearSpec, metas: Metas, views: Shapes) -> Partitions:
         p = spec.product
         if split.cached(p):
             return ()
@@ -53,11 +62,11 @@ class Linear(OneProduct):
         own_rows = split.rows(metas, views, "x", "residual")
         return (*own_rows, *split.features(p, metas, views), contraction)
 
-    def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
+    def _product(self, spec: LinearSpec, metas: Metas, needs: Needs) -> Product:
         x = want_rows(self.name, "x", metas, spec.product.in_features)
         return product_of(spec.product, row_count(x), x.dtype, "x" in needs, needs)
 
-    def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: LinearSpec, metas: Metas, needs: Needs) -> Signature:
         p = self._product(spec, metas, needs)
         p.check(self.name, metas)
         x = metas["x"]
@@ -71,7 +80,7 @@ class Linear(OneProduct):
         passed = {"residual": "y"} if "residual" in needs else {}
         return Signature(outputs, p.saved(), kept, grads, {}, passed, p.backward_inputs())
 
-    def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: LinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         p = self._product(spec, metas, needs)
         space = workspace(p.workspace(kernels))
         passes = p.scratch() | space, p.backward_scratch() | space
@@ -116,10 +125,10 @@ class WeightCast(Operation):
         assert first is not None
         return product_of(spec.product, 0, first.dtype)
 
-    def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: LinearSpec, metas: Metas, needs: Needs) -> Signature:
         return Signature(self._product(spec, metas).weight_outputs())
 
-    def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: LinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         p = self._product(spec, metas)
         return Plan(spec, self.infer(spec, metas, needs), kernels, p.cast_scratch(), {}, p)
 

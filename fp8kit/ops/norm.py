@@ -8,14 +8,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.arguments import choice
-from fp8kit.arrays import Shape
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError
 from fp8kit.formats import float32
 from fp8kit.ops import partition as split
-from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import (
+    Meta,
+    Metas,
+    Needs,
+    Operation,
+    Partitions,
+    Plan,
+    Shapes,
+    Signature,
+    Views,
+    WorkingSet,
+    workspace,
+)
 
 
 @dataclass(frozen=True)
@@ -101,15 +111,15 @@ class Norm(Operation):
     def independent_rows(self, spec: NormSpec, saved: Collection[str]) -> tuple[str, ...]:
         return ("x",)
 
-    def partitions(self, spec: NormSpec, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+    def partitions(self, spec: NormSpec, metas: Metas, views: Shapes) -> Partitions:
         return split.rows(metas, views, "x")
 
-    def infer(self, spec: NormSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: NormSpec, metas: Metas, needs: Needs) -> Signature:
         x = spec.check(self.name, metas)
         kept = ("x", *spec.inputs()[:1])
         return Signature({"y": x}, spec.saved(row_count(x)), kept, spec.grads(x) if needs else {})
 
-    def plan(self, spec: NormSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: NormSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         x = spec.check(self.name, metas)
         space = workspace(kernels.norm_bwd_workspace(row_count(x), spec.features))
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)

@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.buffers import free
 from fp8kit.ops import partition as split
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.partition import OneProduct, Partition
+from fp8kit.ops.partition import OneProduct
 from fp8kit.ops.product import Product, ProductSpec, row_count
 from fp8kit.ops.products import product_of
-from fp8kit.spec import Meta, Metas, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import Meta, Metas, Needs, Partitions, Plan, Shapes, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,7 @@ class NormStage:
 
     @classmethod
     def of(
-        cls,
-        operation: str,
-        norm: NormSpec,
-        product: ProductSpec,
-        as_output: bool,
-        metas: Metas,
-        needs: frozenset[str],
+        cls, operation: str, norm: NormSpec, product: ProductSpec, as_output: bool, metas: Metas, needs: Needs
     ) -> NormStage:
         """The half that ``operation`` runs. ShapeError or FormatError for x and the norm's parameters."""
         x = norm.check(operation, metas)
@@ -151,8 +145,6 @@ class NormLinear(OneProduct):
     """
 
     name = "norm_linear"
-    streams = True
-    parameters = ("weight", "bias")
     arguments: ClassVar[Mapping[str, str]] = {
         "x": "inp",
         "norm_weight": "layer_norm_weight",
@@ -164,20 +156,18 @@ class NormLinear(OneProduct):
     def independent_rows(self, spec: NormLinearSpec, saved: Collection[str]) -> tuple[str, ...]:
         return ("x",) if not saved and split.scaled_by_rows(spec.product) else ()
 
-    def partitions(
-        self, spec: NormLinearSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: NormLinearSpec, metas: Metas, views: Shapes) -> Partitions:
         if split.cached(spec.product):
             return ()
         return (*split.rows(metas, views, "x"), *split.features(spec.product, metas, views))
 
-    def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
+    def _stage(self, spec: NormLinearSpec, metas: Metas, needs: Needs) -> NormStage:
         return NormStage.of(self.name, spec.norm, spec.product, spec.return_norm, metas, needs)
 
     def outputs(self, spec: NormLinearSpec) -> tuple[str, ...]:
         return further_outputs(spec)
 
-    def infer(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: NormLinearSpec, metas: Metas, needs: Needs) -> Signature:
         stage = self._stage(spec, metas, needs)
         p, x = stage.product, stage.x
         p.check(self.name, metas)
@@ -188,7 +178,7 @@ class NormLinear(OneProduct):
         saved, scales = stage.saved() | p.saved(), p.backward_inputs()
         return Signature(outputs, saved, kept, grads, passes, backward_inputs=scales)
 
-    def plan(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: NormLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         stage = self._stage(spec, metas, needs)
         p = stage.product
         space = workspace(max(p.workspace(kernels), kernels.norm_bwd_workspace(p.m, p.k)))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.buffers import free, free_contents, take
 from fp8kit.errors import FormatError, ShapeError
@@ -24,12 +24,12 @@ from fp8kit.ops.activation import ActivationSpec, activation, all_numbers
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, NormStage, further_outputs, norm_linear
-from fp8kit.ops.partition import Component, Partition, SharedAmaxes
+from fp8kit.ops.partition import Component, Partition, Products, SharedAmaxes
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
 from fp8kit.quantization import Quantizer
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet, workspace
+from fp8kit.spec import Meta, Metas, Needs, Partitions, Plan, Shapes, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ class _Stages:
     @property
     def fc1(self) -> Product:
         return self.norm.product
-
-    @property
-    def scales_known(self) -> bool:
-        """Whether the activation's gradient writes fc1's output gradient in FP8."""
-        return self.fc2.scales_known
 
     @property
     def casts(self) -> bool:
@@ -137,7 +132,7 @@ def _known(spec: ProductSpec) -> ProductSpec:
     return spec if spec.fp8 is None else replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
 
 
-class NormMLP(Operation):
+class NormMLP(Products):
     """y = act(norm(x) W1^T + b1) W2^T + b2, with ``joins`` + x.
 
     Inputs: x h (..., hidden), norm_weight, norm_bias, fc1_weight0, fc1_bias0, fc2_weight0, fc2_bias0, and per
@@ -146,8 +141,6 @@ class NormMLP(Operation):
     """
 
     name = "norm_mlp"
-    streams = True
-    parameters = ("weight", "bias")
     arguments: ClassVar[Mapping[str, str]] = {
         "x": "inp",
         "norm_weight": "layer_norm_weight",
@@ -164,9 +157,7 @@ class NormMLP(Operation):
     def independent_rows(self, spec: NormMLPSpec, saved: Collection[str]) -> tuple[str, ...]:
         return ("x",) if not saved and split.scaled_by_rows(spec.fc1, spec.fc2) else ()
 
-    def partitions(
-        self, spec: NormMLPSpec, metas: Metas, views: Mapping[str, Shape]
-    ) -> tuple[Partition, ...]:
+    def partitions(self, spec: NormMLPSpec, metas: Metas, views: Shapes) -> Partitions:
         if spec.recompute or split.cached(spec.fc1, spec.fc2):
             return ()
         io = int(spec.fc1.layout == "io")
@@ -182,8 +173,6 @@ class NormMLP(Operation):
         return (*split.rows(metas, views, "x"), Partition("inner", dims, ("y",), ("fc2_bias0",), *addend))
 
     def part(self, spec: NormMLPSpec, partition: Partition, count: int) -> Any:
-        if partition.kind == "rows":
-            return spec
         fc1, fc2 = split.narrowed(spec.fc1, count), split.narrowed(spec.fc2, count, contraction=True)
         if fc1 is None or fc2 is None:
             return None
@@ -213,13 +202,13 @@ class NormMLP(Operation):
             Component(linear, LinearSpec(spec.fc2), {n: n for n in second} | {"x": "act"}),
         )
 
-    def _stages(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Stages:
+    def _stages(self, spec: NormMLPSpec, metas: Metas, needs: Needs) -> _Stages:
         first = NormStage.of(self.name, spec.norm, spec.fc1, spec.return_norm, metas, needs)
         fc1 = first.product
         reach = fc1.needs_x or fc1.needs_w or fc1.needs_b
         return _Stages(first, product_of(spec.fc2, fc1.m, fc1.dtype, reach, needs))
 
-    def _passes(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Passes:
+    def _passes(self, spec: NormMLPSpec, metas: Metas, needs: Needs) -> _Passes:
         whole = self._stages(spec, metas, needs)
         if not (spec.recompute and (whole.reach or whole.fc2.needs_w)):
             return _Passes(whole, whole)
@@ -230,7 +219,7 @@ class NormMLP(Operation):
     def outputs(self, spec: NormMLPSpec) -> tuple[str, ...]:
         return further_outputs(spec)
 
-    def infer(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: NormMLPSpec, metas: Metas, needs: Needs) -> Signature:
         passes = self._passes(spec, metas, needs)
         first, st = passes.forward, passes.backward
         fc1, fc2, x = st.fc1, st.fc2, st.norm.x
@@ -251,7 +240,7 @@ class NormMLP(Operation):
         scales = fc1.backward_inputs() | fc2.backward_inputs()
         return Signature(outputs, saved, kept, grads, through, backward_inputs=scales)
 
-    def plan(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+    def plan(self, spec: NormMLPSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         passes = self._passes(spec, metas, needs)
         first, st = passes.forward, passes.backward
         fc1, fc2 = st.fc1, st.fc2
@@ -265,7 +254,7 @@ class NormMLP(Operation):
         if st.reach:
             (backward["sums"],) = workspace(kernels.act_bwd_workspace(fc1.m, fc1.n)).values()
             backward["dact"] = st.between["act"]
-            if not st.scales_known or not (fc1.needs_x or fc1.needs_w):
+            if not fc1.scales_known or not (fc1.needs_x or fc1.needs_w):
                 backward["dh"] = st.between["h"]
         signature = self.infer(spec, metas, needs)
         return Plan(spec, signature, kernels, forward, backward, passes, first.norm.measure_scratch())
@@ -342,7 +331,8 @@ class NormMLP(Operation):
         # most is held now: the gradient of the activation in high precision and its casts
         free_contents(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
-        fused = st.scales_known and products
+        # the activation's gradient writes fc1's output gradient in FP8
+        fused = fc1.scales_known and products
         taken_now = fc1.takes_amax("g") and products
         amax, cast = grads["fc1_g_amax"] if taken_now else None, fc1.g_cast(ws) if fused else None
         how = spec.activation, spec.activation_params

@@ -19,9 +19,8 @@ from fp8kit.arrays import Shape
 from fp8kit.formats import int64
 from fp8kit.ops.product import ProductSpec, want
 from fp8kit.quantization import Quantizer
-from fp8kit.spec import Meta, Metas, Operation
+from fp8kit.spec import Meta, Metas, Operation, Partitions, Shapes
 
-Views = Mapping[str, Shape]
 Dims = tuple[tuple[str, int, int], ...]
 
 
@@ -102,7 +101,7 @@ class Component(NamedTuple):
 
 
 def part_of(
-    operation: Operation, spec: Any, metas: Metas, views: Views, made: Sequence[tuple[Partition, int]]
+    operation: Operation, spec: Any, metas: Metas, views: Shapes, made: Sequence[tuple[Partition, int]]
 ) -> tuple[Any, dict[str, Meta], dict[str, Shape]] | None:
     """Spec, metas and views of one part after the partitions ``made``, each into so many parts; None where
     there is no such part."""
@@ -116,7 +115,8 @@ def part_of(
                     table[name] = _divided(table[name], d, count, more)
                     if not table[name]:
                         return None
-        part = operation.part(part, partition, count)
+        if partition.kind != "rows":
+            part = operation.part(part, partition, count)
         if part is None:
             return None
         if not partition.stream:
@@ -138,7 +138,7 @@ def _unpadded(
     parts: Sequence[ProductSpec],
     kinds: set[str],
     metas: Mapping[str, Meta],
-    views: Views,
+    views: Shapes,
 ) -> bool:
     """Whether the FP8 operands of a part need no padding, and tiles of whole rows do not cross parts."""
     fp8 = next((p.fp8 for p in parts if p.fp8 is not None), None)
@@ -166,7 +166,7 @@ def _unpadded(
 # --- what operations declare with ---------------------------------------------------------------------------
 
 
-def rows(metas: Metas, views: Views, *names: str, **more: Any) -> tuple[Partition, ...]:
+def rows(metas: Metas, views: Shapes, *names: str, **more: Any) -> Partitions:
     """A partition of the first dimension of ``names``, where the first of them has one beside the features;
     of the outputs and of what is saved alike."""
     here = [name for name in names if metas.get(name) is not None]
@@ -177,7 +177,7 @@ def rows(metas: Metas, views: Views, *names: str, **more: Any) -> tuple[Partitio
     return (Partition("rows", tuple((name, 0, 0) for name in here), **more),)
 
 
-def features(product: ProductSpec, metas: Metas, views: Views) -> tuple[Partition, ...]:
+def features(product: ProductSpec, metas: Metas, views: Shapes) -> Partitions:
     """One partition for each dimension of a kernel that is no contraction."""
     x, weight = metas["x"], metas["weight0"]
     assert x is not None and weight is not None
@@ -222,15 +222,20 @@ def with_amaxes(product: ProductSpec) -> ProductSpec | None:
     return replace(product, fp8=product.fp8.map(Quantizer.with_amax))
 
 
-class OneProduct(Operation):
+class Products(Operation):
+    """Base of operations with matrix products and a layer's parameters."""
+
+    streams = True
+    parameters = ("weight", "bias")
+
+
+class OneProduct(Products):
     """Base of operations with one ``product`` in their spec, whose output is y."""
 
     def products(self, spec: Any) -> tuple[ProductSpec, ...]:
         return (spec.product,)
 
     def part(self, spec: Any, partition: Partition, count: int) -> Any:
-        if partition.kind == "rows":
-            return spec
         product = narrowed(spec.product, count, partition.kind == "contraction")
         return None if product is None else replace(spec, product=product)
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.errors import ArgumentError
 from fp8kit.formats import HIGH_PRECISION, float32, int32
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import want
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _ByMap(Operation):
 
     arguments: ClassVar[Mapping[str, str]] = {"x": "inp"}
 
-    def partitions(self, spec: Any, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+    def partitions(self, spec: Any, metas: Metas, views: Shapes) -> Partitions:
         return (Partition("features", (("x", -1, -1),)),)
 
     def _matrix(self, name: str, metas: Metas, rows: int | None = None) -> Meta:
@@ -70,7 +70,7 @@ class Permute(_ByMap):
     def outputs(self, spec: PermuteSpec) -> tuple[str, ...]:
         return ("y", "row_probs") if spec.probs else ("y",)
 
-    def infer(self, spec: PermuteSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: PermuteSpec, metas: Metas, needs: Needs) -> Signature:
         inputs = {"x": self._matrix("x", metas)}
         if spec.probs:
             inputs["probs"] = self._matrix("probs", metas, inputs["x"].shape[0])
@@ -110,7 +110,7 @@ class Unpermute(_ByMap):
     name = "unpermute"
     arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "probs": "merging_probs"}
 
-    def infer(self, spec: UnpermuteSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: UnpermuteSpec, metas: Metas, needs: Needs) -> Signature:
         inputs, tokens = {"x": self._matrix("x", metas)}, spec.tokens
         x = inputs["x"]
         want(self.name, "row_map", metas, (x.shape[0], 2), int32)

@@ -1,14 +1,15 @@
 """The three products of one weight: fprop y = x W^T, dgrad dx = g W, wgrad dW = g^T x.
 
 Every layer with a weight is made of this: ``linear`` is one of them, ``norm_linear`` puts a normalisation
-before it, ``norm_mlp`` holds two. ``Product`` is what they see of it; how the operands are stored and
-multiplied is said in ``product_plain`` (high precision) and ``product_quantized``, of which there is a class
-for each granularity of scales. ``ops.products`` chooses.
+before it, ``norm_mlp`` holds two. ``Product`` is what they see of it, and multiplies the operands as they
+are, in high precision; how quantised ones are stored and multiplied is said in ``product_quantized``, of
+which there is a class for each granularity of scales. ``ops.products`` chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -80,11 +81,11 @@ class Product:
         self.m, self.k, self.n = rows, spec.in_features, spec.out_features
         self.needs_x, self.needs_w = needs_x, f"{spec.prefix}weight0" in needs
         self.needs_b = f"{spec.prefix}bias0" in needs and spec.bias != "none"
-        self.starts = [sum(spec.segments[:i]) for i in range(len(spec.segments))]
         self.oi = spec.layout == "oi"
-        p, count = spec.prefix, len(spec.segments)
-        self.weights = [f"{p}weight{i}" for i in range(count)]
-        self.biases = [f"{p}bias{i}" for i in range(count)] if spec.bias != "none" else []
+        # input -> where its segment begins, and its output features
+        parts = [(sum(spec.segments[:i]), n) for i, n in enumerate(spec.segments)]
+        self.weights = {f"{spec.prefix}weight{i}": part for i, part in enumerate(parts)}
+        self.biases = {f"{spec.prefix}bias{i}": part for i, part in enumerate(parts) if spec.bias != "none"}
         self.grad_dtype = dtype if spec.main_grad is None else formats.dtype(spec.main_grad)
         self.adds = spec.main_grad is not None and not spec.overwrite_grad  # wgrad is added to what is there
         # whether wgrad makes the gradients of all segments in one array, from which they are copied
@@ -107,9 +108,9 @@ class Product:
         """ShapeError or FormatError where weights, biases, FP8 inputs or ``main_grad`` do not fit."""
         if self.grad_dtype not in (self.dtype, formats.float32):
             raise FormatError(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32")
-        for name, n in zip(self.weights, self.spec.segments, strict=True):
+        for name, (_, n) in self.weights.items():
             want(operation, name, metas, self._weight_shape(n), self.dtype)
-        for name, n in zip(self.biases, self.spec.segments, strict=self.spec.bias != "none"):
+        for name, (_, n) in self.biases.items():
             want(operation, name, metas, (n,), self.dtype)
 
     def outputs(self) -> dict[str, Meta]:
@@ -132,7 +133,7 @@ class Product:
 
     def kept(self) -> tuple[str, ...]:
         """Inputs that backward reads."""
-        return ()
+        return tuple(self.weights) if self.needs_x else ()
 
     def weight_names(self) -> tuple[str, ...]:
         """The inputs that hold the weight: what a second ``fprop`` or ``save_weight`` reads."""
@@ -140,17 +141,12 @@ class Product:
 
     def grads(self) -> dict[str, Meta]:
         """Gradients of weights and biases, and the amax of g where there is one."""
-        out: dict[str, Meta] = {}
-        if self.needs_w:
-            out |= {
-                name: Meta(self._weight_shape(n), self.grad_dtype, self.adds)
-                for name, n in zip(self.weights, self.spec.segments, strict=True)
-            }
-        if self.needs_b:
-            out |= {
-                name: Meta((n,), self.dtype) for name, n in zip(self.biases, self.spec.segments, strict=True)
-            }
-        return out
+        made: dict[str, Meta] = {}
+        for name, (_, n) in self.weights.items() if self.needs_w else ():
+            made[name] = Meta(self._weight_shape(n), self.grad_dtype, self.adds)
+        for name, (_, n) in self.biases.items() if self.needs_b else ():
+            made[name] = Meta((n,), self.dtype)
+        return made
 
     def backward_inputs(self) -> dict[str, Meta]:
         """What backward reads of the output gradient's scaling: its scale, or its amax, where that is
@@ -159,8 +155,7 @@ class Product:
 
     def scratch(self) -> dict[str, Meta]:
         """Forward's temporaries, the workspace aside."""
-        several = self.spec.bias == "add" and len(self.spec.segments) > 1
-        return {f"{self.spec.prefix}bias": Meta((self.n,), self.dtype)} if several else {}
+        return self._weight_buffer() | self._bias_buffer()
 
     def cast_scratch(self) -> dict[str, Meta]:
         """Temporaries of ``cast_weight``."""
@@ -168,6 +163,10 @@ class Product:
 
     def backward_scratch(self) -> dict[str, Meta]:
         """Backward's temporaries, the workspace aside."""
+        return (self._weight_buffer() if self.needs_x else {}) | self._grad_buffers()
+
+    def _grad_buffers(self) -> dict[str, Meta]:
+        """Where the segments' gradients are made together."""
         p = self.spec.prefix
         out: dict[str, Meta] = {}
         if self.needs_w and self.whole_wgrad:
@@ -180,7 +179,7 @@ class Product:
 
     def workspace(self, k: Any) -> int:
         """Bytes of workspace for any of the three products and the casts around them."""
-        raise NotImplementedError
+        return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
 
     # --- forward --------------------------------------------------------------------------------------------
 
@@ -210,7 +209,8 @@ class Product:
     ) -> None:
         """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8
         it has been cast by ``cast_x`` or a fused kernel, and may be None."""
-        raise NotImplementedError
+        bias, weight, space = self._bias(ws), self._whole_weight(ws), ws.scratch["workspace"]
+        ws.kernels.gemm(x, weight, y, "nt" if self.oi else "nn", bias, addend, space, ws.stream)
 
     def save_weight(self, ws: WorkingSet) -> None:
         """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high
@@ -232,12 +232,18 @@ class Product:
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         """dx = g W. ``g`` is read in high precision only, and may be None in FP8."""
-        raise NotImplementedError
+        weight, space = self._whole_weight(ws), ws.scratch["workspace"]
+        ws.kernels.gemm(g, weight, dx, "nn" if self.oi else "nt", None, None, space, ws.stream)
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are
         read in high precision only, and may be None in FP8, where nothing reads x's cast any more."""
-        raise NotImplementedError
+        assert g is not None
+        for name, (start, n) in self.weights.items():
+            part, out = g if len(self.weights) == 1 else g.slice(1, start, n), ws.outputs[name]
+            a, b = (part, x) if self.oi else (x, part)
+            addend, space = out if self.adds else None, ws.scratch["workspace"]
+            ws.kernels.gemm(a, b, out, "tn", None, addend, space, ws.stream)
 
     # --- helpers --------------------------------------------------------------------------------------------
 
@@ -253,20 +259,21 @@ class Product:
         """Where the bias gradient of all segments goes, None where none is wanted."""
         if not self.needs_b:
             return None
-        single = len(self.biases) == 1
-        made: ArrayView = ws.outputs[self.biases[0]] if single else ws.scratch[f"{self.spec.prefix}dbias"]
-        return made
+        if len(self.biases) > 1:
+            return ws.scratch[f"{self.spec.prefix}dbias"]  # type: ignore[no-any-return]
+        (name,) = self.biases
+        return ws.outputs[name]  # type: ignore[no-any-return]
 
     def _part_bias_sums(self, ws: WorkingSet, dbias: ArrayView) -> None:
         """Copy the segments' bias gradients from where they were made together."""
         if len(self.biases) > 1:
-            for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
+            for name, (start, n) in self.biases.items():
                 ws.kernels.copy(dbias.slice(0, start, n), ws.outputs[name], ws.stream)
 
     def _part_weights(self, ws: WorkingSet, whole: ArrayView) -> None:
         """Bring the segments' weight gradients from where they were made together (``whole_wgrad``)."""
         k, stream = ws.kernels, ws.stream
-        for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
+        for name, (start, n) in self.weights.items():
             part, out = whole.slice(0 if self.oi else 1, start, n), ws.outputs[name]
             if not self.adds:
                 k.copy(part, out, stream)
@@ -286,17 +293,25 @@ class Product:
         several = len(self.spec.segments) > 1
         return {f"{self.spec.prefix}weight": Meta(self._weight_shape(self.n), self.dtype)} if several else {}
 
-    def _whole(self, ws: WorkingSet, names: Sequence[str], buffer: str, dim: int) -> ArrayView:
+    def _bias_buffer(self) -> dict[str, Meta]:
+        """Likewise the bias'."""
+        several = self.spec.bias == "add" and len(self.spec.segments) > 1
+        return {f"{self.spec.prefix}bias": Meta((self.n,), self.dtype)} if several else {}
+
+    def _whole(
+        self, ws: WorkingSet, segments: Mapping[str, tuple[int, int]], buffer: str, dim: int
+    ) -> ArrayView:
         """The segments as one array: as they are when they lie side by side in memory, else copied into the
         scratch ``buffer``."""
-        if len(names) == 1:
-            return ws.inputs[names[0]]  # type: ignore[no-any-return]
-        parts = [ws.inputs[name] for name in names]
+        if len(segments) == 1:
+            (name,) = segments
+            return ws.inputs[name]  # type: ignore[no-any-return]
+        parts = [ws.inputs[name] for name in segments]
         whole = side_by_side(parts, dim)
         if whole is None:
             whole = ws.scratch[f"{self.spec.prefix}{buffer}"]
-            for part, start in zip(parts, self.starts, strict=True):
-                ws.kernels.copy(part, whole.slice(dim, start, part.shape[dim]), ws.stream)
+            for part, (start, n) in zip(parts, segments.values(), strict=True):
+                ws.kernels.copy(part, whole.slice(dim, start, n), ws.stream)
         return whole
 
 
@@ -308,25 +323,16 @@ def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
         if part.ptr != ptr or part.owner is not first.owner or dim:
             return None
         ptr += part.nbytes
-    return ArrayView(
-        first.ptr,
-        (sum(part.shape[0] for part in parts), *first.shape[1:]),
-        first.dtype,
-        first.device,
-        first.owner,
-    )
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return ArrayView(first.ptr, shape, first.dtype, first.device, first.owner)
 
 
 def want(operation: str, name: str, metas: Metas, shape: tuple[int | None, ...], dtype: DType) -> Meta:
     """The meta of an input that must have this shape (None: any extent) and dtype; ShapeError or FormatError
     otherwise."""
     meta = metas.get(name)
-    wanted = (
-        "("
-        + ", ".join("any" if n is None else str(n) for n in shape)
-        + ("," if len(shape) == 1 else "")
-        + ")"
-    )
+    extents = ", ".join("any" if n is None else str(n) for n in shape)
+    wanted = f"({extents}{',' if len(shape) == 1 else ''})"
     if meta is None:
         raise ShapeError(operation, name, "nothing", f"shape {wanted}, {dtype.name}")
     if len(meta.shape) != len(shape) or any(
@@ -342,12 +348,8 @@ def want_rows(operation: str, name: str, metas: Metas, columns: int) -> Meta:
     """The meta of a high-precision input with this last dimension; ShapeError or FormatError otherwise."""
     meta = metas.get(name)
     if meta is None or len(meta.shape) < 1 or meta.shape[-1] != columns:
-        raise ShapeError(
-            operation,
-            name,
-            "nothing" if meta is None else f"shape {meta.shape}",
-            f"a last dimension of {columns}",
-        )
+        got = "nothing" if meta is None else f"shape {meta.shape}"
+        raise ShapeError(operation, name, got, f"a last dimension of {columns}")
     if meta.dtype not in formats.HIGH_PRECISION:
         raise FormatError(operation, name, meta.dtype.name, ", ".join(d.name for d in formats.HIGH_PRECISION))
     return meta
@@ -355,7 +357,4 @@ def want_rows(operation: str, name: str, metas: Metas, columns: int) -> Meta:
 
 def row_count(meta: Meta) -> int:
     """Rows of an array seen as a matrix: the product of its leading dimensions."""
-    rows = 1
-    for n in meta.shape[:-1]:
-        rows *= n
-    return rows
+    return math.prod(meta.shape[:-1])

@@ -95,8 +95,11 @@ class QuantizedProduct(Product):
         bias: ArrayView | None = None,
         addend: ArrayView | None = None,
     ) -> None:
-        """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream."""
-        raise NotImplementedError
+        """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream. Here: with
+        scales of tensors or of rows."""
+        (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
+        how = p.format, q.format, a_inv, b_inv
+        ws.kernels.fp8_gemm(a, b, out, *how, bias, addend, fast, space, ws.stream)
 
     def _scale_name(self, operand: str) -> str:
         """Name of the operand's scale_inv, the prefix aside."""
@@ -143,7 +146,7 @@ class QuantizedProduct(Product):
         return super().grads() | ({} if amax is None else {amax: AMAX})
 
     def scratch(self) -> dict[str, Meta]:
-        out = super().scratch()
+        out = self._bias_buffer()
         for operand in "xw":
             if f"{operand}_q" not in self.cached:
                 out |= self._metas(f"{operand}_q") | self._temporaries(operand)
@@ -154,7 +157,7 @@ class QuantizedProduct(Product):
 
     def backward_scratch(self) -> dict[str, Meta]:
         wanted = ("g_q",) * self.needs_x + ("g_qt",) * self.needs_w
-        return self._metas(*wanted) | (self._temporaries("g") if wanted else {}) | super().backward_scratch()
+        return self._metas(*wanted) | (self._temporaries("g") if wanted else {}) | self._grad_buffers()
 
     def workspace(self, k: Any) -> int:
         shapes = ((self.m, self.n), (self.m, self.k), self._weight_shape(self.n))
@@ -230,7 +233,7 @@ class QuantizedProduct(Product):
         g = self._operand("g_qt", ws.scratch, ws.saved)
         x = self._operand("x_qt", ws.inputs if self.spec.input_cached else ws.saved, ws.saved)
         single = len(self.weights) == 1
-        for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
+        for name, (start, n) in self.weights.items():
             if self.whole_wgrad:
                 part, out, adds = g, ws.scratch[f"{self.spec.prefix}dweight"], False
             else:

@@ -8,7 +8,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import float32
 from fp8kit.ops.product import ProductSpec, want
-from fp8kit.ops.product_quantized import ALIGN, Operand, Pair, QuantizedProduct, pad
+from fp8kit.ops.product_quantized import ALIGN, Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
 
@@ -50,20 +50,6 @@ class TensorProduct(QuantizedProduct):
     @staticmethod
     def grid(scale_inv: Any, quantizer: Quantizer) -> Any:
         return scale_inv.reshape(1, 1)
-
-    @staticmethod
-    def multiply(
-        ws: WorkingSet,
-        left: Operand,
-        right: Operand,
-        out: ArrayView,
-        fast: bool,
-        bias: ArrayView | None = None,
-        addend: ArrayView | None = None,
-    ) -> None:
-        (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
-        how = p.format, q.format, a_inv, b_inv
-        ws.kernels.fp8_gemm(a, b, out, *how, bias, addend, fast, space, ws.stream)
 
     def _scale_name(self, operand: str) -> str:
         return f"{operand[0]}_scale_inv"
@@ -142,10 +128,10 @@ class TensorProduct(QuantizedProduct):
         for name in self.weights if self.cast_rules["w"][1] else ():
             part = ws.inputs[name]
             ws.kernels.amax(part, whole.amax, part.shape, ws.stream)
-        for i, (name, start) in enumerate(zip(self.weights, self.starts, strict=True)):
+        for name, (start, n) in self.weights.items():
             q, q_t = whole.q, whole.q_t
             if len(self.weights) > 1:
-                rows = (pad(self.n) if i + 1 == len(self.weights) else start + self.spec.segments[i]) - start
+                rows = n if start + n < self.n else pad(self.n) - start
                 along = 0 if self.oi else 1
                 q = None if q is None else q.slice(along, start, rows)
                 q_t = None if q_t is None else q_t.slice(1 - along, start, rows)

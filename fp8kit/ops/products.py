@@ -11,7 +11,6 @@ from functools import lru_cache
 from fp8kit.formats import E4M3, E5M2, DType
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_block import BlockProduct
-from fp8kit.ops.product_plain import PlainProduct
 from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
 from fp8kit.ops.product_tensor import TensorProduct
 from fp8kit.quantization import Quantization
@@ -70,5 +69,5 @@ def product_of(
     spec: ProductSpec, rows: int, dtype: DType, needs_x: bool = False, needs: Collection[str] = ()
 ) -> Product:
     """The products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
-    kind: type[Product] = PlainProduct if spec.fp8 is None else product_class(spec.fp8)
+    kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
     return kind(spec, rows, dtype, needs_x, needs)

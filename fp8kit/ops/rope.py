@@ -3,19 +3,19 @@ packed one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts, length_of
-from fp8kit.ops.attention_views import meta_of
+from fp8kit.ops.attention_views import meta_of, want_features
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.values import check_sequences
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
 _SEQUENCES = ("cu_seqlens", "cu_seqlens_padded")  # the sequences' lengths, and where they start
 
@@ -62,9 +62,9 @@ class Rope(Operation):
     start_positions, or with "thd" on a GPU a sequence's length, lead beyond the angles, the result is NaN.
     """
 
-    name: ClassVar[str] = "rope"
+    name = "rope"
 
-    def partitions(self, spec: RopeSpec, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
+    def partitions(self, spec: RopeSpec, metas: Metas, views: Shapes) -> Partitions:
         x = metas["x"]
         if spec.qkv_format == "thd" or x is None or len(x.shape) != 4:
             return ()
@@ -75,28 +75,21 @@ class Rope(Operation):
         return Partition("rows", tuple(rows)), Partition("heads", (("x", 2, 2),))
 
     def part(self, spec: RopeSpec, partition: Partition, count: int) -> Any:
-        if partition.kind == "rows":
-            return spec
         ((heads, dim, angles),) = spec.segments
         return None if heads % count else replace(spec, segments=((heads // count, dim, angles),))
 
-    def infer(self, spec: RopeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: RopeSpec, metas: Metas, needs: Needs) -> Signature:
         if spec.qkv_format not in FORMATS:
             raise ShapeError("rope", "qkv_format", repr(spec.qkv_format), f"one of {', '.join(FORMATS)}")
         if spec.alternating and len({heads for heads, *_ in spec.segments}) != 1:
-            raise ShapeError(
-                "rope", "segments", spec.segments, "equally many heads in each, where they alternate"
-            )
+            wanted = "equally many heads in each, where they alternate"
+            raise ShapeError("rope", "segments", spec.segments, wanted)
         x = _want("x", metas, HIGH_PRECISION)
         packed = spec.qkv_format == "thd"
-        dims = 1 if packed else 2
-        wanted = [(spec.width,), *([spec.segments[0][:2]] if len(spec.segments) == 1 else [])]
-        if len(x.shape) < dims + 1 or x.shape[dims:] not in wanted or 0 in x.shape[dims:]:
-            forms = " or ".join(
-                f"({'tokens' if packed else 'sequence, batch'}, {', '.join(map(str, last))})"
-                for last in wanted
-            )
-            raise ShapeError("rope", "x", f"shape {x.shape}", f"{forms}, heads and features not 0")
+        forms: list[Shape] = [(spec.width,)]
+        if len(spec.segments) == 1:
+            forms.append(spec.segments[0][:2])
+        want_features("rope", "x", x.shape, spec.qkv_format, forms, ", heads and features not 0")
         for name in spec.angles:
             shape = _want(name, metas, (formats.float32,)).shape
             most = min(dim for _, dim, used in spec.segments if used == name)

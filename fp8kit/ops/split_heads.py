@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ShapeError
 from fp8kit.ops.product import want_rows
-from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SplitHeads(Operation):
     def outputs(self, spec: SplitHeadsSpec) -> tuple[str, ...]:
         return tuple(part for part, _ in spec.parts)
 
-    def infer(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def infer(self, spec: SplitHeadsSpec, metas: Metas, needs: Needs) -> Signature:
         for part, heads in spec.parts:
             if heads % spec.groups:
                 raise ShapeError(self.name, part, f"{heads} heads", f"a multiple of {spec.groups} groups")

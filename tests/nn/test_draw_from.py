@@ -192,7 +192,7 @@ def test_what_is_no_pair_is_refused_before_the_operation_runs(device, case, monk
     for module, given in modules:
         module(*given)  # plans are made, so that what runs below is what a step runs
     before, ran = nn.get_rng_state(), []
-    monkeypatch.setattr(call._Call, "record", lambda *a: ran.append("recorded"))
+    monkeypatch.setattr(call, "on_tape", lambda *a: ran.append("recorded"))
     for operation in (fk.nn.embedding.dropout_add, attention):
         monkeypatch.setattr(type(operation), "forward", lambda *a: ran.append("forward"))
     for module, given in modules:
