@@ -1,6 +1,9 @@
-# Everything runs in the virtual environment .venv, which is made on first use. Nothing is installed again until pyproject.toml changes.
+# Everything runs in the virtual environment .venv, which is made on first use. Nothing is installed again
+# until pyproject.toml changes.
 #   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
 #   make test       ruff, mypy and every test that needs no GPU
+#   make test-kernels  every variant of every CUDA source compiled, without spills
+#   make test-clients  transformers, accelerate and peft on fp8kit_torch
 #   make docs       the documents and the API reference as a site                          (site/)
 #   make test-gpu   the tests that need a GPU
 #   make test-gpu2  the tests that need two GPUs
@@ -20,15 +23,16 @@ DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
 DOCS := $(VENV)/.installed-docs
 
-# XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without LLVM's expensive passes, and
-# without the emitters of fused loops that set up MLIR anew for each
-XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
-       --xla_cpu_use_fusion_emitters=false
+# XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without
+# LLVM's expensive passes, and without the emitters of fused loops that set up MLIR anew for each
+XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
+       --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 
-# The tests start a hundred interpreters: bytecode is kept for them, also where the environment says otherwise, as those of containers do.
-BYTECODE := PYTHONDONTWRITEBYTECODE=
+# The tests start a hundred interpreters: bytecode is kept for them, also where the environment says
+# otherwise, as those of containers do; the numbers of threads are for two tests at a time.
+TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-.PHONY: a-gpu demo test docs test-gpu test-gpu2 bench info size clean
+.PHONY: a-gpu demo test test-kernels test-clients docs test-gpu test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -38,7 +42,13 @@ test: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
-	$(BYTECODE) XLA_FLAGS="$(XLA)" OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+
+test-kernels: $(TEST)
+	$(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
+
+test-clients: $(TEST)
+	$(TESTING) $(BIN)/python -m pytest -m "clients and not gpu" -n 2 tests/adapters
 
 # warnings are errors; the variable silences the theme's own notice about another version of mkdocs
 docs: $(DOCS)
@@ -67,7 +77,7 @@ clean:
 	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8kit needs Python 3.11 or newer, this is " + sys.version)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8kit needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
 $(DEMO): pyproject.toml | $(BIN)/python

@@ -47,7 +47,6 @@ __all__ = [
     "copy",
     "current_stream",
     "device",
-    "duplicate",
     "empty",
     "provider",
     "register_device",
@@ -55,7 +54,6 @@ __all__ = [
     "to",
     "to_library",
     "usable",
-    "want_writable",
     "zero_",
     "zeros",
 ]

@@ -17,7 +17,7 @@ a RecipeError, and every field that is accepted has its effect. No environment v
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -89,7 +89,7 @@ class _Strict:
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, without what is derived from them."""
-        return {name: getattr(self, name) for name in type(self).__dataclass_fields__}  # type: ignore[attr-defined]
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def _refuse(self, field: str, wanted: str) -> RecipeError:
         return RecipeError(type(self).__name__, field, repr(getattr(self, field)), wanted)

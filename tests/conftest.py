@@ -1,5 +1,5 @@
-"""What all tests share: GPU tests are skipped where there is no GPU, those for two GPUs run when they are
-asked for, random state starts alike, and the house's sizes are reported.
+"""What all tests share: GPU tests are skipped where there is no GPU, those with a make target of their own run
+when they are asked for, random state starts alike, and long files are reported.
 """
 
 from __future__ import annotations
@@ -18,15 +18,23 @@ from tests.support import source
 gc.set_threshold(100_000, 50, 100)
 
 
+# marks of tests that run only where ``-m`` names them
+ASKED_FOR = ("gpu2", "kernels", "clients")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked gpu2 unless ``-m`` names it: then it runs, and fails where there are no two
-    GPUs. Skip what is marked gpu where no CUDA device is usable; nothing of CUDA is looked for when no test
-    is marked."""
-    if "gpu2" not in (config.getoption("markexpr") or ""):
-        apart = [item for item in items if item.get_closest_marker("gpu2") is not None]
-        if apart:
-            config.hook.pytest_deselected(items=apart)
-            items[:] = [item for item in items if item not in apart]
+    """Leave out what is marked by one of ``ASKED_FOR`` unless ``-m`` names it; gpu2 then fails where there
+    are no two GPUs, and clients on a GPU run with the other tests there. Skip what is marked gpu where no
+    CUDA device is usable; nothing of CUDA is looked for when no test is marked."""
+    asked = config.getoption("markexpr") or ""
+    if asked.startswith("gpu"):
+        asked += " clients"
+    marks = [mark for mark in ASKED_FOR if mark not in asked]
+    left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        unasked = set(left_out)
+        items[:] = [item for item in items if item not in unasked]
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return

@@ -140,7 +140,8 @@ class TorchOp(BoundOp):
                 grads = [streamed.get(name, grad) for name, grad in zip(self.grads, grads, strict=True)]
         if self.direct:
             return grads
-        return [cotangents[passed] if at is None else grads[at] for at, passed in self.gradients]  # type: ignore[index]
+        found: Any = cotangents
+        return [found[passed] if at is None else grads[at] for at, passed in self.gradients]
 
 
 def _slots(row: Tensor) -> range:

@@ -34,7 +34,7 @@ class Call(NamedTuple):
     operation: Operation
     spec: Any
     inputs: Mapping[str, Any]
-    binding: StateBinding
+    binding: StateBinding = NO_STATE
 
 
 class Pending:
@@ -53,14 +53,12 @@ class Pending:
         return self
 
 
-def chained(
-    operation: Operation, spec: Any, inputs: Mapping[str, Any], binding: StateBinding = NO_STATE
-) -> dict[str, Pending]:
+def chained(call: Call) -> dict[str, Pending]:
     """Note a call, whose first input is pending. Returns its outputs by name."""
-    first = next(iter(inputs.values()))
+    first = next(iter(call.inputs.values()))
     calls = first.calls
-    calls.append(Call(operation, spec, inputs, binding))
-    return {name: Pending(calls, None, first, name) for name in operation.outputs(spec)}
+    calls.append(call)
+    return {name: Pending(calls, None, first, name) for name in call.operation.outputs(call.spec)}
 
 
 def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:

@@ -14,7 +14,7 @@ from fp8kit.spec import Operation
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.call import apply
-from fp8kit_torch.chains import Pending, chained
+from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, tensor
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.reprs import described
@@ -60,7 +60,7 @@ class TorchLayer(Layer, torch.nn.Module):
         if rng:
             inputs = {**inputs, "rng": next_rng(next(iter(inputs.values())).device)}
         if type(next(iter(inputs.values()))) is Pending:
-            return chained(operation, spec, inputs)  # type: ignore[return-value]
+            return chained(Call(operation, spec, inputs))  # type: ignore[return-value]
         return apply(operation, spec, inputs)
 
     def check_call(

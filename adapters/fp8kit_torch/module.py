@@ -30,7 +30,7 @@ from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, t
 from fp8kit_torch.bound import validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
-from fp8kit_torch.chains import Pending, chained
+from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.constants import exporting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
@@ -92,12 +92,12 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
 
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
         if type(inputs["x"]) is Pending:
-            return self.operation, spec, inputs
+            return Call(self.operation, spec, inputs)
         return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
 
     def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
-        if len(prepared) == 3:
-            return chained(*prepared, binding)
+        if type(prepared) is Call:
+            return chained(prepared._replace(binding=binding))  # type: ignore[return-value]
         return run(*prepared, binding, main)
 
     def cast_weight(

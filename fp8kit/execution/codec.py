@@ -54,8 +54,9 @@ def _packed(value: Any) -> Any:
     if isinstance(value, SelectionPolicy):
         return {"policy": policy_from_text(value.text).text}  # where it has overrides, it is kept from now on
     if SPECS.get(type(value).__name__) is type(value):
-        fields = {f.name: _packed(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}  # type: ignore[arg-type]
-        return {"is": type(value).__name__, **fields}
+        fields: Any = dataclasses.fields(value)  # type: ignore[arg-type]
+        parts = {field.name: _packed(getattr(value, field.name)) for field in fields if field.init}
+        return {"is": type(value).__name__, **parts}
     raise FormatError(
         "encode", "spec", repr(value), "numbers, text, formats, tuples and registered dataclasses"
     )

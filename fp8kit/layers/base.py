@@ -117,7 +117,7 @@ class Layer:
             found.append(getattr(self, bias))
         if self.return_layernorm_output:
             found.append(normed)
-        return tuple(found) if len(found) > 1 else found[0]
+        return tuple(found) if len(found) > 1 else y
 
     def as_input(
         self, argument: str, value: Any, features: int | None = None, qkv_format: str | None = None

@@ -113,8 +113,11 @@ class LinearBase(FP8Layer):
             return self.compute(inp, is_first_microbatch, **part)
         x = self.as_input("inp", inp, self.in_features)
         self.check_options(is_first_microbatch, fp8_output, fp8_grad)
-        bias, inputs = self.bias_mode, self.operands(x, self.bias_mode)
+        bias = self.bias_mode
+        inputs = self.operands(x, bias)
         out = self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, **self.options())
+        if not (self.return_bias or self.return_layernorm_output):
+            return out["y"]
         return self.returned(out["y"], "bias", out.get("normed"))
 
 

@@ -56,9 +56,8 @@ class Norm(Layer):
         super().__init__()
         operation, wanted = self.layer_name, "an int, or a sequence of one"
         # of the two sizes one may be missing; a sequence_parallel of False is as None
-        arguments = self.checked(
-            {**locals(), "hidden_size": 1, "sequence_parallel": sequence_parallel or None}
-        )
+        parallel = None if sequence_parallel is False else sequence_parallel
+        arguments = self.checked({**locals(), "hidden_size": 1, "sequence_parallel": parallel})
         if params_dtype is not None and dtype is not None:
             raise ArgumentError(operation, "dtype", dtype, "None beside params_dtype, its other name")
         if (normalized_shape is None) == (hidden_size is None):

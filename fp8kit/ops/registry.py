@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable
+from types import ModuleType
 
 from fp8kit import ops, quantization, recipe
 from fp8kit.arguments import shown
@@ -47,8 +48,8 @@ def each_operation(listener: Callable[[Operation], object]) -> None:
         listener(operation)
 
 
-def _dataclasses_of(module: object) -> list[type]:
-    own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]  # type: ignore[attr-defined]
+def _dataclasses_of(module: ModuleType) -> list[type]:
+    own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
     return [v for v in own if isinstance(v, type) and dataclasses.is_dataclass(v) and v.__name__[0] != "_"]
 
 

@@ -9,9 +9,10 @@
 constexpr int B = 128, E = 8;
 
 // x (rows, columns) into q (q_rows, across * 128) and q_t (qt_rows, down * 128), down x across being the
-// squares that cover x; either may be null, together with its scales. square: a square has one scale, else 128
-// neighbours along the contraction have one. With squares scale_inv is (ceil(q_rows / 128), across up to 4),
-// else (across, q_rows); likewise for q_t. A one-dimensional grid, a block a square, squares across first.
+// squares that cover x; either may be null, together with its scales. square: a square has one scale, else
+// 128 neighbours along the contraction have one. With squares scale_inv is (ceil(q_rows / 128), across up to
+// 4), else (across, q_rows); likewise for q_t. A one-dimensional grid, a block a square, squares across
+// first.
 extern "C" __global__ void __launch_bounds__(256)
 block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
                i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
@@ -121,7 +122,8 @@ block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
 #pragma unroll
     for (int turn = 0; turn < B * B / 16 / 256; ++turn) {
       const u32 at = rank + 256 * turn, from = at / 8, pair = at % 8, swizzle = from / E;
-      const uint2 low = transposed[from][(2 * pair) ^ swizzle], next = transposed[from][(2 * pair + 1) ^ swizzle];
+      const uint2 low = transposed[from][(2 * pair) ^ swizzle];
+      const uint2 next = transposed[from][(2 * pair + 1) ^ swizzle];
       const u32 sixteen[4] = {low.x, low.y, next.x, next.y};
       const i64 to_row = tile_column * B + from;
       if (to_row < qt_rows) store_codes<16>(q_t + to_row * down * B + tile_row * B + 16 * pair, sixteen);

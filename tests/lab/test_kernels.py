@@ -294,5 +294,5 @@ def test_numbas_and_cupys_own_kernels_are_known() -> None:
 
 def test_a_raw_stream_becomes_cupys_without_what_cupy_deprecates() -> None:
     pytest.importorskip("cupy")
-    assert substitute.on_stream(0, 1 << 40).stream.ptr == 1 << 40  # type: ignore[attr-defined]
-    assert substitute.on_stream(0, 0).stream.ptr == 0  # type: ignore[attr-defined]
+    assert substitute.as_stream(1 << 40).ptr == 1 << 40
+    assert substitute.as_stream(0).ptr == 0

@@ -390,7 +390,7 @@ def test_mistakes_of_a_first_hour_are_named() -> None:
         layer.weight = np.zeros((4, 4), np.float32)
     with pytest.raises(fk.Fp8kitError, match=r"AdamW: params: got Linear"):
         fk.optim.AdamW(layer)
-    with pytest.raises(fk.Fp8kitError, match=r'AdamW: param_groups: .*"params" entry'):
+    with pytest.raises(fk.Fp8kitError, match=r'AdamW: param_groups: .*"params" in each'):
         fk.optim.AdamW([{"lr": 1.0}])
     with pytest.raises(fk.CheckpointError, match=r"save: path: .*a folder that exists"):
         fk.save("nowhere/at/all.safetensors", layer)

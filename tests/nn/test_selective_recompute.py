@@ -219,7 +219,7 @@ def test_activation_params_are_checked():
     for activation, params, words in (
         ("clamped_swiglu", {"limits": 1.0}, "limits.*limit, alpha, glu_linear_offset"),
         ("gelu", {"limit": 1.0}, "none for gelu"),
-        ("clamped_swiglu", {"limit": 0.0}, "limit.*positive"),
+        ("clamped_swiglu", {"limit": 0.0}, "limit.*finite number and > 0"),
         ("clamped_swiglu", {"alpha": float("nan")}, "alpha.*finite"),
         ("clamped_swiglu", {"alpha": "1"}, "alpha.*finite"),
         ("mish", None, "mish.*sreglu"),

@@ -262,7 +262,7 @@ def test_threads_draw_different_numbers():
 
     def draw():
         own = [int(random.next_rng(CPU).numpy()[1]) for _ in range(200)]
-        with kept.again():
+        with kept():
             again = [int(random.next_rng(CPU).numpy()[1]) for _ in range(3)]
         with lock:
             drawn.extend(own)

@@ -1,8 +1,9 @@
 """Every kernel source compiles in every variant, without spilling registers or warning. No GPU is needed.
 
-Every variant is compiled for sm_90a. Each other architecture has variants with every value of every define,
-and every variant is compiled for at least one of them; with FP8KIT_PROPERTIES=1 for all. What is compiled for
-float16 differs from bfloat16 in conversions alone: it is compiled for sm_90a.
+For sm_90a variants with every value of every define are compiled, for each other architecture one of each
+source. ``make test-kernels`` compiles the rest: every variant for sm_90a, and for at least one other
+architecture, with FP8KIT_PROPERTIES=1 for all. What is compiled for float16 differs from bfloat16 in
+conversions alone: it is compiled for sm_90a.
 
 The cubins are kept in pytest's cache, where a name is the digest of all that went into one
 (``fp8kit.backends.cuda.compile``): only what changed since the last run is compiled again.
@@ -90,8 +91,19 @@ def variants_of(source: manifest.Source) -> dict[str, Sequence[manifest.Defines]
     }
 
 
+def usual(source: manifest.Source, arch: str) -> Sequence[manifest.Defines]:
+    """What ``make test`` compiles of them."""
+    return covering(source.variants) if arch == ARCHITECTURES[0] else variants_of(source)[arch][:1]
+
+
 VARIANTS = [
-    pytest.param(source, variant, arch, id="-".join([source.name, *(value for _, value in variant), arch]))
+    pytest.param(
+        source,
+        variant,
+        arch,
+        id="-".join([source.name, *(value for _, value in variant), arch]),
+        marks=() if variant in usual(source, arch) else pytest.mark.kernels,
+    )
     for source in manifest.sources()
     for arch, variants in variants_of(source).items()
     for variant in variants

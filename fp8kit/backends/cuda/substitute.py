@@ -193,7 +193,11 @@ class _Handle:
 @contextmanager
 def on_stream(device_index: int, stream: int) -> Iterator[None]:
     """Context manager: make a device and a raw stream of it CuPy's current ones in this thread."""
-    streams = cupy().cuda.Stream
-    ours = streams.from_external(_Handle(stream)) if stream else streams.null
-    with launch.current_device(device_index), ours:
+    with launch.current_device(device_index), as_stream(stream):
         yield
+
+
+def as_stream(stream: int) -> Any:
+    """A raw stream as CuPy's."""
+    streams = cupy().cuda.Stream
+    return streams.from_external(_Handle(stream)) if stream else streams.null

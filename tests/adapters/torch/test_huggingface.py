@@ -32,6 +32,8 @@ from fp8kit.recipe import DelayedScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
 from tests.support.source import ROOT
 
+pytestmark = pytest.mark.clients
+
 VOCABULARY, LENGTH, STEPS, LAYERS = 64, 16, 4, 2
 _GPT2 = GPT2Config(
     vocab_size=VOCABULARY,
