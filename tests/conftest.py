@@ -1,5 +1,5 @@
-"""What all tests share: GPU tests are skipped where there is no GPU, those with a make target of their own run
-when they are asked for, random state starts alike, and long files are reported.
+"""What all tests share: GPU tests are skipped where there is no GPU, those with a make target of their own
+run when they are asked for, random state starts alike, and long files are reported.
 """
 
 from __future__ import annotations

@@ -374,6 +374,8 @@ NORMS = {
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", NORMS)
+# torch 2.11 says so of its own RMSNorm on a GPU, once in a process
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 def test_within_torchs_autocast_a_norm_has_the_plain_ones_dtype(name, place):
     ran = 0
     for weight, x, cast in itertools.product(FLOATS, FLOATS, FLOATS[1:]):
