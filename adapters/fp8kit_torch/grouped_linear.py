@@ -80,10 +80,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
         self.gemms = tuple(f"{i}_" for i in range(num_gemms))
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
-        for i in range(num_gemms):
+        for i in range(num_gemms):  # in Transformer Engine's order, by which optimisers number their states
             self.add_parameter(f"weight{i}", (out_features, in_features), init_method, params_dtype, device)
-        for i in range(num_gemms if bias else 0):
-            self.add_parameter(f"bias{i}", (out_features,), 0.0, params_dtype, device)
+            if bias:
+                self.add_parameter(f"bias{i}", (out_features,), 0.0, params_dtype, device)
         product = ProductSpec(in_features, (out_features,))
         self.set_spec(GroupedLinearSpec(product, (0,) * num_gemms))
 

@@ -180,7 +180,9 @@ def quantize(
 ) -> None:
     """See ``Kernels.quantize``."""
     factors, how = scale.numpy().reshape(-1), rounding(format, saturate)
-    if rng is None and how is not None:
+    if not x.size:  # rows without columns, of which there may be billions
+        pass
+    elif rng is None and how is not None:
         values = bits(x)
         row_amax = np.empty((len(values), tiles(values.shape, tile)[1]), np.uint32)
         _encode(values, factors, max(tile[0], 1), max(tile[1], 1), how, q.numpy(), row_amax)

@@ -44,6 +44,8 @@ def accumulate(row_bits: Array, tile_rows: int, amax: ArrayView) -> None:
 
 def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
     """See ``Kernels.amax``."""
+    if not x.size:  # rows without columns, of which there may be billions
+        return
     rows = np.empty((x.shape[0], tiles(x.shape, tile)[1]), np.uint32)  # type: ignore[arg-type]
     _row_amax(bits(x), max(tile[1], 1), rows)
     accumulate(rows, max(tile[0], 1), amax)

@@ -111,6 +111,11 @@ def test_calibration_returned_biases_and_checkpoints(place):
     assert {n for n in grouped.state_dict() if "weight" in n} == {f"weight{i}" for i in range(len(SPLITS))}
 
 
+def test_parameters_come_in_transformer_engines_order():
+    names = [name for name, _ in GroupedLinear(2, 8, 8, device="cpu").named_parameters()]
+    assert names == ["weight0", "bias0", "weight1", "bias1"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_it_is_the_same(place, recipe):
     eager, _ = pair(place)
