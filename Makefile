@@ -1,7 +1,7 @@
 # Everything runs in the virtual environment .venv, which is made on first use. Nothing is installed again
 # until pyproject.toml changes.
 #   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
-#   make test       ruff, mypy and every test that needs no GPU
+#   make test       ruff, mypy and the tests that need no GPU
 #   make test-kernels  every variant of every CUDA source compiled, without spills
 #   make test-clients  transformers, accelerate and peft on fp8kit_torch
 #   make docs       the documents and the API reference as a site                          (site/)
@@ -45,7 +45,7 @@ test: $(TEST)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 test-kernels: $(TEST)
-	$(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
+	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
 
 test-clients: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m "clients and not gpu" -n 2 tests/adapters

@@ -490,7 +490,12 @@ def test_a_bench_that_measures_nothing_fails(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["bench", "tea"], ["bench", "--memory", "--layer", "3,4"], ["warmup", "--activation", "tea"]],
+    [
+        ["bench", "tea"],
+        ["bench", "--memory", "--layer", "3,4"],
+        ["bench", "--memory", "--layer", "64,128,3,16,1"],
+        ["warmup", "--activation", "tea"],
+    ],
 )
 def test_what_commands_cannot_take_is_one_line(arguments, capsys):
     assert cli.main([*arguments, "--device", "cpu"]) == 2

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8kit.errors import Fp8kitError
 from fp8kit.execution.chain import ChainSpec, chain
 from fp8kit.lru import LRU
 from fp8kit.spec import Operation
@@ -24,6 +25,7 @@ from fp8kit_torch.state import NO_STATE, StateBinding
 
 # of the operations' names, the identities of their specs, and sources; with the specs, which are held
 _specs: LRU[Any, ChainSpec] = LRU(1024)
+# one for each layer, the last that it needed: a call uses what it has made, whatever other threads put here
 _bindings: weakref.WeakKeyDictionary[Any, tuple[TorchOp, list[StateBinding], StateBinding]]
 _bindings = weakref.WeakKeyDictionary()
 
@@ -38,8 +40,9 @@ class Call(NamedTuple):
 
 
 class Pending:
-    """What stands for a tensor that a chain will make, or begins with (``tensor``): output ``name`` of call
-    number ``number`` of ``calls``."""
+    """What stands for a tensor that a chain will make: output ``name`` of call number ``number`` of
+    ``calls``; or for the one that it begins with, ``tensor``. The code of a layer that runs in a chain hands
+    it on to operations, and asks nothing of it but ``dtype``, ``device`` and ``to``."""
 
     __slots__ = ("calls", "device", "dtype", "name", "number", "tensor")
 
@@ -82,8 +85,15 @@ def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:
         names, specs = tuple(call.operation.name for call in calls), tuple(call.spec for call in calls)
         spec = _specs.put(key, ChainSpec(names, specs, tuple(sources)))
     scales = tuple([f"{i}.{name}" for i, call in enumerate(calls) for name in call.binding.scales])
-    op, tensors = prepare(chain, spec, inputs, scales)
-    return run(op, tensors, _binding(layer, op, [call.binding for call in calls]))["y"]
+    try:
+        op, tensors = prepare(chain, spec, inputs, scales)
+        return run(op, tensors, _binding(layer, op, [call.binding for call in calls]))["y"]
+    except Fp8kitError as error:
+        if error.operation != chain.name or error.argument is None:
+            raise
+        # about one of the tensors, whichever operation takes it
+        argument = "hidden_states" if error.argument == "x" else error.argument
+        raise error.renamed(type(layer).__name__, argument) from None
 
 
 def _binding(layer: torch.nn.Module, op: TorchOp, parts: list[StateBinding]) -> StateBinding:

@@ -133,9 +133,9 @@ def moe_unpermute(
     for name, t in tensors.items():
         if t is not None and t.device != inp.device:
             raise BackendError(op, name, f"device {t.device}", f"device {inp.device}, as inp")
-    rows, wanted = inp.size(0), f"{row_id_map.size(0)}, as in row_id_map"
-    if row_id_map.shape[1:] != (2,) or row_id_map.dtype != torch.int32:
+    if row_id_map.ndim != 2 or row_id_map.size(1) != 2 or row_id_map.dtype != torch.int32:
         raise ShapeError(op, "row_id_map", shown(row_id_map), "what moe_permute returned, int32 (rows, 2)")
+    rows, wanted = inp.size(0), f"{row_id_map.size(0)}, as in row_id_map"
     if merging_probs is not None and (merging_probs.ndim != 2 or not merging_probs.is_floating_point()):
         raise ShapeError(op, "merging_probs", shown(merging_probs), "floating (tokens, experts or topk)")
     if pad_offsets is not None:

@@ -43,19 +43,22 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         if (state is not None and state.calibrating) or not recompute.idle() or global_hooks():
             return False
         attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
-        if attention._separate or self.layernorm is not None:
+        if not attention.input_layernorm or attention._separate or self.layernorm is not None:
             return False
         own = attention._modules
         here = self.frontend
         parts = (
             (attention, here.MultiheadAttention),
-            (own[attention._first], here.LayerNormLinear if attention.input_layernorm else here.Linear),
+            (own["layernorm_qkv"], here.LayerNormLinear),
             (own["core_attention"], here.DotProductAttention),
             (own["proj"], here.Linear),
             (mlp, here.LayerNormMLP),
         )
         for part, kind in parts:
-            if type(part) is not kind or "forward" in (there := vars(part)):
+            # code in the place of ours: another class, a forward put on the object or its class, compile()
+            if type(part) is not kind or "forward" in (there := vars(part)) or "forward" in vars(kind):
+                return False
+            if part._compiled_call_impl is not None:
                 return False
             if any(map(there.__getitem__, _HOOKS)):
                 return False

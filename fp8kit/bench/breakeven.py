@@ -111,11 +111,13 @@ def _timed(steps: Mapping[str, Step], setting: Setting, seconds: float) -> dict[
 
 
 def compare(rows: list[Row]) -> None:
-    """Fill in ``ratio``: to the first row of the same kind, which is a plain bfloat16 one."""
+    """Fill in ``ratio``: to the first row of the same kind, which is a plain bfloat16 one; none where that
+    was not measured."""
     for graph in (False, True):
-        own = [row for row in rows if row["case"].endswith("graph") == graph and "gpu_ms" in row]
-        for row in own:
-            row["ratio"] = row["gpu_ms"] / own[0]["gpu_ms"]
+        own = [row for row in rows if row["case"].endswith("graph") == graph]
+        for row in own if own and "gpu_ms" in own[0] else ():
+            if "gpu_ms" in row:
+                row["ratio"] = row["gpu_ms"] / own[0]["gpu_ms"]
 
 
 def cells(rows: list[Row], case: str, hidden: int) -> list[tuple[int, float]]:

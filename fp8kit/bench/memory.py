@@ -119,8 +119,8 @@ class Kept(NamedTuple):
 
 @contextmanager
 def kept_tensors() -> Iterator[list[Kept]]:
-    """What the operations that run within keep for backward, which none of them may have done by the end: a
-    list that fills up."""
+    """What the operations that run within keep for backward, as a list that fills up. No backward pass may
+    run within."""
     found: list[Kept] = []
     seen: set[tuple[int, Meta]] = set()
     numbers: Counter[str] = Counter()

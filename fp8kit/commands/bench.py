@@ -79,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     setting = reports.setting_for(device, out=options.out, deadline=deadline)
     if options.layer is not None:
         layer = Layer(*numbers("layer", options.layer, 5))
+        if layer.hidden % layer.heads:
+            raise ArgumentError("bench", "--layer", repr(options.layer), "HIDDEN a multiple of HEADS")
         sizes = replace(setting.sizes, layers={f"layer {layer.hidden}": layer})
         setting = replace(setting, sizes=sizes)
     report = reports.run(

@@ -79,6 +79,10 @@ class Interface:
         self.result_metas = self.outputs | {name: self.inputs[source] for name, source in s.passes.items()}
         self.grads = {name: meta for name, meta in s.grads.items() if name in metas}
         self.grad_amaxes = {name: meta for name, meta in s.grads.items() if name not in metas}
+        if any(meta.shape != (1,) for meta in self.grad_amaxes.values()):
+            raise AutogradError(
+                f"{operation.name}: backward fills {list(self.grad_amaxes)}, which are no inputs"
+            )
         self.backward_inputs = dict(s.backward_inputs)
         places = {name: Source(i, True) for i, name in enumerate(self.outputs)}
         places |= {name: Source(i, False) for i, name in enumerate(metas)}

@@ -1,6 +1,7 @@
 """``chain``: operations one after the other as one operation: one node of a frontend's graph, one block of
 saved memory, one replayed call instead of one for each. The kernels and their order are those of the
-operations, and so are the bits.
+operations, and so are the bits. One by one, an operation whose result is another's input may compute that
+input's gradient for nobody; in a chain it does not, and takes no amax of it.
 
 A chain saves host time, which is what a small layer spends. A large one is better run operation by operation:
 there each frees its memory as soon as it can.
@@ -8,10 +9,12 @@ there each frees its memory as soon as it can.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fp8kit.errors import AutogradError
+from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.execution.memory import Layout
 from fp8kit.formats import uint8
 from fp8kit.ops.registry import OPERATIONS
@@ -76,6 +79,9 @@ class Chain(Operation):
     name = "chain"
     parameters = ("weight", "bias")
 
+    def argument(self, name: str, names: Container[str] = ()) -> str:
+        return name.partition(".")[2]
+
     def _steps(
         self, spec: ChainSpec, metas: Metas, needs: frozenset[str]
     ) -> tuple[list[_Step], dict[str, Meta]]:
@@ -89,7 +95,8 @@ class Chain(Operation):
             inputs |= {argument: values[at, output] for argument, at, output in sources}
             own_metas = {argument: known[value] for argument, value in inputs.items()}
             own_needs = frozenset(argument for argument, value in inputs.items() if value in wanted)
-            signature = operation.infer(own, own_metas, own_needs)
+            with user_names(operation, own_metas):
+                signature = operation.infer(own, own_metas, own_needs)
             outputs = {
                 output: f"{start}{output}" if meta.zero else f"{i}:{output}"
                 for output, meta in signature.outputs.items()
@@ -124,9 +131,16 @@ class Chain(Operation):
                 step.gradients[argument] = steps[at].cotangents[output] = f"{at}:{output}"
             elif passed in step.cotangents:
                 steps[at].cotangents[output] = step.cotangents[passed]
+        for argument in s.grads:  # what backward fills although nobody wants it
+            if argument in step.inputs and argument not in step.gradients:
+                step.gradients[argument] = f"{step.number}:{argument}, unwanted"
 
     def infer(self, spec: ChainSpec, metas: Metas, needs: frozenset[str]) -> Signature:
-        steps, between = self._steps(spec, metas, needs)
+        return self._signature(*self._steps(spec, metas, needs))
+
+    @staticmethod
+    def _signature(steps: list[_Step], between: dict[str, Meta]) -> Signature:
+        """The signature of what ``_steps`` returned."""
         last = steps[-1].signature.outputs
         outputs = {"y": next(iter(last.values()))}
         kept: dict[str, None] = {}
@@ -151,7 +165,7 @@ class Chain(Operation):
 
     def plan(self, spec: ChainSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         steps, between = self._steps(spec, metas, needs)
-        signature = self.infer(spec, metas, needs)
+        signature = self._signature(steps, between)
         ready = []
         for step in steps:
             plan = step.operation.plan(step.spec, step.metas, step.needs, kernels)
@@ -197,6 +211,17 @@ class Chain(Operation):
             )
             incoming = {name: between.get(step.cotangents.get(name, "")) for name in results}
             step.operation.backward(own, own_ws, incoming)
+
+
+@contextmanager
+def user_names(operation: Operation, inputs: Container[str]) -> Iterator[None]:
+    """Errors about the inputs of a step's operation name them as its user does."""
+    try:
+        yield
+    except Fp8kitError as error:
+        if error.argument is None:
+            raise
+        raise error.renamed(operation.name, operation.argument(error.argument, inputs)) from None
 
 
 def _at(layout: Layout, scratch: Views) -> Views:

@@ -40,7 +40,7 @@ _ALIASES = {"padding,causal": "padding_causal", "causal,padding": "padding_causa
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 # field of a spec -> the words that it may be
-WORDS = {
+CHOICES = {
     "qkv_format": FORMATS,
     "mask": MASKS,
     "layout": tuple(LAYOUTS),
@@ -178,7 +178,7 @@ def check(spec: AttentionSpec) -> None:
         want(field, getattr(spec, field) > 0, "at least 1")
     heads, groups = spec.num_heads, spec.num_gqa_groups
     want("num_gqa_groups", groups > 0 and heads % groups == 0, f"a divisor of {heads} heads")
-    for field, words in WORDS.items():
+    for field, words in CHOICES.items():
         want(field, getattr(spec, field) in words, f"one of {', '.join(words)}")
     want("layout", not spec.interleaved or groups == heads, f"one with {groups} groups of heads")
     want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")

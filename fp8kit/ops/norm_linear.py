@@ -133,7 +133,8 @@ class NormStage:
 
 def further_outputs(spec: Any) -> tuple[str, ...]:
     """y, and what a spec of this half returns besides."""
-    return ("y", *("normed",) * spec.return_norm, *("residual",) * spec.residual)
+    further = {"normed": spec.return_norm, "residual": spec.residual}
+    return ("y", *(name for name, asked in further.items() if asked))
 
 
 class NormLinear(OneProduct):

@@ -63,7 +63,7 @@ class Product:
     """The products of one weight for one number of rows; made by a plan, holds no data.
 
     ``needs_x``, ``needs_w``, ``needs_b``: whether the gradient of the input, of the weight, of the bias is
-    wanted; of the latter two the inputs' names are among ``needs``. In FP8 an operand is cast once to each
+    wanted; of the latter two a segment's name is among ``needs``. In FP8 an operand is cast once to each
     orientation that a product wants, the contraction last (the tensor cores' "TN" form); what backward needs
     is kept so.
 
@@ -79,13 +79,13 @@ class Product:
         self.spec = spec
         self.dtype = dtype
         self.m, self.k, self.n = rows, spec.in_features, spec.out_features
-        self.needs_x, self.needs_w = needs_x, f"{spec.prefix}weight0" in needs
-        self.needs_b = f"{spec.prefix}bias0" in needs and spec.bias != "none"
         self.oi = spec.layout == "oi"
         # input -> where its segment begins, and its output features
         parts = [(sum(spec.segments[:i]), n) for i, n in enumerate(spec.segments)]
         self.weights = {f"{spec.prefix}weight{i}": part for i, part in enumerate(parts)}
         self.biases = {f"{spec.prefix}bias{i}": part for i, part in enumerate(parts) if spec.bias != "none"}
+        self.needs_x, self.needs_w = needs_x, any(name in needs for name in self.weights)
+        self.needs_b = any(name in needs for name in self.biases)
         self.grad_dtype = dtype if spec.main_grad is None else formats.dtype(spec.main_grad)
         self.adds = spec.main_grad is not None and not spec.overwrite_grad  # wgrad is added to what is there
         # whether wgrad makes the gradients of all segments in one array, from which they are copied

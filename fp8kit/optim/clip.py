@@ -38,10 +38,10 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
         got = f"{len(found)} tensors, none with a gradient"
         raise ArgumentError(operation, "params", got, "at least one gradient")
     for grad in grads:
-        want_writable(operation, "params' gradients", grad)  # backward's are; a user may have set any array
+        want_writable(operation, "params", grad)  # backward's are; a user may have set any array
         if grad.dtype not in HIGH_PRECISION:
             wanted = "float32, bfloat16 or float16"
-            raise ArgumentError(operation, "params' gradients", grad.dtype.name, wanted)
+            raise ArgumentError(operation, "params", f"a gradient of {grad.dtype.name}", wanted)
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
         where = ", ".join(sorted(map(str, devices)))

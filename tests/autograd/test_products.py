@@ -236,6 +236,30 @@ def test_each_granularity_has_one_class_of_products() -> None:
     assert all(issubclass(kind, QuantizedProduct) for kind in kinds)
 
 
+@pytest.mark.parametrize(
+    "fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"]
+)
+def test_some_segments_are_trained(fp8: Quantization | None) -> None:
+    """The gradient of a segment is the same whichever others are frozen."""
+    spec, x, g = LinearSpec(ProductSpec(16, (5, 7), fp8=fp8)), normal(32, 16), normal(32, 12)
+    weights, biases = [normal(5, 16), normal(7, 16)], [normal(5), normal(7)]
+    scales = {"x_scale": one(2.0), "w_scale": one(2.0)} if fp8 is DELAYED else {}
+
+    def gradients(trained: tuple[bool, bool]) -> list[Any]:
+        w = [tensor(value, wanted) for value, wanted in zip(weights, trained, strict=True)]
+        b = [tensor(value, wanted) for value, wanted in zip(biases, trained, strict=True)]
+        inputs = {"x": tensor(x), **named("weight", w), **named("bias", b), **scales}
+        amax = {name: one(0.0) for name in ("x_amax", "w_amax", "g_amax")}
+        apply(linear, spec, inputs, amax, {"g_scale": one(2.0)})["y"].backward(g)
+        return [t.grad for t in (*w, *b)]
+
+    both, second = gradients((True, True)), gradients((False, True))
+    assert second[0] is None
+    assert second[2] is None
+    for i in (1, 3):
+        assert_same_bits("gradient", second[i].numpy(), both[i].numpy())
+
+
 @pytest.mark.parametrize("segments", [(40,), (13, 27)])
 @pytest.mark.parametrize("layout", ["oi", "io"])
 def test_cached_weight_by_blocks_gives_the_same_bits(layout: str, segments: tuple[int, ...]) -> None:

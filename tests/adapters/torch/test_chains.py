@@ -8,7 +8,7 @@ import pytest
 import torch
 from fp8kit_torch import chains, transformer
 
-from fp8kit.errors import AutogradError
+from fp8kit.errors import AutogradError, Fp8kitError, ShapeError
 from fp8kit.execution.chain import ChainSpec, chain
 from fp8kit.formats import float32
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
@@ -47,7 +47,7 @@ def layer_of(device, options):
     return ft.TransformerLayer(WIDTH, 64, 4, device=device, **options)
 
 
-def results(layer, recipe, device, steps=3, trained=True):
+def results(layer, recipe, device, steps=3, trained=True, state=True):
     """Outputs, gradients and state of some steps."""
     torch.manual_seed(7)
     dtype = next(layer.parameters()).dtype
@@ -59,9 +59,9 @@ def results(layer, recipe, device, steps=3, trained=True):
         y.backward(torch.randn_like(y))
         found += [y, x.grad if trained else x]
     found += [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
-    for module in layer.modules():
-        for state in getattr(module, "fp8_meta", {}).values():
-            found += state.parts
+    for module in layer.modules() if state else ():
+        for own in getattr(module, "fp8_meta", {}).values():
+            found += own.parts
     return [bits(array) for array in found]
 
 
@@ -77,16 +77,33 @@ def test_same_bits(options, recipe, device, counted, monkeypatch):
     assert all((got == want).all() for got, want in zip(as_one, one_by_one, strict=True))
 
 
-def test_frozen_parameters(device, counted, monkeypatch):
+TRAINED = [
+    ("proj", "fc1"),
+    ("layernorm_mlp.layer_norm",),
+    ("layernorm_qkv.layer_norm", "layernorm_mlp.layer_norm"),
+    ("qkv.query_weight",),
+    ("bias",),
+    ("fc2_bias",),
+]
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "block"])
+@pytest.mark.parametrize("options", ["plain", "dropout", "parallel"])
+@pytest.mark.parametrize("names", TRAINED, ids="-".join)
+def test_frozen_parameters(names, options, recipe, device, counted, monkeypatch):
+    """Outputs and gradients; the amax of a gradient that nobody wants is not taken in a chain."""
+
     def frozen():
-        layer = layer_of(device, {})
+        layer = layer_of(device, OPTIONS[options])
         for name, parameter in layer.named_parameters():
-            parameter.requires_grad_("proj" in name or "fc1" in name)
-        return results(layer, RECIPES["delayed"], device, trained=False)
+            parameter.requires_grad_(any(part in name for part in names))
+        found = results(layer, RECIPES[recipe], device, steps=1, trained=False, state=False)
+        assert len(found) > 2
+        return found
 
     as_one = frozen()
     monkeypatch.setattr(transformer, "LARGE", 0)
-    assert len(counted) == 3
+    assert len(counted) == 1
     assert all((got == want).all() for got, want in zip(as_one, frozen(), strict=True))
 
 
@@ -171,6 +188,23 @@ def _everywhere(layer, x):
         handle.remove()
 
 
+def _compiled(layer, x):
+    layer.layernorm_mlp.compile(backend="eager")
+    with torch.no_grad():
+        layer(x)
+
+
+def _class_patched(layer, x):
+    """As tracers do."""
+    plain, seen = ft.LayerNormMLP.forward, []
+    try:
+        ft.LayerNormMLP.forward = lambda self, x, **options: seen.append(x.shape) or plain(self, x, **options)
+        layer(x)
+    finally:
+        del ft.LayerNormMLP.forward
+    assert seen == [x.shape]
+
+
 def _micro_batches(layer, x):
     with ft.autocast():
         layer(x, is_first_microbatch=True)
@@ -193,6 +227,8 @@ def _main_grads(layer, x):
         _autocast,
         _checkpointed,
         _everywhere,
+        _compiled,
+        _class_patched,
         _micro_batches,
         _main_grads,
     ],
@@ -200,6 +236,15 @@ def _main_grads(layer, x):
 def test_one_by_one_where_somebody_looks(use, device, counted):
     use(layer_of(device, {}), torch.randn(8, 3, WIDTH, device=device))
     assert counted == []
+
+
+def test_refusals_name_what_the_user_calls_it(device, counted):
+    layer, x = layer_of(device, {}), torch.randn(8, 3, WIDTH, device=device)
+    with pytest.raises(Fp8kitError, match=r"TransformerLayer: hidden_states: .*without memory"):
+        torch.vmap(layer, randomness="same")(x[None])
+    layer.self_attention.proj.weight = torch.nn.Parameter(torch.zeros(5, WIDTH, device=device))
+    with pytest.raises(ShapeError, match=r"linear: weight: got shape \(5, 48\)"):
+        layer(x)
 
 
 def test_without_gradients(device, counted):
