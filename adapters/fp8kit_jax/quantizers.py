@@ -88,7 +88,7 @@ def resolve(operation: str, quantizer_set: QuantizerSet | None) -> QuantizerSet:
         raise RecipeError(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
     check_recipe(operation, found.recipe)
     if history_of(found.recipe) is not None and None in (found.x, found.kernel, found.grad):
-        wanted = "a QuantizerSet with its slots (create_set), for delayed scaling has state"
+        wanted = "one with slots, as create_set makes it: delayed scaling, the default recipe, has state"
         raise RecipeError(operation, "quantizer_set", "no slots", wanted)
     for name in ("x", "kernel", "grad"):
         _check_slot(operation, f"quantizer_set.{name}", getattr(found, name))

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 from fp8kit.execution.codec import encode
-from fp8kit.layers.base import Branch, as_branch, branch_of
+from fp8kit.layers.base import Branch, branch_of
 from fp8kit.layers.fp8_layer import Operands, WeightCache
 from fp8kit.layers.recompute import Kept
 from fp8kit.ops.linear import linear, weight_cast
@@ -390,4 +390,4 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return self._weights.arrays
 
 
-__all__ = ["Branch", "Inputs", "TransformerEngineBaseModule", "as_branch", "branch_of", "part_of"]
+__all__ = ["Branch", "Inputs", "TransformerEngineBaseModule", "branch_of", "part_of"]

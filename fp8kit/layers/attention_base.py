@@ -35,7 +35,8 @@ class AttentionBase(Layer):
 
     def call_branch(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Branch:
         """``call_part`` of a layer that returns a ``Branch``."""
-        return as_branch(self.call_part(part, x, is_first_microbatch, **asked))
+        value = self.call_part(part, x, is_first_microbatch, **asked)
+        return as_branch(self.layer_name, value, x, bool(asked.get("return_norm")))
 
     def check_part(self, operation: str, name: str, x: Any) -> None:
         """Fp8kitError kinds where the part ``name`` would refuse a parameter for inputs like ``x``."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arguments import Rule
+from fp8kit.errors import ArgumentError
 from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
 from fp8kit.ops.registry import SPECS
 from fp8kit.spec import Operation
@@ -25,9 +26,20 @@ class Branch(NamedTuple):
     normed: Any = None
 
 
-def as_branch(value: Any) -> Branch:
-    """What a part of a layer returned: a ``Branch``, or the tuple that a hook made of one."""
-    return value if isinstance(value, Branch) else Branch(*value)
+def as_branch(layer: str, value: Any, x: Any, normed: bool) -> Branch:
+    """What a part of the layer ``layer`` returned for ``x``: a ``Branch``, or what a hook made of one, a
+    tuple of as many values or y alone. ArgumentError for anything else."""
+    if isinstance(value, Branch):
+        return value
+    if isinstance(value, tuple) and len(value) == len(Branch._fields):
+        return Branch(*value)
+    if isinstance(value, tuple) or not hasattr(value, "shape") or normed:
+        got = f"{type(value).__name__} from a hook"
+        wanted = "y, or the tuple (y, residual, normed) that the hook was given, changed"
+        if normed:
+            wanted = "the tuple (y, residual, normed) that the hook was given, changed: normed is added to y"
+        raise ArgumentError(layer, "output of a part", got, wanted)
+    return Branch(value, x)
 
 
 def branch_of(outputs: Mapping[str, Any]) -> Branch:

@@ -29,7 +29,8 @@ def register_operation(operation: Operation, *specs: type) -> Operation:
             "register_operation", "name", repr(operation.name), "one that no other operation has"
         )
     for kind in specs:
-        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+        made = kind.__dict__.get("__dataclass_params__") if isinstance(kind, type) else None
+        if made is None or not made.frozen:
             raise ArgumentError("register_operation", "specs", shown(kind), "frozen dataclasses")
         known = SPECS.get(kind.__name__, kind)
         if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):

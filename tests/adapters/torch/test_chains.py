@@ -8,7 +8,7 @@ import pytest
 import torch
 from fp8kit_torch import chains, transformer
 
-from fp8kit.errors import AutogradError, Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, ShapeError
 from fp8kit.execution.chain import ChainSpec, chain
 from fp8kit.formats import float32
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
@@ -236,6 +236,33 @@ def _main_grads(layer, x):
 def test_one_by_one_where_somebody_looks(use, device, counted):
     use(layer_of(device, {}), torch.randn(8, 3, WIDTH, device=device))
     assert counted == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8])
+@pytest.mark.parametrize("part", ["self_attention", "layernorm_mlp"])
+def test_a_hook_may_return_y_alone(part, length, device):
+    """The residual stream is x then, whose gradient is the same sum."""
+    x, found = torch.randn(length, 2, WIDTH, device=device), []
+    for hook in (
+        lambda module, args, out: type(out)(out.y * 1.0, *out[1:]),
+        lambda module, args, out: out.y * 1.0,
+    ):
+        layer, own = layer_of(device, OPTIONS["plain"]), x.clone().requires_grad_()
+        getattr(layer, part).register_forward_hook(hook)
+        y = layer(own)
+        y.square().sum().backward()
+        found.append((y, own.grad))
+    assert found[1][0].shape == x.shape
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=2**-20, atol=2**-20)
+
+
+@pytest.mark.parametrize("value", [(1,), (1, 2), "y"], ids=str)
+def test_a_hook_that_returns_something_else_is_refused(value, device):
+    layer = layer_of(device, {})
+    layer.self_attention.register_forward_hook(lambda module, args, out: value)
+    with pytest.raises(ArgumentError, match=r"TransformerLayer: output of a part: got \w+ from a hook"):
+        layer(torch.randn(4, 2, WIDTH, device=device))
 
 
 def test_refusals_name_what_the_user_calls_it(device, counted):
