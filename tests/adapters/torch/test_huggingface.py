@@ -32,8 +32,6 @@ from fp8kit.recipe import DelayedScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
 from tests.support.source import ROOT
 
-pytestmark = pytest.mark.clients
-
 VOCABULARY, LENGTH, STEPS, LAYERS = 64, 16, 4, 2
 _GPT2 = GPT2Config(
     vocab_size=VOCABULARY,
@@ -74,6 +72,7 @@ MODELS = {
     "bert": (BertForMaskedLM, _BERT, 6 * LAYERS + 2, 2 * LAYERS + 2),
 }
 pytestmark = [
+    pytest.mark.clients,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
