@@ -1,5 +1,5 @@
-"""What all tests share: GPU tests are skipped where there is no GPU, those with a make target of their own
-run when they are asked for, random state starts alike, and long files are reported.
+"""What all tests share: GPU tests are skipped where nobody asked for them and there is no GPU, those with a
+make target of their own run when they are asked for, random state starts alike, and long files are reported.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ ASKED_FOR = ("gpu2", "kernels", "clients")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked by one of ``ASKED_FOR`` unless ``-m`` names it; gpu2 then fails where there
     are no two GPUs, and clients on a GPU run with the other tests there. Skip what is marked gpu where no
-    CUDA device is usable; nothing of CUDA is looked for when no test is marked."""
+    CUDA device is usable, but not where ``-m`` begins with it: a run of the GPU tests that has no GPU fails.
+    Nothing of CUDA is looked for when no test is marked."""
     asked = config.getoption("markexpr") or ""
-    if asked.startswith("gpu"):
+    on_gpu = asked.startswith("gpu")
+    if on_gpu:
         asked += " clients"
     marks = [mark for mark in ASKED_FOR if mark not in asked]
     left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
@@ -36,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unasked = set(left_out)
         items[:] = [item for item in items if item not in unasked]
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if not marked:
+    if on_gpu or not marked:
         return
     from fp8kit import arrays
 
