@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arguments import choice
+from fp8kit.arguments import choice, integer, shown
 from fp8kit.errors import RecipeError
 from fp8kit.formats import Format
 
@@ -24,18 +24,22 @@ HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[HostArray], HostArray]
 ScaleCompute = Callable[[HostArray, HostArray, float, Any], HostArray]
 
-# granularity -> (rows, columns) of a tile of elements that share a scale, 0: all of them
+_BLOCKS = [(rows, n) for n in (16, 32, 64, 128) for rows in (1, n)]
+# granularity -> (rows, columns) of a tile of elements that share a scale, 0: all of them. Scales of "block"
+# are float32; of "mx" E8M0; of "nvfp4" E4M3, and the tensor has a float32 scale as well
 TILES = {
     "tensor": (0, 0),
     "row": (1, 0),
-    "block_1x128": (1, 128),
-    "block_128x128": (128, 128),
-    "mx_1x32": (1, 32),
+    **{f"{kind}_{rows}x{n}": (rows, n) for kind in ("block", "mx") for rows, n in _BLOCKS},
+    "nvfp4_1x16": (1, 16),
+    "nvfp4_16x16": (16, 16),
 }
-# those beside, of layers only: a tile's scale is E4M3, and the tensor has a float32 scale as well
-_TILES = TILES | {"nvfp4_1x16": (1, 16)}
 _SOURCES = ("current", "delayed", "amax", "static")
-_RULES = ("exact", "power_2", "floor", "ceil", "even", "rceil")
+# rules of scales that are powers of two in E8M0, and those of all
+MX_RULES = ("floor", "ceil", "even", "rceil", "te")
+_RULES = ("exact", "power_2", *MX_RULES)
+_ROTATED = (0, 16, 32, 64, 128)
+SIGNS = ("plus", "te", "random")
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,19 @@ class Quantizer:
         scale_inv = 1 / scale
 
     * ``format``: of the codes. ``granularity``: which elements share a scale: "tensor", "row",
-      "block_1x128", "block_128x128", "mx_1x32" or "nvfp4_1x16".
+      "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16" and others: a key of ``TILES``.
     * ``scale_source``: "current", the amax is taken from the tile itself; "amax", likewise, but somebody else
       has taken it (devices share theirs): it is an input; "delayed", the scale is an input that follows from
       the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output; "static",
       ``static_scale``.
-    * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; "floor", "ceil", "even", "rceil":
-      the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3).
+    * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; "floor", "ceil", "even", "rceil",
+      "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3; ``fp8kit.blocks``).
     * ``epsilon``: the least amax.
-    * ``stochastic_bits``: 0, codes are rounded to nearest even; n, stochastically by n random bits.
-    * ``hadamard``: 0, the operand as it is; n, each n neighbours along the contraction are first rotated by
-      a Hadamard matrix.
+    * ``stochastic_bits``: 0, codes are rounded to nearest even; n, stochastically by n random bits, at most
+      32.
+    * ``hadamard``: 0, the operand as it is; 16, 32, 64 or 128: so many neighbours along the contraction are
+      first rotated by a Hadamard matrix. ``signs`` of its columns: "plus", "te" (the 16 of Transformer
+      Engine, repeated) or "random" (drawn for each call).
 
     RecipeError for another word.
     """
@@ -72,16 +78,20 @@ class Quantizer:
     static_scale: float = 1.0
     stochastic_bits: int = 0
     hadamard: int = 0
+    signs: str = "plus"
 
     def __post_init__(self) -> None:
-        words = {"granularity": _TILES, "scale_source": _SOURCES, "scale_rule": _RULES}
+        words = {"granularity": TILES, "scale_source": _SOURCES, "scale_rule": _RULES, "signs": SIGNS}
         for name, known in words.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)
+        integer("Quantizer", "stochastic_bits", self.stochastic_bits, 0, 32, RecipeError)
+        if self.hadamard not in _ROTATED:
+            raise RecipeError("Quantizer", "hadamard", shown(self.hadamard), f"one of {_ROTATED}")
 
     @property
     def tile(self) -> tuple[int, int]:
         """(rows, columns) of the elements that share a scale; 0 is all of them."""
-        return _TILES[self.granularity]
+        return TILES[self.granularity]
 
     @property
     def needs_state(self) -> bool:
