@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fp8kit import autograd, nn, optim, plugins, recipe
+    from fp8kit.accumulation import Accumulation
     from fp8kit.arrays import ArrayView, Device, synchronize
     from fp8kit.autograd import Function, Tensor, no_grad, tensor
     from fp8kit.backends.dispatch import deterministic, use_backend
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     )
     from fp8kit.graphs import graph
     from fp8kit.lab.overrides import override
+    from fp8kit.matmul import matmul
     from fp8kit.nn.random import draw_from, manual_seed
     from fp8kit.nn.recompute import checkpoint
     from fp8kit.ops.registry import register_operation
@@ -64,6 +66,7 @@ _PUBLIC = {
     "formats": "",
     "arrays": "",
     "plugins": "",
+    "Accumulation": "accumulation",
     "ArrayView": "arrays",
     "Device": "arrays",
     "synchronize": "arrays",
@@ -101,6 +104,7 @@ _PUBLIC = {
     "uint8": "formats",
     "graph": "graphs",
     "override": "lab.overrides",
+    "matmul": "matmul",
     "draw_from": "nn.random",
     "manual_seed": "nn.random",
     "checkpoint": "nn.recompute",

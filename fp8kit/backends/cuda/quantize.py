@@ -28,7 +28,7 @@ def format_name(fmt: Format) -> str | None:
 
 
 @functools.cache
-def _narrow(fmt: Format, saturate: bool) -> bytes:
+def narrow(fmt: Format, saturate: bool) -> bytes:
     """fp8.cuh's structure ``Narrow`` for a format and an overflow rule."""
     nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     beyond = 1 << 8
@@ -90,7 +90,7 @@ def quantize(
         rest: tuple[int | bytes, ...] = (address(in_pass), x.size, max(columns, 1), height, width, tiles)
     else:
         function, codes = kernel("quantize_any.cu", "quantize_any", x), 4
-        rest = (address(rng), rows, columns, height, width, tiles, _narrow(format, saturate))
+        rest = (address(rng), rows, columns, height, width, tiles, narrow(format, saturate))
     grid = launch.blocks(max(x.size, tiles, 1), _THREADS * codes, x.device.index)
     arguments = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, *rest)
     launch.launch(function, grid, _THREADS, arguments, stream)
@@ -112,7 +112,7 @@ def dequantize(
         rest: tuple[int | bytes, ...] = (x.size, columns, height, width, tiles)
     else:
         function, codes = kernel("quantize_any.cu", "dequantize_any", x), 1
-        rest = (rows, columns, height, width, tiles, _narrow(format, True))
+        rest = (rows, columns, height, width, tiles, narrow(format, True))
     grid = launch.blocks(x.size, _THREADS * codes, x.device.index)
     launch.launch(function, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, *rest), stream)
 

@@ -50,6 +50,7 @@ from fp8kit.backends.protocol.elementwise import Elementwise
 from fp8kit.backends.protocol.embedding import Embeddings
 from fp8kit.backends.protocol.gemm import Layout, Products
 from fp8kit.backends.protocol.kv_cache import Caches
+from fp8kit.backends.protocol.model_gemm import ModelledProducts
 from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
 from fp8kit.backends.protocol.permute import Permutations
@@ -87,6 +88,7 @@ class Kernels(
     Quantization,
     Blocks,
     Products,
+    ModelledProducts,
     Norms,
     Activations,
     Dropouts,

@@ -1,0 +1,122 @@
+"""``Accumulation``: how a chip's tensor cores add the products of a GEMM, exact to the bit.
+
+A tensor core instruction adds some products to an accumulator at once. It does not round as float32 does: it
+aligns all terms to the largest exponent and cuts off what lies below a fixed number of bits. Sources: the
+models of ten architectures in MMA-Sim (arXiv 2511.10909); that of Hopper's FP8 instructions was compared with
+cuBLASLt bit for bit (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8kit import codec
+from fp8kit.arguments import choice, integer, shown
+from fp8kit.errors import ArgumentError, FormatError
+from fp8kit.formats import Format
+
+# bits after the leading one that float32 keeps: an accumulator has no more
+FLOAT32_BITS = 23
+# exponents of float32's smallest normal numbers: that of an accumulator of 0
+LOWEST = -126
+_MOST_EXPONENT_BITS = 5
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the K products of one element of a GEMM's result are summed.
+
+    * ``fraction_bits`` F: bits that are kept below the largest exponent of an instruction's terms, 1 to 40.
+      None: sums are exact.
+    * ``chunk``: products that an instruction takes, 1 to 256.
+    * ``promote``: after so many products, a multiple of ``chunk``, the sum is added to a float32 sum and
+      starts again at 0; None: never.
+
+    One instruction, with an accumulator c and its products p = a b ::
+
+        E   = the largest exponent of c and of the products that are not 0, at least -126. A product's is the
+              sum of its factors' exponents, a subnormal factor's that of the smallest normal one
+        sum = c and all p, each cut off toward zero to a multiple of 2^(E - F), added exactly
+        c   = sum, cut off toward zero to min(F, 23) bits after its leading one
+
+    The products are taken in ascending order, ``chunk`` at a time. Promoted sums are added in float32, to
+    nearest even, in ascending order. Exact sums are rounded to float32 once, to nearest even. NaN, Inf times
+    0, and Inf - Inf give NaN; other Infs give Inf.
+
+    ArgumentError for values out of their range.
+    """
+
+    fraction_bits: int | None = None
+    chunk: int = 32
+    promote: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fraction_bits is not None:
+            integer("Accumulation", "fraction_bits", self.fraction_bits, 1, 40)
+        integer("Accumulation", "chunk", self.chunk, 1, 256)
+        if self.promote is not None:
+            integer("Accumulation", "promote", self.promote, self.chunk)
+            if self.promote % self.chunk:
+                wanted = f"a multiple of chunk, {self.chunk}"
+                raise ArgumentError("Accumulation", "promote", self.promote, wanted)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are exact."""
+        return self.fraction_bits is None
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "exact"
+        promoted = "" if self.promote is None else f", promoted every {self.promote}"
+        return f"{self.fraction_bits} fraction bits, {self.chunk} products at a time{promoted}"
+
+
+# the chips' arithmetic for operands of 8 bits; "hopper_split" is what cuBLASLt makes of "hopper_fast" without
+# fast accumulation
+ACCUMULATIONS = {
+    "exact": Accumulation(),
+    "hopper_fast": Accumulation(13, 32),
+    "hopper_split": Accumulation(13, 32, 128),
+    "ada_fast": Accumulation(13, 16),
+    "hopper_mma": Accumulation(25, 32),
+    "blackwell": Accumulation(25, 32),
+}
+
+
+def accumulation(operation: str, argument: str, value: Any, known: Iterable[str] = ()) -> Accumulation:
+    """The Accumulation that ``value`` is or names. ArgumentError, about ``argument`` of ``operation``, for
+    another name, with those that are ``known`` there, FormatError for what is neither."""
+    if isinstance(value, Accumulation):
+        return value
+    if not isinstance(value, str):
+        raise FormatError(operation, argument, shown(value), "a name or an fk.Accumulation")
+    return ACCUMULATIONS[choice(operation, argument, value, known or ACCUMULATIONS)]
+
+
+def check_formats(operation: str, *formats: Format) -> None:
+    """FormatError for a format whose products the models do not take: more than 5 exponent bits."""
+    for fmt in formats:
+        if fmt.exponent_bits > _MOST_EXPONENT_BITS:
+            wanted = f"at most {_MOST_EXPONENT_BITS} exponent bits"
+            raise FormatError(operation, "format", f"{fmt}, {fmt.exponent_bits} exponent bits", wanted)
+
+
+def fields(fmt: Format) -> tuple[Any, Any]:
+    """Every code as value = significand * 2^(exponent - mantissa_bits): two int32 (256,). The exponent of 0
+    is so low that it is never the largest. Significands of NaN and Inf are 0: they are not summed."""
+    values = codec.table(fmt)
+    finite = np.where(np.isfinite(values), values, 0.0)
+    lowest = np.frexp(fmt.smallest_normal)[1] - 1
+    exponent = np.maximum(np.frexp(finite)[1] - 1, lowest)
+    significand = np.rint(np.ldexp(finite, fmt.mantissa_bits - exponent)).astype(np.int32)
+    return significand, np.where(significand == 0, -(1 << 20), exponent).astype(np.int32)
+
+
+def lowest_bit(a: Format, b: Format) -> int:
+    """Exponent of the lowest bit that a product of these formats may have."""
+    return sum(int(np.frexp(f.smallest_normal)[1]) - 1 - f.mantissa_bits for f in (a, b))

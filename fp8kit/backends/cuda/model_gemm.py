@@ -1,0 +1,66 @@
+"""The contract's product with another chip's arithmetic."""
+
+from __future__ import annotations
+
+import struct
+
+from fp8kit import accumulation as models
+from fp8kit.accumulation import Accumulation
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import ceil_div, kernel
+from fp8kit.backends.cuda.quantize import narrow
+from fp8kit.formats import Format
+
+_TILE, _THREADS = 64, 256
+_NARROW_BITS = 19  # fraction bits up to which sums of 256 products fit into 32 bits
+
+
+def model_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    accumulation: Accumulation,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``."""
+    if not out.size:
+        return
+    (m, n), k = out.shape, a.shape[1]
+    widths = [tile[1] for tile in (a_tile, b_tile) if tile[1]]
+    block = widths[0] if widths else max(k, 1)
+    bits = 0 if accumulation.fraction_bits is None else accumulation.fraction_bits
+    job = (
+        narrow(a_format, True)
+        + narrow(b_format, True)
+        + struct.pack(
+            "=16q",
+            a_scale_inv.ptr,
+            b_scale_inv.ptr,
+            m,
+            n,
+            k,
+            a_tile[0] or m,
+            b_tile[0] or n,
+            ceil_div(max(k, 1), a_tile[1] or max(k, 1)),
+            ceil_div(max(k, 1), b_tile[1] or max(k, 1)),
+            block,
+            bool(widths),
+            bits,
+            a_format.mantissa_bits + b_format.mantissa_bits,
+            accumulation.chunk,
+            accumulation.promote or block,
+            models.lowest_bit(a_format, b_format),
+        )
+    )
+    function, grid = "model_gemm", ceil_div(m, _TILE) * ceil_div(n, _TILE)
+    if accumulation.exact:
+        function, grid = "model_gemm_exact", launch.blocks(m * n, _THREADS, out.device.index)
+    how = kernel("model_gemm.cu", function, out, WIDE=str(int(bits > _NARROW_BITS)))
+    launch.launch(how, grid, _THREADS, (a.ptr, b.ptr, out.ptr, job), stream)

@@ -1,0 +1,41 @@
+"""The contract of the product that sums as a chip's tensor cores do, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fp8kit.accumulation import Accumulation
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol.gemm import product_flops
+from fp8kit.backends.protocol.spec import kernel
+from fp8kit.formats import Format
+
+
+class ModelledProducts(Protocol):
+    """Products with another chip's arithmetic."""
+
+    @kernel(writes="out", flops=product_flops, exact=True)
+    def model_gemm(
+        self,
+        a: ArrayView,
+        b: ArrayView,
+        out: ArrayView,
+        a_format: Format,
+        b_format: Format,
+        a_scale_inv: ArrayView,
+        b_scale_inv: ArrayView,
+        a_tile: tuple[int, int],
+        b_tile: tuple[int, int],
+        accumulation: Accumulation,
+        stream: int,
+    ) -> None:
+        """out = (a * its scales) (b * its scales)^T, summed as ``accumulation`` says (see there).
+
+        a: uint8 (M, K), b: uint8 (N, K), codes of formats with at most 5 exponent bits; out: h (M, N).
+        scale_inv: float32, one a tile (rows, columns) of the operand, row-major; a tile of (0, 0) is all of
+        it, (r, 0) whole rows.
+
+        Tiles of whole rows on both sides: out = sum * (a's scale * b's scale), in float32, rounded to h.
+        Otherwise each block of K, as long as the tiles with columns (if both have some, the same number), is
+        summed by itself, ``promote`` or not, and total = fma(block's sum, a's scale * b's scale, total) in
+        float32, in ascending order. Exact sums: total in float64 instead, rounded to float32 once."""

@@ -1,0 +1,217 @@
+"""The product with another chip's arithmetic, in integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit import accumulation as models
+from fp8kit import codec
+from fp8kit.accumulation import FLOAT32_BITS, LOWEST, Accumulation
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.reference._numpy import Array, quiet, store
+from fp8kit.backends.reference.threads import njit, prange
+from fp8kit.formats import Format
+
+# an exact sum: so many int64, 32 bits of it in each, with room for the carries of 2^15 products
+_LIMBS, _LIMB = 4, 32
+_CARRY_AFTER = 1 << 15
+_MASK = np.int64((1 << _LIMB) - 1)
+
+
+@quiet
+def model_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    accumulation: Accumulation,
+    stream: int,
+) -> None:
+    """See ``protocol.Kernels.model_gemm``."""
+    (m, n), k = out.shape, a.shape[1]
+    widths = [tile[1] for tile in (a_tile, b_tile) if tile[1]]
+    blocked, block = bool(widths), widths[0] if widths else max(k, 1)
+    starts = range(0, k, block)
+    scales_a = _scales(a_scale_inv, a_tile, m, k, len(starts))
+    scales_b = _scales(b_scale_inv, b_tile, n, k, len(starts))
+    left, right = (_operand(*pair) for pair in ((a.numpy(), a_format), (b.numpy(), b_format)))
+    exact = accumulation.exact
+    total: Array = np.zeros((m, n), np.float64 if exact and blocked else np.float32)
+    product_bits = a_format.mantissa_bits + b_format.mantissa_bits
+    for i, start in enumerate(starts):
+        part = slice(start, start + block)
+        sa, ea, sb, eb = (np.ascontiguousarray(field[:, part]) for field in (*left, *right))
+        sums: Array = np.zeros((m, n), total.dtype if blocked else np.float32)
+        if exact:
+            _exact(sa, ea, sb, eb, models.lowest_bit(a_format, b_format), product_bits, blocked, sums)
+        else:
+            bits, promote = accumulation.fraction_bits, accumulation.promote or block
+            _model(sa, ea, sb, eb, bits, product_bits, accumulation.chunk, promote, sums)
+        factor: Array = np.multiply.outer(scales_a[:, i], scales_b[:, i])
+        total = _joined(total, sums, factor) if blocked else sums * factor
+    values = codec.decode(a.numpy(), a_format), codec.decode(b.numpy(), b_format)
+    special_a, special_b = (~np.isfinite(value).all(axis=1) for value in values)
+    special = np.logical_or.outer(special_a, special_b)
+    if special.any():
+        total[special] += _sums_of_specials(*values, special)
+    store(out, total.astype(np.float32))
+
+
+def _scales(scale_inv: ArrayView, tile: tuple[int, int], rows: int, k: int, count: int) -> Array:
+    """One scale for each row and block: float32 (rows, count)."""
+    high, wide = tile[0] or max(rows, 1), tile[1] or max(k, 1)
+    grid = scale_inv.numpy().reshape(-1, max(1, -(-k // wide)))
+    return np.broadcast_to(grid[np.arange(rows) // high], (rows, max(count, 1)))
+
+
+def _operand(codes: Array, fmt: Format) -> tuple[Array, Array]:
+    """Significands and exponents, int32 (rows, K)."""
+    significand, exponent = models.fields(fmt)
+    return significand[codes], exponent[codes]
+
+
+def _joined(total: Array, sums: Array, factor: Array) -> Any:
+    """fma(sums, factor, total) in total's type. Of float32 by float64: the product is exact there; the sum
+    is rounded to odd, so that the second rounding is the only one (Boldo and Melquiond 2008)."""
+    if total.dtype == np.float64:
+        return total + sums * factor.astype(np.float64)
+    wide, addend = sums.astype(np.float64) * factor, total.astype(np.float64)
+    found = wide + addend
+    # TwoSum's error says whether, and to which side, the sum was rounded
+    virtual = found - wide
+    error = (wide - (found - virtual)) + (addend - virtual)
+    bits = found.view(np.int64)
+    enlarged = np.signbit(error) != np.signbit(found)
+    bits = np.where((error != 0) & np.isfinite(found), (bits - enlarged) | 1, bits)
+    return bits.view(np.float64).astype(np.float32)
+
+
+def _sums_of_specials(left: Array, right: Array, special: Array) -> Array:
+    """Sums of rows that hold NaN or Inf: NaN or Inf, by float64's rules. Finite parts cannot overflow."""
+    rows, columns = np.nonzero(special)
+    found = np.empty(rows.size)
+    for start in range(0, rows.size, 1024):
+        part = slice(start, start + 1024)
+        found[part] = np.sum(left[rows[part]] * right[columns[part]], axis=1)
+    return found
+
+
+@njit
+def _step(c: Any, sa: Any, ea: Any, sb: Any, eb: Any, bits: Any, f: Any) -> Any:
+    """The accumulator after one instruction. ``f``: fraction bits of a product's significand."""
+    fraction, exponent = np.int64(0), np.int64(LOWEST)
+    if c != 0.0:
+        pattern = np.int64(np.float32(abs(c)).view(np.uint32))
+        field = max(pattern >> FLOAT32_BITS, np.int64(1))
+        exponent = field - 127
+        fraction = (pattern & 0x7FFFFF) | (np.int64(pattern >= 0x800000) << FLOAT32_BITS)
+    most = exponent
+    for k in range(sa.size):
+        most = max(most, np.int64(ea[k]) + np.int64(eb[k]))
+    # the accumulator in units of 2^(most - bits)
+    shift = most - exponent + FLOAT32_BITS - bits
+    total = fraction >> min(shift, 63) if shift >= 0 else fraction << -shift
+    if c < 0:
+        total = -total
+    up, down = max(bits - f, 0), max(f - bits, 0)
+    for k in range(sa.size):
+        p = np.int64(sa[k]) * np.int64(sb[k])
+        shift = min(most - (np.int64(ea[k]) + np.int64(eb[k])) + down, 63)
+        magnitude = (abs(p) << up) >> shift
+        total += -magnitude if p < 0 else magnitude
+    # cut off what lies below the accumulator's last bit
+    magnitude = abs(total)
+    length, rest = 0, magnitude
+    while rest:
+        rest >>= 1
+        length += 1
+    drop = max(length - 1 - min(bits, FLOAT32_BITS), 0)
+    magnitude = (magnitude >> drop) << drop
+    value = np.ldexp(np.float64(magnitude), most - bits)
+    return np.float32(-value if total < 0 else value)
+
+
+@njit(parallel=True)
+def _model(
+    sa: Array, ea: Array, sb: Array, eb: Array, bits: Any, f: int, chunk: int, promote: int, sums: Array
+) -> None:
+    """sums = the sums of all products of rows of a and b. sa, ea: int32 (M, K); sb, eb: int32 (N, K)."""
+    terms = sa.shape[1]
+    for i in prange(sa.shape[0]):
+        for j in range(sb.shape[0]):
+            total = np.float32(0)
+            for top in range(0, terms, promote):
+                c = np.float32(0)
+                end = min(top + promote, terms)
+                for k in range(top, end, chunk):
+                    last = min(k + chunk, end)
+                    c = _step(c, sa[i, k:last], ea[i, k:last], sb[j, k:last], eb[j, k:last], bits, f)
+                total = np.float32(total + c)
+            sums[i, j] = total
+
+
+@njit(parallel=True)
+def _exact(sa: Array, ea: Array, sb: Array, eb: Array, low: int, f: int, wide: bool, sums: Array) -> None:
+    """sums = exact sums, rounded once to float32, or, if ``wide``, to float64. ``low``: exponent of the
+    lowest bit of a product."""
+    terms = sa.shape[1]
+    for i in prange(sa.shape[0]):
+        limbs = np.empty(_LIMBS, np.int64)
+        for j in range(sb.shape[0]):
+            limbs[:] = 0
+            for k in range(terms):
+                p = np.int64(sa[i, k]) * np.int64(sb[j, k])
+                if p != 0:
+                    place = np.int64(ea[i, k]) + np.int64(eb[j, k]) - f - low
+                    limbs[place // _LIMB] += p << (place % _LIMB)
+                if k % _CARRY_AFTER == _CARRY_AFTER - 1:
+                    _carry(limbs)
+            sums[i, j] = _rounded(limbs, low, wide)
+
+
+@njit
+def _carry(limbs: Any) -> None:
+    """Every limb but the last in [0, 2^32)."""
+    for t in range(limbs.size - 1):
+        limbs[t + 1] += limbs[t] >> _LIMB
+        limbs[t] &= _MASK
+
+
+@njit
+def _rounded(limbs: Any, low: Any, wide: Any) -> Any:
+    """The number that the limbs hold, times 2^low, to nearest even."""
+    _carry(limbs)
+    negative = limbs[limbs.size - 1] < 0
+    if negative:
+        for t in range(limbs.size):
+            limbs[t] = -limbs[t]
+        _carry(limbs)
+    exponent = low + _LIMB * (_LIMBS - 2)
+    for _ in range(_LIMBS - 1):  # the leading limb to the last place
+        if limbs[_LIMBS - 1] == 0:
+            for t in range(_LIMBS - 1, 0, -1):
+                limbs[t] = limbs[t - 1]
+            limbs[0] = 0
+            exponent -= _LIMB
+    if limbs[_LIMBS - 1] == 0:
+        return 0.0
+    # its highest 64 bits, the last of them 1 where anything lies below
+    value = (np.uint64(limbs[_LIMBS - 1]) << np.uint64(_LIMB)) | np.uint64(limbs[_LIMBS - 2])
+    gap = 0
+    while (value >> np.uint64(63 - gap)) == 0:
+        gap += 1
+    below = limbs[_LIMBS - 3] << gap
+    value = (value << np.uint64(gap)) | np.uint64(below >> _LIMB)
+    if below & _MASK or limbs[0]:
+        value |= np.uint64(1)
+    exponent -= gap
+    found = np.float64(value) if wide else np.float64(np.float32(value))
+    found = np.ldexp(found, exponent)
+    return -found if negative else found

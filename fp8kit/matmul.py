@@ -1,0 +1,73 @@
+"""``matmul``: the product of two quantised arrays, summed as a chip's tensor cores do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit import accumulation as models
+from fp8kit import arrays, formats
+from fp8kit.arguments import shown
+from fp8kit.arrays import ArrayView
+from fp8kit.backends import dispatch
+from fp8kit.errors import FormatError, ShapeError
+from fp8kit.float8 import Float8Tensor
+from fp8kit.quantization import TILES
+
+
+def matmul(
+    a: Float8Tensor, b: Float8Tensor, *, accumulate: Any = "fp32", dtype: Any = formats.float32
+) -> Any:
+    """The product of (..., K) and (K, N) as an array (..., N) of ``dtype``, in a's library.
+
+    * ``accumulate``: "fp32", as ``a @ b``: the device's own product with sums promoted to float32, whose last
+      bits differ from device to device. Or a sum with the same bits on every device: "exact"; the arithmetic
+      of a chip, "hopper_fast", "hopper_split", "ada_fast", "hopper_mma", "blackwell"; or any
+      ``fk.Accumulation``.
+    * ``dtype``: float32, bfloat16 or float16; the float32 result is rounded to it once.
+
+    With scales of tensors or rows the sum of codes is multiplied by both scales at the end, in float32. With
+    blocks along K each block is summed by itself, multiplied by its two scales and added to a float32 sum.
+    Modelled sums take formats of at most 5 exponent bits, and blocks that run along K.
+
+    Raises FormatError for what is no quantised array, for a format or a scaling that does not fit, ShapeError
+    where the inner sizes differ, ArgumentError for another ``accumulate``.
+    """
+    op = "matmul"
+    for name, value in (("a", a), ("b", b)):
+        if not isinstance(value, Float8Tensor):
+            raise FormatError(op, name, shown(value), "a quantised array: what fk.quantize returns")
+    kind = formats.dtype(dtype, op, "dtype", formats.HIGH_PRECISION)
+    if isinstance(accumulate, str) and accumulate == "fp32":
+        return a.matmul(b, kind)
+    known = ("fp32", *models.ACCUMULATIONS)
+    how = models.accumulation(op, "accumulate", accumulate, known)
+    if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
+        raise ShapeError(op, "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
+    if a.device != b.device:
+        raise FormatError(op, "b", b.device, f"an array on {a.device}")
+    models.check_formats(op, a.format, b.format)
+    operands = [_operand(name, value) for name, value in (("a", a), ("b", b.T))]
+    widths = {tile[1] for _, _, tile in operands if tile[1]}
+    if len(widths) > 1:
+        got = f"{a.scaling!r} and {b.scaling!r}"
+        raise FormatError(op, "scaling", got, "blocks of the same length along K")
+    where = a.device
+    out = arrays.empty((*a.shape[:-1], b.shape[1]), kind, where)
+    (left, scale_a, tile_a), (right, scale_b, tile_b) = operands
+    if out.size:
+        call = left, right, out.rows(), a.format, b.format, scale_a, scale_b, tile_a, tile_b, how
+        dispatch.kernels(where).model_gemm(*call, arrays.current_stream(where))
+    return arrays.to_library(out, a.data)
+
+
+def _operand(name: str, tensor: Float8Tensor) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
+    """(codes (rows, K), scale_inv, tile) of a factor whose rows run along K."""
+    tile = TILES[tensor.scaling]
+    if tensor._flipped and tile[0] != tile[1]:
+        wanted = 'blocks or rows along K: "along" of fk.quantize says which way they run'
+        raise FormatError("matmul", name, f"scaling {tensor.scaling!r} across K", wanted)
+    scales = tensor._scale_inv
+    if tensor._flipped and tile[1]:  # a transposed grid of squares
+        grid = [max(1, -(-n // tile[0])) for n in tensor._codes.shape]
+        scales = arrays.contiguous(scales.reshape(*grid).transpose(1, 0))
+    return arrays.contiguous(tensor._matrix()), arrays.contiguous(scales), tile

@@ -1,0 +1,286 @@
+// The product that sums as another chip's tensor cores do, bit for bit, in integers.
+//
+// functions: model_gemm, model_gemm_exact (model_gemm)
+// variants: T=f32,bf16,f16; WIDE=0,1
+#include "fp8.cuh"
+
+constexpr int TILE = 64, STEP = 32, THREADS = 256;  // outputs of a block, products staged at a time
+constexpr int MANTISSA = 23, LOWEST = -126;         // of float32
+
+// WIDE: terms and sums of more than 31 bits
+#if WIDE
+typedef i64 Sum;
+typedef u64 Bits;
+#else
+typedef i32 Sum;
+typedef u32 Bits;
+#endif
+constexpr int LAST = 8 * sizeof(Sum) - 1;
+
+DEVICE float power_of_2(i32 exponent) { return __uint_as_float((u32)(exponent + 127) << MANTISSA); }
+
+// Scales: one a tile, [ceil(rows / tile_rows)][tiles along K]. blocked: K is summed block by block.
+struct Job {
+  Narrow a_format, b_format;
+  const float *a_scale, *b_scale;
+  i64 m, n, k, a_tile_rows, b_tile_rows, a_tiles, b_tiles, block, blocked;
+  i64 fraction_bits, product_bits, chunk, promote, lowest_bit;
+};
+
+// A code as significand * 2^(exponent - mantissa_bits), the exponent of 0 so low that it is never the
+// largest. NaN and Inf count as 0; returns whether the code is one.
+DEVICE bool fields_of(const Narrow& f, u8 code, i32& significand, i32& exponent) {
+  const float value = decode(f, code);
+  const i32 field = __float_as_uint(value) >> MANTISSA & 0xFF;
+  significand = 0, exponent = -(1 << 20);
+  if (field == 0xFF) return true;
+  if (value != 0.0f) {
+    exponent = max(field - 127, f.lowest);
+    significand = (i32)(value * power_of_2(f.mantissa_bits - exponent));
+  }
+  return false;
+}
+
+// The sum of a row's products by the rules of NaN and Inf, one of which is in it.
+DEVICE float special_sum(const Job& job, const u8* a, const u8* b, i64 row, i64 column) {
+  float sum = 0.0f;
+  for (i64 k = 0; k < job.k; ++k)
+    sum += decode(job.a_format, a[row * job.k + k]) * decode(job.b_format, b[column * job.k + k]);
+  return sum;
+}
+
+DEVICE float scale_at(const float* scale, i64 row, i64 tile_rows, i64 tiles, i64 block) {
+  return scale[row / tile_rows * tiles + (tiles == 1 ? 0 : block)];
+}
+
+DEVICE float both_scales(const Job& job, i64 row, i64 column, i64 block) {
+  return __fmul_rn(scale_at(job.a_scale, row, job.a_tile_rows, job.a_tiles, block),
+                   scale_at(job.b_scale, column, job.b_tile_rows, job.b_tiles, block));
+}
+
+struct Staged {
+  i32 significand[STEP][TILE], exponent[STEP][TILE];
+  bool special[TILE];  // whether a row has held NaN or Inf so far
+};
+
+// Codes [rows][k] of TILE rows from `top` on, STEP of them from `start` on; beyond `end` zeros.
+DEVICE void stage(Staged& to, const u8* codes, const Narrow& format, i64 top, i64 rows, i64 k, i64 start,
+                  i64 end) {
+#pragma unroll
+  for (int i = threadIdx.x; i < TILE * STEP; i += THREADS) {
+    const int row = i / STEP, at = i % STEP;
+    const bool there = top + row < rows && start + at < end;
+    const u8 code = there ? codes[(top + row) * k + start + at] : 0;
+    i32 significand, exponent;
+    if (fields_of(format, code, significand, exponent) && there) to.special[row] = true;
+    to.significand[at][row] = there ? significand : 0;
+    to.exponent[at][row] = there ? exponent : -(1 << 20);
+  }
+}
+
+// What one instruction knows of an accumulator: its 24 bits and their exponent.
+DEVICE void split(float c, i32& fraction, i32& exponent) {
+  const u32 pattern = __float_as_uint(c) & 0x7FFFFFFFu;
+  const i32 field = pattern >> MANTISSA;
+  fraction = (pattern & 0x7FFFFFu) | (field ? 0x800000u : 0u);
+  exponent = c == 0.0f ? LOWEST : (field ? field : 1) - 127;
+}
+
+// sum * 2^(exponent - bits), cut off toward zero to min(bits, 23) bits after the leading one.
+DEVICE float cut(Sum sum, i32 exponent, i32 bits) {
+  Bits magnitude = sum < 0 ? -(Bits)sum : (Bits)sum;
+  const int length = WIDE ? 64 - __clzll((i64)magnitude) : 32 - __clz((i32)magnitude);
+  const int drop = max(length - 1 - min(bits, MANTISSA), 0);
+  magnitude = magnitude >> drop << drop;
+  // at most 24 bits of it are left, so the conversion is exact
+  const float value = magnitude ? (float)magnitude * power_of_2(exponent - bits) : 0.0f;
+  return sum < 0 ? -value : value;
+}
+
+// A 64 x 64 tile of the result a block, 4 x 4 of it a thread, rows and columns 16 apart.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+model_gemm(const u8* a, const u8* b, T* out, Job job) {
+  __shared__ Staged left, right;
+  if (threadIdx.x < TILE) left.special[threadIdx.x] = right.special[threadIdx.x] = false;
+  const i64 across = ceil_div(job.n, TILE);
+  const i64 top = blockIdx.x / across * TILE, first_column = blockIdx.x % across * TILE;
+  const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+  const i32 bits = (i32)job.fraction_bits, f = (i32)job.product_bits;
+  const int up = max(bits - f, 0), down = max(f - bits, 0);
+  float total[4][4] = {}, sum[4][4] = {}, c[4][4] = {};
+  const i64 blocks = job.blocked ? ceil_div(job.k, job.block) : 1;
+
+  for (i64 block = 0; block < blocks; ++block) {
+    const i64 begin = block * job.block, end = min64(begin + job.block, job.k);
+    for (i64 start = begin; start < end;) {
+      // the products of one instruction, staged STEP at a time in two passes: exponents, then terms
+      const i64 promoted = (start - begin) / job.promote * job.promote + begin + job.promote;
+      const i64 stop = min64(min64(start + job.chunk, promoted), end);
+      i32 most[4][4];
+      Sum terms[4][4] = {};
+      const bool once = stop - start <= STEP;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) most[i][j] = LOWEST;
+      for (int pass = 0; pass < 2; ++pass) {
+        if (pass == 1) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              i32 fraction, exponent;
+              split(c[i][j], fraction, exponent);
+              most[i][j] = max(most[i][j], exponent);
+              const int shift = most[i][j] - exponent + MANTISSA - bits;
+              const Sum own = shift >= 0 ? (Sum)((Bits)fraction >> min(shift, LAST)) : (Sum)fraction << -shift;
+              terms[i][j] = c[i][j] < 0.0f ? -own : own;
+            }
+        }
+        for (i64 part = start; part < stop; part += STEP) {
+          if (pass == 0 || !once) {
+            __syncthreads();
+            stage(left, a, job.a_format, top, job.m, job.k, part, stop);
+            stage(right, b, job.b_format, first_column, job.n, job.k, part, stop);
+            __syncthreads();
+          }
+#pragma unroll 4
+          for (int at = 0; at < STEP; ++at) {
+            i32 ea[4], eb[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ea[i] = left.exponent[at][row + 16 * i];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) eb[j] = right.exponent[at][column + 16 * j];
+            if (pass == 0) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) most[i][j] = max(most[i][j], ea[i] + eb[j]);
+            } else {
+              i32 sa[4], sb[4];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) sa[i] = left.significand[at][row + 16 * i];
+#pragma unroll
+              for (int j = 0; j < 4; ++j) sb[j] = right.significand[at][column + 16 * j];
+#pragma unroll
+              for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                  const i32 p = sa[i] * sb[j];
+                  const int shift = min(most[i][j] - (ea[i] + eb[j]) + down, LAST);
+                  const Sum magnitude = (Sum)((Bits)(p < 0 ? -p : p) << up >> shift);
+                  terms[i][j] += p < 0 ? -magnitude : magnitude;
+                }
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          c[i][j] = cut(terms[i][j], most[i][j], bits);
+          if (stop == promoted || stop == end) sum[i][j] = __fadd_rn(sum[i][j], c[i][j]), c[i][j] = 0.0f;
+        }
+      start = stop;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const i64 r = top + row + 16 * i, s = first_column + column + 16 * j;
+        if (r >= job.m || s >= job.n) continue;
+        const float scale = both_scales(job, r, s, block);
+        total[i][j] = job.blocked ? __fmaf_rn(sum[i][j], scale, total[i][j]) : __fmul_rn(sum[i][j], scale);
+        sum[i][j] = 0.0f;
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const i64 r = top + row + 16 * i, s = first_column + column + 16 * j;
+      if (r >= job.m || s >= job.n) continue;
+      if (left.special[row + 16 * i] || right.special[column + 16 * j])
+        total[i][j] += special_sum(job, a, b, r, s);
+      out[r * job.n + s] = from_float<T>(total[i][j]);
+    }
+}
+
+// --- exact sums --------------------------------------------------------------------------------------------
+
+constexpr int LIMBS = 4, LIMB = 32;  // as in the reference engine
+constexpr i64 MASK = (1ll << LIMB) - 1, CARRY_AFTER = 1 << 15;
+
+DEVICE void carry(i64 (&limbs)[LIMBS]) {
+#pragma unroll
+  for (int t = 0; t + 1 < LIMBS; ++t) limbs[t + 1] += limbs[t] >> LIMB, limbs[t] &= MASK;
+}
+
+// The number that the limbs hold, times 2^low, to nearest even: as a float, or `wide`, as a double.
+DEVICE double nearest(i64 (&limbs)[LIMBS], i64 low, bool wide) {
+  carry(limbs);
+  const bool negative = limbs[LIMBS - 1] < 0;
+  if (negative) {
+#pragma unroll
+    for (int t = 0; t < LIMBS; ++t) limbs[t] = -limbs[t];
+    carry(limbs);
+  }
+  i64 exponent = low + LIMB * (LIMBS - 2);
+#pragma unroll
+  for (int t = 1; t < LIMBS; ++t)
+    if (limbs[LIMBS - 1] == 0) {  // the leading limb to the last place
+#pragma unroll
+      for (int s = LIMBS - 1; s > 0; --s) limbs[s] = limbs[s - 1];
+      limbs[0] = 0;
+      exponent -= LIMB;
+    }
+  if (limbs[LIMBS - 1] == 0) return 0.0;
+  // its highest 64 bits, the last of them 1 where anything lies below
+  u64 value = (u64)limbs[LIMBS - 1] << LIMB | (u64)limbs[LIMBS - 2];
+  const int gap = __clzll((i64)value);
+  const u64 next = (u64)limbs[LIMBS - 3] << gap;
+  value = value << gap | next >> LIMB;
+  i64 rest = next & MASK;
+#pragma unroll
+  for (int t = 0; t < LIMBS - 3; ++t) rest |= limbs[t];
+  if (rest) value |= 1;
+  exponent -= gap;
+  const double found = ldexp(wide ? __ull2double_rn(value) : (double)__ull2float_rn(value), (int)exponent);
+  return negative ? -found : found;
+}
+
+// One element of the result a thread.
+extern "C" __global__ void __launch_bounds__(THREADS)
+model_gemm_exact(const u8* a, const u8* b, T* out, Job job) {
+  const i64 blocks = job.blocked ? ceil_div(job.k, job.block) : 1;
+  for (i64 at = first(); at < job.m * job.n; at += step()) {
+    const i64 row = at / job.n, column = at % job.n;
+    double total = 0.0;
+    float result = 0.0f;
+    bool special = false;
+    for (i64 block = 0; block < blocks; ++block) {
+      i64 limbs[LIMBS] = {};
+      const i64 begin = block * job.block, end = min64(begin + job.block, job.k);
+      for (i64 k = begin; k < end; ++k) {
+        i32 x, y, x_exponent, y_exponent;
+        special |= fields_of(job.a_format, a[row * job.k + k], x, x_exponent);
+        special |= fields_of(job.b_format, b[column * job.k + k], y, y_exponent);
+        const i64 p = (i64)x * y;
+        if (p != 0) {
+          const i64 place = x_exponent + y_exponent - job.product_bits - job.lowest_bit;
+#pragma unroll
+          for (int t = 0; t < LIMBS; ++t) limbs[t] += t == place / LIMB ? p << (place % LIMB) : 0;
+        }
+        if ((k - begin) % CARRY_AFTER == CARRY_AFTER - 1) carry(limbs);
+      }
+      const double sum = nearest(limbs, job.lowest_bit, job.blocked);
+      const float scale = both_scales(job, row, column, block);
+      if (job.blocked) total = __dadd_rn(total, __dmul_rn(sum, (double)scale));
+      else result = __fmul_rn((float)sum, scale);
+    }
+    if (job.blocked) result = __double2float_rn(total);
+    if (special) result += special_sum(job, a, b, row, column);
+    out[at] = from_float<T>(result);
+  }
+}
