@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks import error, torch_cases, torch_kernels, train
+from benchmarks import arithmetic, error, torch_cases, torch_kernels, train
 from fp8kit.bench.breakeven import breakeven_part
 from fp8kit.bench.gemms import gemm_part
 from fp8kit.bench.kernels import kernels_part
@@ -49,5 +49,11 @@ PARTS = (
         partial(breakeven_part, contenders=torch_cases.breakeven),
     ),
     Part("error", "a Linear's error against float64, for each recipe", error.error_part),
+    Part(
+        "arithmetic",
+        "cuBLASLt's products beside the model of Hopper's tensor cores, bit for bit; minutes",
+        arithmetic.arithmetic_part,
+        usual=False,
+    ),
     Part("train", "training in bfloat16 and FP8 from several seeds; minutes", train.train_part, usual=False),
 )

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     )
     from fp8kit.graphs import graph
     from fp8kit.lab.overrides import override
-    from fp8kit.matmul import matmul
     from fp8kit.nn.random import draw_from, manual_seed
     from fp8kit.nn.recompute import checkpoint
     from fp8kit.ops.registry import register_operation
+    from fp8kit.quantized_matmul import matmul
     from fp8kit.serialization import load, save
 
 # public name -> module that holds it ("" for a submodule of that name)
@@ -104,7 +104,7 @@ _PUBLIC = {
     "uint8": "formats",
     "graph": "graphs",
     "override": "lab.overrides",
-    "matmul": "matmul",
+    "matmul": "quantized_matmul",
     "draw_from": "nn.random",
     "manual_seed": "nn.random",
     "checkpoint": "nn.recompute",

@@ -19,11 +19,13 @@ constexpr int LAST = 8 * sizeof(Sum) - 1;
 
 DEVICE float power_of_2(i32 exponent) { return __uint_as_float((u32)(exponent + 127) << MANTISSA); }
 
-// Scales: one a tile, [ceil(rows / tile_rows)][tiles along K]. blocked: K is summed block by block.
+enum { TENSORS, ROWS, BLOCKS_OF_ROWS, BLOCKS };  // whose scales; in the latter two K is summed block by block
+
+// Scales: one a tile, [ceil(rows / tile_rows)][tiles along K].
 struct Job {
   Narrow a_format, b_format;
   const float *a_scale, *b_scale;
-  i64 m, n, k, a_tile_rows, b_tile_rows, a_tiles, b_tiles, block, blocked;
+  i64 m, n, k, a_tile_rows, b_tile_rows, a_tiles, b_tiles, block, order;
   i64 fraction_bits, product_bits, chunk, promote, lowest_bit;
 };
 
@@ -53,9 +55,14 @@ DEVICE float scale_at(const float* scale, i64 row, i64 tile_rows, i64 tiles, i64
   return scale[row / tile_rows * tiles + (tiles == 1 ? 0 : block)];
 }
 
-DEVICE float both_scales(const Job& job, i64 row, i64 column, i64 block) {
-  return __fmul_rn(scale_at(job.a_scale, row, job.a_tile_rows, job.a_tiles, block),
-                   scale_at(job.b_scale, column, job.b_tile_rows, job.b_tiles, block));
+// `total` and a block's sum with its scales, in cuBLASLt's orders.
+DEVICE float scaled(const Job& job, float total, float sum, i64 row, i64 column, i64 block) {
+  const float a = scale_at(job.a_scale, row, job.a_tile_rows, job.a_tiles, block),
+              b = scale_at(job.b_scale, column, job.b_tile_rows, job.b_tiles, block);
+  if (job.order == TENSORS) return __fmul_rn(sum, __fmul_rn(a, b));
+  if (job.order == ROWS) return __fmul_rn(__fmul_rn(sum, b), a);
+  if (job.order == BLOCKS_OF_ROWS) return __fmaf_rn(__fmul_rn(sum, a), b, total);
+  return __fmaf_rn(sum, __fmul_rn(a, b), total);
 }
 
 struct Staged {
@@ -108,7 +115,8 @@ model_gemm(const u8* a, const u8* b, T* out, Job job) {
   const i32 bits = (i32)job.fraction_bits, f = (i32)job.product_bits;
   const int up = max(bits - f, 0), down = max(f - bits, 0);
   float total[4][4] = {}, sum[4][4] = {}, c[4][4] = {};
-  const i64 blocks = job.blocked ? ceil_div(job.k, job.block) : 1;
+  const bool blocked = job.order >= BLOCKS_OF_ROWS;
+  const i64 blocks = blocked ? ceil_div(job.k, job.block) : 1;
 
   for (i64 block = 0; block < blocks; ++block) {
     const i64 begin = block * job.block, end = min64(begin + job.block, job.k);
@@ -190,8 +198,7 @@ model_gemm(const u8* a, const u8* b, T* out, Job job) {
       for (int j = 0; j < 4; ++j) {
         const i64 r = top + row + 16 * i, s = first_column + column + 16 * j;
         if (r >= job.m || s >= job.n) continue;
-        const float scale = both_scales(job, r, s, block);
-        total[i][j] = job.blocked ? __fmaf_rn(sum[i][j], scale, total[i][j]) : __fmul_rn(sum[i][j], scale);
+        total[i][j] = scaled(job, total[i][j], sum[i][j], r, s, block);
         sum[i][j] = 0.0f;
       }
   }
@@ -253,7 +260,8 @@ DEVICE double nearest(i64 (&limbs)[LIMBS], i64 low, bool wide) {
 // One element of the result a thread.
 extern "C" __global__ void __launch_bounds__(THREADS)
 model_gemm_exact(const u8* a, const u8* b, T* out, Job job) {
-  const i64 blocks = job.blocked ? ceil_div(job.k, job.block) : 1;
+  const bool blocked = job.order >= BLOCKS_OF_ROWS;
+  const i64 blocks = blocked ? ceil_div(job.k, job.block) : 1;
   for (i64 at = first(); at < job.m * job.n; at += step()) {
     const i64 row = at / job.n, column = at % job.n;
     double total = 0.0;
@@ -274,12 +282,16 @@ model_gemm_exact(const u8* a, const u8* b, T* out, Job job) {
         }
         if ((k - begin) % CARRY_AFTER == CARRY_AFTER - 1) carry(limbs);
       }
-      const double sum = nearest(limbs, job.lowest_bit, job.blocked);
-      const float scale = both_scales(job, row, column, block);
-      if (job.blocked) total = __dadd_rn(total, __dmul_rn(sum, (double)scale));
-      else result = __fmul_rn((float)sum, scale);
+      const double sum = nearest(limbs, job.lowest_bit, blocked);
+      if (!blocked) {
+        result = scaled(job, 0.0f, (float)sum, row, column, 0);
+        continue;
+      }
+      const float factor = __fmul_rn(scale_at(job.a_scale, row, job.a_tile_rows, job.a_tiles, block),
+                                     scale_at(job.b_scale, column, job.b_tile_rows, job.b_tiles, block));
+      total = __dadd_rn(total, __dmul_rn(sum, (double)factor));
     }
-    if (job.blocked) result = __double2float_rn(total);
+    if (blocked) result = __double2float_rn(total);
     if (special) result += special_sum(job, a, b, row, column);
     out[at] = from_float<T>(result);
   }

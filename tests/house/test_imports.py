@@ -17,7 +17,15 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
-            *("buffers", "checkpoint_format", "recipe", "quantization", "autocast", "raw_kernels"),
+            *(
+                "buffers",
+                "checkpoint_format",
+                "recipe",
+                "quantization",
+                "accumulation",
+                "autocast",
+                "raw_kernels",
+            ),
         )
     ),
     "contract": ("fp8kit.backends", "fp8kit.backends.protocol", "fp8kit.backends.registry"),
@@ -26,7 +34,7 @@ PACKAGES = {
         "fp8kit.plugins",
         *(f"fp8kit.backends.{name}" for name in ("dispatch", "manager", "policy", "discovery")),
     ),
-    "ops": ("fp8kit.float8", "fp8kit.spec", "fp8kit.ops"),
+    "ops": ("fp8kit.float8", "fp8kit.quantized_matmul", "fp8kit.spec", "fp8kit.ops"),
     "execution": ("fp8kit.execution", "fp8kit.scaling"),
     "layers": ("fp8kit.layers", "fp8kit.layers.inference"),
     "native": tuple(

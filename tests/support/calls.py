@@ -332,6 +332,10 @@ CALLS: dict[str, Call] = {
         saturate=always(True),
         rng=always((1, 2)),
     ),
+    "matmul": plain(
+        fk.matmul, a=q8, b=lambda: q8().T, accumulate=always("hopper_fast"), dtype=always("float32")
+    ),
+    "Accumulation": plain(fk.Accumulation, fraction_bits=always(13), chunk=always(32), promote=always(128)),
     "Format": plain(
         fk.Format,
         name=always("x"),

@@ -23,6 +23,7 @@ _WORKSPACE, _STATE, _RESULT_SIZE = 64, 72, 96  # a size_t and a status, and rese
 # cublasLtMatmulAlgoCapAttributes_t
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _TILE, _OPTION, _CLUSTER = (1, ctypes.c_uint32), (5, ctypes.c_uint32), (8, ctypes.c_uint16)
+_SPLITS = (2, ctypes.c_uint32)
 _OPTION_MAX, _MIN_ALIGNMENTS = 7, (16, 17, 18, 19)
 # a split contraction is summed in float32, never in the output's type: every output is rounded once
 _IN_COMPUTE_TYPE = 2
@@ -98,6 +99,10 @@ class Search:
             return False
         needed = ctypes.c_size_t.from_buffer(result, _WORKSPACE).value
         return aligned and needed <= self.workspace and not ctypes.c_int.from_buffer(result, _STATE).value
+
+    def splits(self, algorithm: bytes) -> int:
+        """Into how many parts, each summed by itself, the algorithm cuts the contraction."""
+        return max(self._get(algorithm, _SPLITS), 1)
 
     def _get(self, algorithm: bytes, which: tuple[int, Any]) -> int:
         return self._asked(self.lt.matmul_algo_config_get_attribute, algorithm, *which)

@@ -228,6 +228,11 @@ class Plan:
         """The algorithm that is taken. It holds for this cuBLASLt, here and elsewhere."""
         return ctypes.string_at(self.algorithm, candidates.SIZE)
 
+    @property
+    def splits(self) -> int:
+        """Into how many parts, each summed by itself, it cuts the contraction."""
+        return self._search.splits(self.chosen)
+
     def widen(self) -> None:
         """Let the relatives of the heuristic's candidates be candidates, too (``candidates``)."""
         with self._lock, launch.current_device(self.device):

@@ -13,6 +13,7 @@ from fp8kit.backends.cuda.quantize import narrow
 from fp8kit.formats import Format
 
 _TILE, _THREADS = 64, 256
+_TENSORS, _ROWS, _BLOCKS_OF_ROWS, _BLOCKS = range(4)  # the order of scales (model_gemm.cu)
 _NARROW_BITS = 19  # fraction bits up to which sums of 256 products fit into 32 bits
 
 
@@ -51,7 +52,7 @@ def model_gemm(
             ceil_div(max(k, 1), a_tile[1] or max(k, 1)),
             ceil_div(max(k, 1), b_tile[1] or max(k, 1)),
             block,
-            bool(widths),
+            _order(a_tile, b_tile),
             bits,
             a_format.mantissa_bits + b_format.mantissa_bits,
             accumulation.chunk,
@@ -64,3 +65,10 @@ def model_gemm(
         function, grid = "model_gemm_exact", launch.blocks(m * n, _THREADS, out.device.index)
     how = kernel("model_gemm.cu", function, out, WIDE=str(int(bits > _NARROW_BITS)))
     launch.launch(how, grid, _THREADS, (a.ptr, b.ptr, out.ptr, job), stream)
+
+
+def _order(a_tile: tuple[int, int], b_tile: tuple[int, int]) -> int:
+    """In which order the scales are multiplied."""
+    if a_tile[1] or b_tile[1]:
+        return _BLOCKS_OF_ROWS if a_tile[0] == b_tile[0] == 1 else _BLOCKS
+    return _ROWS if a_tile[0] or b_tile[0] else _TENSORS

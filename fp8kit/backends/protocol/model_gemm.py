@@ -35,7 +35,9 @@ class ModelledProducts(Protocol):
         scale_inv: float32, one a tile (rows, columns) of the operand, row-major; a tile of (0, 0) is all of
         it, (r, 0) whole rows.
 
-        Tiles of whole rows on both sides: out = sum * (a's scale * b's scale), in float32, rounded to h.
-        Otherwise each block of K, as long as the tiles with columns (if both have some, the same number), is
-        summed by itself, ``promote`` or not, and total = fma(block's sum, a's scale * b's scale, total) in
-        float32, in ascending order. Exact sums: total in float64 instead, rounded to float32 once."""
+        Tensors' scales: out = sum * (a's scale * b's), in float32, rounded to h. Rows' scales on one side or
+        both: out = (sum * b's) * a's. A tile with columns on one side or both (the same number, then): each
+        block of K is summed by itself, ``promote`` or not, and added in float32 in ascending order, total =
+        fma(sum, a's * b's, total), or, where both tiles are of one row, fma(sum * a's, b's, total). These are
+        cuBLASLt's orders on Hopper. Exact sums of blocks: total in float64 instead, rounded to float32
+        once."""

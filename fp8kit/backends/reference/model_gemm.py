@@ -54,8 +54,16 @@ def model_gemm(
         else:
             bits, promote = accumulation.fraction_bits, accumulation.promote or block
             _model(sa, ea, sb, eb, bits, product_bits, accumulation.chunk, promote, sums)
-        factor: Array = np.multiply.outer(scales_a[:, i], scales_b[:, i])
-        total = _joined(total, sums, factor) if blocked else sums * factor
+        left_scale, right_scale = scales_a[:, i, None], scales_b[None, :, i]
+        if not blocked:
+            by_rows = a_tile[0] or b_tile[0]
+            total = sums * right_scale * left_scale if by_rows else sums * (left_scale * right_scale)
+        elif exact:
+            total += sums * (left_scale * right_scale).astype(np.float64)
+        elif a_tile[0] == b_tile[0] == 1:
+            total = _fma(sums * left_scale, right_scale, total)
+        else:
+            total = _fma(sums, left_scale * right_scale, total)
     values = codec.decode(a.numpy(), a_format), codec.decode(b.numpy(), b_format)
     special_a, special_b = (~np.isfinite(value).all(axis=1) for value in values)
     special = np.logical_or.outer(special_a, special_b)
@@ -77,18 +85,16 @@ def _operand(codes: Array, fmt: Format) -> tuple[Array, Array]:
     return significand[codes], exponent[codes]
 
 
-def _joined(total: Array, sums: Array, factor: Array) -> Any:
-    """fma(sums, factor, total) in total's type. Of float32 by float64: the product is exact there; the sum
-    is rounded to odd, so that the second rounding is the only one (Boldo and Melquiond 2008)."""
-    if total.dtype == np.float64:
-        return total + sums * factor.astype(np.float64)
-    wide, addend = sums.astype(np.float64) * factor, total.astype(np.float64)
-    found = wide + addend
+def _fma(a: Array, b: Array, c: Array) -> Any:
+    """a * b + c in float32, rounded once. In float64 the product is exact and the sum is rounded to odd, so
+    that the second rounding is the only one that counts (Boldo and Melquiond 2008)."""
+    product, addend = a.astype(np.float64) * b, c.astype(np.float64)
+    found = product + addend
     # TwoSum's error says whether, and to which side, the sum was rounded
-    virtual = found - wide
-    error = (wide - (found - virtual)) + (addend - virtual)
-    bits = found.view(np.int64)
+    virtual = found - product
+    error = (product - (found - virtual)) + (addend - virtual)
     enlarged = np.signbit(error) != np.signbit(found)
+    bits = found.view(np.int64)
     bits = np.where((error != 0) & np.isfinite(found), (bits - enlarged) | 1, bits)
     return bits.view(np.float64).astype(np.float32)
 

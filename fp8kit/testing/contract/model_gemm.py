@@ -88,29 +88,31 @@ def _element(a: Any, row: tuple[Array, Array], scales: tuple[list[Any], list[Any
         for x, y in zip(*map(np.ndarray.tolist, values), strict=True)
     ]
     how, blocked = a.accumulation, a.a_tile[1] or a.b_tile[1]
-    total: Any = np.float64(0) if how.exact else Fraction(0)
-    result = np.float32(0)
+    total, result = np.float64(0), np.float32(0)
     for i, start in enumerate(range(0, len(terms), block)):
         own = terms[start : start + block]
-        factor = np.float32(scales[0][i] * scales[1][i])
-        if how.exact:
-            exact = sum((value for value, _ in own), Fraction(0))
-            if blocked:
-                total = total + np.float64(float(exact)) * np.float64(factor)
-            else:
-                result = _nearest(exact) * factor
+        left, right = scales[0][i], scales[1][i]
+        if how.exact and blocked:
+            exact = float(sum((value for value, _ in own), Fraction(0)))
+            total = total + np.float64(exact) * np.float64(left * right)
             continue
         summed, promote = np.float32(0), how.promote or block
-        for first in range(0, len(own), promote):
-            c = Fraction(0)
-            part = own[first : first + promote]
-            for at in range(0, len(part), how.chunk):
-                c = _step(c, part[at : at + how.chunk], how.fraction_bits)
-            summed = summed + np.float32(float(c))
-        if blocked:
-            result = _nearest(Fraction(float(summed)) * Fraction(float(factor)) + Fraction(float(result)))
+        if how.exact:
+            summed = _nearest(sum((value for value, _ in own), Fraction(0)))
         else:
-            result = summed * factor
+            for first in range(0, len(own), promote):
+                c = Fraction(0)
+                part = own[first : first + promote]
+                for at in range(0, len(part), how.chunk):
+                    c = _step(c, part[at : at + how.chunk], how.fraction_bits)
+                summed = summed + np.float32(float(c))
+        if not blocked:
+            by_rows = a.a_tile[0] or a.b_tile[0]
+            result = summed * right * left if by_rows else summed * (left * right)
+        else:
+            by_rows = a.a_tile[0] == a.b_tile[0] == 1
+            x, y = (summed * left, right) if by_rows else (summed, left * right)
+            result = _nearest(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(result)))
     return float(np.float32(total)) if how.exact and blocked else float(result)
 
 
