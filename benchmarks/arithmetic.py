@@ -66,7 +66,7 @@ def compare(
     )
     plan = cublaslt.plan(key, device.index)
     space = arrays.empty((cublaslt.WORKSPACE,), uint8, device)
-    one = arrays.to(arrays.as_view(np.float32([0.37])), device)
+    one = arrays.to(arrays.as_view(np.float32([[0.37]])), device)
     theirs, ours = (arrays.empty((m, n), float32, device) for _ in range(2))
     ends = space.ptr, cublaslt.WORKSPACE
     plan.run(views[0].ptr, views[1].ptr, theirs.ptr, one.ptr, one.ptr, 0, *ends, 0)
@@ -75,7 +75,7 @@ def compare(
     for _ in range(2):  # the first call compiles
         arrays.synchronize(device)
         begin = time.perf_counter()
-        kernels.model_gemm(*views, ours, *pair, one, one, whole, whole, how, 0)
+        kernels.model_gemm(*views, ours, *pair, one, one, whole, whole, how, None, None, 0)
         arrays.synchronize(device)
         seconds = time.perf_counter() - begin
     return Compared(float((_bits(theirs) == _bits(ours)).mean()), plan.splits, seconds)

@@ -55,7 +55,7 @@ def matmul(
     out = arrays.empty((*a.shape[:-1], b.shape[1]), kind, where)
     (left, scale_a, tile_a), (right, scale_b, tile_b) = operands
     if out.size:
-        call = left, right, out.rows(), a.format, b.format, scale_a, scale_b, tile_a, tile_b, how
+        call = left, right, out.rows(), a.format, b.format, scale_a, scale_b, tile_a, tile_b, how, None, None
         dispatch.kernels(where).model_gemm(*call, arrays.current_stream(where))
     return arrays.to_library(out, a.data)
 
@@ -66,8 +66,9 @@ def _operand(name: str, tensor: Float8Tensor) -> tuple[ArrayView, ArrayView, tup
     if tensor._flipped and tile[0] != tile[1]:
         wanted = 'blocks or rows along K: "along" of fk.quantize says which way they run'
         raise FormatError("matmul", name, f"scaling {tensor.scaling!r} across K", wanted)
-    scales = tensor._scale_inv
-    if tensor._flipped and tile[1]:  # a transposed grid of squares
-        grid = [max(1, -(-n // tile[0])) for n in tensor._codes.shape]
-        scales = arrays.contiguous(scales.reshape(*grid).transpose(1, 0))
-    return arrays.contiguous(tensor._matrix()), arrays.contiguous(scales), tile
+    rows = tensor._codes.rows().shape
+    down, across = (max(1, -(-n // (t or max(n, 1)))) for n, t in zip(rows, tile, strict=True))
+    scales = tensor._scale_inv.reshape(down, across)
+    if tensor._flipped:
+        scales = scales.transpose(1, 0)
+    return arrays.contiguous(tensor._matrix()), scales, tile

@@ -21,11 +21,12 @@ DEVICE float power_of_2(i32 exponent) { return __uint_as_float((u32)(exponent + 
 
 enum { TENSORS, ROWS, BLOCKS_OF_ROWS, BLOCKS };  // whose scales; in the latter two K is summed block by block
 
-// Scales: one a tile, [ceil(rows / tile_rows)][tiles along K].
+// Scales: one a tile, so many elements apart down and across; 0 across where there is one along K.
 struct Job {
   Narrow a_format, b_format;
   const float *a_scale, *b_scale;
-  i64 m, n, k, a_tile_rows, b_tile_rows, a_tiles, b_tiles, block, order;
+  const T *bias, *addend;
+  i64 m, n, k, a_tile_rows, b_tile_rows, a_down, b_down, a_across, b_across, block, order;
   i64 fraction_bits, product_bits, chunk, promote, lowest_bit;
 };
 
@@ -51,14 +52,25 @@ DEVICE float special_sum(const Job& job, const u8* a, const u8* b, i64 row, i64 
   return sum;
 }
 
-DEVICE float scale_at(const float* scale, i64 row, i64 tile_rows, i64 tiles, i64 block) {
-  return scale[row / tile_rows * tiles + (tiles == 1 ? 0 : block)];
+DEVICE float a_scale(const Job& job, i64 row, i64 block) {
+  return job.a_scale[row / job.a_tile_rows * job.a_down + block * job.a_across];
+}
+
+DEVICE float b_scale(const Job& job, i64 column, i64 block) {
+  return job.b_scale[column / job.b_tile_rows * job.b_down + block * job.b_across];
+}
+
+// The result with bias and addend, rounded once. The addend may be `out`.
+DEVICE void put(const Job& job, T* out, i64 row, i64 column, float result) {
+  const i64 at = row * job.n + column;
+  if (job.bias != nullptr) result = __fadd_rn(result, to_float(job.bias[column]));
+  if (job.addend != nullptr) result = __fadd_rn(result, to_float(job.addend[at]));
+  out[at] = from_float<T>(result);
 }
 
 // `total` and a block's sum with its scales, in cuBLASLt's orders.
 DEVICE float scaled(const Job& job, float total, float sum, i64 row, i64 column, i64 block) {
-  const float a = scale_at(job.a_scale, row, job.a_tile_rows, job.a_tiles, block),
-              b = scale_at(job.b_scale, column, job.b_tile_rows, job.b_tiles, block);
+  const float a = a_scale(job, row, block), b = b_scale(job, column, block);
   if (job.order == TENSORS) return __fmul_rn(sum, __fmul_rn(a, b));
   if (job.order == ROWS) return __fmul_rn(__fmul_rn(sum, b), a);
   if (job.order == BLOCKS_OF_ROWS) return __fmaf_rn(__fmul_rn(sum, a), b, total);
@@ -210,7 +222,7 @@ model_gemm(const u8* a, const u8* b, T* out, Job job) {
       if (r >= job.m || s >= job.n) continue;
       if (left.special[row + 16 * i] || right.special[column + 16 * j])
         total[i][j] += special_sum(job, a, b, r, s);
-      out[r * job.n + s] = from_float<T>(total[i][j]);
+      put(job, out, r, s, total[i][j]);
     }
 }
 
@@ -287,12 +299,11 @@ model_gemm_exact(const u8* a, const u8* b, T* out, Job job) {
         result = scaled(job, 0.0f, (float)sum, row, column, 0);
         continue;
       }
-      const float factor = __fmul_rn(scale_at(job.a_scale, row, job.a_tile_rows, job.a_tiles, block),
-                                     scale_at(job.b_scale, column, job.b_tile_rows, job.b_tiles, block));
+      const float factor = __fmul_rn(a_scale(job, row, block), b_scale(job, column, block));
       total = __dadd_rn(total, __dmul_rn(sum, (double)factor));
     }
     if (blocked) result = __double2float_rn(total);
     if (special) result += special_sum(job, a, b, row, column);
-    out[at] = from_float<T>(result);
+    put(job, out, row, column, result);
   }
 }

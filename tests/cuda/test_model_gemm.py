@@ -66,16 +66,19 @@ def test_the_contracts_products_bit_for_bit(kernel: str) -> None:
         if a.bias is not None or a.addend is not None or not (m and n and k):
             continue
         (out,) = call.run(kernels).values()
-        scales, tiles = [a.a_scale_inv, a.b_scale_inv], [(0, 0), (0, 0)]
+        scales = [scale.reshape(-1, 1) for scale in (a.a_scale_inv, a.b_scale_inv)]
+        tiles = [(0, 0), (0, 0)]
         if kernel == "block_gemm":
             tiles = [a.a_tile, a.b_tile]
-            scales = [_grid(*both, k) for both in zip(scales, tiles, (m, n), strict=True)]
+            scales = [
+                _grid(*both, k) for both in zip((a.a_scale_inv, a.b_scale_inv), tiles, (m, n), strict=True)
+            ]
         elif scales[0].size > 1:
             tiles = [(1, 0), (1, 0)]
         codes = a.a.slice(0, 0, m), a.b.slice(0, 0, n)
         how = ACCUMULATIONS["hopper_fast" if getattr(a, "fast_accumulate", False) else "hopper_split"]
         modelled = arrays.empty((m, n), a.out.dtype, GPU)
-        kernels.model_gemm(*codes, modelled, a.a_format, a.b_format, *scales, *tiles, how, 0)
+        kernels.model_gemm(*codes, modelled, a.a_format, a.b_format, *scales, *tiles, how, None, None, 0)
         assert_same_bits(f"{kernel} {case.name}", out, host(modelled))
         tried += 1
     assert tried > 15

@@ -8,7 +8,7 @@ from fp8kit import accumulation as models
 from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import ceil_div, kernel
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import narrow
 from fp8kit.formats import Format
 
@@ -28,6 +28,8 @@ def model_gemm(
     a_tile: tuple[int, int],
     b_tile: tuple[int, int],
     accumulation: Accumulation,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
@@ -41,16 +43,20 @@ def model_gemm(
         narrow(a_format, True)
         + narrow(b_format, True)
         + struct.pack(
-            "=16q",
+            "=20q",
             a_scale_inv.ptr,
             b_scale_inv.ptr,
+            address(bias),
+            address(addend),
             m,
             n,
             k,
             a_tile[0] or m,
             b_tile[0] or n,
-            ceil_div(max(k, 1), a_tile[1] or max(k, 1)),
-            ceil_div(max(k, 1), b_tile[1] or max(k, 1)),
+            a_scale_inv.strides[0],
+            b_scale_inv.strides[0],
+            a_scale_inv.strides[1] if a_tile[1] else 0,
+            b_scale_inv.strides[1] if b_tile[1] else 0,
             block,
             _order(a_tile, b_tile),
             bits,

@@ -27,13 +27,16 @@ class ModelledProducts(Protocol):
         a_tile: tuple[int, int],
         b_tile: tuple[int, int],
         accumulation: Accumulation,
+        bias: ArrayView | None,
+        addend: ArrayView | None,
         stream: int,
     ) -> None:
         """out = (a * its scales) (b * its scales)^T, summed as ``accumulation`` says (see there).
 
-        a: uint8 (M, K), b: uint8 (N, K), codes of formats with at most 5 exponent bits; out: h (M, N).
-        scale_inv: float32, one a tile (rows, columns) of the operand, row-major; a tile of (0, 0) is all of
-        it, (r, 0) whole rows.
+        a: uint8 (M or more, K), b: uint8 (N or more, K), codes of formats with at most 5 exponent bits; out:
+        h (M, N). scale_inv: float32, a matrix of one a tile (rows, columns) of the operand, or larger, may
+        be strided; a tile of (0, 0) is all of it, (r, 0) whole rows. bias: out's dtype (N,) or None, addend:
+        out's shape and dtype, out itself among them, or None: added to the float32 result in this order.
 
         Tensors' scales: out = sum * (a's scale * b's), in float32, rounded to h. Rows' scales on one side or
         both: out = (sum * b's) * a's. A tile with columns on one side or both (the same number, then): each

@@ -10,7 +10,7 @@ from fp8kit import accumulation as models
 from fp8kit import codec
 from fp8kit.accumulation import FLOAT32_BITS, LOWEST, Accumulation
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.reference._numpy import Array, quiet, store
+from fp8kit.backends.reference._numpy import Array, f32, quiet, store
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format
 
@@ -32,6 +32,8 @@ def model_gemm(
     a_tile: tuple[int, int],
     b_tile: tuple[int, int],
     accumulation: Accumulation,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``protocol.Kernels.model_gemm``."""
@@ -41,7 +43,8 @@ def model_gemm(
     starts = range(0, k, block)
     scales_a = _scales(a_scale_inv, a_tile, m, k, len(starts))
     scales_b = _scales(b_scale_inv, b_tile, n, k, len(starts))
-    left, right = (_operand(*pair) for pair in ((a.numpy(), a_format), (b.numpy(), b_format)))
+    codes_a, codes_b = a.numpy()[:m], b.numpy()[:n]
+    left, right = _operand(codes_a, a_format), _operand(codes_b, b_format)
     exact = accumulation.exact
     total: Array = np.zeros((m, n), np.float64 if exact and blocked else np.float32)
     product_bits = a_format.mantissa_bits + b_format.mantissa_bits
@@ -64,18 +67,22 @@ def model_gemm(
             total = _fma(sums * left_scale, right_scale, total)
         else:
             total = _fma(sums, left_scale * right_scale, total)
-    values = codec.decode(a.numpy(), a_format), codec.decode(b.numpy(), b_format)
+    values = codec.decode(codes_a, a_format), codec.decode(codes_b, b_format)
     special_a, special_b = (~np.isfinite(value).all(axis=1) for value in values)
     special = np.logical_or.outer(special_a, special_b)
     if special.any():
         total[special] += _sums_of_specials(*values, special)
-    store(out, total.astype(np.float32))
+    found = total.astype(np.float32)
+    for added in (bias, addend):
+        if added is not None:
+            found += f32(added)
+    store(out, found)
 
 
 def _scales(scale_inv: ArrayView, tile: tuple[int, int], rows: int, k: int, count: int) -> Array:
     """One scale for each row and block: float32 (rows, count)."""
     high, wide = tile[0] or max(rows, 1), tile[1] or max(k, 1)
-    grid = scale_inv.numpy().reshape(-1, max(1, -(-k // wide)))
+    grid = scale_inv.numpy()[:, : max(1, -(-k // wide))]
     return np.broadcast_to(grid[np.arange(rows) // high], (rows, max(count, 1)))
 
 

@@ -12,6 +12,7 @@ from fp8kit import codec
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.formats import E2M1, E4M3, E5M2, HIGH_PRECISION, Format, float32, uint8
 from fp8kit.testing.contract import Arguments, Array, KernelTest, Options, Results, Sampler, product
+from fp8kit.testing.contract.gemm import ADDED, joined
 
 Tile = tuple[int, int]
 
@@ -26,6 +27,8 @@ def model_gemm(
     accumulation: Accumulation = ACCUMULATIONS["hopper_split"],
     tiles: tuple[Tile, Tile] = ((0, 0), (0, 0)),
     special: bool = False,
+    bias: bool = False,
+    add: str = "",
 ) -> Arguments:
     """Codes of values over many binades, zeros among them; without ``special`` no NaN and no Inf."""
     k = n if k is None else k
@@ -37,13 +40,11 @@ def model_gemm(
             codes.flat[s.random.integers(0, codes.size, 3)] = fmt.nan_code
             if fmt.inf_code is not None:
                 codes.flat[s.random.integers(0, codes.size, 3)] = fmt.inf_code | fmt.sign_code
-        count = math.prod(
-            max(1, -(-size // (t or max(size, 1)))) for size, t in zip((rows, k), tile, strict=True)
-        )
+        grid = [max(1, -(-size // (t or max(size, 1)))) for size, t in zip((rows, k), tile, strict=True)]
         made[name] = s.put(codes, uint8)
-        made[f"{name}_scale_inv"] = s.put(s.random.uniform(0.01, 0.1, count), float32)
+        made[f"{name}_scale_inv"] = s.put(s.random.uniform(0.01, 0.1, grid), float32)
         made[f"{name}_tile"] = tile
-    return made | {"out": s.output(m, n)}
+    return made | joined(s, m, n, s.dtype, bias, add)
 
 
 def _exponent(value: Fraction) -> int:
@@ -123,9 +124,8 @@ def model_gemm_oracle(a: Any) -> Results:
     rows = []
     for name, count in (("a", m), ("b", n)):
         tile, scale_inv = getattr(a, f"{name}_tile"), getattr(a, f"{name}_scale_inv")
-        grid = scale_inv.reshape(-1, max(1, -(-k // (tile[1] or max(k, 1)))))
         wide = max(1, -(-k // block))
-        rows.append([np.resize(grid[i // (tile[0] or max(count, 1))], wide) for i in range(count)])
+        rows.append([np.resize(scale_inv[i // (tile[0] or max(count, 1))], wide) for i in range(count)])
     out = np.array(
         [
             [_element(a, (a.a[i], a.b[j]), (list(rows[0][i]), list(rows[1][j])), block) for j in range(n)]
@@ -133,7 +133,10 @@ def model_gemm_oracle(a: Any) -> Results:
         ],
         np.float32,
     )
-    return {"out": out.reshape(m, n).astype(a.out.dtype)}
+    out = out.reshape(m, n)
+    for part in (a.bias, a.addend):
+        out = out if part is None else out + part.astype(np.float32)
+    return {"out": out.astype(a.out.dtype)}
 
 
 _ROWS: tuple[Tile, Tile] = ((1, 0), (1, 0))
@@ -182,6 +185,10 @@ _CASES: dict[str, Options] = {
     ),
     **product("special-{a}-{b}", {"a b": _PAIRS[:3]}, m=5, n=6, k=40, special=True),
     **product("{dtype.name}", {"dtype": HIGH_PRECISION}, m=5, n=3, k=64),
+    **product("{dtype.name}-bias-{add}", {"dtype": HIGH_PRECISION, "add": ADDED}, m=5, n=3, k=64, bias=True),
+    **product(
+        "{dtype.name}-bias", {"dtype": HIGH_PRECISION}, m=5, n=3, k=64, bias=True, accumulation=Accumulation()
+    ),
 }
 
 TESTS = (KernelTest("model_gemm", model_gemm, model_gemm_oracle, _CASES),)
