@@ -17,20 +17,34 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.arguments import choice, shown
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
 from fp8kit.quantization import MX_RULES, Quantizer
 
 Array = np.ndarray[Any, Any]
 
 # Signs of the columns of the Hadamard matrix in Transformer Engine's random Hadamard transform, fixed there.
-TE_SIGNS = np.float32([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
 # Random signs are drawn from the words of elements from here on of a generator's stream: no array has so
 # many elements that its stochastic rounding gets there.
 SIGNS_AT = 1 << 63
 
+# kind of granularity -> its scale rules
+_RULES = {"mx": MX_RULES, "nvfp4": ("exact",), "block": ("exact", "power_2")}
 _NAN_BYTE, _MOST_BYTE = 0xFF, 0xFE
 _FLOAT32_MAX = np.finfo(np.float32).max
+
+
+def kind_of(quantizer: Quantizer) -> str:
+    """What kind of scales a quantizer's blocks have: "mx", E8M0, "nvfp4", E4M3 below a scale of the tensor,
+    or "block", float32. RecipeError where it has no blocks, or a rule that its kind does not have."""
+    kind = quantizer.granularity.partition("_")[0]
+    if kind not in _RULES:
+        raise RecipeError("Quantizer", "granularity", quantizer.granularity, "mx_*, nvfp4_* or block_*")
+    if quantizer.scale_rule not in _RULES[kind]:
+        got = f"{quantizer.scale_rule!r} with {quantizer.granularity}"
+        raise RecipeError("Quantizer", "scale_rule", got, f"one of {', '.join(_RULES[kind])}")
+    return kind
 
 
 def tile_of(quantizer: Quantizer, along: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pytest
 from ml_dtypes import float4_e2m1fn, float8_e4m3fn
 
 from fp8kit import blocks, codec
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.formats import E2M1, E4M3, E5M2, Format
 from fp8kit.quantization import MX_RULES, Quantizer
 from tests.support.torchao_bytes import AMAXES, FORMATS, PATH, RULES
@@ -185,6 +185,17 @@ def test_tiles_lie_along_the_contraction() -> None:
     line, square = Quantizer(E4M3, "mx_1x32"), Quantizer(E2M1, "nvfp4_16x16")
     assert [blocks.tile_of(line, along) for along in (1, 0)] == [(1, 32), (32, 1)]
     assert [blocks.tile_of(square, along) for along in (1, 0)] == [(16, 16), (16, 16)]
+
+
+def test_kinds_of_blocks_and_their_rules() -> None:
+    assert blocks.kind_of(Quantizer(E4M3, "mx_32x32", scale_rule="even")) == "mx"
+    assert blocks.kind_of(Quantizer(E2M1, "nvfp4_1x16")) == "nvfp4"
+    assert blocks.kind_of(Quantizer(E4M3, "block_1x64", scale_rule="power_2")) == "block"
+    for granularity, rule in (("mx_1x32", "exact"), ("nvfp4_1x16", "te"), ("block_1x128", "floor")):
+        with pytest.raises(RecipeError, match=rf"Quantizer: scale_rule: got '{rule}' with {granularity}"):
+            blocks.kind_of(Quantizer(E4M3, granularity, scale_rule=rule))
+    with pytest.raises(RecipeError, match="Quantizer: granularity: got row, expected mx_"):
+        blocks.kind_of(Quantizer(E4M3, "row"))
 
 
 def test_refusals() -> None:
