@@ -88,7 +88,8 @@ def quantize(
         factors = _scale(scale, grid, where)
     codes = arrays.empty(view.shape, formats.uint8, where)
     results = codes.reshape(*rows.shape), factors, scale_inv, None
-    kernels.quantize(rows, *results, format, tile, saturate, state, stream)
+    bits = 0 if state is None else 32
+    kernels.quantize(rows, *results, format, tile, saturate, bits, state, stream)
     return Float8Tensor(arrays.to_library(codes, x), arrays.to_library(scale_inv, x), format, scaling)
 
 

@@ -2,7 +2,8 @@
 
 ``Format`` describes any ExMy of at most 8 bits and derives its limits; ``DType`` is a row of the table that
 holds every foreign code (NumPy, DLPack, XLA, CUDA, NCCL) of an element type. Sources: OCP 8-bit Floating
-Point Specification (E4M3, E5M2), OCP Microscaling Formats 1.0 (E2M1, E8M0), dlpack.h 1.1, XLA's
+Point Specification (E4M3, E5M2), OCP Microscaling Formats 1.0 (E2M1, E2M3,
+E3M2, MXINT8, E8M0), dlpack.h 1.1, XLA's
 xla_data.proto, CUDA's library_types.h, NCCL's nccl.h.
 """
 
@@ -30,7 +31,11 @@ class Format:
     ``special`` says what the top codes mean: "ieee" keeps the whole top exponent for Inf and NaN (E5M2), "fn"
     only the all-ones code for NaN and has no Inf (E4M3), "none" has neither (E2M1). ``zero=False`` has no
     zero and no subnormals: exponent field 0 is an ordinary exponent (E8M0). ``bias`` defaults to ``2 **
-    (exponent_bits - 1) - 1``.
+    (exponent_bits - 1) - 1``, and 0 without an exponent.
+
+    ``exponent_bits=0`` is a fixed-point format: every value is a subnormal one, a multiple of ``2 ** (1 -
+    bias - mantissa_bits)``. ``twos_complement`` writes its negative values as integers are written (MXINT8);
+    the most negative code is decoded, but never made, so the range is symmetric.
 
     What ``fk.quantize`` takes. A recipe's ``fp8_format`` is another class of that name:
     ``fp8kit.recipe.Format``, a pair of these.
@@ -45,27 +50,35 @@ class Format:
     special: Special = "ieee"
     signed: bool = True
     zero: bool = True
+    twos_complement: bool = False
 
     def __post_init__(self) -> None:
         integer("Format", "exponent_bits", self.exponent_bits, -8, 64, FormatError)
         integer("Format", "mantissa_bits", self.mantissa_bits, -8, 64, FormatError)
         integer("Format", "bias", self.bias, -1, 1023, FormatError)
-        for name in ("signed", "zero"):
+        for name in ("signed", "zero", "twos_complement"):
             object.__setattr__(self, name, flag("Format", name, getattr(self, name), FormatError))
         if self.bias < 0:
             object.__setattr__(self, "bias", 2 ** max(self.exponent_bits - 1, 0) - 1)
         if not isinstance(self.special, str) or self.special not in ("ieee", "fn", "none"):
             raise FormatError("Format", "special", repr(self.special), '"ieee", "fn" or "none"')
-        if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 8:
+        if self.exponent_bits < 0 or self.mantissa_bits < 0 or self.bits > 8:
             got = f"E{self.exponent_bits}M{self.mantissa_bits}, {self.bits} bits"
-            raise FormatError("Format", self.name, got, "at least 1 exponent bit and at most 8 bits")
+            raise FormatError("Format", self.name, got, "no negative number of bits and at most 8 bits")
+        if self.exponent_bits == 0 and not self.zero:
+            raise FormatError("Format", self.name, "no exponent bit", "at least 1 with zero=False")
+        if self.twos_complement and not (self.signed and self.exponent_bits == 0 and self.special == "none"):
+            got = f"E{self.exponent_bits}, special={self.special!r}, signed={self.signed}"
+            wanted = 'no exponent bit, special="none" and a sign with twos_complement'
+            raise FormatError("Format", self.name, got, wanted)
         if self.special == "ieee" and self.exponent_bits < 2:
-            raise FormatError("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"')
+            got = f"{self.exponent_bits} exponent bits"
+            raise FormatError("Format", self.name, got, 'at least 2 with special="ieee"')
         if self.special == "ieee" and self.mantissa_bits < 1:
             raise FormatError(
                 "Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'
             )
-        if not self.max > 0:
+        if self.max_code < 0 or not self.max > 0:
             raise FormatError("Format", self.name, "no value above 0", "at least one")
 
     @property
@@ -107,7 +120,7 @@ class Format:
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest positive normal value."""
+        """Smallest positive normal value; without an exponent, what comes after ``max``."""
         return float(2.0 ** ((1 if self.zero else 0) - self.bias))
 
     @property
@@ -119,8 +132,9 @@ class Format:
 
     @property
     def epsilon(self) -> float:
-        """Distance from 1 to the next larger value: ``2 ** -mantissa_bits``."""
-        return float(2.0**-self.mantissa_bits)
+        """Distance from 1 to the next larger value: ``2 ** -mantissa_bits``, that of all values where there
+        is no exponent."""
+        return float(2.0**-self.mantissa_bits) if self.exponent_bits else self.smallest_subnormal
 
     def __str__(self) -> str:
         return self.name
@@ -130,7 +144,12 @@ E4M3 = Format("E4M3", 4, 3, special="fn")
 E5M2 = Format("E5M2", 5, 2)
 E8M0 = Format("E8M0", 8, 0, bias=127, special="fn", signed=False, zero=False)
 E2M1 = Format("E2M1", 2, 1, special="none")
-FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1)}
+E2M3 = Format("E2M3", 2, 3, special="none")
+E3M2 = Format("E3M2", 3, 2, special="none")
+# as IEEE 754 would have it: what ml_dtypes calls float8_e4m3
+E4M3_240 = Format("E4M3_240", 4, 3)
+MXINT8 = Format("MXINT8", 0, 7, special="none", twos_complement=True)  # multiples of 2 ** -6
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1, E2M3, E3M2, E4M3_240, MXINT8)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,7 @@ def quantize(
         whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
         return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
     source, tile = "current" if scale is None else "scale", TILES[scaling]
-    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, rounding == "stochastic")
+    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, 0 if key is None else 32)
     inputs = {"x": x} | (rng_inputs(key) if key is not None else {})
     if scale is not None:
         scales = as_array("quantize", "scale", scale)

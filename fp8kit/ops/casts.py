@@ -63,7 +63,8 @@ class QuantizeSpec:
     """``format`` of the codes; ``tile`` (rows, columns) that share a scale, 0 is all of them; ``saturate``;
     ``power_2``: current scales are rounded down to a power of two; ``for_inf``: a current scale that
     overflows; ``source`` of the scales: "current", "scale", they are an input, or "amax", the one tile's amax
-    is an input; ``stochastic``: rng is an input."""
+    is an input; ``stochastic_bits``: 0 rounds to nearest; n stochastically by n random bits, and rng is an
+    input."""
 
     format: Format
     tile: tuple[int, int]
@@ -71,7 +72,7 @@ class QuantizeSpec:
     power_2: bool = False
     for_inf: float = FLT_MAX
     source: str = "current"
-    stochastic: bool = False
+    stochastic_bits: int = 0
 
 
 class Quantize(Operation):
@@ -83,7 +84,7 @@ class Quantize(Operation):
 
     def partitions(self, spec: QuantizeSpec, metas: Metas, views: Shapes) -> Partitions:
         """Not where bits are drawn, which know their place in the array."""
-        return () if spec.stochastic else by_rows("x", spec.tile, metas, views)
+        return () if spec.stochastic_bits else by_rows("x", spec.tile, metas, views)
 
     def shared_amaxes(self, spec: QuantizeSpec) -> SharedAmaxes | None:
         if spec.source != "current" or spec.tile != (0, 0):
@@ -101,7 +102,7 @@ class Quantize(Operation):
         x, tiles = self._checked(spec, metas)
         if spec.source != "current":
             want(self.name, "scale" if spec.source == "scale" else "amax_in", metas, tiles, float32)
-        if spec.stochastic:
+        if spec.stochastic_bits:
             want(self.name, "rng", metas, (2,), formats.int64)
         return Signature({"q": Meta(x.shape, uint8), "scale_inv": Meta(tiles, float32)})
 
@@ -123,7 +124,8 @@ class Quantize(Operation):
                 k.amax(x.rows(), inverse, tile, ws.stream)
             k.scale_from_amax(amax, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, ws.stream)
         rng = ws.inputs.get("rng")
-        k.quantize(x.rows(), q.rows(), scale, inverse, None, s.format, tile, s.saturate, rng, ws.stream)
+        how = s.format, tile, s.saturate, s.stochastic_bits, rng
+        k.quantize(x.rows(), q.rows(), scale, inverse, None, *how, ws.stream)
 
 
 @dataclass(frozen=True)

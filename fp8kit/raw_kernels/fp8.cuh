@@ -93,8 +93,8 @@ template <int N> DEVICE void store_codes_some(u8* to, i64 valid, const u32 (&wor
     if (i < valid) to[i] = (u8)(words[i / 4] >> (8 * (i % 4)));
 }
 
-// Any ExMy of at most 8 bits (fp8kit.formats.Format), as the host passes it by value. Codes ascend with
-// magnitude below the sign bit.
+// Any ExMy of at most 8 bits (fp8kit.formats.Format), as the host passes it by value, and how to round to it.
+// Codes ascend with magnitude below the sign bit; negative ones are the complement's where `twos` says so.
 struct Narrow {
   i32 mantissa_bits;
   i32 lowest;         // exponent of the smallest normal value
@@ -108,21 +108,29 @@ struct Narrow {
   i32 negative_code;  // what values below zero become where there is no sign
   i32 inf_from;       // magnitudes from here on are not finite ...
   i32 nan_from;       // ... and NaN from here on
+  i32 twos;           // whether negative codes are two's complement
+  i32 random_bits;    // 0: to nearest even; n: stochastically by n random bits
 };
 
-DEVICE u8 overflowed(const Narrow& f, i32 sign) { return (u8)(f.over_code | (f.over_signed ? sign : 0)); }
+DEVICE u8 with_sign(const Narrow& f, i32 code, bool negative) {
+  if (f.twos) return (u8)((negative ? -code : code) & (2 * f.sign - 1));
+  return (u8)(negative ? code | f.sign : code);
+}
 
-// v rounded to nearest even, or, with `stochastic`, away from zero iff word < fraction * 2**32, fraction
-// being |v|'s exact place between its two neighbours. Rounding comes before the decision on overflow, as if
-// the exponent range went on.
-DEVICE u8 encode(const Narrow& f, float v, bool stochastic, u32 word) {
+DEVICE u8 overflowed(const Narrow& f, bool negative) {
+  return with_sign(f, f.over_code, negative && f.over_signed);
+}
+
+// v rounded to nearest even, or, with n random bits, away from zero iff the word's top n bits are less than
+// floor(fraction * 2**n) (n = 32: less than fraction * 2**32), fraction being |v|'s exact place between its
+// two neighbours. Rounding comes before the decision on overflow, as if the exponent range went on.
+DEVICE u8 encode(const Narrow& f, float v, u32 word) {
   const u32 magnitude = __float_as_uint(v) & 0x7FFFFFFFu;
   const bool negative = __float_as_uint(v) >> 31;
   if (magnitude > 0x7F800000u) return (u8)f.nan_code;
   if (negative && !f.sign && magnitude) return (u8)f.negative_code;
-  const i32 sign = negative ? f.sign : 0;
-  if (magnitude == 0x7F800000u) return overflowed(f, sign);
-  if (magnitude == 0u) return (u8)sign;
+  if (magnitude == 0x7F800000u) return overflowed(f, negative);
+  if (magnitude == 0u) return with_sign(f, 0, negative);
 
   // |v| = mantissa * 2**exponent; `shift` turns the mantissa into steps of the format's spacing in v's binade
   const bool tiny = magnitude < 0x00800000u;
@@ -145,14 +153,22 @@ DEVICE u8 encode(const Narrow& f, float v, bool stochastic, u32 word) {
   // field 0 is the subnormals'
   i32 code = ((binade - f.lowest) << f.mantissa_bits) + steps - (f.zero ? 0 : 1 << f.mantissa_bits);
   const u64 half = 1ull << 61;
-  code += stochastic ? ((u64)word << 30) < rest : rest > half || (rest == half && (code & 1));
+  if (f.random_bits) {
+    // r < floor(fraction * 2**n) iff (r + 1) * 2**-n <= fraction; of 32 bits one unit of `rest` is enough
+    const i32 unused = 32 - f.random_bits;
+    const u64 least = unused ? 1ull << (30 + unused) : 1ull;
+    code += ((u64)(word >> unused) << (30 + unused)) + least <= rest;
+  } else {
+    code += rest > half || (rest == half && (code & 1));
+  }
   if (code < 0) code = 0;  // below the smallest value of a format without a zero
-  return code > f.max_code ? overflowed(f, sign) : (u8)(sign | code);
+  return code > f.max_code ? overflowed(f, negative) : with_sign(f, code, negative);
 }
 
 DEVICE float decode(const Narrow& f, u8 code) {
-  const i32 magnitude = code & f.magnitude;
-  const u32 sign = code & f.sign ? 0x80000000u : 0u;
+  const bool negative = code & f.sign;
+  const i32 magnitude = f.twos && negative ? -(i32)code & (2 * f.sign - 1) : code & f.magnitude;
+  const u32 sign = negative ? 0x80000000u : 0u;
   if (magnitude >= f.nan_from) return __uint_as_float(0x7FC00000u);
   if (magnitude >= f.inf_from) return __uint_as_float(0x7F800000u | sign);
   const i32 field = magnitude >> f.mantissa_bits, fraction = magnitude & ((1 << f.mantissa_bits) - 1);

@@ -10,7 +10,7 @@ DEVICE i64 tile_at(i64 row, i64 column, i64 columns, i64 tile_rows, i64 tile_col
   return row / tile_rows * ceil_div(columns, tile_columns) + column / tile_columns;
 }
 
-// Four neighbours a thread: one Philox call serves them. rng null: nearest even.
+// Four neighbours a thread: one Philox call serves them. rng null: nearest even, as `format` says too.
 extern "C" __global__ void __launch_bounds__(256)
 quantize_any(const T* x, u8* q, const float* scale, float* scale_inv, const i64* rng, i64 rows,
              i64 columns, i64 tile_rows, i64 tile_columns, i64 tiles, Narrow format) {
@@ -26,7 +26,7 @@ quantize_any(const T* x, u8* q, const float* scale, float* scale_inv, const i64*
       if (i + j >= n) break;
       const float v =
           to_float(x[i + j]) * scale[tiles == 1 ? 0 : tile_at(row, column, columns, tile_rows, tile_columns)];
-      q[i + j] = encode(format, v, stochastic, word[j]);
+      q[i + j] = encode(format, v, word[j]);
       if (++column == columns) column = 0, ++row;
     }
   }

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from fp8kit import codec
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, Format
+from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2, E8M0, MXINT8, Format
 
 TWINS = [
     (E4M3, ml_dtypes.float8_e4m3fn),
     (E5M2, ml_dtypes.float8_e5m2),
-    (Format("E4M3 ieee", 4, 3), ml_dtypes.float8_e4m3),
+    (E4M3_240, ml_dtypes.float8_e4m3),
     (Format("E3M4", 3, 4), ml_dtypes.float8_e3m4),
     (E8M0, ml_dtypes.float8_e8m0fnu),
     (E2M1, ml_dtypes.float4_e2m1fn),
-    (Format("E2M3", 2, 3, special="none"), ml_dtypes.float6_e2m3fn),
-    (Format("E3M2", 3, 2, special="none"), ml_dtypes.float6_e3m2fn),
+    (E2M3, ml_dtypes.float6_e2m3fn),
+    (E3M2, ml_dtypes.float6_e3m2fn),
 ]
 by_twin = pytest.mark.parametrize(("fmt", "twin"), TWINS, ids=str)
 
@@ -130,6 +130,20 @@ def test_nearest_by_search(fmt, values, octaves):
         (E8M0, math.inf, True, 254),
         (E8M0, math.inf, False, 255),
         (E8M0, 1.0, True, 127),
+        (E4M3_240, 247.9, True, 0x77),
+        (E4M3_240, 248.0, False, 0x78),
+        (E4M3_240, math.nan, True, 0x7F),
+        (E3M2, math.nan, True, 31),
+        (E2M3, -math.nan, True, 31),
+        (MXINT8, math.nan, True, 127),
+        (MXINT8, -math.nan, True, 127),
+        (MXINT8, -math.inf, True, 0x81),
+        (MXINT8, -2.0, True, 0x81),
+        (MXINT8, 1.5, True, 96),
+        (MXINT8, -1.5, True, 256 - 96),
+        (MXINT8, -0.0, True, 0),
+        (MXINT8, -(2.0**-7), True, 0),
+        (MXINT8, -1.5 * 2.0**-6, True, 0xFE),
         (Format("U4M4", 4, 4, special="none", signed=False), -3.0, True, 0),
         (Format("U4M4", 4, 4, signed=False), -3.0, True, 255),
     ],
@@ -152,6 +166,37 @@ def test_stochastic_threshold_is_exact(fmt):
             np.testing.assert_array_equal(got, low + (words < threshold))
     exact = codec.encode(grid, fmt, "stochastic", True, np.zeros(len(grid), np.uint32))
     np.testing.assert_array_equal(exact, np.arange(len(grid)))
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8, 31])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E2M3, MXINT8], ids=str)
+def test_stochastic_threshold_of_fewer_bits(fmt, bits):
+    """Of the 2**n numbers that the top n bits can be, those below floor(f * 2**n) round up; the bits below
+    them count for nothing."""
+    grid = codec.decode(np.arange(fmt.max_code + 1), fmt)
+    for low in (0, 1, fmt.max_code // 2, fmt.max_code - 1):
+        for fraction in (2.0**-20, 0.25, 0.3, 0.5, 0.7, 1 - 2.0**-20):
+            value = grid[low] + fraction * (grid[low + 1] - grid[low])
+            exact = (value - grid[low]) / (grid[low + 1] - grid[low])
+            threshold = math.floor(exact * 2**bits)
+            top = np.array([0, max(threshold - 1, 0), min(threshold, 2**bits - 1), 2**bits - 1], np.uint64)
+            for rest in (0, 2 ** (32 - bits) - 1):
+                words = (top * 2 ** (32 - bits) + rest).astype(np.uint32)
+                for sign in (1, -1):
+                    got = codec.encode(np.full(4, sign * value), fmt, "stochastic", True, words, bits)
+                    want = grid[low + (top < threshold)]
+                    np.testing.assert_array_equal(codec.decode(got, fmt), sign * want)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_stochastic_on_a_grid_of_e2m1(bits):
+    """The mean of n roundings: within 4 standard errors of at most half a step, and 2**-bits of a step that
+    the cut bits cost."""
+    n, x = 20000, np.linspace(-6, 6, 97)
+    words = np.random.default_rng(3).integers(0, 2**32, (97, n), np.uint32)
+    got = codec.decode(codec.encode(np.repeat(x[:, None], n, 1), E2M1, "stochastic", True, words, bits), E2M1)
+    step = np.where(np.abs(x) < 2, 0.5, np.where(np.abs(x) < 4, 1, 2))
+    assert (np.abs(got.mean(1) - x) <= 4 * step / (2 * math.sqrt(n)) + step * 2.0**-bits).all()
 
 
 def test_stochastic_is_unbiased():
@@ -177,3 +222,37 @@ def test_refusals():
         codec.encode(np.ones(1, np.int64), E4M3)
     with pytest.raises(ShapeError, match="words"):
         codec.encode(one, E4M3, "stochastic")
+    for bits in (0, 33):
+        with pytest.raises(FormatError, match="encode: bits"):
+            codec.encode(one, E4M3, "stochastic", words=np.zeros(1, np.uint32), bits=bits)
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("no negative number of bits", {"exponent_bits": -1, "mantissa_bits": 3}),
+        ("at most 8 bits", {"exponent_bits": 0, "mantissa_bits": 8}),
+        ("at least 1 with zero=False", {"exponent_bits": 0, "mantissa_bits": 3, "zero": False}),
+        ('at least 2 with special="ieee"', {"exponent_bits": 0, "mantissa_bits": 3, "special": "ieee"}),
+        ("no value above 0", {"exponent_bits": 0, "mantissa_bits": 0}),
+        ("no exponent bit", {"exponent_bits": 4, "mantissa_bits": 3, "twos_complement": True}),
+        ("a sign", {"exponent_bits": 0, "mantissa_bits": 7, "twos_complement": True, "signed": False}),
+        ("twos_complement", {"exponent_bits": 0, "mantissa_bits": 7, "twos_complement": 2}),
+    ],
+)
+def test_formats_that_are_none(match, options):
+    with pytest.raises(FormatError, match=match):
+        Format("wrong", **{"special": "none", **options})
+
+
+def test_a_fixed_point_format():
+    assert (MXINT8.bits, MXINT8.max, MXINT8.smallest_subnormal, MXINT8.epsilon) == (
+        8,
+        127 / 64,
+        2.0**-6,
+        2.0**-6,
+    )
+    codes = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(codec.decode(codes, MXINT8), codes.view(np.int8) / 64)
+    multiples = codec.encode(codes[codes != 128].view(np.int8) / 64, MXINT8)
+    np.testing.assert_array_equal(multiples, codes[codes != 128])

@@ -17,15 +17,8 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
-            *(
-                "buffers",
-                "checkpoint_format",
-                "recipe",
-                "quantization",
-                "accumulation",
-                "autocast",
-                "raw_kernels",
-            ),
+            *("buffers", "checkpoint_format", "recipe", "quantization", "blocks", "accumulation"),
+            *("autocast", "raw_kernels"),
         )
     ),
     "contract": ("fp8kit.backends", "fp8kit.backends.protocol", "fp8kit.backends.registry"),

@@ -28,8 +28,8 @@ def format_name(fmt: Format) -> str | None:
 
 
 @functools.cache
-def narrow(fmt: Format, saturate: bool) -> bytes:
-    """fp8.cuh's structure ``Narrow`` for a format and an overflow rule."""
+def narrow(fmt: Format, saturate: bool, stochastic_bits: int = 0) -> bytes:
+    """fp8.cuh's structure ``Narrow`` for a format, an overflow rule and a rounding."""
     nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     beyond = 1 << 8
     if saturate or fmt.nan_code is None:
@@ -46,7 +46,7 @@ def narrow(fmt: Format, saturate: bool) -> bytes:
     magnitude = (1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1
     negative = 0 if fmt.nan_code is None else fmt.nan_code
     return struct.pack(
-        "=12i",
+        "=14i",
         fmt.mantissa_bits,
         lowest,
         fmt.zero,
@@ -59,6 +59,8 @@ def narrow(fmt: Format, saturate: bool) -> bytes:
         negative,
         inf_from,
         nan_from,
+        fmt.twos_complement,
+        stochastic_bits,
     )
 
 
@@ -77,6 +79,7 @@ def quantize(
     format: Format,
     tile: tuple[int, int],
     saturate: bool,
+    stochastic_bits: int,
     rng: ArrayView | None,
     stream: int,
 ) -> None:
@@ -90,7 +93,8 @@ def quantize(
         rest: tuple[int | bytes, ...] = (address(in_pass), x.size, max(columns, 1), height, width, tiles)
     else:
         function, codes = kernel("quantize_any.cu", "quantize_any", x), 4
-        rest = (address(rng), rows, columns, height, width, tiles, narrow(format, saturate))
+        drawn = address(rng) if stochastic_bits else 0
+        rest = (drawn, rows, columns, height, width, tiles, narrow(format, saturate, stochastic_bits))
     grid = launch.blocks(max(x.size, tiles, 1), _THREADS * codes, x.device.index)
     arguments = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, *rest)
     launch.launch(function, grid, _THREADS, arguments, stream)

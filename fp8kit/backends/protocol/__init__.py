@@ -42,6 +42,7 @@ from typing import Protocol
 from fp8kit.backends.protocol.activation import Activations
 from fp8kit.backends.protocol.attention import AttentionExtras, Attentions, AttentionSpec
 from fp8kit.backends.protocol.block import BLOCK, Blocks, block_shapes
+from fp8kit.backends.protocol.blocks import BlockCasts
 from fp8kit.backends.protocol.cast import Cast, Rule
 from fp8kit.backends.protocol.cross_entropy import CrossEntropies
 from fp8kit.backends.protocol.drop_path import DropPaths
@@ -87,6 +88,7 @@ class Kernels(
     Scales,
     Quantization,
     Blocks,
+    BlockCasts,
     Products,
     ModelledProducts,
     Norms,

@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from fp8kit import formats
+from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference.threads import njit
 from fp8kit.formats import DType, Format
@@ -144,17 +144,18 @@ class Rounding(NamedTuple):
 
 @cache
 def rounding(fmt: Format, saturate: bool) -> Rounding | None:
-    """The constants of a signed format with a mantissa; None for the others, which the codec casts."""
+    """The constants of a format with a sign bit and a mantissa; None for the others, which the codec
+    casts."""
     if (
         not fmt.signed
+        or fmt.twos_complement
         or not fmt.zero
         or fmt.mantissa_bits == 0
         or fmt.bias > 64
         or (not saturate and fmt.nan_code is None)
     ):
         return None
-    exponent, mantissa = divmod(fmt.max_code + 1, 1 << fmt.mantissa_bits)
-    beyond = 2.0 ** (exponent - fmt.bias) * (1 + mantissa * fmt.epsilon)
+    beyond = codec.grid(fmt)[-1]
     shift = 23 - fmt.mantissa_bits
     magic = np.float32(fmt.smallest_subnormal * 2.0**23)
     nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code

@@ -143,6 +143,7 @@ def _cast_by_codec(
     tile: tuple[int, int],
     fmt: Format,
     saturate: bool,
+    stochastic_bits: int,
     rng: ArrayView | None,
 ) -> None:
     """The general cast, some rows at a time."""
@@ -158,7 +159,8 @@ def _cast_by_codec(
             random = np.empty(scaled.size, np.uint32)
             seed, offset = rng.numpy()
             words(seed, offset, top * n, random)
-            q[rows] = codec.encode(scaled, fmt, "stochastic", saturate, random.reshape(scaled.shape))
+            drawn = random.reshape(scaled.shape)
+            q[rows] = codec.encode(scaled, fmt, "stochastic", saturate, drawn, stochastic_bits)
 
 
 def _reciprocal(scale: ArrayView, scale_inv: ArrayView) -> None:
@@ -175,6 +177,7 @@ def quantize(
     format: Format,
     tile: tuple[int, int],
     saturate: bool,
+    stochastic_bits: int,
     rng: ArrayView | None,
     stream: int,
 ) -> None:
@@ -191,7 +194,7 @@ def quantize(
     else:
         with np.errstate(over="ignore"):
             wide = x.numpy().astype(np.float32)
-        _cast_by_codec(wide, q.numpy(), factors, tile, format, saturate, rng)
+        _cast_by_codec(wide, q.numpy(), factors, tile, format, saturate, stochastic_bits, rng)
         if amax is not None:
             scales.amax(x, amax, tile, stream)
     _reciprocal(scale, scale_inv)

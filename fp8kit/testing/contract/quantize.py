@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.backends.protocol import Rule
-from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, HIGH_PRECISION, Format, bfloat16, float32, float64, uint8
+from fp8kit.formats import E4M3, E5M2, FORMATS, HIGH_PRECISION, Format, bfloat16, float32, float64, uint8
 from fp8kit.testing.contract import (
     Arguments,
     Array,
@@ -37,10 +37,10 @@ from fp8kit.testing.contract.scales import (
 
 USERS = (
     Format("E3M4", 3, 4),
-    Format("E3M2", 3, 2, special="none"),
-    Format("E2M3", 2, 3, special="none"),
     Format("U5M3", 5, 3, special="fn", signed=False),
     Format("E4M0", 4, 0, special="none"),
+    Format("E0M4", 0, 4, special="fn"),
+    Format("INT4", 0, 3, special="none", twos_complement=True),
 )
 
 
@@ -56,7 +56,7 @@ def quantize(
     fmt: Format = E4M3,
     tile: Tile = WHOLE,
     saturate: bool = True,
-    stochastic: bool = False,
+    stochastic_bits: int = 0,
     amax: bool = True,
     values: Array | None = None,
     strewn: bool = True,
@@ -73,18 +73,20 @@ def quantize(
         "format": fmt,
         "tile": tile_of(tile, m, n),
         "saturate": saturate,
-        "rng": s.rng() if stochastic else None,
+        "stochastic_bits": stochastic_bits,
+        "rng": s.rng() if stochastic_bits else None,
     }
 
 
 def quantize_oracle(a: Any) -> Results:
     """The codec's bits."""
-    words, stochastic = None, a.rng is not None
-    if stochastic:
+    words, bits = None, a.stochastic_bits
+    if bits:
         words = philox(a.rng, np.arange(a.x.size).reshape(a.x.shape)).astype(np.uint32)
+    rounding: codec.Rounding = "stochastic" if bits else "nearest"
     values = scaled(a.x, each(a.scale, a.x.shape, a.tile))
     found: Results = {
-        "q": codec.encode(values, a.format, "stochastic" if stochastic else "nearest", a.saturate, words),
+        "q": codec.encode(values, a.format, rounding, a.saturate, words, bits or 32),
         "scale_inv": np.float32(1) / a.scale,
     }
     return found if a.amax is None else {**found, "amax": tile_amax(a.x, a.tile, a.amax)}
@@ -137,7 +139,7 @@ def _boundaries(fmt: Format) -> Array:
     return np.concatenate([at, *(np.nextafter(at, np.float32(end)) for end in (np.inf, -np.inf))])[None]
 
 
-_FORMATS = (E4M3, E5M2, E8M0, E2M1, *USERS)
+_FORMATS = (*FORMATS.values(), *USERS)
 _TILED = product("{tiling}", {"tiling": TILINGS}, m=130, n=300)
 
 
@@ -158,12 +160,13 @@ def _quantize_cases() -> dict[str, Options]:
         values = _boundaries(fmt)
         at = {"fmt": fmt, "m": 1, "n": values.size, "amax": False, "values": values}
         found[f"{fmt}-boundaries"] = at
-        found[f"{fmt}-stochastic"] = {"fmt": fmt, "m": 9, "n": 31, "tile": ROW, "stochastic": True}
+        drawn = {"fmt": fmt, "m": 9, "n": 31, "tile": ROW}
+        found |= {f"{fmt}-stochastic-{bits}": {**drawn, "stochastic_bits": bits} for bits in (32, 8, 1)}
         if fmt.nan_code is not None:
             over = {"fmt": fmt, "m": 33, "n": 65, "saturate": False}
             found[f"{fmt}-boundaries-unsaturated"] = {**at, "saturate": False}
             found[f"{fmt}-unsaturated"] = over
-            found[f"{fmt}-unsaturated-stochastic"] = {**over, "stochastic": True}
+            found[f"{fmt}-unsaturated-stochastic"] = {**over, "stochastic_bits": 32}
     return found
 
 

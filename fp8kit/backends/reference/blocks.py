@@ -1,0 +1,349 @@
+"""Casts by blocks of any rule, and rotations: a matrix whose contraction is its first dimension is worked on
+transposed, so that blocks and rotations lie along rows."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8kit import blocks as rules
+from fp8kit import codec
+from fp8kit.arrays import ArrayView, as_view
+from fp8kit.backends.reference._numpy import Float32, f32, quiet, store
+from fp8kit.backends.reference.cast_rows import encode_row, rounding
+from fp8kit.backends.reference.philox import philox4, words
+from fp8kit.backends.reference.quantize import table32
+from fp8kit.backends.reference.scales import accumulate, scale_from_amax, tiles
+from fp8kit.backends.reference.threads import njit, prange
+from fp8kit.formats import E4M3, Format
+from fp8kit.quantization import Quantizer
+
+Array = np.ndarray[Any, Any]
+
+_MAGNITUDE, _INF = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+_EXPONENT, _MANTISSA, _IMPLICIT = np.uint32(0x7F800000), np.uint32(0x007FFFFF), np.uint32(0x00800000)
+_SIGN = np.uint32(0x80000000)
+_2_32 = 2.0**32
+_SIGNS_GROUP = np.uint64(rules.SIGNS_AT // 4)  # the group of four words that random signs begin with
+
+
+# --- rotations ----------------------------------------------------------------------------------------------
+
+
+@njit
+def _butterflies(x: Any, start: Any) -> None:
+    """The first three rounds of a rotation, of the eight values from ``start`` on."""
+    a, b, c, d = x[start], x[start + 1], x[start + 2], x[start + 3]
+    e, f, g, h = x[start + 4], x[start + 5], x[start + 6], x[start + 7]
+    a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
+    a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
+    x[start], x[start + 1], x[start + 2], x[start + 3] = a + e, b + f, c + g, d + h
+    x[start + 4], x[start + 5], x[start + 6], x[start + 7] = a - e, b - f, c - g, d - h
+
+
+@njit(parallel=True)
+def _rotate(x: Any, n: Any, flips: Any, factor: Any) -> None:
+    """x rotated in place, along its rows. x: float32 (R, C); n: a power of two from 8 on; flips: uint32 (C,),
+    the sign bit where a sign is minus; factor: float32 1 / sqrt(n)."""
+    whole = x.shape[1] // n * n
+    for i in prange(x.shape[0]):
+        row = x[i, :whole]
+        bits = row.view(np.uint32)
+        for j in range(whole):
+            bits[j] ^= flips[j]
+        for start in range(0, whole, 8):
+            _butterflies(row, start)
+        distance = 8
+        while distance < n:
+            for start in range(0, whole, 2 * distance):
+                low, high = row[start : start + distance], row[start + distance : start + 2 * distance]
+                for j in range(distance):
+                    a, b = low[j], high[j]
+                    low[j] = a + b
+                    high[j] = a - b
+            distance *= 2
+        for j in range(whole):
+            row[j] *= factor
+
+
+@njit
+def _random_flips(rng_seed: Any, rng_offset: Any, flips: Any) -> None:
+    """flips[k] = the sign bit where the contract's random sign of index k is minus."""
+    seed, offset = np.uint64(rng_seed), np.uint64(rng_offset)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for start in range(0, flips.size, 128):
+        group = _SIGNS_GROUP + np.uint64(start // 128)
+        four = philox4(
+            np.uint32(group & low),
+            np.uint32(group >> half),
+            np.uint32(offset & low),
+            np.uint32(offset >> half),
+            np.uint32(seed & low),
+            np.uint32(seed >> half),
+        )
+        for k in range(start, min(start + 128, flips.size)):
+            bit = np.uint32(four[(k // 32) % 4] >> np.uint32(k % 32))
+            flips[k] = np.uint32(bit << np.uint32(31)) & _SIGN
+
+
+def _rotated(x: Float32, n: int, signs: str, rng: ArrayView | None) -> Float32:
+    """A copy of x, float32 (R, C), rotated along its rows."""
+    values, flips = x.copy(), np.zeros(x.shape[1], np.uint32)
+    if signs == "random":
+        assert rng is not None
+        seed, offset = rng.numpy()
+        _random_flips(seed, offset, flips)
+    else:
+        flips[rules.signs_of(signs, flips.size) < 0] = _SIGN
+    _rotate(values, n, flips, np.float32(1 / np.sqrt(n)))
+    return values
+
+
+def _lying(x: Array, along: int) -> Array:
+    """A matrix with its contraction along its rows, C-contiguous."""
+    return np.ascontiguousarray(x if along else x.T)
+
+
+@quiet
+def rotate(
+    x: ArrayView,
+    out: ArrayView | None,
+    amax: ArrayView | None,
+    n: int,
+    signs: str,
+    along: int,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``Kernels.rotate``."""
+    if not x.size:
+        return
+    values = _rotated(_lying(f32(x), along), n, signs, rng)
+    if amax is not None:
+        found = np.empty((len(values), 1), np.uint32)
+        _row_amax(values.view(np.uint32), values.shape[1], _INF, found)
+        accumulate(found, len(found), amax)
+    if out is not None:
+        store(out, values if along else values.T)
+
+
+# --- scales -------------------------------------------------------------------------------------------------
+
+
+@njit(parallel=True)
+def _row_amax(x: Any, columns: Any, most: Any, out: Any) -> None:
+    """out[i, t]: the largest bits of |x[i, t * columns : (t + 1) * columns]| that are at most ``most``: those
+    of Inf leave NaN out. x, out: uint32."""
+    for i in prange(x.shape[0]):
+        for t in range(out.shape[1]):
+            part = x[i, t * columns : min((t + 1) * columns, x.shape[1])]
+            found = np.uint32(0)
+            for j in range(part.size):
+                magnitude = np.uint32(part[j] & _MAGNITUDE)
+                found = max(found, magnitude if magnitude <= most else np.uint32(0))
+            out[i, t] = found
+
+
+class _Scales(NamedTuple):
+    """Of each tile, (down, across): the factor before the cast, its reciprocal, the code or None, and what
+    codes are multiplied by to give values."""
+
+    scale: Array
+    inverse: Array
+    codes: Array | None
+    value: Array
+
+
+def _scales(x: Float32, quantizer: Quantizer, tensor_amax: ArrayView | None, inf: float) -> _Scales:
+    """The scales of x's tiles. ``inf``: ``value_for_inf``."""
+    kind, (rows, columns), fmt = rules.kind_of(quantizer), quantizer.tile, quantizer.format
+    lines = np.empty((len(x), tiles(x.shape, quantizer.tile)[1]), np.uint32)
+    _row_amax(x.view(np.uint32), columns, _INF if kind == "block" else _MAGNITUDE, lines)
+    found = lines if rows == 1 else np.maximum.reduceat(lines, np.arange(0, len(x), rows), axis=0)
+    amax = np.maximum(found.view(np.float32), np.float32(quantizer.epsilon))
+    if kind == "mx":
+        codes = rules.scale_bytes(amax, fmt, quantizer.scale_rule)
+        scale, inverse = rules.scales_of_bytes(codes)
+        return _Scales(scale, inverse, codes, inverse)
+    if kind == "nvfp4":
+        assert tensor_amax is not None
+        codes, scale, inverse, _ = rules.nvfp4_scales(amax, tensor_amax.numpy().item(), fmt)
+        return _Scales(scale, inverse, codes, table32(E4M3)[codes])
+    scale, inverse = np.empty_like(amax), np.empty_like(amax)
+    views = [as_view(array) for array in (amax, scale, inverse)]
+    power_2, epsilon = quantizer.scale_rule == "power_2", quantizer.epsilon
+    scale_from_amax(views[0], views[1], views[2], fmt.max, power_2, epsilon, inf, 0)
+    return _Scales(scale, inverse, None, inverse)
+
+
+# --- codes --------------------------------------------------------------------------------------------------
+
+
+class _Steps(NamedTuple):
+    """What ``_stochastic_row`` and ``_fixed_row`` know of a format with a zero and a mantissa."""
+
+    shift: np.uint32  # mantissa bits that a float32 has more
+    lowest: np.uint32  # the exponent field, in place, of the smallest normal value
+    most: np.float32  # the largest value
+    nan: np.uint32  # the code of NaN
+    sign: np.uint32  # the sign bit, 0 where negative codes are two's complement
+    mask: np.uint32  # of a code's bits
+
+
+@cache
+def _steps(fmt: Format) -> _Steps | None:
+    """The constants of a format; None for those that the codec casts."""
+    if not fmt.signed or not fmt.zero or fmt.mantissa_bits == 0 or fmt.bias > 64:
+        return None
+    twos = getattr(fmt, "twos_complement", False)
+    return _Steps(
+        np.uint32(23 - fmt.mantissa_bits),
+        np.uint32((1 - fmt.bias + 127) << 23),
+        np.float32(fmt.max),
+        np.uint32(fmt.max_code if fmt.nan_code is None else fmt.nan_code),
+        np.uint32(0 if twos else fmt.sign_code),
+        np.uint32((1 << fmt.bits) - 1),
+    )
+
+
+@njit
+def _stochastic_row(x: Any, factor: Any, how: Any, random: Any, bits: Any, q: Any) -> None:
+    """q = codes of x * factor, rounded by the first ``bits`` bits of the words. x: float32 (n,); random:
+    uint32 (n,); bits: 0 is to nearest even; how: ``_Steps``; q: uint8 (n,).
+
+    A value's place between multiples of the spacing in its binade is exact in float64.
+    """
+    shift, lowest, most, nan, sign, mask = how
+    unused, scale = np.uint32(32 - bits), 2.0 ** np.float64(bits)
+    for j in range(x.size):
+        scaled = np.float32(x[j] * factor)
+        wide = np.float32(scaled).view(np.uint32)
+        magnitude = np.uint32(wide & _MAGNITUDE)
+        a = min(np.uint32(magnitude).view(np.float32), most)
+        binade = max(np.uint32(np.float32(a).view(np.uint32) & _EXPONENT), lowest)
+        spacing = np.uint32(binade - np.uint32((np.uint32(23) - shift) << np.uint32(23))).view(np.float32)
+        steps = np.float64(a) / np.float64(spacing)
+        below = np.floor(steps)
+        fraction = steps - below
+        code = np.uint32(np.uint32(np.uint32(binade - lowest) >> shift) + np.uint32(below))
+        if bits == 0:
+            up = fraction > 0.5 or (fraction == 0.5 and code & np.uint32(1))
+        elif bits == 32:
+            up = np.float64(random[j]) < fraction * _2_32
+        else:
+            up = np.float64(random[j] >> unused) < np.floor(fraction * scale)
+        code = np.uint32(code + np.uint32(up))
+        if wide & _SIGN:
+            code = np.uint32(code | sign) if sign else np.uint32(np.uint32(0) - code) & mask
+        q[j] = np.uint8(nan if magnitude > _INF else code)
+
+
+@njit(parallel=True)
+def _encode(x: Any, scale: Any, rows: Any, columns: Any, how: Any, q: Any) -> None:
+    """q = codes of x * scale, to nearest even. x: float32 as uint32 (R, C); scale: float32 (down, across), of
+    tiles of (rows, columns); how: ``Rounding``; q: uint8 (R, C)."""
+    for i in prange(x.shape[0]):
+        for t in range(scale.shape[1]):
+            start, stop = t * columns, min((t + 1) * columns, x.shape[1])
+            encode_row(x[i, start:stop], scale[i // rows, t], how, q[i, start:stop])
+
+
+@njit(parallel=True)
+def _encode_steps(
+    x: Any, scale: Any, rows: Any, columns: Any, how: Any, random: Any, bits: Any, q: Any
+) -> None:
+    """The same for what ``_stochastic_row`` casts. x: float32 (R, C); random: uint32 (R, C), or (1, C) where
+    ``bits`` is 0."""
+    for i in prange(x.shape[0]):
+        line = random[min(np.int64(i), random.shape[0] - 1)]
+        for t in range(scale.shape[1]):
+            start, stop = t * columns, min((t + 1) * columns, x.shape[1])
+            _stochastic_row(
+                x[i, start:stop], scale[i // rows, t], how, line[start:stop], bits, q[i, start:stop]
+            )
+
+
+@njit(parallel=True)
+def _draw(rng_seed: Any, rng_offset: Any, out: Any) -> None:
+    """out[i, j] = word i * N + j of the stream. out: uint32 (M, N)."""
+    for i in prange(out.shape[0]):
+        words(rng_seed, rng_offset, i * out.shape[1], out[i])
+
+
+def _codes(
+    x: Float32, scale: Array, quantizer: Quantizer, along: int, rng: ArrayView | None, q: Array
+) -> None:
+    """q = codes of x * scale. x: float32 (R, C) with its contraction along its rows; scale: float32 (down,
+    across); q: uint8 (R, C)."""
+    (rows, columns), fmt, bits = quantizer.tile, quantizer.format, quantizer.stochastic_bits
+    random = np.empty((1, x.shape[1]), np.uint32)
+    if bits:
+        assert rng is not None
+        drawn = np.empty(x.shape if along else x.shape[::-1], np.uint32)
+        seed, offset = rng.numpy()
+        _draw(seed, offset, drawn)
+        random = _lying(drawn, along)
+    fast, steps = None if bits else rounding(fmt, True), _steps(fmt)
+    if fast is not None:
+        _encode(x.view(np.uint32), scale, rows, columns, fast, q)
+    elif steps is not None:
+        _encode_steps(x, scale, rows, columns, steps, random, bits, q)
+    else:
+        each = np.repeat(np.repeat(scale, rows, 0)[: len(x)], columns, 1)[:, : x.shape[1]]
+        if bits:
+            more: dict[str, Any] = {"bits": bits} if bits < 32 else {}
+            q[...] = codec.encode(x * each, fmt, "stochastic", True, random, **more)
+        else:
+            q[...] = codec.encode(x * each, fmt)
+
+
+@njit(parallel=True)
+def _values(q: Any, table: Any, factor: Any, rows: Any, columns: Any, out: Any) -> None:
+    """out = table[q] * factor. q: uint8 (R, C); table: float32 (256,); factor: float32 (down, across); out:
+    float32 (R, C)."""
+    for i in prange(q.shape[0]):
+        for t in range(factor.shape[1]):
+            by = factor[i // rows, t]
+            for j in range(t * columns, min((t + 1) * columns, q.shape[1])):
+                out[i, j] = table[q[i, j]] * by
+
+
+@quiet
+def cast_blocks(
+    x: ArrayView,
+    q: ArrayView | None,
+    scale_inv: ArrayView | None,
+    scale_codes: ArrayView | None,
+    values: ArrayView | None,
+    tensor_amax: ArrayView | None,
+    tensor_scale_inv: ArrayView | None,
+    quantizer: Quantizer,
+    along: int,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``Kernels.cast_blocks``."""
+    if tensor_scale_inv is not None:
+        assert tensor_amax is not None
+        tensor_scale_inv.numpy()[...] = rules.nvfp4_tensor_scale(tensor_amax.numpy(), quantizer.format)[1]
+    if not x.size:
+        return
+    source = _lying(f32(x), along)
+    if quantizer.hadamard:
+        source = _rotated(source, quantizer.hadamard, quantizer.signs, rng)
+    found = _scales(source, quantizer, tensor_amax, x.dtype.max)
+    for view, array in ((scale_inv, found.inverse), (scale_codes, found.codes)):
+        if view is not None and array is not None:
+            view.numpy().reshape(-1)[:] = (array if along else array.T).reshape(-1)
+    if q is None and values is None:
+        return
+    codes = q.numpy() if q is not None and along else np.empty(source.shape, np.uint8)
+    _codes(source, found.scale, quantizer, along, rng, codes)
+    if q is not None and not along:
+        q.numpy()[...] = codes.T
+    if values is not None:
+        decoded = np.empty_like(source)
+        _values(codes, table32(quantizer.format), found.value, *quantizer.tile, decoded)
+        store(values, decoded if along else decoded.T)

@@ -1,0 +1,188 @@
+"""Scales of blocks, and rotations before the cast: what the rules mean, in plain NumPy.
+
+A block's scale follows from its amax, the largest magnitude in it. The functions here say which scale, bit
+for bit; the engines' fused cast (``Kernels.cast_blocks``) is tested against them. Amaxes are those of
+``abs`` and ``max`` with NaN kept: a block that holds a NaN has the amax NaN.
+
+Sources: OCP Microscaling Formats 1.0, section 6.3 (floor); torchao's ``ScaleCalculationMode`` (ceil, even);
+cuBLAS's documentation, "1D Block Quantization" (rceil); NVIDIA, Pretraining Large Language Models with NVFP4,
+arXiv 2509.25149, and Transformer Engine (NVFP4's two levels, the fixed signs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit import codec
+from fp8kit.arguments import choice, shown
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError
+from fp8kit.formats import E2M1, E4M3, Format
+from fp8kit.quantization import MX_RULES, Quantizer
+
+Array = np.ndarray[Any, Any]
+
+# Signs of the columns of the Hadamard matrix in Transformer Engine's random Hadamard transform, fixed there.
+TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+# Random signs are drawn from the words of elements from here on of a generator's stream: no array has so
+# many elements that its stochastic rounding gets there.
+SIGNS_AT = 1 << 63
+
+# kind of granularity -> its scale rules
+_RULES = {"mx": MX_RULES, "nvfp4": ("exact",), "block": ("exact", "power_2")}
+_NAN_BYTE, _MOST_BYTE = 0xFF, 0xFE
+_FLOAT32_MAX = np.finfo(np.float32).max
+
+
+def kind_of(quantizer: Quantizer) -> str:
+    """What kind of scales a quantizer's blocks have: "mx", E8M0, "nvfp4", E4M3 below a scale of the tensor,
+    or "block", float32. RecipeError where it has no blocks, or a rule that its kind does not have."""
+    kind = quantizer.granularity.partition("_")[0]
+    if kind not in _RULES:
+        raise RecipeError("Quantizer", "granularity", quantizer.granularity, "mx_*, nvfp4_* or block_*")
+    if quantizer.scale_rule not in _RULES[kind]:
+        got = f"{quantizer.scale_rule!r} with {quantizer.granularity}"
+        raise RecipeError("Quantizer", "scale_rule", got, f"one of {', '.join(_RULES[kind])}")
+    return kind
+
+
+def tile_of(quantizer: Quantizer, along: int) -> tuple[int, int]:
+    """(rows, columns) of a quantizer's tiles on a matrix whose contraction is its last dimension, ``along``
+    1, or its first, ``along`` 0."""
+    rows, columns = quantizer.tile
+    return (rows, columns) if along else (columns, rows)
+
+
+def largest_exponent(fmt: Format) -> int:
+    """The exponent of a format's largest value: 8 for E4M3, 2 for E2M1."""
+    return int(np.frexp(fmt.max)[1]) - 1
+
+
+def scale_bytes(amax: Any, fmt: Format, rule: str) -> Array:
+    """The E8M0 scales of blocks by a rule of ``quantization.MX_RULES``: uint8 like ``amax``, float32 of any
+    shape, at least 0. The byte B means that codes stand for values times 2^(B-127).
+
+    With e and m the exponent and mantissa fields of amax, and emax the exponent of the format's largest value
+
+    * "floor": ``e - emax``. Amaxes between the format's largest value and the next power of two saturate.
+    * "ceil": one more where m > 0. "even": e of amax rounded to the format's mantissa bits, halves away from
+      zero.
+    * "rceil", "te": e of ``v = amax * (1 / max)``, both in float32, and one more where its m > 0: the least
+      power of two with which nothing saturates. Where v is subnormal: 1 for v > 2^-127, else 0.
+
+    What is less than 0 is 0, so it is for an amax of 0; what is more than 254 is 254. NaN is 255. Inf is 255
+    as well, but for "te": 254.
+
+    Raises ArgumentError for another rule.
+    """
+    choice("scale_bytes", "rule", rule, MX_RULES)
+    largest = np.asarray(amax, np.float32)
+    bits = largest.view(np.uint32).astype(np.int64)
+    found = np.clip(_unlimited_byte(bits, largest, fmt, rule), 0, _MOST_BYTE)
+    inf = _MOST_BYTE if rule == "te" else _NAN_BYTE
+    found = np.where(np.isinf(largest), inf, np.where(np.isnan(largest), _NAN_BYTE, found))
+    return found.astype(np.uint8)
+
+
+def _unlimited_byte(bits: Array, amax: Array, fmt: Format, rule: str) -> Array:
+    if rule in ("rceil", "te"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            bits = (amax * (np.float32(1) / np.float32(fmt.max))).view(np.uint32).astype(np.int64)
+        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+        return np.asarray(exponent + (mantissa > np.where(exponent == 0, 0x400000, 0)))
+    if rule == "even":
+        # the binade of the largest value: a fixed-point format has one bit fewer there
+        kept = fmt.mantissa_bits - (fmt.exponent_bits == 0)
+        bits = bits + (1 << (22 - kept))
+    up = (bits & 0x7FFFFF) > 0 if rule == "ceil" else 0
+    return np.asarray((bits >> 23) + up - largest_exponent(fmt))
+
+
+def scales_of_bytes(scale_codes: Any) -> tuple[Array, Array]:
+    """(scale, scale_inv) of E8M0 bytes, uint8 of any shape: 2^(127-B) and 2^(B-127), float32 of the same
+    shape, both exact; NaN for 255."""
+    exponent = np.asarray(scale_codes, np.uint8).astype(np.int32) - 127
+    nan = exponent == 128
+    one = np.where(nan, np.float32(np.nan), np.float32(1))
+    exponent = np.where(nan, 0, exponent)
+    return np.ldexp(one, -exponent), np.ldexp(one, exponent)
+
+
+def nvfp4_tensor_scale(tensor_amax: Any, fmt: Format = E2M1) -> tuple[Any, Any]:
+    """NVFP4's scale of a tensor and its reciprocal, float32 like ``tensor_amax``: S = 448 * format.max /
+    amax, at most float32's largest value; 1 where the amax is 0, Inf or NaN. D = 1 / S."""
+    amax = np.asarray(tensor_amax, np.float32)
+    with np.errstate(all="ignore"):
+        scale = np.minimum(np.float32(E4M3.max * fmt.max) / amax, _FLOAT32_MAX)
+        scale = np.where((amax > 0) & np.isfinite(amax), scale, np.float32(1))
+        return scale, np.float32(1) / scale
+
+
+def nvfp4_scales(
+    block_amax: Any, tensor_amax: Any, fmt: Format = E2M1
+) -> tuple[Array, Array, Array, np.float32]:
+    """NVFP4's two levels of scales: (codes, scale, scale_inv, tensor_scale_inv) of blocks in a tensor.
+
+    block_amax: float32 of any shape; tensor_amax: one float32. Every step in float32, S and D those of
+    ``nvfp4_tensor_scale`` ::
+
+        codes     = E4M3(min(block_amax * (S * (1 / format.max)), 448))      uint8, nearest even
+        scale_inv = E4M3's value of the code * D
+        scale     = min(1 / scale_inv, float32's largest value)
+
+    NaN stays NaN; a block of zeros has the code 0, and so may one of small values: they become zeros when
+    they are decoded.
+    """
+    amax = np.asarray(block_amax, np.float32)
+    tensor_scale, tensor_scale_inv = nvfp4_tensor_scale(np.float32(np.asarray(tensor_amax).item()), fmt)
+    factor = tensor_scale * (np.float32(1) / np.float32(fmt.max))
+    with np.errstate(all="ignore"):
+        codes = codec.encode(np.minimum(amax * factor, np.float32(E4M3.max)), E4M3)
+        scale_inv = codec.decode(codes, E4M3).astype(np.float32) * tensor_scale_inv
+        scale = np.minimum(np.float32(1) / scale_inv, _FLOAT32_MAX)
+    return codes, scale, scale_inv, np.float32(tensor_scale_inv)
+
+
+def signs_of(signs: Any, count: int) -> Array:
+    """The signs of ``count`` indices along the contraction, float32 (count,) of 1 and -1.
+
+    ``signs``: "plus", all 1; "te", ``TE_SIGNS`` again and again; or an array of 1 and -1, of as many.
+    Raises ArgumentError for another word, ShapeError for an array of another shape.
+    """
+    if isinstance(signs, str):
+        choice("hadamard", "signs", signs, ("plus", "te"))
+        return np.ones(count, np.float32) if signs == "plus" else np.resize(TE_SIGNS, count)
+    found = np.asarray(signs, np.float32)
+    if found.shape != (count,):
+        raise ShapeError("hadamard", "signs", f"shape {found.shape}", f"({count},)")
+    return found
+
+
+def hadamard(x: Any, n: int, signs: Any = "plus") -> Array:
+    """x rotated: every n neighbours along the last dimension, counted from its start, times their signs and
+    times Sylvester's Hadamard matrix over sqrt(n). float32, like x, which is float32 or narrower; the
+    neighbours behind the last whole group stay as they are.
+
+    The order of the additions is fixed, so that all engines have the same bits: n values are combined to a +
+    b and a - b with the one 1 further on, then 2, 4 ... n / 2, each in float32; one multiplication by
+    float32(1 / sqrt(n)) ends it. ``signs``: see ``signs_of``. n: a power of two.
+
+    Raises ArgumentError for another n.
+    """
+    if not isinstance(n, int) or n < 1 or n & (n - 1):
+        raise ArgumentError("hadamard", "n", shown(n), "a power of two")
+    values = np.array(x, np.float32)
+    whole = values.shape[-1] // n * n
+    factors = signs_of(signs, values.shape[-1])
+    groups = (values[..., :whole] * factors[:whole]).reshape(*values.shape[:-1], whole // n, n)
+    distance = 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        while distance < n:
+            pairs = groups.reshape(*groups.shape[:-1], n // (2 * distance), 2, distance)
+            low, high = pairs[..., 0, :], pairs[..., 1, :]
+            groups = np.stack([low + high, low - high], axis=-2).reshape(groups.shape)
+            distance *= 2
+        groups = groups * np.float32(1 / np.sqrt(n))
+    values[..., :whole] = groups.reshape(*values.shape[:-1], whole)
+    return values

@@ -1,0 +1,295 @@
+"""Casts by blocks of any rule, and rotations: bit for bit against ``fp8kit.blocks`` and the codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fp8kit import blocks as rules
+from fp8kit import codec, formats
+from fp8kit.arrays import ArrayView
+from fp8kit.formats import E2M1, E4M3, E5M2, DType, bfloat16, float16, float32, uint8
+from fp8kit.quantization import MX_RULES, Quantizer
+from fp8kit.testing.contract import (
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    product,
+    sized,
+    typed,
+)
+from fp8kit.testing.contract.casts import largest, scale_of, scaled
+from fp8kit.testing.contract.dropout import philox
+from fp8kit.testing.contract.quantize import USERS
+from fp8kit.testing.contract.scales import Tile, each
+
+
+def drawn(s: Sampler, rows: int, columns: int, dtype: DType) -> Array:
+    """Values on the host whose magnitude changes every eight rows and columns, with zeros, tiny ones, ties,
+    Inf and NaN."""
+    x = s.random.standard_normal((rows, columns))
+    x[s.random.random(x.shape) < 0.2] = s.random.choice([0.0, -0.0, 1.5, -1.25, 1.75, 5.0, 3.5, 2.5])
+    for i, j in np.ndindex(-(-rows // 8), -(-columns // 8)):
+        part = x[8 * i : 8 * i + 8, 8 * j : 8 * j + 8]
+        part *= 2.0 ** s.random.integers(-30, 12)
+        kind = s.random.integers(0, 40)
+        if kind < 6:
+            part[...] = 0
+        elif kind < 9:
+            part *= 2.0**-110
+        elif kind < 11:
+            part[tuple(s.random.integers(0, part.shape))] = s.random.choice([np.inf, -np.inf, np.nan])
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(dtype.numpy)
+
+
+def signs(kind: str, count: int, rng: Array | None) -> Any:
+    """``blocks.hadamard``'s signs of so many indices."""
+    if kind != "random":
+        return kind
+    at = np.arange(count, dtype=np.uint64)
+    words = philox(rng, np.uint64(rules.SIGNS_AT) + at // np.uint64(32)).astype(np.uint64)  # type: ignore[arg-type]
+    return np.where(words >> (at % np.uint64(32)) & np.uint64(1), np.float32(-1), np.float32(1))
+
+
+def rotated(x: Array, n: int, kind: str, along: int, rng: Array | None) -> Array:
+    """x in float32, rotated along its last (``along`` 1) or first dimension."""
+    lying = x.astype(np.float32) if along else x.astype(np.float32).T
+    found = rules.hadamard(lying, n, signs(kind, lying.shape[1], rng)) if n else lying
+    return np.ascontiguousarray(found if along else found.T)
+
+
+def rotate(
+    s: Sampler,
+    m: int,
+    n: int,
+    size: int = 16,
+    kind: str = "plus",
+    along: int = 1,
+    out: str = "x",
+    amax: float | None = 0.001,
+    strewn: bool = True,
+) -> Arguments:
+    """``size``: values that are rotated together; ``kind``: of signs; ``out``: "x", its dtype, "float32", or
+    nothing."""
+    return {
+        "x": s.put(drawn(s, m, n, s.dtype)) if strewn else s.normal(m, n),
+        "out": s.output(m, n, dtype=float32 if out == "float32" else s.dtype) if out else None,
+        "amax": s.scalar(amax),
+        "n": size,
+        "signs": kind,
+        "along": along,
+        "rng": s.rng() if kind == "random" else None,
+    }
+
+
+def rotate_oracle(a: Any) -> Results:
+    """``blocks.hadamard``, one rounding."""
+    values = rotated(a.x, a.n, a.signs, a.along, a.rng)
+    found: Results = {} if a.amax is None else {"amax": np.maximum(a.amax, largest(values))}
+    return found if a.out is None else {**found, "out": values.astype(a.out.dtype)}
+
+
+def cast_blocks(
+    s: Sampler,
+    m: int,
+    n: int,
+    along: int = 1,
+    fmt: Any = E4M3,
+    granularity: str = "mx_1x32",
+    rule: str = "",
+    epsilon: float = 0.0,
+    bits: int = 0,
+    size: int = 0,
+    kind: str = "plus",
+    only: str = "",
+    amax: float | None = None,
+    strewn: bool = True,
+) -> Arguments:
+    """``rule``: rceil for mx_* and exact for others where it is not named; ``size``, ``kind``: of a rotation;
+    ``only``: the outputs, else all; ``amax``: the tensor's."""
+    usual = "rceil" if granularity.startswith("mx") else "exact"
+    quantizer = Quantizer(
+        fmt,
+        granularity,
+        scale_rule=rule or usual,
+        epsilon=epsilon,
+        stochastic_bits=bits,
+        hadamard=size,
+        signs=kind,
+    )
+    tile = rules.tile_of(quantizer, along)
+    tiles = -(-m // tile[0]) * -(-n // tile[1])
+    two_levels = granularity.startswith("nvfp4")
+    outputs: dict[str, Callable[[], ArrayView | None]] = {
+        "q": lambda: s.output(m, n, dtype=uint8),
+        "scale_inv": lambda: s.output(tiles, dtype=float32),
+        "scale_codes": lambda: None if granularity.startswith("block") else s.output(tiles, dtype=uint8),
+        "values": lambda: s.output(m, n),
+        "tensor_scale_inv": lambda: s.output(1, dtype=float32) if two_levels else None,
+    }
+    x = drawn(s, m, n, s.dtype) if strewn else s.draw((m, n)).astype(s.dtype.numpy)
+    found = float(largest(x[np.isfinite(x.astype(np.float32))])) if amax is None else amax
+    return {
+        "x": s.put(x),
+        **{name: make() if not only or name in only.split() else None for name, make in outputs.items()},
+        "tensor_amax": s.full(found, 1) if two_levels else None,
+        "quantizer": quantizer,
+        "along": along,
+        "rng": s.rng() if bits or (size and kind == "random") else None,
+    }
+
+
+def tile_amax(x: Array, tile: Tile, keep_nan: bool) -> Array:
+    """The amax of every tile, row-major, the slow and obvious way."""
+    parts = [
+        np.abs(x[i : i + tile[0], j : j + tile[1]])
+        for i in range(0, x.shape[0], tile[0])
+        for j in range(0, x.shape[1], tile[1])
+    ]
+    most = np.max if keep_nan else np.fmax.reduce
+    return np.array([most(part, axis=None, initial=np.float32(0)) for part in parts], np.float32)
+
+
+def cast_blocks_oracle(a: Any) -> Results:
+    """Step by step as the contract reads."""
+    how: Quantizer = a.quantizer
+    kind, tile, fmt = rules.kind_of(how), rules.tile_of(how, a.along), how.format
+    x = rotated(a.x, how.hadamard, how.signs, a.along, a.rng)
+    amax = np.maximum(tile_amax(x, tile, kind != "block"), np.float32(how.epsilon))
+    codes, tensor_inverse = None, np.float32(1)
+    if kind == "mx":
+        codes = rules.scale_bytes(amax, fmt, how.scale_rule)
+        scale, inverse = rules.scales_of_bytes(codes)
+    elif kind == "nvfp4":
+        codes, scale, inverse, tensor_inverse = rules.nvfp4_scales(amax, a.tensor_amax, fmt)
+    else:
+        scale = scale_of(amax, fmt.max, how.power_2, how.epsilon, formats.dtype(a.x.dtype).max)
+        inverse = np.float32(1) / scale
+
+    def spread(per_tile: Array) -> Array:
+        return each(per_tile, x.shape, tile) if x.size else np.zeros(x.shape, np.float32)
+
+    values = scaled(x, spread(scale))
+    if how.stochastic_bits:
+        words = philox(a.rng, np.arange(x.size).reshape(x.shape)).astype(np.uint32)
+        more = {"bits": how.stochastic_bits} if how.stochastic_bits < 32 else {}
+        q = codec.encode(values, fmt, "stochastic", True, words, **more)
+    else:
+        q = codec.encode(values, fmt)
+    by = codec.decode(codes, E4M3).astype(np.float32) if kind == "nvfp4" and codes is not None else inverse
+    found: Results = {
+        "q": q,
+        "scale_inv": inverse,
+        "values": scaled(codec.decode(q, fmt), spread(by)).astype(a.x.dtype),
+        "tensor_scale_inv": np.array([tensor_inverse]),
+    }
+    return found if codes is None else {**found, "scale_codes": codes}
+
+
+_SHAPES = ((128, 128), (256, 384), (130, 70), (1, 1), (17, 129), (5, 512), (300, 40), (0, 64), (64, 0))
+_ROTATIONS = {
+    f"{size}-{kind}": {"size": size, "kind": kind}
+    for size in (16, 32, 64, 128)
+    for kind in ("plus", "te", "random")
+}
+_ROTATE = {
+    **typed(
+        product("along{along}-{case}", {"along": (1, 0), "case": sized(_SHAPES)}, size=32, kind="random")
+    ),
+    **product(
+        "along{along}-{rotation}", {"along": (1, 0), "rotation": _ROTATIONS}, m=260, n=264, dtype=bfloat16
+    ),
+    **product(
+        "{dtype.name}-along{along}-float32-out",
+        {"dtype": (bfloat16, float16), "along": (1, 0)},
+        m=150,
+        n=200,
+        out="float32",
+    ),
+    **product(
+        "along{along}-{only}",
+        {"along": (1, 0), "only": {"amax": {"out": ""}, "out": {"amax": None}}},
+        m=70,
+        n=96,
+    ),
+}
+
+_GRANULARITIES = tuple(
+    [f"mx_{rows}x{n}" for n in (16, 32, 64, 128) for rows in (1, n)]
+    + ["nvfp4_1x16", "nvfp4_16x16", "block_1x128", "block_128x128", "block_1x32", "block_64x64"]
+)
+_FORMATS = (E4M3, E5M2, E2M1, *USERS)
+_LINES: dict[str, Options] = {
+    "mx": {"granularity": "mx_1x32"},
+    "nvfp4": {"granularity": "nvfp4_1x16", "fmt": E2M1},
+    "block": {"granularity": "block_1x128", "epsilon": 2.0**-20},
+    "square": {"granularity": "mx_32x32", "fmt": E2M1},
+}
+_BOTH = (1, 0)
+_CAST = {
+    **typed(product("{kind}-along{along}-{case}", {"kind": _LINES, "along": _BOTH, "case": sized(_SHAPES)})),
+    **product(
+        "{granularity}-along{along}",
+        {"granularity": _GRANULARITIES, "along": _BOTH},
+        m=150,
+        n=280,
+        dtype=bfloat16,
+    ),
+    **product("{fmt}-{rule}", {"fmt": _FORMATS, "rule": MX_RULES}, m=40, n=160),
+    **product("{fmt}-nvfp4", {"fmt": _FORMATS}, m=40, n=160, granularity="nvfp4_1x16", dtype=bfloat16),
+    **product("{fmt}-block", {"fmt": _FORMATS}, m=40, n=160, granularity="block_1x64"),
+    **product(
+        "nvfp4-amax{amax}",
+        {"amax": (0.0, 1e-45, 3e38, np.inf)},
+        m=32,
+        n=64,
+        granularity="nvfp4_1x16",
+        fmt=E2M1,
+    ),
+    **product("epsilon-{kind}", {"kind": _LINES}, m=32, n=64),
+    **product(
+        "{fmt}-stochastic-{kind}-along{along}",
+        {
+            "fmt": _FORMATS,
+            "kind": {k: {"granularity": v["granularity"]} for k, v in _LINES.items()},
+            "along": _BOTH,
+        },
+        m=37,
+        n=71,
+        bits=32,
+    ),
+    **product("stochastic-whole-along{along}", {"along": _BOTH}, m=128, n=256, bits=32, dtype=bfloat16),
+    **product(
+        "hadamard{rotation}-{kind}-along{along}",
+        {"rotation": _ROTATIONS, "kind": _LINES, "along": _BOTH},
+        m=140,
+        n=270,
+        dtype=bfloat16,
+    ),
+    **typed(
+        product(
+            "hadamard-along{along}-{case}",
+            {"along": _BOTH, "case": sized(_SHAPES)},
+            size=64,
+            kind="te",
+            granularity="block_1x32",
+        )
+    ),
+    **product(
+        "{only}-only-along{along}",
+        {"only": ("q", "scale_inv", "scale_codes", "values", "q values"), "along": _BOTH},
+        m=48,
+        n=80,
+    ),
+}
+
+TESTS = (
+    KernelTest("rotate", rotate, rotate_oracle, _ROTATE, {"strewn": False}),
+    KernelTest("cast_blocks", cast_blocks, cast_blocks_oracle, _CAST, {"strewn": False}),
+)

@@ -1,0 +1,209 @@
+"""Scales of blocks and rotations: against torchao's bytes, published tables, independent transcriptions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ml_dtypes import float4_e2m1fn, float8_e4m3fn
+
+from fp8kit import blocks, codec
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError
+from fp8kit.formats import E2M1, E4M3, E5M2, Format
+from fp8kit.quantization import MX_RULES, Quantizer
+from tests.support.torchao_bytes import AMAXES, FORMATS, PATH, RULES
+
+MAX = np.finfo(np.float32).max
+
+# amax -> bytes by floor, rceil, ceil and even
+TABLE = {
+    (E4M3, 0): (0, 0, 0, 0),
+    (E4M3, 1): (119, 119, 119, 119),
+    (E4M3, 3.75): (120, 121, 121, 120),
+    (E4M3, 150): (126, 126, 127, 126),
+    (E4M3, 448): (127, 127, 128, 127),
+    (E4M3, 449): (127, 128, 128, 127),
+    (E4M3, 480): (127, 128, 128, 127),
+    (E4M3, 511): (127, 128, 128, 128),
+    (E4M3, 512): (128, 128, 128, 128),
+    (E4M3, 3.4e38): (246, 247, 247, 247),
+    (E5M2, 448): (120, 120, 121, 120),
+    (E5M2, 480): (120, 121, 121, 121),
+    (E2M1, 1): (125, 125, 125, 125),
+    (E2M1, 3.5): (126, 127, 127, 127),
+    (E2M1, 6): (127, 127, 128, 127),
+    (E2M1, 6.5): (127, 128, 128, 127),
+    (E2M1, 7): (127, 128, 128, 128),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), TABLE.items(), ids=lambda case: str(case))
+def test_scale_bytes_of_the_table(case: tuple[Format, float], expected: tuple[int, ...]) -> None:
+    fmt, amax = case
+    found = tuple(int(blocks.scale_bytes(amax, fmt, rule)) for rule in ("floor", "rceil", "ceil", "even"))
+    assert found == expected
+    assert int(blocks.scale_bytes(amax, fmt, "te")) == expected[1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_scale_bytes_are_torchaos_for_every_bfloat16_amax(fmt: Format, rule: str) -> None:
+    amax = (np.arange(AMAXES, dtype=np.uint32) << 16).view(np.float32)
+    theirs = np.load(PATH)[f"{fmt}_{rule}"].copy()
+    # torchao 0.18.0 takes Inf for the exponent 128; later versions give NaN, as we do
+    inf = np.isinf(amax)
+    assert theirs[inf].item() == (254 if rule == "rceil" else 255 - blocks.largest_exponent(fmt))
+    theirs[inf] = 255
+    np.testing.assert_array_equal(blocks.scale_bytes(amax, fmt, rule), theirs)
+    if rule == "rceil":
+        theirs[inf] = 254
+        np.testing.assert_array_equal(blocks.scale_bytes(amax, fmt, "te"), theirs)
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, Format("E4M0", 4, 0, special="none")], ids=str)
+def test_rceil_is_the_least_power_of_two_that_saturates_nothing(fmt: Format) -> None:
+    """Of all amaxes format.max * 2^k, k a power of two that float32 holds, and their neighbours."""
+    exact = np.float32(fmt.max) * np.exp2(np.arange(-110, 128 - blocks.largest_exponent(fmt) - 1))
+    exact = exact.astype(np.float32)
+    found = blocks.scale_bytes(exact, fmt, "rceil").astype(int)
+    np.testing.assert_array_equal(2.0 ** (found - 127), exact.astype(np.float64) / fmt.max)
+    above = blocks.scale_bytes(np.nextafter(exact, np.float32(np.inf)), fmt, "rceil")
+    np.testing.assert_array_equal(above.astype(int), found + 1)
+    # one float32 below may be rounded up to it in v, no further
+    below = blocks.scale_bytes(np.nextafter(exact, np.float32(0)), fmt, "rceil")
+    np.testing.assert_array_equal(below.astype(int), found)
+
+
+@pytest.mark.parametrize("rule", MX_RULES)
+def test_special_amaxes(rule: str) -> None:
+    amax = np.float32([[0, np.nan], [np.inf, 1e-45]])
+    inf = 254 if rule == "te" else 255
+    assert blocks.scale_bytes(amax, E4M3, rule).tolist() == [[0, 255], [inf, 0]]
+    # what a scale of 254 cannot hold saturates, for every rule but through NaN
+    tiny = Format("E3M2 of small values", 3, 2, bias=12, special="none")
+    assert tiny.max < 0.1
+    assert blocks.scale_bytes(MAX, tiny, rule) == 254
+
+
+def test_small_amaxes_of_rceil() -> None:
+    """v is subnormal: 2^-127 is the least scale, and enough up to itself."""
+    v = np.float32(2.0**-127) * np.float32([0.5, 1, 1 + 2.0**-22, 1.5, 2])
+    assert blocks.scale_bytes(v * np.float32(448), E4M3, "rceil").tolist() == [0, 0, 1, 1, 1]
+
+
+def test_scales_of_all_bytes() -> None:
+    scale, inverse = blocks.scales_of_bytes(np.arange(256, dtype=np.uint8))
+    assert scale.dtype == inverse.dtype == np.float32
+    np.testing.assert_array_equal(scale[:255], 2.0 ** (127.0 - np.arange(255)))
+    np.testing.assert_array_equal(inverse[:255], 2.0 ** (np.arange(255) - 127.0))
+    assert np.isnan([scale[255], inverse[255]]).all()
+
+
+def transcribed(x: np.ndarray, amax: np.ndarray, tensor_amax: np.float32) -> tuple[np.ndarray, ...]:
+    """NVFP4 of values that each have the amax of their block, from the paper's formulas, by ml_dtypes."""
+    f = np.float32
+    with np.errstate(over="ignore", divide="ignore"):
+        most = f(448) * f(6)
+        s = min(most / tensor_amax, f(MAX)) if tensor_amax > 0 else f(1)
+        d = f(1) / s
+        c = np.minimum(amax * (s * (f(1) / f(6))), f(448)).astype(float8_e4m3fn)
+        enc = np.minimum(f(1) / (c.astype(f) * d), f(MAX))
+        q = np.clip(x * enc, f(-6), f(6)).astype(float4_e2m1fn)
+    return c.view(np.uint8), q.view(np.uint8), c.astype(f) * d, d
+
+
+@pytest.mark.parametrize("exponent", [0, -30, 60, -149, 127])
+def test_nvfp4_against_a_transcription(exponent: int) -> None:
+    rng = np.random.default_rng(exponent + 200)
+    x = rng.standard_normal(1 << 18).astype(np.float32) * np.exp2(rng.integers(-12, 1, 1 << 18))
+    x = np.concatenate([x / np.abs(x).max() * (2 - 2.0**-23), np.zeros(16)])
+    x = (x * 2.0**exponent).astype(np.float32).reshape(-1, 16)
+    amax = np.abs(x).max(1)
+    codes, scale, inverse, tensor_inverse = blocks.nvfp4_scales(amax, np.float32(amax.max()))
+    want_codes, want_q, want_inverse, want_d = transcribed(x.T, amax, np.float32(amax.max()))
+    np.testing.assert_array_equal(codes, want_codes)
+    np.testing.assert_array_equal(inverse, want_inverse)
+    assert tensor_inverse == want_d
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(codec.encode(x.T * scale, E2M1), want_q)
+    assert codes[-1] == 0
+    if exponent == 0:
+        assert codes.max() == codec.encode(448.0, E4M3)  # the tensor's largest value has the largest scale
+
+
+def test_special_amaxes_of_nvfp4() -> None:
+    amax = np.float32([0, 1, np.inf, np.nan, 1e-30])
+    codes, scale, inverse, tensor_inverse = blocks.nvfp4_scales(amax, np.float32(1))
+    assert codes.tolist() == [0, 0x7E, 0x7E, 0x7F, 0]
+    assert scale[0] == scale[4] == MAX
+    assert inverse[0] == inverse[4] == 0
+    assert np.isnan([scale[3], inverse[3]]).all()
+    assert tensor_inverse == np.float32(1) / np.float32(2688)
+    for wrong in (0.0, np.inf, np.nan):
+        assert blocks.nvfp4_tensor_scale(np.float32(wrong)) == (1, 1)
+    scale, inverse = blocks.nvfp4_tensor_scale(np.float32([1e-45, MAX]))
+    assert scale[0] == MAX
+    assert np.isfinite(inverse).all()
+    assert (inverse > 0).all()
+
+
+@pytest.mark.parametrize("n", [16, 32, 64, 128])
+def test_hadamard_matrices_are_orthogonal(n: int) -> None:
+    rotated = blocks.hadamard(np.eye(n, dtype=np.float32), n)
+    h = rotated / np.float32(1 / np.sqrt(n))
+    assert set(np.unique(h)) == {-1, 1}
+    np.testing.assert_array_equal(h @ h.T, n * np.eye(n))
+    sylvester = np.ones((1, 1))
+    while len(sylvester) < n:
+        sylvester = np.block([[sylvester, sylvester], [sylvester, -sylvester]])
+    np.testing.assert_array_equal(h, sylvester)
+
+
+def test_rotations_of_both_operands_cancel() -> None:
+    rng = np.random.default_rng(3)
+    a, b = rng.standard_normal((2, 8, 70)).astype(np.float32)
+    signs = rng.choice(np.float32([-1, 1]), 70)
+    for kind in ("plus", "te", signs):
+        rotated = [blocks.hadamard(part, 32, kind) for part in (a, b)]
+        np.testing.assert_array_equal(rotated[0][:, 64:], a[:, 64:])  # behind the last whole group
+        np.testing.assert_allclose(rotated[0] @ rotated[1].T, a @ b.T, atol=1e-4)
+    # a fixed order of float32 additions: the same bits as one value at a time
+    x = a[0, :16] * blocks.TE_SIGNS
+    for distance in (1, 2, 4, 8):
+        x = np.float32(
+            [x[i] + x[i + distance] if not i & distance else x[i - distance] - x[i] for i in range(16)]
+        )
+    np.testing.assert_array_equal(blocks.hadamard(a[0, :16], 16, "te"), x * np.float32(0.25))
+
+
+def test_signs() -> None:
+    plus = "+++-+------+-+--"
+    assert blocks.TE_SIGNS.tolist() == [1 if sign == "+" else -1 for sign in plus]
+    assert blocks.signs_of("te", 40).tolist() == [*blocks.TE_SIGNS, *blocks.TE_SIGNS, *blocks.TE_SIGNS[:8]]
+
+
+def test_tiles_lie_along_the_contraction() -> None:
+    line, square = Quantizer(E4M3, "mx_1x32"), Quantizer(E2M1, "nvfp4_16x16")
+    assert [blocks.tile_of(line, along) for along in (1, 0)] == [(1, 32), (32, 1)]
+    assert [blocks.tile_of(square, along) for along in (1, 0)] == [(16, 16), (16, 16)]
+
+
+def test_kinds_of_blocks_and_their_rules() -> None:
+    assert blocks.kind_of(Quantizer(E4M3, "mx_32x32", scale_rule="even")) == "mx"
+    assert blocks.kind_of(Quantizer(E2M1, "nvfp4_1x16")) == "nvfp4"
+    assert blocks.kind_of(Quantizer(E4M3, "block_1x64", scale_rule="power_2")) == "block"
+    for granularity, rule in (("mx_1x32", "exact"), ("nvfp4_1x16", "te"), ("block_1x128", "floor")):
+        with pytest.raises(RecipeError, match=rf"Quantizer: scale_rule: got '{rule}' with {granularity}"):
+            blocks.kind_of(Quantizer(E4M3, granularity, scale_rule=rule))
+    with pytest.raises(RecipeError, match="Quantizer: granularity: got row, expected mx_"):
+        blocks.kind_of(Quantizer(E4M3, "row"))
+
+
+def test_refusals() -> None:
+    with pytest.raises(ArgumentError, match=r"scale_bytes: rule: got .exact., expected one of floor"):
+        blocks.scale_bytes(1.0, E4M3, "exact")
+    with pytest.raises(ArgumentError, match=r"hadamard: n: got 12, expected a power of two"):
+        blocks.hadamard(np.zeros(12), 12)
+    with pytest.raises(ArgumentError, match=r"hadamard: signs: got 'random'"):
+        blocks.hadamard(np.zeros(16), 16, "random")
+    with pytest.raises(ShapeError, match=r"hadamard: signs: got shape \(16,\), expected \(32,\)"):
+        blocks.hadamard(np.zeros(32), 16, np.ones(16))
