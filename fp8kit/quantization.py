@@ -109,6 +109,16 @@ class Quantizer:
         return self.needs_amax and self.scale_source == "current"
 
     @property
+    def two_level(self) -> bool:
+        """Whether the tensor has a scale besides those of its blocks."""
+        return self.granularity.startswith("nvfp4")
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether the cast draws random bits."""
+        return bool(self.stochastic_bits) or (bool(self.hadamard) and self.signs == "random")
+
+    @property
     def power_2(self) -> bool:
         """Whether scales are rounded down to powers of two."""
         return self.scale_rule == "power_2"
@@ -199,6 +209,11 @@ class Quantization:
     def gemms(self) -> dict[str, Gemm]:
         """The GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    @cached_property
+    def needs_rng(self) -> bool:
+        """Whether an operand's cast draws random bits."""
+        return any(side.needs_rng for gemm in self.gemms.values() for side in (gemm.a, gemm.b))
 
     def map(self, change: Callable[[Quantizer], Quantizer], operands: str = "xwg") -> Quantization:
         """The same with ``change(quantizer)`` for those ``operands``."""

@@ -20,11 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fp8kit import formats
 from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
+
+if TYPE_CHECKING:
+    from fp8kit.block_recipes import MXFP8BlockScaling as MXFP8BlockScaling
+    from fp8kit.block_recipes import NVFP4BlockScaling as NVFP4BlockScaling
 
 _Self = TypeVar("_Self", bound="_Strict")
 
@@ -508,20 +512,26 @@ class Float8BlockScaling(_ScaledNow):
         return f"block({self.fp8_format.name}, {scales}{odd})"
 
 
+# recipes of ``fp8kit.block_recipes``
+_BY_BLOCKS = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 # Transformer Engine's recipes that are not here -> why
 _ABSENT = {
-    "MXFP8BlockScaling": "its products, of blocks of 32 elements, need a Blackwell GPU's tensor cores",
-    "NVFP4BlockScaling": "its products, of 4-bit operands, need a Blackwell GPU's tensor cores",
-    "CustomRecipe": "quantisers are not the user's own; DelayedScaling takes functions for amax and scale",
+    "CustomRecipe": "quantisers are not the user's own; DelayedScaling takes functions for amax and scale"
 }
 
 
 def __getattr__(name: str) -> Any:
-    """AttributeError that says which recipes there are, and why one of Transformer Engine's is none of
-    them."""
+    """The recipes of ``fp8kit.block_recipes``. AttributeError that says which recipes there are, and why one
+    of Transformer Engine's is none of them."""
+    if name in _BY_BLOCKS:
+        from fp8kit import block_recipes
+
+        return getattr(block_recipes, name)
     kinds = [kind.__name__ for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)]
     why = f": {_ABSENT[name]}" if name in _ABSENT else ""
-    hint = "" if why else meant(name, [each for each in globals() if not each.startswith("_")])
+    known = [*(each for each in globals() if not each.startswith("_")), *_BY_BLOCKS]
+    hint = "" if why else meant(name, known)
     raise AttributeError(
-        f"module {__name__!r} has no {name!r}{why}; the recipes are {', '.join(kinds)}{hint}", name=name
+        f"module {__name__!r} has no {name!r}{why}; the recipes are {', '.join([*kinds, *_BY_BLOCKS])}{hint}",
+        name=name,
     )

@@ -27,7 +27,6 @@ from fp8kit_jax.float8 import ScaledTensor, dequantize, gemm, quantize
 from fp8kit_jax.functional import (
     drop_path,
     dropout_add,
-    dropout_seed,
     fused_cross_entropy,
     l2norm,
     layernorm,
@@ -36,6 +35,7 @@ from fp8kit_jax.functional import (
     rope_frequencies,
     softmax,
 )
+from fp8kit_jax.keys import dropout_seed
 from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.rules import apply

@@ -18,7 +18,7 @@ from fp8kit.layers.attention_inputs import alibi_slopes
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES, RULES
-from fp8kit_jax.functional import rng_inputs
+from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.rules import apply
 
 _OP = "dot_product_attention"

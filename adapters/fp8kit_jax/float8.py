@@ -20,7 +20,7 @@ from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
 from fp8kit.quantization import TILES
 from fp8kit_jax import primitive
 from fp8kit_jax.arguments import as_array
-from fp8kit_jax.functional import rng_inputs
+from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.rules import apply
 
 

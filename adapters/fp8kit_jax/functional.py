@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8kit.arguments import choice, flag, integer, number, shown
+from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
@@ -20,7 +20,8 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, is_key, want_alike
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, want_alike
+from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
@@ -153,40 +154,6 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
     whole = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
     return jnp.asarray(whole.astype(np.float32))
-
-
-def rng_words(key: Any) -> Any:
-    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words first; a
-    key of two words is a seed. So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what
-    ``fp8kit.manual_seed(seed)`` draws first. FormatError for what is no key."""
-    if is_key(key):
-        data = jax.random.key_data(key)
-    elif isinstance(key, jax.Array | np.ndarray) and key.dtype.kind in "iu" and key.size:
-        data = jnp.asarray(key)
-    else:
-        raise FormatError("rng", "key", shown(key), "a JAX key")
-    flat = data.reshape(-1)[:4].astype(jnp.uint32)
-    return jnp.concatenate([flat, jnp.zeros(4 - flat.shape[0], jnp.uint32)])
-
-
-def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
-    """What an operation draws with a JAX key: ``(seed, offset)``, int64 (2,) of NumPy, whatever JAX's
-    configuration. Not within ``jit``.
-
-    ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a
-    native layer what JAX's functions drop with these keys. FormatError for what is not one key.
-    """
-    if np.shape(key) not in (((),) if is_key(key) else ((2,), (4,))):
-        raise FormatError("dropout_seed", "key", f"shape {np.shape(key)}", "one JAX key")
-    return np.asarray(rng_words(key)).view(np.int64)
-
-
-def rng_inputs(key: Any) -> dict[str, Any]:
-    """The input ``rng`` for a key, as JAX's configuration holds int64."""
-    words = rng_words(key)
-    if jax.config.jax_enable_x64:
-        words = jax.lax.bitcast_convert_type(words.reshape(2, 2), jnp.int64)
-    return {"rng": words}
 
 
 def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.0, key: Any = None) -> Any:

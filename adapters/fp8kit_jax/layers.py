@@ -22,9 +22,10 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, want_alike
+from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
-from fp8kit_jax.scopes import history_of
+from fp8kit_jax.scopes import history_of, next_key
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 Dims = tuple[Sequence[int], Sequence[int]]
@@ -76,6 +77,7 @@ def dense(
         "bias0": _shaped("dense", "bias", bias, features),
         "residual": None if residual is None else residual.reshape(*matrix.shape[:-1], *features),
     }
+    inputs |= drawn("dense", found)
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
     flat |= {"residual": (*matrix.shape[:-1], product.out_features)}
     y = apply(
@@ -134,6 +136,7 @@ def layernorm_dense(
         "weight0": kernel,
         "bias0": _shaped(op, "bias", bias, features),
     }
+    inputs |= drawn(op, found)
     flat, views = _flattened(product, features, (*x.shape[:-1], *features))
     out = apply(norm_linear, spec, inputs, found.slots(""), history_of(found.recipe), flat=flat, views=views)
     y = out["y"].reshape(*x.shape[:-1], *features)
@@ -212,6 +215,7 @@ def layernorm_mlp(
         "fc2_bias0": b2,
         "fc1_bias0": _shaped(op, "biases[0]", b1, wide),
     }
+    inputs |= drawn(op, first)
     flat, views = _flattened(fc1, wide, ())
     views.pop("y", None)
     views["h"] = (math.prod(x.shape[:-1]), *wide)
@@ -226,6 +230,12 @@ def layernorm_mlp(
     )
     more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if deferred else [])]
     return (out["y"], *more) if more else out["y"]
+
+
+def drawn(operation: str, found: QuantizerSet) -> dict[str, Any]:
+    """The input ``rng`` of an operation whose casts draw random bits."""
+    fp8 = fp8_of(found)
+    return rng_inputs(next_key(operation)) if fp8 is not None and fp8.needs_rng else {}
 
 
 def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) -> tuple[str, ...]:

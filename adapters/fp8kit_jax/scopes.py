@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import jax
+
 from fp8kit.arguments import shown
 from fp8kit.autocast import autocast as scope
 from fp8kit.autocast import current
@@ -37,8 +39,21 @@ class MeshResource:
                 raise RecipeError("MeshResource", field.name, repr(value), "the name of a mesh axis or None")
 
 
+class Keys:
+    """The random keys of the casts within one autocast: its key, folded with the number of the cast."""
+
+    def __init__(self, key: Any) -> None:
+        self.key, self.drawn = key, 0
+
+    def next(self) -> Any:
+        """The next one."""
+        self.drawn += 1
+        return jax.random.fold_in(self.key, self.drawn)
+
+
 class _Thread(threading.local):
     resource = MeshResource()
+    keys: Keys | None = None
 
 
 _thread = _Thread()
@@ -47,6 +62,15 @@ _thread = _Thread()
 def mesh_resource() -> MeshResource:
     """The MeshResource of the innermost autocast that gave one."""
     return _thread.resource
+
+
+def next_key(operation: str) -> Any:
+    """A key for the random bits of one operation's casts, from the innermost autocast that has some.
+    RecipeError where none has."""
+    if _thread.keys is None:
+        wanted = "a key: autocast(..., rng=key), since this recipe rounds stochastically"
+        raise RecipeError(operation, "rng", None, wanted)
+    return _thread.keys.next()
 
 
 def recipe_in_force() -> Recipe | None:
@@ -81,13 +105,21 @@ def check_recipe(operation: str, recipe: Any) -> None:
 
 
 def autocast(
-    enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
+    enabled: bool = False,
+    recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    *,
+    rng: Any = None,
 ) -> AbstractContextManager[None]:
     """Functions and modules that are *traced* within compute in FP8, in this thread.
 
     * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is
       ``DelayedScaling()``.
     * ``mesh_resource``: what the mesh axes mean; None is as the autocast around this one.
+    * ``rng``: a JAX key, for recipes that round stochastically or rotate with random signs; None is as the
+      autocast around this one. Each operation within takes the key folded with its number, in the order in
+      which they are traced: give every step another key. What ``jax.lax.scan`` traces once draws the same
+      bits in each of its steps, unless the key comes in with them.
 
     Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables,
     ``reduce_amax=False``. Source: Transformer Engine's ``transformer_engine.jax.autocast``.
@@ -96,15 +128,18 @@ def autocast(
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise RecipeError("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None")
     scope(enabled=enabled, recipe=recipe)  # refuses
-    return _within(enabled, recipe, mesh_resource)
+    return _within(enabled, recipe, mesh_resource, rng)
 
 
 @contextmanager
-def _within(enabled: bool, recipe: Recipe | None, mesh_resource: MeshResource | None) -> Iterator[None]:
-    before: Any = _thread.resource
+def _within(
+    enabled: bool, recipe: Recipe | None, mesh_resource: MeshResource | None, rng: Any
+) -> Iterator[None]:
+    before, keys = _thread.resource, _thread.keys
     with scope(enabled=enabled, recipe=recipe):
         _thread.resource = before if mesh_resource is None else mesh_resource
+        _thread.keys = keys if rng is None else Keys(rng)
         try:
             yield
         finally:
-            _thread.resource = before
+            _thread.resource, _thread.keys = before, keys

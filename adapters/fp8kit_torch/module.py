@@ -27,12 +27,13 @@ from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
 from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, touch_traced
-from fp8kit_torch.bound import validate
+from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.constants import exporting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
+from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.quantized import QuantizedTensor
@@ -89,6 +90,12 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
 
     def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
         validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
+
+    def with_rng(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> dict[str, Any]:
+        if type(inputs["x"]) is not Pending:
+            there = {**inputs, "rng": TensorMeta((2,), torch.int64, inputs["x"].device)}
+            self.validate_call(spec, there, delayed)
+        return {**inputs, "rng": next_rng(inputs["x"].device)}
 
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
         if type(inputs["x"]) is Pending:
@@ -346,6 +353,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                         traced.forward.amax_history, row, traced.forward.handle, traced.recipe, traced.when
                     )
             return outputs
+        if state.recipe.quantization.needs_rng:
+            tensors = {**tensors, "rng": next_rng(tensors["x"].device)}
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
         spec = layer_text(self._spec_text, parts, first is not None, bias, tuple(options.items()))

@@ -146,6 +146,10 @@ class FP8Layer(Layer):
         the layer's state is touched."""
         raise NotImplementedError
 
+    def with_rng(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> dict[str, Any]:
+        """``inputs`` and ``rng``, drawn for a call that ``validate_call`` does not refuse."""
+        raise NotImplementedError
+
     def execute(self, prepared: Any, binding: Any, main: Any) -> dict[str, Any]:
         """The outputs by name of a prepared call, with the state that ``binding`` says."""
         raise NotImplementedError
@@ -249,8 +253,9 @@ class FP8Layer(Layer):
         record = training or state.calibrating
         self.note_pass(enabled and not training, True)
         if first is None and kept is None and enabled and not (fp8_grad or operands[3] or operands[4]):
-            spec = self._spec_for(fp8, False, bias, options, operands.fields)
-            prepared = self.prepare_call(spec, operands.inputs, delayed)
+            spec, own = self._spec_for(fp8, False, bias, options, operands.fields), operands.inputs
+            own = self.with_rng(spec, own, delayed) if fp8.needs_rng else own
+            prepared = self.prepare_call(spec, own, delayed)
             binding = self.bind_state(recipe, training, record, None) if delayed else self.no_binding
             if not idle:
                 self.keep_pass(binding, None)
@@ -282,7 +287,10 @@ class FP8Layer(Layer):
         delayed, enabled = state.recipe.history is not None, state.enabled
         # a cache or a state may be made: not for what is refused
         spec = self._spec_for(fp8 if enabled else None, False, bias, options, fields)
-        self.validate_call(spec, inputs, delayed and enabled)
+        if enabled and fp8.needs_rng:
+            inputs = self.with_rng(spec, inputs, delayed)
+        else:
+            self.validate_call(spec, inputs, delayed and enabled)
         cached = self.held_inputs(weights, fp8) if weights else None
         binding = self.bind_state(state.recipe, training, record, kept) if delayed else self.no_binding
         if not weights and first is not None and enabled:

@@ -19,12 +19,13 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import touch_forward
 from fp8kit.autograd import Tensor, apply, no_grad, validate
 from fp8kit.backends import dispatch
-from fp8kit.formats import float32
+from fp8kit.formats import float32, int64
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.recompute import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.layer import NativeLayer
 from fp8kit.nn.module import Parameter
+from fp8kit.nn.random import next_rng
 from fp8kit.ops.linear import weight_cast
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import (
@@ -89,6 +90,11 @@ class Fp8Module(FP8Layer, NativeLayer):
     def validate_call(self, spec: Any, inputs: Inputs, delayed: bool) -> None:
         implied = _scales_of(self.gemms, inputs["x"].device) if delayed else _NONE  # type: ignore[union-attr]
         validate(self.operation, spec, inputs, self, implied=implied)
+
+    def with_rng(self, spec: Any, inputs: Inputs, delayed: bool) -> Inputs:
+        device = inputs["x"].device  # type: ignore[union-attr]
+        self.validate_call(spec, {**inputs, "rng": ArrayView(0, (2,), int64, device)}, delayed)
+        return {**inputs, "rng": next_rng(device)}
 
     def prepare_call(self, spec: Any, inputs: Inputs, delayed: bool) -> tuple[Any, Inputs]:
         if delayed:

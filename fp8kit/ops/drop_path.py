@@ -12,7 +12,7 @@ from fp8kit.formats import int32
 from fp8kit.ops import partition as split
 from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts
 from fp8kit.ops.partition import Place
-from fp8kit.ops.product import want, want_rows
+from fp8kit.ops.product import want, want_rng, want_rows
 from fp8kit.ops.values import check_sequences
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
@@ -59,7 +59,7 @@ class DropPath(Operation):
                 self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features"
             )
         want(self.name, "residual", metas, x.shape, x.dtype)
-        split.want_rng(self.name, metas)
+        want_rng(self.name, metas)
         starts = metas.get("starts")
         if (starts is None) == (spec.format == "thd"):
             got = None if starts is None else f"shape {starts.shape}"

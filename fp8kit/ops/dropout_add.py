@@ -12,7 +12,7 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Place
-from fp8kit.ops.product import row_count, want, want_rows
+from fp8kit.ops.product import row_count, want, want_rng, want_rows
 from fp8kit.spec import (
     Meta,
     Metas,
@@ -64,7 +64,7 @@ class DropoutAdd(Operation):
         if metas.get("residual") is not None:
             want(self.name, "residual", metas, x.shape, x.dtype)
         if spec.p > 0:
-            split.want_rng(self.name, metas)
+            want_rng(self.name, metas)
         passes = {"residual": "y"} if "residual" in needs else {}
         grads = {}
         if "x" in needs and spec.p == 0:

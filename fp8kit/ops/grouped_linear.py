@@ -75,7 +75,7 @@ class GroupedLinear(Products):
                 made.saved.update(group.saved())
                 made.backward_inputs.update(group.backward_inputs())
                 kept += group.kept()
-                kept += ("x",) if group.spec.fp8 is None and group.needs_w else ()
+                kept += ("x",) if group.wgrad_reads_x and group.needs_w else ()
         return replace(made, kept=tuple(dict.fromkeys(kept)))
 
     def infer(self, spec: GroupedLinearSpec, metas: Metas, needs: Needs) -> Signature:

@@ -75,7 +75,7 @@ class Linear(OneProduct):
         if metas.get("residual") is not None:
             want(self.name, "residual", metas, y.shape, y.dtype)
         outputs = {"y": y} | p.outputs()
-        kept = p.kept() + (("x",) if spec.product.fp8 is None and p.needs_w else ())
+        kept = p.kept() + (("x",) if p.wgrad_reads_x and p.needs_w else ())
         grads = ({"x": x} if p.needs_x else {}) | p.grads()
         passed = {"residual": "y"} if "residual" in needs else {}
         return Signature(outputs, p.saved(), kept, grads, {}, passed, p.backward_inputs())

@@ -49,7 +49,7 @@ class NormStage:
         x = norm.check(operation, metas)
         above = bool(needs & {"x", *norm.inputs()})
         p = product_of(product, row_count(x), x.dtype, above, needs)
-        keep = as_output or (product.fp8 is None and p.needs_w)
+        keep = as_output or (p.wgrad_reads_x and p.needs_w)
         return cls(norm, p, x, keep, as_output)
 
     @property
@@ -67,7 +67,7 @@ class NormStage:
 
     def kept(self) -> tuple[str, ...]:
         """The output that high-precision wgrad reads."""
-        return ("normed",) if self.as_output and self.product.spec.fp8 is None else ()
+        return ("normed",) if self.as_output and self.product.wgrad_reads_x else ()
 
     def saved(self) -> dict[str, Meta]:
         """Statistics, and norm(x) where high-precision wgrad reads it."""

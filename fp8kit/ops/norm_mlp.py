@@ -99,7 +99,7 @@ class _Stages:
     def saved(self) -> dict[str, Meta]:
         """What forward fills for backward."""
         fc2 = self.fc2
-        wanted = {"h": self.reach, "act": fc2.needs_w and fc2.spec.fp8 is None}
+        wanted = {"h": self.reach, "act": fc2.needs_w and fc2.wgrad_reads_x}
         own = {name: meta for name, meta in self.between.items() if wanted[name]}
         return self.norm.saved() | self.fc1.saved() | fc2.saved() | own
 
@@ -295,7 +295,7 @@ class NormMLP(Products):
             fc2.cast_x(ws, act)
         del summands
         free(ws.scratch, "h")
-        if fc2.spec.fp8 is None:
+        if fc2.fprop_reads_x:
             return act
         free(ws.scratch, "act")
         return None
@@ -345,7 +345,7 @@ class NormMLP(Products):
         if products and not fused:
             fc1.cast_g(ws, scratch["dh"], with_bias=False, amax_known=taken_now)
         # FP8 products have the casts
-        plain = fc1.spec.fp8 is None and products
+        plain = fc1.reads_g and products
         residual = g if spec.joins else cotangents.get("residual")
         st.norm.backward(ws, scratch["dh"] if plain else None, cotangents, residual)
 

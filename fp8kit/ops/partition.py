@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fp8kit.arrays import Shape
 from fp8kit.formats import int64
-from fp8kit.ops.product import ProductSpec, want
+from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Operation, Partitions, Shapes
 
@@ -249,13 +249,6 @@ class OneProduct(Products):
 def scaled_by_rows(*products: ProductSpec) -> bool:
     """Whether no scale of these products' inputs belongs to several rows."""
     return all(p.fp8.x.tile[0] == 1 for p in products if p.fp8 is not None)
-
-
-def want_rng(operation: str, metas: Metas) -> None:
-    """Refuse an input ``rng`` that is neither int64 (2,), seed and offset, nor (3,), with the number of the
-    part besides."""
-    meta = metas.get("rng")
-    want(operation, "rng", metas, (2,) if meta is None or meta.shape != (3,) else (3,), int64)
 
 
 def part_place(spec: Any, parts: Mapping[str, tuple[Any, int]]) -> Place:

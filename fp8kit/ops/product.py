@@ -17,7 +17,7 @@ from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import DType
+from fp8kit.formats import DType, int64
 from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta, Metas, WorkingSet
 
@@ -68,10 +68,12 @@ class Product:
     is kept so.
 
     ``fuses_cast``: whether the kernel that computes the input can write it in FP8 (``x_cast``), once its
-    scale or its amax is there.
+    scale or its amax is there. ``fprop_reads_x``, ``wgrad_reads_x``, ``reads_g``: what is read in high
+    precision: the input, by either product, and the output gradient.
     """
 
     fuses_cast: ClassVar[bool] = False
+    fprop_reads_x = wgrad_reads_x = reads_g = True
 
     def __init__(
         self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs: Collection[str]
@@ -112,6 +114,11 @@ class Product:
             want(operation, name, metas, self._weight_shape(n), self.dtype)
         for name, (_, n) in self.biases.items():
             want(operation, name, metas, (n,), self.dtype)
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether casts draw random bits: by the input ``rng``, int64 (2,)."""
+        return False
 
     def outputs(self) -> dict[str, Meta]:
         """The amax outputs."""
@@ -358,3 +365,10 @@ def want_rows(operation: str, name: str, metas: Metas, columns: int) -> Meta:
 def row_count(meta: Meta) -> int:
     """Rows of an array seen as a matrix: the product of its leading dimensions."""
     return math.prod(meta.shape[:-1])
+
+
+def want_rng(operation: str, metas: Metas) -> None:
+    """Refuse an input ``rng`` that is neither int64 (2,), seed and offset, nor (3,), with the number of the
+    part besides."""
+    meta = metas.get("rng")
+    want(operation, "rng", metas, (2,) if meta is None or meta.shape != (3,) else (3,), int64)

@@ -116,6 +116,8 @@ class QuantizedProduct(Product):
 
     # --- what there is --------------------------------------------------------------------------------------
 
+    fprop_reads_x = wgrad_reads_x = reads_g = False
+
     def takes_amax(self, operand: str) -> bool:
         return self.quantizers[operand].takes_amax
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E4M3, E5M2, DType
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_block import BlockProduct
+from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
 from fp8kit.ops.product_tensor import TensorProduct
 from fp8kit.quantization import Quantization
@@ -33,9 +35,24 @@ _SUPPORTED = {
 
 
 @lru_cache(maxsize=256)
-def product_class(quantization: Quantization) -> type[QuantizedProduct]:
-    """The products of operands that are cast so. UnsupportedError, which names GEMM, operand and field, for
-    what none carries out."""
+def product_class(quantization: Quantization) -> type[QuantizedProduct | EmulatedProduct]:
+    """The products of operands that are cast so: the tensor cores' own where there are such, else emulated.
+    UnsupportedError, which names GEMM, operand and field, for what none carries out."""
+    try:
+        return _native(quantization)
+    except UnsupportedError as refusal:
+        why = refusal
+    used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
+    operands = [operand for gemm in used for operand in (gemm.a, gemm.b)]
+    by_blocks = all(operand.granularity.startswith(("mx_", "nvfp4_", "block_")) for operand in operands)
+    if not by_blocks or any(operand.scale_source != "current" for operand in operands):
+        raise why
+    EmulatedProduct.check_supported(quantization.gemms.items())
+    return EmulatedProduct
+
+
+def _native(quantization: Quantization) -> type[QuantizedProduct]:
+    """The products on FP8 codes, or UnsupportedError."""
     gemms = quantization.gemms
     for name, gemm in gemms.items():
         if gemm.compute != "quantized":

@@ -31,6 +31,7 @@ def cast_blocks(
     tensor_scale_inv: ArrayView | None,
     quantizer: Quantizer,
     along: int,
+    draw: int,
     rng: ArrayView | None,
     stream: int,
 ) -> None:

@@ -208,11 +208,32 @@ def _added(addend: ArrayView | None, out: ArrayView, aligned: bool, stream: int)
     return addend.ptr
 
 
+def scale_product(
+    x: ArrayView,
+    out: ArrayView,
+    a_scale_inv: ArrayView | None,
+    b_scale_inv: ArrayView | None,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``."""
+    if out.size:
+        scales = address(a_scale_inv), address(b_scale_inv)
+        _finish(x.ptr, x.shape[1], bias, out, addend, stream, scales)
+
+
 def _finish(
-    product: int, stride: int, bias: ArrayView | None, out: ArrayView, addend: ArrayView | None, stream: int
+    product: int,
+    stride: int,
+    bias: ArrayView | None,
+    out: ArrayView,
+    addend: ArrayView | None,
+    stream: int,
+    scales: tuple[int, int] = (0, 0),
 ) -> None:
     m, n = out.shape
     function = kernel("gemm.cu", "finish", out, B=launch.type_name((out if bias is None else bias).dtype))
     strides = stride, launch.row_stride(out)
-    args = (product, address(bias), address(addend), out.ptr, m, n, *strides)
+    args = (product, address(bias), address(addend), out.ptr, m, n, *strides, *scales)
     launch.launch(function, launch.blocks(m * n, 256, out.device.index), 256, args, stream)

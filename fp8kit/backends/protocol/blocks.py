@@ -46,6 +46,7 @@ class BlockCasts(Protocol):
         tensor_scale_inv: ArrayView | None,
         quantizer: Quantizer,
         along: int,
+        draw: int,
         rng: ArrayView | None,
         stream: int,
     ) -> None:
@@ -67,7 +68,8 @@ class BlockCasts(Protocol):
           of x's dtype; NaN is ignored in the amax. No code.
 
         Then q = encode(x * scale), saturating, as ``quantize``: nearest even, or stochastic by
-        ``quantizer.stochastic_bits`` bits of word i of ``rng``, i = row * N + column.
+        ``quantizer.stochastic_bits`` bits of word draw * 2**56 + row * N + column of ``rng``: casts of one
+        operation have numbers ``draw`` of their own, 0 to 127.
 
         q: uint8 (M, N). scale_inv: float32, scale_codes: uint8, one element a tile, tiles row-major; of no
         tiles nothing is written. values: x's dtype (M, N): decode(q) * scale_inv in float32, rounded once;

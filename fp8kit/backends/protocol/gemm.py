@@ -79,3 +79,18 @@ class Products(Protocol):
     def fp8_gemm_workspace(self, rows: int, columns: int) -> int:
         """Bytes for an FP8 product of (rows, columns): ``gemm_workspace`` and, where the sizes need padding,
         a padded output."""
+
+    @kernel(writes="out")
+    def scale_product(
+        self,
+        x: ArrayView,
+        out: ArrayView,
+        a_scale_inv: ArrayView | None,
+        b_scale_inv: ArrayView | None,
+        bias: ArrayView | None,
+        addend: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """out = x * (a_scale_inv * b_scale_inv) + bias + addend, in float32 in this order, rounded once. x:
+        float32 (M, N); out: h (M, N); scale_inv: float32 [1], None for 1; bias: out's dtype (N,) or None;
+        addend: out's shape and dtype, out itself among them, or None."""

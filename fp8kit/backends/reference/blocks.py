@@ -266,14 +266,14 @@ def _encode_steps(
 
 
 @njit(parallel=True)
-def _draw(rng_seed: Any, rng_offset: Any, out: Any) -> None:
-    """out[i, j] = word i * N + j of the stream. out: uint32 (M, N)."""
+def _draw(rng_seed: Any, rng_offset: Any, first: Any, out: Any) -> None:
+    """out[i, j] = word first + i * N + j of the stream. out: uint32 (M, N)."""
     for i in prange(out.shape[0]):
-        words(rng_seed, rng_offset, i * out.shape[1], out[i])
+        words(rng_seed, rng_offset, first + i * out.shape[1], out[i])
 
 
 def _codes(
-    x: Float32, scale: Array, quantizer: Quantizer, along: int, rng: ArrayView | None, q: Array
+    x: Float32, scale: Array, quantizer: Quantizer, along: int, draw: int, rng: ArrayView | None, q: Array
 ) -> None:
     """q = codes of x * scale. x: float32 (R, C) with its contraction along its rows; scale: float32 (down,
     across); q: uint8 (R, C)."""
@@ -283,7 +283,7 @@ def _codes(
         assert rng is not None
         drawn = np.empty(x.shape if along else x.shape[::-1], np.uint32)
         seed, offset = rng.numpy()
-        _draw(seed, offset, drawn)
+        _draw(seed, offset, draw << 56, drawn)
         random = _lying(drawn, along)
     fast, steps = None if bits else rounding(fmt, True), _steps(fmt)
     if fast is not None:
@@ -321,6 +321,7 @@ def cast_blocks(
     tensor_scale_inv: ArrayView | None,
     quantizer: Quantizer,
     along: int,
+    draw: int,
     rng: ArrayView | None,
     stream: int,
 ) -> None:
@@ -340,7 +341,7 @@ def cast_blocks(
     if q is None and values is None:
         return
     codes = q.numpy() if q is not None and along else np.empty(source.shape, np.uint8)
-    _codes(source, found.scale, quantizer, along, rng, codes)
+    _codes(source, found.scale, quantizer, along, draw, rng, codes)
     if q is not None and not along:
         q.numpy()[...] = codes.T
     if values is not None:

@@ -60,6 +60,27 @@ def fp8_gemm(
     product(left, right.T, out, scale, bias, addend)
 
 
+@quiet
+def scale_product(
+    x: ArrayView,
+    out: ArrayView,
+    a_scale_inv: ArrayView | None,
+    b_scale_inv: ArrayView | None,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``protocol.Kernels.scale_product``."""
+    scale = np.ones(1, np.float32)
+    for factor in (a_scale_inv, b_scale_inv):
+        scale = scale if factor is None else scale * factor.numpy()
+    found = x.numpy() * scale
+    for added in (bias, addend):
+        if added is not None:
+            found += f32(added)
+    store(out, found)
+
+
 def product(
     left: Float32,
     right: Float32,

@@ -110,6 +110,7 @@ def cast_blocks(
     only: str = "",
     amax: float | None = None,
     strewn: bool = True,
+    draw: int = 0,
 ) -> Arguments:
     """``rule``: rceil for mx_* and exact for others where it is not named; ``size``, ``kind``: of a rotation;
     ``only``: the outputs, else all; ``amax``: the tensor's."""
@@ -141,6 +142,7 @@ def cast_blocks(
         "tensor_amax": s.full(found, 1) if two_levels else None,
         "quantizer": quantizer,
         "along": along,
+        "draw": draw,
         "rng": s.rng() if bits or (size and kind == "random") else None,
     }
 
@@ -177,7 +179,8 @@ def cast_blocks_oracle(a: Any) -> Results:
 
     values = scaled(x, spread(scale))
     if how.stochastic_bits:
-        words = philox(a.rng, np.arange(x.size).reshape(x.shape)).astype(np.uint32)
+        at = (a.draw << 56) + np.arange(x.size).reshape(x.shape)
+        words = philox(a.rng, at).astype(np.uint32)
         more = {"bits": how.stochastic_bits} if how.stochastic_bits < 32 else {}
         q = codec.encode(values, fmt, "stochastic", True, words, **more)
     else:
@@ -265,6 +268,7 @@ _CAST = {
         bits=32,
     ),
     **product("stochastic-whole-along{along}", {"along": _BOTH}, m=128, n=256, bits=32, dtype=bfloat16),
+    "stochastic-draw": {"m": 40, "n": 70, "bits": 8, "draw": 127},
     **product(
         "hadamard{rotation}-{kind}-along{along}",
         {"rotation": _ROTATIONS, "kind": _LINES, "along": _BOTH},

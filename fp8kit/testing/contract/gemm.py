@@ -142,6 +142,30 @@ def fp8_gemm_oracle(a: Any) -> Results:
     return product_results(a, left, right.T, slack)
 
 
+def scale_product(
+    s: Sampler, m: int, n: int, scales: tuple[bool, bool] = (True, True), bias: bool = False, add: str = ""
+) -> Arguments:
+    """``scales``: which of the two there are."""
+    factors = [s.full(value, 1) if there else None for value, there in zip((0.3, 7.0), scales, strict=True)]
+    return {
+        "x": s.normal(m, n, dtype=float32),
+        "a_scale_inv": factors[0],
+        "b_scale_inv": factors[1],
+        **joined(s, m, n, s.dtype, bias, add),
+    }
+
+
+def scale_product_oracle(a: Any) -> Results:
+    """In float64; four float32 roundings before the last one."""
+    scale = np.prod([wide(factor)[0] for factor in (a.a_scale_inv, a.b_scale_inv) if factor is not None])
+    out = wide(a.x) * scale
+    magnitude = np.abs(out)
+    for part in (a.bias, a.addend):
+        if part is not None:
+            out, magnitude = out + wide(part), magnitude + np.abs(wide(part))
+    return {"out": (out, 4 * 2.0**-24 * magnitude)}
+
+
 def sizes(*of: tuple[int, int, int]) -> dict[str, Options]:
     """A case for each (m, n, k)."""
     return product("{m}x{n}x{k}", {"m n k": of})
@@ -196,5 +220,17 @@ _FP8 = {
 
 TESTS = (
     KernelTest("gemm", gemm, gemm_oracle, {**typed(_GEMM), **typed(_INTO_FLOAT32, (bfloat16, float16))}),
+    KernelTest(
+        "scale_product",
+        scale_product,
+        scale_product_oracle,
+        typed(
+            {
+                **sized(((17, 33), (1, 1), (0, 8), (300, 40))),
+                **product("one-{add}", {"add": ADDED}, m=9, n=24, scales=(False, True), bias=True),
+                "plain": {"m": 5, "n": 7, "scales": (True, False), "bias": True},
+            }
+        ),
+    ),
     KernelTest("fp8_gemm", fp8_gemm, fp8_gemm_oracle, typed(_FP8), {"fast": True}),
 )

@@ -1,0 +1,318 @@
+"""Products of operands in any format, with scales of blocks by any rule, rotated or rounded stochastically:
+the codes' values are multiplied in high precision.
+
+What a chip without such tensor cores computes so is what those that have them compute, but for the order of
+the sums: every value of a code with a scale of E8M0 or E4M3 is exact in float32, bfloat16 and float16, the
+products of two are exact in float32, and sums are float32's. (The values of blocks with float32 scales are
+rounded to the operands' dtype.) NVFP4's two scales of whole tensors are multiplied into the float32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView
+from fp8kit.buffers import free
+from fp8kit.formats import float32
+from fp8kit.ops.product import Product, ProductSpec, want, want_rng
+from fp8kit.ops.product_quantized import unsupported
+from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.spec import Meta, Metas, WorkingSet
+
+ONE = Meta((1,), float32)
+# operand -> the tensor that it is made of, and whether its contraction is that matrix's last dimension; the
+# weight's as PyTorch has it, (out, in)
+_OPERANDS = {
+    "x_q": ("x", 1),
+    "w_q": ("w", 1),
+    "g_q": ("g", 1),
+    "w_qt": ("w", 0),
+    "g_qt": ("g", 0),
+    "x_qt": ("x", 0),
+}
+# GEMM -> its operands
+_GEMMS = {"fprop": ("x_q", "w_q"), "dgrad": ("g_q", "w_qt"), "wgrad": ("g_qt", "x_qt")}
+# operands of backward's GEMMs with compute "dequantized": the values that fprop multiplied
+_FPROP = {"w_qt": "w_q", "x_qt": "x_q"}
+_DRAWS = tuple(_OPERANDS)  # the number of an operand's random words; those of a second product follow
+
+
+class Cast(NamedTuple):
+    """How an operand is made: of matrix "x", "w" or "g", by a quantizer, along its last dimension (1) or its
+    first."""
+
+    source: str
+    quantizer: Quantizer
+    along: int
+
+
+class EmulatedProduct(Product):
+    """``Product`` on values: operand ``x_q`` of fprop, ``x_qt`` of wgrad and so on, each like the matrix that
+    it is made of, and for NVFP4 ``x_q_inv``, the tensor's scale_inv, float32 [1].
+
+    An operand of a GEMM in high precision is the matrix itself. One that fprop's operand can stand for, since
+    its tiles are squares or backward is to have fprop's values, is made once.
+    """
+
+    kernels = ("cast_blocks", "gemm")
+    capability = (0, 0)
+    described = "emulated products"
+
+    def __init__(self, spec: ProductSpec, *how: Any) -> None:
+        super().__init__(spec, *how)
+        assert spec.fp8 is not None
+        self.fp8: Quantization = spec.fp8
+        gemms = self.fp8.gemms
+        # operand -> the array that holds it; operands in high precision are not there
+        self.arrays: dict[str, str] = {}
+        self.casts: dict[str, Cast] = {}
+        for name, operands in _GEMMS.items():
+            for operand, quantizer in zip(operands, (gemms[name].a, gemms[name].b), strict=True):
+                source, along = _OPERANDS[operand]
+                if gemms[name].compute == "dequantized" and operand in _FPROP:
+                    self.arrays[operand] = _FPROP[operand]
+                elif gemms[name].compute == "quantized":
+                    cast = Cast(source, quantizer, along if source != "w" or self.oi else 1 - along)
+                    self.arrays[operand] = next(
+                        (other for other, made in self.casts.items() if _alike(made, cast)), operand
+                    )
+                    self.casts.setdefault(self.arrays[operand], cast)
+        self.matrices = {
+            "x": Meta((self.m, self.k), self.dtype),
+            "w": Meta(self._weight_shape(self.n), self.dtype),
+            "g": Meta((self.m, self.n), self.dtype),
+        }
+        self.whole_wgrad = len(self.weights) > 1
+        self.fprop_reads_x, self.wgrad_reads_x = ("x_q" not in self.arrays), ("x_qt" not in self.arrays)
+        self.reads_g = not {"g_q", "g_qt"} <= self.arrays.keys()
+        self.reads_w = "w_qt" not in self.arrays  # by dgrad
+
+    @classmethod
+    def check_supported(cls, gemms: Iterable[tuple[str, Gemm]]) -> None:
+        """UnsupportedError for named GEMMs that are not emulated."""
+        for name, gemm in gemms:
+            if name == "fprop" and gemm.compute == "dequantized":
+                raise unsupported("fprop.compute", '"dequantized"', '"quantized" or "high_precision"')
+
+    # --- what there is --------------------------------------------------------------------------------------
+
+    def check(self, operation: str, metas: Metas) -> None:
+        super().check(operation, metas)
+        if self.needs_rng:
+            want_rng(operation, metas)
+        if self.spec.weight_cached:
+            for name, meta in self.weight_outputs().items():
+                want(operation, name, metas, meta.shape, meta.dtype)
+
+    @property
+    def needs_rng(self) -> bool:
+        return any(cast.quantizer.needs_rng for cast in self.casts.values())
+
+    def weight_outputs(self) -> dict[str, Meta]:
+        return self._metas(self._made("w"))
+
+    def saved(self) -> dict[str, Meta]:
+        return self._metas(name for name in self._backward() if not self._is_cached(name))
+
+    def kept(self) -> tuple[str, ...]:
+        cached = self._metas(name for name in self._backward() if self._is_cached(name))
+        drawn = any(self.casts[name].quantizer.needs_rng for name in self._made("g") if self._wanted(name))
+        return (*(self.weights if self.needs_x and self.reads_w else ()), *cached, *(("rng",) * drawn))
+
+    def weight_names(self) -> tuple[str, ...]:
+        return tuple(self.weight_outputs()) if self.spec.weight_cached else super().weight_names()
+
+    def scratch(self) -> dict[str, Meta]:
+        own = [name for name in (*self._made("x"), *self._made("w")) if not self._is_cached(name)]
+        kept = self._backward()
+        forward = {self.arrays[operand] for operand in _GEMMS["fprop"] if operand in self.arrays}
+        out = self._metas(name for name in own if name not in kept and name in forward)
+        return (
+            out
+            | self._bias_buffer()
+            | self._weight_buffer()
+            | self._sums("fprop", (self.m, self.n))
+            | self._amaxes()
+        )
+
+    def cast_scratch(self) -> dict[str, Meta]:
+        return self._weight_buffer() | self._amaxes()
+
+    def backward_scratch(self) -> dict[str, Meta]:
+        wanted = [name for name in self._made("g") if self._wanted(name)]
+        out = self._metas(wanted) | self._grad_buffers() | self._amaxes()
+        if self.needs_x:
+            out |= self._sums("dgrad", (self.m, self.k))
+            out |= self._weight_buffer() if self.reads_w else {}
+        return out | (self._sums("wgrad", self._weight_shape(self.n)) if self.needs_w else {})
+
+    # --- casts ----------------------------------------------------------------------------------------------
+
+    def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
+        self._cast(ws, "x", x, (ws.scratch, ws.saved))
+
+    def cast_weight(self, ws: WorkingSet) -> None:
+        self._cast(ws, "w", self._whole_weight(ws), (ws.outputs, ws.outputs))
+
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
+        super().cast_g(ws, g, with_bias)
+        self._cast(ws, "g", g, (ws.scratch, ws.scratch))
+
+    def save_weight(self, ws: WorkingSet) -> None:
+        if self.needs_x and not self.spec.weight_cached:
+            self._cast(ws, "w", self._whole_weight(ws), ({}, ws.saved))
+
+    # --- products -------------------------------------------------------------------------------------------
+
+    def fprop(
+        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
+    ) -> None:
+        if self._made("w") and not self.spec.weight_cached:
+            self._cast(ws, "w", self._whole_weight(ws), (ws.scratch, ws.saved))
+        left = self._operand(ws, "x_q", x)
+        right = self._operand(ws, "w_q", None if "w_q" in self.arrays else self._whole_weight(ws))
+        layout = "nt" if self.oi else "nn"
+        self._multiply(ws, "fprop", left, right, y, layout, self._bias(ws), addend)
+        del left, right
+        self._free(ws.scratch, "x_q", "w_q")
+
+    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+        left = self._operand(ws, "g_q", g)
+        right = self._operand(ws, "w_qt", self._whole_weight(ws) if self.reads_w else None)
+        self._multiply(ws, "dgrad", left, right, dx, "nn" if self.oi else "nt")
+        del left, right
+        self._free(ws.scratch, "g_q")
+
+    def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        left, right = self._operand(ws, "g_qt", g), self._operand(ws, "x_qt", x)
+        (first,) = list(self.weights)[:1]
+        whole = f"{self.spec.prefix}dweight"
+        out = ws.scratch[whole] if self.whole_wgrad else ws.outputs[first]
+        a, b = (left, right) if self.oi else (right, left)
+        addend = out if self.adds and not self.whole_wgrad else None
+        self._multiply(ws, "wgrad", a, b, out, "tn", None, addend)
+        del left, right, a, b
+        self._free(ws.scratch, "g_qt")
+        self._free(ws.saved, "x_qt")
+        if self.whole_wgrad:
+            self._part_weights(ws, out)
+            del out
+            free(ws.scratch, whole)
+
+    # --- helpers --------------------------------------------------------------------------------------------
+
+    def _made(self, source: str) -> list[str]:
+        """The arrays that are made of matrix "x", "w" or "g"."""
+        return [name for name, cast in self.casts.items() if cast.source == source]
+
+    def _backward(self) -> list[str]:
+        """The arrays of forward that backward reads."""
+        wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
+        return [self.arrays[operand] for operand in wanted if operand in self.arrays]
+
+    def _wanted(self, name: str) -> bool:
+        """Whether a GEMM that is wanted reads the array of g."""
+        wanted = ("g_q",) * self.needs_x + ("g_qt",) * self.needs_w
+        return any(self.arrays.get(operand) == name for operand in wanted)
+
+    def _is_cached(self, name: str) -> bool:
+        return self.spec.weight_cached and self.casts[name].source == "w"
+
+    def _name(self, array: str) -> str:
+        return f"{self.spec.prefix}{array}"
+
+    def _metas(self, names: Iterable[str]) -> dict[str, Meta]:
+        """Arrays by the operation's names."""
+        made: dict[str, Meta] = {}
+        for name in names:
+            cast = self.casts[name]
+            made[self._name(name)] = self.matrices[cast.source]
+            if cast.quantizer.two_level:
+                made[f"{self._name(name)}_inv"] = ONE
+        return made
+
+    def _amaxes(self) -> dict[str, Meta]:
+        """Where the amax of a tensor is taken before its cast."""
+        two_level = any(cast.quantizer.two_level for cast in self.casts.values())
+        return {self._name("amax"): ONE} if two_level else {}
+
+    def _sums(self, gemm: str, shape: tuple[int, ...]) -> dict[str, Meta]:
+        """Where a GEMM's float32 sums lie that are multiplied by scales."""
+        two_level = any(
+            operand in self.arrays and self.casts[self.arrays[operand]].quantizer.two_level
+            for operand in _GEMMS[gemm]
+        )
+        return {self._name(f"{gemm}_sums"): Meta(shape, float32)} if two_level else {}
+
+    def _cast(self, ws: WorkingSet, source: str, matrix: ArrayView, into: tuple[Any, Any]) -> None:
+        """Make those arrays of a matrix that are in ``into``."""
+        for name in self._made(source):
+            own = self._name(name)
+            views = next((views for views in into if views.get(own) is not None), None)
+            if views is not None:
+                self._cast_one(ws, name, matrix, views[own], views.get(f"{own}_inv"))
+
+    def _cast_one(
+        self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView, inverse: ArrayView | None
+    ) -> None:
+        _, quantizer, along = self.casts[name]
+        k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
+        if quantizer.two_level:
+            amax = ws.scratch[self._name("amax")]
+            arrays.provider(amax.device).fill_zero(amax, stream)
+            if quantizer.hadamard:
+                k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
+            else:
+                k.amax(matrix, amax, matrix.shape, stream)
+        draw = _DRAWS.index(name) + len(_DRAWS) * self.spec.prefix.startswith("fc2")
+        words = rng if quantizer.needs_rng else None
+        k.cast_blocks(matrix, None, None, None, values, amax, inverse, quantizer, along, draw, words, stream)
+
+    def _operand(self, ws: WorkingSet, operand: str, matrix: ArrayView | None) -> tuple[Any, Any]:
+        """The values of a GEMM's operand and the tensor's scale_inv, None for 1. ``matrix``: what is read in
+        high precision."""
+        array = self.arrays.get(operand)
+        if array is None:
+            return matrix, None
+        name = self._name(array)
+        views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
+        return views[name], views.get(f"{name}_inv")
+
+    def _multiply(
+        self,
+        ws: WorkingSet,
+        gemm: str,
+        left: tuple[Any, Any],
+        right: tuple[Any, Any],
+        out: ArrayView,
+        layout: Any,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
+    ) -> None:
+        """out = left right (+ bias) (+ addend), as ``layout`` says, times both tensors' scales."""
+        (a, a_inv), (b, b_inv), space = left, right, ws.scratch["workspace"]
+        if a_inv is None and b_inv is None:
+            ws.kernels.gemm(a, b, out, layout, bias, addend, space, ws.stream)
+            return
+        sums = ws.scratch[self._name(f"{gemm}_sums")]
+        ws.kernels.gemm(a, b, sums, layout, None, None, space, ws.stream)
+        ws.kernels.scale_product(sums, out, a_inv, b_inv, bias, addend, ws.stream)
+
+    def _free(self, views: Any, *operands: str) -> None:
+        for operand in operands:
+            array = self.arrays.get(operand)
+            if array is not None:
+                free(views, self._name(array), f"{self._name(array)}_inv")
+
+
+def _alike(made: Cast, cast: Cast) -> bool:
+    """Whether the array that is made so can stand for the other: the same, or squares, whose values do not
+    depend on where the contraction lies, unless they are rotated or random."""
+    if made.source != cast.source or made.quantizer != cast.quantizer:
+        return False
+    high, wide = cast.quantizer.tile
+    return made.along == cast.along or (
+        high == wide and not cast.quantizer.needs_rng and not cast.quantizer.hadamard
+    )
