@@ -215,6 +215,11 @@ class Quantization:
         """Whether an operand's cast draws random bits."""
         return any(side.needs_rng for gemm in self.gemms.values() for side in (gemm.a, gemm.b))
 
+    @cached_property
+    def two_level(self) -> bool:
+        """Whether an operand's tensor has a scale besides those of its blocks."""
+        return any(side.two_level for gemm in self.gemms.values() for side in (gemm.a, gemm.b))
+
     def map(self, change: Callable[[Quantizer], Quantizer], operands: str = "xwg") -> Quantization:
         """The same with ``change(quantizer)`` for those ``operands``."""
         made = (

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import Shape
 from fp8kit.formats import int64
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.product_emulated import EmulatedProduct
+from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Operation, Partitions, Shapes
 
@@ -142,10 +144,14 @@ def _unpadded(
 ) -> bool:
     """Whether the FP8 operands of a part need no padding, and tiles of whole rows do not cross parts."""
     fp8 = next((p.fp8 for p in parts if p.fp8 is not None), None)
-    if fp8 is None:
+    if fp8 is None or not kinds:
         return True
+    if fp8.needs_rng or fp8.two_level:  # random bits know their place, and tensors' scales all of the tensor
+        return False
+    if product_class(fp8) is EmulatedProduct and any(part.layout == "oi" for part in parts):
+        return False  # what is saved of such a weight lies the other way
     tile = fp8.x.tile
-    if kinds and tile[0] and not tile[1]:  # a scale of a whole row, in the transposed operand of a column
+    if tile[0] and not tile[1]:  # a scale of a whole row, in the transposed operand of a column
         return False
     grain = tile[1] or 16
     if "rows" in kinds and (math.prod(metas["x"].shape[:-1]) % grain or max(tile[0], fp8.g.tile[0]) > 1):
