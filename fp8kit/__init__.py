@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         ShapeError,
         UnsupportedError,
     )
-    from fp8kit.float8 import Float8Tensor, quantize
+    from fp8kit.float8 import Float8Tensor, QuantizedArray, quantize
     from fp8kit.formats import (
         E2M1,
         E2M3,
@@ -93,6 +93,7 @@ _PUBLIC = {
     "NonFiniteError": "errors",
     "UnsupportedError": "errors",
     "Float8Tensor": "float8",
+    "QuantizedArray": "float8",
     "quantize": "float8",
     "E2M1": "formats",
     "E2M3": "formats",

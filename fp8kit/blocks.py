@@ -59,6 +59,12 @@ def largest_exponent(fmt: Format) -> int:
     return int(np.frexp(fmt.max)[1]) - 1
 
 
+def even_addend(fmt: Format) -> int:
+    """What rule "even" adds to the bits of a float32 amax before it drops the mantissa: half a unit of a
+    format's last place in the binade of its largest value, where fixed point has one bit fewer."""
+    return 1 << (22 - fmt.mantissa_bits + (fmt.exponent_bits == 0))
+
+
 def scale_bytes(amax: Any, fmt: Format, rule: str) -> Array:
     """The E8M0 scales of blocks by a rule of ``quantization.MX_RULES``: uint8 like ``amax``, float32 of any
     shape, at least 0. The byte B means that codes stand for values times 2^(B-127).
@@ -92,9 +98,7 @@ def _unlimited_byte(bits: Array, amax: Array, fmt: Format, rule: str) -> Array:
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF
         return np.asarray(exponent + (mantissa > np.where(exponent == 0, 0x400000, 0)))
     if rule == "even":
-        # the binade of the largest value: a fixed-point format has one bit fewer there
-        kept = fmt.mantissa_bits - (fmt.exponent_bits == 0)
-        bits = bits + (1 << (22 - kept))
+        bits = bits + even_addend(fmt)
     up = (bits & 0x7FFFFF) > 0 if rule == "ceil" else 0
     return np.asarray((bits >> 23) + up - largest_exponent(fmt))
 

@@ -26,7 +26,7 @@ from fp8kit.bench import random
 from fp8kit.bench.contest import row_of, within_time
 from fp8kit.bench.report import Row, Setting, attempt
 from fp8kit.bench.sizes import FULL, Layer
-from fp8kit.formats import E5M2
+from fp8kit.formats import E2M1, E5M2
 from fp8kit.testing.compare import Array
 from fp8kit.testing.contract import copied, host, kernel_test, poisoned, put, snapshot, workspace
 from fp8kit.testing.contract.agreement import errors_of
@@ -36,6 +36,21 @@ HALF = formats.bfloat16
 SLICE = 64  # rows, or columns of sums, that are compared with the reference engine
 # bytes that calls in a row go through before they meet a buffer again: beyond every cache
 _ROTATE, _MOST_SETS = 512 << 20, 8
+
+
+_NVFP4: dict[str, Any] = {"fmt": E2M1, "granularity": "nvfp4_1x16"}
+_MXFP4: dict[str, Any] = {"fmt": E2M1, "granularity": "mx_1x32", "rule": "floor"}
+# casts by blocks along the last dimension, and along the first
+_BLOCKS: dict[str, dict[str, Any]] = {
+    "MXFP8": {},
+    "MXFP8 along columns": {"along": 0},
+    "NVFP4": _NVFP4,
+    "NVFP4 along columns": {**_NVFP4, "along": 0},
+    "NVFP4, stochastic": {**_NVFP4, "bits": 8},
+    "NVFP4 along columns, rotation of 16": {**_NVFP4, "along": 0, "size": 16, "kind": "te"},
+    "NVFP4 by squares": {**_NVFP4, "granularity": "nvfp4_16x16"},
+    "MXFP4, rotation of 32": {**_MXFP4, "size": 32},
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,11 @@ def kernel_cases(layer: Layer = FULL.large, vocabulary: int = FULL.vocabulary) -
         KernelCase(
             "cast by blocks of 1 x 128", "block_quantize", m, h - h % BLOCK or BLOCK, {**cast, "only": "q"}
         ),
+        *(
+            KernelCase(name, "cast_blocks", m, h, {**cast, "only": "q scale_codes", **options})
+            for name, options in _BLOCKS.items()
+        ),
+        KernelCase("rotation of 16, amax alone", "rotate", m, h, {**cast, "out": ""}),
         KernelCase("bias, dropout 0.1, residual", "dropout_add", m, h),
         KernelCase("column sums", "sum_rows", m, h),
         KernelCase("cross entropy", "cross_entropy_fwd", m, vocabulary, {"mean": False}),

@@ -8,8 +8,9 @@ from ml_dtypes import float4_e2m1fn, float8_e4m3fn
 
 from fp8kit import blocks, codec
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
-from fp8kit.formats import E2M1, E4M3, E5M2, Format
+from fp8kit.formats import E2M1, E4M3, E5M2, MXINT8, Format, float32
 from fp8kit.quantization import MX_RULES, Quantizer
+from fp8kit.testing import assert_close
 from tests.support.torchao_bytes import AMAXES, FORMATS, PATH, RULES
 
 MAX = np.finfo(np.float32).max
@@ -71,6 +72,13 @@ def test_rceil_is_the_least_power_of_two_that_saturates_nothing(fmt: Format) -> 
     # one float32 below may be rounded up to it in v, no further
     below = blocks.scale_bytes(np.nextafter(exact, np.float32(0)), fmt, "rceil")
     np.testing.assert_array_equal(below.astype(int), found)
+
+
+def test_even_is_floor_of_the_rounded_amax() -> None:
+    cases = ((MXINT8, 2 - 2.0**-7, 1), (MXINT8, MXINT8.max, 0), (E4M3, 496, 1), (E4M3, 495, 0))
+    for fmt, amax, up in cases:
+        floor = int(blocks.scale_bytes(amax, fmt, "floor"))
+        assert int(blocks.scale_bytes(amax, fmt, "even")) == floor + up, (fmt, amax)
 
 
 @pytest.mark.parametrize("rule", MX_RULES)
@@ -165,7 +173,13 @@ def test_rotations_of_both_operands_cancel() -> None:
     for kind in ("plus", "te", signs):
         rotated = [blocks.hadamard(part, 32, kind) for part in (a, b)]
         np.testing.assert_array_equal(rotated[0][:, 64:], a[:, 64:])  # behind the last whole group
-        np.testing.assert_allclose(rotated[0] @ rotated[1].T, a @ b.T, atol=1e-4)
+        # each float32 addition and multiplication of the 70 products may be off by 2^-24 of what it gives
+        wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+        got = rotated[0].astype(np.float64) @ rotated[1].astype(np.float64).T
+        slack = (
+            2 * (5 + 2) * 2.0**-24 * np.linalg.norm(wide_a, axis=1)[:, None] * np.linalg.norm(wide_b, axis=1)
+        )
+        assert_close("a b^T", got.astype(np.float32), wide_a @ wide_b.T, float32, slack)
     # a fixed order of float32 additions: the same bits as one value at a time
     x = a[0, :16] * blocks.TE_SIGNS
     for distance in (1, 2, 4, 8):

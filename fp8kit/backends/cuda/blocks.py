@@ -1,10 +1,70 @@
-"""Casts by blocks of any rule, and rotations: on the CPU alone so far."""
+"""Casts by blocks of any rule, and rotations."""
 
 from __future__ import annotations
 
+import functools
+import math
+import struct
+
+from fp8kit import blocks as rules
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import BackendError
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel
+from fp8kit.backends.cuda.quantize import format_name, narrow
+from fp8kit.formats import DType, Format
 from fp8kit.quantization import Quantizer
+
+_THREADS = 256
+_LINES = 32  # rows of 128 columns that a block of rotate_lines takes
+_SPAN, _PANEL = 128, 64  # rows and columns of a panel
+_ROTATION = struct.Struct("=3if")  # raw_kernels/blocks.cuh
+_REST = struct.Struct("=10i4f")  # of raw_kernels/blocks_cast.cuh's BlockCast, behind the format and that
+# ROUTE -> number of the route
+_ROUTES = {"e4m3": 0, "e5m2": 1, "steps": 2, "general": 3}
+_KINDS = {"mx": 0, "nvfp4": 1, "block": 2}
+
+
+def _rotation(n: int, signs: str) -> bytes:
+    """The sources' ``Rotation``."""
+    flips = 0
+    if signs == "te":
+        flips = sum(1 << k for k, sign in enumerate(rules.TE_SIGNS) if sign < 0)
+    return _ROTATION.pack(n, signs == "random", flips, 1 / math.sqrt(n) if n else 0.0)
+
+
+def _route(fmt: Format) -> str:
+    """What makes the codes of a format."""
+    name = format_name(fmt)
+    if name is not None:
+        return name
+    return "steps" if fmt.signed and fmt.zero and fmt.mantissa_bits and fmt.bias <= 64 else "general"
+
+
+@functools.cache
+def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
+    """(the define ROUTE, the sources' ``BlockCast``) of a quantizer and x's dtype. RecipeError for blocks or
+    a rule that there are not."""
+    kind, rule, fmt = rules.kind_of(quantizer), quantizer.scale_rule, quantizer.format
+    route, bits = _route(fmt), quantizer.stochastic_bits
+    rows, columns = quantizer.tile
+    rest = _REST.pack(
+        _ROUTES[route],
+        _KINDS[kind],
+        columns,
+        rows > 1,
+        rule in ("rceil", "te"),
+        rules.even_addend(fmt) if rule == "even" else 0,
+        rule == "ceil",
+        rules.largest_exponent(fmt),
+        0xFE if rule == "te" else 0xFF,
+        quantizer.power_2,
+        fmt.max,
+        1 / fmt.max,
+        quantizer.epsilon,
+        dtype.max,
+    )
+    packed = narrow(fmt, True, bits) + _rotation(quantizer.hadamard, quantizer.signs) + rest
+    return "any" if bits or route == "general" else route, packed
 
 
 def rotate(
@@ -17,8 +77,17 @@ def rotate(
     rng: ArrayView | None,
     stream: int,
 ) -> None:
-    """See ``backends.protocol``. BackendError always."""
-    raise BackendError("rotate", "x", f"an array on {x.device}", "one on the CPU")
+    """See ``backends.protocol``."""
+    rows, columns = x.shape
+    if not x.size:
+        return
+    if along:
+        name, grid = "rotate_lines", ceil_div(rows, _LINES) * ceil_div(columns, _SPAN)
+    else:
+        name, grid = "rotate_columns", ceil_div(rows, _SPAN) * ceil_div(columns, _PANEL)
+    function = kernel("blocks_rotate.cu", name, x, OUT=launch.type_name((x if out is None else out).dtype))
+    pointers = (x.ptr, *map(address, (out, amax, rng)))
+    launch.launch(function, grid, _THREADS, (*pointers, rows, columns, _rotation(n, signs)), stream)
 
 
 def cast_blocks(
@@ -35,5 +104,15 @@ def cast_blocks(
     rng: ArrayView | None,
     stream: int,
 ) -> None:
-    """See ``backends.protocol``. BackendError always."""
-    raise BackendError("cast_blocks", "x", f"an array on {x.device}", "one on the CPU")
+    """See ``backends.protocol``. RecipeError for a quantizer of other blocks or rules."""
+    rows, columns = x.shape
+    route, packed = _cast(quantizer, x.dtype)
+    # squares are the same along both dimensions, but for rotations
+    square = quantizer.tile[0] > 1
+    lines = bool(along) or (square and not quantizer.hadamard)
+    width = _SPAN if lines or square else _PANEL
+    function = kernel("blocks_cast.cu", "cast_lines" if lines else "cast_columns", x, ROUTE=route)
+    outputs = (q, scale_inv, scale_codes, values, tensor_amax, tensor_scale_inv, rng)
+    grid = ceil_div(rows, _SPAN) * ceil_div(columns, width)
+    arguments = (x.ptr, *map(address, outputs), rows, columns, draw, packed)
+    launch.launch(function, max(grid, 1), _THREADS, arguments, stream)

@@ -197,13 +197,12 @@ def _steps(fmt: Format) -> _Steps | None:
     """The constants of a format; None for those that the codec casts."""
     if not fmt.signed or not fmt.zero or fmt.mantissa_bits == 0 or fmt.bias > 64:
         return None
-    twos = getattr(fmt, "twos_complement", False)
     return _Steps(
         np.uint32(23 - fmt.mantissa_bits),
         np.uint32((1 - fmt.bias + 127) << 23),
         np.float32(fmt.max),
         np.uint32(fmt.max_code if fmt.nan_code is None else fmt.nan_code),
-        np.uint32(0 if twos else fmt.sign_code),
+        np.uint32(0 if fmt.twos_complement else fmt.sign_code),
         np.uint32((1 << fmt.bits) - 1),
     )
 
@@ -293,8 +292,7 @@ def _codes(
     else:
         each = np.repeat(np.repeat(scale, rows, 0)[: len(x)], columns, 1)[:, : x.shape[1]]
         if bits:
-            more: dict[str, Any] = {"bits": bits} if bits < 32 else {}
-            q[...] = codec.encode(x * each, fmt, "stochastic", True, random, **more)
+            q[...] = codec.encode(x * each, fmt, "stochastic", True, random, bits)
         else:
             q[...] = codec.encode(x * each, fmt)
 

@@ -10,7 +10,7 @@ import numpy as np
 from fp8kit import blocks as rules
 from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
-from fp8kit.formats import E2M1, E4M3, E5M2, DType, bfloat16, float16, float32, uint8
+from fp8kit.formats import E2M1, E4M3, FORMATS, DType, bfloat16, float16, float32, uint8
 from fp8kit.quantization import MX_RULES, Quantizer
 from fp8kit.testing.contract import (
     Arguments,
@@ -134,12 +134,15 @@ def cast_blocks(
         "values": lambda: s.output(m, n),
         "tensor_scale_inv": lambda: s.output(1, dtype=float32) if two_levels else None,
     }
-    x = drawn(s, m, n, s.dtype) if strewn else s.draw((m, n)).astype(s.dtype.numpy)
-    found = float(largest(x[np.isfinite(x.astype(np.float32))])) if amax is None else amax
+    if strewn:
+        host = drawn(s, m, n, s.dtype)
+        x, found = s.put(host), float(largest(host[np.isfinite(host.astype(np.float32))]))
+    else:
+        x, found = s.normal(m, n), 5.0
     return {
-        "x": s.put(x),
+        "x": x,
         **{name: make() if not only or name in only.split() else None for name, make in outputs.items()},
-        "tensor_amax": s.full(found, 1) if two_levels else None,
+        "tensor_amax": s.full(found if amax is None else amax, 1) if two_levels else None,
         "quantizer": quantizer,
         "along": along,
         "draw": draw,
@@ -181,8 +184,7 @@ def cast_blocks_oracle(a: Any) -> Results:
     if how.stochastic_bits:
         at = (a.draw << 56) + np.arange(x.size).reshape(x.shape)
         words = philox(a.rng, at).astype(np.uint32)
-        more = {"bits": how.stochastic_bits} if how.stochastic_bits < 32 else {}
-        q = codec.encode(values, fmt, "stochastic", True, words, **more)
+        q = codec.encode(values, fmt, "stochastic", True, words, how.stochastic_bits)
     else:
         q = codec.encode(values, fmt)
     by = codec.decode(codes, E4M3).astype(np.float32) if kind == "nvfp4" and codes is not None else inverse
@@ -227,7 +229,7 @@ _GRANULARITIES = tuple(
     [f"mx_{rows}x{n}" for n in (16, 32, 64, 128) for rows in (1, n)]
     + ["nvfp4_1x16", "nvfp4_16x16", "block_1x128", "block_128x128", "block_1x32", "block_64x64"]
 )
-_FORMATS = (E4M3, E5M2, E2M1, *USERS)
+_FORMATS = (*FORMATS.values(), *USERS)
 _LINES: dict[str, Options] = {
     "mx": {"granularity": "mx_1x32"},
     "nvfp4": {"granularity": "nvfp4_1x16", "fmt": E2M1},
@@ -255,20 +257,24 @@ _CAST = {
         granularity="nvfp4_1x16",
         fmt=E2M1,
     ),
-    **product("epsilon-{kind}", {"kind": _LINES}, m=32, n=64),
+    **product("{kind}-epsilon", {"kind": {k: {**v, "epsilon": 0.4} for k, v in _LINES.items()}}, m=32, n=64),
     **product(
-        "{fmt}-stochastic-{kind}-along{along}",
-        {
-            "fmt": _FORMATS,
-            "kind": {k: {"granularity": v["granularity"]} for k, v in _LINES.items()},
-            "along": _BOTH,
-        },
+        "power_2-{granularity}", {"granularity": ("block_1x32", "block_32x32")}, m=40, n=80, rule="power_2"
+    ),
+    **product(
+        "{fmt}-stochastic{bits}-along{along}",
+        {"fmt": _FORMATS, "bits": (32, 8, 1), "along": _BOTH},
         m=37,
         n=71,
-        bits=32,
     ),
-    **product("stochastic-whole-along{along}", {"along": _BOTH}, m=128, n=256, bits=32, dtype=bfloat16),
     "stochastic-draw": {"m": 40, "n": 70, "bits": 8, "draw": 127},
+    **product(
+        "stochastic{bits}-{kind}-along{along}",
+        {"bits": (32, 5), "kind": _LINES, "along": _BOTH},
+        m=130,
+        n=256,
+        dtype=bfloat16,
+    ),
     **product(
         "hadamard{rotation}-{kind}-along{along}",
         {"rotation": _ROTATIONS, "kind": _LINES, "along": _BOTH},

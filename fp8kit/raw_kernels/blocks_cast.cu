@@ -1,0 +1,306 @@
+// Casts by blocks of any rule along either dimension, rotated before that where wanted: one pass, and for
+// square blocks a second one over what the first has brought into the caches.
+//
+// functions: cast_lines (cast_blocks), cast_columns (cast_blocks)
+// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,steps,any
+#include "blocks_cast.cuh"
+
+constexpr int ROWS = 256 / LINES, TURNS = SPAN / ROWS;
+constexpr int PEAKS = SPAN / LINE * SPAN / LINE;  // square blocks of a block's region, at most
+
+// Blocks that a multiprocessor should hold at least: as many as leave registers enough.
+constexpr int LINES_BLOCKS = COMPILED == any_codes || sizeof(T) == 4 ? 2 : __CUDA_ARCH__ == 900 ? 4 : 3;
+constexpr int COLUMNS_BLOCKS = COMPILED == any_codes ? 2 : 3;
+
+DEVICE void clear_peaks(u32* peaks) {
+  if (threadIdx.x < PEAKS) peaks[threadIdx.x] = 0;
+  __syncthreads();
+}
+
+// The larger of both, as bits: those of NaN are the largest.
+DEVICE void add_peak(u32* peak, float amax) { atomicMax(peak, __float_as_uint(amax)); }
+
+// The amax of a block from those of its lines; the lanes of up to eight lines call.
+DEVICE float shared_amax(const BlockCast& how, float amax) {
+#pragma unroll 1
+  for (u32 d = 1; LINE * d < how.tile; d *= 2) amax = max_nan(amax, __shfl_xor_sync(~0u, amax, d));
+  return amax;
+}
+
+DEVICE void write_scale(const Scale& scale, i64 at, float* scale_inv, u8* scale_codes) {
+  if (scale_inv != nullptr) scale_inv[at] = scale.inverse;
+  if (scale_codes != nullptr) scale_codes[at] = (u8)scale.code;
+}
+
+DEVICE void write_tensor_scale(TensorScale tensor, float* tensor_scale_inv) {
+  if (tensor_scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *tensor_scale_inv = tensor.inverse;
+}
+
+// --- the contraction is the last dimension -----------------------------------------------------------------
+
+struct Pair {
+  Eight<T> halves[2];
+};
+
+DEVICE Pair read_line(const T* x, i64 row, i64 rows, i64 column, i64 columns, bool wide) {
+  Pair in;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const i64 at = column + 8 * half;
+    in.halves[half] = read8(x + row * columns + at, row < rows ? columns_left(at, columns) : 0, wide);
+  }
+  return in;
+}
+
+DEVICE void to_line(const Pair& in, float (&v)[LINE]) {
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) v[i] = value(in.halves[i / 8], i % 8);
+}
+
+// Codes of neighbours, element `index` and on of the matrix, by their words.
+DEVICE void random_codes(const BlockCast& how, const i64* rng, u64 index, const float (&v)[LINE],
+                         u32 (&words)[LINE / 4]) {
+  const Rng key = load_rng(rng);
+  const Steps steps = steps_of(how);
+  const u32 skip = (u32)index & 3u;  // words of the first group that belong to elements before
+  float rest[LINE];
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) rest[i] = v[i];
+  uint4 group = philox(key, index >> 2);
+#pragma unroll 1
+  for (int turn = 0; turn < LINE / 4; ++turn) {
+    u32 eight[8] = {group.x, group.y, group.z, group.w};
+    if (turn + 1 < LINE / 4 || skip) group = philox(key, (index >> 2) + turn + 1);
+    eight[4] = group.x, eight[5] = group.y, eight[6] = group.z, eight[7] = group.w;
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 low = skip & 1 ? eight[i + 1] : eight[i], high = skip & 1 ? eight[i + 3 > 7 ? 7 : i + 3] : eight[i + 2];
+      codes |= random_code(how, steps, rest[i], skip & 2 ? high : low) << (8 * i);
+    }
+#pragma unroll
+    for (int k = 0; k + 4 < LINE; ++k) rest[k] = rest[k + 4];
+#pragma unroll
+    for (int w = 0; w + 1 < LINE / 4; ++w) words[w] = words[w + 1];
+    words[LINE / 4 - 1] = codes;
+  }
+}
+
+// A block takes 128 rows and 128 columns, 32 rows at a time; a one-dimensional grid, columns first. Of the
+// outputs each may be null.
+extern "C" __global__ void __launch_bounds__(256, LINES_BLOCKS)
+cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, const float* tensor_amax,
+           float* tensor_scale_inv, const i64* rng, i64 rows, i64 columns, i64 draw, BlockCast how) {
+  start_early();
+  __shared__ u32 peaks[PEAKS];
+  const TensorScale tensor = tensor_scale(how, tensor_amax);
+  write_tensor_scale(tensor, tensor_scale_inv);
+  const i64 across = ceil_div(columns, SPAN);
+  if (!rows || !columns) return;
+  const u32 place = line_place(), warp_row = threadIdx.x / 32 * 4, own_row = threadIdx.x / LINES;
+  const i64 top = blockIdx.x / across * SPAN, column = blockIdx.x % across * SPAN + place * LINE;
+  const bool wide = rows_aligned<16>(x, columns), wide_q = rows_aligned<16>(q, columns),
+             wide_values = rows_aligned<16>(values, columns);
+  const u32 flips = flips_of(how.rotation, rng, column);
+  const bool whole = whole_group(how.rotation, column, columns);
+  const u32 squares = SPAN / how.tile, peak = place * LINE / how.tile;  // of a row of them; the first one's
+  const i64 tiles = ceil_div(columns, how.tile);
+  float v[LINE];
+  bool nan;
+
+  if (how.square) {
+    clear_peaks(peaks);
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; ++turn) {
+      if (top + turn * ROWS + warp_row >= rows) break;
+      const u32 row = turn * ROWS + own_row;
+      to_line(read_line(x, top + row, rows, column, columns, wide), v);
+      rotate_line(how.rotation, flips, whole, place, v);
+      add_peak(peaks + row / how.tile * squares + peak, line_amax(how, v, nan));
+    }
+    __syncthreads();
+  }
+
+  Pair next = read_line(x, top + own_row, rows, column, columns, wide);
+#pragma unroll 1
+  for (int turn = 0; turn < TURNS; ++turn) {
+    if (top + turn * ROWS + warp_row >= rows) break;
+    const u32 row_here = turn * ROWS + own_row;
+    const i64 row = top + row_here;
+    to_line(next, v);
+    if (turn + 1 < TURNS) next = read_line(x, row + ROWS, rows, column, columns, wide);
+    rotate_line(how.rotation, flips, whole, place, v);
+    float amax = line_amax(how, v, nan);
+    if (how.square) amax = __uint_as_float(peaks[row_here / how.tile * squares + peak]);
+    else amax = shared_amax(how, amax);
+    const Scale scale = block_scale(how, tensor, amax);
+    if (row >= rows || column >= columns) continue;
+    if (!(place * LINE & (how.tile - 1)) && (!how.square || !(row_here & (how.tile - 1))))
+      write_scale(scale, (how.square ? row / how.tile : row) * tiles + column / how.tile, scale_inv,
+                  scale_codes);
+    if (q == nullptr && values == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
+    u32 words[LINE / 4] = {};
+    if (COMPILED == any_codes && how.format.random_bits)
+      random_codes(how, rng, ((u64)draw << 56) + (u64)(row * columns + column), v, words);
+    else
+      nearest_codes(how, v, nan || scale.scale != scale.scale, words);
+    const i64 at = row * columns + column;
+    if (q != nullptr) write_codes<LINE>(q + at, (int)min64(columns - column, LINE), wide_q, words);
+    if (values != nullptr) {
+      decode_line(how, words, v);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float eight[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) eight[i] = v[8 * half + i] * scale.value;
+        write8(values + at + 8 * half, columns_left(column + 8 * half, columns), wide_values,
+               rounded8<T>(eight));
+      }
+    }
+  }
+}
+
+// --- the contraction is the first dimension ----------------------------------------------------------------
+
+// 128 rows of 64 codes on their way to memory. Pairs of row r lie at 32-bit words ^ (2 * (r / 16)), so that
+// the lanes of a warp, which write 16 words at a time, meet no other in a bank.
+struct Codes {
+  u32 words[SPAN][PANEL / 4];
+
+  __device__ __forceinline__ void put(u32 row, u32 pair, u32 two) {
+    reinterpret_cast<u16*>(&words[row][(pair / 2) ^ (2 * (row / LINE))])[pair % 2] = (u16)two;
+  }
+  __device__ __forceinline__ void get(u32 row, u32 sixteen, u32 (&codes)[4]) const {
+    const u32 band = row / LINE;
+    const uint4 four = reinterpret_cast<const uint4*>(words[row])[sixteen ^ (band / 2)];
+    const bool swapped = band & 1;
+    codes[0] = swapped ? four.z : four.x, codes[1] = swapped ? four.w : four.y;
+    codes[2] = swapped ? four.x : four.z, codes[3] = swapped ? four.y : four.w;
+  }
+};
+
+DEVICE void column_line(Panel<T>& panel, u32 place, u32 pair, int side, float (&v)[LINE]) {
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) v[i] = to_float(panel.at(place * LINE + i, pair)[side]);
+}
+
+// Codes of the 16 rows from `row` on of a column, by their words; that of element (0, 0) is `first`. A
+// column's codes are bytes: byte i % 4 of words[i / 4].
+DEVICE void random_column(const BlockCast& how, const i64* rng, u64 first, i64 row, i64 column, i64 columns,
+                          const float (&v)[LINE], u32 (&words)[LINE / 4]) {
+  const Rng key = load_rng(rng);
+  const Steps steps = steps_of(how);
+  float rest[LINE];
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) rest[i] = v[i];
+#pragma unroll 1
+  for (int i = 0; i < LINE; ++i) {
+    const u32 word = philox_word(key, first + (u64)((row + i) * columns + column));
+    const u32 code = random_code(how, steps, rest[0], word);
+#pragma unroll
+    for (int k = 0; k + 1 < LINE; ++k) rest[k] = rest[k + 1];
+#pragma unroll
+    for (int w = 0; w < LINE / 4; ++w)
+      words[w] = __funnelshift_r(words[w], w + 1 < LINE / 4 ? words[(w + 1) % (LINE / 4)] : code, 8);
+  }
+}
+
+// A block takes 128 rows and 64 columns; of square blocks 128 columns, 64 at a time.
+extern "C" __global__ void __launch_bounds__(256, COLUMNS_BLOCKS)
+cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, const float* tensor_amax,
+             float* tensor_scale_inv, const i64* rng, i64 rows, i64 columns, i64 draw, BlockCast how) {
+  start_early();
+  __shared__ Panel<T> panel;
+  __shared__ Codes codes;
+  __shared__ u32 peaks[PEAKS];
+  const TensorScale tensor = tensor_scale(how, tensor_amax);
+  write_tensor_scale(tensor, tensor_scale_inv);
+  if (!rows || !columns) return;
+  const i64 width = how.square ? SPAN : PANEL, across = ceil_div(columns, width);
+  const i64 top = blockIdx.x / across * SPAN, left = blockIdx.x % across * width;
+  const u32 place = line_place(), pair = line_pair();
+  const i64 row = top + place * LINE;
+  const u32 flips = flips_of(how.rotation, rng, row);
+  const bool whole = whole_group(how.rotation, row, rows), wide_q = rows_aligned<16>(q, columns);
+  const u32 squares = SPAN / how.tile;
+  const i64 tiles = how.square ? ceil_div(columns, how.tile) : columns;
+  bool nan;
+
+  if (how.square) {
+    clear_peaks(peaks);
+#pragma unroll 1
+    for (u32 part = 0; part < SPAN; part += PANEL) {
+      read_panel(panel, x, rows, columns, top, left + part);
+#pragma unroll 1
+      for (int side = 0; side < 2; ++side) {
+        float v[LINE];
+        column_line(panel, place, pair, side, v);
+        rotate_line(how.rotation, flips, whole, place, v);
+        add_peak(peaks + place * LINE / how.tile * squares + (part + 2 * pair + side) / how.tile,
+                 line_amax(how, v, nan));
+      }
+    }
+    __syncthreads();
+  }
+
+#pragma unroll 1
+  for (u32 part = 0; part < width; part += PANEL) {
+    read_panel(panel, x, rows, columns, top, left + part);
+    u32 first[LINE / 4] = {};  // the codes of the pair's first column
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+      const u32 column_here = part + 2 * pair + side;
+      const i64 column = left + column_here;
+      float v[LINE];
+      column_line(panel, place, pair, side, v);
+      rotate_line(how.rotation, flips, whole, place, v);
+      float amax = line_amax(how, v, nan);
+      if (how.square)
+        amax = __uint_as_float(peaks[place * LINE / how.tile * squares + column_here / how.tile]);
+      else
+        amax = shared_amax(how, amax);
+      const Scale scale = block_scale(how, tensor, amax);
+      const bool leader = !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
+      if (leader && row < rows && column < columns)
+        write_scale(scale, row / how.tile * tiles + (how.square ? column / how.tile : column), scale_inv,
+                    scale_codes);
+#pragma unroll
+      for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
+      u32 words[LINE / 4] = {};
+      if (COMPILED == any_codes && how.format.random_bits)
+        random_column(how, rng, (u64)draw << 56, row, column, columns, v, words);
+      else
+        nearest_codes(how, v, nan || scale.scale != scale.scale, words);
+      if (values != nullptr) {
+        decode_line(how, words, v);
+#pragma unroll
+        for (int i = 0; i < LINE; ++i)
+          panel.at(place * LINE + i, pair)[side] = from_float<T>(v[i] * scale.value);
+      }
+      if (side == 0) {
+#pragma unroll
+        for (int w = 0; w < LINE / 4; ++w) first[w] = words[w];
+      } else {
+#pragma unroll
+        for (int i = 0; i < LINE; ++i)
+          codes.put(place * LINE + i, pair,
+                    __byte_perm(first[i / 4], words[i / 4], (i % 4) | (4 + i % 4) << 4) & 0xFFFFu);
+      }
+    }
+    if (values != nullptr) write_panel(panel, values, rows, columns, top, left + part);
+    __syncthreads();
+    if (q != nullptr) {
+#pragma unroll
+      for (int turn = 0; turn < SPAN * PANEL / 16 / 256; ++turn) {
+        const u32 at = threadIdx.x + 256 * turn, line = at / 4, sixteen = at % 4;
+        const i64 to = top + line, column = left + part + 16 * sixteen;
+        if (to >= rows || column >= columns) continue;
+        u32 out[4];
+        codes.get(line, sixteen, out);
+        write_codes<16>(q + to * columns + column, (int)min64(columns - column, 16), wide_q, out);
+      }
+    }
+  }
+}

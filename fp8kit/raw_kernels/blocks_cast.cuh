@@ -1,0 +1,240 @@
+// Scales of blocks, and codes of a line of 16 neighbours: what casts by blocks of any rule are made of.
+#pragma once
+#include "blocks.cuh"
+
+enum Kind { MX, NVFP4, FLOATS };
+// What makes codes to nearest even, and values of codes: the hardware, steps of equal width (below), or
+// fp8.cuh's general functions.
+enum Route { E4M3, E5M2, STEPS, GENERAL };
+
+// The define ROUTE names what is compiled: one of the first three to nearest even, or `any` route and
+// rounding, as it is called.
+enum Compiled { e4m3_codes = E4M3, e5m2_codes = E5M2, steps_codes = STEPS, any_codes };
+#define JOINED_(a, b) a##b
+#define JOINED(a, b) JOINED_(a, b)
+constexpr Compiled COMPILED = JOINED(ROUTE, _codes);
+
+// How a matrix is cast (fp8kit.quantization.Quantizer), as the host passes it by value.
+struct BlockCast {
+  Narrow format;  // its random_bits: 0 is to nearest even
+  Rotation rotation;
+  i32 route;
+  i32 kind;
+  i32 tile;       // length of a block along the contraction, 16 to 128
+  i32 square;     // whether it is as long across
+  i32 by_max;     // E8M0: whether the scale follows from amax / max, else from amax's exponent ...
+  i32 addend;     // ... after this was added to its bits ...
+  i32 up;         // ... one more where a mantissa is left ...
+  i32 exponent;   // ... less this
+  i32 inf_byte;   // what Inf makes
+  i32 power_2;    // float32 scales: whether they are powers of two
+  float max, inverse_max;  // of the format
+  float epsilon;           // the least amax
+  float for_inf;           // a float32 scale that overflows
+};
+
+// A block's: before the cast, its reciprocal, what codes are times to give values, and the scale's code.
+struct Scale {
+  float scale, inverse, value;
+  u32 code;
+};
+
+// E8M0 bytes as floats, 2^(byte - 127).
+DEVICE float power(u32 byte) {
+  return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+}
+
+DEVICE Scale mx_scale(const BlockCast& how, float amax) {
+  const u32 bits = __float_as_uint(amax);
+  i32 byte;
+  if (bits > 0x7F800000u) {
+    byte = 255;
+  } else if (bits == 0x7F800000u) {
+    byte = how.inf_byte;
+  } else {
+    if (how.by_max) {
+      const u32 v = __float_as_uint(amax * how.inverse_max);
+      byte = (i32)(v >> 23) + ((v & 0x7FFFFFu) > (v >> 23 ? 0u : 0x400000u));
+    } else {
+      const u32 v = bits + (u32)how.addend;
+      byte = (i32)(v >> 23) + (how.up && (v & 0x7FFFFFu)) - how.exponent;
+    }
+    byte = byte < 0 ? 0 : byte > 254 ? 254 : byte;
+  }
+  const float inverse = power((u32)byte);
+  return Scale{power(byte == 255 ? 255u : 254u - (u32)byte), inverse, inverse, (u32)byte};
+}
+
+// The scale of a tensor whose blocks have scales in E4M3, and its reciprocal.
+struct TensorScale {
+  float scale, inverse;
+};
+
+DEVICE TensorScale tensor_scale(const BlockCast& how, const float* amax) {
+  if (how.kind != NVFP4 || amax == nullptr) return TensorScale{1.0f, 1.0f};
+  float scale = __fdiv_rn(e4m3::MAX * how.max, *amax);
+  if (!(*amax > 0.0f && *amax < INF)) scale = 1.0f;
+  if (scale > FLT_MAX) scale = FLT_MAX;
+  return TensorScale{scale, __fdiv_rn(1.0f, scale)};
+}
+
+DEVICE Scale nvfp4_scale(const BlockCast& how, TensorScale tensor, float amax) {
+  float v = amax * (tensor.scale * how.inverse_max);
+  if (v > e4m3::MAX) v = e4m3::MAX;  // a NaN stays
+  const u32 code = encode<e4m3>(v);
+  const float value = decode<e4m3>((u8)code), inverse = value * tensor.inverse;
+  float scale = __fdiv_rn(1.0f, inverse);
+  if (scale > FLT_MAX) scale = FLT_MAX;
+  return Scale{scale, inverse, value, code};
+}
+
+// Of a block with the largest magnitude `amax`, which is NaN where NaN counts and there is one.
+DEVICE Scale block_scale(const BlockCast& how, TensorScale tensor, float amax) {
+  if (amax < how.epsilon) amax = how.epsilon;
+  if (how.kind == MX) return mx_scale(how, amax);
+  if (how.kind == NVFP4) return nvfp4_scale(how, tensor, amax);
+  const float scale = scale_of(amax, how.max, how.epsilon, how.for_inf, how.power_2 != 0);
+  const float inverse = __fdiv_rn(1.0f, scale);
+  return Scale{scale, inverse, inverse, 0};
+}
+
+// The largest magnitude of a line: NaN where one is, which `nan` says, unless blocks leave NaN out.
+DEVICE float line_amax(const BlockCast& how, const float (&v)[LINE], bool& nan) {
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) top = max_nan(top, fabsf(v[i]));
+  nan = top != top;
+  if (nan && how.kind == FLOATS) {
+    top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) top = amax_of(top, v[i]);
+  }
+  return top;
+}
+
+// --- codes -------------------------------------------------------------------------------------------------
+// A format with a zero and a mantissa: in the binade of a value, which is at least that of the smallest
+// normal one, codes are steps of equal width.
+
+DEVICE i32 route_of(const BlockCast& how) { return COMPILED == any_codes ? how.route : (i32)COMPILED; }
+
+struct Steps {
+  u32 shift;   // mantissa bits that a float has more
+  u32 lowest;  // the exponent of the smallest normal value, in its place
+};
+
+DEVICE Steps steps_of(const BlockCast& how) {
+  return Steps{(u32)(23 - how.format.mantissa_bits), (u32)(how.format.lowest + 127) << 23};
+}
+
+// The code with v's sign.
+DEVICE u32 signed_code(const BlockCast& how, u32 code, float v) {
+  if (how.format.twos) return (v < 0.0f ? 0u - code : code) & (u32)(2 * how.format.sign - 1);
+  return code | (__float_as_uint(v) >> 31 ? (u32)how.format.sign : 0u);
+}
+
+// To nearest even: a float so large that its last place is a step's width rounds the sum there.
+DEVICE u32 nearest_code(const BlockCast& how, Steps steps, float v) {
+  const float a = fminf(fabsf(v), how.max);
+  const u32 field = __float_as_uint(a) & 0x7F800000u, binade = field > steps.lowest ? field : steps.lowest;
+  const u32 magic = binade + (steps.shift << 23);
+  const u32 count = __float_as_uint(a + __uint_as_float(magic)) - magic;
+  return signed_code(how, (binade >> steps.shift) - (steps.lowest >> steps.shift) + count, v);
+}
+
+// By the first random_bits bits of a word; every step here is exact.
+DEVICE u32 stochastic_code(const BlockCast& how, Steps steps, float v, u32 word) {
+  const float a = fminf(fabsf(v), how.max);
+  const u32 field = __float_as_uint(a) & 0x7F800000u, binade = field > steps.lowest ? field : steps.lowest;
+  const float count = a * __uint_as_float(((254u + 23u - steps.shift) << 23) - binade);
+  const u32 whole = __float_as_uint(__fadd_rz(count, 8388608.0f)) - 0x4B000000u;
+  const float place = (count - (float)whole) * 4294967296.0f;
+  const u32 unused = 32 - (u32)how.format.random_bits;
+  const bool more = unused ? (word >> unused) < (__float2uint_rz(place) >> unused)
+                           : word < __float2uint_ru(place);
+  return signed_code(how, (binade >> steps.shift) - (steps.lowest >> steps.shift) + whole + more, v);
+}
+
+// The bytes of those of 16 values that are NaN become the code of NaN.
+DEVICE void mark_nan(const BlockCast& how, const float (&v)[LINE], u32 (&words)[LINE / 4]) {
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) {
+    const u32 mask = 0xFFu << (8 * (i % 4));
+    if (v[i] != v[i]) words[i / 4] = (words[i / 4] & ~mask) | ((u32)how.format.nan_code << (8 * (i % 4)));
+  }
+}
+
+// words = the codes of v, to nearest even. `nan`: whether some are NaN.
+DEVICE void nearest_codes(const BlockCast& how, const float (&v)[LINE], bool nan, u32 (&words)[LINE / 4]) {
+  const i32 route = route_of(how);
+  if (route == E4M3) {
+    encode_words<e4m3>(v, words);
+  } else if (route == E5M2) {
+    encode_words<e5m2>(v, words);
+  } else if (route == STEPS) {
+    const Steps steps = steps_of(how);
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) {
+      const u32 code = nearest_code(how, steps, v[i]);
+      words[i / 4] = i % 4 ? words[i / 4] | code << (8 * (i % 4)) : code;
+    }
+    if (nan) mark_nan(how, v, words);
+  } else {
+    // rare: a value at a time, which the others move up to
+    float rest[LINE];
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) rest[i] = v[i];
+#pragma unroll 1
+    for (int i = 0; i < LINE; ++i) {
+      const u32 code = encode(how.format, rest[0], 0);
+#pragma unroll
+      for (int k = 0; k + 1 < LINE; ++k) rest[k] = rest[k + 1];
+#pragma unroll
+      for (int w = 0; w < LINE / 4; ++w)
+        words[w] = __funnelshift_r(words[w], w + 1 < LINE / 4 ? words[(w + 1) % (LINE / 4)] : code, 8);
+    }
+  }
+}
+
+// The code of one value, stochastically.
+DEVICE u32 random_code(const BlockCast& how, Steps steps, float v, u32 word) {
+  if (how.route == GENERAL) return encode(how.format, v, word);
+  return v != v ? (u32)how.format.nan_code : stochastic_code(how, steps, v, word);
+}
+
+// --- values ------------------------------------------------------------------------------------------------
+
+// v = the values of codes. As a float's subnormals and binades codes are values times a power of two.
+DEVICE void decode_line(const BlockCast& how, const u32 (&words)[LINE / 4], float (&v)[LINE]) {
+  const i32 route = route_of(how);
+#pragma unroll
+  for (int w = 0; w < LINE / 4; ++w) {
+    float four[4];
+    if (route == E4M3) {
+      decode4<e4m3>(words[w], four);
+    } else if (route == E5M2) {
+      decode4<e5m2>(words[w], four);
+    } else if (route == STEPS) {
+      const u32 shift = 23 - how.format.mantissa_bits, sign = how.format.sign;
+      const float unit = __uint_as_float((u32)(how.format.lowest + 253) << 23);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 code = words[w] >> (8 * i) & 0xFFu;
+        const u32 magnitude = how.format.twos && code & sign ? 2 * sign - code : code & how.format.magnitude;
+        const float value = __uint_as_float(magnitude << shift) * unit;
+        four[i] = (i32)magnitude >= how.format.nan_from ? __uint_as_float(0x7FC00000u)
+                                                        : code & sign ? -value : value;
+      }
+    } else {
+      u32 rest = words[w];
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        const float value = decode(how.format, (u8)rest);
+        rest >>= 8;
+        four[0] = four[1], four[1] = four[2], four[2] = four[3], four[3] = value;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[4 * w + i] = four[i];
+  }
+}
