@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fp8kit import formats
+from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
 
@@ -121,15 +122,27 @@ class _Strict:
 class MMParams(_Strict):
     """How one GEMM accumulates.
 
-    ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores
-    accumulate in their own width (Hopper: 14 mantissa bits), faster and good enough for fprop
-    (``fast_accumulate`` of the kernel contract).
+    * ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores
+      accumulate in their own width (Hopper: 14 mantissa bits), faster and good enough for fprop
+      (``fast_accumulate`` of the kernel contract).
+    * ``accumulation``: None; or the name of a chip's arithmetic, "hopper_fast", "hopper_split" and others of
+      ``fp8kit.accumulation.ACCUMULATIONS``, or an ``fk.Accumulation``, that the sums are made by on every
+      device, bit for bit. Slow: for studies, and for a CPU that is to train with Hopper's sums.
     """
 
     use_split_accumulator: bool = True
+    accumulation: str | Accumulation | None = None
 
     def __post_init__(self) -> None:
         self._want(bool, "use_split_accumulator")
+        own = self.accumulation
+        if own is not None and not isinstance(own, Accumulation) and own not in list(ACCUMULATIONS):
+            raise self._refuse("accumulation", f"None, an Accumulation or one of {', '.join(ACCUMULATIONS)}")
+
+    @property
+    def how(self) -> str | Accumulation:
+        """As ``Gemm.accumulation`` says it."""
+        return self.accumulation or ("split" if self.use_split_accumulator else "fast")
 
 
 @dataclass(frozen=True)
@@ -234,9 +247,7 @@ class Recipe(_Strict):
     def _quantization(self, x: Quantizer, w: Quantizer, g: Quantizer) -> Quantization:
         """The operands, with the accumulation that the recipe's fields say."""
         gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
-        return Quantization.of(
-            x, w, g, *("split" if gemm.use_split_accumulator else "fast" for gemm in gemms)
-        )
+        return Quantization.of(x, w, g, *(gemm.how for gemm in gemms))
 
     def _check_common(self) -> None:
         self._want(Format, "fp8_format")

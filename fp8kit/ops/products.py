@@ -14,12 +14,14 @@ from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
+from fp8kit.ops.product_row import RowProduct
 from fp8kit.ops.product_tensor import TensorProduct
-from fp8kit.quantization import Quantization
+from fp8kit.quantization import OPERANDS, Quantization, Quantizer
 
 # granularity of scales -> the products of operands that have it
 PRODUCTS: dict[str, type[QuantizedProduct]] = {
     "tensor": TensorProduct,
+    "row": RowProduct,
     "block_1x128": BlockProduct,
     "block_128x128": BlockProduct,
 }
@@ -44,8 +46,7 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
         why = refusal
     used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
     operands = [operand for gemm in used for operand in (gemm.a, gemm.b)]
-    by_blocks = all(operand.granularity.startswith(("mx_", "nvfp4_", "block_")) for operand in operands)
-    if not by_blocks or any(operand.scale_source != "current" for operand in operands):
+    if any(operand.scale_source != "current" for operand in operands) or any(gemm.model for gemm in used):
         raise why
     EmulatedProduct.check_supported(quantization.gemms.items())
     return EmulatedProduct
@@ -53,11 +54,13 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
 
 def _native(quantization: Quantization) -> type[QuantizedProduct]:
     """The products on FP8 codes, or UnsupportedError."""
-    gemms = quantization.gemms
-    for name, gemm in gemms.items():
+    used = {name: gemm for name, gemm in quantization.gemms.items() if gemm.compute != "high_precision"}
+    readers: dict[str, list[tuple[str, Quantizer]]] = {"x": [], "w": [], "g": []}
+    for name, gemm in used.items():
         if gemm.compute != "quantized":
-            raise unsupported(f"{name}.compute", repr(gemm.compute), '"quantized"')
-        for place, quantizer in (("a", gemm.a), ("b", gemm.b)):
+            raise unsupported(f"{name}.compute", repr(gemm.compute), '"quantized" or "high_precision"')
+        for source, place, quantizer in zip(OPERANDS[name], "ab", (gemm.a, gemm.b), strict=True):
+            readers[source].append((f"{name}.{place}", quantizer))
             for field, known in _SUPPORTED.items():
                 value = getattr(quantizer, field)
                 if value not in known:
@@ -65,12 +68,14 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
                     raise unsupported(f"{name}.{place}.{field}", value, wanted)
         if gemm.a.format == gemm.b.format == E5M2:
             raise unsupported(f"{name}.a, b", "E5M2 for both", "E4M3 for at least one")
-    f, d, w = gemms.values()
-    for argument, second, first in (("wgrad.b", w.b, f.a), ("dgrad.b", d.b, f.b), ("wgrad.a", w.a, d.a)):
-        if second != first:
-            raise unsupported(argument, second, f"{first}, as the other GEMM that reads this operand")
-    operands = quantization.x, quantization.w, quantization.g
+    for pair in readers.values():
+        if len(pair) == 2 and pair[0][1] != pair[1][1]:
+            wanted = f"{pair[0][1]}, as the other GEMM that reads this operand"
+            raise unsupported(pair[1][0], pair[1][1], wanted)
+    operands = [quantizer for pair in readers.values() for _, quantizer in pair]
     kinds = {PRODUCTS[quantizer.granularity]: quantizer.granularity for quantizer in operands}
+    if not kinds:
+        raise unsupported("compute", "high precision for all three GEMMs", "no recipe")
     if len(kinds) > 1:
         raise unsupported(
             "granularity", " and ".join(kinds.values()), "scales of the same kind for x, w and g"
@@ -78,7 +83,7 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
     if len({quantizer.needs_state for quantizer in operands}) > 1:
         raise unsupported("scale_source", "delayed for some of x, w and g", "delayed for all or for none")
     (kind,) = kinds
-    kind.check_supported(gemms.items())
+    kind.check_supported(used.items())
     return kind
 
 
