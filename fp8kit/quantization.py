@@ -110,6 +110,11 @@ class Quantizer:
         return self.needs_amax and self.scale_source == "current"
 
     @property
+    def static(self) -> bool:
+        """Whether the scale is always the same."""
+        return self.scale_source == "static"
+
+    @property
     def two_level(self) -> bool:
         """Whether the tensor has a scale besides those of its blocks."""
         return self.granularity.startswith("nvfp4")

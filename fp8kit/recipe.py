@@ -17,10 +17,11 @@ a RecipeError, and every field that is accepted has its effect. No environment v
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
@@ -30,6 +31,10 @@ from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantize
 if TYPE_CHECKING:
     from fp8kit.block_recipes import MXFP8BlockScaling as MXFP8BlockScaling
     from fp8kit.block_recipes import NVFP4BlockScaling as NVFP4BlockScaling
+    from fp8kit.layer_recipes import CustomRecipe as CustomRecipe
+    from fp8kit.layer_recipes import DataRecipe as DataRecipe
+    from fp8kit.layer_recipes import PerLayer as PerLayer
+    from fp8kit.layer_recipes import QuantizerRole as QuantizerRole
 
 _Self = TypeVar("_Self", bound="_Strict")
 
@@ -183,6 +188,13 @@ class Recipe(_Strict):
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
+    # whether layers have recipes of their own (``for_layer``)
+    by_layer: ClassVar[bool] = False
+
+    def for_layer(self, kind: str, name: str) -> Recipe | None:
+        """The recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called ``name``, ""
+        where it has no name; None for high precision. The same object for the same layer."""
+        return self
 
     @property
     def quantization(self) -> Quantization:
@@ -523,26 +535,25 @@ class Float8BlockScaling(_ScaledNow):
         return f"block({self.fp8_format.name}, {scales}{odd})"
 
 
-# recipes of ``fp8kit.block_recipes``
-_BY_BLOCKS = ("MXFP8BlockScaling", "NVFP4BlockScaling")
-# Transformer Engine's recipes that are not here -> why
-_ABSENT = {
-    "CustomRecipe": "quantisers are not the user's own; DelayedScaling takes functions for amax and scale"
+# what is in other files
+_ELSEWHERE = {
+    "MXFP8BlockScaling": "block_recipes",
+    "NVFP4BlockScaling": "block_recipes",
+    "CustomRecipe": "layer_recipes",
+    "DataRecipe": "layer_recipes",
+    "PerLayer": "layer_recipes",
+    "QuantizerRole": "layer_recipes",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The recipes of ``fp8kit.block_recipes``. AttributeError that says which recipes there are, and why one
-    of Transformer Engine's is none of them."""
-    if name in _BY_BLOCKS:
-        from fp8kit import block_recipes
-
-        return getattr(block_recipes, name)
+    """What other files hold. AttributeError that says which recipes there are."""
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f"fp8kit.{_ELSEWHERE[name]}"), name)
     kinds = [kind.__name__ for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)]
-    why = f": {_ABSENT[name]}" if name in _ABSENT else ""
-    known = [*(each for each in globals() if not each.startswith("_")), *_BY_BLOCKS]
-    hint = "" if why else meant(name, known)
+    kinds += [each for each in _ELSEWHERE if each != "QuantizerRole"]
+    known = [*(each for each in globals() if not each.startswith("_")), *_ELSEWHERE]
     raise AttributeError(
-        f"module {__name__!r} has no {name!r}{why}; the recipes are {', '.join([*kinds, *_BY_BLOCKS])}{hint}",
+        f"module {__name__!r} has no {name!r}; the recipes are {', '.join(kinds)}{meant(name, known)}",
         name=name,
     )

@@ -29,7 +29,8 @@ PRODUCTS: dict[str, type[QuantizedProduct]] = {
 _SUPPORTED = {
     "format": (E4M3, E5M2),
     "granularity": tuple(PRODUCTS),
-    "scale_source": ("current", "delayed", "amax"),
+    "scale_source": ("current", "delayed", "amax", "static"),
+    "static_scale": (1.0,),
     "scale_rule": ("exact", "power_2"),
     "stochastic_bits": (0,),
     "hadamard": (0,),
@@ -80,6 +81,9 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
         raise unsupported(
             "granularity", " and ".join(kinds.values()), "scales of the same kind for x, w and g"
         )
+    for quantizer in operands:
+        if quantizer.static and quantizer.granularity != "tensor":
+            raise unsupported("granularity", quantizer.granularity, "tensor, with a static scale")
     if len({quantizer.needs_state for quantizer in operands}) > 1:
         raise unsupported("scale_source", "delayed for some of x, w and g", "delayed for all or for none")
     (kind,) = kinds
