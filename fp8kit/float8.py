@@ -62,7 +62,8 @@ def quantize(
     * ``scale_rule``: "exact", ``format.max / amax`` (1 where amax is 0, Inf or NaN); "power_2", that rounded
       down to a power of two; of mx also "floor", "ceil", "even", "rceil" and "te", the rules of E8M0 scales
       (``fp8kit.blocks.scale_bytes`` says them), where NaN makes its whole block NaN; of NVFP4 "exact", its
-      two levels (``fp8kit.blocks.nvfp4_scales``). None: "exact" for "tensor", "row" and NVFP4, else "power_2".
+      two levels (``fp8kit.blocks.nvfp4_scales``). None: "exact" for "tensor", "row" and NVFP4,
+      else "power_2".
     * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of
       Philox4x32-10, neither negative, by so many random bits an element: ``stochastic_bits``, 1 to 32.
     * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has
