@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         ShapeError,
         UnsupportedError,
     )
-    from fp8kit.float8 import Float8Tensor, quantize
+    from fp8kit.float8 import Float8Tensor, QuantizedArray, quantize
     from fp8kit.formats import (
         E2M1,
         E2M3,
@@ -90,6 +90,7 @@ _PUBLIC = {
     "NonFiniteError": "errors",
     "UnsupportedError": "errors",
     "Float8Tensor": "float8",
+    "QuantizedArray": "float8",
     "quantize": "float8",
     "E2M1": "formats",
     "E2M3": "formats",

@@ -1,13 +1,13 @@
-"""FP8 arrays: codes with their scaling, made by ``quantize`` and multiplied by ``@``.
+"""``quantize``: arrays of any library as codes of a narrow format with scales.
 
 ``value = decode(code) * scale_inv``, one scale a tensor, a row or a block (Micikevicius et al. 2022, FP8
 Formats for Deep Learning, for the scale of a tensor; DeepSeek-V3 technical report, 2024, 3.3.2, for 1x128 and
-128x128 blocks; OCP Microscaling Formats 1.0 for mx_1x32).
+128x128 blocks; OCP Microscaling Formats 1.0 for mx; NVIDIA, Pretraining Large Language Models with NVFP4,
+arXiv 2509.25149). What it makes is a ``QuantizedArray``; ``Float8Tensor`` is its former name.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -17,44 +17,64 @@ from fp8kit import arrays, formats
 from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
-from fp8kit.backends.dispatch import CannotTake, block_shapes
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import E4M3, E5M2, Format
-from fp8kit.quantization import TILES
+from fp8kit.formats import E2M1, E4M3, Format
+from fp8kit.quantization import MX_RULES, ROTATIONS, SIGNS, Quantizer
+from fp8kit.quantized_array import WANTED, QuantizedArray, of_views
+from fp8kit.tiles import Rotation, along_of, tiling
 
+__all__ = ["Float8Tensor", "QuantizedArray", "quantize"]
+
+Float8Tensor = QuantizedArray
+
+_RULES = {"mx": ("power_2", *MX_RULES), "nvfp4": ("exact",)}  # of others "exact" and "power_2"
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
 _QUANTISED = f"one of {', '.join(_FLOATS)}"
-_WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
-_BOTH = "a Float8Tensor on both sides: quantize the other one first, or multiply with what dequantize() gives"
 
 
 def quantize(
     x: Any,
-    format: Format = E4M3,
+    format: Format | None = None,
     scale: Any = None,
     scaling: str = "tensor",
     rounding: str = "nearest",
     saturate: bool = True,
     rng: Any = None,
-) -> Float8Tensor:
-    """``encode(x * scale)`` as a Float8Tensor of x's library and device.
+    *,
+    scale_rule: str | None = None,
+    stochastic_bits: int = 32,
+    along: int = -1,
+    hadamard: int = 0,
+    signs: str = "plus",
+) -> QuantizedArray:
+    """``encode(x * scale)`` as a QuantizedArray of x's library and device.
 
     * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are
       the rows. A float64 array is first rounded to float32.
+    * ``format``: E4M3 by default, E2M1 of NVFP4.
     * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid
       of blocks; positive and finite, and so must 1 / scale be in float32 (above 2^-128; of an array on a GPU
-      nobody looks at the values). None: current scaling, ``format.max / amax`` (1 where amax is 0, Inf or
-      NaN), rounded down to a power of two for the blocks and mx, whose scales are thus E8M0 values.
-    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32" (rows x columns of a tile;
-      tiles at the edges are smaller).
+      nobody looks at the values). None: current scaling by ``scale_rule``.
+    * ``scaling``: "tensor", "row", or blocks of rows x columns, 1xN or NxN (tiles at the edges are smaller):
+      "block_1x128" with float32 scales, "mx_1x32" with E8M0 scales, N 16, 32, 64 or 128; "nvfp4_1x16",
+      "nvfp4_16x16" with E4M3 scales, and one of the tensor.
+    * ``scale_rule``: "exact", ``format.max / amax`` (1 where amax is 0, Inf or NaN); "power_2", that rounded
+      down to a power of two; of mx also "floor", "ceil", "even", "rceil" and "te", the rules of E8M0 scales
+      (``fp8kit.blocks.scale_bytes`` says them), where NaN spoils its block; of NVFP4 "exact", its two levels
+      (``fp8kit.blocks.nvfp4_scales``). None: "exact" for "tensor", "row" and NVFP4, else "power_2".
     * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of
-      Philox4x32-10, neither negative.
+      Philox4x32-10, neither negative, by so many random bits an element: ``stochastic_bits``, 1 to 32.
     * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has
-      no Inf. NaN stays NaN.
+      no Inf. NaN stays NaN, and in a format without NaN becomes the largest value.
+    * ``along``: 0, rows and blocks are transposed: they lie along the first dimension (of the rows that all
+      leading dimensions make), as the product with a transposed array wants them; so does the rotation.
+    * ``hadamard``: 16, 32, 64 or 128: so many neighbours are first rotated by a Hadamard matrix, in float32;
+      ``signs`` of its columns: "plus", "te" (Transformer Engine's 16) or "random" (by ``rng``). Products of
+      operands that were rotated alike are those of the unrotated ones, and ``dequantize`` rotates back.
 
-    Raises FormatError for a dtype, scaling, rounding, scale or format that does not fit, ShapeError for a
-    scale of another shape.
+    Raises FormatError for a dtype, scaling, rule, rounding, scale or format that does not fit, ShapeError for
+    a scale of another shape.
     """
     try:
         view = arrays.as_view(x, "quantize", "x")
@@ -64,305 +84,121 @@ def quantize(
         raise FormatError("quantize", "x", x.dtype, _QUANTISED) from None
     if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few
         raise FormatError("quantize", "x", view.dtype.name, _QUANTISED)
-    if not isinstance(format, Format):
-        raise FormatError("quantize", "format", shown(format), _WANTED)
+    rows = arrays.contiguous(view).rows()
+    lies = 1 if type(along) is int and along == -1 else along_of("quantize", along)
+    tile, grid = tiling(scaling, rows.shape, lies)
+    kind = scaling.partition("_")[0]
+    if format is None:
+        format = E2M1 if kind == "nvfp4" else E4M3
+    elif not isinstance(format, Format):
+        raise FormatError("quantize", "format", shown(format), WANTED)
     saturate = flag("quantize", "saturate", saturate, FormatError)
     if not saturate and format.nan_code is None:
         raise FormatError("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True")
-    where = view.device
-    state = _rng(rounding, rng, where)
-    rows = arrays.contiguous(view).rows()
-    tile, grid = _tiling(scaling, rows.shape)
+    rule = _rule(scale_rule, kind)
+    _want_rotation(hadamard, signs)
+    where, random = view.device, bool(hadamard) and signs == "random"
+    state = _rng(rounding, rng, random, where)
+    bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
+    bits = 0 if rounding == "nearest" else bits
+    rotation = None
+    if hadamard:
+        rotation = Rotation(hadamard, signs, arrays.duplicate(state) if random and state else None)
     kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
-    scale_inv = arrays.empty(grid, formats.float32, where)
-    if scale is None:
-        factors = arrays.empty(grid, formats.float32, where)
-        amax = arrays.zeros(grid, formats.float32, where)
-        kernels.amax(rows, amax, tile, stream)
-        blocks = scaling not in ("tensor", "row")
-        # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as
-        # Transformer Engine has it
-        for_inf = min(view.dtype.max, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
-        kernels.scale_from_amax(amax, factors, scale_inv, format.max, blocks, 0.0, for_inf, stream)
-    else:
-        factors = _scale(scale, grid, where)
     codes = arrays.empty(view.shape, formats.uint8, where)
-    results = codes.reshape(*rows.shape), factors, scale_inv, None
-    bits = 0 if state is None else 32
-    kernels.quantize(rows, *results, format, tile, saturate, bits, state, stream)
-    return Float8Tensor(arrays.to_library(codes, x), arrays.to_library(scale_inv, x), format, scaling)
-
-
-class Float8Tensor:
-    """Codes, their format and their scaling: an array of ``decode(data) * scale_inv``.
-
-    * ``data``: uint8 of ``shape``, an array of the library that it came from; native float8 arrays are taken
-      as their codes.
-    * ``scale_inv``: float32, one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r),
-      ceil(columns / c)) for r x c blocks, with all leading dimensions flattened into rows.
-    * ``format``, ``scaling``: see ``quantize``.
-
-    Nothing is copied. Comparison is by identity; compare ``data`` and ``scale_inv`` or dequantised values.
-    Raises FormatError for data that are no codes of ``format`` and a ``scale_inv`` that is not float32,
-    ShapeError for a ``scale_inv`` of the wrong size, for strides, and for two devices.
-    """
-
-    __array_ufunc__ = None  # NumPy leaves mixed operators to this class
-    __slots__ = ("_codes", "_data", "_flipped", "_scale_inv", "format", "scale_inv", "scaling")
-
-    def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
-        codes = arrays.as_view(data, "Float8Tensor", "data")
-        if not isinstance(format, Format):
-            raise FormatError("Float8Tensor", "format", shown(format), _WANTED)
-        native = codes.dtype is not formats.uint8
-        if native and codes.dtype.format != format:
-            wanted = f"uint8, or the float8 dtype of {format}"
-            raise FormatError("Float8Tensor", "data", codes.dtype.name, wanted)
-        if not codes.contiguous:
-            raise ShapeError("Float8Tensor", "data", f"strides {codes.strides}", "C-contiguous")
-        self._codes = codes.view(formats.uint8)
-        self._data = arrays.to_library(self._codes, data) if native else data
-        self._flipped = False
-        self.format = format
-        self.scaling = scaling
-        grid = _tiling(scaling, self._codes.rows().shape, "Float8Tensor")[1]
-        self._scale_inv = inverse = arrays.as_view(scale_inv, "Float8Tensor", "scale_inv")
-        self.scale_inv = scale_inv
-        if inverse.dtype is not formats.float32:
-            raise FormatError("Float8Tensor", "scale_inv", inverse.dtype.name, "float32")
-        if inverse.size != math.prod(grid) or not inverse.contiguous or inverse.device != codes.device:
-            got = f"{inverse.shape}, strides {inverse.strides}, on {inverse.device}"
-            wanted = f"{grid} for {scaling!r}, C-contiguous, on {codes.device}"
-            raise ShapeError("Float8Tensor", "scale_inv", got, wanted)
-
-    @property
-    def shape(self) -> Shape:
-        """Extent in elements."""
-        return self._codes.shape[::-1] if self._flipped else self._codes.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return self._codes.ndim
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self._codes.size
-
-    @property
-    def device(self) -> arrays.Device:
-        """Where the codes live."""
-        return self._codes.device
-
-    @property
-    def data(self) -> Any:
-        """The codes, uint8; of a transposed tensor a strided view."""
-        return arrays.to_library(self._view(), self._data) if self._flipped else self._data
-
-    @property
-    def T(self) -> Float8Tensor:
-        """The transposed matrix over the same memory, as ``a @ b.T`` wants it. ShapeError unless
-        2-dimensional."""
-        if self.ndim != 2:
-            raise ShapeError("Float8Tensor.T", "shape", self.shape, "2 dimensions")
-        transposed = self._like(self._codes, self._scale_inv)
-        transposed._flipped = not self._flipped
-        return transposed
-
-    def dequantize(self, dtype: Any = formats.float32) -> Any:
-        """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16), in
-        the data's library."""
-        out = self._wide(formats.dtype(dtype, "dequantize", "dtype", formats.HIGH_PRECISION))
-        return arrays.to_library(out.transpose(1, 0) if self._flipped else out, self._data)
-
-    def matmul(self, other: Float8Tensor, dtype: Any = None, fast_accumulate: bool = False) -> Any:
-        """The product of (..., K) and (K, N) as a high-precision array (..., N), accumulated in float32.
-
-        Tensor cores want both operands' rows along K, so ``a @ b.T`` takes the memory as it is, any other
-        orientation costs a copy; so do sizes that are no multiples of 16. ``dtype``: float32, bfloat16 or
-        float16; by default float32 on the CPU, bfloat16 elsewhere. ``fast_accumulate``: let the tensor cores
-        accumulate in their own width (with scales of tensors or rows).
-
-        Scales of blocks: the block-scaled product (``block_gemm``) where the blocks of both run along K, not
-        both are 128x128 and the device has it; else a product of the dequantised float32 operands, as exact,
-        but with float32's speed and memory.
-
-        Raises FormatError for formats other than E4M3 and E5M2, for E5M2 times E5M2, and for one operand
-        scaled by rows and one by the tensor, or along K; ShapeError where the inner sizes differ.
-        """
-        if not isinstance(other, Float8Tensor):
-            raise FormatError("matmul", "other", shown(other), _BOTH)
-        fast_accumulate = flag("matmul", "fast_accumulate", fast_accumulate, FormatError)
-        if other.ndim != 2 or self.ndim < 1 or self.shape[-1] != other.shape[0]:
-            raise ShapeError("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)")
-        pair = (self.format, other.format)
-        if any(f not in (E4M3, E5M2) for f in pair) or pair == (E5M2, E5M2):
-            wanted = "E4M3 or E5M2 on each side, at most one E5M2"
-            raise FormatError("matmul", "formats", f"{self.format} @ {other.format}", wanted)
-        blocks = any(t.scaling not in ("tensor", "row") for t in (self, other))
-        if self.scaling != other.scaling and not blocks:
-            got = f"{self.scaling!r} @ {other.scaling!r}"
-            raise FormatError("matmul", "scaling", got, "the same for both, or blocks")
-        if self.scaling == "row" and not blocks and (self._flipped or not other._flipped):
-            wanted = "a @ b.T with a and b scaled by rows"
-            raise FormatError("matmul", "scaling", '"row" along the contraction', wanted)
-        if self.device != other.device:
-            raise FormatError("matmul", "other", other.device, f"an array on {self.device}")
-        where = self.device
-        default = formats.float32 if where.kind == "cpu" else formats.bfloat16
-        kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype", formats.HIGH_PRECISION)
-        kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
-        out = arrays.empty((*self.shape[:-1], other.shape[1]), kind, where)
-        if not (out.size and self.shape[-1]):
-            arrays.zero_(out)
-        elif blocks:
-            _block_product(self, other, out.rows(), kernels, stream)
+    scale_inv = arrays.empty(grid, formats.float32, where)
+    scale_codes = tensor_scale = None
+    if kind == "nvfp4" or rule in MX_RULES:
+        if scale is not None:
+            raise FormatError("quantize", "scale", shown(scale), f"None with scales by {rule!r} of {scaling}")
+        if not saturate:
+            raise FormatError("quantize", "saturate", "False", f"True with scales by {rule!r} of {scaling}")
+        quantizer = Quantizer(format, scaling, "current", rule, 0.0, 1.0, bits, hadamard, signs)
+        target = codes.reshape(*rows.shape)
+        scale_codes, tensor_scale = _by_rule(rows, target, scale_inv, quantizer, lies, state, kernels, stream)
+    else:
+        if hadamard and rows.size:
+            source, drawn = _high_precision(rows, kernels, stream), state if random else None
+            rows = arrays.empty(rows.shape, formats.float32, where)
+            kernels.rotate(source, rows, None, hadamard, signs, lies, drawn, stream)
+        if scale is None:
+            factors = arrays.empty(grid, formats.float32, where)
+            amax = arrays.zeros(grid, formats.float32, where)
+            kernels.amax(rows, amax, tile, stream)
+            # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as
+            # Transformer Engine has it
+            for_inf = min(view.dtype.max, _FLOAT32_MAX) if kind == "block" else _FLOAT32_MAX
+            power_2 = rule == "power_2"
+            kernels.scale_from_amax(amax, factors, scale_inv, format.max, power_2, 0.0, for_inf, stream)
         else:
-            (a, scale_a), (b, scale_b) = (t._operand(kernels, stream) for t in (self, other.T))
-            rows, how = out.rows(), (self.format, other.format, scale_a, scale_b)
-            workspace = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
-            kernels.fp8_gemm(a, b, rows, *how, None, None, fast_accumulate, workspace, stream)
-        return arrays.to_library(out, self._data)
-
-    def __matmul__(self, other: object) -> Any:
-        if isinstance(other, Float8Tensor) or hasattr(other, "shape"):
-            return self.matmul(other)  # type: ignore[arg-type]
-        return NotImplemented
-
-    def __rmatmul__(self, other: object) -> Any:
-        if hasattr(other, "shape"):
-            raise FormatError("matmul", "self", shown(other), _BOTH)
-        return NotImplemented
-
-    def reshape(self, *shape: int) -> Float8Tensor:
-        """The same codes under another shape (one -1 is worked out). Only tensor scaling may change the last
-        dimension.
-
-        ShapeError for another number of elements, a transposed tensor, or rows that would be cut or joined.
-        """
-        if self._flipped:
-            raise ShapeError("Float8Tensor.reshape", "self", "a transposed tensor", "one in row-major order")
-        codes = self._codes.reshape(*shape)
-        if self.scaling != "tensor" and codes.shape[-1:] != self.shape[-1:]:
-            wanted = f"last dimension {self.shape[-1:]} (scaling {self.scaling!r})"
-            raise ShapeError("Float8Tensor.reshape", "shape", shape, wanted)
-        return self._like(codes, self._scale_inv)
-
-    def __getitem__(self, index: int | slice) -> Float8Tensor:
-        """Part of the first dimension: an index, or a slice without a step. Blocks of scales are not cut:
-        ShapeError."""
-        # which NumPy calls an integer
-        whole = isinstance(index, int | np.integer) and not isinstance(index, np.timedelta64)
-        if (
-            self._flipped
-            or not self.ndim
-            or not (whole or isinstance(index, slice))
-            or self.scaling not in ("tensor", "row")
-        ):
-            transposed = ", transposed" if self._flipped else ""
-            got = f"{index!r} of shape {self.shape}{transposed}, scaling {self.scaling!r}"
-            wanted = 'an index or slice of dim 0, scaling "tensor" or "row"'
-            raise ShapeError("Float8Tensor[...]", "index", got, wanted)
-        count = self.shape[0]
-        if isinstance(index, slice):
-            start, stop, step = index.indices(count)
-            if step != 1:
-                raise ShapeError("Float8Tensor[...]", "step", step, "1")
-            part = self._codes.slice(0, start, max(stop - start, 0))
-        else:
-            start = int(index) + (count if index < 0 else 0)
-            if not 0 <= start < count:
-                raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
-            part = self._codes.slice(0, start, 1).reshape(*self.shape[1:])
-        scales = self._scale_inv
-        if self.scaling == "row" and self.ndim > 1:
-            each = math.prod(self.shape[1:-1])
-            scales = scales.reshape(-1, 1).slice(0, start * each, part.rows().shape[0])
-        return self._like(part, scales)
-
-    def __len__(self) -> int:
-        if not self.ndim:
-            raise TypeError("len() of a 0-dimensional Float8Tensor")
-        return self.shape[0]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        # NumPy would make an array of Python objects, element by element
-        raise FormatError("__array__", "self", repr(self), "dequantize() for its values, data for its codes")
-
-    def __dlpack__(self, **options: Any) -> object:
-        kind = formats.dtype_of_format(self.format)
-        native = kind is not None and kind.dlpack[1] == 8
-        return (self._view().view(kind) if native and kind else self._view()).__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._codes.__dlpack_device__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
-        """The same codes and scales in memory of their own."""
-        copied = self._like(arrays.duplicate(self._codes), arrays.duplicate(self._scale_inv))
-        copied._flipped = self._flipped
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "Float8Tensor cannot be pickled: it is memory by address; keep data and scale_inv with fk.save"
-        )
-
-    def __repr__(self) -> str:
-        return f"Float8Tensor({self.shape}, {self.format}, scaling={self.scaling!r}, {self.device})"
-
-    def _wide(self, kind: formats.DType) -> ArrayView:
-        """The values as they lie in memory, not transposed."""
-        rows = self._codes.rows()
-        out = arrays.empty(self._codes.shape, kind, self.device)
-        tile = _tiling(self.scaling, rows.shape)[0]
-        how = self._scale_inv, self.format, tile, arrays.current_stream(self.device)
-        dispatch.kernels(self.device).dequantize(rows, out.reshape(*rows.shape), *how)
-        return out
-
-    def _view(self) -> ArrayView:
-        return self._codes.transpose(1, 0) if self._flipped else self._codes
-
-    def _matrix(self) -> ArrayView:
-        """The codes as a matrix, a view."""
-        return self._view() if self._flipped else self._codes.rows()
-
-    def _operand(self, kernels: Any, stream: int) -> tuple[ArrayView, ArrayView]:
-        """Codes and scale_inv as ``fp8_gemm`` takes them, scaled by the tensor or by rows: padded copies
-        where need be."""
-        matrix = self._matrix()
-        rows, columns = (-(-n // 16) * 16 for n in matrix.shape)
-        codes, scales = _within(matrix, (rows, columns), kernels, stream), self._scale_inv
-        if self.scaling == "row":
-            scales = _within(scales.reshape(scales.size, 1), (rows, 1), kernels, stream).reshape(rows)
-        return codes, scales
-
-    def _like(self, codes: ArrayView, scale_inv: ArrayView) -> Float8Tensor:
-        """Another tensor of the same kind over these views, shared with this one's library."""
-        made = object.__new__(Float8Tensor)
-        made._codes, made._scale_inv, made._flipped = codes, scale_inv, False
-        made._data, made.scale_inv = self._data, self.scale_inv
-        if codes is not self._codes:
-            made._data = arrays.to_library(codes, self._data)
-        if scale_inv is not self._scale_inv:
-            made.scale_inv = arrays.to_library(scale_inv, self.scale_inv)
-        made.format, made.scaling = self.format, self.scaling
-        return made
+            factors = _scale(scale, grid, where)
+        results = codes.reshape(*rows.shape), factors, scale_inv, None
+        kernels.quantize(rows, *results, format, tile, saturate, bits, state if bits else None, stream)
+    how = format, scaling, None if scale is not None else rule, lies, rotation
+    return of_views(codes, scale_inv, x, *how, scale_codes, tensor_scale)
 
 
-def _tiling(scaling: str, shape: Shape, operation: str = "quantize") -> tuple[tuple[int, int], Shape]:
-    """Tile size, and the shape of one value a tile."""
-    choice(operation, "scaling", scaling, TILES, FormatError)
-    rows, columns = (tile or max(whole, 1) for tile, whole in zip(TILES[scaling], shape, strict=True))
-    grid = max(1, -(-shape[0] // rows)), max(1, -(-shape[1] // columns))
-    return (rows, columns), (1,) if scaling == "tensor" else grid
+def _rule(rule: Any, kind: str) -> str:
+    """The rule of the scales of "tensor", "row", "block", "mx" or "nvfp4"."""
+    if rule is None:
+        return "power_2" if kind in ("block", "mx") else "exact"
+    known = _RULES.get(kind, ("exact", "power_2"))
+    return choice("quantize", "scale_rule", rule, known, FormatError)
 
 
-def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
+def _want_rotation(hadamard: Any, signs: Any) -> None:
+    if not isinstance(hadamard, int) or isinstance(hadamard, bool) or hadamard not in (0, *ROTATIONS):
+        raise FormatError("quantize", "hadamard", shown(hadamard), f"one of {(0, *ROTATIONS)}")
+    choice("quantize", "signs", signs, SIGNS, FormatError)
+
+
+def _high_precision(rows: ArrayView, kernels: Any, stream: int) -> ArrayView:
+    """float64 as float32, others as they are."""
+    if rows.dtype in formats.HIGH_PRECISION:
+        return rows
+    narrow = arrays.empty(rows.shape, formats.float32, rows.device)
+    kernels.copy(rows, narrow, stream)
+    return narrow
+
+
+def _by_rule(
+    rows: ArrayView,
+    codes: ArrayView,
+    scale_inv: ArrayView,
+    quantizer: Quantizer,
+    along: int,
+    state: ArrayView | None,
+    kernels: Any,
+    stream: int,
+) -> tuple[ArrayView, ArrayView | None]:
+    """Write the codes of a matrix and their scales by a rule of "mx" or "nvfp4"; the codes of the scales, and
+    the scale of the tensor."""
+    where, two_levels = rows.device, quantizer.granularity.startswith("nvfp4")
+    scale_codes = arrays.empty(scale_inv.shape, formats.uint8, where)
+    rows = _high_precision(rows, kernels, stream)
+    random = state if quantizer.hadamard and quantizer.signs == "random" else None
+    amax = tensor_scale = None
+    if two_levels:
+        amax = arrays.zeros((1,), formats.float32, where)
+        tensor_scale = arrays.empty((1,), formats.float32, where)
+        if not quantizer.hadamard:
+            kernels.amax(rows, amax, tuple(max(n, 1) for n in rows.shape), stream)
+        elif rows.size:
+            kernels.rotate(rows, None, amax, quantizer.hadamard, quantizer.signs, along, random, stream)
+    drawn = state if quantizer.stochastic_bits else random
+    results = codes, scale_inv, scale_codes, None, amax, tensor_scale
+    kernels.cast_blocks(rows, *results, quantizer, along, drawn, stream)
+    if not rows.size:  # no tile, but its scale: that of zeros
+        arrays.zero_(scale_codes)
+        inverse = 0.0 if two_levels else 2.0**-127
+        arrays.copy(scale_inv, arrays.as_view(np.full(scale_inv.shape, inverse, np.float32)))
+    return scale_codes, tensor_scale
+
+
+def _rng(rounding: str, rng: Any, random_signs: bool, where: arrays.Device) -> ArrayView | None:
     choice("quantize", "rounding", rounding, ("nearest", "stochastic"), FormatError)
-    if (rng is None) != (rounding == "nearest"):
-        wanted = 'int64 (seed, offset) with "stochastic", None with "nearest"'
+    if (rng is None) != (rounding == "nearest" and not random_signs):
+        wanted = 'int64 (seed, offset) with "stochastic" and random signs, None with "nearest"'
         raise FormatError("quantize", "rng", shown(rng), wanted)
     if rng is None:
         return None
@@ -405,57 +241,3 @@ def _numbers(scale: Any) -> np.ndarray[Any, Any]:
     except (TypeError, ValueError, OverflowError):  # nested unevenly
         pass
     raise FormatError("quantize", "scale", shown(scale), "numbers, or an array of float32")
-
-
-def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: Any, stream: int) -> None:
-    """out = a @ b where at least one is scaled by blocks; see ``Float8Tensor.matmul``."""
-    if all(_along_rows(t) for t in (a, b.T)) and (a.scaling, b.scaling) != ("block_128x128",) * 2:
-        codes, scales, tiles = zip(*(_block_operand(t, kernels, stream) for t in (a, b.T)), strict=True)
-        workspace = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
-        pair = a.format, b.format
-        try:  # a device without this product says so, and gets the other
-            kernels.block_gemm(*codes, out, *pair, *scales, *tiles, None, None, workspace, stream)
-            return
-        except CannotTake as reason:
-            if kernels.policy.strict:
-                raise
-            said = "Float8Tensor: %s; the product of the decoded operands is taken"
-            dispatch.say_once(logging.WARNING, said, reason)
-    wide_a, wide_b = a._wide(formats.float32), b._wide(formats.float32)
-    wide_a = wide_a if a._flipped else wide_a.rows()
-    if a._flipped and b._flipped:  # no layout of gemm transposes both
-        wide_b = arrays.contiguous(wide_b.transpose(1, 0))
-    layout = "tn" if a._flipped else "nt" if b._flipped else "nn"
-    exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
-    workspace = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
-    kernels.gemm(wide_a, wide_b, exact, layout, None, None, workspace, stream)
-    if exact is not out:
-        kernels.copy(exact, out, stream)
-
-
-def _along_rows(tensor: Float8Tensor) -> bool:
-    """Whether blocks of 128 run along the tensor's rows."""
-    return tensor.scaling == "block_128x128" or (tensor.scaling == "block_1x128" and not tensor._flipped)
-
-
-def _block_operand(
-    tensor: Float8Tensor, kernels: Any, stream: int
-) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
-    """(codes, scale_inv, tile) of a tensor as ``block_gemm`` takes them: padded copies where need be."""
-    codes = tensor._matrix()
-    tile, grid = _tiling(tensor.scaling, tensor._codes.rows().shape)
-    scales = tensor._scale_inv.reshape(*grid)
-    if tensor._flipped or tile[0] == 1:  # 1x128: blocks of K first; a transposed grid of squares
-        scales = scales.transpose(1, 0)
-    shapes = block_shapes(codes.shape[0], codes.shape[1], tile)
-    return _within(codes, shapes[0], kernels, stream), _within(scales, shapes[1], kernels, stream), tile
-
-
-def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayView:
-    """A matrix in the first corner of a C-contiguous one of these sizes, zeros around: itself where it is
-    that and aligned, or a copy."""
-    if sizes == view.shape and view.contiguous and view.ptr % 16 == 0:
-        return view
-    padded = arrays.zeros(sizes, view.dtype, view.device)
-    kernels.copy(view, padded.slice(0, 0, view.shape[0]).slice(1, 0, view.shape[1]), stream)
-    return padded

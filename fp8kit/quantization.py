@@ -37,8 +37,8 @@ TILES = {
 _SOURCES = ("current", "delayed", "amax", "static")
 # rules of scales that are powers of two in E8M0, and those of all
 MX_RULES = ("floor", "ceil", "even", "rceil", "te")
-_RULES = ("exact", "power_2", *MX_RULES)
-_ROTATED = (0, 16, 32, 64, 128)
+SCALE_RULES = ("exact", "power_2", *MX_RULES)
+ROTATIONS = (16, 32, 64, 128)  # neighbours that a Hadamard matrix rotates
 SIGNS = ("plus", "te", "random")
 
 
@@ -81,12 +81,12 @@ class Quantizer:
     signs: str = "plus"
 
     def __post_init__(self) -> None:
-        words = {"granularity": TILES, "scale_source": _SOURCES, "scale_rule": _RULES, "signs": SIGNS}
+        words = {"granularity": TILES, "scale_source": _SOURCES, "scale_rule": SCALE_RULES, "signs": SIGNS}
         for name, known in words.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)
         integer("Quantizer", "stochastic_bits", self.stochastic_bits, 0, 32, RecipeError)
-        if self.hadamard not in _ROTATED:
-            raise RecipeError("Quantizer", "hadamard", shown(self.hadamard), f"one of {_ROTATED}")
+        if self.hadamard not in (0, *ROTATIONS):
+            raise RecipeError("Quantizer", "hadamard", shown(self.hadamard), f"one of {(0, *ROTATIONS)}")
 
     @property
     def tile(self) -> tuple[int, int]:

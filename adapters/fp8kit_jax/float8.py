@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit import formats
-from fp8kit.arguments import choice, flag, shown
+from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
@@ -22,6 +22,9 @@ from fp8kit_jax import primitive
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.functional import rng_inputs
 from fp8kit_jax.rules import apply
+
+# NVFP4 has two levels of scales, and formats that JAX's arrays do not hold
+_SCALINGS = [name for name in TILES if not name.startswith("nvfp4")]
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +61,8 @@ def quantize(
     rounding: str = "nearest",
     saturate: bool = True,
     key: Any = None,
+    *,
+    stochastic_bits: int = 32,
 ) -> ScaledTensor:
     """``encode(x * scale)`` as a ScaledTensor; the same codes and scales as ``fp8kit.quantize``.
 
@@ -65,8 +70,9 @@ def quantize(
       E8M0.
     * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for
       blocks. In a shard_map the amax of "tensor" is that of all devices.
-    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32". ``rounding``: "nearest", or
-      "stochastic" with ``key``.
+    * ``scaling``: "tensor", "row", "block_1x128", "mx_1x32" or another of ``fp8kit.quantize``'s, but for
+      NVFP4. ``rounding``: "nearest", or "stochastic" with ``key``, by ``stochastic_bits`` random bits, 1 to
+      32. Scale rules, rotations and ``along`` are ``fp8kit.quantize``'s alone.
     * ``saturate``: beyond the largest finite value, and Inf, become it.
 
     No gradient: wrap it for a straight-through estimate. Raises FormatError or ShapeError.
@@ -80,11 +86,12 @@ def quantize(
     largest = formats.float32.max
     for_inf = min(primitive.meta_of(x).dtype.max, largest) if scaling.startswith("block") else largest
     saturate = flag("quantize", "saturate", saturate)
+    bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
     if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
         whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
         return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
     source, tile = "current" if scale is None else "scale", TILES[scaling]
-    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, 0 if key is None else 32)
+    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, 0 if key is None else bits)
     inputs = {"x": x} | (rng_inputs(key) if key is not None else {})
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
@@ -130,9 +137,10 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     if {a.format, b.format} - {E4M3, E5M2} or a.format == b.format == E5M2:
         raise FormatError("gemm", "formats", f"{a.format}, {b.format}", "E4M3 and E5M2, not both E5M2")
     pair = (a.scaling, b.scaling)
-    by_blocks = all(s.startswith("block_") for s in pair) and pair != ("block_128x128",) * 2
+    by_blocks = set(pair) <= {"block_1x128", "block_128x128"} and pair != ("block_128x128",) * 2
     if not by_blocks and pair not in (("tensor",) * 2, ("row",) * 2):
-        raise FormatError("gemm", "scaling", pair, "tensor, row or blocks for both, not 128x128 for both")
+        wanted = "tensor, row or blocks of 128 for both, not 128x128 for both"
+        raise FormatError("gemm", "scaling", pair, wanted)
     if by_blocks and fast_accumulate:
         raise FormatError("gemm", "fast_accumulate", True, "False for blocks")
     rows, columns = math.prod(a.shape[:-1]), b.shape[0]
@@ -188,7 +196,7 @@ def _native(operation: str, format: Format) -> Any:
 
 def _grid(operation: str, scaling: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array's scales."""
-    choice(operation, "scaling", scaling, TILES, FormatError)
+    choice(operation, "scaling", scaling, _SCALINGS, FormatError)
     if scaling == "tensor":
         return (1,)
     high, wide = casts.whole(shape, TILES[scaling])

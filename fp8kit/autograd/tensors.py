@@ -13,9 +13,11 @@ from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
 from fp8kit.backends import dispatch
+from fp8kit.captured import capturing
 from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.ops.dropout_add import AddSpec, add
+from fp8kit.printing import view_text
 
 Hook = Callable[[ArrayView], ArrayView | None]
 
@@ -336,8 +338,11 @@ class Tensor:
         return bool(self.item())
 
     def __repr__(self) -> str:
+        """The values as NumPy prints them, of a large array those that it prints; while a graph is captured
+        none: nothing is computed then."""
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"fp8kit.Tensor({self.shape}, {self.dtype.name}, {self.device}{grad})"
+        values = "..." if capturing() else view_text(self.view, "fp8kit.Tensor(")
+        return f"fp8kit.Tensor({values}, shape={self.shape}, {self.dtype.name}, {self.device}{grad})"
 
 
 _ADD = AddSpec()

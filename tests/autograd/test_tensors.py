@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays
+from fp8kit import arrays, captured, formats
 from fp8kit.autograd import Context, Function, Tensor, tensor
 from fp8kit.errors import AutogradError, FormatError, ShapeError
 
@@ -161,3 +161,23 @@ def test_a_gpu_converts_what_goes_there():
             np.testing.assert_array_equal(
                 got, fk.tensor(values, dtype=dtype).numpy().astype(np.float32), dtype
             )
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 3), (40, 30), (4, 3, 200)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_repr_prints_the_values(shape, dtype, device):
+    values = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) / 8
+    made = fk.tensor(values.astype(formats.dtype(dtype).numpy), device=device)
+    host = made.numpy() if dtype == "int64" else made.numpy().astype(np.float32)
+    precision = 4 if "16" in dtype else 8
+    text = np.array2string(host, separator=", ", prefix="fp8kit.Tensor(", precision=precision)
+    assert repr(made) == f"fp8kit.Tensor({text}, shape={shape}, {dtype}, {made.device})"
+    turned = fk.Tensor(made.view.transpose(*reversed(range(len(shape)))))
+    text = np.array2string(host.T, separator=", ", prefix="fp8kit.Tensor(", precision=precision)
+    assert repr(turned).startswith(f"fp8kit.Tensor({text}, shape=")
+    with captured.capture():
+        assert repr(made).startswith("fp8kit.Tensor(..., shape=")
+    if dtype != "int64":
+        made.requires_grad = True
+        assert repr(made).endswith(", requires_grad=True)")

@@ -18,7 +18,7 @@ PACKAGES = {
         for name in (
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
             *("buffers", "checkpoint_format", "recipe", "quantization", "blocks", "autocast"),
-            "raw_kernels",
+            *("packing", "printing", "tiles", "raw_kernels"),
         )
     ),
     "contract": ("fp8kit.backends", "fp8kit.backends.protocol", "fp8kit.backends.registry"),
@@ -27,7 +27,9 @@ PACKAGES = {
         "fp8kit.plugins",
         *(f"fp8kit.backends.{name}" for name in ("dispatch", "manager", "policy", "discovery")),
     ),
-    "ops": ("fp8kit.float8", "fp8kit.spec", "fp8kit.ops"),
+    "ops": (
+        *(f"fp8kit.{name}" for name in ("float8", "quantized_array", "quantized_product", "spec", "ops")),
+    ),
     "execution": ("fp8kit.execution", "fp8kit.scaling"),
     "layers": ("fp8kit.layers", "fp8kit.layers.inference"),
     "native": tuple(

@@ -12,7 +12,7 @@ from tests.support.calls import CALLS
 from tests.support.junk import JUNK
 
 # Python's own protocols ask for another error there
-PYTHONS = {"Tensor.__add__": TypeError, "Float8Tensor.__getitem__": IndexError}
+PYTHONS = {"Tensor.__add__": TypeError, "QuantizedArray.__getitem__": IndexError}
 # handed to the user's function, whose errors are the user's
 USERS = {("checkpoint", "x"), ("nn.Module.apply", "function")}
 

@@ -27,7 +27,7 @@ ROOMS = {
 }
 WITH_METHODS = {
     "Tensor",
-    "Float8Tensor",
+    "QuantizedArray",
     "ArrayView",
     "nn.Module",
     "optim.Optimizer",

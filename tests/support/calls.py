@@ -82,7 +82,7 @@ def _arrays(value: Any) -> dict[str, Any]:
         return {"": value.numpy()} | (
             {"grad": arrays.as_view(grad).numpy()} if isinstance(grad, arrays.ArrayView | np.ndarray) else {}
         )
-    if isinstance(value, fk.Float8Tensor):
+    if isinstance(value, fk.QuantizedArray):
         return {"data": np.asarray(value.data), "scale_inv": np.asarray(value.scale_inv)}
     if isinstance(value, nn.Module | optim.Optimizer | optim.GradScaler):
         return {name: arrays.as_view(array).numpy().copy() for name, array in value.state_dict().items()}
@@ -139,7 +139,7 @@ def fresh_path() -> Path:
     return Path(tempfile.mkdtemp()) / "file"
 
 
-def q8() -> fk.Float8Tensor:
+def q8() -> fk.QuantizedArray:
     return fk.quantize(X)
 
 
@@ -309,19 +309,36 @@ CALLS: dict[str, Call] = {
     ),
     "load": plain(fk.load, path=saved, module=lambda: {"x": np.zeros_like(X)}, strict=always(True)),
     "save": plain(fk.save, path=fresh_path, module=lambda: {"x": X}, metadata=lambda: {"a": "b"}),
-    "Float8Tensor": plain(
-        fk.Float8Tensor,
+    "QuantizedArray": plain(
+        fk.QuantizedArray,
         data=lambda: np.zeros((3, 4), np.uint8),
+        scale_inv=lambda: np.ones((3, 1), np.float32),
+        format=always(fk.E2M1),
+        scaling=always("nvfp4_1x16"),
+        scale_codes=lambda: np.full((3, 1), 0x38, np.uint8),
+        tensor_scale_inv=lambda: np.ones(1, np.float32),
+        scale_rule=always("exact"),
+        along=always(-1),
+        rotation=always(None),
+    ),
+    "QuantizedArray.from_packed": plain(
+        fk.QuantizedArray.from_packed,
+        packed=lambda: np.zeros((3, 2), np.uint8),
         scale_inv=lambda: np.ones(1, np.float32),
-        format=always(fk.E4M3),
+        format=always(fk.E2M1),
         scaling=always("tensor"),
     ),
-    "Float8Tensor.dequantize": method("dequantize", q8, dtype=always("float32")),
-    "Float8Tensor.matmul": method(
+    "QuantizedArray.dequantize": method("dequantize", q8, dtype=always("float32"), rotated=always(True)),
+    "QuantizedArray.matmul": method(
         "matmul", q8, other=lambda: q8().T, dtype=always("float32"), fast_accumulate=always(False)
     ),
-    "Float8Tensor.reshape": positional(lambda t, a, b: t.reshape(a, b), t=q8, a=always(6), b=always(-1)),
-    "Float8Tensor.__getitem__": positional(lambda t, index: t[index], t=q8, index=always(1)),
+    "QuantizedArray.explain": method("explain", q8, other=lambda: q8().T),
+    "QuantizedArray.packed": positional(lambda t: t.packed(), t=lambda: fk.quantize(X, fk.E2M1)),
+    "QuantizedArray.swizzled_scales": positional(
+        lambda t: t.swizzled_scales(), t=lambda: fk.quantize(X, scaling="nvfp4_1x16")
+    ),
+    "QuantizedArray.reshape": positional(lambda t, a, b: t.reshape(a, b), t=q8, a=always(6), b=always(-1)),
+    "QuantizedArray.__getitem__": positional(lambda t, index: t[index], t=q8, index=always(1)),
     "quantize": plain(
         fk.quantize,
         x=lambda: X.copy(),
@@ -331,6 +348,11 @@ CALLS: dict[str, Call] = {
         rounding=always("stochastic"),
         saturate=always(True),
         rng=always((1, 2)),
+        scale_rule=always(None),
+        stochastic_bits=always(8),
+        along=always(0),
+        hadamard=always(16),
+        signs=always("random"),
     ),
     "Format": plain(
         fk.Format,
@@ -341,6 +363,7 @@ CALLS: dict[str, Call] = {
         special=always("fn"),
         signed=always(True),
         zero=always(True),
+        twos_complement=always(False),
     ),
     "draw_from": plain(
         lambda source: _within(fk.draw_from(source)), source=always(lambda device: np.array([1, 2]))

@@ -281,6 +281,9 @@ def test_quantize_with_scales_and_stochastic_rounding():
     q = fj.quantize(x, fk.E4M3, rounding="stochastic", key=key)
     want = fk.quantize(np.asarray(x), fk.E4M3, rounding="stochastic", rng=np.array([seed[0], 0]))
     assert_same_bits("codes", np.asarray(q.data).view(np.uint8), want.data)
+    few = jax.jit(lambda x: fj.quantize(x, rounding="stochastic", key=key, stochastic_bits=8))(x)
+    want = fk.quantize(np.asarray(x), rounding="stochastic", rng=np.array([seed[0], 0]), stochastic_bits=8)
+    assert_same_bits("codes of 8 bits", np.asarray(few.data).view(np.uint8), want.data)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +302,13 @@ def test_refusals_name_operation_and_argument():
     x = draw(0, 4, 40)
     with pytest.raises(Fp8kitError, match=r"quantize: scaling: got 'rows'"):
         fj.quantize(x, scaling="rows")
+    with pytest.raises(Fp8kitError, match=r"quantize: scaling: got 'nvfp4_1x16'"):
+        fj.quantize(x, scaling="nvfp4_1x16")
+    with pytest.raises(Fp8kitError, match=r"quantize: stochastic_bits: got 0"):
+        fj.quantize(x, rounding="stochastic", key=jax.random.key(0), stochastic_bits=0)
+    small = fj.quantize(x, scaling="block_1x32")
+    with pytest.raises(Fp8kitError, match=r"gemm: scaling: .*blocks of 128"):
+        fj.gemm(small, small)
     with pytest.raises(Fp8kitError, match=r"cross_entropy: targets"):
         jax.jit(fj.fused_cross_entropy)(x, jnp.zeros((5,), jnp.int32))
     with pytest.raises(Fp8kitError, match=r"attention: .*k"):

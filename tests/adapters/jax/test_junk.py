@@ -218,6 +218,7 @@ CALLS = {
             "rounding": "stochastic",
             "saturate": True,
             "key": KEY,
+            "stochastic_bits": 8,
         },
     ),
     "dequantize": (fj.dequantize, {"q": fj.quantize(X), "dtype": jnp.float32}),

@@ -1,0 +1,250 @@
+"""Products of quantised arrays: which kernel computes one, and why; see ``QuantizedArray.matmul``."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fp8kit import arrays, formats
+from fp8kit.arguments import flag
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends import dispatch
+from fp8kit.backends.dispatch import CannotTake, block_shapes
+from fp8kit.errors import FormatError, ShapeError
+from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.tiles import Rotation, tiling
+
+if TYPE_CHECKING:
+    from fp8kit.quantized_array import QuantizedArray
+
+BOTH = (
+    "a QuantizedArray on both sides: quantize the other one first, or multiply with what dequantize() gives"
+)
+_FP8, _BLOCKS, _DECODED = "fp8_gemm", "block_gemm", "gemm"
+_NATIVE_BLOCKS = ("block_1x128", "block_128x128")
+
+
+class _Operand(NamedTuple):
+    """What decides about a product, of one side as it is seen: transposed where it is."""
+
+    format: Format
+    scaling: str
+    along_k: bool  # whether its rows and blocks lie along the contraction
+    rotation: Rotation | None
+
+
+def _left(a: QuantizedArray) -> _Operand:
+    return _Operand(a.format, a.scaling, bool(a.along), a.rotation)
+
+
+def _right(b: QuantizedArray) -> _Operand:
+    return _Operand(b.format, b.scaling, not b.along, b.rotation)
+
+
+def _way(a: _Operand, b: _Operand) -> tuple[str, str]:
+    """The kernel that multiplies two operands, and the reason. FormatError where their rotations differ."""
+    if a.rotation or b.rotation:
+        _want_equal_rotations(a, b)
+    fp8 = (E4M3, E5M2)  # a tuple: asked by identity first
+    if a.format not in fp8 or b.format not in fp8:
+        return _DECODED, "the FP8 products take E4M3 and E5M2"
+    if E4M3 not in (a.format, b.format):
+        return _DECODED, "no FP8 product takes E5M2 on both sides"
+    pair = (a.scaling, b.scaling)
+    if pair == ("tensor", "tensor"):
+        return _FP8, "each operand has one scale, which is taken out of the sum"
+    if pair == ("row", "row"):
+        if a.along_k and b.along_k:
+            return _FP8, "each row of the left and each column of the right operand has a scale"
+        return _DECODED, "a scale changes along the contraction: scaled by rows, a @ b.T is the FP8 product"
+    if a.scaling not in _NATIVE_BLOCKS or b.scaling not in _NATIVE_BLOCKS:
+        return _DECODED, f"the FP8 products take no {a.scaling} @ {b.scaling}"
+    if pair == ("block_128x128",) * 2:
+        return _DECODED, "the block-scaled product takes 128x128 on one side only"
+    if not all(side.along_k or side.scaling == "block_128x128" for side in (a, b)):
+        return _DECODED, "the blocks of one side do not lie along the contraction"
+    return _BLOCKS, "the blocks of 128 of both operands lie along the contraction"
+
+
+def _want_equal_rotations(a: _Operand, b: _Operand) -> None:
+    wanted = "both rotated alike along the contraction, which cancels, or dequantize()"
+    for name, side in (("self", a), ("other", b)):
+        if side.rotation and not side.along_k:
+            raise FormatError("matmul", name, f"{side.rotation}, not along the contraction", wanted)
+    one, other = a.rotation, b.rotation
+    same = one is not None and other is not None and one[:2] == other[:2]
+    if same and one.rng is not None and one.rng is not other.rng:  # type: ignore[union-attr]
+        same = np.array_equal(one.rng.numpy(), other.rng.numpy())  # type: ignore[union-attr]
+    if not same:
+        said = [str(side) if side else "not rotated" for side in (one, other)]
+        if said[0] == said[1]:
+            said[1] += " of another rng"
+        raise FormatError("matmul", "rotations", " @ ".join(said), wanted)
+
+
+def _shapes(a: QuantizedArray, b: QuantizedArray) -> None:
+    if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
+        raise ShapeError("matmul", "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
+    if a.device != b.device:
+        raise FormatError("matmul", "other", b.device, f"an array on {a.device}")
+
+
+def explain(a: QuantizedArray, b: QuantizedArray | None) -> str:
+    """See ``QuantizedArray.explain``."""
+    right = _left(a) if b is None else _right(b)
+    if b is not None:
+        _shapes(a, b)
+    kernel, why = _way(_left(a), right)
+    sides = [f"{side.format} by {side.scaling}" for side in (_left(a), right)]
+    how = {
+        _FP8: "the FP8 product (kernel fp8_gemm), on the codes",
+        _BLOCKS: "the block-scaled product (kernel block_gemm), on the codes; where the device has none, the "
+        "product of the decoded operands in float32",
+        _DECODED: "the product of the decoded operands in float32 (kernel gemm), emulated",
+    }[kernel]
+    said = f"{' @ '.join(sides)} on {a.device}: {how}, because {why}."
+    if right.rotation:
+        said += f" Both are rotated along the contraction ({right.rotation}), which cancels."
+    if kernel == _DECODED and "nvfp4" in f"{a.scaling} {right.scaling}":
+        said += " NVFP4's scales of tensors multiply the result."
+    return said
+
+
+def matmul(a: QuantizedArray, b: QuantizedArray, dtype: Any, fast_accumulate: bool) -> Any:
+    """See ``QuantizedArray.matmul``."""
+    fast_accumulate = flag("matmul", "fast_accumulate", fast_accumulate, FormatError)
+    _shapes(a, b)
+    where = a.device
+    default = formats.float32 if where.kind == "cpu" else formats.bfloat16
+    kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype", formats.HIGH_PRECISION)
+    kernel, _ = _way(_left(a), _right(b))
+    kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
+    out = arrays.empty((*a.shape[:-1], b.shape[1]), kind, where)
+    if not (out.size and a.shape[-1]):
+        arrays.zero_(out)
+    elif kernel == _FP8:
+        (left, scale_a), (right, scale_b) = (_fp8_operand(t, kernels, stream) for t in (a, b.T))
+        rows, how = out.rows(), (a.format, b.format, scale_a, scale_b)
+        workspace = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
+        kernels.fp8_gemm(left, right, rows, *how, None, None, fast_accumulate, workspace, stream)
+    elif kernel == _DECODED or not _block_product(a, b, out.rows(), kernels, stream):
+        _decoded_product(a, b, out.rows(), kernels, stream)
+    return arrays.to_library(out, a._data)
+
+
+def _fp8_operand(tensor: QuantizedArray, kernels: Any, stream: int) -> tuple[ArrayView, ArrayView]:
+    """Codes and scale_inv as ``fp8_gemm`` takes them, scaled by the tensor or by rows: padded copies where
+    need be."""
+    matrix = tensor._matrix()
+    rows, columns = (-(-n // 16) * 16 for n in matrix.shape)
+    codes, scales = _within(matrix, (rows, columns), kernels, stream), tensor._scale_inv
+    if tensor.scaling == "row":
+        scales = _within(scales.reshape(scales.size, 1), (rows, 1), kernels, stream).reshape(rows)
+    return codes, scales
+
+
+def _block_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kernels: Any, stream: int) -> bool:
+    """out = a @ b by ``block_gemm``; False where the device does not have it."""
+    codes, scales, tiles = zip(*(_block_operand(t, kernels, stream) for t in (a, b.T)), strict=True)
+    workspace = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
+    pair = a.format, b.format
+    try:  # a device without this product says so, and gets the other
+        kernels.block_gemm(*codes, out, *pair, *scales, *tiles, None, None, workspace, stream)
+    except CannotTake as reason:
+        if kernels.policy.strict:
+            raise
+        said = "QuantizedArray: %s; the product of the decoded operands is taken"
+        dispatch.say_once(logging.WARNING, said, reason)
+        return False
+    return True
+
+
+def _block_operand(
+    tensor: QuantizedArray, kernels: Any, stream: int
+) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
+    """(codes, scale_inv, tile) of an array (rows, K) as ``block_gemm`` takes them: padded copies where need
+    be."""
+    codes = tensor._matrix()
+    grid = tiling(tensor.scaling, tensor._codes.rows().shape, tensor._along)[1]
+    tile = (1, 128) if tensor.scaling == "block_1x128" else (128, 128)
+    scales = tensor._scale_inv.reshape(*grid)
+    if tensor._flipped != (tile[0] == 1):  # of 1x128 blocks of K come first
+        scales = scales.transpose(1, 0)
+    shapes = block_shapes(codes.shape[0], codes.shape[1], tile)
+    return _within(codes, shapes[0], kernels, stream), _within(scales, shapes[1], kernels, stream), tile
+
+
+def _decoded_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kernels: Any, stream: int) -> None:
+    """out = a @ b, of the operands' float32 values; scales of NVFP4's tensors multiply the product."""
+    wide_a, wide_b = _wide(a), _wide(b)
+    wide_a = wide_a if a._flipped else wide_a.rows()
+    if a._flipped and b._flipped:  # no layout of gemm transposes both
+        wide_b = arrays.contiguous(wide_b.transpose(1, 0))
+    layout = "tn" if a._flipped else "nt" if b._flipped else "nn"
+    exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
+    workspace = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
+    kernels.gemm(wide_a, wide_b, exact, layout, None, None, workspace, stream)
+    native = arrays.provider(out.device).native
+    for tensor in (a, b):
+        if tensor._tensor_scale_inv is not None:
+            product = native(exact)
+            with np.errstate(all="ignore"):
+                product *= native(tensor._tensor_scale_inv)
+    if exact is not out:
+        kernels.copy(exact, out, stream)
+
+
+def _wide(tensor: QuantizedArray) -> ArrayView:
+    """The float32 values of an operand, of NVFP4 without the tensor's scale."""
+    if tensor._tensor_scale_inv is None:
+        return tensor._wide(formats.float32)
+    return tensor._wide(formats.float32, tensor._scales_of_codes())
+
+
+def rotated_back(tensor: QuantizedArray, kind: formats.DType) -> ArrayView:
+    """The values of a rotated array, as they lie in memory, before the rotation: float32 times the matrix
+    again, which is its own inverse, and times the signs, rounded to ``kind``."""
+    rotation, where = tensor.rotation, tensor.device
+    assert rotation is not None
+    kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
+    values = tensor._wide(formats.float32)
+    if not values.size:
+        return tensor._wide(kind)
+    rows, along = values.rows(), tensor._along
+    out = arrays.empty(rows.shape, formats.float32, where)
+    kernels.rotate(rows, out, None, rotation.n, "plus", along, None, stream)
+    if rotation.signs != "plus":
+        native = arrays.provider(where).native
+        signs = native(_signs(rotation, rows.shape[along], kernels, where, stream))
+        with np.errstate(all="ignore"):
+            product = native(out)
+            product *= signs if along else signs.reshape(-1, 1)
+    if kind is formats.float32:
+        return out.reshape(*values.shape)
+    narrow = arrays.empty(values.shape, kind, where)
+    kernels.copy(out, narrow.rows(), stream)
+    return narrow
+
+
+def _signs(rotation: Rotation, count: int, kernels: Any, where: arrays.Device, stream: int) -> ArrayView:
+    """The signs of a rotation along ``count`` indices, float32 (1, count): what is left of ones that are
+    rotated there and back, but for the rounding."""
+    ones = arrays.to(arrays.as_view(np.ones((1, count), np.float32)), where)
+    there, back = (arrays.empty((1, count), formats.float32, where) for _ in range(2))
+    kernels.rotate(ones, there, None, rotation.n, rotation.signs, 1, rotation.rng, stream)
+    kernels.rotate(there, back, None, rotation.n, "plus", 1, None, stream)
+    native = arrays.provider(where).native
+    native(back)[...] = native(back).round()
+    return back
+
+
+def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayView:
+    """A matrix in the first corner of a C-contiguous one of these sizes, zeros around: itself where it is
+    that and aligned, or a copy."""
+    if sizes == view.shape and view.contiguous and view.ptr % 16 == 0:
+        return view
+    padded = arrays.zeros(sizes, view.dtype, view.device)
+    kernels.copy(view, padded.slice(0, 0, view.shape[0]).slice(1, 0, view.shape[1]), stream)
+    return padded
