@@ -6,6 +6,8 @@ import functools
 import math
 import struct
 
+import numpy as np
+
 from fp8kit import blocks as rules
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
@@ -47,6 +49,9 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
     kind, rule, fmt = rules.kind_of(quantizer), quantizer.scale_rule, quantizer.format
     route, bits = _route(fmt), quantizer.stochastic_bits
     rows, columns = quantizer.tile
+    with np.errstate(over="ignore", divide="ignore"):
+        largest = np.float32(fmt.max)
+        inverse = np.float32(1) / largest
     rest = _REST.pack(
         _ROUTES[route],
         _KINDS[kind],
@@ -58,8 +63,8 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
         rules.largest_exponent(fmt),
         0xFE if rule == "te" else 0xFF,
         quantizer.power_2,
-        fmt.max,
-        1 / fmt.max,
+        largest,
+        inverse,
         quantizer.epsilon,
         dtype.max,
     )
