@@ -2,7 +2,7 @@
 // square blocks a second one over what the first has brought into the caches.
 //
 // functions: cast_lines (cast_blocks), cast_columns (cast_blocks)
-// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,steps,any
+// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,e2m1,steps,any
 #include "blocks_cast.cuh"
 
 constexpr int ROWS = 256 / LINES, TURNS = SPAN / ROWS;
@@ -95,16 +95,16 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
   __shared__ u32 peaks[PEAKS];
   const TensorScale tensor = tensor_scale(how, tensor_amax);
   write_tensor_scale(tensor, tensor_scale_inv);
-  const i64 across = ceil_div(columns, SPAN);
+  const u32 across = (u32)ceil_div(columns, SPAN);
   if (!rows || !columns) return;
   const u32 place = line_place(), warp_row = threadIdx.x / 32 * 4, own_row = threadIdx.x / LINES;
-  const i64 top = blockIdx.x / across * SPAN, column = blockIdx.x % across * SPAN + place * LINE;
+  const i64 top = (i64)(blockIdx.x / across) * SPAN, column = (i64)(blockIdx.x % across) * SPAN + place * LINE;
   const bool wide = rows_aligned<16>(x, columns), wide_q = rows_aligned<16>(q, columns),
              wide_values = rows_aligned<16>(values, columns);
   const u32 flips = flips_of(how.rotation, rng, column);
   const bool whole = whole_group(how.rotation, column, columns);
-  const u32 squares = SPAN / how.tile, peak = place * LINE / how.tile;  // of a row of them; the first one's
-  const i64 tiles = ceil_div(columns, how.tile);
+  const u32 squares = SPAN >> how.tile_log, peak = (place * LINE >> how.tile_log);  // of a row of them; the first one's
+  const i64 tiles = (columns + how.tile - 1) >> how.tile_log;
   float v[LINE];
   bool nan;
 
@@ -116,7 +116,7 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
       const u32 row = turn * ROWS + own_row;
       to_line(read_line(x, top + row, rows, column, columns, wide), v);
       rotate_line(how.rotation, flips, whole, place, v);
-      add_peak(peaks + row / how.tile * squares + peak, line_amax(how, v, nan));
+      add_peak(peaks + (row >> how.tile_log) * squares + peak, line_amax(how, v, nan));
     }
     __syncthreads();
   }
@@ -131,12 +131,12 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
     if (turn + 1 < TURNS) next = read_line(x, row + ROWS, rows, column, columns, wide);
     rotate_line(how.rotation, flips, whole, place, v);
     float amax = line_amax(how, v, nan);
-    if (how.square) amax = __uint_as_float(peaks[row_here / how.tile * squares + peak]);
+    if (how.square) amax = __uint_as_float(peaks[(row_here >> how.tile_log) * squares + peak]);
     else amax = shared_amax(how, amax);
     const Scale scale = block_scale(how, tensor, amax);
     if (row >= rows || column >= columns) continue;
     if (!(place * LINE & (how.tile - 1)) && (!how.square || !(row_here & (how.tile - 1))))
-      write_scale(scale, (how.square ? row / how.tile : row) * tiles + column / how.tile, scale_inv,
+      write_scale(scale, (how.square ? (row >> how.tile_log) : row) * tiles + (column >> how.tile_log), scale_inv,
                   scale_codes);
     if (q == nullptr && values == nullptr) continue;
 #pragma unroll
@@ -218,14 +218,14 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
   const TensorScale tensor = tensor_scale(how, tensor_amax);
   write_tensor_scale(tensor, tensor_scale_inv);
   if (!rows || !columns) return;
-  const i64 width = how.square ? SPAN : PANEL, across = ceil_div(columns, width);
-  const i64 top = blockIdx.x / across * SPAN, left = blockIdx.x % across * width;
+  const u32 width = how.square ? SPAN : PANEL, across = (u32)ceil_div(columns, width);
+  const i64 top = (i64)(blockIdx.x / across) * SPAN, left = (i64)(blockIdx.x % across) * width;
   const u32 place = line_place(), pair = line_pair();
   const i64 row = top + place * LINE;
   const u32 flips = flips_of(how.rotation, rng, row);
   const bool whole = whole_group(how.rotation, row, rows), wide_q = rows_aligned<16>(q, columns);
-  const u32 squares = SPAN / how.tile;
-  const i64 tiles = how.square ? ceil_div(columns, how.tile) : columns;
+  const u32 squares = SPAN >> how.tile_log;
+  const i64 tiles = how.square ? (columns + how.tile - 1) >> how.tile_log : columns;
   bool nan;
 
   if (how.square) {
@@ -238,7 +238,7 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
         float v[LINE];
         column_line(panel, place, pair, side, v);
         rotate_line(how.rotation, flips, whole, place, v);
-        add_peak(peaks + place * LINE / how.tile * squares + (part + 2 * pair + side) / how.tile,
+        add_peak(peaks + (place * LINE >> how.tile_log) * squares + ((part + 2 * pair + side) >> how.tile_log),
                  line_amax(how, v, nan));
       }
     }
@@ -258,13 +258,13 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
       rotate_line(how.rotation, flips, whole, place, v);
       float amax = line_amax(how, v, nan);
       if (how.square)
-        amax = __uint_as_float(peaks[place * LINE / how.tile * squares + column_here / how.tile]);
+        amax = __uint_as_float(peaks[(place * LINE >> how.tile_log) * squares + (column_here >> how.tile_log)]);
       else
         amax = shared_amax(how, amax);
       const Scale scale = block_scale(how, tensor, amax);
       const bool leader = !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
       if (leader && row < rows && column < columns)
-        write_scale(scale, row / how.tile * tiles + (how.square ? column / how.tile : column), scale_inv,
+        write_scale(scale, (row >> how.tile_log) * tiles + (how.square ? (column >> how.tile_log) : column), scale_inv,
                     scale_codes);
 #pragma unroll
       for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
