@@ -186,25 +186,56 @@ DEVICE void column_line(Panel<T>& panel, u32 place, u32 pair, int side, float (&
   for (int i = 0; i < LINE; ++i) v[i] = to_float(panel.at(place * LINE + i, pair)[side]);
 }
 
-// Codes of the 16 rows from `row` on of a column, by their words. A column's codes are bytes: byte i % 4 of
-// words[i / 4].
-DEVICE void random_column(const BlockCast& how, const i64* rng, i64 row, i64 column, i64 columns,
-                          const float (&v)[LINE], u32 (&words)[LINE / 4]) {
+// v moves up by one, and a code into the words from their upper end.
+DEVICE void next_row(float (&v)[LINE], u32 (&words)[LINE / 4], u32 code) {
+#pragma unroll
+  for (int k = 0; k + 1 < LINE; ++k) v[k] = v[k + 1];
+#pragma unroll
+  for (int w = 0; w < LINE / 4; ++w)
+    words[w] = __funnelshift_r(words[w], w + 1 < LINE / 4 ? words[(w + 1) % (LINE / 4)] : code, 8);
+}
+
+// Codes of the 16 rows from `row` on of a pair of columns, the first of which is `column`, by their words.
+// Where four neighbours of a row are a group of words, they belong to two lanes: each draws every second row
+// and gives the other its half. All lanes call; `low` and `high` are used up.
+DEVICE void random_pair(const BlockCast& how, const i64* rng, i64 row, i64 column, i64 columns,
+                        float (&low)[LINE], float (&high)[LINE], u32 (&low_words)[LINE / 4],
+                        u32 (&high_words)[LINE / 4]) {
   const Rng key = load_rng(rng);
   const Steps steps = steps_of(how);
-  float rest[LINE];
-#pragma unroll
-  for (int i = 0; i < LINE; ++i) rest[i] = v[i];
+  const bool grouped = columns % 4 == 0, second = line_pair() % 2;
 #pragma unroll 1
-  for (int i = 0; i < LINE; ++i) {
-    const u32 word = philox_word(key, (u64)((row + i) * columns + column));
-    const u32 code = random_code(how, steps, rest[0], word);
+  for (int i = 0; i < LINE; i += 2) {
+    u32 words[4] = {};  // of both rows' pairs
+    if (grouped) {
+      const uint4 own = philox(key, (u64)((row + i + second) * columns + column) >> 2);
+      const u32 x = __shfl_xor_sync(~0u, second ? own.x : own.z, LINES);
+      const u32 y = __shfl_xor_sync(~0u, second ? own.y : own.w, LINES);
+      words[0] = second ? x : own.x, words[1] = second ? y : own.y;
+      words[2] = second ? own.z : x, words[3] = second ? own.w : y;
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < 4; ++k) {
+        const u32 word = philox_word(key, (u64)((row + i + k / 2) * columns + column + k % 2));
+        words[0] = words[1], words[1] = words[2], words[2] = words[3], words[3] = word;
+      }
+    }
 #pragma unroll
-    for (int k = 0; k + 1 < LINE; ++k) rest[k] = rest[k + 1];
-#pragma unroll
-    for (int w = 0; w < LINE / 4; ++w)
-      words[w] = __funnelshift_r(words[w], w + 1 < LINE / 4 ? words[(w + 1) % (LINE / 4)] : code, 8);
+    for (int k = 0; k < 2; ++k) {
+      next_row(low, low_words, random_code(how, steps, low[0], words[2 * k]));
+      next_row(high, high_words, random_code(how, steps, high[0], words[2 * k + 1]));
+    }
   }
+}
+
+// The values of a column's codes into the panel.
+DEVICE void column_values(const BlockCast& how, Panel<T>& panel, u32 place, u32 pair, int side,
+                          const u32 (&words)[LINE / 4], float factor) {
+  float v[LINE];
+  decode_line(how, words, v);
+#pragma unroll
+  for (int i = 0; i < LINE; ++i)
+    panel.at(place * LINE + i, pair)[side] = from_float<T>(v[i] * factor);
 }
 
 // A block takes 128 rows and 64 columns; of square blocks 128 columns, 64 at a time.
@@ -248,7 +279,10 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
 #pragma unroll 1
   for (u32 part = 0; part < width; part += PANEL) {
     read_panel(panel, x, rows, columns, top, left + part);
-    u32 first[LINE / 4] = {};  // the codes of the pair's first column
+    const bool random = COMPILED == any_codes && how.format.random_bits;
+    // of the pair's first column: codes, what values are of them, and, where both are drawn at once, v
+    u32 first[LINE / 4] = {};
+    float first_value = 0.0f, kept[LINE] = {};
 #pragma unroll 1
     for (int side = 0; side < 2; ++side) {
       const u32 column_here = part + 2 * pair + side;
@@ -269,24 +303,27 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
 #pragma unroll
       for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
       u32 words[LINE / 4] = {};
-      if (COMPILED == any_codes && how.format.random_bits)
-        random_column(how, rng, row, column, columns, v, words);
-      else
+      if (!random)
         nearest_codes(how, v, nan || scale.scale != scale.scale, words);
-      if (values != nullptr) {
-        decode_line(how, words, v);
-#pragma unroll
-        for (int i = 0; i < LINE; ++i)
-          panel.at(place * LINE + i, pair)[side] = from_float<T>(v[i] * scale.value);
-      }
+      else if (side)
+        random_pair(how, rng, row, column - 1, columns, kept, v, first, words);
       if (side == 0) {
+        first_value = scale.value;
 #pragma unroll
         for (int w = 0; w < LINE / 4; ++w) first[w] = words[w];
+        if (random) {
+#pragma unroll
+          for (int i = 0; i < LINE; ++i) kept[i] = v[i];
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < LINE; ++i)
           codes.put(place * LINE + i, pair,
                     __byte_perm(first[i / 4], words[i / 4], (i % 4) | (4 + i % 4) << 4) & 0xFFFFu);
+        if (values != nullptr) {
+          column_values(how, panel, place, pair, 0, first, first_value);
+          column_values(how, panel, place, pair, 1, words, scale.value);
+        }
       }
     }
     if (values != nullptr) write_panel(panel, values, rows, columns, top, left + part);
