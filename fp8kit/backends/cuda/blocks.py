@@ -13,14 +13,14 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import format_name, narrow
-from fp8kit.formats import DType, Format
+from fp8kit.formats import E2M1, DType, Format
 from fp8kit.quantization import Quantizer
 
 _THREADS = 256
 _LINES = 32  # rows of 128 columns that a block of rotate_lines takes
 _SPAN, _PANEL = 128, 64  # rows and columns of a panel
 _ROTATION = struct.Struct("=3if")  # raw_kernels/blocks.cuh
-_REST = struct.Struct("=10i4f")  # of raw_kernels/blocks_cast.cuh's BlockCast, behind the format and that
+_REST = struct.Struct("=11i4f")  # of raw_kernels/blocks_cast.cuh's BlockCast, behind the format and that
 # ROUTE -> number of the route
 _ROUTES = {"e4m3": 0, "e5m2": 1, "steps": 2, "general": 3}
 _KINDS = {"mx": 0, "nvfp4": 1, "block": 2}
@@ -56,6 +56,7 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
         _ROUTES[route],
         _KINDS[kind],
         columns,
+        columns.bit_length() - 1,
         rows > 1,
         rule in ("rceil", "te"),
         rules.even_addend(fmt) if rule == "even" else 0,
@@ -69,7 +70,9 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
         dtype.max,
     )
     packed = narrow(fmt, True, bits) + _rotation(quantizer.hadamard, quantizer.signs) + rest
-    return "any" if bits or route == "general" else route, packed
+    if bits or route == "general" or fmt.twos_complement:
+        return "any", packed
+    return "e2m1" if fmt == E2M1 else route, packed
 
 
 def rotate(
