@@ -9,6 +9,7 @@ arXiv 2509.25149). What it makes is a ``QuantizedArray``; ``Float8Tensor`` is it
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ __all__ = ["Float8Tensor", "QuantizedArray", "quantize"]
 Float8Tensor = QuantizedArray
 
 _RULES = {"mx": ("power_2", *MX_RULES), "nvfp4": ("exact",)}  # of others "exact" and "power_2"
+_quantizer = lru_cache(maxsize=256)(Quantizer)
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
 _QUANTISED = f"one of {', '.join(_FLOATS)}"
@@ -119,7 +121,7 @@ def quantize(
     if codes_of_scales or fused:
         # power_2 of mx is that of blocks
         blocks = scaling if codes_of_scales else f"block{scaling[len(kind) :]}"
-        quantizer = Quantizer(format, blocks, "current", rule, 0.0, 1.0, bits, hadamard, signs)
+        quantizer = _quantizer(format, blocks, "current", rule, 0.0, 1.0, bits, hadamard, signs)
         target = codes.reshape(*rows.shape)
         scale_codes, tensor_scale = _by_rule(rows, target, scale_inv, quantizer, lies, state, kernels, stream)
     else:
