@@ -75,7 +75,7 @@ DEVICE void random_codes(const BlockCast& how, const i64* rng, u64 index, const 
     u32 codes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const u32 low = skip & 1 ? eight[i + 1] : eight[i], high = skip & 1 ? eight[i + 3 > 7 ? 7 : i + 3] : eight[i + 2];
+      const u32 low = skip & 1 ? eight[i + 1] : eight[i], high = skip & 1 ? eight[i + 3] : eight[i + 2];
       codes |= random_code(how, steps, rest[i], skip & 2 ? high : low) << (8 * i);
     }
 #pragma unroll
@@ -98,13 +98,14 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
   const u32 across = (u32)ceil_div(columns, SPAN);
   if (!rows || !columns) return;
   const u32 place = line_place(), warp_row = threadIdx.x / 32 * 4, own_row = threadIdx.x / LINES;
-  const i64 top = (i64)(blockIdx.x / across) * SPAN, column = (i64)(blockIdx.x % across) * SPAN + place * LINE;
+  const i64 top = (i64)(blockIdx.x / across) * SPAN,
+            column = (i64)(blockIdx.x % across) * SPAN + place * LINE;
   const bool wide = rows_aligned<16>(x, columns), wide_q = rows_aligned<16>(q, columns),
              wide_values = rows_aligned<16>(values, columns);
   const u32 flips = flips_of(how.rotation, rng, column);
   const bool whole = whole_group(how.rotation, column, columns);
-  const u32 squares = SPAN >> how.tile_log, peak = (place * LINE >> how.tile_log);  // of a row of them; the first one's
-  const i64 tiles = (columns + how.tile - 1) >> how.tile_log;
+  const u32 log = how.tile_log, squares = SPAN >> log, peak = place * LINE >> log;
+  const i64 tiles = (columns + how.tile - 1) >> log;
   float v[LINE];
   bool nan;
 
@@ -116,7 +117,7 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
       const u32 row = turn * ROWS + own_row;
       to_line(read_line(x, top + row, rows, column, columns, wide), v);
       rotate_line(how.rotation, flips, whole, place, v);
-      add_peak(peaks + (row >> how.tile_log) * squares + peak, line_amax(how, v, nan));
+      add_peak(peaks + (row >> log) * squares + peak, line_amax(how, v, nan));
     }
     __syncthreads();
   }
@@ -131,13 +132,12 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
     if (turn + 1 < TURNS) next = read_line(x, row + ROWS, rows, column, columns, wide);
     rotate_line(how.rotation, flips, whole, place, v);
     float amax = line_amax(how, v, nan);
-    if (how.square) amax = __uint_as_float(peaks[(row_here >> how.tile_log) * squares + peak]);
+    if (how.square) amax = __uint_as_float(peaks[(row_here >> log) * squares + peak]);
     else amax = shared_amax(how, amax);
     const Scale scale = block_scale(how, tensor, amax);
     if (row >= rows || column >= columns) continue;
     if (!(place * LINE & (how.tile - 1)) && (!how.square || !(row_here & (how.tile - 1))))
-      write_scale(scale, (how.square ? (row >> how.tile_log) : row) * tiles + (column >> how.tile_log), scale_inv,
-                  scale_codes);
+      write_scale(scale, (how.square ? row >> log : row) * tiles + (column >> log), scale_inv, scale_codes);
     if (q == nullptr && values == nullptr) continue;
 #pragma unroll
     for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
@@ -256,8 +256,8 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
   const i64 row = top + place * LINE;
   const u32 flips = flips_of(how.rotation, rng, row);
   const bool whole = whole_group(how.rotation, row, rows), wide_q = rows_aligned<16>(q, columns);
-  const u32 squares = SPAN >> how.tile_log;
-  const i64 tiles = how.square ? (columns + how.tile - 1) >> how.tile_log : columns;
+  const u32 log = how.tile_log, squares = SPAN >> log, peak = (place * LINE >> log) * squares;
+  const i64 tiles = how.square ? (columns + how.tile - 1) >> log : columns;
   bool nan;
 
   if (how.square) {
@@ -270,7 +270,7 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
         float v[LINE];
         column_line(panel, place, pair, side, v);
         rotate_line(how.rotation, flips, whole, place, v);
-        add_peak(peaks + (place * LINE >> how.tile_log) * squares + ((part + 2 * pair + side) >> how.tile_log),
+        add_peak(peaks + peak + ((part + 2 * pair + side) >> log),
                  line_amax(how, v, nan));
       }
     }
@@ -293,13 +293,14 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
       rotate_line(how.rotation, flips, whole, place, v);
       float amax = line_amax(how, v, nan);
       if (how.square)
-        amax = __uint_as_float(peaks[(place * LINE >> how.tile_log) * squares + (column_here >> how.tile_log)]);
+        amax = __uint_as_float(peaks[peak + (column_here >> log)]);
       else
         amax = shared_amax(how, amax);
       const Scale scale = block_scale(how, tensor, amax);
-      const bool leader = !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
+      const bool leader =
+          !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
       if (leader && row < rows && column < columns)
-        write_scale(scale, (row >> how.tile_log) * tiles + (how.square ? (column >> how.tile_log) : column), scale_inv,
+        write_scale(scale, (row >> log) * tiles + (how.square ? column >> log : column), scale_inv,
                     scale_codes);
 #pragma unroll
       for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
