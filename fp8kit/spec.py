@@ -102,7 +102,8 @@ class Operation:
     """Base of operations: a stateless object, one instance per operation.
 
     Methods take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is
-    neither computed nor saved without it. Inputs that are absent are None or left out.
+    neither computed nor saved without it. Inputs that are absent are None or left out. ``infer`` looks
+    at each input by its name: one that neither it nor ``plan`` looks at is refused as unknown.
 
     What forward and backward do on a device they do through ``ws.kernels`` or the device's provider: a call
     with the same addresses may be replayed without them (``execution.replay``).

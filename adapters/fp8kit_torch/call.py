@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.errors import on_behalf_of
 from fp8kit.execution.codec import decode
+from fp8kit.execution.refusals import want_call
 from fp8kit.spec import Operation
 from fp8kit_torch.bound import TorchOp, addresses, bind
 from fp8kit_torch.library import trace
@@ -40,16 +42,26 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | None]) 
       registered dataclasses.
     * ``inputs``: tensors by name, in any strides; None where absent.
 
-    Raises what the operation's ``infer`` raises, with the names that the operation gives its inputs,
-    BackendError for tensors on several devices, AutogradError for a gradient that there is none of.
+    Raises, before anything runs, what the operation's ``infer`` raises, with the names that the operation
+    gives its inputs; ShapeError for an input that is missing, ArgumentError for one that the operation does
+    not have, for one that is no tensor and for a spec of another class; BackendError for tensors on several
+    devices, AutogradError for a gradient that there is none of.
     """
-    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     if torch.compiler.is_compiling():
-        return trace(operation, spec, present)
-    for name, tensor in present.items():
-        if type(tensor) not in _PLAIN and hasattr(tensor, "held_in_fp8"):
-            present[name] = tensor.dequantize()
-    return run(*prepare(operation, decode(spec) if isinstance(spec, str) else spec, present))
+        return trace(operation, spec, {name: tensor for name, tensor in inputs.items() if tensor is not None})
+    try:
+        present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        for name, tensor in present.items():
+            if type(tensor) not in _PLAIN and hasattr(tensor, "held_in_fp8"):
+                present[name] = tensor.dequantize()
+        if isinstance(spec, str):
+            with on_behalf_of(operation.name, text="spec"):
+                spec = decode(spec)
+        prepared = prepare(operation, spec, present)
+    except (AttributeError, TypeError, IndexError):
+        want_call(operation, spec, inputs, torch.is_tensor, "a torch.Tensor")
+        raise
+    return run(*prepared)
 
 
 def prepare(

@@ -14,6 +14,7 @@ from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, streamed
 from fp8kit.errors import AutogradError
 from fp8kit.execution.memory import Arena, Layout, Memory
+from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import replays
 from fp8kit.formats import DType
 from fp8kit.spec import Meta, Operation, Signature, Views, WorkingSet
@@ -58,7 +59,8 @@ class Interface:
     * ``gradients``: for each of ``needs`` its index in ``grads``, or that of the result whose cotangent it
       is: (index, None) or (None, index).
 
-    AutogradError where a gradient is wanted that the operation does not have; whatever ``infer`` raises.
+    AutogradError where a gradient is wanted that the operation does not have; what ``refusals.signature_of``
+    raises.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Interface:
         signature: Signature | None = None,
     ) -> None:
         self.operation, self.spec, self.needs = operation, spec, needs
-        self.signature = s = signature or operation.infer(spec, metas, frozenset(needs))
+        self.signature = s = signature or signature_of(operation, spec, metas, frozenset(needs))
         self.inputs = dict(metas)
         self.outputs = {name: meta for name, meta in s.outputs.items() if not meta.zero}
         self.amaxes = {name: meta for name, meta in s.outputs.items() if meta.zero}
@@ -128,7 +130,7 @@ class BoundOp(Interface):
         streaming: bool = True,
         save_in_block: bool = False,
     ) -> None:
-        self.plan = plan = operation.plan(spec, metas, frozenset(needs), kernels)
+        self.plan = plan = plan_of(operation, spec, metas, frozenset(needs), kernels)
         super().__init__(operation, spec, metas, needs, plan.signature)
         s = plan.signature
         self.memory: Any = memory

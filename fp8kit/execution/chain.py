@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.execution.memory import Layout
+from fp8kit.execution.refusals import signature_of
 from fp8kit.formats import uint8
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
@@ -96,7 +97,7 @@ class Chain(Operation):
             own_metas = {argument: known[value] for argument, value in inputs.items()}
             own_needs = frozenset(argument for argument, value in inputs.items() if value in wanted)
             with user_names(operation, own_metas):
-                signature = operation.infer(own, own_metas, own_needs)
+                signature = signature_of(operation, own, own_metas, own_needs)
             outputs = {
                 output: f"{start}{output}" if meta.zero else f"{i}:{output}"
                 for output, meta in signature.outputs.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8kit.execution.bound import BoundOp
 from fp8kit.execution.memory import Memory
+from fp8kit.execution.refusals import signature_of
 from fp8kit.lru import LRU
 from fp8kit.spec import Meta, Operation
 
@@ -43,5 +44,5 @@ def validate(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: 
     operation about those that follow. What was found right is remembered."""
     key = (operation.name, id(spec), needs, tuple(metas.items()))
     if _validated.get(key) is None:
-        operation.infer(spec, metas, frozenset(needs))
+        signature_of(operation, spec, metas, frozenset(needs))
         _validated.put(key, (spec,))

@@ -108,10 +108,14 @@ class Product:
         """ShapeError or FormatError where weights, biases, FP8 inputs or ``main_grad`` do not fit."""
         if self.grad_dtype not in (self.dtype, formats.float32):
             raise FormatError(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32")
-        for name, (_, n) in self.weights.items():
-            want(operation, name, metas, self._weight_shape(n), self.dtype)
+        self.check_weights(operation, metas)
         for name, (_, n) in self.biases.items():
             want(operation, name, metas, (n,), self.dtype)
+
+    def check_weights(self, operation: str, metas: Metas) -> None:
+        """ShapeError or FormatError where weights, or what casts them, do not fit."""
+        for name, (_, n) in self.weights.items():
+            want(operation, name, metas, self._weight_shape(n), self.dtype)
 
     def outputs(self) -> dict[str, Meta]:
         """The amax outputs."""
