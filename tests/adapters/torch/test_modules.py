@@ -80,7 +80,7 @@ def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
     [
         (
             {"self_attn_mask_type": "caucal"},
-            r"attn_mask_type: got 'caucal', expected one of no_mask, causal,",
+            r"attn_mask_type: got 'caucal', expected one of 'no_mask', 'causal',",
         ),
         ({"window_size": (2,)}, r"window_size: got \(2,\), expected \(left, right\)"),
         (
@@ -89,7 +89,7 @@ def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
         ),
         (
             {"attention_mask": torch.zeros(1, 1, 5, 5, dtype=torch.bool)},
-            r"attention_mask: got a tensor, expected None with 'causal'",
+            r"attention_mask: got a tensor, expected None with attn_mask_type 'causal'",
         ),
         (
             {"encoder_output": torch.zeros(5, 3, WIDTH)},
