@@ -89,10 +89,11 @@ def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:
         op, tensors = prepare(chain, spec, inputs, scales)
         return run(op, tensors, _binding(layer, op, [call.binding for call in calls]))["y"]
     except Fp8kitError as error:
-        if error.operation != chain.name or error.argument is None:
+        named = {chain.name, *(call.operation.name for call in calls)}
+        if error.operation not in named or error.argument is None:
             raise
         # about one of the tensors, whichever operation takes it
-        argument = "hidden_states" if error.argument == "x" else error.argument
+        argument = "hidden_states" if error.argument in ("x", "inp") else error.argument
         raise error.renamed(type(layer).__name__, argument) from None
 
 

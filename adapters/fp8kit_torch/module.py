@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import AutocastState, current, touch_forward
-from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
+from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, UnsupportedError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Branch, branch_of
 from fp8kit.layers.fp8_layer import Operands, WeightCache
@@ -88,12 +88,18 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return Operands(tensors, main, main.fields, weights, codes)
 
     def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
-        validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
+        try:
+            validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
+        except Fp8kitError as error:
+            raise self.own_refusal(error, self.operation) from None
 
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
         if type(inputs["x"]) is Pending:
             return Call(self.operation, spec, inputs)
-        return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
+        try:
+            return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
+        except Fp8kitError as error:
+            raise self.own_refusal(error, self.operation) from None
 
     def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
         if type(prepared) is Call:
@@ -221,13 +227,14 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         tensors["x"] = x.dequantize()
         return None
 
-    def want_ready(self, x: Tensor) -> None:
+    def want_ready(self, operation: str, path: str, x: Tensor) -> None:
         """Fp8kitError kinds where a pass on inputs like ``x`` would find a parameter on another device or of
         another dtype, or a weight without the ``main_grad`` that it fills: what a layer of several modules
-        asks of each before the first of them runs, outside of ``torch.compile``."""
+        asks of each before the first of them runs, outside of ``torch.compile``. ``operation``, ``path``: the
+        layer's name in errors, and its name for this part."""
         if has_foreign_code(self):
             return
-        want_parameters(type(self).__name__, self._parameters, x)
+        want_parameters(operation, self._parameters, x, "hidden_states", f"{path}.")
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             self._main_grads(None, autocast_dtype(x) or x.dtype)
 

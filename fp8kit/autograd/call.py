@@ -294,7 +294,8 @@ def _one_device(
         elif view.device != device:
             argument = name_in(owner, name, inputs[name])
             wanted = f"device {device}, where the other inputs are"
-            raise BackendError(operation.name, argument, f"device {view.device}", wanted)
+            called = _called(operation.name, owner)
+            raise BackendError(called, argument, f"device {view.device}", wanted)
     if device is None:
         refuse_no_inputs(operation, spec)
     return device
@@ -307,11 +308,19 @@ def _passed(value: Tensor | ArrayView | None, view: ArrayView) -> Tensor:
 
 
 def _as_the_user_calls_it(error: Fp8kitError, operation: str, inputs: Inputs, owner: object) -> Fp8kitError:
-    """A refusal of ``infer`` with the user's name of the input, be it there or missing."""
+    """A refusal of ``infer`` with the user's name of what was called, an operation or the layer ``owner``,
+    and of the input, be it there or missing."""
     argument = error.argument
-    if argument is None or error.operation != operation or (argument not in inputs and error.got is not None):
+    if argument is None or error.operation != operation:
         return error
-    return error.renamed(operation, name_in(owner, argument, inputs.get(argument)))
+    if argument not in inputs and error.got is not None:
+        return error.renamed(_called(operation, owner), argument)
+    return error.renamed(_called(operation, owner), name_in(owner, argument, inputs.get(argument)))
+
+
+def _called(operation: str, owner: object) -> str:
+    """What errors call a call of ``operation`` for ``owner``: the layer, where that is one."""
+    return getattr(owner, "layer_name", operation)
 
 
 def _tell(probe: tape.Probe, name: str, inputs: Inputs, owner: object) -> None:

@@ -567,11 +567,11 @@ def layer(**options):
         ),
         (
             lambda: nn.DotProductAttention(HEADS, 7, device="cpu")(X, X, X),
-            ["attention: query_layer", f"{X.shape}"],
+            ["DotProductAttention: query_layer", f"{X.shape}"],
         ),
         (
             lambda: nn.DotProductAttention(1, H, device="cpu")(X, X, X, core_attention_bias=X),
-            ["attention: core_attention_bias", "no_bias"],
+            ["DotProductAttention: core_attention_bias", "no_bias"],
         ),
         (lambda: layer()(X, encoder_output=X), ["encoder_output", "encoder"]),
         (lambda: layer(layer_type="decoder")(X), ["TransformerLayer: encoder_output", "decoder"]),

@@ -26,7 +26,7 @@ def test_wrong_input_is_refused_before_anything_runs(device, scaled):
         ):
             layer(torch.ones(4, 47, device=device))
         with pytest.raises(
-            FormatError, match=r"linear: inp: got float16, expected float32, as weight: cast inp"
+            FormatError, match=r"Linear: inp: got float16, expected float32, as weight: cast inp"
         ):
             layer(torch.ones(4, WIDTH, device=device, dtype=torch.float16))
         with pytest.raises(FormatError, match=r"got (torch\.)?complex64, expected"):
