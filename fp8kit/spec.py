@@ -13,14 +13,14 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from fp8kit.arrays import Shape
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType, uint8
 
 if TYPE_CHECKING:
     from fp8kit.ops.partition import Component, Partition, Place, SharedAmaxes
     from fp8kit.ops.product import ProductSpec
 
-Views = Mapping[str, Any]  # ArrayViews by name, or None
+Views = Mapping[str, ArrayView]  # by name; a cotangent among them may be None (``Operation.backward``)
 Metas = Mapping[str, "Meta | None"]
 Needs = frozenset[str]  # names of the inputs whose gradient is wanted
 Shapes = Mapping[str, Shape]  # by name

@@ -264,9 +264,9 @@ class Product:
         if not self.needs_b:
             return None
         if len(self.biases) > 1:
-            return ws.scratch[f"{self.spec.prefix}dbias"]  # type: ignore[no-any-return]
+            return ws.scratch[f"{self.spec.prefix}dbias"]
         (name,) = self.biases
-        return ws.outputs[name]  # type: ignore[no-any-return]
+        return ws.outputs[name]
 
     def _part_bias_sums(self, ws: WorkingSet, dbias: ArrayView) -> None:
         """Copy the segments' bias gradients from where they were made together."""
@@ -309,7 +309,7 @@ class Product:
         scratch ``buffer``."""
         if len(segments) == 1:
             (name,) = segments
-            return ws.inputs[name]  # type: ignore[no-any-return]
+            return ws.inputs[name]
         parts = [ws.inputs[name] for name in segments]
         whole = side_by_side(parts, dim)
         if whole is None:

@@ -24,8 +24,8 @@ class TensorProduct(QuantizedProduct):
     kernels = ("quantize_transpose", "fp8_gemm")
     fuses_cast = True
 
-    def __init__(self, spec: ProductSpec, *how: Any) -> None:
-        super().__init__(spec, *how)
+    def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:
+        super().__init__(spec, *of_the_call)
         # wgrad of a segment reads whole blocks of 16 rows of g^T: only aligned segments are multiplied one by
         # one
         self.whole_wgrad = len(self.weights) > 1 and any(n % ALIGN for n in spec.segments)
