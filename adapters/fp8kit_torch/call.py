@@ -1,8 +1,8 @@
 """``apply``: an operation on tensors, in one of two ways that give the same bits.
 
-Eagerly it runs at once, and one node of torch's graph holds what its backward needs; the amaxes land in the
-layer's own history, and a residual stream that goes through an operation is the input itself. Under
-``torch.compile`` the operation's torch op is called instead (``library``).
+Eagerly it runs at once, and one node of torch's graph holds what its backward needs. Amaxes are written into
+the layer's own history. Where an operation passes an input through, such as a residual, the result is that
+input itself, with no copy. Under ``torch.compile`` the operation's torch op is called instead (``library``).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | None]) 
 def prepare(
     operation: Operation, spec: Any, inputs: Mapping[str, Tensor], scales: tuple[str, ...] = ()
 ) -> tuple[TorchOp, list[Tensor]]:
-    """An eager call before it runs, as ``run`` takes it: its bound operation, and its tensors, contiguous.
-    ``scales``: names of the inputs that a ``StateBinding`` will add. Raises what ``apply`` raises: what was
-    prepared is not refused any more."""
+    """Check an eager call and make it ready for ``run``: its bound operation, and its tensors, contiguous.
+    ``scales``: names of the inputs that a ``StateBinding`` will add. Raises what ``apply`` raises; ``run``
+    then refuses nothing more."""
     names, tensors = tuple(inputs), list(inputs.values())
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
@@ -97,8 +97,8 @@ def run(
 
 
 class _Node(torch.autograd.Function):
-    """The node of a call, which ran already. ``call``: (bound operation, state, parameters with a
-    ``main_grad``); ``held``: the tensors that backward reads."""
+    """The graph's node of a call. The operation has run before: ``forward`` here only records. ``call``:
+    (bound operation, state, parameters with a ``main_grad``); ``held``: the tensors that backward reads."""
 
     @staticmethod
     def forward(
@@ -119,12 +119,13 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op, state, main = ctx.call
         saved = list(ctx.saved_tensors)
-        # before anything is recorded: a pass that fails later finds what to drop
+        # first of all, so that a pass that fails later knows which recorded amaxes to drop
         if op.grad_amaxes:
             for token in state.tokens:
                 finish_backward(*token)
         into = _NOWHERE if main is None else main.buffers(op.needs)
-        # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
+        # drop the graph's references, so that each buffer is freed after its last use; a retained graph keeps
+        # them for another pass
         if op.saved.streamed:
             ctx.maybe_clear_saved_tensors()
         count = op.kept_count

@@ -181,7 +181,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     # --- operands -------------------------------------------------------------------------------------------
 
     def _want_autocast(self) -> None:
-        """AutogradError where this call in high precision, in a backward pass, does again what ran in FP8."""
+        """AutogradError where a checkpoint runs its forward again, in backward, without the autocast that it
+        had: this call in high precision would stand for one in FP8."""
         self.__dict__["_unrecorded"] = False
         if torch.is_grad_enabled() and torch_compat.current_backward() != -1:
             wanted = "the first one's: torch.utils.checkpoint and fp8kit_torch.checkpoint bring it"
@@ -190,8 +191,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             )
 
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
-        """The inputs as a pass takes them, and the weights in FP8: none where the pass is in high
-        precision."""
+        """For a layer that holds its weights in FP8: the inputs of a pass, and those weights by name. In high
+        precision the inputs have the weights' values instead, and there are no weights in FP8."""
         found: Held8 = {}
         for name in self.weight_inputs():
             weight = tensors.get(name)
@@ -212,8 +213,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return tensors | {name: weight.dequantize() for name, weight in found.items()}, {}
 
     def _codes(self, tensors: dict[str, Tensor], state: AutocastState | None) -> dict[str, Tensor] | None:
-        """The parts of an input that is in FP8 already and fits the operation; where it does not, its values
-        take its place."""
+        """Codes and scale of an input that is in FP8 already, where the operation can multiply them as they
+        are. Otherwise None, and ``tensors`` gets the input's values."""
         x = tensors["x"]
         assert isinstance(x, QuantizedTensor)
         direct = (
@@ -272,13 +273,15 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return MainGrads(weights, first is True, some, aligned)
 
     def _note(self, row: Tensor) -> None:
-        """Accumulate amaxes that were taken beside an operation, float32 by slot."""
+        """Enter amaxes that were taken outside of an operation into the history: ``row``, float32, one for
+        each slot."""
         history = self.fp8_meta["scaling_fwd"].amax_history
         torch.fmax(history[0], row, out=history[0])
 
     def bind_state(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> StateBinding:
-        """The operation's binding to the state of delayed scaling, which is touched where amaxes are
-        recorded: not in a pass that is recomputed, which has the scales of the first one (``kept``)."""
+        """The operation's binding to the state of delayed scaling. A pass that records amaxes marks the state
+        for its update. A recomputed pass does not: it reads the scales of the first one (``kept``), and its
+        amaxes go nowhere."""
         found, forward = self._bound(recipe, record), self.fp8_meta["scaling_fwd"]
         if kept is not None:
             assert kept.scales is not None

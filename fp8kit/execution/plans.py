@@ -1,5 +1,5 @@
-"""The bound operations that were made, for every frontend: one cache, and what was found right before
-anything runs."""
+"""The cache of bound operations, one for all frontends, and ``validate``, which checks a call without running
+it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def bind(
 
 
 def validate(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: tuple[str, ...] = ()) -> None:
-    """Raise what ``infer`` raises for these inputs, and run nothing: what a layer asks before its first
-    operation about those that follow. What was found right is remembered."""
+    """Raise what ``infer`` raises for these inputs, and run nothing. A layer of several operations asks it
+    about the later ones before it runs the first. Calls that were right are remembered."""
     key = (operation.name, id(spec), needs, tuple(metas.items()))
     if _validated.get(key) is None:
         signature_of(operation, spec, metas, frozenset(needs))
