@@ -11,7 +11,6 @@ The cubins are kept in pytest's cache, where a name is the digest of all that we
 
 from __future__ import annotations
 
-import collections
 import os
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import pytest
 
 from fp8kit.backends.cuda.compile import compile_cubin
 from fp8kit.raw_kernels import manifest
+from tests.support.combinations import covering
 from tests.support.effort import FACTOR
 
 ARCHITECTURES = ("sm_90a", "sm_89", "sm_100a")
@@ -52,29 +52,6 @@ def note_use(path: Path) -> None:
 
 # what compiles much as another variant does
 LIKE_OTHERS = {("T", "f16"), ("TILES", "e4m3"), ("TILES", "none")}
-
-
-def covering(
-    variants: Sequence[manifest.Defines], chosen: Sequence[manifest.Defines] = ()
-) -> list[manifest.Defines]:
-    """``chosen``, and variants until every value of every define occurs: each time the one with the most
-    values that did not occur yet, of equals the one whose values occurred least."""
-    chosen = list(chosen)
-    missing = {part for variant in variants for part in variant}.difference(*chosen)
-    times = collections.Counter(part for variant in chosen for part in variant)
-    while missing:
-        chosen.append(
-            max(
-                variants,
-                key=lambda variant: (
-                    len(missing.intersection(variant)),
-                    -sum(times[part] for part in variant),
-                ),
-            )
-        )
-        missing.difference_update(chosen[-1])
-        times.update(chosen[-1])
-    return chosen
 
 
 def variants_of(source: manifest.Source) -> dict[str, Sequence[manifest.Defines]]:

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 from tests.support.sharding import (
     BITS,
     CODES,
@@ -35,8 +36,7 @@ from tests.support.sharding import (
 )
 
 
-@pytest.mark.parametrize("axes", ["rows", "tensor", "both"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]})
 def test_an_mlp(recipe, axes):
     """Rows by the data axis; by the tensor axis the first kernel's columns and the second one's rows, y a sum
     over devices."""
@@ -263,8 +263,7 @@ def test_small_functions(case):
     check(*SMALL[case])
 
 
-@pytest.mark.parametrize("split", ["data", "batches by both", "tensor"])
-@pytest.mark.parametrize("case", ["dropout", "drop path"])
+@combinations({"case": ["dropout", "drop path"], "split": ["data", "batches by both", "tensor"]})
 def test_split_dropout_is_that_of_one_device(case, split):
     """Bit for bit, values and gradients of what has rows; also where rows are not split."""
     function, args, _ = SMALL[case]
@@ -274,8 +273,7 @@ def test_split_dropout_is_that_of_one_device(case, split):
     same_bits(step([*own, *args[2:]], own[1]), step(list(args), args[1]))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("axes", [("data", None), (None, "tensor"), ("data", "tensor")], ids=str)
+@combinations({"axes": [("data", None), (None, "tensor"), ("data", "tensor")], "recipe": RECIPES.keys()})
 def test_a_product_and_its_state(recipe, axes):
     """Rows and columns of one product; the state that comes back is that of one device, bit for bit."""
     rows, columns = axes
@@ -299,8 +297,12 @@ def test_a_product_and_its_state(recipe, axes):
         near(a, c, BITS)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x128", "mx_1x32"])
+@combinations(
+    {
+        "scaling": ["tensor", "row", "block_1x128", "mx_1x32"],
+        "kind": {str(kind): kind for kind in (AxisType.Auto, AxisType.Explicit)},
+    }
+)
 def test_casts(scaling, kind):
     """Rows over devices: the codes and scales of one device, one scale for all from the amax of all."""
     devices = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices("cpu")[:8])
