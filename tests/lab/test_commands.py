@@ -49,6 +49,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     return bool(request.param)
 
 
+@pytest.mark.programs
 def test_every_command_of_the_page(gpu: bool, own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(COMMANDS) >= 13
     for line in COMMANDS:

@@ -34,6 +34,7 @@ def test_jax_training(capsys, monkeypatch):
     assert all(scale != 1.0 for scale in numbers(r"(?:input|gradient) ([\d.e+-]+)", text))
 
 
+@pytest.mark.programs
 def test_flax_training(capsys, monkeypatch):
     text = printed("flax_training", capsys, monkeypatch, "20")
     losses = numbers(r"step \d+: ([\d.]+) nats", text)
@@ -42,6 +43,7 @@ def test_flax_training(capsys, monkeypatch):
     assert "quantised tensors: 24\n" in text
 
 
+@pytest.mark.programs
 def test_flax_decode(capsys, monkeypatch):
     text = printed("flax_decode", capsys, monkeypatch, "8")
     (apart,) = numbers(r"([\d.]+)% of the largest apart", text)

@@ -64,7 +64,7 @@ def test_an_mlp(recipe, axes):
     check(mlp, args, specs, CODES if recipe == "block" else BITS)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "block"])
 def test_a_norm_and_three_projections_at_once(recipe):
     """The kernel (H, 3, H) is split along its last dimension: of queries, keys and values each device has
     some."""
@@ -78,7 +78,7 @@ def test_a_norm_and_three_projections_at_once(recipe):
     assert compiled.output_shardings[1][1].spec == P(None, None, "tensor")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "current"])
 def test_a_contraction_is_summed_over_devices(recipe):
     s, k = (64, 512) if recipe == "block" else (16, 64)
     args = draw(0, 8, s, k), draw(1, k, 48), draw(2, 48), two(recipe)[0]
@@ -90,7 +90,7 @@ def test_a_contraction_is_summed_over_devices(recipe):
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["current", "block"])
 def test_columns_of_blocks_and_of_transposed_kernels(recipe):
     s, k, n = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
     args = draw(0, 8, s, k), draw(1, n, k), two(recipe)[0]

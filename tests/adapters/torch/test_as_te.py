@@ -227,6 +227,7 @@ def told():
     return json.loads(done.stdout)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("part", PARTS)
 def test_within_a_program(part, told):
     assert part not in told, told[part]
