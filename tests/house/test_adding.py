@@ -32,7 +32,7 @@ ADDED = {
     "kernel": Added(
         6,
         ("multiply", "elementwise"),
-        20,
+        9,
         (
             "reference/test_contract.py",
             "lab/test_uses.py",
