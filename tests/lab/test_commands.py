@@ -82,6 +82,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return status, out.getvalue()
 
 
+@pytest.mark.programs
 def test_list_has_every_kernel_with_its_resources(capsys: pytest.CaptureFixture[str]) -> None:
     status, out = run("list", "--arch", "sm_90a")
     assert status == 0

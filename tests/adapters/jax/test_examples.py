@@ -27,6 +27,7 @@ def numbers(pattern, text):
     return [float(found) for found in re.findall(pattern, text)]
 
 
+@pytest.mark.programs
 def test_jax_training(capsys, monkeypatch):
     text = printed("jax_training", capsys, monkeypatch, "20")
     losses = numbers(r"step \d+: ([\d.]+) nats", text)

@@ -39,7 +39,7 @@ def layers(bias):
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@combinations({"bias": [False, True]}, usual=["True"])
 def test_a_layer_leaves_xla_nothing_to_add_or_to_copy(bias):
     x, found = layers(bias)
     for function, variables in found:

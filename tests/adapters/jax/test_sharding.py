@@ -111,7 +111,7 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", ATTENTIONS)
+@combinations({"case": ATTENTIONS.keys()}, usual=["groups", "mask of heads", "padding", "sink"])
 def test_attention_by_batches_and_heads(case):
     check(lambda q, k, v: fj.dot_product_attention(q, k, v, **ATTENTIONS[case]), (Q, K, V), (HEADS,) * 3)
 

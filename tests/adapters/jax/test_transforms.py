@@ -72,7 +72,7 @@ def moved(recipe, x, w, b):
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["high", "delayed"])
 def test_vmap_of_values_and_gradients_is_exact(recipe):
     x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
     sets = moved(RECIPES[recipe], x[0], w, b)
@@ -315,7 +315,10 @@ def on_one_device(recipe):
     return arguments, jax.jit(jax.value_and_grad(squares, (0, 1, 2)))(*arguments)
 
 
-@combinations({"recipe": RECIPES.keys(), "check": {"vma": True, "no_vma": False}})
+@combinations(
+    {"recipe": RECIPES.keys(), "check": {"vma": True, "no_vma": False}},
+    usual=["delayed-vma", "current-no_vma"],
+)
 def test_shard_map_is_one_device(recipe, check):
     """Rows over 8 devices: the state comes back once, its amaxes those of the whole batch, so that it is the
     one device's, bit for bit."""
@@ -334,7 +337,10 @@ def test_shard_map_is_one_device(recipe, check):
         near(got, want)
 
 
-@combinations({"recipe": RECIPES.keys(), "split": {"one axis": False, "both axes": True}})
+@combinations(
+    {"recipe": RECIPES.keys(), "split": {"one axis": False, "both axes": True}},
+    usual=["delayed-one axis", "current-both axes"],
+)
 def test_shard_map_over_two_axes(recipe, split):
     """Of a mesh with two axes a program may use one: what is the same along the other is shared by nobody,
     and so is the state."""

@@ -209,6 +209,7 @@ def python(*arguments):
     )
 
 
+@pytest.mark.programs
 def test_an_unchanged_script_runs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM) + "import helper\n")
