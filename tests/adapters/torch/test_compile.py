@@ -256,6 +256,7 @@ def test_changed_numbers_are_seen(device):
     assert count.frame_count == compilations
 
 
+@pytest.mark.combinations
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_packed_batches_of_other_longest_sequences(device):
     layer = ft.TransformerLayer(

@@ -92,6 +92,7 @@ def test_compiled_steps_are_the_eager_ones(device, form, paged, recipe, backend)
     assert caches[1].sequences != copied[1].sequences
 
 
+@pytest.mark.combinations
 def test_eager_and_compiled_steps_take_turns(device):
     layer = layer_of("bshd", device)
     function = torch.compile(layer, fullgraph=True, backend="aot_eager")
