@@ -34,7 +34,8 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.
 TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-.PHONY: a-gpu demo test test-kernels test-clients test-combinations test-programs docs test-gpu test-gpu2 bench info size clean
+.PHONY: a-gpu demo test test-kernels test-clients test-combinations test-programs docs test-gpu test-gpu2 \
+        bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
