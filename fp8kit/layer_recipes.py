@@ -43,8 +43,7 @@ class DataRecipe(Recipe):
         if any(side.needs_state for gemm in self.data.gemms.values() for side in (gemm.a, gemm.b)):
             raise self._refuse("data", "operands without state: a scale_source other than 'delayed'")
         object.__setattr__(self, "key", repr(self.data))
-        # the same object for equal data
-        object.__setattr__(self, "data", _DATA.setdefault(self.key, self.data))
+        _DATA.setdefault(self.key, self.data)
 
     @classmethod
     def of_key(cls, key: str, name: str) -> DataRecipe:
@@ -53,8 +52,8 @@ class DataRecipe(Recipe):
 
     @property
     def quantization(self) -> Quantization:
-        """The data."""
-        return self.data
+        """The data, the same object for equal data."""
+        return _DATA.setdefault(self.key, self.data)
 
     @property
     def forward_format(self) -> formats.Format:

@@ -25,6 +25,7 @@ between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_st
 
 import sys as _sys
 
+from fp8kit.layers.names import name_layers
 from fp8kit.nn.embedding import Dropout, Embedding, cross_entropy
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.layer import NativeLayer as _NativeLayer
@@ -69,6 +70,7 @@ __all__ = [
     "draw_from",
     "get_rng_state",
     "manual_seed",
+    "name_layers",
     "normal_init",
     "set_rng_state",
 ]

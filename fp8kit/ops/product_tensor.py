@@ -155,7 +155,7 @@ class TensorProduct(QuantizedProduct):
         arrays.provider(amax.device).fill_zero(amax, ws.stream)
         inverse = both.slice(0, SLOT + 1, 1)
         ws.kernels.scale_from_amax(amax, scale, inverse, 1.0, False, 0.0, float32.max, ws.stream)
-        return scale  # type: ignore[no-any-return]
+        return scale
 
     def _target(self, ws: WorkingSet, operand: str, into: Pair) -> Cast:
         """Where "x", "w" or "g" is cast to, and by which scale or amax."""
