@@ -171,10 +171,10 @@ class Gemm:
         return self.accumulation == "fast"
 
     @property
-    def model(self) -> Accumulation | None:
-        """The arithmetic that it is summed by, None for the device's own."""
+    def how(self) -> bool | Accumulation:
+        """The arithmetic that it is summed by; with the device's own whether that is ``fast``."""
         own = self.accumulation
-        return own if isinstance(own, Accumulation) else ACCUMULATIONS.get(own)
+        return own if isinstance(own, Accumulation) else ACCUMULATIONS.get(own, self.fast)
 
 
 # GEMM -> the operands that it reads: the input, the weight, the output gradient

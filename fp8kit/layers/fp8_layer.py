@@ -99,6 +99,8 @@ class FP8Layer(Layer):
     fuse_wgrad_accumulation = False
     # what the user calls it
     name: str | None = None
+    # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
+    _own: tuple[Recipe, str | None, Recipe | None] | None = None
     # the frontend's module of checkpoints: idle, first, recall
     recomputation: ClassVar[Any]
     # the binding of a call that uses no state
@@ -115,12 +117,10 @@ class FP8Layer(Layer):
         self._fp8: tuple[Recipe, Quantization] | None = None
         self._binding: Any = None
         self._weights: WeightCache | None = None
-        # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
-        self._own: tuple[Recipe, str | None, Recipe | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
-        return vars(self) | {"_specs": {}, "_fp8": None, "_binding": None, "_weights": None, "_own": None}
+        return vars(self) | {"_specs": {}, "_fp8": None, "_binding": None, "_weights": None}
 
     # --- what a subclass gives ------------------------------------------------------------------------------
 
@@ -243,7 +243,9 @@ class FP8Layer(Layer):
         if self.is_compiling():
             in_fp8 = {"fp8_output": fp8_output, "fp8_grad": fp8_grad}
             return self.run_compiled(inputs, first, bias, in_fp8, options)
-        state = self.own_state(current())
+        state = current()
+        if state is not None and state.recipe.by_layer:
+            state = self.own_state(state)
         operands = self.open_operands(inputs, state, first)
         if state is None or not (state.enabled or state.calibrating):
             self.note_pass(False, False)
@@ -316,11 +318,9 @@ class FP8Layer(Layer):
         inputs = inputs | dict(codes or {}) | (cached or {})
         return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
 
-    def own_state(self, state: AutocastState | None) -> AutocastState | None:
-        """The autocast as it is for this layer: with its own recipe where recipes differ from layer to layer,
-        None where it is to run in high precision."""
-        if state is None or not state.recipe.by_layer:
-            return state
+    def own_state(self, state: AutocastState) -> AutocastState | None:
+        """The autocast as it is for this layer, whose recipes differ from layer to layer: with its own one,
+        or None where it is to run in high precision."""
         known = self._own
         if known is None or known[0] is not state.recipe or known[1] != self.name:
             own = state.recipe.for_layer(self.layer_name, self.name or "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.buffers import free
 from fp8kit.errors import UnsupportedError
@@ -75,6 +76,11 @@ class QuantizedProduct(Product):
         # what is no longer needed after an operand's GEMM: no scales that both orientations share
         self.own_names = {operand: (name, f"{name}_inv") for operand, (name, _) in self.names.items()}
         self.in_saved = frozenset(self.saved())
+        self.how = {name: gemm.how for name, gemm in self.fp8.gemms.items()}
+        self.multipliers: dict[str, Any] = {
+            name: self.multiply if isinstance(how, bool) else self.model_multiply
+            for name, how in self.how.items()
+        }
         # the scales of a part of g^T's rows are no array of their own
         self.whole_wgrad = len(self.weights) > 1 and "wgrad" not in self.plain
 
@@ -107,27 +113,24 @@ class QuantizedProduct(Product):
         """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream, summed as the
         device does. Here: with scales of tensors or of rows."""
         (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
-        formats_and_scales = p.format, q.format, a_inv, b_inv
-        ws.kernels.fp8_gemm(a, b, out, *formats_and_scales, bias, addend, fast, space, ws.stream)
+        how = p.format, q.format, a_inv, b_inv
+        ws.kernels.fp8_gemm(a, b, out, *how, bias, addend, fast, space, ws.stream)
 
-    def _multiply(
-        self,
+    @classmethod
+    def model_multiply(
+        cls,
         ws: WorkingSet,
-        name: str,
         left: Operand,
         right: Operand,
         out: ArrayView,
+        how: Accumulation,
         bias: ArrayView | None = None,
         addend: ArrayView | None = None,
     ) -> None:
-        """The GEMM ``name``, summed as its ``accumulation`` says."""
-        gemm = self.fp8.gemms[name]
-        if gemm.model is None:
-            self.multiply(ws, left, right, out, gemm.fast, bias, addend)
-            return
+        """``multiply`` with another chip's sums."""
         (a, a_inv, p), (b, b_inv, q) = left, right
-        how = p.format, q.format, self.grid(a_inv, p), self.grid(b_inv, q), p.tile, q.tile, gemm.model
-        ws.kernels.model_gemm(a, b, out, *how, bias, addend, ws.stream)
+        scales = cls.grid(a_inv, p), cls.grid(b_inv, q), p.tile, q.tile
+        ws.kernels.model_gemm(a, b, out, p.format, q.format, *scales, how, bias, addend, ws.stream)
 
     def _scale_name(self, operand: str) -> str:
         """Name of the operand's scale_inv, the prefix aside."""
@@ -230,7 +233,7 @@ class QuantizedProduct(Product):
             self._cast_weight(ws, (scratch, ws.saved))
         a = self._operand("x_q", ws.inputs if spec.input_cached else scratch, ws.saved)
         b = self._operand("w_q", ws.inputs if spec.weight_cached else scratch, ws.saved)
-        self._multiply(ws, "fprop", a, b, y, bias, addend)
+        self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)
         del a, b
         free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
 
@@ -251,7 +254,7 @@ class QuantizedProduct(Product):
             return
         a = self._operand("g_q", ws.scratch, ws.saved)
         b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
-        self._multiply(ws, "dgrad", a, b, dx)
+        self.multipliers["dgrad"](ws, a, b, dx, self.how["dgrad"])
         del a, b
         free(ws.scratch, *self.own_names["g_q"])
         free(ws.saved, *self.own_names["w_qt"])
@@ -280,7 +283,7 @@ class QuantizedProduct(Product):
                 part = g if single else (g[0].slice(0, start, n), *g[1:])
                 out, adds = ws.outputs[name], self.adds
             a, b = (part, x) if self.oi else (x, part)
-            self._multiply(ws, "wgrad", a, b, out, None, out if adds else None)
+            self.multipliers["wgrad"](ws, a, b, out, self.how["wgrad"], None, out if adds else None)
             if self.whole_wgrad:
                 return
 

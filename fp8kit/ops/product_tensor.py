@@ -34,6 +34,7 @@ class TensorProduct(QuantizedProduct):
         # operand -> names of codes, transposed codes, scale_inv, scale, amax, and the amax that is an input
         names = ("q", "qt", "scale_inv", "scale", "amax", "amax_in")
         self.cast_names = {o: tuple(f"{spec.prefix}{o}_{name}" for name in names) for o in "xwg"}
+        self.static = {operand for operand, own in self.quantizers.items() if own.static}
         # operand -> its format, whether its amax is taken, whether it is an input, and its rule for a scale
         self.cast_rules = {
             operand: (
@@ -167,9 +168,7 @@ class TensorProduct(QuantizedProduct):
             codes, codes_t = codes_t, codes
         scale_inv = (second if inverse in self.in_saved else first)[inverse]
         inputs, known = ws.inputs, None
-        if self.quantizers[operand].static:
-            known = self._one(ws)
-        elif rule is None:
-            known = inputs[scale]
+        if rule is None:
+            known = self._one(ws) if operand in self.static else inputs[scale]
         found = inputs[amax_in] if shared else ws.outputs.get(amax)
         return Cast(fmt, codes, codes_t, known, scale_inv, found, rule)

@@ -5,9 +5,11 @@ What a recipe asks for and no product carries out is refused here, by name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from functools import lru_cache
 
+from fp8kit.backends import dispatch
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E4M3, E5M2, DType
 from fp8kit.ops.product import Product, ProductSpec
@@ -47,9 +49,13 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
         why = refusal
     used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
     operands = [operand for gemm in used for operand in (gemm.a, gemm.b)]
-    if any(operand.scale_source != "current" for operand in operands) or any(gemm.model for gemm in used):
+    modelled = any(not isinstance(gemm.how, bool) for gemm in used)
+    if not operands or modelled or any(operand.scale_source != "current" for operand in operands):
         raise why
     EmulatedProduct.check_supported(quantization.gemms.items())
+    if all(own.format in (E4M3, E5M2) and own.granularity in PRODUCTS for own in operands):
+        # such operands have products of their own, but not together
+        dispatch.say_once(logging.WARNING, "FP8 products are emulated, in high precision: %s", why)
     return EmulatedProduct
 
 
