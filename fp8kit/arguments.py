@@ -81,7 +81,8 @@ def choice(
     """One of some words."""
     words = tuple(options)
     if not isinstance(value, str) or value not in words:
-        raise kind(operation, name, shown(value), f"one of {', '.join(words)}{meant(value, words)}")
+        printed = map(repr, words) if any("," in word for word in words) else words
+        raise kind(operation, name, shown(value), f"one of {', '.join(printed)}{meant(value, words)}")
     return value
 
 

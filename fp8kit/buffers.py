@@ -75,11 +75,11 @@ def free_contents(views: Mapping[str, ArrayView | None], *names: str) -> None:
                 views.pop(name, None)
 
 
-def take(views: Mapping[str, ArrayView | None], names: Iterable[str]) -> Mapping[str, ArrayView | None]:
+def take(views: Mapping[str, ArrayView], names: Iterable[str]) -> Mapping[str, ArrayView]:
     """Move those buffers out of ``views`` into a mapping of their own, so that ``free`` on that drops the
     last reference."""
     found = {name: views[name] for name in names}
     if type(views) is not Buffers:
         return found
     free(views, *found)
-    return Buffers(found, {}, views.allocate)  # type: ignore[arg-type]
+    return Buffers(found, {}, views.allocate)  # type: ignore[return-value]

@@ -19,7 +19,6 @@ from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.call import scratch
-from fp8kit.autograd.tensors import fresh
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
@@ -109,7 +108,7 @@ class Graph:
             for own, view in zip(self._captured.inputs, views, strict=True):
                 arrays.copy(own, arrays.contiguous(view))
             self._captured.recording.launch()
-            return _mapped(self._captured.outputs, _fresh)
+            return _mapped(self._captured.outputs, _copied)
 
     @staticmethod
     def _want_unchanged(made: _Captured) -> None:
@@ -172,10 +171,11 @@ def _detached(value: Any) -> Any:
     return Tensor(value.view) if isinstance(value, Tensor) else value
 
 
-def _fresh(value: Any) -> Any:
-    """A result of the recording in memory of its own: the next call overwrites the recording's."""
+def _copied(value: Any) -> Any:
+    """A copy of a result of the recording, for the caller to keep: the next call overwrites the recording's
+    own."""
     view = _view(value)
-    return value if view is None else _like(value, fresh(view))
+    return value if view is None else _like(value, arrays.duplicate(view))
 
 
 def graph(function: Callable[..., Any], warmup: int = 2) -> Graph:

@@ -120,7 +120,8 @@ def save(
     target = Path(os.path.realpath(arguments.path("save", path)))
     try:
         # a device or a pipe would be replaced by a file, and so would a link to itself
-        usable = target.parent.is_dir() and (target.is_file() or not os.path.lexists(target))
+        # in this order: another saver's file may appear between the two
+        usable = target.parent.is_dir() and (not os.path.lexists(target) or target.is_file())
     except OSError:  # a name that no file can have
         usable = False
     if not usable:

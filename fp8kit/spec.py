@@ -13,14 +13,14 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from fp8kit.arrays import Shape
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType, uint8
 
 if TYPE_CHECKING:
     from fp8kit.ops.partition import Component, Partition, Place, SharedAmaxes
     from fp8kit.ops.product import ProductSpec
 
-Views = Mapping[str, Any]  # ArrayViews by name, or None
+Views = Mapping[str, ArrayView]  # by name; a cotangent among them may be None (``Operation.backward``)
 Metas = Mapping[str, "Meta | None"]
 Needs = frozenset[str]  # names of the inputs whose gradient is wanted
 Shapes = Mapping[str, Shape]  # by name
@@ -102,7 +102,8 @@ class Operation:
     """Base of operations: a stateless object, one instance per operation.
 
     Methods take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is
-    neither computed nor saved without it. Inputs that are absent are None or left out.
+    neither computed nor saved without it. Inputs that are absent are None or left out. ``infer`` looks
+    at each input by its name: one that neither it nor ``plan`` looks at is refused as unknown.
 
     What forward and backward do on a device they do through ``ws.kernels`` or the device's provider: a call
     with the same addresses may be replayed without them (``execution.replay``).

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,18 +20,27 @@ gc.set_threshold(100_000, 50, 100)
 
 
 # marks of tests that run only where ``-m`` names them
-ASKED_FOR = ("gpu2", "kernels", "clients")
+ASKED_FOR = ("gpu2", "kernels", "clients", "combinations", "programs")
+# files with nothing but tests of clients
+CLIENTS = ("test_huggingface.py",)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The clients' packages take seconds to import: only where their tests are asked for."""
+    asked = config.getoption("markexpr") or ""
+    wanted = "clients" in asked or asked.startswith("gpu")
+    return None if wanted or collection_path.name not in CLIENTS else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked by one of ``ASKED_FOR`` unless ``-m`` names it; gpu2 then fails where there
-    are no two GPUs, and clients on a GPU run with the other tests there. Skip what is marked gpu where no
-    CUDA device is usable, but not where ``-m`` begins with it: a run of the GPU tests that has no GPU fails.
-    Nothing of CUDA is looked for when no test is marked."""
+    are no two GPUs, and clients, combinations and programs on a GPU run with the other tests there. Skip what
+    is marked gpu where no CUDA device is usable, but not where ``-m`` begins with it: a run of the GPU tests
+    that has no GPU fails. Nothing of CUDA is looked for when no test is marked."""
     asked = config.getoption("markexpr") or ""
     on_gpu = asked.startswith("gpu")
     if on_gpu:
-        asked += " clients"
+        asked += " clients combinations programs"
     marks = [mark for mark in ASKED_FOR if mark not in asked]
     left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
     if left_out:

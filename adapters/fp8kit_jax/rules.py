@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from fp8kit.arguments import shown
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import AutogradError, FormatError, RecipeError, ShapeError
+from fp8kit.errors import ArgumentError, AutogradError, FormatError, RecipeError, ShapeError
+from fp8kit.execution.refusals import want_call
 from fp8kit.formats import int64
 from fp8kit.quantization import AmaxHistory
 from fp8kit.spec import Meta, Operation
@@ -82,9 +84,13 @@ def apply(
       3 N)); ``views``: the shapes that outputs and saved arrays have in JAX, where not the operation's. So
       devices can split what the operation has flattened.
 
-    Raises what ``infer`` raises, when it is traced; AutogradError for forward mode, which within ``jax.jit``
-    JAX itself refuses.
+    Raises what ``infer`` raises, when it is traced; ShapeError for an input that is missing, ArgumentError
+    for one that the operation does not have and for a spec of another class, FormatError for one that is no
+    array; AutogradError for forward mode, which within ``jax.jit`` JAX itself refuses.
     """
+    want_call(operation, spec, inputs, lambda value: True, "an array")  # ``as_array`` says what is one
+    if not _hashable(spec):
+        raise ArgumentError(operation.name, "spec", shown(spec), "a frozen dataclass, which can be hashed")
     arrays = {
         name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None
     }
@@ -113,6 +119,14 @@ def apply(
         raise AutogradError(
             operation.name, "derivative", asked, "one in reverse mode: grad, vjp, jacrev"
         ) from None
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta], ...]:

@@ -52,24 +52,25 @@ _kind, _is_there = attrgetter("dtype", "device"), partial(is_not, None)
 
 
 def want_parameters(
-    operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, cast: bool = True
+    operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, argument: str = "inp", path: str = ""
 ) -> None:
-    """BackendError or FormatError where a parameter is on another device or of another dtype than x;
-    ``cast``: the dtype only where ``torch.autocast`` casts neither."""
+    """BackendError or FormatError where a parameter is on another device than x, or of another dtype and
+    ``torch.autocast`` casts neither. ``argument``: what ``operation`` calls x; ``path``: what it puts before
+    the parameters' names, those of a part of a layer."""
     device, dtype = x.device, x.dtype
     if set(map(_kind, filter(_is_there, parameters.values()))) <= {(dtype, device)}:
         if dtype not in FLOATS:
             raise FormatError(
-                operation, "inp", f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"
+                operation, argument, f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"
             )
         return
-    there = {name: own for name, own in parameters.items() if own is not None}
+    there = {f"{path}{name}": own for name, own in parameters.items() if own is not None}
     if any(own.device != device for own in there.values()):
-        raise unlike_devices(operation, {name: str(own.device) for name, own in there.items()}, str(device))
-    if not cast or autocast_dtype(x) is None:
-        raise unlike_dtypes(
-            operation, {name: dtype_name(own.dtype) for name, own in there.items()}, dtype_name(dtype)
-        )
+        devices = {name: str(own.device) for name, own in there.items()}
+        raise unlike_devices(operation, devices, str(device), argument)
+    if autocast_dtype(x) is None:
+        dtypes = {name: dtype_name(own.dtype) for name, own in there.items()}
+        raise unlike_dtypes(operation, dtypes, dtype_name(dtype), argument)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -77,49 +78,52 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unlike_devices(operation: str, parameters: Mapping[str, str], inp: str) -> BackendError:
-    """The error for parameters that are not all on the device of a layer's input: about the input where they
-    are together elsewhere, else about the first that is not where the input is."""
+def unlike_devices(
+    operation: str, parameters: Mapping[str, str], inp: str, argument: str = "inp"
+) -> BackendError:
+    """The error for parameters that are not all on the device ``inp`` of a layer's input ``argument``: about
+    the input where they are together elsewhere, else about the first that is not where the input is."""
     name, device = next((name, device) for name, device in parameters.items() if device != inp)
     if device == "meta":
         return BackendError(
             operation,
             name,
             "device meta",
-            f"device {inp}, as inp: reset_parameters() makes what was deferred",
+            f"device {inp}, as {argument}: reset_parameters() makes what was deferred",
         )
     if len(set(parameters.values())) > 1:
-        return BackendError(
-            operation, name, f"device {device}", f"device {inp}, as inp: move the module, with .to({inp!r})"
-        )
-    move = f"move inp, with .to({device!r})" + (
+        wanted = f"device {inp}, as {argument}: move the module, with .to({inp!r})"
+        return BackendError(operation, name, f"device {device}", wanted)
+    move = f"move {argument}, with .to({device!r})" + (
         "" if inp == "meta" else f", or the module, with .to({inp!r})"
     )
-    return BackendError(operation, "inp", f"device {inp}", f"device {device}, as {name}: {move}")
+    return BackendError(operation, argument, f"device {inp}", f"device {device}, as {name}: {move}")
 
 
-def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> FormatError:
-    """The error for parameters that are not all of the dtype of a layer's input: about the input where they
-    have one dtype, else about the first that has not the input's."""
+def unlike_dtypes(
+    operation: str, parameters: Mapping[str, str], inp: str, argument: str = "inp"
+) -> FormatError:
+    """The error for parameters that are not all of the dtype ``inp`` of a layer's input ``argument``: about
+    the input where they have one dtype, else about the first that has not the input's."""
     name, dtype = next((name, dtype) for name, dtype in parameters.items() if dtype != inp)
     if len(set(parameters.values())) > 1:
         return FormatError(
             operation,
             name,
             dtype,
-            f"{inp}, as inp: one dtype for all parameters, as module.to(dtype) gives them",
+            f"{inp}, as {argument}: one dtype for all parameters, as module.to(dtype) gives them",
         )
-    cast = f"cast inp, with .to(torch.{dtype})"
+    cast = f"cast {argument}, with .to(torch.{dtype})"
     if inp in map(dtype_name, FLOATS):
         cast += f", or the module, with .to(torch.{inp}), or call it within torch.autocast"
-    return FormatError(operation, "inp", inp, f"{dtype}, as {name}: {cast}")
+    return FormatError(operation, argument, inp, f"{dtype}, as {name}: {cast}")
 
 
-def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
+def want_like(operation: str, path: str, module: torch.nn.Module | None, x: Tensor) -> None:
     """``want_parameters`` of a part of a layer, where the part will find them as they are now: before another
-    part runs."""
+    part runs. ``operation``, ``path``: the layer, and its name for the part."""
     if module is not None and not has_foreign_code(module):
-        want_parameters(type(module).__name__, module._parameters, x)
+        want_parameters(operation, module._parameters, x, "hidden_states", f"{path}.")
 
 
 def want_input(

@@ -43,9 +43,9 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         if self.is_compiling():
             return
         if name in _PLAIN:
-            want_like(getattr(self, name), x)
+            want_like(operation, name, getattr(self, name), x)
         else:
-            part_of(self.layer_name, name, self._modules[name]).want_ready(x)
+            part_of(self.layer_name, name, self._modules[name]).want_ready(operation, name, x)
 
     def may_fuse(self, *parts: Any) -> bool:
         if global_forward_hooks():

@@ -1,7 +1,8 @@
-"""``TorchOp``: a bound operation that allocates by torch and works on torch's stream, found by a cheap key;
-and ``validate``, which refuses what would be refused and runs nothing.
+"""``TorchOp``: a bound operation that allocates by torch and works on torch's stream; ``bind`` finds it by a
+key that costs little. ``validate`` raises what a call would raise, and runs nothing.
 
-Refusals call the inputs as the user does, and say of a parameter that is unlike the input what can be done.
+Errors call the inputs as the user does. Where a parameter and the input differ in dtype or device, they say
+what can be done about it.
 """
 
 from __future__ import annotations
@@ -240,9 +241,8 @@ def _want_one_device(operation: Operation, names: Sequence[str], kinds: Sequence
 def as_the_user_calls_it(
     error: Fp8kitError, operation: Operation, names: Sequence[str], kinds: Sequence[Any]
 ) -> Fp8kitError:
-    """A refusal of ``infer`` with the user's name of the input, be it there or missing. Of a parameter that
-    has not the dtype of x it says what can be done. ``kinds``: of the ``names``, a dtype the second of
-    each."""
+    """An error of ``infer`` with the user's name of the input, also of one that is missing. For a parameter
+    of another dtype than x it says what can be done. ``kinds``: (shape, dtype, ...) for each of ``names``."""
     argument = error.argument
     if argument is None or (argument not in names and error.got is not None):
         return error
@@ -256,8 +256,9 @@ def as_the_user_calls_it(
 
 
 def addresses(op: TorchOp, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """The tensors of a call, and where they lie: 0 for one without elements. What a transform of torch.func
-    left behind is what it wraps. FormatError for a tensor that stands for values elsewhere."""
+    """The tensors of a call, and their addresses, 0 for one without elements. A wrapper of a torch.func
+    transform that has ended is replaced by the tensor that it wraps. FormatError for a tensor without memory
+    of its own, such as a FakeTensor or a DTensor."""
     try:
         found = [*map(_address, tensors)]
         if all(found):

@@ -1,8 +1,8 @@
 """``apply``: an operation on tensors, in one of two ways that give the same bits.
 
-Eagerly it runs at once, and one node of torch's graph holds what its backward needs; the amaxes land in the
-layer's own history, and a residual stream that goes through an operation is the input itself. Under
-``torch.compile`` the operation's torch op is called instead (``library``).
+Eagerly it runs at once, and one node of torch's graph holds what its backward needs. Amaxes are written into
+the layer's own history. Where an operation passes an input through, such as a residual, the result is that
+input itself, with no copy. Under ``torch.compile`` the operation's torch op is called instead (``library``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.errors import on_behalf_of
 from fp8kit.execution.codec import decode
+from fp8kit.execution.refusals import want_call
 from fp8kit.spec import Operation
 from fp8kit_torch.bound import TorchOp, addresses, bind
 from fp8kit_torch.library import trace
@@ -40,24 +42,34 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | None]) 
       registered dataclasses.
     * ``inputs``: tensors by name, in any strides; None where absent.
 
-    Raises what the operation's ``infer`` raises, with the names that the operation gives its inputs,
-    BackendError for tensors on several devices, AutogradError for a gradient that there is none of.
+    Raises, before anything runs, what the operation's ``infer`` raises, with the names that the operation
+    gives its inputs; ShapeError for an input that is missing, ArgumentError for one that the operation does
+    not have, for one that is no tensor and for a spec of another class; BackendError for tensors on several
+    devices, AutogradError for a gradient that there is none of.
     """
-    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     if torch.compiler.is_compiling():
-        return trace(operation, spec, present)
-    for name, tensor in present.items():
-        if type(tensor) not in _PLAIN and hasattr(tensor, "held_in_fp8"):
-            present[name] = tensor.dequantize()
-    return run(*prepare(operation, decode(spec) if isinstance(spec, str) else spec, present))
+        return trace(operation, spec, {name: tensor for name, tensor in inputs.items() if tensor is not None})
+    try:
+        present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        for name, tensor in present.items():
+            if type(tensor) not in _PLAIN and hasattr(tensor, "held_in_fp8"):
+                present[name] = tensor.dequantize()
+        if isinstance(spec, str):
+            with on_behalf_of(operation.name, text="spec"):
+                spec = decode(spec)
+        prepared = prepare(operation, spec, present)
+    except (AttributeError, TypeError, IndexError):
+        want_call(operation, spec, inputs, torch.is_tensor, "a torch.Tensor")
+        raise
+    return run(*prepared)
 
 
 def prepare(
     operation: Operation, spec: Any, inputs: Mapping[str, Tensor], scales: tuple[str, ...] = ()
 ) -> tuple[TorchOp, list[Tensor]]:
-    """An eager call before it runs, as ``run`` takes it: its bound operation, and its tensors, contiguous.
-    ``scales``: names of the inputs that a ``StateBinding`` will add. Raises what ``apply`` raises: what was
-    prepared is not refused any more."""
+    """Check an eager call and make it ready for ``run``: its bound operation, and its tensors, contiguous.
+    ``scales``: names of the inputs that a ``StateBinding`` will add. Raises what ``apply`` raises; ``run``
+    then refuses nothing more."""
     names, tensors = tuple(inputs), list(inputs.values())
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
@@ -85,8 +97,8 @@ def run(
 
 
 class _Node(torch.autograd.Function):
-    """The node of a call, which ran already. ``call``: (bound operation, state, parameters with a
-    ``main_grad``); ``held``: the tensors that backward reads."""
+    """The graph's node of a call. The operation has run before: ``forward`` here only records. ``call``:
+    (bound operation, state, parameters with a ``main_grad``); ``held``: the tensors that backward reads."""
 
     @staticmethod
     def forward(
@@ -107,12 +119,13 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op, state, main = ctx.call
         saved = list(ctx.saved_tensors)
-        # before anything is recorded: a pass that fails later finds what to drop
+        # first of all, so that a pass that fails later knows which recorded amaxes to drop
         if op.grad_amaxes:
             for token in state.tokens:
                 finish_backward(*token)
         into = _NOWHERE if main is None else main.buffers(op.needs)
-        # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
+        # drop the graph's references, so that each buffer is freed after its last use; a retained graph keeps
+        # them for another pass
         if op.saved.streamed:
             ctx.maybe_clear_saved_tensors()
         count = op.kept_count

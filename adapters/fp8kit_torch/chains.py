@@ -1,5 +1,6 @@
-"""The operations of one layer's call as one (``fp8kit.execution.chain``): a layer is called with a
-``Pending`` input, its parts note what they would do, and ``run_chain`` does it.
+"""The operations of one layer's call, run as one (``fp8kit.execution.chain``). The layer's own code is called
+with a ``Pending`` in the place of its input: each part then adds its operation to a list instead of running
+it, and ``run_chain`` runs the list.
 
 A small layer spends its time on the host, most of it once for each operation: a node of torch's graph, an
 allocation, a look-up, a launch.
@@ -23,9 +24,10 @@ from fp8kit_torch.bound import TorchOp
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.state import NO_STATE, StateBinding
 
-# of the operations' names, the identities of their specs, and sources; with the specs, which are held
+# key: the operations' names, the identities of their specs, and the sources; the value holds the specs, so
+# that no other object gets their identity
 _specs: LRU[Any, ChainSpec] = LRU(1024)
-# one for each layer, the last that it needed: a call uses what it has made, whatever other threads put here
+# for each layer the bindings of its last call; a call uses its own, whatever other threads put here meanwhile
 _bindings: weakref.WeakKeyDictionary[Any, tuple[TorchOp, list[StateBinding], StateBinding]]
 _bindings = weakref.WeakKeyDictionary()
 
@@ -40,9 +42,9 @@ class Call(NamedTuple):
 
 
 class Pending:
-    """What stands for a tensor that a chain will make: output ``name`` of call number ``number`` of
-    ``calls``; or for the one that it begins with, ``tensor``. The code of a layer that runs in a chain hands
-    it on to operations, and asks nothing of it but ``dtype``, ``device`` and ``to``."""
+    """What stands for a tensor while a chain is put together: for output ``name`` of call number ``number``
+    in ``calls``, which will make it, or for ``tensor``, the chain's input. A layer's code passes it on to
+    operations and uses nothing of it but ``dtype``, ``device`` and ``to``."""
 
     __slots__ = ("calls", "device", "dtype", "name", "number", "tensor")
 
@@ -57,7 +59,7 @@ class Pending:
 
 
 def chained(call: Call) -> dict[str, Pending]:
-    """Note a call, whose first input is pending. Returns its outputs by name."""
+    """Add a call to the chain of its first input, a ``Pending``. Returns its outputs by name."""
     first = next(iter(call.inputs.values()))
     calls = first.calls
     calls.append(call)
@@ -89,10 +91,11 @@ def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:
         op, tensors = prepare(chain, spec, inputs, scales)
         return run(op, tensors, _binding(layer, op, [call.binding for call in calls]))["y"]
     except Fp8kitError as error:
-        if error.operation != chain.name or error.argument is None:
+        named = {chain.name, *(call.operation.name for call in calls)}
+        if error.operation not in named or error.argument is None:
             raise
         # about one of the tensors, whichever operation takes it
-        argument = "hidden_states" if error.argument == "x" else error.argument
+        argument = "hidden_states" if error.argument in ("x", "inp") else error.argument
         raise error.renamed(type(layer).__name__, argument) from None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.errors import Fp8kitError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Layer
 from fp8kit.spec import Operation
@@ -61,7 +62,10 @@ class TorchLayer(Layer, torch.nn.Module):
             inputs = {**inputs, "rng": next_rng(next(iter(inputs.values())).device)}
         if type(next(iter(inputs.values()))) is Pending:
             return chained(Call(operation, spec, inputs))  # type: ignore[return-value]
-        return apply(operation, spec, inputs)
+        try:
+            return apply(operation, spec, inputs)
+        except Fp8kitError as error:
+            raise self.own_refusal(error, operation) from None
 
     def check_call(
         self,
@@ -74,7 +78,17 @@ class TorchLayer(Layer, torch.nn.Module):
         there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         if rng:
             there["rng"] = TensorMeta((2,), torch.int64, next(iter(there.values())).device)
-        validate(operation, spec, there, needs)
+        try:
+            validate(operation, spec, there, needs)
+        except Fp8kitError as error:
+            raise self.own_refusal(error, operation) from None
+
+    def own_refusal(self, error: Fp8kitError, operation: Operation) -> Fp8kitError:
+        """A refusal of an argument by ``operation``, as one of the layer, which is what the user called; any
+        other as it is."""
+        if error.operation != operation.name or error.argument is None:
+            return error
+        return error.renamed(getattr(self, "layer_name", type(self).__name__), error.argument)
 
     def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> TensorMeta:
         return TensorMeta(shape, dtype, device)

@@ -34,6 +34,7 @@ from fp8kit.backends.policy import (
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.execution.memory import Layout
+from fp8kit.execution.refusals import signature_of
 from fp8kit.formats import float32
 from fp8kit.ops.registry import OPERATIONS, each_operation
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
@@ -81,7 +82,7 @@ class StaticCall:
         }
         metas |= dict.fromkeys(self.scales, Meta((1,), float32))
         try:
-            return self.operation.infer(self.spec, metas, frozenset(self.needs))
+            return signature_of(self.operation, self.spec, metas, frozenset(self.needs))
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, self.operation, self.names, kinds) from None
 

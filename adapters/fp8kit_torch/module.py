@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import AutocastState, current, touch_forward
-from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
+from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, UnsupportedError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Branch, branch_of
 from fp8kit.layers.fp8_layer import Operands, WeightCache
@@ -89,7 +89,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return Operands(tensors, main, main.fields, weights, codes)
 
     def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
-        validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
+        try:
+            validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
+        except Fp8kitError as error:
+            raise self.own_refusal(error, self.operation) from None
 
     def with_rng(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> dict[str, Any]:
         if type(inputs["x"]) is not Pending:
@@ -100,7 +103,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
         if type(inputs["x"]) is Pending:
             return Call(self.operation, spec, inputs)
-        return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
+        try:
+            return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
+        except Fp8kitError as error:
+            raise self.own_refusal(error, self.operation) from None
 
     def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
         if type(prepared) is Call:
@@ -182,7 +188,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     # --- operands -------------------------------------------------------------------------------------------
 
     def _want_autocast(self) -> None:
-        """AutogradError where this call in high precision, in a backward pass, does again what ran in FP8."""
+        """AutogradError where a checkpoint runs its forward again, in backward, without the autocast that it
+        had: this call in high precision would stand for one in FP8."""
         self.__dict__["_unrecorded"] = False
         if torch.is_grad_enabled() and torch_compat.current_backward() != -1:
             wanted = "the first one's: torch.utils.checkpoint and fp8kit_torch.checkpoint bring it"
@@ -191,8 +198,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             )
 
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
-        """The inputs as a pass takes them, and the weights in FP8: none where the pass is in high
-        precision."""
+        """For a layer that holds its weights in FP8: the inputs of a pass, and those weights by name. In high
+        precision the inputs have the weights' values instead, and there are no weights in FP8."""
         found: Held8 = {}
         for name in self.weight_inputs():
             weight = tensors.get(name)
@@ -213,8 +220,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return tensors | {name: weight.dequantize() for name, weight in found.items()}, {}
 
     def _codes(self, tensors: dict[str, Tensor], state: AutocastState | None) -> dict[str, Tensor] | None:
-        """The parts of an input that is in FP8 already and fits the operation; where it does not, its values
-        take its place."""
+        """Codes and scale of an input that is in FP8 already, where the operation can multiply them as they
+        are. Otherwise None, and ``tensors`` gets the input's values."""
         x = tensors["x"]
         assert isinstance(x, QuantizedTensor)
         direct = (
@@ -228,13 +235,14 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         tensors["x"] = x.dequantize()
         return None
 
-    def want_ready(self, x: Tensor) -> None:
+    def want_ready(self, operation: str, path: str, x: Tensor) -> None:
         """Fp8kitError kinds where a pass on inputs like ``x`` would find a parameter on another device or of
         another dtype, or a weight without the ``main_grad`` that it fills: what a layer of several modules
-        asks of each before the first of them runs, outside of ``torch.compile``."""
+        asks of each before the first of them runs, outside of ``torch.compile``. ``operation``, ``path``: the
+        layer's name in errors, and its name for this part."""
         if has_foreign_code(self):
             return
-        want_parameters(type(self).__name__, self._parameters, x)
+        want_parameters(operation, self._parameters, x, "hidden_states", f"{path}.")
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             self._main_grads(None, autocast_dtype(x) or x.dtype)
 
@@ -272,13 +280,15 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return MainGrads(weights, first is True, some, aligned)
 
     def _note(self, row: Tensor) -> None:
-        """Accumulate amaxes that were taken beside an operation, float32 by slot."""
+        """Enter amaxes that were taken outside of an operation into the history: ``row``, float32, one for
+        each slot."""
         history = self.fp8_meta["scaling_fwd"].amax_history
         torch.fmax(history[0], row, out=history[0])
 
     def bind_state(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> StateBinding:
-        """The operation's binding to the state of delayed scaling, which is touched where amaxes are
-        recorded: not in a pass that is recomputed, which has the scales of the first one (``kept``)."""
+        """The operation's binding to the state of delayed scaling. A pass that records amaxes marks the state
+        for its update. A recomputed pass does not: it reads the scales of the first one (``kept``), and its
+        amaxes go nowhere."""
         found, forward = self._bound(recipe, record), self.fp8_meta["scaling_fwd"]
         if kept is not None:
             assert kept.scales is not None

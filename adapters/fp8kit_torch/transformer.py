@@ -14,8 +14,8 @@ from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.chains import Call, Pending, run_chain
 from fp8kit_torch.torch_compat import any_autocast, global_hooks
 
-# bytes of x from which on a layer runs operation by operation: it takes longer than its calls then, and each
-# operation frees its memory as soon as it can
+# bytes of x from which on a layer runs operation by operation: the GPU's work then takes longer than the
+# calls, and each operation frees its memory as soon as it can
 LARGE = 16 << 20
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
@@ -33,8 +33,8 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         return run_chain(self, calls)
 
     def _may_chain(self, x: Any, core: Mapping[str, Any]) -> bool:
-        """Whether the layer's operations may run as one: it is small, and nobody sees what its parts return,
-        keeps it, or has it computed once more."""
+        """Whether the layer's operations may run as one chain: the layer is small, and nothing reads, keeps
+        or recomputes what its parts return (hooks, subclasses, calibration, checkpoints)."""
         state, modules = current(), self._modules
         if self.is_compiling() or type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():
             return False
@@ -55,7 +55,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
             (mlp, here.LayerNormMLP),
         )
         for part, kind in parts:
-            # code in the place of ours: another class, a forward put on the object or its class, compile()
+            # somebody else's code: another class, a forward set on the object or its class, compile()
             if type(part) is not kind or "forward" in (there := vars(part)) or "forward" in vars(kind):
                 return False
             if part._compiled_call_impl is not None:

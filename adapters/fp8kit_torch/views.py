@@ -14,7 +14,7 @@ from fp8kit.formats import DType
 from fp8kit.spec import Meta
 
 _DTYPES = {
-    getattr(torch, name): formats.DTYPES[name if name != "bool" else "bool_"]
+    getattr(torch, name): formats.DTYPES[name]
     for name in (
         "float64",
         "float32",

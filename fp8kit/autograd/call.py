@@ -18,6 +18,7 @@ from fp8kit.errors import AutogradError, BackendError, Fp8kitError
 from fp8kit.execution import plans
 from fp8kit.execution.bound import BoundOp
 from fp8kit.execution.memory import Arena, Scratch
+from fp8kit.execution.refusals import refuse_no_inputs, want_call, want_spec
 from fp8kit.formats import float32, int64, uint8
 from fp8kit.spec import Meta, Operation
 
@@ -131,23 +132,28 @@ def apply(
       state alone.
 
     Returns the outputs by name, amaxes that were not ``given`` among them. Raises what ``infer`` raises,
-    BackendError when the inputs are on different devices, and AutogradError for a gradient that the operation
-    does not have.
+    ShapeError for an input that is missing, ArgumentError for one that the operation does not have, for one
+    that is no array and for a spec of another class, BackendError when the inputs are on different devices,
+    and AutogradError for a gradient that the operation does not have. All before anything runs.
     """
     views: dict[str, ArrayView] = {}
     needs: list[str] = []
     recording = tape.is_grad_enabled()
-    for name, value in inputs.items():
-        if value is None:
-            continue
-        if isinstance(value, Tensor):
-            if recording and value.requires_grad:
-                needs.append(name)
-            value = value.view
-        if value._strides is not None and not value.contiguous:
-            value = arrays.contiguous(value)
-        views[name] = value
-    device = _one_device(operation, views, inputs, owner)
+    try:
+        for name, value in inputs.items():
+            if value is None:
+                continue
+            if isinstance(value, Tensor):
+                if recording and value.requires_grad:
+                    needs.append(name)
+                value = value.view
+            if value._strides is not None and not value.contiguous:
+                value = arrays.contiguous(value)
+            views[name] = value
+        device = _one_device(operation, spec, views, inputs, owner)
+    except AttributeError:
+        want_call(operation, spec, inputs, _is_array, "a Tensor, such as fp8kit.tensor(array)")
+        raise
     if draw is not None:
         views["rng"] = ArrayView(0, (2,), int64, device)  # stands for what is drawn below
     probe = tape.probe()
@@ -157,6 +163,10 @@ def apply(
         op = bound(operation, spec, views, tuple(needs), dispatch.kernels(device))
     except Fp8kitError as error:
         raise _as_the_user_calls_it(error, operation.name, inputs, owner) from None
+    except AttributeError:
+        want_spec(operation, spec)
+        raise
+    late = [backward_inputs[name] for name in op.backward_inputs] if needs else []
     outputs = [make() for make in op.make_outputs]
     amaxes = amaxes_at(op.amaxes, given, device) if op.amaxes else _NOTHING
     if draw is not None:
@@ -172,7 +182,7 @@ def apply(
     watcher = tape.watcher()
     where = None if watcher is None else watcher.forward(operation.name, inputs, results)
     if needs:
-        call = _Call(op, inputs, views, saved, results, given, backward_inputs, owner, where)
+        call = _Call(op, inputs, views, saved, results, given, late, owner, where)
         own = [results[n] for n, floating in zip(op.results, op.floating, strict=True) if floating]
         on_tape(Node(operation.name, len(own), call.edges, call.backward, finish), own)
     for name, view in amaxes.items():
@@ -192,14 +202,14 @@ class _Call:
         saved: list[Any],
         results: Mapping[str, Tensor],
         given: Mapping[str, ArrayView],
-        backward_inputs: Mapping[str, ArrayView],
+        backward_inputs: list[ArrayView],
         owner: object,
         where: object,
     ) -> None:
         self.op, self.saved, self.saved_count, self.given = op, saved, len(saved), given
         kept = op.kept.items()
         self.kept = [results[n].view if source.is_output else views[n] for n, source in kept]
-        self.backward_inputs = [backward_inputs[name] for name in op.backward_inputs]
+        self.backward_inputs = backward_inputs
         name = op.operation.name
         held = [(n, inputs.get(n)) for n in op.kept]
         self.checks = [unchanged(name, n, value, owner) for n, value in held if isinstance(value, Tensor)]
@@ -260,7 +270,7 @@ def validate(
     wants them.
     """
     views = {n: v.view if isinstance(v, Tensor) else v for n, v in inputs.items() if v is not None}
-    _one_device(operation, views, inputs, owner)
+    _one_device(operation, spec, views, inputs, owner)
     metas = {name: Meta(view.shape, view.dtype) for name, view in {**views, **implied}.items()}
     try:
         plans.validate(operation, spec, metas, needs)
@@ -268,10 +278,15 @@ def validate(
         raise _as_the_user_calls_it(error, operation.name, inputs, owner) from None
 
 
+def _is_array(value: object) -> bool:
+    return isinstance(value, Tensor | ArrayView)
+
+
 def _one_device(
-    operation: Operation, views: Mapping[str, ArrayView], inputs: Inputs, owner: object
+    operation: Operation, spec: Any, views: Mapping[str, ArrayView], inputs: Inputs, owner: object
 ) -> Device:
-    """Where all inputs are. BackendError where they are on several devices."""
+    """Where all inputs are. BackendError where they are on several devices, ShapeError where there are
+    none."""
     device: Device | None = None
     for name, view in views.items():
         if device is None:
@@ -279,8 +294,10 @@ def _one_device(
         elif view.device != device:
             argument = name_in(owner, name, inputs[name])
             wanted = f"device {device}, where the other inputs are"
-            raise BackendError(operation.name, argument, f"device {view.device}", wanted)
-    assert device is not None
+            called = _called(operation.name, owner)
+            raise BackendError(called, argument, f"device {view.device}", wanted)
+    if device is None:
+        refuse_no_inputs(operation, spec)
     return device
 
 
@@ -291,11 +308,19 @@ def _passed(value: Tensor | ArrayView | None, view: ArrayView) -> Tensor:
 
 
 def _as_the_user_calls_it(error: Fp8kitError, operation: str, inputs: Inputs, owner: object) -> Fp8kitError:
-    """A refusal of ``infer`` with the user's name of the input, be it there or missing."""
+    """A refusal of ``infer`` with the user's name of what was called, an operation or the layer ``owner``,
+    and of the input, be it there or missing."""
     argument = error.argument
-    if argument is None or error.operation != operation or (argument not in inputs and error.got is not None):
+    if argument is None or error.operation != operation:
         return error
-    return error.renamed(operation, name_in(owner, argument, inputs.get(argument)))
+    if argument not in inputs and error.got is not None:
+        return error.renamed(_called(operation, owner), argument)
+    return error.renamed(_called(operation, owner), name_in(owner, argument, inputs.get(argument)))
+
+
+def _called(operation: str, owner: object) -> str:
+    """What errors call a call of ``operation`` for ``owner``: the layer, where that is one."""
+    return getattr(owner, "layer_name", operation)
 
 
 def _tell(probe: tape.Probe, name: str, inputs: Inputs, owner: object) -> None:

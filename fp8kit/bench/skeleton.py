@@ -133,10 +133,10 @@ def _attention(contest: Contest, layer: Layer, peers: Attentions) -> list[Row]:
         for direction, step, count in (("forward", forward, 2), ("backward", backward, 5)):
             flops = count * layer.batch * layer.sequence**2 * float(layer.hidden)
             contest.enter(f"{name}, {direction}", partial(make, step), flops=flops)
-    exact = _exact(run)
+    wanted = _by_formula(run)
     for direction, name, views in (("forward", "o", run.outputs), ("backward", "qkv", run.grads)):
         row = contest.rows[f"fp8kit native, {direction}"]
-        row["error"] = relative_error(_few(views[name], *exact[name].shape[1:]), exact[name])
+        row["error"] = relative_error(_few(views[name], *wanted[name].shape[1:]), wanted[name])
         # P and dP are rounded to bfloat16 for their products, the result once more
         if not row["error"] < 2.0**-6:
             row["status"] = f"WRONG: error {row['error']:.5f}"
@@ -154,9 +154,10 @@ def _few(view: ArrayView, *sizes: int) -> Any:
     return view.numpy()[:, 0].astype(np.float32).reshape(-1, *sizes)
 
 
-def _exact(run: AttentionRun) -> dict[str, Any]:
-    """o and dqkv of the first sequence of the batch, by the formulas (softmax's gradient: P * (dP -
-    sum(dP * P)))."""
+def _by_formula(run: AttentionRun) -> dict[str, Any]:
+    """What the kernels are compared with: o and dqkv of causal attention for the first sequence of the batch,
+    computed with NumPy in float32. P = softmax(scale q k^T), o = P v, dP = do v^T, dv = P^T do, and, with
+    softmax's gradient dS = scale P * (dP - rowsum(dP * P)), dq = dS k and dk = dS^T q."""
     spec = run.spec
     heads, dim, scale = spec.num_heads, spec.head_dim, np.float32(spec.softmax_scale)
     q, k, v = _few(run.inputs["qkv"], heads, 3, dim).transpose(2, 1, 0, 3)

@@ -1,8 +1,9 @@
 """``BoundOp``: an operation with everything decided that does not depend on data, ready to run on addresses.
 
-A frontend makes one for an operation, its spec, the shapes and dtypes of its inputs, the gradients that are
-wanted, its memory on a device, and the kernels in force (``execution.plans`` keeps them). It then allocates
-what forward and backward fill, by the lists below, and hands over addresses in their order.
+A frontend makes one from an operation, its spec, the shapes and dtypes of its inputs, the names of the inputs
+whose gradient is wanted, its memory on a device, and the kernels in force; ``execution.plans`` keeps it. For
+each call the frontend allocates outputs and gradients by the lists below, and passes their addresses in the
+order of those lists.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, streamed
 from fp8kit.errors import AutogradError
 from fp8kit.execution.memory import Arena, Layout, Memory
+from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import replays
 from fp8kit.formats import DType
 from fp8kit.spec import Meta, Operation, Signature, Views, WorkingSet
@@ -23,7 +25,8 @@ Part = tuple[str, Shape, DType]
 
 
 class Source(NamedTuple):
-    """Where backward finds something: input or output (``is_output``) number ``place``."""
+    """Where backward finds an array: it is output number ``place`` (``is_output``), or input number
+    ``place``."""
 
     place: int
     is_output: bool
@@ -34,7 +37,7 @@ def _parts(metas: Mapping[str, Meta]) -> list[Part]:
 
 
 def views_at(parts: Sequence[Part], addresses: Sequence[int | None], device: Device) -> dict[str, Any]:
-    """Views by name of what lies at ``addresses``; None for None."""
+    """Views by name of the arrays at ``addresses``; None for an address that is None."""
     return {
         name: None if address is None else ArrayView(address, shape, dtype, device)
         for (name, shape, dtype), address in zip(parts, addresses, strict=True)
@@ -42,23 +45,24 @@ def views_at(parts: Sequence[Part], addresses: Sequence[int | None], device: Dev
 
 
 class Interface:
-    """What goes into and comes out of an operation for one spec, input shapes and wanted gradients: what
-    ``infer`` says, as lists. Needs no device.
+    """The answer of ``infer`` for one spec, input shapes and wanted gradients, as lists in the order in which
+    arrays are passed. Needs no device.
 
-    All lists are in the order in which arrays are handed over:
+    * ``inputs``: name -> meta, in the order of the call. ``needs``: names of those whose gradient is wanted.
+    * ``outputs``: name -> meta of what forward fills. ``amaxes``: name -> meta of the maxima that forward
+      updates, float32 [1]: a state's own slots with earlier maxima in them, or zeros.
+    * ``results``: names of what the caller gets: the outputs, then the results that are inputs themselves
+      (``passes``: result -> input). ``result_metas``: metas of both.
+    * ``kept``: name -> ``Source`` of the inputs and outputs that backward reads; ``kept_metas``: their metas.
+      ``backward_inputs``: name -> meta of what backward reads besides, with the values that it has by then
+      (the gradients' scales).
+    * ``grads``: input name -> meta of what backward fills; ``grad_amaxes``: name -> meta of the maxima that
+      it updates.
+    * ``gradients``: where to find the gradient of each of ``needs``: (index in ``grads``, None), or (None,
+      index in ``results``) where it is that result's cotangent.
 
-    * ``inputs``: name -> meta, as they were given. ``needs``: those whose gradient is wanted.
-    * ``outputs``: what forward fills, name -> meta. ``amaxes``: accumulators that it maximises, float32 [1],
-      zeroed or running: a frontend hands over a state's own slots, or zeros.
-    * ``results``: names of what a caller gets: outputs, then inputs that pass through (``passes``: result ->
-      input); ``result_metas``: their metas.
-    * ``kept``: inputs and outputs that backward reads, name -> ``Source``; ``kept_metas``: their metas.
-      ``backward_inputs``: what it reads besides, with the values of that moment (the gradients' scales).
-    * ``grads``: what backward fills, input name -> meta; ``grad_amaxes``: its accumulators.
-    * ``gradients``: for each of ``needs`` its index in ``grads``, or that of the result whose cotangent it
-      is: (index, None) or (None, index).
-
-    AutogradError where a gradient is wanted that the operation does not have; whatever ``infer`` raises.
+    AutogradError where a gradient is wanted that the operation does not have; what ``refusals.signature_of``
+    raises.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Interface:
         signature: Signature | None = None,
     ) -> None:
         self.operation, self.spec, self.needs = operation, spec, needs
-        self.signature = s = signature or operation.infer(spec, metas, frozenset(needs))
+        self.signature = s = signature or signature_of(operation, spec, metas, frozenset(needs))
         self.inputs = dict(metas)
         self.outputs = {name: meta for name, meta in s.outputs.items() if not meta.zero}
         self.amaxes = {name: meta for name, meta in s.outputs.items() if meta.zero}
@@ -107,14 +111,15 @@ class Interface:
 class BoundOp(Interface):
     """One operation for one spec, input shapes, wanted gradients, device and set of kernels.
 
-    ``memory``: a frontend's on a device; the device alone where the caller allocates everything
-    (``run_forward``, ``run_backward``, ``run_measure``). Beside the lists of ``Interface``:
+    ``memory``: a frontend's on a device. A device alone is enough where the caller allocates everything and
+    uses ``run_forward``, ``run_backward`` and ``run_measure``. Beside the lists of ``Interface``:
 
-    * ``saved``, ``scratch``, ``backward_scratch``, ``measure_scratch``: ``Layout`` of those buffers.
-    * ``streamed_grads``: those of ``grads`` that backward allocates itself, unless it is handed an address.
+    * ``saved``, ``scratch``, ``backward_scratch``, ``measure_scratch``: the ``Layout`` of those buffers.
+    * ``streamed_grads``: name -> meta of the large gradients, which backward allocates itself when it comes
+      to them, unless the caller gives an address.
 
-    With ``streaming`` the large buffers of an operation that ``streams`` are allocated one by one; with
-    ``save_in_block`` not those that forward saves.
+    ``streaming``: large buffers of an operation that ``streams`` are allocated one by one, each when it is
+    first needed. ``save_in_block``: but what forward saves is one block all the same.
     """
 
     def __init__(
@@ -128,7 +133,7 @@ class BoundOp(Interface):
         streaming: bool = True,
         save_in_block: bool = False,
     ) -> None:
-        self.plan = plan = operation.plan(spec, metas, frozenset(needs), kernels)
+        self.plan = plan = plan_of(operation, spec, metas, frozenset(needs), kernels)
         super().__init__(operation, spec, metas, needs, plan.signature)
         s = plan.signature
         self.memory: Any = memory
@@ -198,7 +203,7 @@ class BoundOp(Interface):
         scratch: Views,
         stream: int,
     ) -> None:
-        """The operation's forward, for who has allocated ``saved`` and ``scratch`` too."""
+        """The operation's forward, where the caller has allocated ``saved`` and ``scratch`` too."""
         read = views_at(self._forward_parts[0], inputs, self.device)
         filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
         self.operation.forward(self.plan, WorkingSet(self.kernels, read, filled, saved, scratch, stream))
@@ -220,17 +225,16 @@ class BoundOp(Interface):
         grads: Sequence[int | None],
         amaxes: Addresses,
     ) -> dict[str, Any]:
-        """Fill ``grads`` and maximise the amaxes; returns arrays of the ``streamed_grads`` for which no
-        address came.
+        """Fill ``grads`` and update the maxima. An address in ``grads`` may be None for one of the
+        ``streamed_grads``: it is allocated here. Returns those that were, by name.
 
-        ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list, and freed as
-        soon as they were read for the last time, if nobody else holds them. ``cotangents``: of ``results``;
-        None is zero.
+        ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list; each is freed
+        after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
         """
         memory = self.memory
         stream = memory.stream()
         zeros = None
-        if cotangents[0] is None:  # of the first output operations want numbers
+        if cotangents[0] is None:  # operations need an array for the first output's cotangent
             zeros = memory.maker(next(iter(self.outputs.values()))._replace(zero=True))()
             cotangents = [memory.address(zeros), *cotangents[1:]]
         block = memory.address(saved[0]) if self.saved.nbytes else 0
@@ -286,7 +290,8 @@ class BoundOp(Interface):
         scratch: Views,
         stream: int,
     ) -> None:
-        """The operation's backward, for who has allocated everything; the amaxes are added to ``grads``."""
+        """The operation's backward, where the caller has allocated everything. Views of the amaxes are added
+        to the dictionary ``grads``."""
         device = self.device
         read = views_at(self._read_parts, [*kept, *backward_inputs], device)
         incoming = views_at(self._result_parts, cotangents, device)

@@ -1,10 +1,10 @@
-"""``chain``: operations one after the other as one operation: one node of a frontend's graph, one block of
-saved memory, one replayed call instead of one for each. The kernels and their order are those of the
-operations, and so are the bits. One by one, an operation whose result is another's input may compute that
-input's gradient for nobody; in a chain it does not, and takes no amax of it.
+"""``chain``: several operations, one after the other, as one operation. A frontend's graph gets one node for
+all of them, backward one block of saved memory, and a replay is one call. The kernels and their order are
+those of the operations run one by one, and so are the bits. Run one by one, an operation may compute the
+gradient of an input although no earlier operation uses it; a chain leaves that gradient out, and its amax.
 
-A chain saves host time, which is what a small layer spends. A large one is better run operation by operation:
-there each frees its memory as soon as it can.
+A chain saves host time, which is most of what a small layer takes. A large layer is better run operation by
+operation, because each then frees its memory as soon as it can.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.execution.memory import Layout
+from fp8kit.execution.refusals import signature_of
 from fp8kit.formats import uint8
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
@@ -23,9 +24,10 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingS
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """``operations``: their names, in order, and their ``specs``. ``sources``: for each of them the inputs
-    that an operation before it made: (input, number of that operation, its output). An output goes to one
-    input at most. The last operation's first output is the chain's "y"."""
+    """``operations``: the operations' names, in order; ``specs``: their specs. ``sources``: for each of them
+    the inputs that an earlier operation makes, as (input's name, number of the earlier operation, name of its
+    output). No output is the input of two operations. The chain's output "y" is the first output of the last
+    operation."""
 
     operations: tuple[str, ...]
     specs: tuple[Any, ...]
@@ -33,8 +35,9 @@ class ChainSpec:
 
 
 class _Step(NamedTuple):
-    """One operation of a chain. ``inputs``, ``outputs``: its own names -> the chain's; ``cotangents``: its
-    outputs -> the chain's name of their gradient; ``gradients``: its inputs -> where their gradient goes."""
+    """One operation of a chain. Four mappings go from the operation's own names to the chain's: ``inputs``,
+    ``outputs``, ``cotangents`` (an output -> the name of its gradient, which backward reads) and
+    ``gradients`` (an input -> the name of its gradient, which backward fills)."""
 
     number: int
     operation: Operation
@@ -72,8 +75,9 @@ class _Ready(NamedTuple):
 class Chain(Operation):
     """Operations one after the other (``ChainSpec``).
 
-    Inputs: those of operation number i are "i.name"; its amaxes, saved buffers and gradients likewise. Output
-    "y". What one operation hands on to another is "i:name", and its gradient too.
+    What belongs to operation number i alone is called "i.name": inputs, amaxes, saved buffers, gradients. An
+    output of operation i that is a later one's input is called "i:name", and so is its gradient. The output
+    is "y".
     """
 
     name = "chain"
@@ -96,7 +100,7 @@ class Chain(Operation):
             own_metas = {argument: known[value] for argument, value in inputs.items()}
             own_needs = frozenset(argument for argument, value in inputs.items() if value in wanted)
             with user_names(operation, own_metas):
-                signature = operation.infer(own, own_metas, own_needs)
+                signature = signature_of(operation, own, own_metas, own_needs)
             outputs = {
                 output: f"{start}{output}" if meta.zero else f"{i}:{output}"
                 for output, meta in signature.outputs.items()
@@ -116,7 +120,8 @@ class Chain(Operation):
         return steps, between
 
     def _route(self, step: _Step, steps: list[_Step], sources: tuple[tuple[str, int, str], ...]) -> None:
-        """Say where the gradients of a step's inputs go, and that they are cotangents of earlier ones."""
+        """Name the gradients of a step's inputs. The gradient of an input that an earlier step makes is that
+        step's cotangent, under the same name."""
         s = step.signature
         made = {argument: (at, output) for argument, at, output in sources}
         for argument in step.needs:
@@ -131,7 +136,7 @@ class Chain(Operation):
                 step.gradients[argument] = steps[at].cotangents[output] = f"{at}:{output}"
             elif passed in step.cotangents:
                 steps[at].cotangents[output] = step.cotangents[passed]
-        for argument in s.grads:  # what backward fills although nobody wants it
+        for argument in s.grads:  # backward fills them although nobody reads them
             if argument in step.inputs and argument not in step.gradients:
                 step.gradients[argument] = f"{step.number}:{argument}, unwanted"
 
@@ -177,7 +182,7 @@ class Chain(Operation):
             for name, meta in step.signature.grads.items()
             if ":" in step.gradient(name)
         }
-        # the temporaries of one step after the other lie at the same place
+        # steps run one after the other, so their temporaries share one buffer
         forward["steps"] = Meta((max(1, *(one.scratch.nbytes for one in ready)),), uint8)
         backward["steps"] = Meta((max(1, *(one.backward_scratch.nbytes for one in ready)),), uint8)
         return Plan(spec, signature, kernels, forward, backward, ready)

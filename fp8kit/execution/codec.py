@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from fp8kit import formats, recipe
+from fp8kit.arguments import shown
 from fp8kit.backends.policy import SelectionPolicy, policy_from_text
-from fp8kit.errors import FormatError
+from fp8kit.errors import FormatError, Fp8kitError
 from fp8kit.ops.registry import SPECS
 from fp8kit.spec import Meta
 
@@ -35,8 +36,14 @@ def encode(value: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def decode(text: str) -> Any:
-    """What ``encode`` wrote; the same object for the same text."""
-    return _unpacked(json.loads(text))
+    """What ``encode`` wrote; the same object for the same text. FormatError for another text, and for one
+    that names what this process does not know."""
+    try:
+        return _unpacked(json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, Fp8kitError):
+            raise
+        raise FormatError("decode", "text", shown(text), "one that encode wrote") from error
 
 
 def _packed(value: Any) -> Any:

@@ -49,8 +49,8 @@ class Layout:
 
 
 class Arena:
-    """A piece of memory for temporaries. ``kept``: the thread's, at the same address for the next call
-    too."""
+    """A piece of memory for temporaries. ``kept``: it stays the thread's, so the next call has it at the same
+    address."""
 
     LIMIT = 4096  # layouts; beyond so many (sequences of ever new lengths) all are forgotten
     __slots__ = ("_views", "address", "device", "kept", "nbytes", "owner")
@@ -74,9 +74,9 @@ class Arena:
 class Scratch(threading.local):
     """A thread's memory for the temporaries of one operation, one arena for each stream.
 
-    Work on a stream is done in order, so the thread's next operation there can use the same memory. Large
-    arenas are not kept, nor those of more than ``STREAMS`` streams, nor any on the CPU, where memory costs
-    little. ``allocate(nbytes, device)`` gives an address and an owner.
+    Work on a stream is done in order, so the thread's next operation on that stream can use the same memory.
+    Not kept are arenas larger than ``KEPT``, those of all but the last ``STREAMS`` streams, and those on the
+    CPU, where allocating costs little. ``allocate(nbytes, device)`` returns (address, owner).
     """
 
     KEPT = 48 << 20  # bytes: what a product's workspace and small operands need
@@ -87,8 +87,8 @@ class Scratch(threading.local):
         self.arenas: dict[tuple[Device, int], Arena] = {}
 
     def arena(self, nbytes: int, device: Device, stream: int) -> Arena:
-        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``: the caller's alone until all
-        its work is on the stream, so no operation calls another one meanwhile."""
+        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``. They are the caller's until
+        it has put all its work on the stream; an operation must not call another one before that."""
         found = self.arenas.get((device, stream))
         if found is None or found.nbytes < nbytes:
             kept = nbytes <= self.KEPT and device.kind != "cpu"

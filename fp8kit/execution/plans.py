@@ -1,5 +1,5 @@
-"""The bound operations that were made, for every frontend: one cache, and what was found right before
-anything runs."""
+"""The cache of bound operations, one for all frontends, and ``validate``, which checks a call without running
+it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8kit.execution.bound import BoundOp
 from fp8kit.execution.memory import Memory
+from fp8kit.execution.refusals import signature_of
 from fp8kit.lru import LRU
 from fp8kit.spec import Meta, Operation
 
@@ -39,9 +40,9 @@ def bind(
 
 
 def validate(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: tuple[str, ...] = ()) -> None:
-    """Raise what ``infer`` raises for these inputs, and run nothing: what a layer asks before its first
-    operation about those that follow. What was found right is remembered."""
+    """Raise what ``infer`` raises for these inputs, and run nothing. A layer of several operations asks it
+    about the later ones before it runs the first. Calls that were right are remembered."""
     key = (operation.name, id(spec), needs, tuple(metas.items()))
     if _validated.get(key) is None:
-        operation.infer(spec, metas, frozenset(needs))
+        signature_of(operation, spec, metas, frozenset(needs))
         _validated.put(key, (spec,))

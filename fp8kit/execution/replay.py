@@ -1,8 +1,9 @@
 """Recorded calls: what an operation put on a stream, done again by the addresses that it was given.
 
-Operations are pure, so what they put on a stream follows from the plan, the stream and the addresses of their
-arrays. In a training loop allocators give the same addresses step after step, and a call that is found here
-is done without the operation's Python. Nothing here keeps the arrays' memory alive: whoever calls holds them.
+Operations are pure: what they launch on a stream follows from the plan, the stream and the addresses of
+their arrays. In a training loop allocators give the same addresses step after step, so the same launches come
+again; they are done from the recording, without the operation's Python. Nothing here keeps the arrays' memory
+alive: the caller holds them.
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ Key = tuple[Any, ...]
 class Replays:
     """The recorded calls of one function, by key (stream and addresses).
 
-    ``recorder``: the engine's context manager that gives what was done within as something to call,
-    ``complete`` where that was all.
+    ``recorder``: makes the engine's context manager. It yields a recording, to be called later: it launches
+    again what was launched within. ``complete``: whether it holds all that was launched.
     """
 
     LIMIT = 1024  # calls; beyond so many all are forgotten
-    PROCESS_LIMIT = (
-        16384  # of all functions of the process, some kB each; beyond so many nothing more is recorded
-    )
-    PATIENCE = (
-        64  # unknown calls in a row after which only one of so many is recorded: addresses never come again
-    )
-    total = 0  # of the process
+    # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
+    PROCESS_LIMIT = 16384
+    # after so many unknown calls in a row (addresses that never come again) one of so many is recorded
+    PATIENCE = 64
+    total = 0  # recorded calls in the process
     __slots__ = ("_found", "_recorder", "_unknown")
 
     def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -361,7 +361,8 @@ class DotProductAttention(AttentionBase):
                     op,
                     "attention_mask",
                     self.array_name,
-                    f"None with {mask!r}, or a padding mask without cu_seqlens",
+                    f"None with attn_mask_type {mask!r}: 'arbitrary' takes one, and so do the padding types "
+                    "without cu_seqlens",
                 )
         found = {
             name: self.constant(arguments.get(name, name), value, first) for name, value in found.items()

@@ -22,8 +22,9 @@ from fp8kit.nn import finite
 from fp8kit.nn.random import Init
 
 _Self = TypeVar("_Self", bound="Module")
-# operations whose parameters have the dtype of their input x
-_OF_X = ("linear", "norm", "norm_linear", "norm_mlp")
+# operations and layers whose parameters have the dtype of their input x
+_OF_X = {"linear", "norm", "norm_linear", "norm_mlp"}
+_OF_X |= {"Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP"}
 EXTRA = "_extra_state."
 
 

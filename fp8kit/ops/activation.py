@@ -118,16 +118,16 @@ class Activation(Operation):
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: ActivationSpec = plan.spec
-        given = ws.inputs["x"].rows(), ws.inputs.get("bias0")
+        x_and_bias = ws.inputs["x"].rows(), ws.inputs.get("bias0")
         out = ws.outputs["y"].rows(), ws.outputs.get("amax"), None
-        ws.kernels.act_fwd(*given, *out, s.activation, s.params, ws.stream)
+        ws.kernels.act_fwd(*x_and_bias, *out, s.activation, s.params, ws.stream)
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         s: ActivationSpec = plan.spec
         grads, dx = ws.outputs, ws.outputs.get("x")
-        given = cotangents["y"].rows(), ws.inputs["x"].rows(), ws.inputs.get("bias0")
+        dy_x_and_bias = cotangents["y"].rows(), ws.inputs["x"].rows(), ws.inputs.get("bias0")
         out = None if dx is None else dx.rows(), grads.get("bias0"), grads.get("amax"), None
-        ws.kernels.act_bwd(*given, *out, s.activation, s.params, ws.scratch["workspace"], ws.stream)
+        ws.kernels.act_bwd(*dy_x_and_bias, *out, s.activation, s.params, ws.scratch["workspace"], ws.stream)
 
 
 activation = Activation()

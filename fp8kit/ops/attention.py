@@ -147,8 +147,8 @@ class Attention(Operation):
         shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
 
         def space(backward: bool, dbias: Shape | None = None) -> dict[str, Meta]:
-            how = dbias, kind, dense.spec, backward, spec.deterministic, strides
-            return {"workspace": Meta((kernels.attention_workspace(*shapes, *how),), formats.uint8)}
+            settings = dbias, kind, dense.spec, backward, spec.deterministic, strides
+            return {"workspace": Meta((kernels.attention_workspace(*shapes, *settings),), formats.uint8)}
 
         # the padded form of inputs and output, and of their gradients; gradients that nobody wants
         whole = dense.shapes | {"o": dense.o}
@@ -171,9 +171,9 @@ class Attention(Operation):
                 ws.kernels.sum_rows(*sums, ws.stream)
             return
         o = ws.scratch["dense_o"] if spec.packed else out
-        results = heads_apart(o, dense), (ws.saved if plan.signature.saved else ws.scratch)["lse"]
-        how = extras_of(spec, ws.inputs), dense.spec, ws.scratch["workspace"]
-        ws.kernels.attention_fwd(*self._parts(plan, ws), *results, *how, ws.stream)
+        o_and_lse = heads_apart(o, dense), (ws.saved if plan.signature.saved else ws.scratch)["lse"]
+        settings = extras_of(spec, ws.inputs), dense.spec, ws.scratch["workspace"]
+        ws.kernels.attention_fwd(*self._parts(plan, ws), *o_and_lse, *settings, ws.stream)
         pack(spec, ws, o, "o")
 
     def _parts(self, plan: Plan, ws: WorkingSet) -> list[ArrayView]:
@@ -190,9 +190,9 @@ class Attention(Operation):
         o = heads_apart(unpacked(spec, ws, ws.inputs["o"], "o"), dense)
         do = heads_apart(unpacked(spec, ws, cotangents["o"], "do"), dense)
         whole = {name: ws.scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
-        results = *parts_of(dense, whole), grads.get("bias"), grads.get("softmax_offset")
-        how = extras_of(spec, ws.inputs), dense.spec, spec.deterministic, ws.scratch["workspace"]
-        ws.kernels.attention_bwd(do, *parts, o, ws.saved["lse"], *results, *how, ws.stream)
+        gradients = *parts_of(dense, whole), grads.get("bias"), grads.get("softmax_offset")
+        settings = extras_of(spec, ws.inputs), dense.spec, spec.deterministic, ws.scratch["workspace"]
+        ws.kernels.attention_bwd(do, *parts, o, ws.saved["lse"], *gradients, *settings, ws.stream)
         for name in dense.shapes:
             if name in plan.signature.grads:
                 pack(spec, ws, whole[name], name)

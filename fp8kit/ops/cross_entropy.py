@@ -75,19 +75,20 @@ class CrossEntropy(Operation):
         logits, targets, loss = ws.inputs["logits"], ws.inputs["targets"], ws.outputs["loss"]
         total = ws.saved.get("total")
         check_indices(self.name, "targets", targets, s.classes, s.ignore_index)
-        given = logits.rows(), targets.reshape(targets.size)
-        results = loss.reshape(loss.size) if total is None else ws.scratch["rows"], ws.saved["lse"], total
-        ws.kernels.cross_entropy_fwd(*given, *results, s.label_smoothing, s.ignore_index, ws.stream)
+        logits_and_targets = logits.rows(), targets.reshape(targets.size)
+        losses = loss.reshape(loss.size) if total is None else ws.scratch["rows"]
+        settings = s.label_smoothing, s.ignore_index, ws.stream
+        ws.kernels.cross_entropy_fwd(*logits_and_targets, losses, ws.saved["lse"], total, *settings)
         if total is not None:
             ws.kernels.copy(total.slice(0, 0, 1), loss, ws.stream)
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         s: CrossEntropySpec = plan.spec
         targets, dloss = ws.inputs["targets"], cotangents["loss"]
-        given = ws.inputs["logits"].rows(), targets.reshape(targets.size), ws.saved["lse"]
+        logits_targets_and_lse = ws.inputs["logits"].rows(), targets.reshape(targets.size), ws.saved["lse"]
         sums = dloss.reshape(dloss.size), ws.saved.get("total")
-        how = s.label_smoothing, s.ignore_index, ws.stream
-        ws.kernels.cross_entropy_bwd(*given, *sums, ws.outputs["logits"].rows(), *how)
+        settings = s.label_smoothing, s.ignore_index, ws.stream
+        ws.kernels.cross_entropy_bwd(*logits_targets_and_lse, *sums, ws.outputs["logits"].rows(), *settings)
 
 
 cross_entropy = CrossEntropy()

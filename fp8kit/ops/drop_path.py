@@ -91,8 +91,8 @@ class DropPath(Operation):
     def _drop(self, plan: Plan, ws: WorkingSet, x: ArrayView, base: ArrayView | None, y: ArrayView) -> None:
         """y = base + keep / (1 - p) * x."""
         if x.size:
-            how = ws.inputs.get("starts"), *plan.extra, plan.spec.p, ws.inputs["rng"]
-            ws.kernels.drop_path(x.rows(), base, y.rows(), *how, ws.stream)
+            starts_shape_and_draw = ws.inputs.get("starts"), *plan.extra, plan.spec.p, ws.inputs["rng"]
+            ws.kernels.drop_path(x.rows(), base, y.rows(), *starts_shape_and_draw, ws.stream)
 
 
 drop_path = DropPath()

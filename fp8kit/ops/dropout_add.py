@@ -81,18 +81,18 @@ class DropoutAdd(Operation):
         return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
-        residual = ws.inputs.get("residual")
-        given = ws.inputs["x"].rows(), ws.inputs.get("bias"), None if residual is None else residual.rows()
+        x, residual = ws.inputs["x"].rows(), ws.inputs.get("residual")
+        residual = None if residual is None else residual.rows()
         p, rng = plan.spec.p, ws.inputs.get("rng")
-        ws.kernels.dropout_add(*given, ws.outputs["y"].rows(), p, rng, ws.stream)
+        ws.kernels.dropout_add(x, ws.inputs.get("bias"), residual, ws.outputs["y"].rows(), p, rng, ws.stream)
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         dx, dbias = ws.outputs.get("x"), ws.outputs.get("bias")
         if dx is not None or dbias is not None:
-            results = None if dx is None else dx.rows(), dbias
+            dx_and_dbias = None if dx is None else dx.rows(), dbias
             p, rng = plan.spec.p, ws.inputs.get("rng")
             space = ws.scratch["workspace"]
-            ws.kernels.dropout_bwd(cotangents["y"].rows(), *results, p, rng, space, ws.stream)
+            ws.kernels.dropout_bwd(cotangents["y"].rows(), *dx_and_dbias, p, rng, space, ws.stream)
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ class Fp8Gemm(Operation):
                 codes, by_blocks = block_shapes(extent, depth, spec.tiles[i])
                 scales = (by_blocks, by_blocks)
             want(self.name, name, metas, codes, uint8)
-            given = meta_of(self.name, f"{name}_scale_inv", metas).shape
-            want(self.name, f"{name}_scale_inv", metas, given if given in scales else scales[0], float32)
-            kinds.append((depth, spec.tiles is None and given == (1,)))
+            shape = meta_of(self.name, f"{name}_scale_inv", metas).shape
+            want(self.name, f"{name}_scale_inv", metas, shape if shape in scales else scales[0], float32)
+            kinds.append((depth, spec.tiles is None and shape == (1,)))
         if kinds[0] != kinds[1]:
             got = f"{metas['a']}, {metas['b']}"
             raise ShapeError(self.name, "b", got, "a's contraction, and scales of the same kind")
@@ -64,8 +64,8 @@ class Fp8Gemm(Operation):
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: Fp8GemmSpec = plan.spec
         k, space, a, b = ws.kernels, ws.scratch["workspace"], ws.inputs["a"], ws.inputs["b"]
-        how = s.a_format, s.b_format, ws.inputs["a_scale_inv"], ws.inputs["b_scale_inv"]
-        operands = a, b, ws.outputs["out"], *how
+        formats_and_scales = s.a_format, s.b_format, ws.inputs["a_scale_inv"], ws.inputs["b_scale_inv"]
+        operands = a, b, ws.outputs["out"], *formats_and_scales
         if s.tiles is None:
             k.fp8_gemm(*operands, None, None, s.fast_accumulate, space, ws.stream)
         else:

@@ -56,7 +56,11 @@ class GroupedLinear(Products):
             raise ShapeError(self.name, "rows", list(spec.rows), wanted)
         groups = []
         for own, rows in zip(spec.products, spec.rows, strict=True):
-            own = own if rows else replace(own, fp8=None)
+            if not rows:
+                if own.weight_cached:  # it may be given, or not
+                    for name in product_of(own, 0, x.dtype).weight_outputs():
+                        metas.get(name)
+                own = replace(own, fp8=None)
             groups.append(product_of(own, rows, x.dtype, rows > 0 and "x" in needs, needs))
             groups[-1].check(self.name, metas)
         return groups

@@ -115,8 +115,8 @@ class CachedAttention(Operation):
             return Plan(spec, signature, kernels)
         dense, kind, q = call.dense, signature.outputs["o"].dtype, call.dense.parts["q"]
         strides = q.strides, contiguous_strides(call.k), contiguous_strides(call.v)
-        how = None, kind, dense.spec, False, False, strides
-        nbytes = kernels.attention_workspace(q.shape, call.k, call.v, *how)
+        settings = None, kind, dense.spec, False, False, strides
+        nbytes = kernels.attention_workspace(q.shape, call.k, call.v, *settings)
         scratch = {
             "workspace": Meta((nbytes,), formats.uint8),
             "lse": Meta(lse_shape(dense), formats.float32),
@@ -145,9 +145,9 @@ class CachedAttention(Operation):
         part = dense.parts["q"]
         q = part.of(unpacked(spec, ws, inputs[part.input], part.input))
         o = scratch["dense_o"] if spec.packed else ws.outputs["o"]
-        how = extras_of(spec, inputs), dense.spec, scratch["workspace"]
-        results = heads_apart(o, dense), scratch["lse"]
-        k.attention_fwd(q, scratch["k"], scratch["v"], *results, *how, ws.stream)
+        settings = extras_of(spec, inputs), dense.spec, scratch["workspace"]
+        o_and_lse = heads_apart(o, dense), scratch["lse"]
+        k.attention_fwd(q, scratch["k"], scratch["v"], *o_and_lse, *settings, ws.stream)
         pack(spec, ws, o, "o")
 
 

@@ -126,7 +126,9 @@ class WeightCast(Operation):
         return product_of(spec.product, 0, first.dtype)
 
     def infer(self, spec: LinearSpec, metas: Metas, needs: Needs) -> Signature:
-        return Signature(self._product(spec, metas).weight_outputs())
+        p = self._product(spec, metas)
+        p.check_weights(self.name, metas)
+        return Signature(p.weight_outputs())
 
     def plan(self, spec: LinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         p = self._product(spec, metas)

@@ -72,18 +72,19 @@ class NormSpec:
         """Normalise the rows of x to y, in FP8 with ``cast``, or both; ``saved`` gets the statistics."""
         inputs, saved = ws.inputs, ws.saved
         parameters = inputs.get("norm_weight"), inputs.get("norm_bias")
-        results = y, saved.get("mean"), saved["rstd"], amax, cast
-        how = self.normalization, self.epsilon, self.zero_centered_gamma
-        ws.kernels.norm_fwd(inputs["x"].rows(), *parameters, *results, *how, ws.stream)
+        y_statistics_and_cast = y, saved.get("mean"), saved["rstd"], amax, cast
+        settings = self.normalization, self.epsilon, self.zero_centered_gamma
+        ws.kernels.norm_fwd(inputs["x"].rows(), *parameters, *y_statistics_and_cast, *settings, ws.stream)
 
     def backward(self, ws: WorkingSet, dy: Any, residual: Any = None) -> None:
         """The gradients of x and the parameters; ``residual``, a cotangent like x, is added to that of x."""
         inputs, saved, grads = ws.inputs, ws.saved, ws.outputs
-        given = inputs["x"].rows(), inputs.get("norm_weight"), saved.get("mean"), saved["rstd"]
+        statistics = saved.get("mean"), saved["rstd"]
         base = None if residual is None else residual.rows()
-        results = grads["x"].rows(), grads.get("norm_weight"), grads.get("norm_bias")
-        how = self.normalization, self.zero_centered_gamma, ws.scratch["workspace"]
-        ws.kernels.norm_bwd(dy, *given, base, *results, *how, ws.stream)
+        gradients = grads["x"].rows(), grads.get("norm_weight"), grads.get("norm_bias")
+        settings = self.normalization, self.zero_centered_gamma, ws.scratch["workspace"]
+        x, weight = inputs["x"].rows(), inputs.get("norm_weight")
+        ws.kernels.norm_bwd(dy, x, weight, *statistics, base, *gradients, *settings, ws.stream)
 
 
 @dataclass(frozen=True)

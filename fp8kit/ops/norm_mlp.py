@@ -286,10 +286,10 @@ class NormMLP(Products):
         """act(h + b1), cast for fc2; None where fc2 multiplies the cast."""
         k, fc2, act = ws.kernels, st.fc2, ws.saved.get("act") or ws.scratch.get("act")
         summands = ws.saved.get("h") or ws.scratch["h"], ws.inputs.get("fc1_bias0")
-        how = s.activation, s.activation_params, ws.stream
+        activation_and_stream = s.activation, s.activation_params, ws.stream
         if fc2.takes_amax("x"):
-            k.act_fwd(*summands, None, ws.outputs["fc2_x_amax"], None, *how)
-        k.act_fwd(*summands, act, None, fc2.x_cast(ws) if st.casts else None, *how)
+            k.act_fwd(*summands, None, ws.outputs["fc2_x_amax"], None, *activation_and_stream)
+        k.act_fwd(*summands, act, None, fc2.x_cast(ws) if st.casts else None, *activation_and_stream)
         if not st.casts:
             assert act is not None
             fc2.cast_x(ws, act)
@@ -335,11 +335,11 @@ class NormMLP(Products):
         fused = fc1.scales_known and products
         taken_now = fc1.takes_amax("g") and products
         amax, cast = grads["fc1_g_amax"] if taken_now else None, fc1.g_cast(ws) if fused else None
-        how = spec.activation, spec.activation_params
-        given = scratch["dact"], saved["h"], kept.get("fc1_bias0")
-        results = scratch.get("dh"), grads.get("fc1_bias0"), amax, cast
-        k.act_bwd(*given, *results, *how, scratch["sums"], stream)
-        del given, results, cast
+        activation = spec.activation, spec.activation_params
+        dact_h_and_bias = scratch["dact"], saved["h"], kept.get("fc1_bias0")
+        dh_dbias_and_cast = scratch.get("dh"), grads.get("fc1_bias0"), amax, cast
+        k.act_bwd(*dact_h_and_bias, *dh_dbias_and_cast, *activation, scratch["sums"], stream)
+        del dact_h_and_bias, dh_dbias_and_cast, cast
         free(scratch, "dact", "sums")
         free(saved, "h")
         if products and not fused:

@@ -110,10 +110,14 @@ class Product:
         """ShapeError or FormatError where weights, biases, FP8 inputs or ``main_grad`` do not fit."""
         if self.grad_dtype not in (self.dtype, formats.float32):
             raise FormatError(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32")
-        for name, (_, n) in self.weights.items():
-            want(operation, name, metas, self._weight_shape(n), self.dtype)
+        self.check_weights(operation, metas)
         for name, (_, n) in self.biases.items():
             want(operation, name, metas, (n,), self.dtype)
+
+    def check_weights(self, operation: str, metas: Metas) -> None:
+        """ShapeError or FormatError where weights, or what casts them, do not fit."""
+        for name, (_, n) in self.weights.items():
+            want(operation, name, metas, self._weight_shape(n), self.dtype)
 
     @property
     def needs_rng(self) -> bool:
@@ -267,9 +271,9 @@ class Product:
         if not self.needs_b:
             return None
         if len(self.biases) > 1:
-            return ws.scratch[f"{self.spec.prefix}dbias"]  # type: ignore[no-any-return]
+            return ws.scratch[f"{self.spec.prefix}dbias"]
         (name,) = self.biases
-        return ws.outputs[name]  # type: ignore[no-any-return]
+        return ws.outputs[name]
 
     def _part_bias_sums(self, ws: WorkingSet, dbias: ArrayView) -> None:
         """Copy the segments' bias gradients from where they were made together."""
@@ -312,7 +316,7 @@ class Product:
         scratch ``buffer``."""
         if len(segments) == 1:
             (name,) = segments
-            return ws.inputs[name]  # type: ignore[no-any-return]
+            return ws.inputs[name]
         parts = [ws.inputs[name] for name in segments]
         whole = side_by_side(parts, dim)
         if whole is None:

@@ -50,8 +50,8 @@ class BlockProduct(QuantizedProduct):
         addend: ArrayView | None = None,
     ) -> None:
         (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
-        how = p.format, q.format, a_inv, b_inv, p.tile, q.tile
-        ws.kernels.block_gemm(a, b, out, *how, bias, addend, space, ws.stream)
+        formats_scales_and_tiles = p.format, q.format, a_inv, b_inv, p.tile, q.tile
+        ws.kernels.block_gemm(a, b, out, *formats_scales_and_tiles, bias, addend, space, ws.stream)
 
     def _sides(self, operand: str, into: Pair) -> list[ArrayView | None]:
         """Codes and scale_inv of "x", "w" or "g" as it lies, and of its transpose, None where they are not in

@@ -41,8 +41,8 @@ class QuantizedProduct(Product):
     capability: ClassVar[tuple[int, int]] = (8, 9)
     described: ClassVar[str] = "FP8"
 
-    def __init__(self, spec: ProductSpec, *how: Any) -> None:
-        super().__init__(spec, *how)
+    def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:
+        super().__init__(spec, *of_the_call)
         assert spec.fp8 is not None
         self.fp8: Quantization = spec.fp8
         m, n, k, (fprop, dgrad, wgrad) = self.m, self.n, self.k, self.fp8.gemms.values()
@@ -98,8 +98,8 @@ class QuantizedProduct(Product):
         """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream. Here: with
         scales of tensors or of rows."""
         (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
-        how = p.format, q.format, a_inv, b_inv
-        ws.kernels.fp8_gemm(a, b, out, *how, bias, addend, fast, space, ws.stream)
+        formats_and_scales = p.format, q.format, a_inv, b_inv
+        ws.kernels.fp8_gemm(a, b, out, *formats_and_scales, bias, addend, fast, space, ws.stream)
 
     def _scale_name(self, operand: str) -> str:
         """Name of the operand's scale_inv, the prefix aside."""

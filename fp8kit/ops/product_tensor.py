@@ -24,8 +24,8 @@ class TensorProduct(QuantizedProduct):
     kernels = ("quantize_transpose", "fp8_gemm")
     fuses_cast = True
 
-    def __init__(self, spec: ProductSpec, *how: Any) -> None:
-        super().__init__(spec, *how)
+    def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:
+        super().__init__(spec, *of_the_call)
         # wgrad of a segment reads whole blocks of 16 rows of g^T: only aligned segments are multiplied one by
         # one
         self.whole_wgrad = len(self.weights) > 1 and any(n % ALIGN for n in spec.segments)
@@ -62,10 +62,16 @@ class TensorProduct(QuantizedProduct):
 
     def check(self, operation: str, metas: Metas) -> None:
         super().check(operation, metas)
-        for operand in "xw":
-            source = self.quantizers[operand].scale_source
-            if f"{operand}_q" not in self.cached and source in _INPUTS:
-                want(operation, f"{self.spec.prefix}{operand}_{_INPUTS[source]}", metas, (1,), float32)
+        self._check_scale(operation, "x", metas)
+
+    def check_weights(self, operation: str, metas: Metas) -> None:
+        super().check_weights(operation, metas)
+        self._check_scale(operation, "w", metas)
+
+    def _check_scale(self, operation: str, operand: str, metas: Metas) -> None:
+        source = self.quantizers[operand].scale_source
+        if f"{operand}_q" not in self.cached and source in _INPUTS:
+            want(operation, f"{self.spec.prefix}{operand}_{_INPUTS[source]}", metas, (1,), float32)
 
     def weight_outputs(self) -> dict[str, Meta]:
         return super().weight_outputs() | {f"{self.spec.prefix}w_amax": Meta((1,), float32, zero=True)}

@@ -136,8 +136,8 @@ class Rope(Operation):
         places = views.get("start_positions"), lengths, views.get("cu_seqlens_padded") or lengths
         for name, source, target in _segments(spec, x, y):
             if name:
-                how = *places, spec.qkv_format, spec.interleaved
-                kernel(source, views[name], target, *how, ws.stream)
+                settings = spec.qkv_format, spec.interleaved
+                kernel(source, views[name], target, *places, *settings, ws.stream)
             else:
                 ws.kernels.copy(source, target, ws.stream)
 

@@ -23,7 +23,7 @@ TORCH = {
     torch.float64: "float64",
     torch.int64: "int64",
     torch.uint8: "uint8",
-    torch.bool: "bool_",
+    torch.bool: "bool",
     torch.float8_e4m3fn: "float8_e4m3fn",
     torch.float8_e5m2: "float8_e5m2",
     torch.float8_e8m0fnu: "float8_e8m0fnu",

@@ -32,7 +32,7 @@ ADDED = {
     "kernel": Added(
         6,
         ("multiply", "elementwise"),
-        20,
+        9,
         (
             "reference/test_contract.py",
             "lab/test_uses.py",
@@ -65,6 +65,7 @@ def test_few_files_are_touched(what: str, diff: str, tmp_path: Path) -> None:
     run(ROOT, "git", "apply", "--check", str(tmp_path / "added.diff"))
 
 
+@pytest.mark.programs
 def test_what_the_page_adds_works(tmp_path: Path) -> None:
     """All of it in one copy, since every process that imports the frameworks costs seconds."""
     for name in ("fp8kit", "adapters", "tests"):

@@ -9,8 +9,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import pytest
-
 # whose ``__all__`` is public; a module without one: the public names that it defines
 MODULES = ("fp8kit", "fp8kit.nn", "fp8kit.optim", "fp8kit.recipe", "fp8kit.testing", "fp8kit.autograd")
 
@@ -119,14 +117,17 @@ def takes_arrays(public: Public) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.name)
-def test_says_what_it_takes(public: Public) -> None:
-    text = documented(public)
-    assert text, f"{public.name} has no docstring"
-    taken = takes_arrays(public)
-    if taken:
-        assert SHAPES.search(text), f"{public.name} takes {taken} and says neither shapes nor dtypes"
-        assert ERRORS.search(text), f"{public.name} takes {taken} and does not say which errors it raises"
+def test_says_what_it_takes() -> None:
+    wrong = []
+    for public in PUBLIC:
+        text, taken = documented(public), takes_arrays(public)
+        if not text:
+            wrong.append(f"{public.name} has no docstring")
+        if taken and not SHAPES.search(text):
+            wrong.append(f"{public.name} takes {taken} and says neither shapes nor dtypes")
+        if taken and not ERRORS.search(text):
+            wrong.append(f"{public.name} takes {taken} and does not say which errors it raises")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_values_have_a_type_that_says_what_they_are() -> None:

@@ -48,11 +48,17 @@ def script(document: Path) -> str:
     return "\n".join(out) + "\n"
 
 
-WITH_CODE = [document for document in DOCUMENTS if script(document).strip()]
+# the code of the others runs in make test-programs: every page imports frameworks of its own
+USUAL = ("README", "quick_start", "native", "recipes")
+WITH_CODE = [
+    pytest.param(document, id=document.stem, marks=() if document.stem in USUAL else pytest.mark.programs)
+    for document in DOCUMENTS
+    if script(document).strip()
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("document", WITH_CODE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", WITH_CODE)
 def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
     """All blocks of a document, one after the other, in an interpreter of their own."""
     path = tmp_path / f"page_{document.stem}.py"  # not the name of a package that it imports

@@ -92,18 +92,21 @@ def within(module: str, prefixes: tuple[str, ...]) -> bool:
     return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
 
 
-@pytest.mark.parametrize("name", source.modules())
-def test_directions(name):
-    package = package_of(name)
-    if package == "public":  # gathers what the others define
-        return
-    wrong = [
-        f"line {found.line}: {found.module} ({package_of(found.module)})"
-        for found in source.imports(name)
-        if found.module.partition(".")[0] in source.PACKAGES
-        and package_of(found.module) not in allowed(package)
-    ]
-    assert not wrong, f"{name} ({package}) may import {sorted(allowed(package))}, but imports {wrong}"
+def test_directions():
+    wrong = []
+    for name in source.modules():
+        package = package_of(name)
+        if package == "public":  # gathers what the others define
+            continue
+        imported = [
+            f"line {found.line}: {found.module} ({package_of(found.module)})"
+            for found in source.imports(name)
+            if found.module.partition(".")[0] in source.PACKAGES
+            and package_of(found.module) not in allowed(package)
+        ]
+        if imported:
+            wrong.append(f"{name} ({package}) may import {sorted(allowed(package))}, but imports {imported}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_engines_do_not_know_each_other():
@@ -143,16 +146,18 @@ def test_no_import_cycles():
         visit(name, ())
 
 
-@pytest.mark.parametrize("name", source.modules())
-def test_third_party(name):
-    for found in source.imports(name):
-        top = found.module.partition(".")[0]
-        if top in source.PACKAGES or top in sys.stdlib_module_names or top in ANYWHERE:
-            continue
-        assert within(name, THIRD_PARTY.get(top, ())), f"{name}:{found.line} imports {top}"
-        assert top not in LAZY or not found.eager, (
-            f"{name}:{found.line} imports {top} at module level: only inside functions"
-        )
+def test_third_party():
+    wrong = []
+    for name in source.modules():
+        for found in source.imports(name):
+            top = found.module.partition(".")[0]
+            if top in source.PACKAGES or top in sys.stdlib_module_names or top in ANYWHERE:
+                continue
+            if not within(name, THIRD_PARTY.get(top, ())):
+                wrong.append(f"{name}:{found.line} imports {top}")
+            elif top in LAZY and found.eager:
+                wrong.append(f"{name}:{found.line} imports {top} at module level: only inside functions")
+    assert not wrong, "\n".join(wrong)
 
 
 # Runs in an interpreter where those packages do not exist.

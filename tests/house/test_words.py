@@ -6,8 +6,6 @@ import ast
 import functools
 import re
 
-import pytest
-
 from fp8kit.backends.protocol import KERNELS
 from tests.support import source
 
@@ -83,45 +81,42 @@ def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) ->
     )
 
 
-@pytest.mark.parametrize("name", source.modules())
-def test_public_names_have_docstrings(name):
+def test_public_names_have_docstrings():
     wrong = []
-    for qualified, node, owner in source.public(name):
-        text = ast.get_docstring(node)
-        if text is None:
-            if not documented_elsewhere(node, owner):
-                wrong.append(f"{qualified}: none")
-        elif (len(text.split()) < LEAST_WORDS and "``" not in text) or text.rstrip()[-1] not in ENDS:
-            wrong.append(f"{qualified}: {text!r} is too short or does not end as a sentence")
+    for name in source.modules():
+        for qualified, node, owner in source.public(name):
+            text = ast.get_docstring(node)
+            if text is None:
+                if not documented_elsewhere(node, owner):
+                    wrong.append(f"{qualified}: none")
+            elif (len(text.split()) < LEAST_WORDS and "``" not in text) or text.rstrip()[-1] not in ENDS:
+                wrong.append(f"{qualified}: {text!r} is too short or does not end as a sentence")
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", source.modules())
-def test_modules_say_what_they_are(name):
-    assert ast.get_docstring(source.tree(source.modules()[name])), f"{name} has no docstring"
+def test_modules_say_what_they_are():
+    wrong = [name for name, path in source.modules().items() if not ast.get_docstring(source.tree(path))]
+    assert not wrong, f"no docstring: {wrong}"
 
 
-@pytest.mark.parametrize("path", source.texts(), ids=lambda path: str(path.relative_to(source.ROOT)))
-def test_no_unwanted_words(path):
-    found = [
-        f"{number}: {line.strip()}"
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if UNWANTED.search(line)
-    ]
+def lines(paths):
+    """(file and number, line) of each line of the files."""
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            yield f"{path.relative_to(source.ROOT)}:{number}", line
+
+
+def test_no_unwanted_words():
+    found = [f"{place}: {line.strip()}" for place, line in lines(source.texts()) if UNWANTED.search(line)]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in source.texts() if path.suffix == ".md"],
-    ids=lambda path: str(path.relative_to(source.ROOT)),
-)
-def test_documents_use_the_names_of_the_field(path):
+def test_documents_use_the_names_of_the_field():
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for place, line in lines(path for path in source.texts() if path.suffix == ".md"):
         text = PATH.sub("", line)
         words = [*RETIRED_WORD.findall(text), *RETIRED_NAME.findall(text)]
-        found += [f"{number}: {word}" for word in words]
+        found += [f"{place}: {word}" for word in words]
     assert not found, "\n".join(found)
 
 
@@ -129,14 +124,7 @@ def test_documents_use_the_names_of_the_field(path):
 RETIRED_IN_CODE = re.compile(r"(?i)\b(?:doors?|storeys?|rehears\w*|carv(?:e|es|ed|ing)|wirings?|tickets?)\b")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in source.texts() if path.suffix != ".md" and path.name != "test_words.py"],
-    ids=lambda path: str(path.relative_to(source.ROOT)),
-)
-def test_code_uses_the_names_of_the_field(path):
-    lines = path.read_text().splitlines()
-    found = [
-        f"{number}: {line.strip()}" for number, line in enumerate(lines, 1) if RETIRED_IN_CODE.search(line)
-    ]
+def test_code_uses_the_names_of_the_field():
+    code = (path for path in source.texts() if path.suffix != ".md" and path.name != "test_words.py")
+    found = [f"{place}: {line.strip()}" for place, line in lines(code) if RETIRED_IN_CODE.search(line)]
     assert not found, "\n".join(found)

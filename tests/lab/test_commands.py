@@ -49,6 +49,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     return bool(request.param)
 
 
+@pytest.mark.programs
 def test_every_command_of_the_page(gpu: bool, own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(COMMANDS) >= 13
     for line in COMMANDS:
@@ -81,6 +82,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return status, out.getvalue()
 
 
+@pytest.mark.programs
 def test_list_has_every_kernel_with_its_resources(capsys: pytest.CaptureFixture[str]) -> None:
     status, out = run("list", "--arch", "sm_90a")
     assert status == 0

@@ -184,6 +184,7 @@ def test_resume(printed):
     )
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(200)
 def test_kernel_lab(printed, tmp_path, monkeypatch):
     text = printed("kernel_lab", "8", str(tmp_path))

@@ -76,6 +76,7 @@ def test_a_stopped_run_continues_with_the_same_bits(corpus, tmp_path, label):
     assert bits(train(TINY, corpus, recipe, label, CPU, 3, quiet, stopped, 1, resume=True), stopped) == whole
 
 
+@pytest.mark.programs
 def test_a_killed_command_continues_with_the_same_bits(tmp_path):
     options = ["train", "--preset", "tiny", "--steps", "20", "--device", "cpu", "--save-every", "1", "--out"]
     assert cli.main([*options, str(tmp_path / "whole")]) == 0

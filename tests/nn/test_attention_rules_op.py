@@ -301,7 +301,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
         {"mask": "arbitrary"},
         GOOD,
         ShapeError,
-        "mask: got None, expected bool_ .* with mask 'arbitrary'",
+        "mask: got None, expected bool .* with mask 'arbitrary'",
     ),
     "mask_unheard": (
         {},

@@ -526,7 +526,7 @@ def test_a_step_is_taken_once_and_without_gradients():
     cache.pre_step({"a": 2})
     x = np.ones((1, 2, HEADS, D), np.float32)
     with pytest.raises(
-        AutogradError, match="cached_attention: query_layer: got an array that requires a gradient"
+        AutogradError, match="DotProductAttention: query_layer: got an array that requires a gradient"
     ):
         core(tensor(x, requires_grad=True), x, x, inference_params=cache)
     with pytest.raises(FormatError, match=r"attention: k: got float16, expected float32"):

@@ -21,6 +21,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta
 from tests.support import peaks
+from tests.support.combinations import combinations
 
 pytestmark = pytest.mark.usefixtures("frozen_garbage")
 
@@ -35,7 +36,7 @@ RECIPES = {
 # --- the peak -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed"])
 def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
     """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step
     allocates."""

@@ -15,6 +15,7 @@ from fp8kit.autograd import no_grad, tensor
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.optim import SGD
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from tests.support.combinations import combinations
 from tests.support.layers import draw
 from tests.support.products import bits
 
@@ -78,8 +79,7 @@ def run(how, recipe, device, micro):
     return seen, bits(net.state_dict()), bits(nn.get_rng_state())
 
 
-@pytest.mark.parametrize("micro", [False, True], ids=["", "microbatches"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "micro": {"": False, "microbatches": True}})
 def test_same_bits_as_without(device, recipe, micro):
     with fk.deterministic():
         plain = run("plain", RECIPES[recipe], device, micro)

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.plugin import EXAMPLE, OFFLINE
 from tests.support.source import ROOT
 
@@ -20,6 +22,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.programs
 def test_commands_run_and_print_what_is_shown(tmp_path: Path) -> None:
     commands, site, bin_ = tmp_path / "bin", tmp_path / "site", sys.executable
     commands.mkdir()

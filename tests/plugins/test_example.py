@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.plugin import Run
 
 STEP = """
@@ -43,6 +45,7 @@ print(json.dumps({"calls": calls, "error": error, "plugins": get_discovered_plug
 """
 
 
+@pytest.mark.programs
 def test_a_training_step_uses_it(installed: Path, python: Run) -> None:
     import json
 
@@ -89,6 +92,7 @@ def test_it_is_listed_and_explained(installed: Path, python: Run) -> None:
     )
 
 
+@pytest.mark.programs
 def test_it_keeps_the_contract(installed: Path, python: Run) -> None:
     said = python("-m", "fp8kit", "plugins", "check", "numba", paths=(installed,)).stdout
     assert "5 of 5 keep the contract" in said

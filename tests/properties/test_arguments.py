@@ -53,7 +53,7 @@ def test_messages_call_parameters_by_the_users_names():
     layer = nn.Linear(4, 6, parameters_split=("query", "key"), device="cpu")
     layer.key_weight = nn.Parameter(nn.Linear(4, 5, device="cpu").weight.view)
     for module, said in (
-        (layer, r"^linear: key_weight: got shape \(5, 4\), expected shape \(3, 4\)$"),
+        (layer, r"^Linear: key_weight: got shape \(5, 4\), expected shape \(3, 4\)$"),
         (nn.Linear(5, 6, device="cpu"), r"^Linear: inp: got shape \(2, 4\), expected a last dimension of 5$"),
         (nn.LayerNormLinear(5, 6, device="cpu"), r"^LayerNormLinear: inp: got shape"),
         (nn.LayerNorm(5, device="cpu"), r"^LayerNorm: inp: got shape"),

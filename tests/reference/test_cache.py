@@ -34,6 +34,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.programs
 def test_norms_have_the_same_bits_from_a_cold_and_a_warm_cache(tmp_path):
     said = []
     for seed in ("1", "2"):
@@ -59,6 +60,7 @@ assert q.data.tolist() == [[0x38, 0xC0], [0x7E, 0x00]]
 """
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("variable", ["FP8KIT_CACHE_DIR", "NUMBA_CACHE_DIR"])
 def test_a_cache_that_cannot_be_written_is_told_of_and_nothing_is_kept(variable, tmp_path):
     """A file stands where the folder would be; the engine's sources are a copy, so that a stray file would be

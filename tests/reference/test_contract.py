@@ -17,13 +17,22 @@ from fp8kit.backends.reference import IMPLEMENTATIONS
 from fp8kit.testing import epsilon
 from fp8kit.testing.contract import Case, cases
 
-
-@pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_contract(case: Case) -> None:
-    case.run(dispatch.kernels(CPU), CPU)
-
-
 LAUNCHING = [name for name in KERNELS if SPECS[name].launches]
+
+
+@pytest.mark.parametrize("kernel", LAUNCHING)
+def test_contract(kernel: str) -> None:
+    """Every case of a kernel: thousands in all, which would take pytest longer than they run. Those that fail
+    are raised together, each with its name."""
+    failed = []
+    for case in cases(kernel):
+        try:
+            case.run(dispatch.kernels(CPU), CPU)
+        except Exception as error:
+            error.add_note(f"in the case {case}")
+            failed.append(error)
+    if failed:
+        raise ExceptionGroup(f"{kernel}: {len(failed)} cases", failed)
 
 
 def test_every_kernel_has_a_case() -> None:

@@ -127,10 +127,13 @@ class DotProductAttention(nn.Module):
         op, heads, dim = "DotProductAttention", self.num_attention_heads, self.head_dim
         count = QKV_LAYOUTS[choice(op, "qkv_layout", self.qkv_layout, QKV_LAYOUTS, FormatError)]
         last = (self.num_gqa_groups or heads) if count > 1 else heads
-        found = len(layers), layers[0].shape[-2:], layers[-1].shape[-2:]
-        if found != (count, (heads, dim), (last, dim)):
-            wanted = f"{count} arrays (..., {heads}, {dim}) to (..., {last}, {dim})"
-            raise ShapeError(op, "shapes", [a.shape for a in layers], wanted)
+        if len(layers) != count:
+            wanted = f"{count}, with qkv_layout {self.qkv_layout!r}"
+            raise ShapeError(op, "query, key and value", f"{len(layers)} arrays", wanted)
+        for at, field, most in ((0, "num_attention_heads", heads), (count - 1, "num_gqa_groups", last)):
+            if layers[at].shape[-2:] != (most, dim):
+                wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
+                raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
         options: dict[str, Any] = {}
         if sequence_descriptor is not None:
             lone = not isinstance(sequence_descriptor, tuple)

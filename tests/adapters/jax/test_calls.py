@@ -219,6 +219,7 @@ def test_a_text_of_before_means_the_defaults(monkeypatch):
     assert_same_bits("y", np.asarray(got), np.asarray(want))
 
 
+@pytest.mark.programs
 def test_the_persistent_cache_serves_another_process(tmp_path):
     env = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
@@ -232,12 +233,18 @@ def test_the_persistent_cache_serves_another_process(tmp_path):
     assert {path.name for path in tmp_path.iterdir() if not path.name.endswith("-atime")} == entries
 
 
+@pytest.mark.programs
 def test_a_saved_program_runs_where_it_was_never_traced(tmp_path):
     path = str(tmp_path / "step")
     assert child("save", path, XLA_FLAGS="") == child("load", path, XLA_FLAGS="")
 
 
-@pytest.mark.parametrize("program", ["leave", "leave_slow", "leave_held", "leave_in_a_thread"])
+FURTHER = ("leave", "leave_held", "leave_in_a_thread")
+
+
+@pytest.mark.parametrize(
+    "program", ["leave_slow", *(pytest.param(name, marks=pytest.mark.programs) for name in FURTHER)]
+)
 def test_a_program_may_end_with_calls_in_flight(program):
     assert child(program, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "left"
 
@@ -260,5 +267,6 @@ def test_an_error_in_a_handler_leaves_gradients_other_threads_and_the_process_al
     assert programs.digest(jitted(*args)) == wanted
 
 
+@pytest.mark.programs
 def test_a_program_that_failed_ends_cleanly():
     assert child("fail", XLA_FLAGS="") == "failed, and went on: 1.5"

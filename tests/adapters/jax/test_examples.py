@@ -27,6 +27,7 @@ def numbers(pattern, text):
     return [float(found) for found in re.findall(pattern, text)]
 
 
+@pytest.mark.programs
 def test_jax_training(capsys, monkeypatch):
     text = printed("jax_training", capsys, monkeypatch, "20")
     losses = numbers(r"step \d+: ([\d.]+) nats", text)
@@ -34,6 +35,7 @@ def test_jax_training(capsys, monkeypatch):
     assert all(scale != 1.0 for scale in numbers(r"(?:input|gradient) ([\d.e+-]+)", text))
 
 
+@pytest.mark.programs
 def test_flax_training(capsys, monkeypatch):
     text = printed("flax_training", capsys, monkeypatch, "20")
     losses = numbers(r"step \d+: ([\d.]+) nats", text)
@@ -42,6 +44,7 @@ def test_flax_training(capsys, monkeypatch):
     assert "quantised tensors: 24\n" in text
 
 
+@pytest.mark.programs
 def test_flax_decode(capsys, monkeypatch):
     text = printed("flax_decode", capsys, monkeypatch, "8")
     (apart,) = numbers(r"([\d.]+)% of the largest apart", text)

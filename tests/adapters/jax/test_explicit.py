@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 from tests.support.sharding import (
     BITS,
     CODES,
@@ -25,7 +26,7 @@ from tests.support.sharding import (
 )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed"])
 def test_an_mlp_and_its_state(recipe):
     s, h, f = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
     args = (

@@ -16,6 +16,7 @@ from flax import linen as nn
 from fp8kit import recipe
 from fp8kit.errors import RecipeError
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.combinations import combinations
 
 RECIPES = {
     "high": None,
@@ -127,7 +128,7 @@ def test_a_layer_whose_state_was_not_made_says_so():
         assert_same_bits("y", np.asarray(layer.apply(variables | made, x)), np.asarray(y))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@combinations({"kind": LAYERS.keys()}, usual=["gqa"])
 def test_a_transformer_layer_learns(kind):
     """A random regression with dropout off at measuring: the loss falls by half in 12 steps of Adam, in FP8,
     the state threaded on."""

@@ -13,6 +13,7 @@ from fp8kit_jax import flax as modules
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from fp8kit.testing import assert_close
+from tests.support.combinations import combinations
 
 X = jax.random.normal(jax.random.key(1), (2, 12, 32))
 BITS = 2.0**-19  # other numbers of columns and rows, so another order of the same float32 sums
@@ -53,7 +54,7 @@ def incremental(module, variables, parts, at, encoded=None):
     return jnp.concatenate(out, at), cache
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@combinations({"kind": LAYERS.keys()}, usual=["groups", "decoder"])
 def test_tokens_in_turn_are_all_tokens(kind):
     """Five tokens at once, one, and one, and five: a prompt, and what follows."""
     module, at = layer(**LAYERS[kind]), int(kind != "transposed")

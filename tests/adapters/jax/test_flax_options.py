@@ -236,6 +236,7 @@ def test_axes_between_norm_and_product():
         alike(y, want, 2.0**-19)
 
 
+@pytest.mark.programs
 def test_layers_scanned_by_flax_are_layers_one_by_one():
     """``flax.linen.scan`` stacks parameters and FP8 state, the boxes' axes get the stack's name; a step's
     state comes back stacked."""

@@ -27,6 +27,7 @@ def verdict(platform, **environment):
     return found
 
 
+@pytest.mark.programs
 def test_the_experiment_itself():
     """On a CPU nothing is recorded: the handler runs for every call, and both ways give the same bits."""
     found = verdict("cpu", JAX_PLATFORMS="cpu", OPENBLAS_NUM_THREADS="1", NUMBA_NUM_THREADS="1")

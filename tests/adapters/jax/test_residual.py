@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.combinations import combinations
 from tests.support.sharding import (
     BITS,
     CODES,
@@ -166,8 +167,7 @@ def test_what_an_mlp_adds_is_what_xla_adds(recipe):
     )
 
 
-@pytest.mark.parametrize("features", [(48,), (3, 16), ()], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "features": [(48,), (3, 16), ()]})
 def test_what_a_product_adds_is_what_xla_adds(recipe, features):
     """In float32 the same bits: y, every gradient, and the state."""
     args = operands(recipe, *features)
@@ -235,8 +235,7 @@ def test_what_is_used_alone(used):
     assert not np.asarray(dkernel).any()
 
 
-@pytest.mark.parametrize("axes", ["rows", "tensor", "both"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]})
 def test_over_devices(recipe, axes):
     """By the tensor axis dx is a sum over devices, which x and norm(x) join once. Nothing is gathered."""
     x, gamma, k1, k2, b1, b2, sets = arguments(recipe)
@@ -267,16 +266,15 @@ def split_case(recipe, split):
     return operands(recipe, *((3, n) if "three" in split else (n,))), (*SPLITS[split], ())
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "split": SPLITS.keys()})
 def test_a_product_over_devices(recipe, split):
     """Where y is a sum over devices, the residual joins it once. Nothing is gathered."""
     args, specs = split_case(recipe, split)
     check(adding, args, specs, CODES)
 
 
-@pytest.mark.parametrize("split", list(SPLITS)[:-1])  # of x that is whole the gradient must be
-@pytest.mark.parametrize("recipe", ["high", "current"])
+# of x that is whole the gradient must be
+@combinations({"recipe": ["high", "current"], "split": list(SPLITS)[:-1]})
 def test_a_product_over_an_explicit_mesh(recipe, split):
     args, specs = split_case(recipe, split)
     check_explicit(adding, args, specs, CODES)
@@ -320,9 +318,7 @@ def test_every_device_of_a_split_by_hand_adds_its_own():
     near(jax.jit(local)(x, kernel, bias, residual), fj.dense(x, kernel) + 2 * (bias + residual), BITS)
 
 
-@pytest.mark.parametrize("mapped", ["x", "residual", "both"])
-@pytest.mark.parametrize("features", [(48,), (3, 16)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "features": [(48,), (3, 16)], "mapped": ["x", "residual", "both"]})
 def test_a_batch_of_products(recipe, features, mapped):
     """Each element's own: y alone, for which both may become further rows, and with the gradients."""
     x, kernel, bias, residual, sets = operands(recipe, *features)
@@ -345,15 +341,13 @@ def test_a_batch_of_products(recipe, features, mapped):
         jax.tree.map(lambda a, b: near(a, b, BITS), jax.vmap(function, axes)(*given), want)
 
 
-@pytest.mark.parametrize("function", [mlp, joining])
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+@combinations({"recipe": ["high", "delayed", "current"], "function": [mlp, joining]})
 def test_over_an_explicit_mesh(recipe, function):
     specs = [("data",), (), JOINED, ("tensor",), (None, "tensor"), (), ()]
     check_explicit(function, arguments(recipe), specs)
 
 
-@pytest.mark.parametrize("function", [mlp, joining])
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+@combinations({"recipe": ["high", "delayed", "current"], "function": [mlp, joining]})
 def test_under_shard_map(recipe, function):
     """Rows over 8 devices; with current scaling the MLP runs in stages, which share their amaxes."""
     x, *shared = arguments(recipe)
@@ -388,8 +382,10 @@ def test_stages_give_the_same_bits(function):
     )
 
 
-@pytest.mark.parametrize("joins", [False, True, "product"])
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+@combinations(
+    {"recipe": ["high", "delayed", "current"], "joins": [False, True, "product"]},
+    usual=["current-False", "high-True", "current-product"],
+)
 def test_scan_checkpoint_and_vmap_change_no_bits(recipe, joins):
     x, *rest = arguments(recipe)
     weights, sets = rest[:-1], rest[-1]

@@ -19,6 +19,7 @@ from fp8kit_jax.flax.common import add_residual
 from jax.sharding import Mesh
 
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.combinations import combinations
 from tests.support.sharding import BITS, draw, gradients, near
 
 KEY = jax.random.key(3)
@@ -38,7 +39,7 @@ def layers(bias):
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@combinations({"bias": [False, True]}, usual=["True"])
 def test_a_layer_leaves_xla_nothing_to_add_or_to_copy(bias):
     x, found = layers(bias)
     for function, variables in found:
@@ -130,8 +131,7 @@ SEPARATE = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("case", SEPARATE)
+@combinations({"case": SEPARATE.keys(), "bias": [False, True]})
 def test_a_module_that_adds_its_residual(case, bias):
     """Whatever splits it into several operations: y is what it is without, and x; so are the gradients."""
     x, g, options = (
@@ -176,8 +176,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("case", PRODUCTS)
+@combinations({"case": PRODUCTS.keys(), "bias": [False, True]})
 def test_a_flax_product_that_adds_a_residual(case, bias):
     x, module = draw(0, 4, 16, 64), flax_modules.DenseGeneral(**PRODUCTS[case], use_bias=bias)
     variables = jax.tree.map(lambda leaf: leaf + 0.25, module.init(KEY, x))
@@ -209,9 +208,9 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("what", ["join_residual", "join_layernorm_output"])
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("case", ATTENTIONS)
+@combinations(
+    {"case": ATTENTIONS.keys(), "cross": [False, True], "what": ["join_residual", "join_layernorm_output"]}
+)
 def test_an_attention_that_adds_its_residual(case, cross, what):
     """Whatever its projections are: y is what it is without, and x or norm(x); so are the gradients."""
     x, encoded, g = draw(0, 2, 16, 64), draw(1, 2, 16, 64), draw(7, 2, 16, 64)

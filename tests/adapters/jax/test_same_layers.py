@@ -31,6 +31,7 @@ from tests.adapters.torch.twins import (
     torch_step,
     twins,
 )
+from tests.support.combinations import combinations
 
 pytestmark = pytest.mark.usefixtures("same_bits")
 INNER, HEADS, EPSILON = 64, 3, 1e-5
@@ -223,7 +224,7 @@ def test_a_decoder(recipe, post):
             assert relative_error(got, value.grad.numpy().T.reshape(got.shape)) <= epsilon("bfloat16"), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@combinations({"dtype": DTYPES}, usual=["bfloat16"])
 def test_dropout_by_the_same_keys(dtype, device):
     """Three steps of NNX's layer and of the native one, which draws by the keys of the former's streams."""
     drops = {"hidden_dropout": 0.25, "attention_dropout": 0.1}

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 from tests.support.sharding import (
     BITS,
     CODES,
@@ -35,8 +36,7 @@ from tests.support.sharding import (
 )
 
 
-@pytest.mark.parametrize("axes", ["rows", "tensor", "both"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]})
 def test_an_mlp(recipe, axes):
     """Rows by the data axis; by the tensor axis the first kernel's columns and the second one's rows, y a sum
     over devices."""
@@ -64,7 +64,7 @@ def test_an_mlp(recipe, axes):
     check(mlp, args, specs, CODES if recipe == "block" else BITS)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "block"])
 def test_a_norm_and_three_projections_at_once(recipe):
     """The kernel (H, 3, H) is split along its last dimension: of queries, keys and values each device has
     some."""
@@ -78,7 +78,7 @@ def test_a_norm_and_three_projections_at_once(recipe):
     assert compiled.output_shardings[1][1].spec == P(None, None, "tensor")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "current"])
 def test_a_contraction_is_summed_over_devices(recipe):
     s, k = (64, 512) if recipe == "block" else (16, 64)
     args = draw(0, 8, s, k), draw(1, k, 48), draw(2, 48), two(recipe)[0]
@@ -90,7 +90,7 @@ def test_a_contraction_is_summed_over_devices(recipe):
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["current", "block"])
 def test_columns_of_blocks_and_of_transposed_kernels(recipe):
     s, k, n = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
     args = draw(0, 8, s, k), draw(1, n, k), two(recipe)[0]
@@ -111,7 +111,7 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", ATTENTIONS)
+@combinations({"case": ATTENTIONS.keys()}, usual=["groups", "mask of heads", "padding", "sink"])
 def test_attention_by_batches_and_heads(case):
     check(lambda q, k, v: fj.dot_product_attention(q, k, v, **ATTENTIONS[case]), (Q, K, V), (HEADS,) * 3)
 
@@ -263,8 +263,7 @@ def test_small_functions(case):
     check(*SMALL[case])
 
 
-@pytest.mark.parametrize("split", ["data", "batches by both", "tensor"])
-@pytest.mark.parametrize("case", ["dropout", "drop path"])
+@combinations({"case": ["dropout", "drop path"], "split": ["data", "batches by both", "tensor"]})
 def test_split_dropout_is_that_of_one_device(case, split):
     """Bit for bit, values and gradients of what has rows; also where rows are not split."""
     function, args, _ = SMALL[case]
@@ -274,8 +273,7 @@ def test_split_dropout_is_that_of_one_device(case, split):
     same_bits(step([*own, *args[2:]], own[1]), step(list(args), args[1]))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("axes", [("data", None), (None, "tensor"), ("data", "tensor")], ids=str)
+@combinations({"axes": [("data", None), (None, "tensor"), ("data", "tensor")], "recipe": RECIPES.keys()})
 def test_a_product_and_its_state(recipe, axes):
     """Rows and columns of one product; the state that comes back is that of one device, bit for bit."""
     rows, columns = axes
@@ -299,8 +297,12 @@ def test_a_product_and_its_state(recipe, axes):
         near(a, c, BITS)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x128", "mx_1x32"])
+@combinations(
+    {
+        "scaling": ["tensor", "row", "block_1x128", "mx_1x32"],
+        "kind": {str(kind): kind for kind in (AxisType.Auto, AxisType.Explicit)},
+    }
+)
 def test_casts(scaling, kind):
     """Rows over devices: the codes and scales of one device, one scale for all from the amax of all."""
     devices = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices("cpu")[:8])

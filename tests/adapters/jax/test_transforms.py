@@ -18,6 +18,7 @@ import fp8kit as fk
 from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.combinations import combinations
 
 RECIPES = {
     "high": None,
@@ -71,7 +72,7 @@ def moved(recipe, x, w, b):
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["high", "delayed"])
 def test_vmap_of_values_and_gradients_is_exact(recipe):
     x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
     sets = moved(RECIPES[recipe], x[0], w, b)
@@ -123,8 +124,7 @@ def test_a_state_shared_by_a_batch_sees_the_largest_amax():
     assert float(new.grad.amax_history[-1]) == float(jnp.abs(2 * y).max())
 
 
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
-@pytest.mark.parametrize("remat", [False, True])
+@combinations({"remat": [False, True], "recipe": ["high", "delayed", "current"]})
 def test_scan_over_layers_is_the_layers_one_by_one(recipe, remat):
     count, x = 3, draw(0, 16, K)
     ws, bs = draw(1, count, K, K) * 0.2, draw(2, count, K)
@@ -226,8 +226,7 @@ def usual(recipe):
     return jax.jit(step)(*arguments)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "mode": MODES.keys()})
 def test_modes_of_jax_change_no_bits(recipe, mode):
     want, (step, arguments) = usual(recipe), regularized(recipe)
     if mode == "cleared":
@@ -316,8 +315,10 @@ def on_one_device(recipe):
     return arguments, jax.jit(jax.value_and_grad(squares, (0, 1, 2)))(*arguments)
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["vma", "no_vma"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations(
+    {"recipe": RECIPES.keys(), "check": {"vma": True, "no_vma": False}},
+    usual=["delayed-vma", "current-no_vma"],
+)
 def test_shard_map_is_one_device(recipe, check):
     """Rows over 8 devices: the state comes back once, its amaxes those of the whole batch, so that it is the
     one device's, bit for bit."""
@@ -336,8 +337,10 @@ def test_shard_map_is_one_device(recipe, check):
         near(got, want)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["one axis", "both axes"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations(
+    {"recipe": RECIPES.keys(), "split": {"one axis": False, "both axes": True}},
+    usual=["delayed-one axis", "current-both axes"],
+)
 def test_shard_map_over_two_axes(recipe, split):
     """Of a mesh with two axes a program may use one: what is the same along the other is shared by nobody,
     and so is the state."""
@@ -396,8 +399,7 @@ def mlp_on_one_device(recipe):
     return arguments, jax.jit(jax.value_and_grad(gated, (0, 1, 2)))(*arguments)
 
 
-@pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+@combinations({"recipe": ["high", "delayed", "current"], "manual": {"jit": False, "shard_map": True}})
 def test_an_mlp_over_devices_is_one_device(recipe, manual):
     """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so
     that the codes are the same."""

@@ -209,6 +209,7 @@ def python(*arguments):
     )
 
 
+@pytest.mark.programs
 def test_an_unchanged_script_runs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM) + "import helper\n")
@@ -227,6 +228,7 @@ def told():
     return json.loads(done.stdout)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("part", PARTS)
 def test_within_a_program(part, told):
     assert part not in told, told[part]

@@ -270,7 +270,7 @@ def test_refusals_name_what_the_user_calls_it(device, counted):
     with pytest.raises(Fp8kitError, match=r"TransformerLayer: hidden_states: .*without memory"):
         torch.vmap(layer, randomness="same")(x[None])
     layer.self_attention.proj.weight = torch.nn.Parameter(torch.zeros(5, WIDTH, device=device))
-    with pytest.raises(ShapeError, match=r"linear: weight: got shape \(5, 48\)"):
+    with pytest.raises(ShapeError, match=r"TransformerLayer: weight: got shape \(5, 48\)"):
         layer(x)
 
 

@@ -17,6 +17,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends import policy as policies
 from fp8kit.backends.policy import get_policy
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, QParams
+from tests.support.combinations import combinations
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
 
@@ -25,32 +26,31 @@ def compiled(function, backend="aot_eager"):
     return torch.compile(function, fullgraph=True, backend=backend)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
+@combinations({"kind": ["Linear", "LayerNormMLP", "TransformerLayer"], "recipe": RECIPES.keys()})
 def test_autocast_around(device, kind, recipe):
     ours, native = twins(kind, device)
     same_steps(ours, native, compiled(ours), RECIPES[recipe], device, around=RECIPES[recipe])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "parallel_attention_mlp": True},
-        {
-            "qk_norm_type": "L2Normalization",
-            "activation": "clamped_swiglu",
-            "activation_params": {"limit": 1.0},
-        },
-    ],
-    ids=["parallel", "clamped"],
+@combinations(
+    {
+        "options": {
+            "parallel": {"fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "parallel_attention_mlp": True},
+            "clamped": {
+                "qk_norm_type": "L2Normalization",
+                "activation": "clamped_swiglu",
+                "activation_params": {"limit": 1.0},
+            },
+        }
+    },
+    usual=["parallel"],
 )
 def test_variants(device, options):
     ours, native = twins("TransformerLayer", device, **options)
     same_steps(ours, native, compiled(ours), RECIPES["delayed"], device, around=RECIPES["delayed"])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("kind", ["Linear", "TransformerLayer"])
+@combinations({"kind": ["Linear", "TransformerLayer"], "recipe": ["delayed", "current", "block"]})
 def test_autocast_inside(device, kind, recipe):
     ours, native = twins(kind, device)
 
@@ -167,8 +167,10 @@ def same_as_eager(ours, call_, eager, recipe, device, **options):
                 same(ours.get_submodule(path).get_extra_state(), module.get_extra_state(), path)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
+@combinations(
+    {"kind": ["Linear", "LayerNormMLP", "TransformerLayer"], "recipe": ["delayed", "current", "block"]},
+    usual=["Linear-block", "LayerNormMLP-delayed", "LayerNormMLP-current"],
+)
 def test_microbatches(device, kind, recipe):
     ours, eager = pair(kind, device)
     same_as_eager(
@@ -176,7 +178,7 @@ def test_microbatches(device, kind, recipe):
     )
 
 
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
+@combinations({"recipe": ["high", "delayed", "current", "block"]}, usual=["delayed"])
 def test_beside_torchs_autocast(device, recipe):
     ours, eager = pair("TransformerLayer", device)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
@@ -211,18 +213,19 @@ def same_numbers(call_, eager, *given):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"hidden_dropout": (0.1, 0.3, 0.2), "attention_dropout": (0.0, 0.0, 0.0)},
-        {"hidden_dropout": (0.0, 0.0, 0.0), "attention_dropout": (0.1, 0.3, 0.2)},
-        {
-            "hidden_dropout": (0.0, 0.0, 0.0),
-            "attention_dropout": (0.0, 0.0, 0.0),
-            "drop_path_rate": (0.1, 0.3, 0.2),
-        },
-    ],
-    ids=["hidden", "attention", "path"],
+@combinations(
+    {
+        "options": {
+            "hidden": {"hidden_dropout": (0.1, 0.3, 0.2), "attention_dropout": (0.0, 0.0, 0.0)},
+            "attention": {"hidden_dropout": (0.0, 0.0, 0.0), "attention_dropout": (0.1, 0.3, 0.2)},
+            "path": {
+                "hidden_dropout": (0.0, 0.0, 0.0),
+                "attention_dropout": (0.0, 0.0, 0.0),
+                "drop_path_rate": (0.1, 0.3, 0.2),
+            },
+        }
+    },
+    usual=[],  # test_changed_numbers_are_seen has what a number does to a compiled layer
 )
 def test_layers_of_different_dropouts(device, options):
     x = torch.randn(5, 3, WIDTH, device=device)
@@ -253,6 +256,7 @@ def test_changed_numbers_are_seen(device):
     assert count.frame_count == compilations
 
 
+@pytest.mark.combinations
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_packed_batches_of_other_longest_sequences(device):
     layer = ft.TransformerLayer(
@@ -339,9 +343,14 @@ def test_inference_leaves_no_trace(device):
         assert not ours.fp8_meta["scaling_fwd"].amax_history.any()
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+@combinations(
+    {
+        "kind": ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"],
+        "grad": {"no_grad": False, "grad": True},
+        "inside": {"around": False, "inside": True},
+    },
+    usual=["LayerNormLinear-grad-inside", "LayerNormMLP-no_grad-around"],
+)
 def test_calibration(device, kind, grad, inside):
     ours, _ = twins(kind, device)
     eager, _ = twins(kind, device)

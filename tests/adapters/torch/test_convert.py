@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
+from tests.support.combinations import combinations
 
 D, H = 32, 48
 
@@ -276,8 +277,12 @@ class WeightsRMSNorm(LlamaLikeRMSNorm):
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, LlamaLikeRMSNorm, InputsRMSNorm, WeightsRMSNorm])
+@combinations(
+    {
+        "kind": [nn.LayerNorm, nn.RMSNorm, LlamaLikeRMSNorm, InputsRMSNorm, WeightsRMSNorm],
+        "compiled": {"eager": False, "compiled": True},
+    }
+)
 # torch's own, of the plain module
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_norms_give_the_dtype_that_the_plain_ones_give(kind, compiled):

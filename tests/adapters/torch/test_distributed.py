@@ -42,6 +42,7 @@ def work(tmp_path, place):
         assert out.split()[::2] == CASES
 
 
+@pytest.mark.programs
 def test_processes_share_their_amaxes(tmp_path):
     work(tmp_path, "cpu")
 

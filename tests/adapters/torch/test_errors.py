@@ -52,15 +52,15 @@ def test_names_are_the_callers():
     for call, said in (
         (
             lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4, dtype=torch.float64)),
-            "^linear: inp: got float64",
+            "^Linear: inp: got float64",
         ),
         (
             lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4).bfloat16()),
-            "^linear: inp: got bfloat16, expected float32, as weight: ",
+            "^Linear: inp: got bfloat16, expected float32, as weight: ",
         ),
         (
             lambda: ft.Linear(4, 6, parameters_split=("a", "b"), device="cpu")(torch.ones(2, 4).half()),
-            "^linear: inp: got float16, expected float32, as weight0",
+            "^Linear: inp: got float16, expected float32, as weight0",
         ),
         (
             lambda: ft.TransformerLayer(8, 16, 2, device="cpu")(torch.ones(3, 8)),
@@ -108,6 +108,8 @@ def test_names_are_the_callers():
             call()
 
 
+# what errors call a layer's input, where that is not inp
+INPUTS = {"TransformerLayer": "hidden_states"}
 LAYERS = {  # name -> (what makes it, the shape of its input, its first parameter, further arguments)
     "Linear": (lambda: ft.Linear(32, 48, device="cpu"), (4, 32), "weight", ()),
     "LayerNorm": (lambda: ft.LayerNorm(32, device="cpu"), (4, 32), "weight", ()),
@@ -116,7 +118,7 @@ LAYERS = {  # name -> (what makes it, the shape of its input, its first paramete
     "TransformerLayer": (
         lambda: ft.TransformerLayer(32, 64, 4, device="cpu"),
         (4, 2, 32),
-        "layer_norm_weight",
+        "layernorm_qkv.layer_norm_weight",
         (),
     ),
 }
@@ -129,6 +131,7 @@ def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, 
     """Of another dtype, on another device, and a module that is deferred still; what the message says is
     done, and then it runs."""
     make, shape, parameter, more = LAYERS[name]
+    inp = INPUTS.get(name, "inp")
     options = {} if name == "LayerNorm" else {"is_first_microbatch": first}
 
     def call(module, x):
@@ -140,20 +143,20 @@ def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, 
         patched.setattr(TorchOp, "call", lambda *args: pytest.fail("an operation ran"))
         with pytest.raises(
             FormatError,
-            match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "
+            match=rf"^{name}: {inp}: got bfloat16, expected float32, as {parameter}: cast {inp}, with "
             r"\.to\(torch\.float32\), or the module, with \.to\(torch\.bfloat16\), .* torch\.autocast$",
         ):
             call(layer, x.bfloat16())
-        with pytest.raises(FormatError, match=": inp: got float64, expected float32"):
+        with pytest.raises(FormatError, match=rf"^{name}: {inp}: got float64, expected float32"):
             call(layer, x.double())
         with pytest.raises(
             BackendError,
-            match=rf": inp: got device meta, expected device cpu, as {parameter}: move inp, with ",
+            match=rf"^{name}: {inp}: got device meta, expected device cpu, as {parameter}: move {inp}, with ",
         ):
             call(layer, x.to("meta"))
         with pytest.raises(
             BackendError,
-            match=rf": {parameter}: got device meta, expected device cpu, as inp: reset_parameters\(\)",
+            match=rf"^{name}: {parameter}: got device meta, expected device cpu, as {inp}: reset",
         ):
             call(make().to("meta"), x)
     assert call(layer, x.bfloat16().to(torch.float32)).dtype is torch.float32
@@ -165,6 +168,7 @@ def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, 
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_it_is_told_the_same(name):
     make, shape, parameter, more = LAYERS[name]
+    parameter = parameter.rpartition(".")[2]  # the parts are traced one after the other
     with pytest.raises(
         Exception, match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "
     ):
@@ -206,7 +210,7 @@ def test_a_refused_first_step_makes_no_caches(wrong):
         layers[0].clone().requires_grad_(wrong == "grad"),
         *(t.to(torch.bfloat16) if wrong == "dtype" else t for t in layers[1:]),
     ]
-    with pytest.raises(Fp8kitError, match=r"^cached_attention: "):
+    with pytest.raises(Fp8kitError, match=r"^DotProductAttention: "):
         core(*refused, inference_params=params)
     assert params._caches == {}
     layers = [t.to(torch.bfloat16) for t in layers]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import pytest
 import torch
 
 from fp8kit.errors import Fp8kitError
 from tests.adapters.torch.junk_calls import CALLS
+from tests.support.combinations import combinations
 from tests.support.effort import FACTOR
 from tests.support.torch_state import state_of
 
@@ -98,7 +98,7 @@ def complaint(name, argument, label, run, given):
     return ""
 
 
-@pytest.mark.parametrize("name", CALLS)
+@combinations({"name": CALLS.keys()}, usual=list(CALLS)[::3])
 def test_an_argument_that_does_not_fit_is_refused(name):
     torch.manual_seed(3)
     CALLS[name].run(**CALLS[name].good())

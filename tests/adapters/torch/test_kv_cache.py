@@ -54,11 +54,11 @@ def same_caches(got, want):
 @pytest.mark.parametrize(
     ("form", "paged", "recipe", "backend"),
     [
-        ("sbhd", {}, "current", "aot_eager"),
+        pytest.param("sbhd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
         ("bshd", PAGED, "delayed", "aot_eager"),
-        ("thd", {}, "current", "aot_eager"),
-        ("thd", PAGED, "high", "aot_eager"),
-        ("sbhd", PAGED, "current", "inductor"),
+        pytest.param("thd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
+        pytest.param("thd", PAGED, "high", "aot_eager", marks=pytest.mark.combinations),
+        pytest.param("sbhd", PAGED, "current", "inductor", marks=pytest.mark.combinations),
     ],
 )
 def test_compiled_steps_are_the_eager_ones(device, form, paged, recipe, backend):
@@ -92,6 +92,7 @@ def test_compiled_steps_are_the_eager_ones(device, form, paged, recipe, backend)
     assert caches[1].sequences != copied[1].sequences
 
 
+@pytest.mark.combinations
 def test_eager_and_compiled_steps_take_turns(device):
     layer = layer_of("bshd", device)
     function = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -26,7 +26,7 @@ def test_wrong_input_is_refused_before_anything_runs(device, scaled):
         ):
             layer(torch.ones(4, 47, device=device))
         with pytest.raises(
-            FormatError, match=r"linear: inp: got float16, expected float32, as weight: cast inp"
+            FormatError, match=r"Linear: inp: got float16, expected float32, as weight: cast inp"
         ):
             layer(torch.ones(4, WIDTH, device=device, dtype=torch.float16))
         with pytest.raises(FormatError, match=r"got (torch\.)?complex64, expected"):
@@ -80,7 +80,7 @@ def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
     [
         (
             {"self_attn_mask_type": "caucal"},
-            r"attn_mask_type: got 'caucal', expected one of no_mask, causal,",
+            r"attn_mask_type: got 'caucal', expected one of 'no_mask', 'causal',",
         ),
         ({"window_size": (2,)}, r"window_size: got \(2,\), expected \(left, right\)"),
         (
@@ -89,7 +89,7 @@ def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
         ),
         (
             {"attention_mask": torch.zeros(1, 1, 5, 5, dtype=torch.bool)},
-            r"attention_mask: got a tensor, expected None with 'causal'",
+            r"attention_mask: got a tensor, expected None with attn_mask_type 'causal'",
         ),
         (
             {"encoder_output": torch.zeros(5, 3, WIDTH)},

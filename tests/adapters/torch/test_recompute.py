@@ -8,6 +8,7 @@ from fp8kit_torch import CudaRNGStatesTracker, LayerNormMLP, Linear, autocast, c
 
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.testing.compare import assert_same_bits
+from tests.support.combinations import combinations
 
 from .recomputed import RECIPES, K, same_all, steps
 from .twins import RECIPES as ALL
@@ -31,15 +32,12 @@ def nested(block, x, first):
     return other(lambda t, first: other(block, t, first), x, first)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("where", ["around", "inside"])
-@pytest.mark.parametrize("how", [reentrant, other, nested])
+@combinations({"how": [reentrant, other, nested], "where": ["around", "inside"], "recipe": list(RECIPES)})
 def test_same_bits(place, recipe, where, how):
     same_all(steps(place, recipe, where, how), steps(place, recipe, where, None))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", [other, nested])
+@combinations({"how": [other, nested], "recipe": list(RECIPES)})
 def test_a_retained_graph_is_recomputed_each_time(place, recipe, how):
     same_all(steps(place, recipe, "around", how, walks=2), steps(place, recipe, "around", None, walks=2))
 

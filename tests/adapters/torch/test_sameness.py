@@ -13,6 +13,7 @@ from fp8kit import nn
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing import assert_close
+from tests.support.combinations import combinations
 
 from .twins import (
     KINDS,
@@ -230,10 +231,9 @@ def test_draws_of_a_decoder(device):
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"backend": "aot_eager"}, {"options": {"fallback_random": True}}],
-    ids=["aot_eager", "inductor"],
+@combinations(
+    {"options": {"aot_eager": {"backend": "aot_eager"}, "inductor": {"options": {"fallback_random": True}}}},
+    usual=["inductor"],
 )
 def test_draws_when_compiled(device, options):
     """Inductor has a generator of its own, but for ``fallback_random``."""

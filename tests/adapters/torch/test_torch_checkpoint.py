@@ -33,6 +33,7 @@ import fp8kit as fk
 from fp8kit.errors import AutogradError, BackendError
 from fp8kit.recipe import Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits
+from tests.support.combinations import combinations
 
 from .recomputed import RECIPES, K, same_all, steps
 from .twins import RECIPES as ALL
@@ -168,9 +169,13 @@ HOWS = {
 plainly = functools.cache(steps)
 
 
-@pytest.mark.parametrize("where", ["around", "inside", "mixed"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("how", ["other", "reentrant"])
+@combinations(
+    {
+        "how": ["other", "reentrant"],
+        "recipe": ["delayed", "current", "block"],
+        "where": ["around", "inside", "mixed"],
+    }
+)
 def test_same_bits(place, recipe, where, how):
     same_all(steps(place, recipe, where, HOWS[how]), plainly(place, recipe, where, None))
 

@@ -1,0 +1,149 @@
+"""What is refused of a call before anything runs, alike in every frontend: a spec of another class, an input
+that is missing, one that the operation does not have, something that is no array.
+
+An operation does not list its inputs. Its ``infer`` looks at each of them by name, so a name that it asks for
+in vain is missing, and one that neither it nor ``plan`` asked for is unknown. All this costs time only when a
+plan is made, and, for ``want_call``, when a call has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from fp8kit.arguments import shown
+from fp8kit.errors import ArgumentError, ShapeError, meant
+from fp8kit.spec import Meta, Needs, Operation, Plan, Signature
+
+
+class GivenMetas(dict[str, Meta]):
+    """The metas of a call's inputs, which remember the names that were ``asked`` for. Whoever goes through
+    all of them has asked for all. ShapeError for a name that is not there; ``get`` and ``in`` ask without
+    one."""
+
+    def __init__(self, operation: Operation, metas: Mapping[str, Meta]) -> None:
+        super().__init__(metas)
+        self.operation, self.asked = operation, set[str]()
+
+    def __missing__(self, name: str) -> Meta:
+        given = f", beside {', '.join(map(repr, super().keys()))}" if self else ""
+        raise ShapeError(self.operation.name, name, None, f"an array, given as {name!r}{given}")
+
+    def __getitem__(self, name: str) -> Meta:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's."""
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def _all(self) -> GivenMetas:
+        self.asked.update(super().keys())
+        return self
+
+    def __iter__(self) -> Iterator[str]:
+        return super(GivenMetas, self._all()).__iter__()
+
+    def keys(self) -> Any:
+        """As a dict's."""
+        return super(GivenMetas, self._all()).keys()
+
+    def values(self) -> Any:
+        """As a dict's."""
+        return super(GivenMetas, self._all()).values()
+
+    def items(self) -> Any:
+        """As a dict's."""
+        return super(GivenMetas, self._all()).items()
+
+    def copy(self) -> dict[str, Meta]:
+        """As a dict's."""
+        return dict(self.items())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def want_no_others(self, needs: Needs) -> None:
+        """ArgumentError for an input that nobody asked for, but for a state's scales, which come whether the
+        spec uses them or not. Those of ``needs`` are left to the error about their gradient."""
+        for name in super().keys() - self.asked - needs:
+            if not str(name).endswith("_scale"):
+                known = sorted(self.asked)
+                wanted = f"one of the inputs that infer looks at: {', '.join(known) or 'none'}"
+                raise ArgumentError(self.operation.name, name, "an array", wanted + meant(name, known))
+
+
+def signature_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: Needs) -> Signature:
+    """``operation.infer``. Raises what it raises; ArgumentError for a spec of another class and for an input
+    that the operation does not have, ShapeError for one that is missing."""
+    given = GivenMetas(operation, metas)
+    with reading(operation, spec):
+        signature = operation.infer(spec, given, needs)
+    given.want_no_others(needs)
+    return signature
+
+
+def plan_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: Needs, kernels: Any) -> Plan:
+    """``operation.plan``; raises as ``signature_of``."""
+    given = GivenMetas(operation, metas)
+    with reading(operation, spec):
+        plan = operation.plan(spec, given, needs, kernels)
+    given.want_no_others(needs)
+    return plan
+
+
+@contextmanager
+def reading(operation: Operation, spec: Any) -> Iterator[None]:
+    """Around code of an operation that reads ``spec``. ArgumentError where it is of another class than that
+    which ``infer`` names, or has not an attribute that is read."""
+    want_spec(operation, spec)
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj is not spec:
+            raise
+        wanted = f"a spec of this operation, which has {error.name!r}"
+        raise ArgumentError(operation.name, "spec", shown(spec), wanted) from error
+
+
+def want_spec(operation: Operation, spec: Any) -> None:
+    """ArgumentError for what is no operation, and for a spec of another class than that with which ``infer``
+    annotates it, where it does."""
+    if not isinstance(operation, Operation):
+        raise ArgumentError("apply", "operation", shown(operation), "an Operation, an instance of its class")
+    infer = type(operation).infer
+    kind = infer.__annotations__.get("spec")
+    if isinstance(kind, str):
+        kind = infer.__globals__.get(kind)
+    if isinstance(kind, type) and kind is not Any and not isinstance(spec, kind):
+        raise ArgumentError(operation.name, "spec", shown(spec), f"an instance of {kind.__name__}")
+
+
+def want_call(
+    operation: Operation, spec: Any, inputs: Any, is_array: Callable[[Any], bool], array: str
+) -> None:
+    """The ArgumentError or ShapeError that says what is wrong with the arguments of ``apply``, asked after
+    the call has failed in Python; nothing where they are right. ``array``: what ``is_array`` wants, in
+    words."""
+    want_spec(operation, spec)
+    if not isinstance(inputs, Mapping):
+        raise ArgumentError(operation.name, "inputs", shown(inputs), "arrays by name, a dict")
+    for name, value in inputs.items():
+        if not isinstance(name, str):
+            raise ArgumentError(operation.name, "inputs", f"the name {shown(name)}", "names that are strings")
+        if value is not None and not is_array(value):
+            raise ArgumentError(operation.name, operation.argument(name, inputs), shown(value), array)
+    if all(value is None for value in inputs.values()):
+        refuse_no_inputs(operation, spec)
+
+
+def refuse_no_inputs(operation: Operation, spec: Any) -> NoReturn:
+    """ShapeError for a call without inputs: about the first that the operation asks for."""
+    signature_of(operation, spec, {}, frozenset())
+    raise ShapeError(operation.name, "inputs", "none", "at least one array")

@@ -1,0 +1,204 @@
+"""``fp8kit info``: engines, attention, the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8kit import cli
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import support
+from fp8kit.backends.manager import OpManager
+
+
+def test_info_names_every_engine_and_attention(capsys):
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for word in (
+        "default device",
+        "numpy",
+        "engine reference",
+        "kernels",
+        "engine cuda",
+        "cuBLASLt",
+        "attention on cuda",
+    ):
+        assert word in printed
+    for line in printed.splitlines():
+        if "missing" in line:
+            assert line.split("missing", 1)[1].strip(), f"says not what is missing: {line}"
+
+
+def rows_of(printed):
+    """title -> {name: rest of the row} of what info prints."""
+    rows, found = {}, {}
+    for line in printed.splitlines():
+        if line.startswith("  "):
+            name, _, rest = line.strip().partition("  ")
+            rows[name] = rest.strip()
+        else:
+            rows = found[line] = {}
+    return found
+
+
+def test_info_says_once_that_there_is_no_driver(monkeypatch, capsys):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(support.ctypes, "CDLL", absent)
+    assert cli.main(["info"]) == 0
+    row = rows_of(capsys.readouterr().out)["engine cuda"]["driver"]
+    assert row == "missing  no NVIDIA driver; install NVIDIA's driver, 580 or newer"
+
+
+EXAMPLE = (
+    "heads=32 groups=8 head_dim=128 sequence=2048 batch=4 dtype=bfloat16 mask=causal window=128,0 bias=none "
+    "softmax=vanilla dropout=0.1 layout=sbhd"
+)
+
+
+# question -> what speaks against cuDNN before it is asked
+QUESTIONS = {
+    EXAMPLE: None,
+    "": None,
+    "layout=thd mask=padding_causal sequence=100 head_dim_v=64": None,
+    "dtype=float32": "dtype float32: cuDNN takes bfloat16 and float16",
+    "bias=alibi softmax=learnable": (
+        "bias 'alibi': only the unfused path has it; softmax_type 'learnable': only the unfused path has it"
+    ),
+    "bias=post_scale_bias mask=no_mask": "bias 'post_scale_bias': only the unfused path has it",
+    "mask=arbitrary head_dim=20": (
+        "head_dim 20: cuDNN takes multiples of 8 up to 256; mask 'arbitrary': "
+        "only the unfused path reads a mask array"
+    ),
+    "mask=causal_bottom_right sequence=64 sequence_kv=32": (
+        "a row that sees no column: cuDNN gives NaN for it"
+    ),
+    "mask=no_mask window=8,-1 bottom_right=false sequence=64 sequence_kv=32": (
+        "a row that sees no column: cuDNN gives NaN for it"
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", QUESTIONS)
+def test_info_explains_an_attention(asked, monkeypatch, capsys):
+    monkeypatch.setattr(cli.arrays.provider(cli.arrays.device("cuda")), "count", lambda: 0, raising=False)
+    assert cli.main(["info", "--attention", *([asked] if asked else [])]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert found["attention on cpu"] == {
+        "forward": "runs     reference.attention_fwd",
+        "backward": "runs     reference.attention_bwd",
+    }
+    why = QUESTIONS[asked]
+    said = "cuDNN would be asked" if why is None else f"unfused, not cuDNN: {why}"
+    wanted = f"missing  no usable CUDA device; on one {said}"
+    assert found["attention on cuda"] == dict.fromkeys(
+        ("forward", "backward", "deterministic backward"), wanted
+    )
+
+
+def test_info_reads_words_together_or_apart(capsys):
+    printed = []
+    for words in ([EXAMPLE], EXAMPLE.split()):
+        assert cli.main(["info", "--attention", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    for word in (*EXAMPLE.split(), "head_dim_v=128", "sequence_kv=2048", "bottom_right=default"):
+        assert f" {word}" in printed[0].splitlines()[1]
+
+
+REFUSED = {
+    "heads": "'heads': got no =, expected key=value",
+    "head=8": (
+        "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, "
+        "sequence_kv, batch, dtype, mask, window, bottom_right, bias, softmax, dropout, layout; "
+        "did you mean heads?"
+    ),
+    "heads=8 heads=4": "heads: got two values, expected one",
+    "heads=many": "heads: got 'many', expected a positive number",
+    "groups=0": "groups: got '0', expected a positive number below 2^31, a divisor of heads",
+    "sequence=99999999999": "sequence: got '99999999999', expected a positive number below 2^31",
+    "groups=5": "groups: got 5, expected a divisor of 32 heads",
+    "dtype=float64": "dtype: got 'float64', expected one of float32, bfloat16, float16",
+    "mask=square": "mask: got 'square', expected one of no_mask, causal,",
+    "window=3": "window: got '3', expected left,right",
+    "window=3,-2": "window: got '3,-2', expected left,right",
+    "window=3,4": (
+        "window: got (3, 4), expected right -1 or 0: mask 'causal' sees nothing right of the diagonal"
+    ),
+    "bottom_right=maybe": "bottom_right: got 'maybe', expected one of default, true, false",
+    "bottom_right=true": "bottom_right: got True, expected None or False with mask 'causal'",
+    "bias=some": "bias: got 'some', expected one of none, no_bias,",
+    "softmax=hard": "softmax: got 'hard', expected one of vanilla, off-by-one, learnable",
+    "dropout=1": "dropout: got '1', expected a probability in [0, 1)",
+    "layout=hsbd": "layout: got 'hsbd', expected one of sbhd, bshd, thd",
+    "layout=thd": "mask: got 'causal', expected one of the padding masks, with layout 'thd'",
+}
+
+
+@pytest.mark.parametrize("asked", REFUSED)
+def test_info_refuses_what_it_cannot_read(asked, capsys):
+    assert cli.main(["info", "--attention", asked]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"fp8kit info --attention: {REFUSED[asked]}")
+    assert said.err.count("\n") == 1
+    assert not said.out
+
+
+@pytest.mark.gpu
+def test_info_explains_an_attention_on_a_gpu(capsys):
+    """What the engine would do, by path: cuDNN takes the plain one, and nothing but the unfused path takes
+    float32."""
+    for asked, wanted in (
+        (EXAMPLE.replace("window=128,0", "window=none"), "cuDNN"),
+        ("dtype=float32", "unfused, not cuDNN: dtype float32: cuDNN takes bfloat16 and float16"),
+    ):
+        assert cli.main(["info", "--attention", asked]) == 0
+        rows = rows_of(capsys.readouterr().out)["attention on cuda:0"]
+        assert rows == dict.fromkeys(("forward", "backward", "deterministic backward"), f"runs     {wanted}")
+
+
+BAD = {
+    "FP8KIT_DEVICE": ("moon", "got 'moon', expected a name like cpu, cuda or cuda:1"),
+    "FP8KIT_STRICT": ("maybe", "got 'maybe', expected 0 or 1"),
+    "FP8KIT_LOG_LEVEL": ("loud", "got 'LOUD', expected DEBUG,"),
+    "TE_FL_PREFER": ("speed", "got 'speed', expected default, vendor or reference"),
+    "FP8KIT_CACHE_DIR": (
+        "/proc/none",
+        "got '/proc/none', expected a folder that can be written (No such file or directory)",
+    ),
+    "FP8KIT_PER_OP": ("a=b", "SelectionPolicy: per_op: got 'a', expected a kernel"),
+}
+
+
+def test_info_tells_of_bad_settings_and_prints_the_rest(monkeypatch, capsys):
+    monkeypatch.setenv("FP8KIT_PLUGIN_MODULES", "")
+    for name, (value, _) in BAD.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["info"]) == 1
+    said = capsys.readouterr()
+    rows = rows_of(said.out)
+    bad = [name for name in rows["environment"] if name in BAD]
+    assert said.err.splitlines()[-1] == f"fp8kit info: {', '.join(bad)}: see environment"
+    for name, (_, why) in BAD.items():
+        assert rows["environment"][name].startswith(f"bad      {why}")
+    assert {"machine", "libraries", "engine reference", "engine cuda", "attention asked about"} <= rows.keys()
+
+
+def test_info_tells_of_a_plugin_that_failed(monkeypatch, capsys):
+    monkeypatch.setenv("FP8KIT_PLUGIN_MODULES", "math,a_module_that_is_not_there")
+    monkeypatch.setattr(dispatch, "_MANAGER", OpManager())
+    assert cli.main(["info"]) == 1
+    said = capsys.readouterr()
+    row = rows_of(said.out)["environment"]["FP8KIT_PLUGIN_MODULES"]
+    assert row.startswith("bad      got math (fp8kit.errors.BackendError: plugin: math: got <module 'math'")
+    assert (
+        "a_module_that_is_not_there (ModuleNotFoundError: No module named 'a_module_that_is_not_there'), "
+        "expected modules" in row
+    )
+    assert said.err.splitlines()[-1] == "fp8kit info: FP8KIT_PLUGIN_MODULES: see environment"
+
+
+def test_info_shows_the_settings_that_are_good(monkeypatch, capsys):
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    assert cli.main(["info"]) == 0
+    assert rows_of(capsys.readouterr().out)["environment"]["FP8KIT_DEVICE"] == "cpu"
