@@ -1,5 +1,5 @@
-"""The ``fp8kit`` command: info, demo, train, bench, warmup, plugins and kernels. ``python -m fp8kit`` is the
-same."""
+"""The ``fp8kit`` command: info, demo, train, bench, warmup, plugins, kernels and recipes. ``python -m
+fp8kit`` is the same."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from fp8kit.commands import (
     kernels,
     plugins,
     positive,
+    recipes,
     said,
     seed,
     status_of,
@@ -137,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
 
-    for own in (bench, warmup, plugins, kernels):
+    for own in (bench, warmup, plugins, kernels, recipes):
         own.add(commands)
     return parser
 

@@ -232,12 +232,18 @@ class Quantization:
     @cached_property
     def needs_rng(self) -> bool:
         """Whether an operand's cast draws random bits."""
-        return any(side.needs_rng for gemm in self.gemms.values() for side in (gemm.a, gemm.b))
+        return any(operand.needs_rng for operand in self._cast)
 
     @cached_property
     def two_level(self) -> bool:
         """Whether an operand's tensor has a scale besides those of its blocks."""
-        return any(side.two_level for gemm in self.gemms.values() for side in (gemm.a, gemm.b))
+        return any(operand.two_level for operand in self._cast)
+
+    @property
+    def _cast(self) -> list[Quantizer]:
+        """The operands of the GEMMs that multiply codes: the others cast none of their own."""
+        used = [gemm for gemm in self.gemms.values() if gemm.compute == "quantized"]
+        return [operand for gemm in used for operand in (gemm.a, gemm.b)]
 
     def map(self, change: Callable[[Quantizer], Quantizer], operands: str = "xwg") -> Quantization:
         """The same with ``change(quantizer)`` for those ``operands``."""

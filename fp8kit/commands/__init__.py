@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -132,6 +132,14 @@ def positional(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
     for name, kind in kinds.items():
         parser.add_argument(name, type=kind, nargs="?")
     return [value for value in vars(parser.parse_args()).values() if value is not None]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print aligned columns; the last one is not filled up."""
+    lines = [tuple(head), *(tuple(str(cell) for cell in row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def numbers(name: str, text: str, count: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
-from fp8kit.commands import add_device, command, device_of
+from fp8kit.commands import add_device, command, device_of, table
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.formats import DType
 from fp8kit.lab import checks, sources, timing
@@ -115,14 +115,6 @@ def _say(text: str) -> None:
     print(f"fp8kit kernels: {text}", file=sys.stderr)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns; the last one is not filled up."""
-    lines = [tuple(head), *(tuple(str(cell) for cell in row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    for line in lines:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
 # --- list, show, compile ------------------------------------------------------------------------------------
 
 
@@ -151,7 +143,7 @@ def _list(options: argparse.Namespace) -> int:
         for part, used in zip(parts, found, strict=True)
         for function in part.functions
     ]
-    _table(("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills"), rows)
+    table(("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills"), rows)
     return 0
 
 
@@ -208,7 +200,7 @@ def _print_resources(found: Found, arch: str) -> None:
             for line in kernel.log.splitlines():
                 if "warning" in line.lower():
                     print(line, file=sys.stderr)
-    _table((f"kernel for {arch}", "variant", "registers", "shared", "spills"), rows)
+    table((f"kernel for {arch}", "variant", "registers", "shared", "spills"), rows)
 
 
 # --- check, bench -------------------------------------------------------------------------------------------
@@ -300,7 +292,7 @@ def _diff(options: argparse.Namespace) -> int:
         pairs = zip(*(_resources(each.get(function)) for each in used), strict=True)
         rows.append((function, *itertools.chain(*pairs)))
     heads = [f"{what} {side}" for what in ("registers", "shared", "spills") for side in "AB"]
-    _table((f"{sources.said(parts[0].variant())}, {arch}", *heads), rows)
+    table((f"{sources.said(parts[0].variant())}, {arch}", *heads), rows)
     if not arrays.available("cuda"):
         print("time and errors of both: they need a GPU")
         return 0

@@ -44,7 +44,10 @@ PACKAGES = {
     "public": ("fp8kit",),
     "tools": tuple(
         f"fp8kit.{name}"
-        for name in ("attention_info", "lab", "bench", "commands", "cli", "warmup", "__main__")
+        for name in (
+            *("attention_info", "recipe_info", "recipe_check"),
+            *("lab", "bench", "commands", "cli", "warmup", "__main__"),
+        )
     ),
 }
 ORDER = list(PACKAGES)

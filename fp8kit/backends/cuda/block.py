@@ -16,6 +16,7 @@ from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
+CAPABILITY = (9, 0)  # compute capability, the only one that ``block_gemm`` runs on
 _BLOCK = 128
 _THREADS = 256
 _SCALINGS: dict[tuple[int, int], Scaling] = {(1, 128): "block_1x128", (128, 128): "block_128x128"}
@@ -75,7 +76,7 @@ def block_gemm(
     """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError
     when cuBLASLt is missing or refuses, for two operands scaled by squares as well."""
     major, minor = launch.capability(out.device.index)
-    if (major, minor) != (9, 0):
+    if (major, minor) != CAPABILITY:
         raise CannotTake("block_gemm", "device", f"compute capability {major}.{minor}", "9.0: block scaling")
     operands, scales = (a, b, out, a_format, b_format), (a_scale_inv, b_scale_inv)
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]

@@ -1,0 +1,149 @@
+"""What ``fp8kit recipes`` says of a recipe: where it runs and how, and what it does to the operands of the
+three GEMMs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+from fp8kit import arrays
+from fp8kit.arrays import CPU, Device
+from fp8kit.backends import dispatch
+from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
+from fp8kit.ops.product_emulated import EmulatedProduct
+from fp8kit.ops.products import product_class
+from fp8kit.quantization import Gemm, Quantizer
+from fp8kit.recipe import Recipe
+from fp8kit.recipes import NAMED, Named
+
+NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
+# GEMM -> its operands, and the matrix that each is made of: of ``fprop`` y = x w^T, of ``dgrad`` dx = g w, of
+# ``wgrad`` dW = g^T x
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
+
+
+class Support(NamedTuple):
+    """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
+    codes' values in high precision; "refused", and then ``why``."""
+
+    status: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.why}" if self.why else self.status
+
+
+def named(name: str) -> Named:
+    """The published recipe of that name. ArgumentError for another."""
+    if name not in NAMED:
+        raise ArgumentError("recipes", "name", repr(name), f"one of {', '.join(NAMED)}{meant(name, NAMED)}")
+    return NAMED[name]
+
+
+def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
+    """How a recipe runs on a CUDA device of compute capability (major, minor), None: on a CPU. Needs no such
+    device."""
+    try:
+        products = product_class(recipe.quantization)
+    except UnsupportedError as error:
+        return Support(REFUSED, str(error))
+    if issubclass(products, EmulatedProduct):
+        return Support(EMULATED)
+    if capability is None:
+        return Support(NATIVE)
+    have, least = (".".join(map(str, each)) for each in (capability, products.capability))
+    if capability < products.capability:
+        return Support(REFUSED, f"{products.described} needs compute capability {least}, not {have}")
+    if "block_gemm" in products.kernels:
+        from fp8kit.backends.cuda.block import CAPABILITY
+
+        if capability != CAPABILITY:
+            only = ".".join(map(str, CAPABILITY))
+            return Support(
+                REFUSED, f"{products.described} needs compute capability {only} itself, not {have}"
+            )
+    return Support(NATIVE)
+
+
+def support_on(recipe: Recipe, device: Device) -> Support:
+    """How a recipe runs on a device of this machine: ``support_of``, and refused where a kernel of its
+    products has no implementation there."""
+    capability = None
+    try:
+        if device.kind == "cuda":
+            from fp8kit.backends.cuda import launch
+
+            capability = launch.capability(device.index)
+        found = support_of(recipe, capability)
+        if found.status == REFUSED:
+            return found
+        for kernel in product_class(recipe.quantization).kernels:
+            usable, refused = dispatch.candidates(kernel, device)
+            if not usable:
+                why = "; ".join(f"{impl.impl_id} {why}" for impl, why in refused)
+                return Support(REFUSED, f"{kernel}: {why or 'nothing implements it'}")
+    except BackendError as error:
+        return Support(REFUSED, str(error))
+    return found
+
+
+def devices() -> list[Device]:
+    """The CPU and the CUDA devices of this machine."""
+    count = arrays.provider(Device("cuda")).count() if arrays.available("cuda") else 0
+    return [CPU, *(Device("cuda", index) for index in range(count))]
+
+
+def operand_facts(gemm: Gemm, quantizer: Quantizer) -> dict[str, Any]:
+    """How an operand of a GEMM is cast, by name, values that JSON has: ``format``, ``granularity``, ``scale``
+    (source and rule), ``rounding_bits`` (0: to nearest even), ``rotation`` (None, or neighbours and signs),
+    ``epsilon``. An operand that is not cast has none of them."""
+    if gemm.compute == "high_precision":
+        return {}
+    rotated = f"hadamard {quantizer.hadamard}, signs {quantizer.signs}" if quantizer.hadamard else None
+    return {
+        "format": str(quantizer.format),
+        "granularity": quantizer.granularity,
+        "scale": f"{quantizer.scale_source}, {quantizer.scale_rule}",
+        "rounding_bits": quantizer.stochastic_bits,
+        "rotation": rotated,
+        "epsilon": quantizer.epsilon,
+    }
+
+
+def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """GEMM -> ``compute``, ``accumulation``, and ``operands``: matrix -> ``operand_facts``. Of a GEMM that
+    computes with the values which fprop multiplied ("dequantized") x and w are cast as fprop has them, g is
+    not."""
+    fprop = recipe.quantization.fprop
+    cast = {"x": fprop.a, "w": fprop.b}
+    found: dict[str, dict[str, Any]] = {}
+    for name, gemm in recipe.quantization.gemms.items():
+        operands = {}
+        for matrix, quantizer in zip(OPERANDS[name], (gemm.a, gemm.b), strict=True):
+            if gemm.compute == "dequantized":
+                operands[matrix] = operand_facts(fprop, cast[matrix]) if matrix in cast else {}
+            else:
+                operands[matrix] = operand_facts(gemm, quantizer)
+        found[name] = {"compute": gemm.compute, "accumulation": gemm.accumulation, "operands": operands}
+    return found
+
+
+def field_values(recipe: Recipe) -> dict[str, str]:
+    """The fields of a recipe, as they are written in Python."""
+    values = {each.name: getattr(recipe, each.name) for each in fields(recipe)}  # type: ignore[arg-type]
+    return {name: str(v) if isinstance(v, Enum) else repr(v) for name, v in values.items()}
+
+
+def facts(name: str) -> dict[str, Any]:
+    """All that is said of a published recipe, values that JSON has. ArgumentError for another name."""
+    recipe, source = named(name)
+    return {
+        "name": name,
+        "recipe": type(recipe).__name__,
+        "short_name": recipe.short_name(),
+        "source": source,
+        "devices": {str(device): support_on(recipe, device)._asdict() for device in devices()},
+        "random": recipe.quantization.needs_rng,
+        "state": recipe.history is not None,
+    }

@@ -1,0 +1,312 @@
+"""``fp8kit recipes``: what is listed and shown is what the recipes say; what is checked is what was cast."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fp8kit import cli, recipe_check, recipe_info
+from fp8kit.arrays import CPU
+from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.formats import E4M3
+from fp8kit.ops.products import product_class
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from fp8kit.recipes import NAMED
+from fp8kit.testing import assert_close, sum_slack
+
+M, K, N = 40, 96, 72
+GEMMS = {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}
+
+
+def draw(seed, shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def ran(capsys, *words):
+    assert cli.main(["recipes", *words]) == 0
+    said = capsys.readouterr()
+    assert not said.err
+    return json.loads(said.out) if "--json" in words else said.out
+
+
+def test_list_has_every_recipe(capsys):
+    lines = ran(capsys, "list").splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(NAMED)
+    found = {each["name"]: each for each in ran(capsys, "list", "--json")}
+    for name, (recipe, source) in NAMED.items():
+        each = found[name]
+        assert (each["short_name"], each["source"]) == (recipe.short_name(), source)
+        assert each["devices"]["cpu"]["status"] in ("native", "emulated")
+        assert each["random"] is recipe.quantization.needs_rng
+    assert found["current"]["devices"]["cpu"]["status"] == "native"
+    assert found["mxfp8"]["devices"]["cpu"]["status"] == "emulated"
+
+
+def test_support_follows_from_the_capability():
+    block, mx = Float8BlockScaling(), MXFP8BlockScaling()
+    assert [recipe_info.support_of(DelayedScaling(), c).status for c in (None, (8, 0), (8, 9), (10, 0))] == [
+        "native",
+        "refused",
+        "native",
+        "native",
+    ]
+    assert [recipe_info.support_of(block, c).status for c in (None, (8, 9), (9, 0), (10, 0))] == [
+        "native",
+        "refused",
+        "native",
+        "refused",
+    ]
+    why = recipe_info.support_of(block, (10, 0)).why
+    assert why == "FP8 with scales of blocks needs compute capability 9.0 itself, not 10.0"
+    assert {recipe_info.support_of(mx, c).status for c in (None, (8, 0), (12, 0))} == {"emulated"}
+
+
+def test_what_no_engine_has_is_refused(monkeypatch):
+    """On a device where nothing implements one of the product's kernels."""
+    recipe = MXFP8BlockScaling()
+    missing = product_class(recipe.quantization).kernels[0]
+    monkeypatch.setattr(
+        recipe_info.dispatch, "candidates", lambda kernel, device: ([] if kernel == missing else [1], [])
+    )
+    assert recipe_info.support_on(recipe, CPU) == ("refused", f"{missing}: nothing implements it")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_show_says_what_the_recipe_says(name, capsys):
+    recipe = NAMED[name].recipe
+    found = ran(capsys, "show", name, "--json")
+    for gemm, own in recipe.quantization.gemms.items():
+        shown = found["gemms"][gemm]
+        assert (shown["compute"], shown["accumulation"]) == (own.compute, own.accumulation)
+        for quantizer, cast in zip((own.a, own.b), shown["operands"].values(), strict=True):
+            if own.compute == "quantized":
+                assert (cast["format"], cast["granularity"]) == (str(quantizer.format), quantizer.granularity)
+                assert cast["rounding_bits"] == quantizer.stochastic_bits
+                assert (cast["rotation"] is None) == (not quantizer.hadamard)
+    assert found["fields"].keys() == recipe.__dataclass_fields__.keys()
+    said = ran(capsys, "show", name)
+    assert said.startswith(f"{name}: {type(recipe).__name__}, {recipe.short_name()}\nsource: ")
+    assert all(field in said for field in found["fields"])
+
+
+def test_show_of_gemms_in_high_precision():
+    """What ``backward_override`` does to the operands."""
+    high = recipe_info.gemm_facts(MXFP8BlockScaling(backward_override="high_precision"))
+    assert all(not cast for gemm in ("dgrad", "wgrad") for cast in high[gemm]["operands"].values())
+    values = recipe_info.gemm_facts(MXFP8BlockScaling(backward_override="dequantized"))
+    assert values["dgrad"]["operands"] == {"g": {}, "w": values["fprop"]["operands"]["w"]}
+    assert values["wgrad"]["operands"] == {"g": {}, "x": values["fprop"]["operands"]["x"]}
+
+
+RECIPES = {name: each.recipe for name, each in NAMED.items()} | {
+    f"{kind.__name__} {how}": kind(backward_override=how)
+    for kind in (MXFP8BlockScaling, NVFP4BlockScaling)
+    for how in ("dequantized", "high_precision")
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_operands_that_are_checked_are_those_that_are_multiplied(name):
+    """y, dx and dw are the exact products of the operands, but for the sums: in float32, on the CPU. The
+    values of scales that are no powers of two are rounded to float32, two operands and NVFP4's scales of
+    tensors: at most 6 roundings."""
+    x, w, g = draw(0, (M, K)), draw(1, (N, K)) / 8, draw(2, (M, N)) * 3
+    found = recipe_check.check(RECIPES[name], x, w, g, device=CPU, seed=5)
+    own = {"x": x, "w": w, "g": g}
+
+    def value(gemm, matrix):
+        cast = found.casts[gemm, matrix]
+        return own[matrix].astype(np.float64) if cast is None else cast.values
+
+    operands = {
+        "y": (value("fprop", "x"), value("fprop", "w").T, K),
+        "dx": (value("dgrad", "g"), value("dgrad", "w"), N),
+        "dw": (value("wgrad", "g").T, value("wgrad", "x"), M),
+    }
+    for result, (a, b, terms) in operands.items():
+        size = np.abs(a) @ np.abs(b)
+        # sums as Hopper's tensor cores have them, where a recipe asks for these (docs/numerics.md)
+        gemm = RECIPES[name].quantization.gemms[GEMMS[result]]
+        narrow = -(-terms // 32) * 2 * 2.0**-13 if gemm.accumulation.startswith("hopper") else 0
+        slack = sum_slack(size, terms + 6) + narrow * size
+        assert_close(result, found.found[result], a @ b, "float32", slack)
+
+
+def test_errors_by_hand():
+    """E4M3, one scale a tensor, from numbers that can be followed: 448 is the amax, so the scale is 1."""
+    x = np.zeros((2, 16), np.float32)
+    x[0, :4] = [448, 17, 2.0**-11, -3]  # 17 is rounded to 16, 2^-11 to 0, 448 and -3 are exact
+    one = np.eye(16, dtype=np.float32) * 448
+    found = recipe_check.check(NAMED["current"].recipe, x, one, np.ones((2, 16)), device=CPU)
+    errors = found.operands["fprop", "x"]
+    signal, noise = 448**2 + 17**2 + 2.0**-22 + 9, 1 + 2.0**-22
+    assert errors.relative_error == pytest.approx((noise / signal) ** 0.5, rel=1e-12)
+    assert errors.sqnr_db == pytest.approx(10 * np.log10(signal / noise), rel=1e-12)
+    assert (errors.clipped, errors.flushed) == (0, 1 / 32)
+    assert found.operands["fprop", "w"] == (0, None, 0, 0)
+    assert found.plain["y"] == (0, None, None, None)
+    assert found.results["y"].relative_error == pytest.approx(errors.relative_error, rel=1e-6)
+
+
+def test_what_is_clipped_is_counted():
+    """A scale of the step before that is too large: delayed scaling, whose margin frees no bit, after data of
+    another size. Here by the cast alone, with the scale that such a step leaves."""
+    x = np.full((4, 16), 2.0, np.float32)
+    x[1, :3] = [449, -1000, 448]
+    cast = recipe_check._cast(
+        recipe_check.arrays.as_view(x),
+        DelayedScaling().quantization.x,
+        1,
+        0,
+        np.zeros(2, np.int64),
+        np.ones(1, np.float32),
+    )
+    errors = recipe_check.errors(cast.source, cast.values, cast.most)
+    assert errors.clipped == 2 / 64
+    assert set(np.abs(cast.values[1, :3])) == {E4M3.max}
+
+
+def test_seed_and_dtype_change_what_they_say(capsys):
+    words = ("check", "nvfp4", "--shape", "16", "32", "48", "--json", "--device", "cpu")
+    first = ran(capsys, *words)
+    assert first == ran(capsys, *words)
+    assert first["data"] == "x normal, w normal, g normal; 16 x 32 to 48"
+    other = ran(capsys, *words, "--seed", "1")
+    assert first["operands"] != other["operands"]
+    half = ran(capsys, *words, "--dtype", "bfloat16")
+    assert half["results"]["y"]["relative_error_without"] > 1e-4
+    assert first["results"]["y"]["relative_error_without"] < 1e-6
+    assert [(each["gemm"], each["operand"]) for each in first["operands"]] == [
+        ("fprop", "x"),
+        ("fprop", "w"),
+        ("dgrad", "g"),
+        ("dgrad", "w"),
+        ("wgrad", "g"),
+        ("wgrad", "x"),
+    ]
+
+
+@pytest.mark.parametrize("kind", recipe_check.DISTRIBUTIONS)
+def test_distributions_are_what_they_say(kind):
+    found = recipe_check.drawn(kind, (400, 500), 3, 0).astype(np.float64)
+    assert found.dtype == np.float64
+    share = np.mean(np.abs(found) > 6)  # of a standard normal 2e-9, of t_3 0.93 %, of exp(normal) 3.66 %
+    wanted = {"normal": 2e-9, "student_t": 9.27e-3, "lognormal": 3.66e-2, "outliers": 1e-3 * 0.549}[kind]
+    assert abs(share - wanted) <= 6 * (wanted / found.size) ** 0.5 + 1e-7
+    assert abs(np.mean(found > 0) - 0.5) <= 6 * 0.5 / found.size**0.5
+
+
+def test_outliers_cost_a_scale_of_the_tensor_more_than_scales_of_blocks(capsys):
+    words = ("--data", "lognormal", "--shape", "64", "256", "64", "--json", "--device", "cpu")
+    errors = {
+        name: ran(capsys, "check", name, *words)["operands"][0]["flushed"] for name in ("current", "mxfp8")
+    }
+    assert errors["mxfp8"] <= errors["current"]
+
+
+def test_a_file_of_the_users_own(tmp_path, capsys):
+    x = draw(9, (2, 3, 32)).astype(np.float64)
+    np.save(tmp_path / "x.npy", x)
+    words = ("check", "mxfp8", "--data", str(tmp_path / "x.npy"), "--json", "--device", "cpu")
+    found = ran(capsys, *words, "--shape", "6", "32", "16")
+    w = recipe_check.drawn("normal", (16, 32), 0, 1) / np.float32(32**0.5)
+    g = recipe_check.drawn("normal", (6, 16), 0, 2)
+    want = recipe_check.check(NAMED["mxfp8"].recipe, x.reshape(6, 32), w, g, device=CPU)
+    assert found["results"]["dw"]["relative_error"] == want.results["dw"].relative_error
+    assert found["data"].endswith("; 6 x 32 to 16")
+    assert ran(capsys, *words)["data"].endswith("; 6 x 32 to 512")
+    np.save(tmp_path / "w.npy", draw(1, (24, 32)))
+    more = ran(capsys, *words, "--weight", str(tmp_path / "w.npy"), "--gradient", "student_t")
+    assert more["data"].endswith("g student_t; 6 x 32 to 24")
+
+
+def test_text_has_every_operand(capsys):
+    said = ran(capsys, "check", "mxfp8", "--shape", "8", "32", "16", "--device", "cpu")
+    lines = said.splitlines()
+    assert lines[0] == "mxfp8, mxfp8(E4M3), emulated on cpu"
+    assert lines[1] == "x normal, w normal, g normal; 8 x 32 to 16; float32, seed 0"
+    assert sum("E4M3 by mx_1x32" in line for line in lines) == 6
+    assert [line.split()[0] for line in lines[-3:]] == ["y", "dx", "dw"]
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    recipe, x = MXFP8BlockScaling(), draw(0, (4, 32))
+    with pytest.raises(ShapeError, match=r"expected x \(M, K\), w \(N, K\), g \(M, N\)"):
+        recipe_check.check(recipe, x, draw(1, (8, 16)), draw(2, (4, 8)))
+    with pytest.raises(ShapeError, match="a matrix, not empty"):
+        recipe_check.check(recipe, x[0], x, x)
+    with pytest.raises(ArgumentError, match="finite in float16"):
+        recipe_check.check(recipe, x * 1e5, x, x, "float16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "mxfp"], "fp8kit recipes: name: got 'mxfp', expected one of delayed,"),
+        (["show", "mxfp"], "; did you mean mxfp8?"),
+        (["check", "tea"], "fp8kit recipes: name: got 'tea'"),
+        (["show"], "required: NAME"),
+        ([], "required: action"),
+        (["lst"], "; did you mean list; "),
+        (
+            ["check", "mxfp8", "--data", "norml"],
+            "--data: got 'norml', expected a .npy file, or one of normal,",
+        ),
+        (["check", "mxfp8", "--data", "norml"], "; did you mean normal?"),
+        (["check", "mxfp8", "--data", "no.npy"], "expected a .npy file that can be read (No such file"),
+        (["check", "mxfp8", "--weight", "text.npy"], "--weight: got 'text.npy', expected a .npy file that"),
+        (
+            ["check", "mxfp8", "--data", "flat.npy"],
+            "'flat.npy' of shape (4,), expected an array of at least 2",
+        ),
+        (["check", "mxfp8", "--data", "nan.npy"], "'nan.npy' of float64, expected finite numbers"),
+        (["check", "mxfp8", "--data", "words.npy"], "'words.npy' of <U3, expected finite numbers"),
+        (
+            ["check", "mxfp8", "--data", "good.npy", "--shape", "3", "9", "8"],
+            "--data: got shape (3, 8), expected in = 9, as --shape has it",
+        ),
+        (
+            ["check", "mxfp8", "--data", "good.npy", "--weight", "wide.npy"],
+            "--weight: got shape (3, 7), expected in = 8, as --data has it",
+        ),
+        (["check", "mxfp8", "--shape", "3", "4"], "argument --shape: expected 3 arguments"),
+        (["check", "mxfp8", "--shape", "3", "4", "0"], "argument --shape: 0 is not a positive number"),
+        (["check", "mxfp8", "--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
+        (["check", "mxfp8", "--seed", "-1"], "argument --seed: got -1, expected an int in"),
+        (["check", "mxfp8", "--device", "gpu"], "fp8kit recipes: --device: got 'gpu', expected a name like"),
+        (
+            ["check", "mxfp8", "--data", "huge.npy", "--dtype", "float16", "--device", "cpu"],
+            "finite in float16",
+        ),
+    ],
+)
+def test_bad_arguments_are_one_line_each(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.npy").write_text("no array")
+    arrays = {"flat": np.zeros(4), "nan": np.full((2, 2), np.nan), "words": np.full((2, 2), "tea")}
+    arrays |= {"good": np.ones((3, 8)), "wide": np.ones((3, 7)), "huge": np.full((2, 4), 1e6)}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    before = sorted(tmp_path.iterdir())
+    try:
+        status = cli.main(["recipes", *arguments])
+    except SystemExit as stopped:
+        status = stopped.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_recipe_that_does_not_run_here_says_why(monkeypatch, capsys):
+    monkeypatch.setattr(
+        recipe_info, "support_on", lambda recipe, device: recipe_info.Support("refused", "no tensor cores")
+    )
+    assert cli.main(["recipes", "check", "block", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == (
+        "fp8kit recipes: NAME: got block on cpu, expected a device where it runs: no tensor cores\n"
+    )
