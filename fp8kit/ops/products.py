@@ -53,9 +53,6 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
     if not operands or modelled or any(operand.scale_source != "current" for operand in operands):
         raise why
     EmulatedProduct.check_supported(quantization.gemms.items())
-    if all(own.format in (E4M3, E5M2) and own.granularity in PRODUCTS for own in operands):
-        # such operands have products of their own, but not together
-        dispatch.say_once(logging.WARNING, "FP8 products are emulated, in high precision: %s", why)
     return EmulatedProduct
 
 
@@ -97,9 +94,24 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
     return kind
 
 
+@lru_cache(maxsize=256)
+def _say_emulated(quantization: Quantization) -> None:
+    """Say that products are emulated whose operands have products of their own, but not together."""
+    gemms = quantization.gemms.values()
+    operands = [own for gemm in gemms if gemm.compute == "quantized" for own in (gemm.a, gemm.b)]
+    if all(own.format in (E4M3, E5M2) and own.granularity in PRODUCTS for own in operands):
+        try:
+            _native(quantization)
+        except UnsupportedError as why:
+            said = "FP8 products are emulated, in high precision, since none is like this: %s"
+            dispatch.say_once(logging.WARNING, said, why)
+
+
 def product_of(
     spec: ProductSpec, rows: int, dtype: DType, needs_x: bool = False, needs: Collection[str] = ()
 ) -> Product:
     """The products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
     kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
+    if spec.fp8 is not None and kind is EmulatedProduct:
+        _say_emulated(spec.fp8)
     return kind(spec, rows, dtype, needs_x, needs)
