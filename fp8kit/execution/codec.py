@@ -67,9 +67,8 @@ def _packed(value: Any) -> Any:
         fields: Any = dataclasses.fields(value)  # type: ignore[arg-type]
         parts = {field.name: _packed(getattr(value, field.name)) for field in fields if field.init}
         return {"is": type(value).__name__, **parts}
-    raise FormatError(
-        "encode", "spec", repr(value), "numbers, text, formats, tuples and registered dataclasses"
-    )
+    wanted = "numbers, text, formats, tuples, and dataclasses that fk.register_operation was given"
+    raise FormatError("encode", "spec", repr(value), wanted)
 
 
 def _unpacked(value: Any) -> Any:
