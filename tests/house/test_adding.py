@@ -1,5 +1,5 @@
-"""What the diffs of docs/adding.md add to a copy of the tree works there, and touches as few files as the page
-says."""
+"""What the diffs of docs/adding.md add to a copy of the tree works there, and touches as few files as the
+page says."""
 
 from __future__ import annotations
 
@@ -44,10 +44,15 @@ ADDED = {
     "operation": Added(4, ("token_shift",), 2, ("autograd/test_ops.py", FRONTENDS)),
     "module": Added(5, ("position_embedding",), 1, (FRONTENDS,)),
     "recipe": Added(
-        4,
-        ("test_every_recipe[row", "cpu-row-float32", "cpu-row_f32-float32"),
-        16,
-        ("nn/test_layers.py", FRONTENDS),
+        1,
+        ("mxfp8_240",),
+        12,
+        (
+            "nn/test_named_recipes.py",
+            "nn/test_layer_recipes.py",
+            "adapters/test_named_recipes.py",
+            "models/test_named_recipes.py",
+        ),
     ),
 }
 
