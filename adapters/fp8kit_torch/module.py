@@ -36,7 +36,7 @@ from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
 from fp8kit_torch.main_grad import MainGrads
-from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.quantized import QuantizedTensor, want_codes
 from fp8kit_torch.specs import fp8_text, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
@@ -156,11 +156,13 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     def cast_output(
         self, y: Tensor, fp8: Quantization, delayed: bool, record: bool, kept: Kept | None
     ) -> Tensor:
+        want_codes(type(self).__name__, "fp8_output", fp8)
         return cast_output(y, fp8, self.fp8_meta if delayed else None, len(self.gemms) - 1, record, kept)
 
     def cast_gradient(self, x: Tensor, fp8: Quantization, delayed: bool, binding: StateBinding) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
+        want_codes(type(self).__name__, "fp8_grad", fp8)
         token = binding.tokens[0] if binding.tokens else None
         return cast_gradient(x, fp8, self.fp8_meta if delayed else None, token)
 
@@ -365,6 +367,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             return outputs
         if state.recipe.quantization.needs_rng:
             tensors = {**tensors, "rng": next_rng(tensors["x"].device)}
+            first = None if state.recipe.quantization.random_weight else first
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
         spec = layer_text(self._spec_text, parts, first is not None, bias, tuple(options.items()))
