@@ -235,6 +235,13 @@ class Quantization:
         return any(operand.needs_rng for operand in self._cast)
 
     @cached_property
+    def random_weight(self) -> bool:
+        """Whether the weight's cast draws random bits: such a weight is cast anew in each microbatch, since
+        signs that are drawn for it are drawn for what it is multiplied by, too."""
+        used = [gemm for gemm in (self.fprop, self.dgrad) if gemm.compute == "quantized"]
+        return any(gemm.b.needs_rng for gemm in used)
+
+    @cached_property
     def two_level(self) -> bool:
         """Whether an operand's tensor has a scale besides those of its blocks."""
         return any(operand.two_level for operand in self._cast)

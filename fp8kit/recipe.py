@@ -141,7 +141,8 @@ class MMParams(_Strict):
     def __post_init__(self) -> None:
         self._want(bool, "use_split_accumulator")
         own = self.accumulation
-        if own is not None and not isinstance(own, Accumulation) and own not in list(ACCUMULATIONS):
+        named = isinstance(own, str) and own in ACCUMULATIONS
+        if not (own is None or named or isinstance(own, Accumulation)):
             raise self._refuse("accumulation", f"None, an Accumulation or one of {', '.join(ACCUMULATIONS)}")
 
     @property

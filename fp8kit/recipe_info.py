@@ -13,7 +13,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
-from fp8kit.quantization import Gemm, Quantizer
+from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipes import NAMED, Named
 
@@ -131,8 +131,8 @@ def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def field_values(recipe: Recipe) -> dict[str, str]:
     """The fields of a recipe, as they are written in Python."""
-    values = {each.name: getattr(recipe, each.name) for each in fields(recipe)}  # type: ignore[arg-type]
-    return {name: str(v) if isinstance(v, Enum) else repr(v) for name, v in values.items()}
+    values = {each.name: getattr(recipe, each.name) for each in fields(recipe) if each.init}  # type: ignore[arg-type]
+    return {name: str(v) if isinstance(v, Enum | Quantization) else repr(v) for name, v in values.items()}
 
 
 def facts(name: str) -> dict[str, Any]:

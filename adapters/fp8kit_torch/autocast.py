@@ -173,3 +173,11 @@ def needs_rng(parts: tuple[Any, ...], layer: tuple[str, str]) -> bool:
     """Whether casts of a layer under a recipe, by its parts, draw random bits."""
     recipe = layer_recipe(parts, layer)
     return recipe is not None and recipe.quantization.needs_rng
+
+
+@constant_result
+def keeps_weights(parts: tuple[Any, ...], layer: tuple[str, str]) -> bool:
+    """Whether a layer under a recipe, by its parts, keeps its quantised weights from micro-batch to
+    micro-batch: not in high precision, nor where each cast of a weight draws random bits."""
+    recipe = layer_recipe(parts, layer)
+    return recipe is not None and not recipe.quantization.random_weight

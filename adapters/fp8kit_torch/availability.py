@@ -2,8 +2,8 @@
 tensors go.
 
 That place is torch's CUDA device where torch has one, else the CPU. On a CPU the answer for FP8 is yes: the
-reference engine computes the same FP8 products there, exactly and slowly. Recipes that fp8kit does not have
-(MXFP8, NVFP4) are not available anywhere.
+reference engine computes the same FP8 products there, exactly and slowly. MXFP8 and NVFP4 run wherever fp8kit
+does: their products are emulated, in high precision.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.products import PRODUCTS, product_class
-from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit.ops.products import product_class
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
 Answer = bool | tuple[bool, str]
-_RECIPES = "DelayedScaling, Float8CurrentScaling and Float8BlockScaling are its recipes"
 
 
 def _place() -> Device:
     return Device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else arrays.CPU
 
 
-def _missing_for(granularity: str) -> str:
-    """Why products of operands with such scales cannot run, "" where they can."""
-    kind = PRODUCTS[granularity]
+def _missing_for(recipe: Recipe) -> str:
+    """Why the products of a recipe cannot run, "" where they can."""
+    kind = product_class(recipe.quantization)
     return _missing(kind.kernels, kind.capability)
 
 
@@ -84,23 +83,24 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 
     ``return_reason``: answer (available, what is missing), the latter "" where nothing is.
     """
-    return _answer(_missing_for("tensor"), return_reason)
+    return _answer(_missing_for(DelayedScaling()), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
     """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 9.0.
     ``return_reason`` as for FP8."""
-    return _answer(_missing_for("block_1x128"), return_reason)
+    return _answer(_missing_for(Float8BlockScaling()), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """Whether MXFP8BlockScaling runs: no, fp8kit does not have that recipe. ``return_reason`` as for FP8."""
-    return _answer(f"fp8kit has no MXFP8BlockScaling; {_RECIPES}", return_reason)
+    """Whether MXFP8BlockScaling runs here: yes, on a CPU and on CUDA, with emulated products.
+    ``return_reason`` as for FP8."""
+    return _answer(_missing_for(MXFP8BlockScaling()), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    """Whether NVFP4BlockScaling runs: no, fp8kit does not have that recipe. ``return_reason`` as for FP8."""
-    return _answer(f"fp8kit has no NVFP4BlockScaling; {_RECIPES}", return_reason)
+    """Whether NVFP4BlockScaling runs here: yes, emulated, as MXFP8 does. ``return_reason`` as for FP8."""
+    return _answer(_missing_for(NVFP4BlockScaling()), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> Answer:

@@ -26,7 +26,14 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
-from fp8kit_torch.autocast import history_text, needs_rng, recipe_parts, reduction_group, touch_traced
+from fp8kit_torch.autocast import (
+    history_text,
+    keeps_weights,
+    needs_rng,
+    recipe_parts,
+    reduction_group,
+    touch_traced,
+)
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
@@ -36,7 +43,7 @@ from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
 from fp8kit_torch.main_grad import MainGrads
-from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.quantized import QuantizedTensor, want_codes
 from fp8kit_torch.specs import fp8_text, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
@@ -156,11 +163,13 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     def cast_output(
         self, y: Tensor, fp8: Quantization, delayed: bool, record: bool, kept: Kept | None
     ) -> Tensor:
+        want_codes(type(self).__name__, "fp8_output", fp8)
         return cast_output(y, fp8, self.fp8_meta if delayed else None, len(self.gemms) - 1, record, kept)
 
     def cast_gradient(self, x: Tensor, fp8: Quantization, delayed: bool, binding: StateBinding) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
+        want_codes(type(self).__name__, "fp8_grad", fp8)
         token = binding.tokens[0] if binding.tokens else None
         return cast_gradient(x, fp8, self.fp8_meta if delayed else None, token)
 
@@ -365,7 +374,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             return outputs
         if needs_rng(parts, layer):
             tensors = {**tensors, "rng": next_rng(tensors["x"].device)}
-        if first is not None and not fp8_text(parts, layer):  # this layer runs in high precision
+        if first is not None and not keeps_weights(parts, layer):
             first = None
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)

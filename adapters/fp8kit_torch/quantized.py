@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import flag
-from fp8kit.errors import ArgumentError, RecipeError, ShapeError
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_quantized import Operand, QuantizedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantization, Quantizer
@@ -312,6 +313,14 @@ torch.serialization.add_safe_globals([_rebuilt, QuantizedTensor])
 
 
 @lru_cache(maxsize=256)
+def want_codes(operation: str, argument: str, fp8: Quantization) -> None:
+    """UnsupportedError where products are emulated, on values: there are no codes of an operand to hold."""
+    if issubclass(product_class(fp8), EmulatedProduct):
+        wanted = "a recipe whose products take FP8 codes, with scales of tensors or of blocks of 128"
+        raise UnsupportedError(operation, argument, f"emulated products of {fp8.x}", wanted)
+
+
+@lru_cache(maxsize=256)
 def _of_values(fp8: Quantization) -> Quantization:
     """``fp8`` with scales from the values themselves."""
     return fp8.map(lambda own: replace(own, scale_source="current"))
@@ -381,13 +390,16 @@ def quantized_model_init(
     For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with
     one weight a product, because it has one scale: ``fuse_qkv_params=True``, no ``parameters_split``, as
     Transformer Engine demands it; NotImplementedError for others, within ``torch.compile``, and for weights
-    that something else stands for since (``fully_shard``). RecipeError for what is no recipe.
+    that something else stands for since (``fully_shard``), and for recipes whose products are emulated.
+    RecipeError for what is no recipe.
     """
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         wanted = "a Recipe, such as recipe.DelayedScaling(), or None"
         raise RecipeError("quantized_model_init", "recipe", repr(recipe), wanted)
+    if enabled:
+        want_codes("quantized_model_init", "recipe", recipe.quantization)
     before = _thread.stack
     held = Held(recipe.quantization, bool(preserve_high_precision_init_val)) if enabled else None
     _thread.stack = [*before, held]

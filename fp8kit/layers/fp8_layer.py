@@ -254,6 +254,7 @@ class FP8Layer(Layer):
             return self.execute(prepared, self.no_binding, operands.main)
         recipe, enabled, idle = state.recipe, state.enabled, self.recomputation.idle()
         fp8, delayed = self._fp8_of(recipe), recipe.history is not None
+        first = None if fp8.random_weight else first
         kept = None if idle else self.recomputation.recall(self)
         training = self.is_grad_enabled() or (not idle and self.recomputation.first())
         record = training or state.calibrating

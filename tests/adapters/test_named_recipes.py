@@ -12,8 +12,8 @@ import torch.utils.checkpoint
 from fp8kit_torch import module as layers_of_torch
 
 import fp8kit as fk
-from fp8kit import formats
-from fp8kit.errors import RecipeError
+from fp8kit import formats, recipe_info
+from fp8kit.errors import RecipeError, UnsupportedError
 from fp8kit.testing import assert_same_bits
 from tests.support import named
 from tests.support.combinations import combinations
@@ -204,6 +204,26 @@ def test_jax_wants_a_key_for_random_bits(name):
     for eager, jitted in zip(layer(key_of(0)), jax.jit(layer)(key_of(0)), strict=True):
         assert_same_bits("jitted", np.asarray(jitted), np.asarray(eager))
     assert any((a != b).any() for a, b in zip(layer(key_of(0)), layer(key_of(1)), strict=True))
+
+
+EMULATED = [
+    name for name, recipe in RECIPES.items() if recipe_info.support_of(recipe, None).status == "emulated"
+]
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_torch_holds_no_codes_of_emulated_products(name):
+    recipe, x = RECIPES[name], torch.ones(4, named.IN, requires_grad=True)
+    said = "got emulated products of .*, expected a recipe whose products take FP8 codes"
+    with (
+        pytest.raises(UnsupportedError, match=f"quantized_model_init: recipe: {said}"),
+        ft.quantized_model_init(recipe=recipe),
+    ):
+        pass
+    module = torch_module("Linear", "float32")
+    for argument in ("fp8_output", "fp8_grad"):
+        with pytest.raises(UnsupportedError, match=f"Linear: {argument}: {said}"), ft.autocast(recipe=recipe):
+            module(x, **{argument: True})
 
 
 def reentrant(module, x):

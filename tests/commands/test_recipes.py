@@ -85,7 +85,8 @@ def test_show_says_what_the_recipe_says(name, capsys):
                 assert (cast["format"], cast["granularity"]) == (str(quantizer.format), quantizer.granularity)
                 assert cast["rounding_bits"] == quantizer.stochastic_bits
                 assert (cast["rotation"] is None) == (not quantizer.hadamard)
-    assert found["fields"].keys() == recipe.__dataclass_fields__.keys()
+    given = [each.name for each in recipe.__dataclass_fields__.values() if each.init]
+    assert list(found["fields"]) == given
     said = ran(capsys, "show", name)
     assert said.startswith(f"{name}: {type(recipe).__name__}, {recipe.short_name()}\nsource: ")
     assert all(field in said for field in found["fields"])

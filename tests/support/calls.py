@@ -694,6 +694,7 @@ CALLS: dict[str, Call] = {
         grad_block_scaling_dim=always(1),
         fp8_gemm_dgrad=always(recipe.MMParams()),
     ),
+    "nn.name_layers": plain(nn.name_layers, model=lambda: nn.Linear(3, 4)),
     "recipe.MXFP8BlockScaling": plain(
         recipe.MXFP8BlockScaling,
         margin=always(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp8kit_torch
 import numpy as np
 import pytest
 import torch
@@ -40,10 +41,33 @@ def test_the_cpu_computes_what_it_says_it_can(monkeypatch):
     assert_same_bits("product", np.asarray(q @ q.T, np.float32), 448 * x)
 
 
-def test_recipes_that_are_not_there_are_not_available():
-    assert a.is_mxfp8_available() is False
-    assert "MXFP8BlockScaling" in a.check_mxfp8_support()[1]
-    assert a.is_nvfp4_available() is False
+def test_emulated_recipes_run_where_they_say_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for ask, recipe in (
+        (a.is_mxfp8_available, fk.recipe.MXFP8BlockScaling()),
+        (a.is_nvfp4_available, fk.recipe.NVFP4BlockScaling()),
+    ):
+        assert ask(return_reason=True) == (True, "")
+        layer = fp8kit_torch.Linear(32, 48, device="cpu")
+        x = torch.randn(16, 32, requires_grad=True)
+        exact = layer(x)
+        with fp8kit_torch.autocast(recipe=recipe):
+            y = layer(x)
+        error = (y - exact).norm() / exact.norm()
+        assert 0.01 < error < 0.2
+    assert a.check_mxfp8_support() == (True, "")
+
+
+def test_a_kernel_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with policy_context(SelectionPolicy(backend="cuda")):
+        for ask in (a.is_mxfp8_available, a.is_nvfp4_available):
+            available, reason = ask(return_reason=True)
+            assert not available
+            assert reason.startswith("cast_blocks")
+
+
+def test_other_answers():
     assert a.get_default_recipe() == fk.recipe.DelayedScaling()
     assert a.check_fp8_support() == a.is_fp8_available(return_reason=True)
     assert a.check_fp8_block_scaling_support() == a.is_fp8_block_scaling_available(return_reason=True)
