@@ -1,5 +1,5 @@
-"""What the diffs of docs/adding.md add to a copy of the tree works there, and touches as few files as the page
-says."""
+"""What the diffs of docs/adding.md add to a copy of the tree works there, and touches as few files as the
+page says."""
 
 from __future__ import annotations
 
