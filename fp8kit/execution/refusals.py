@@ -109,19 +109,18 @@ def plan_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: N
 def want_signature(operation: Operation, spec: Any, given: GivenMetas, signature: Any) -> None:
     """ArgumentError that says what an operation's author has to change, where ``infer`` answers something
     else than a Signature of Metas, outputs that the operation does not declare, names that are none, or a
-    gradient that does not look like its input. ``given``: the metas that ``infer`` has seen."""
+    gradient that has not its input's shape. ``given``: the metas that ``infer`` has seen."""
     name = operation.name
-
-    def want(fits: bool, field: str, got: Any, wanted: str) -> None:
-        if not fits:
-            raise ArgumentError(name, field, got, wanted)
-
-    want(isinstance(signature, Signature), "infer", shown(signature), "a Signature, returned by infer")
+    if not isinstance(signature, Signature):
+        raise ArgumentError(name, "infer", shown(signature), "a Signature, returned by infer")
     for field in ("outputs", "saved", "grads", "backward_inputs"):
         metas = getattr(signature, field)
-        want(isinstance(metas, Mapping), field, shown(metas), "a dict, name -> Meta")
+        if not isinstance(metas, Mapping):
+            raise ArgumentError(name, field, shown(metas), "a dict, name -> Meta")
         for key, meta in metas.items():
-            want(isinstance(meta, Meta), field, f"{key!r}: {shown(meta)}", "Meta(shape, dtype) for each name")
+            if not isinstance(meta, Meta):
+                got = f"{key!r}: {shown(meta)}"
+                raise ArgumentError(name, field, got, "Meta(shape, dtype) for each name")
     results = *(key for key, meta in signature.outputs.items() if not meta.zero), *signature.passes
     declared = tuple(operation.outputs(spec))
     if declared != results:
@@ -129,21 +128,25 @@ def want_signature(operation: Operation, spec: Any, given: GivenMetas, signature
         raise ArgumentError(
             name, "results", declared, f"{wanted}, or return them from outputs(spec) where the spec decides"
         )
-    inputs = given.asked | dict.keys(given)
-    known = inputs | set(results)
-    want(not isinstance(signature.kept, str), "kept", repr(signature.kept), "a tuple of names")
-    names = [("kept", key, known) for key in signature.kept]
-    names += [("passes", key, inputs) for key in signature.passes.values()]
-    names += [("grad_passes", key, inputs) for key in signature.grad_passes]
-    names += [("grad_passes", key, set(results)) for key in signature.grad_passes.values()]
-    for field, key, own in names:
-        among = ", ".join(sorted(own)) or "none"
-        want(key in own, field, repr(key), f"names among {among}{meant(key, own)}")
+    kept: Any = signature.kept
+    if isinstance(kept, str):
+        raise ArgumentError(name, "kept", repr(kept), "a tuple of names")
+    inputs, outputs = given.asked | dict.keys(given), set(results)
+    for field, names, known in (
+        ("kept", kept, inputs | outputs),
+        ("passes", signature.passes.values(), inputs),
+        ("grad_passes", signature.grad_passes.keys(), inputs),
+        ("grad_passes", signature.grad_passes.values(), outputs),
+    ):
+        for key in names:
+            if key not in known:
+                among = ", ".join(sorted(known)) or "none"
+                raise ArgumentError(name, field, repr(key), f"names among {among}{meant(key, known)}")
     for key, meta in signature.grads.items():
         source = dict.get(given, key)
-        if source is not None:
+        if source is not None and meta.shape != source.shape:
             wanted = f"{source.shape}, that of the input {key!r}"
-            want(meta.shape == source.shape, "grads", f"shape {meta.shape} of {key!r}", wanted)
+            raise ArgumentError(name, "grads", f"shape {meta.shape} of {key!r}", wanted)
 
 
 @contextmanager
