@@ -37,6 +37,7 @@ from fp8kit.execution.memory import Layout
 from fp8kit.execution.refusals import signature_of, want_spec
 from fp8kit.formats import float32
 from fp8kit.ops.registry import OPERATIONS, each_operation
+from fp8kit.quantization import AmaxHistory
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit.spec import Meta, Operation, Signature
 from fp8kit_torch import state as states
@@ -316,7 +317,7 @@ def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
     It runs on the host too, so that a captured graph is divided there.
 
     ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 () on the CPU; ``recipe``: text
-    of an ``AmaxHistory``, read for BACKWARD.
+    of an ``AmaxHistory``.
     """
     torch.fmax(history[0], amaxes, out=history[0])
     if when == NEITHER:
@@ -327,7 +328,20 @@ def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
     if when == BACKWARD:
         states.finish_backward(decode(recipe), own)
     elif (scope := current()) is not None:
-        touch_forward(own, scope.recipe, True)
+        rule: Any = _rule(recipe)
+        touch_forward(own, scope.recipe if scope.recipe.history == rule.history else rule, True)
+
+
+class _Rule(NamedTuple):
+    """What updates the state of a layer whose recipe is not that of the autocast (``Recipe.for_layer``)."""
+
+    history: AmaxHistory
+
+
+@lru_cache(maxsize=256)
+def _rule(history: str) -> _Rule:
+    """The same object for the same text of an ``AmaxHistory``."""
+    return _Rule(decode(history))
 
 
 class _Parts(NamedTuple):
