@@ -1,8 +1,9 @@
 """The errors that fp8kit raises on purpose.
 
 ``ShapeError("linear", "x", "shape (3, 5)", "(tokens, 4)")`` carries its four fields and reads ``linear: x:
-got shape (3, 5), expected (tokens, 4)``; an error of one argument is that sentence. Each class is also the
-built-in kind a caller would guess (ValueError, RuntimeError or NotImplementedError).
+got shape (3, 5), expected (tokens, 4)``, or ``missing, expected ...`` where nothing came; an error of one
+argument is that sentence. Each class is also the built-in kind a caller would guess (ValueError, RuntimeError
+or NotImplementedError).
 """
 
 from __future__ import annotations

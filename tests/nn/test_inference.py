@@ -417,7 +417,7 @@ def test_pages_go_to_whoever_needs_them():
 MAKE = {
     "max_batch_size": ({"max_batch_size": 0}, "max_batch_size: got 0"),
     "qkv_format": ({"qkv_format": "hsbd"}, "qkv_format: got 'hsbd', expected one of sbhd, bshd, thd"),
-    "page_size": ({"is_paged": True, "total_num_pages": 4}, "page_size: got None"),
+    "page_size": ({"is_paged": True, "total_num_pages": 4}, "page_size: missing"),
     "not_paged": ({"page_size": 4}, "page_size: got 4, expected a positive int with is_paged=True"),
     "manager": ({"custom_cache_manager": "mine"}, "custom_cache_manager: got 'mine'"),
     "dtype": ({"dtype": "float64"}, "float64"),
@@ -453,7 +453,7 @@ def test_wrong_steps_are_refused(name):
 
 CALLS = {
     "no_step": ({}, {}, None, "no step, expected pre_step"),
-    "no_number": ({"layer_number": None}, {}, {"a": 2}, "layer_number: got None"),
+    "no_number": ({"layer_number": None}, {}, {"a": 2}, "layer_number: missing"),
     "format": (
         {"qkv_format": "sbhd"},
         {},

@@ -340,7 +340,7 @@ def complaint(name, argument, label, run, given):
     except NotImplementedError:
         pass
     except Fp8kitError as error:
-        if not re.match(r"[\w.]+: .+: got .*, expected ", str(error), re.DOTALL):
+        if not re.match(r"[\w.]+: .+: (got .*|missing), expected ", str(error), re.DOTALL):
             return f"{name}: {argument}={label}: said {str(error)!r}"
     except Exception as error:
         return f"{name}: {argument}={label}: {type(error).__name__} {str(error)[:120]!r}"

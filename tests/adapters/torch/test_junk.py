@@ -89,7 +89,7 @@ def complaint(name, argument, label, run, given):
         if state_of(given) != before:
             return f"{name}: {argument}={label}: refused after a change"
         said = str(error)
-        if not re.match(r"[\w.]+: .+: got .*, expected ", said, re.DOTALL) and not isinstance(
+        if not re.match(r"[\w.]+: .+: (got .*|missing), expected ", said, re.DOTALL) and not isinstance(
             error, NotImplementedError
         ):
             return f"{name}: {argument}={label}: said {said!r}"
