@@ -168,6 +168,8 @@ def shown(value: Any, most: int = 60) -> str:
     dtype = getattr(value, "dtype", None)
     if isinstance(getattr(value, "shape", None), tuple) and not isinstance(value, np.generic | np.dtype):
         kind = "an array" if isinstance(value, np.ndarray) else "a tensor"
+        if type(value).__module__.startswith("fp8kit."):  # beside another library's of the same name
+            kind = f"an fp8kit.{type(value).__name__}"
         return f"{kind} of {getattr(dtype, 'name', dtype)}, shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."

@@ -29,7 +29,8 @@ class _BlockRecipe(Recipe):
         """RecipeError for ``flags`` that are no bool, and for fields that all have."""
         self._want(bool, *flags)
         self._want_defaults(fp8_dpa=False, fp8_mha=False)
-        if self.backward_override not in _OVERRIDES:
+        override = self.backward_override
+        if not (override is None or isinstance(override, str)) or override not in _OVERRIDES:
             raise self._refuse("backward_override", "None, 'high_precision' or 'dequantized'")
 
     def _overridden(self, made: Quantization) -> Quantization:
@@ -140,6 +141,7 @@ class NVFP4BlockScaling(_BlockRecipe):
     def __post_init__(self) -> None:
         self._check("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
         self._want_defaults(row_scaled_activation=False)
+        self._want(str, "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
         if self.nvfp4_4over6 != "none":
             raise self._refuse("nvfp4_4over6", "'none': blocks are not yet scaled to 4 as well as to 6")
         for name, wanted in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):

@@ -59,8 +59,7 @@ def usable(value: object, operation: str = "device", argument: str = "value") ->
     count = provider(where).count()
     if where.index >= count:
         wanted = (
-            f"cpu, or a device that is here: {count} of {where.kind} are (`fp8kit info` lists what is "
-            "missing)"
+            f"cpu, or a device up to {where.kind}:{count - 1}" if count else f"cpu: {lacking(where.kind)}"
         )
         raise BackendError(operation, argument, str(where), wanted)
     return where
@@ -166,8 +165,8 @@ def available(kind: str) -> bool:
 
 
 def lacking(kind: str) -> str:
-    """That no device of this kind is usable, and what is missing first, as its engine's module ``support``
-    knows it (``fp8kit info``)."""
+    """That there is no usable device of this kind, and what is missing first, as its engine's module
+    ``support`` knows it (``fp8kit info``)."""
     first = ""
     # a plugin's engine may have none
     with contextlib.suppress(ImportError, BackendError, KeyError, AttributeError):
@@ -175,7 +174,8 @@ def lacking(kind: str) -> str:
         first = next(
             (f" ({row.component}: {row.detail})" for row in support.report() if row.status == "missing"), ""
         )
-    return f"no {kind} device is usable here{first}; `fp8kit info` lists what is missing"
+    name = kind.upper() if kind == "cuda" else kind
+    return f"no {name} device found{first}; `fp8kit info` lists what is missing"
 
 
 def current_stream(where: Device) -> int:

@@ -34,7 +34,7 @@ class Fp8kitError(Exception):
 
     @property
     def got(self) -> Any:
-        """What came."""
+        """What came; None where nothing did."""
         return self.args[2] if len(self.args) == 4 else None
 
     @property
@@ -45,7 +45,8 @@ class Fp8kitError(Exception):
     def __str__(self) -> str:
         if len(self.args) != 4:
             return super().__str__()
-        return f"{self.operation}: {self.argument}: got {self.got}, expected {self.wanted}"
+        came = "missing" if self.got is None else f"got {self.got}"
+        return f"{self.operation}: {self.argument}: {came}, expected {self.wanted}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"

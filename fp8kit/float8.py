@@ -9,6 +9,7 @@ arXiv 2509.25149). What it makes is a ``QuantizedArray``; ``Float8Tensor`` is it
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ __all__ = ["Float8Tensor", "QuantizedArray", "quantize"]
 Float8Tensor = QuantizedArray
 
 _RULES = {"mx": ("power_2", *MX_RULES), "nvfp4": ("exact",)}  # of others "exact" and "power_2"
+_quantizer = lru_cache(maxsize=256)(Quantizer)
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
 _QUANTISED = f"one of {', '.join(_FLOATS)}"
@@ -61,8 +63,9 @@ def quantize(
       "nvfp4_16x16" with E4M3 scales, and one of the tensor.
     * ``scale_rule``: "exact", ``format.max / amax`` (1 where amax is 0, Inf or NaN); "power_2", that rounded
       down to a power of two; of mx also "floor", "ceil", "even", "rceil" and "te", the rules of E8M0 scales
-      (``fp8kit.blocks.scale_bytes`` says them), where NaN spoils its block; of NVFP4 "exact", its two levels
-      (``fp8kit.blocks.nvfp4_scales``). None: "exact" for "tensor", "row" and NVFP4, else "power_2".
+      (``fp8kit.blocks.scale_bytes`` says them), where NaN makes its whole block NaN; of NVFP4 "exact", its
+      two levels (``fp8kit.blocks.nvfp4_scales``). None: "exact" for "tensor", "row" and NVFP4,
+      else "power_2".
     * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of
       Philox4x32-10, neither negative, by so many random bits an element: ``stochastic_bits``, 1 to 32.
     * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has
@@ -108,12 +111,17 @@ def quantize(
     codes = arrays.empty(view.shape, formats.uint8, where)
     scale_inv = arrays.empty(grid, formats.float32, where)
     scale_codes = tensor_scale = None
-    if kind == "nvfp4" or rule in MX_RULES:
-        if scale is not None:
-            raise FormatError("quantize", "scale", shown(scale), f"None with scales by {rule!r} of {scaling}")
-        if not saturate:
-            raise FormatError("quantize", "saturate", "False", f"True with scales by {rule!r} of {scaling}")
-        quantizer = Quantizer(format, scaling, "current", rule, 0.0, 1.0, bits, hadamard, signs)
+    codes_of_scales = kind == "nvfp4" or rule in MX_RULES
+    if codes_of_scales and scale is not None:
+        raise FormatError("quantize", "scale", shown(scale), f"None with scales by {rule!r} of {scaling}")
+    if codes_of_scales and not saturate:
+        raise FormatError("quantize", "saturate", "False", f"True with scales by {rule!r} of {scaling}")
+    # a cast of its own also where the plain one would look at columns, or at an array rotated before
+    fused = kind in ("block", "mx") and (hadamard or not lies) and scale is None and saturate and rows.size
+    if codes_of_scales or fused:
+        # power_2 of mx is that of blocks
+        blocks = scaling if codes_of_scales else f"block{scaling[len(kind) :]}"
+        quantizer = _quantizer(format, blocks, "current", rule, 0.0, 1.0, bits, hadamard, signs)
         target = codes.reshape(*rows.shape)
         scale_codes, tensor_scale = _by_rule(rows, target, scale_inv, quantizer, lies, state, kernels, stream)
     else:
@@ -170,11 +178,12 @@ def _by_rule(
     state: ArrayView | None,
     kernels: Any,
     stream: int,
-) -> tuple[ArrayView, ArrayView | None]:
-    """Write the codes of a matrix and their scales by a rule of "mx" or "nvfp4"; the codes of the scales, and
-    the scale of the tensor."""
-    where, two_levels = rows.device, quantizer.granularity.startswith("nvfp4")
-    scale_codes = arrays.empty(scale_inv.shape, formats.uint8, where)
+) -> tuple[ArrayView | None, ArrayView | None]:
+    """Write the codes of a matrix and their scales by the kernel ``cast_blocks``. Returns the codes of the
+    scales and the scale of the tensor, where there are such."""
+    where, kind = rows.device, quantizer.granularity.partition("_")[0]
+    two_levels = kind == "nvfp4"
+    scale_codes = None if kind == "block" else arrays.empty(scale_inv.shape, formats.uint8, where)
     rows = _high_precision(rows, kernels, stream)
     random = state if quantizer.hadamard and quantizer.signs == "random" else None
     amax = tensor_scale = None
@@ -188,7 +197,7 @@ def _by_rule(
     drawn = state if quantizer.stochastic_bits else random
     results = codes, scale_inv, scale_codes, None, amax, tensor_scale
     kernels.cast_blocks(rows, *results, quantizer, along, 0, drawn, stream)
-    if not rows.size:  # no tile, but its scale: that of zeros
+    if scale_codes is not None and not rows.size:  # no tile, but its scale: that of zeros
         arrays.zero_(scale_codes)
         inverse = 0.0 if two_levels else 2.0**-127
         arrays.copy(scale_inv, arrays.as_view(np.full(scale_inv.shape, inverse, np.float32)))

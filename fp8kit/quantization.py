@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import choice, integer, shown
 from fp8kit.errors import RecipeError
 from fp8kit.formats import Format
@@ -109,6 +110,11 @@ class Quantizer:
         return self.needs_amax and self.scale_source == "current"
 
     @property
+    def static(self) -> bool:
+        """Whether the scale is always the same."""
+        return self.scale_source == "static"
+
+    @property
     def two_level(self) -> bool:
         """Whether the tensor has a scale besides those of its blocks."""
         return self.granularity.startswith("nvfp4")
@@ -140,7 +146,8 @@ class Gemm:
     """One GEMM, out = a b^T: how its operands are cast, and how it is computed.
 
     * ``accumulation``: "split" promotes partial sums to float32 regularly, "fast" accumulates in the tensor
-      cores' own width.
+      cores' own width. Or an ``Accumulation``, or the name of one: that arithmetic, with the same bits on
+      every device (``fp8kit.accumulation``).
     * ``compute``: "quantized" multiplies the codes; "dequantized" their values, in high precision;
       "high_precision" the operands as they are.
 
@@ -149,17 +156,29 @@ class Gemm:
 
     a: Quantizer
     b: Quantizer
-    accumulation: str = "split"
+    accumulation: str | Accumulation = "split"
     compute: str = "quantized"
 
     def __post_init__(self) -> None:
-        choice("Gemm", "accumulation", self.accumulation, ("split", "fast"), RecipeError)
+        if not isinstance(self.accumulation, Accumulation):
+            known = ("split", "fast", *ACCUMULATIONS)
+            choice("Gemm", "accumulation", self.accumulation, known, RecipeError)
         choice("Gemm", "compute", self.compute, ("quantized", "dequantized", "high_precision"), RecipeError)
 
     @property
     def fast(self) -> bool:
         """Whether it accumulates in the tensor cores' own width."""
         return self.accumulation == "fast"
+
+    @property
+    def how(self) -> bool | Accumulation:
+        """The arithmetic that it is summed by; with the device's own whether that is ``fast``."""
+        own = self.accumulation
+        return own if isinstance(own, Accumulation) else ACCUMULATIONS.get(own, self.fast)
+
+
+# GEMM -> the operands that it reads: the input, the weight, the output gradient
+OPERANDS = {"fprop": "xw", "dgrad": "gw", "wgrad": "gx"}
 
 
 @dataclass(frozen=True)
@@ -183,9 +202,9 @@ class Quantization:
         x: Quantizer,
         w: Quantizer,
         g: Quantizer,
-        fprop: str = "fast",
-        dgrad: str = "split",
-        wgrad: str = "split",
+        fprop: str | Accumulation = "fast",
+        dgrad: str | Accumulation = "split",
+        wgrad: str | Accumulation = "split",
     ) -> Quantization:
         """Operands that both of their GEMMs cast alike, and each GEMM's accumulation."""
         return cls(Gemm(x, w, fprop), Gemm(g, w, dgrad), Gemm(g, x, wgrad))
@@ -241,7 +260,7 @@ class Quantization:
                 a=change(gemm.a) if pair[0] in operands else gemm.a,
                 b=change(gemm.b) if pair[1] in operands else gemm.b,
             )
-            for gemm, pair in zip(self.gemms.values(), ("xw", "gw", "gx"), strict=True)
+            for gemm, pair in zip(self.gemms.values(), OPERANDS.values(), strict=True)
         )
         return Quantization(*made)
 

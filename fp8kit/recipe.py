@@ -17,18 +17,24 @@ a RecipeError, and every field that is accepted has its effect. No environment v
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from fp8kit import formats
+from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
 
 if TYPE_CHECKING:
     from fp8kit.block_recipes import MXFP8BlockScaling as MXFP8BlockScaling
     from fp8kit.block_recipes import NVFP4BlockScaling as NVFP4BlockScaling
+    from fp8kit.layer_recipes import CustomRecipe as CustomRecipe
+    from fp8kit.layer_recipes import DataRecipe as DataRecipe
+    from fp8kit.layer_recipes import PerLayer as PerLayer
+    from fp8kit.layer_recipes import QuantizerRole as QuantizerRole
 
 _Self = TypeVar("_Self", bound="_Strict")
 
@@ -121,15 +127,28 @@ class _Strict:
 class MMParams(_Strict):
     """How one GEMM accumulates.
 
-    ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores
-    accumulate in their own width (Hopper: 14 mantissa bits), faster and good enough for fprop
-    (``fast_accumulate`` of the kernel contract).
+    * ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores
+      accumulate in their own width (Hopper: 14 mantissa bits), faster and good enough for fprop
+      (``fast_accumulate`` of the kernel contract).
+    * ``accumulation``: None; or the name of a chip's arithmetic, "hopper_fast", "hopper_split" and others of
+      ``fp8kit.accumulation.ACCUMULATIONS``, or an ``fk.Accumulation``, that the sums are made by on every
+      device, bit for bit. Slow: for studies, and for a CPU that is to train with Hopper's sums.
     """
 
     use_split_accumulator: bool = True
+    accumulation: str | Accumulation | None = None
 
     def __post_init__(self) -> None:
         self._want(bool, "use_split_accumulator")
+        own = self.accumulation
+        named = isinstance(own, str) and own in ACCUMULATIONS
+        if not (own is None or named or isinstance(own, Accumulation)):
+            raise self._refuse("accumulation", f"None, an Accumulation or one of {', '.join(ACCUMULATIONS)}")
+
+    @property
+    def how(self) -> str | Accumulation:
+        """As ``Gemm.accumulation`` says it."""
+        return self.accumulation or ("split" if self.use_split_accumulator else "fast")
 
 
 @dataclass(frozen=True)
@@ -170,6 +189,13 @@ class Recipe(_Strict):
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
+    # whether layers have recipes of their own (``for_layer``)
+    by_layer: ClassVar[bool] = False
+
+    def for_layer(self, kind: str, name: str) -> Recipe | None:
+        """The recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called ``name``, ""
+        where it has no name; None for high precision. The same object for the same layer."""
+        return self
 
     @property
     def quantization(self) -> Quantization:
@@ -234,9 +260,7 @@ class Recipe(_Strict):
     def _quantization(self, x: Quantizer, w: Quantizer, g: Quantizer) -> Quantization:
         """The operands, with the accumulation that the recipe's fields say."""
         gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
-        return Quantization.of(
-            x, w, g, *("split" if gemm.use_split_accumulator else "fast" for gemm in gemms)
-        )
+        return Quantization.of(x, w, g, *(gemm.how for gemm in gemms))
 
     def _check_common(self) -> None:
         self._want(Format, "fp8_format")
@@ -512,26 +536,25 @@ class Float8BlockScaling(_ScaledNow):
         return f"block({self.fp8_format.name}, {scales}{odd})"
 
 
-# recipes of ``fp8kit.block_recipes``
-_BY_BLOCKS = ("MXFP8BlockScaling", "NVFP4BlockScaling")
-# Transformer Engine's recipes that are not here -> why
-_ABSENT = {
-    "CustomRecipe": "quantisers are not the user's own; DelayedScaling takes functions for amax and scale"
+# what is in other files
+_ELSEWHERE = {
+    "MXFP8BlockScaling": "block_recipes",
+    "NVFP4BlockScaling": "block_recipes",
+    "CustomRecipe": "layer_recipes",
+    "DataRecipe": "layer_recipes",
+    "PerLayer": "layer_recipes",
+    "QuantizerRole": "layer_recipes",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The recipes of ``fp8kit.block_recipes``. AttributeError that says which recipes there are, and why one
-    of Transformer Engine's is none of them."""
-    if name in _BY_BLOCKS:
-        from fp8kit import block_recipes
-
-        return getattr(block_recipes, name)
+    """What other files hold. AttributeError that says which recipes there are."""
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f"fp8kit.{_ELSEWHERE[name]}"), name)
     kinds = [kind.__name__ for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)]
-    why = f": {_ABSENT[name]}" if name in _ABSENT else ""
-    known = [*(each for each in globals() if not each.startswith("_")), *_BY_BLOCKS]
-    hint = "" if why else meant(name, known)
+    kinds += [each for each in _ELSEWHERE if each != "QuantizerRole"]
+    known = [*(each for each in globals() if not each.startswith("_")), *_ELSEWHERE]
     raise AttributeError(
-        f"module {__name__!r} has no {name!r}{why}; the recipes are {', '.join([*kinds, *_BY_BLOCKS])}{hint}",
+        f"module {__name__!r} has no {name!r}; the recipes are {', '.join(kinds)}{meant(name, known)}",
         name=name,
     )

@@ -1,12 +1,25 @@
-"""Every published recipe by name: ``NAMED`` of ``fp8kit recipes list``. Its class, or its entry here, says
-where it is published."""
+"""Every published recipe by name: ``NAMED``, of ``fp8kit recipes list``. Its class, or its entry here, says
+where it is published. An entry without a class of its own is data."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
+from fp8kit.arguments import choice
 from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
+from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from fp8kit.layer_recipes import DataRecipe
+from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    QParams,
+    Recipe,
+)
 
 
 class Named(NamedTuple):
@@ -16,15 +29,97 @@ class Named(NamedTuple):
     source: str
 
 
+_TORCHAO = "torchao 0.18, float8/config.py"
+_TINY = QParams(amax_epsilon=1e-12)
+# scales rounded down to powers of two, of amaxes of at least 1e-12
+_ROW = Quantizer(E4M3, "row", scale_rule="power_2", epsilon=1e-12)
+_MX4 = Quantizer(E2M1, "mx_1x32", scale_rule="floor")
+_LINE = Quantizer(E4M3, "block_1x128", epsilon=1e-4)
+_STATIC = Quantizer(E4M3, scale_source="static")
+
+
+def _of(name: str, quantizer: Quantizer) -> DataRecipe:
+    """All operands cast alike."""
+    return DataRecipe(Quantization.of(quantizer, quantizer, quantizer, "split"), name)
+
+
 NAMED: dict[str, Named] = {
     "delayed": Named(DelayedScaling(), "Micikevicius et al. 2022, arXiv 2209.05433; Transformer Engine"),
     "current": Named(Float8CurrentScaling(), "Transformer Engine, per-tensor current scaling"),
+    "current_hopper": Named(
+        Float8CurrentScaling(
+            fp8_gemm_fprop=MMParams(accumulation="hopper_fast"),
+            fp8_gemm_dgrad=MMParams(accumulation="hopper_split"),
+            fp8_gemm_wgrad=MMParams(accumulation="hopper_split"),
+        ),
+        "as current, with the sums of Hopper's tensor cores on every device",
+    ),
+    "tensorwise": Named(
+        Float8CurrentScaling(fp8_quant_fwd_inp=_TINY, fp8_quant_fwd_weight=_TINY, fp8_quant_bwd_grad=_TINY),
+        _TORCHAO,
+    ),
+    "rowwise": Named(DataRecipe(Quantization.of(_ROW, _ROW, _ROW), "rowwise"), _TORCHAO),
+    "rowwise_with_gw_hp": Named(
+        DataRecipe(
+            Quantization(
+                Gemm(_ROW, _ROW, "fast"),
+                Gemm(_ROW, replace(_ROW, granularity="tensor")),
+                Gemm(_ROW, _ROW, compute="high_precision"),
+            ),
+            "rowwise_with_gw_hp",
+        ),
+        _TORCHAO,
+    ),
     "deepseek_v3": Named(
-        Float8BlockScaling(use_f32_scales=True), "DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2"
+        DataRecipe(
+            Quantization.of(_LINE, replace(_LINE, granularity="block_128x128"), _LINE, "split"), "deepseek_v3"
+        ),
+        "DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2; DeepGEMM, utils/math.py",
     ),
     "block": Named(Float8BlockScaling(), "Transformer Engine, block scaling; DeepSeek-V3, 3.3.2"),
+    "static": Named(
+        DataRecipe(Quantization.of(_STATIC, _STATIC, replace(_STATIC, format=E5M2)), "static"),
+        "muS, arXiv 2502.05967; u-muP, arXiv 2407.17465: casts that clip, no amax anywhere",
+    ),
     "mxfp8": Named(MXFP8BlockScaling(), "OCP Microscaling Formats 1.0; Transformer Engine"),
     "mxfp8_hybrid": Named(MXFP8BlockScaling(fp8_format=Format.HYBRID), "as mxfp8, gradients in E5M2"),
     "mxfp8_2d": Named(MXFP8BlockScaling(enable_2d_quantization=True), "as mxfp8, weights by 32 x 32"),
+    "mxfp6_e3m2": Named(_of("mxfp6_e3m2", replace(_MX4, format=E3M2)), "OCP Microscaling Formats 1.0, 5.2"),
+    "mxfp6_e2m3": Named(_of("mxfp6_e2m3", replace(_MX4, format=E2M3)), "OCP Microscaling Formats 1.0, 5.2"),
+    "mxfp4": Named(_of("mxfp4", _MX4), "OCP Microscaling Formats 1.0, 5.2"),
+    "mxfp4_h32_sr": Named(
+        DataRecipe(
+            Quantization(
+                Gemm(replace(_MX4, hadamard=32), replace(_MX4, hadamard=32)),
+                Gemm(
+                    replace(_MX4, hadamard=32, signs="random", stochastic_bits=32),
+                    replace(_MX4, hadamard=32, signs="random"),
+                ),
+                Gemm(
+                    replace(_MX4, hadamard=32, signs="random", stochastic_bits=32),
+                    replace(_MX4, hadamard=32, signs="random"),
+                ),
+            ),
+            "mxfp4_h32_sr",
+        ),
+        "after Quartet, arXiv 2505.14669: rotations of 32, gradients rounded stochastically; without its "
+        "clipping and its masks",
+    ),
     "nvfp4": Named(NVFP4BlockScaling(), "NVIDIA 2025, arXiv 2509.25149; Transformer Engine"),
+    "nvfp4_fwd_mxfp8_bwd": Named(
+        DataRecipe(
+            Quantization(
+                NVFP4BlockScaling().quantization.fprop,
+                MXFP8BlockScaling().quantization.dgrad,
+                MXFP8BlockScaling().quantization.wgrad,
+            ),
+            "nvfp4_fwd_mxfp8_bwd",
+        ),
+        "asked for in Transformer Engine's issue 2102",
+    ),
 }
+
+
+def named(name: str) -> Recipe:
+    """A published recipe by its name in ``NAMED``. ArgumentError, with the nearest name, for another one."""
+    return NAMED[choice("named", "name", name, NAMED)].recipe

@@ -111,7 +111,9 @@ class Operation:
     * ``streams``: the operation reads a large buffer by its name where it first needs it, holds it in no
       variable, and calls ``buffers.free`` when it has finished with it, so that each can be allocated late
       and freed early.
-    * ``results``: names of what forward returns, where they are the same for every spec.
+    * ``results``: names of what forward returns, where they are the same for every spec; ("y",) unless an
+      operation says otherwise. They, or what ``outputs`` returns, are those of ``infer``'s signature, in its
+      order: a frontend that traces a call names its results by them.
     * ``mutates``: inputs that forward writes into. Such an operation has no gradient, and no form in JAX.
     * ``parameters``: how the names of inputs that are a layer's parameters end, the number of a segment
       aside.
@@ -126,7 +128,8 @@ class Operation:
     arguments: ClassVar[Mapping[str, str]] = {}
 
     def outputs(self, spec: Any) -> tuple[str, ...]:
-        """Names of what forward returns, amaxes left out, inputs that pass through last."""
+        """Names of what forward returns, amaxes left out, inputs that pass through last: ``results``, unless
+        the spec decides."""
         return self.results
 
     def is_parameter(self, name: str) -> bool:

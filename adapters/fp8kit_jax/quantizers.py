@@ -83,7 +83,7 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
 def resolve(operation: str, quantizer_set: QuantizerSet | None) -> QuantizerSet:
     """The set to use: ``quantizer_set``, or by the autocast in force. RecipeError for a recipe that JAX
     cannot carry out, and where delayed scaling lacks its state or has one of another shape."""
-    found = QuantizerSet(recipe=recipe_in_force()) if quantizer_set is None else quantizer_set
+    found = QuantizerSet(recipe=recipe_in_force(operation)) if quantizer_set is None else quantizer_set
     if not isinstance(found, QuantizerSet):
         raise RecipeError(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
     check_recipe(operation, found.recipe)

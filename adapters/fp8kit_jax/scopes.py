@@ -73,10 +73,11 @@ def next_key(operation: str) -> Any:
     return _thread.keys.next()
 
 
-def recipe_in_force() -> Recipe | None:
-    """The recipe of the innermost autocast where it is enabled, else None."""
+def recipe_in_force(kind: str = "", name: str = "") -> Recipe | None:
+    """The recipe of the innermost autocast where it is enabled, else None; as it is for a layer of that class
+    and name where recipes differ from layer to layer."""
     state = current()
-    return state.recipe if state is not None and state.enabled else None
+    return state.recipe.for_layer(kind, name) if state is not None and state.enabled else None
 
 
 def history_of(recipe: Recipe | None) -> AmaxHistory | None:

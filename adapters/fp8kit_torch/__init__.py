@@ -10,6 +10,7 @@ if _why := _errors.not_installed("fp8kit_torch", "torch", "torch"):
     raise ImportError(_why, name="torch")
 
 from fp8kit import recipe
+from fp8kit.layers.names import name_layers
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit_torch import common, optimizers
 from fp8kit_torch.attention import MultiheadAttention
@@ -114,6 +115,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "name_layers",
     "onnx_export",
     "optimizers",
     "parallel_cross_entropy",

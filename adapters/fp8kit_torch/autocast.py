@@ -15,6 +15,7 @@ from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
+from fp8kit.layer_recipes import DataRecipe, PerLayer
 from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checks import is_group
@@ -135,17 +136,48 @@ def recipe_parts(recipe: Any) -> tuple[Any, ...]:
     for value in values:
         if callable(value):
             raise not_compiled("a recipe with callables")
+    if kind is DataRecipe:
+        return kind, recipe.key, recipe.name
+    if kind is PerLayer:
+        rules = [(pattern, None if own is None else recipe_parts(own)) for pattern, own in recipe.rules]
+        return kind, recipe_parts(recipe.default), (PerLayer, *rules)
     return (kind, *[recipe_parts(v) if isinstance(v, QParams | MMParams) else v for v in values])
 
 
 def recipe_of(parts: tuple[Any, ...]) -> Any:
     """What ``recipe_parts`` took apart."""
     kind, *values = parts
+    if kind is DataRecipe:
+        return DataRecipe.of_key(*values)
+    if kind is PerLayer:
+        default, (_, *rules) = values
+        made = [(pattern, None if own is None else recipe_of(own)) for pattern, own in rules]
+        return PerLayer(recipe_of(default), tuple(made))
     return kind(*(recipe_of(value) if isinstance(value, tuple) else value for value in values))
 
 
+def layer_recipe(parts: tuple[Any, ...], layer: tuple[str, str]) -> Any:
+    """The recipe, by its parts, of a ``layer`` of that class and name; None for high precision."""
+    return recipe_of(parts).for_layer(*layer)
+
+
 @constant_result
-def history_text(parts: tuple[Any, ...]) -> str:
-    """The text of the ``AmaxHistory`` of a recipe, by its parts; "" where it has none."""
-    history = recipe_of(parts).history
-    return "" if history is None else encode(history)
+def history_text(parts: tuple[Any, ...], layer: tuple[str, str]) -> str:
+    """The text of the ``AmaxHistory`` of a layer's recipe, by its parts; "" where it has none."""
+    recipe = layer_recipe(parts, layer)
+    return "" if recipe is None or recipe.history is None else encode(recipe.history)
+
+
+@constant_result
+def needs_rng(parts: tuple[Any, ...], layer: tuple[str, str]) -> bool:
+    """Whether casts of a layer under a recipe, by its parts, draw random bits."""
+    recipe = layer_recipe(parts, layer)
+    return recipe is not None and recipe.quantization.needs_rng
+
+
+@constant_result
+def keeps_weights(parts: tuple[Any, ...], layer: tuple[str, str]) -> bool:
+    """Whether a layer under a recipe, by its parts, keeps its quantised weights from micro-batch to
+    micro-batch: not in high precision, nor where each cast of a weight draws random bits."""
+    recipe = layer_recipe(parts, layer)
+    return recipe is not None and not recipe.quantization.random_weight

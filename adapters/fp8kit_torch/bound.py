@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8kit.arrays import Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, FormatError, Fp8kitError
+from fp8kit.errors import BackendError, FormatError, Fp8kitError, UnsupportedError
 from fp8kit.execution import plans
 from fp8kit.execution.bound import BoundOp
 from fp8kit.execution.chain import ChainSpec
@@ -258,7 +258,10 @@ def as_the_user_calls_it(
 def addresses(op: TorchOp, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     """The tensors of a call, and their addresses, 0 for one without elements. A wrapper of a torch.func
     transform that has ended is replaced by the tensor that it wraps. FormatError for a tensor without memory
-    of its own, such as a FakeTensor or a DTensor."""
+    of its own, such as a FakeTensor or a DTensor; UnsupportedError within a torch.func transform and in
+    forward mode."""
+    if torch_compat.DUALS[torch_compat.LEVEL] >= 0:
+        want_no_transform(op.operation, tuple(op.inputs), tensors)
     try:
         found = [*map(_address, tensors)]
         if all(found):
@@ -271,10 +274,34 @@ def addresses(op: TorchOp, tensors: list[Tensor]) -> tuple[list[Tensor], list[in
         # a tensor in FP8 has codes beside it
         held = hasattr(tensor, "held_in_fp8") and any(own.endswith("_q") for own in names)
         if not address and tensor.numel() and not held:
+            want_no_transform(op.operation, names, tensors)
             got = f"a {type(tensor).__name__} without memory"
             wanted = "a tensor with memory of its own: a DTensor's to_local(), a real one for a FakeTensor"
             raise FormatError(op.operation.name, op.operation.argument(name, names), got, wanted)
     return tensors, found
+
+
+# by the beginning of what ``torch_compat.transform_of`` returns
+_INSTEAD = {
+    "torch.vmap": "the whole batch in one call, as leading dimensions of the input",
+    "torch.func.functionalize": "a call outside of it",
+    "torch.func.grad": "y.backward(), or torch.autograd.grad",
+    "torch.func.jvp": "reverse mode: y.backward(), or torch.autograd.grad",
+    "torch.autograd.forward_ad": "reverse mode: y.backward(), or torch.autograd.grad",
+}
+
+
+def want_no_transform(
+    operation: Operation, names: Sequence[str], tensors: Sequence[Tensor | None], instead: str = ""
+) -> None:
+    """UnsupportedError for the first of the tensors that a transform of torch.func or forward mode has
+    wrapped. ``instead``: what to do, where that is not what the transform's name says."""
+    for name, tensor in zip(names, tensors, strict=False):
+        transform = "" if tensor is None else torch_compat.transform_of(tensor)
+        if transform:
+            wanted = instead or next(text for start, text in _INSTEAD.items() if transform.startswith(start))
+            argument = operation.argument(name, names)
+            raise UnsupportedError(operation.name, argument, f"a tensor of {transform}", wanted)
 
 
 def _address_or_0(tensor: Tensor) -> int:

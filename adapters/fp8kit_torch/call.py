@@ -19,7 +19,7 @@ from fp8kit.errors import on_behalf_of
 from fp8kit.execution.codec import decode
 from fp8kit.execution.refusals import want_call
 from fp8kit.spec import Operation
-from fp8kit_torch.bound import TorchOp, addresses, bind
+from fp8kit_torch.bound import TorchOp, addresses, bind, want_no_transform
 from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.once import once
@@ -131,7 +131,13 @@ class _Node(torch.autograd.Function):
         count = op.kept_count
         kept = saved[:count]
         del saved[:count]
-        made = op.call_backward(kept, saved, [*map(_plain, grads)], state, into)
+        try:
+            made = op.call_backward(kept, saved, [*map(_plain, grads)], state, into)
+        except RuntimeError:
+            names = [f"the gradient of {name}" for name in op.results]
+            wanted = "one gradient at a time: no is_grads_batched, vectorize or vmap"
+            want_no_transform(op.operation, names, grads, wanted)
+            raise
         for i, name in enumerate(op.needs) if into else ():
             if name in into:
                 meta = op.inputs[name]

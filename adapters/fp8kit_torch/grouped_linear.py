@@ -43,6 +43,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     scales do not age. Within ``torch.compile`` the numbers of rows are a part of the compiled code.
     """
 
+    layer_name = "GroupedLinear"
     operation = grouped_linear
 
     def __init__(

@@ -34,7 +34,7 @@ from fp8kit.backends.policy import (
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.execution.memory import Layout
-from fp8kit.execution.refusals import signature_of
+from fp8kit.execution.refusals import signature_of, want_spec
 from fp8kit.formats import float32
 from fp8kit.ops.registry import OPERATIONS, each_operation
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
@@ -135,8 +135,16 @@ def described(name: str, spec: str, *rest: Any) -> tuple[str, tuple[str, ...]]:
 
 
 @torch.compiler.assume_constant_result
-def _spec_text(spec: Any) -> str:
-    return encode(spec)
+def _spec_text(operation: Operation, spec: Any) -> tuple[str, str]:
+    """(text of a spec, ""), or ("", why this call cannot be compiled)."""
+    try:
+        want_spec(operation, spec)
+        if operation.name not in OPS:
+            how = f"fk.register_operation(operation, {type(spec).__name__})"
+            raise ArgumentError(f"{operation.name}: not registered, which torch.compile wants: {how}")
+        return encode(spec), ""
+    except Fp8kitError as error:
+        return "", str(error)
 
 
 def policy_now() -> SelectionPolicy:
@@ -381,7 +389,9 @@ def trace(
     name, names, tensors = operation.name, tuple(inputs), list(inputs.values())
     if operation.mutates:
         raise not_compiled(f"{name}, which changes its inputs,")
-    text = spec if isinstance(spec, str) else _spec_text(spec)
+    text, refused = (spec, "") if isinstance(spec, str) else _spec_text(operation, spec)
+    if refused:  # said here: Dynamo takes an error within a constant's making for one of its own
+        raise ArgumentError(refused)
     gemms, history_text = ((), "") if state is None else (state.gemms, state.recipe)
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():

@@ -26,7 +26,14 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
-from fp8kit_torch.autocast import history_text, recipe_parts, reduction_group, touch_traced
+from fp8kit_torch.autocast import (
+    history_text,
+    keeps_weights,
+    needs_rng,
+    recipe_parts,
+    reduction_group,
+    touch_traced,
+)
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
@@ -352,7 +359,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if state is None:
             spec = layer_text(self._spec_text, (), False, bias, tuple(options.items()))
             return trace(self.operation, spec, tensors)
-        parts, traced = recipe_parts(state.recipe), self._traced(state)
+        parts, layer, traced = recipe_parts(state.recipe), self._layer(), self._traced(state)
         if not state.enabled:
             spec = layer_text(
                 self._spec_text, (), False, bias, (*options.items(), *self.calibration_options.items())
@@ -365,17 +372,23 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                         traced.forward.amax_history, row, traced.forward.handle, traced.recipe, traced.when
                     )
             return outputs
-        if state.recipe.quantization.needs_rng:
+        if needs_rng(parts, layer):
             tensors = {**tensors, "rng": next_rng(tensors["x"].device)}
-            first = None if state.recipe.quantization.random_weight else first
+        if first is not None and not keeps_weights(parts, layer):
+            first = None
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
-        spec = layer_text(self._spec_text, parts, first is not None, bias, tuple(options.items()))
+        cached = first is not None
+        spec = layer_text(self._spec_text, parts, cached, bias, tuple(options.items()), layer=layer)
         return trace(self.operation, spec, tensors, traced)
+
+    def _layer(self) -> tuple[str, str]:
+        """Class and name, as recipes know layers."""
+        return self.layer_name, self.name or ""
 
     def _traced(self, state: AutocastState) -> TracedState | None:
         """How a compiled call uses the state of delayed scaling; None with another recipe."""
-        text = history_text(recipe_parts(state.recipe))
+        text = history_text(recipe_parts(state.recipe), self._layer())
         if not text:
             return None
         if exporting():  # an exported program has no module whose scales it could change
@@ -399,13 +412,13 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         tensors: dict[str, Tensor],
         traced: TracedState | None,
     ) -> dict[str, Tensor]:
-        text = fp8_text(parts)
+        text = fp8_text(parts, self._layer())
         if first or self._weights is None or self._weights.key != text:
             made: dict[str, Tensor] = {}
             with torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                    spec = layer_text(self._spec_text, parts, False, bias, (), i)
+                    spec = layer_text(self._spec_text, parts, False, bias, (), i, self._layer())
                     state = None if traced is None else traced.of_gemm(i)
                     made.update(trace(weight_cast, spec, own, state, i))
             self._weights = WeightCache(text, made)

@@ -11,7 +11,7 @@ from fp8kit.execution.codec import decode, encode
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import layer_products, layer_spec, scale_names
 from fp8kit.ops.linear import LinearSpec
-from fp8kit_torch.autocast import recipe_of
+from fp8kit_torch.autocast import layer_recipe
 from fp8kit_torch.constants import constant_result
 
 
@@ -23,10 +23,12 @@ def layer_text(
     bias: str,
     options: tuple[tuple[str, Any], ...],
     cast: int = -1,
+    layer: tuple[str, str] = ("", ""),
 ) -> str:
-    """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision. ``cast``: of this
-    product's weight cast instead."""
-    fp8 = recipe_of(recipe).quantization if recipe else None
+    """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision; ``layer``: class and name.
+    ``cast``: of this product's weight cast instead."""
+    own = layer_recipe(recipe, layer) if recipe else None
+    fp8 = None if own is None else own.quantization
     found = layer_spec(decode(spec), fp8, cached, bias, options)
     if cast >= 0:
         found = LinearSpec(layer_products(found)[cast])
@@ -34,9 +36,11 @@ def layer_text(
 
 
 @constant_result
-def fp8_text(recipe: tuple[Any, ...]) -> str:
-    """The text of what a recipe, by its parts, means for products."""
-    return encode(recipe_of(recipe).quantization)
+def fp8_text(recipe: tuple[Any, ...], layer: tuple[str, str]) -> str:
+    """The text of what a recipe, by its parts, means for the products of a ``layer`` of that class and name;
+    "" for high precision."""
+    own = layer_recipe(recipe, layer)
+    return "" if own is None else encode(own.quantization)
 
 
 def spec_for(kind: str, *arguments: Any) -> Any:

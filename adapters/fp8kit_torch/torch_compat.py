@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree, checkpoint
 from torch.utils._device import DeviceContext
@@ -71,6 +72,32 @@ _transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms
 unwrap: Callable[[torch.Tensor], torch.Tensor] = getattr(
     getattr(torch._C, "_functorch", None), "unwrap_if_dead", lambda tensor: tensor
 )
+# The functions that say of a tensor which transform wraps it, and which one runs on this thread.
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_REVERSE = "torch.func.grad, vjp or jacrev"
+_FORWARD = "torch.func.jvp or jacfwd"
+
+
+def transform_of(tensor: torch.Tensor) -> str:
+    """What the transform is called, of torch.func or of forward-mode autograd, whose wrapper or dual tensor
+    this is; "" for a plain tensor, and where torch has not the names that say so."""
+
+    def is_a(*names: str) -> bool:
+        return any(getattr(_functorch, f"is_{name}", lambda t: False)(tensor) for name in names)
+
+    if is_a("batchedtensor", "legacy_batchedtensor"):
+        return "torch.vmap"
+    if is_a("functionaltensor"):
+        return "torch.func.functionalize"
+    if is_a("gradtrackingtensor"):
+        top = getattr(_functorch, "peek_interpreter_stack", lambda: None)()
+        return _FORWARD if top is not None and top.key().name == "Jvp" else _REVERSE
+    return "torch.autograd.forward_ad" if forward_ad.unpack_dual(tensor).tangent is not None else ""
+
+
+# DUALS[LEVEL] is the level of forward mode, -1 outside of it: a look-up, since every call asks.
+DUALS, LEVEL = vars(forward_ad), "_current_level"
+_required(forward_ad, LEVEL)
 
 
 def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:

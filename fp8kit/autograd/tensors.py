@@ -70,8 +70,9 @@ class Tensor:
     ``numpy()`` a host array (a copy from a GPU).
 
     What the tape can differentiate is what ``fk.nn`` computes, ``+`` and ``reshape``: a Tensor has no other
-    arithmetic (``@``, ``*``, ``mean``), and says so. ``fk.Function`` makes an operation of your own of any
-    NumPy or CuPy code; what needs no gradient is computed with ``data`` or ``numpy()``.
+    arithmetic (``@``, ``*``, ``mean``, ``[]``), and says so. A number in a sum is rounded to the tensor's
+    dtype first; ``float()`` of one element is ``item()``. ``fk.Function`` makes an operation of your own of
+    any NumPy or CuPy code; what needs no gradient is computed with ``data`` or ``numpy()``.
 
     Raises FormatError for ``requires_grad`` with a dtype that is not floating.
     """
@@ -270,10 +271,22 @@ class Tensor:
     def __add__(self, other: Any) -> Tensor:
         from fp8kit.autograd.call import apply
 
-        if isinstance(other, int | float | complex):
+        if isinstance(other, complex):
             return NotImplemented
-        other = other if isinstance(other, Tensor) else arrays.as_view(other, "add", "other")
+        if isinstance(other, int | float | np.integer | np.floating):
+            other = self._number(other)
+        elif not isinstance(other, Tensor):
+            other = arrays.as_view(other, "add", "other")
         return apply(add, _ADD, {"a": self, "b": other})["y"]
+
+    def _number(self, value: Any) -> ArrayView:
+        """A number as an array () of this dtype, on this device; Inf where the dtype does not reach."""
+        try:
+            with np.errstate(all="ignore"):
+                host = np.full((), float(value), self.dtype.numpy)
+        except OverflowError:
+            raise FormatError("add", "other", shown(value), "a number that a float can be") from None
+        return arrays.to(arrays.as_view(host), self.device)
 
     if not TYPE_CHECKING:  # a checker knows without them that they are not there
 
@@ -289,13 +302,14 @@ class Tensor:
         __pow__, __rpow__ = _refused("**"), _refused("**")
         __matmul__, __rmatmul__ = _refused("@"), _refused("@")
         __neg__ = _refused("-")
+        __getitem__ = _refused("[]")
 
     # array + tensor is the tensor's to answer: NumPy would convert it, and leave the tape
     __array_priority__ = 1000
 
     def __radd__(self, other: Any) -> Tensor:
-        if isinstance(other, int | float | complex):
-            return NotImplemented
+        if isinstance(other, int | float | complex | np.integer | np.floating):
+            return self.__add__(other)  # which has one rounding either way
         return Tensor(arrays.as_view(other, "add", "other")) + self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -333,6 +347,9 @@ class Tensor:
         if not self.shape:
             raise ShapeError("len", "tensor", "no dimension", "at least one")
         return self.shape[0]
+
+    def __float__(self) -> float:
+        return self.item()
 
     def __bool__(self) -> bool:
         return bool(self.item())

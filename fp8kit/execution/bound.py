@@ -90,7 +90,7 @@ class Interface:
         self.backward_inputs = dict(s.backward_inputs)
         places = {name: Source(i, True) for i, name in enumerate(self.outputs)}
         places |= {name: Source(i, False) for i, name in enumerate(metas)}
-        self.kept = {name: places[name] for name in s.kept if name in places}
+        self.kept = {name: places[name] for name in s.kept if name in places}  # without absent inputs
         known = {**self.inputs, **self.outputs}
         self.kept_metas = {name: known[name] for name in self.kept}
         self.gradients = [self._gradient(name) for name in needs]

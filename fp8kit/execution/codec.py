@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from fp8kit import formats, recipe
+from fp8kit.accumulation import Accumulation
 from fp8kit.arguments import shown
 from fp8kit.backends.policy import SelectionPolicy, policy_from_text
 from fp8kit.errors import FormatError, Fp8kitError
@@ -60,13 +61,14 @@ def _packed(value: Any) -> Any:
         return {"set": sorted(value)}
     if isinstance(value, SelectionPolicy):
         return {"policy": policy_from_text(value.text).text}  # where it has overrides, it is kept from now on
+    if isinstance(value, Accumulation):
+        return {"accumulation": [value.fraction_bits, value.chunk, value.promote]}
     if SPECS.get(type(value).__name__) is type(value):
         fields: Any = dataclasses.fields(value)  # type: ignore[arg-type]
         parts = {field.name: _packed(getattr(value, field.name)) for field in fields if field.init}
         return {"is": type(value).__name__, **parts}
-    raise FormatError(
-        "encode", "spec", repr(value), "numbers, text, formats, tuples and registered dataclasses"
-    )
+    wanted = "numbers, text, formats, tuples, and dataclasses that fk.register_operation was given"
+    raise FormatError("encode", "spec", repr(value), wanted)
 
 
 def _unpacked(value: Any) -> Any:
@@ -81,6 +83,8 @@ def _unpacked(value: Any) -> Any:
         return _TABLES[tag][inner]
     if tag == "policy":
         return policy_from_text(inner)
+    if tag == "accumulation":
+        return Accumulation(*inner)
     if tag == "meta":
         shape, dtype, zero = inner
         return Meta(tuple(shape), formats.DTYPES[dtype], zero)

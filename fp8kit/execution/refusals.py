@@ -1,5 +1,6 @@
 """What is refused of a call before anything runs, alike in every frontend: a spec of another class, an input
-that is missing, one that the operation does not have, something that is no array.
+that is missing, one that the operation does not have, something that is no array; and of an operation, what
+it says of itself that cannot be.
 
 An operation does not list its inputs. Its ``infer`` looks at each of them by name, so a name that it asks for
 in vain is missing, and one that neither it nor ``plan`` asked for is unknown. All this costs time only when a
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, ShapeError, meant
+from fp8kit.ops.registry import spec_classes
 from fp8kit.spec import Meta, Needs, Operation, Plan, Signature
 
 
@@ -27,8 +29,9 @@ class GivenMetas(dict[str, Meta]):
         self.operation, self.asked = operation, set[str]()
 
     def __missing__(self, name: str) -> Meta:
-        given = f", beside {', '.join(map(repr, super().keys()))}" if self else ""
-        raise ShapeError(self.operation.name, name, None, f"an array, given as {name!r}{given}")
+        given = ", ".join(map(repr, super().keys())) or "none"
+        other = f" as {name!r}" if self.operation.argument(name) != name else ""
+        raise ShapeError(self.operation.name, name, None, f"an array{other}; given: {given}")
 
     def __getitem__(self, name: str) -> Meta:
         self.asked.add(name)
@@ -80,12 +83,14 @@ class GivenMetas(dict[str, Meta]):
 
 
 def signature_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: Needs) -> Signature:
-    """``operation.infer``. Raises what it raises; ArgumentError for a spec of another class and for an input
-    that the operation does not have, ShapeError for one that is missing."""
+    """``operation.infer``. Raises what it raises; ArgumentError for a spec of another class, for an input
+    that the operation does not have, and for an answer that cannot be (``want_signature``), ShapeError for an
+    input that is missing."""
     given = GivenMetas(operation, metas)
     with reading(operation, spec):
         signature = operation.infer(spec, given, needs)
     given.want_no_others(needs)
+    want_signature(operation, spec, given, signature)
     return signature
 
 
@@ -95,7 +100,53 @@ def plan_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: N
     with reading(operation, spec):
         plan = operation.plan(spec, given, needs, kernels)
     given.want_no_others(needs)
+    if not isinstance(plan, Plan):
+        raise ArgumentError(operation.name, "plan", shown(plan), "a Plan, returned by plan")
+    want_signature(operation, spec, given, plan.signature)
     return plan
+
+
+def want_signature(operation: Operation, spec: Any, given: GivenMetas, signature: Any) -> None:
+    """ArgumentError that says what an operation's author has to change, where ``infer`` answers something
+    else than a Signature of Metas, outputs that the operation does not declare, names that are none, or a
+    gradient that has not its input's shape. ``given``: the metas that ``infer`` has seen."""
+    name = operation.name
+    if not isinstance(signature, Signature):
+        raise ArgumentError(name, "infer", shown(signature), "a Signature, returned by infer")
+    for field in ("outputs", "saved", "grads", "backward_inputs"):
+        metas = getattr(signature, field)
+        if not isinstance(metas, Mapping):
+            raise ArgumentError(name, field, shown(metas), "a dict, name -> Meta")
+        for key, meta in metas.items():
+            if not isinstance(meta, Meta):
+                got = f"{key!r}: {shown(meta)}"
+                raise ArgumentError(name, field, got, "Meta(shape, dtype) for each name")
+    results = *(key for key, meta in signature.outputs.items() if not meta.zero), *signature.passes
+    declared = tuple(operation.outputs(spec))
+    if declared != results:
+        wanted = f"{results}, as infer says: declare `results = {results}` in {type(operation).__name__}"
+        raise ArgumentError(
+            name, "results", declared, f"{wanted}, or return them from outputs(spec) where the spec decides"
+        )
+    kept: Any = signature.kept
+    if isinstance(kept, str):
+        raise ArgumentError(name, "kept", repr(kept), "a tuple of names")
+    inputs, outputs = given.asked | dict.keys(given), set(results)
+    for field, names, known in (
+        ("kept", kept, inputs | outputs),
+        ("passes", signature.passes.values(), inputs),
+        ("grad_passes", signature.grad_passes.keys(), inputs),
+        ("grad_passes", signature.grad_passes.values(), outputs),
+    ):
+        for key in names:
+            if key not in known:
+                among = ", ".join(sorted(known)) or "none"
+                raise ArgumentError(name, field, repr(key), f"names among {among}{meant(key, known)}")
+    for key, meta in signature.grads.items():
+        source = dict.get(given, key)
+        if source is not None and meta.shape != source.shape:
+            wanted = f"{source.shape}, that of the input {key!r}"
+            raise ArgumentError(name, "grads", f"shape {meta.shape} of {key!r}", wanted)
 
 
 @contextmanager
@@ -113,16 +164,21 @@ def reading(operation: Operation, spec: Any) -> Iterator[None]:
 
 
 def want_spec(operation: Operation, spec: Any) -> None:
-    """ArgumentError for what is no operation, and for a spec of another class than that with which ``infer``
-    annotates it, where it does."""
+    """ArgumentError for what is no operation; for a spec of none of the classes that the operation was
+    registered with, or, where there are none, of another class than that with which ``infer`` annotates
+    it."""
     if not isinstance(operation, Operation):
         raise ArgumentError("apply", "operation", shown(operation), "an Operation, an instance of its class")
-    infer = type(operation).infer
-    kind = infer.__annotations__.get("spec")
-    if isinstance(kind, str):
-        kind = infer.__globals__.get(kind)
-    if isinstance(kind, type) and kind is not Any and not isinstance(spec, kind):
-        raise ArgumentError(operation.name, "spec", shown(spec), f"an instance of {kind.__name__}")
+    kinds = spec_classes(operation)
+    if not kinds:
+        infer = type(operation).infer
+        kind = infer.__annotations__.get("spec")
+        if isinstance(kind, str):
+            kind = infer.__globals__.get(kind)
+        kinds = (kind,) if isinstance(kind, type) and kind is not Any else ()
+    wanted = " or ".join(kind.__name__ for kind in kinds) or "the spec's class"
+    if isinstance(spec, type) or (kinds and not isinstance(spec, kinds)):
+        raise ArgumentError(operation.name, "spec", shown(spec), f"an instance of {wanted}")
 
 
 def want_call(

@@ -97,6 +97,10 @@ class FP8Layer(Layer):
     # further fields of the spec while calibrating
     calibration_options: ClassVar[dict[str, Any]] = {}
     fuse_wgrad_accumulation = False
+    # what the user calls it
+    name: str | None = None
+    # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
+    _own: tuple[Recipe, str | None, Recipe | None] | None = None
     # the frontend's module of checkpoints: idle, first, recall
     recomputation: ClassVar[Any]
     # the binding of a call that uses no state
@@ -240,6 +244,8 @@ class FP8Layer(Layer):
             in_fp8 = {"fp8_output": fp8_output, "fp8_grad": fp8_grad}
             return self.run_compiled(inputs, first, bias, in_fp8, options)
         state = current()
+        if state is not None and state.recipe.by_layer:
+            state = self.own_state(state)
         operands = self.open_operands(inputs, state, first)
         if state is None or not (state.enabled or state.calibrating):
             self.note_pass(False, False)
@@ -312,6 +318,15 @@ class FP8Layer(Layer):
         spec = self._spec_for(fp8, cached is not None, bias, options, fields)
         inputs = inputs | dict(codes or {}) | (cached or {})
         return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
+
+    def own_state(self, state: AutocastState) -> AutocastState | None:
+        """The autocast as it is for this layer, whose recipes differ from layer to layer: with its own one,
+        or None where it is to run in high precision."""
+        known = self._own
+        if known is None or known[0] is not state.recipe or known[1] != self.name:
+            own = state.recipe.for_layer(self.layer_name, self.name or "")
+            self._own = known = (state.recipe, self.name, own)
+        return None if known[2] is None else state._replace(recipe=known[2])
 
     def _fp8_of(self, recipe: Recipe) -> Quantization:
         known = self._fp8

@@ -24,7 +24,10 @@ between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_st
 """
 
 import sys as _sys
+from typing import Any as _Any
 
+from fp8kit import errors as _errors
+from fp8kit.layers.names import name_layers
 from fp8kit.nn.embedding import Dropout, Embedding, cross_entropy
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.layer import NativeLayer as _NativeLayer
@@ -69,6 +72,12 @@ __all__ = [
     "draw_from",
     "get_rng_state",
     "manual_seed",
+    "name_layers",
     "normal_init",
     "set_rng_state",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    why = _errors.meant(name, __all__)
+    raise AttributeError(f"module 'fp8kit.nn' has no attribute {name!r}{why}", name=name)

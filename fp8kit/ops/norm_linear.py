@@ -55,7 +55,7 @@ class NormStage:
     @property
     def fused(self) -> bool:
         """Whether the normalisation writes the product's input in FP8."""
-        return self.product.scales_known
+        return self.product.scales_known and not self.product.fprop_reads_x
 
     def meta(self) -> Meta:
         """norm(x) as a matrix."""

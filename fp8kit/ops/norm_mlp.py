@@ -83,7 +83,7 @@ class _Stages:
     def casts(self) -> bool:
         """Whether the activation writes fc2's input in FP8, after a pass that takes its amax where that is
         not known before. So nothing in high precision is written to be read again."""
-        return self.fc2.fuses_cast
+        return self.fc2.fuses_cast and not self.fc2.fprop_reads_x
 
     @property
     def reach(self) -> bool:

@@ -114,15 +114,15 @@ class Product:
         for name, (_, n) in self.biases.items():
             want(operation, name, metas, (n,), self.dtype)
 
-    def check_weights(self, operation: str, metas: Metas) -> None:
-        """ShapeError or FormatError where weights, or what casts them, do not fit."""
-        for name, (_, n) in self.weights.items():
-            want(operation, name, metas, self._weight_shape(n), self.dtype)
-
     @property
     def needs_rng(self) -> bool:
         """Whether casts draw random bits: by the input ``rng``, int64 (2,)."""
         return False
+
+    def check_weights(self, operation: str, metas: Metas) -> None:
+        """ShapeError or FormatError where weights, or what casts them, do not fit."""
+        for name, (_, n) in self.weights.items():
+            want(operation, name, metas, self._weight_shape(n), self.dtype)
 
     def outputs(self) -> dict[str, Meta]:
         """The amax outputs."""

@@ -28,7 +28,7 @@ class BlockProduct(QuantizedProduct):
         for name, gemm in gemms:
             if gemm.a.granularity == gemm.b.granularity == "block_128x128":
                 raise unsupported(f"{name}.a, b", "block_128x128 for both", "block_1x128 for at least one")
-            if gemm.fast:
+            if gemm.fast and gemm.compute == "quantized":
                 raise unsupported(f"{name}.accumulation", '"fast"', '"split", with scales of blocks')
 
     @staticmethod
@@ -37,7 +37,7 @@ class BlockProduct(QuantizedProduct):
 
     @staticmethod
     def grid(scale_inv: Any, quantizer: Quantizer) -> Any:
-        return scale_inv.T if quantizer.tile[0] == 1 else scale_inv
+        return scale_inv.transpose(1, 0) if quantizer.tile[0] == 1 else scale_inv
 
     @staticmethod
     def multiply(

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.buffers import free
-from fp8kit.formats import float32
+from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, want, want_rng
-from fp8kit.ops.product_quantized import unsupported
+from fp8kit.ops.product_quantized import GEMMS, unsupported
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
 
@@ -32,10 +32,9 @@ _OPERANDS = {
     "g_qt": ("g", 0),
     "x_qt": ("x", 0),
 }
-# GEMM -> its operands
-_GEMMS = {"fprop": ("x_q", "w_q"), "dgrad": ("g_q", "w_qt"), "wgrad": ("g_qt", "x_qt")}
 # operands of backward's GEMMs with compute "dequantized": the values that fprop multiplied
 _FPROP = {"w_qt": "w_q", "x_qt": "x_q"}
+_LINES = ("tensor", "row")  # granularities whose scales belong to whole lines, or to all
 _DRAWS = tuple(_OPERANDS)  # the number of an operand's random words; those of a second product follow
 
 
@@ -68,7 +67,7 @@ class EmulatedProduct(Product):
         # operand -> the array that holds it; operands in high precision are not there
         self.arrays: dict[str, str] = {}
         self.casts: dict[str, Cast] = {}
-        for name, operands in _GEMMS.items():
+        for name, operands in GEMMS.items():
             for operand, quantizer in zip(operands, (gemms[name].a, gemms[name].b), strict=True):
                 source, along = _OPERANDS[operand]
                 if gemms[name].compute == "dequantized" and operand in _FPROP:
@@ -93,6 +92,10 @@ class EmulatedProduct(Product):
     def check_supported(cls, gemms: Iterable[tuple[str, Gemm]]) -> None:
         """UnsupportedError for named GEMMs that are not emulated."""
         for name, gemm in gemms:
+            for place, own in (("a", gemm.a), ("b", gemm.b)):
+                if own.granularity in _LINES and (own.stochastic_bits or own.hadamard):
+                    wanted = "0, with a scale of a tensor or of rows"
+                    raise unsupported(f"{name}.{place}", "random bits or a rotation", wanted)
             if name == "fprop" and gemm.compute == "dequantized":
                 raise unsupported("fprop.compute", '"dequantized"', '"quantized" or "high_precision"')
 
@@ -127,7 +130,7 @@ class EmulatedProduct(Product):
     def scratch(self) -> dict[str, Meta]:
         own = [name for name in (*self._made("x"), *self._made("w")) if not self._is_cached(name)]
         kept = self._backward()
-        forward = {self.arrays[operand] for operand in _GEMMS["fprop"] if operand in self.arrays}
+        forward = {self.arrays[operand] for operand in GEMMS["fprop"] if operand in self.arrays}
         out = self._metas(name for name in own if name not in kept and name in forward)
         return (
             out
@@ -234,15 +237,25 @@ class EmulatedProduct(Product):
         return made
 
     def _amaxes(self) -> dict[str, Meta]:
-        """Where the amax of a tensor is taken before its cast."""
-        two_level = any(cast.quantizer.two_level for cast in self.casts.values())
-        return {self._name("amax"): ONE} if two_level else {}
+        """Where amaxes are taken before a cast, and what one with scales of lines leaves in between."""
+        made: dict[str, Meta] = {}
+        if self.fp8.two_level:
+            made[self._name("amax")] = ONE
+        sizes = [
+            self.matrices[cast.source].shape
+            for cast in self.casts.values()
+            if cast.quantizer.granularity in _LINES
+        ]
+        if sizes:
+            made[self._name("codes")] = Meta((max(m * n for m, n in sizes),), uint8)
+            made[self._name("scales")] = Meta((3 * max(1, *(max(size) for size in sizes)),), float32)
+        return made
 
     def _sums(self, gemm: str, shape: tuple[int, ...]) -> dict[str, Meta]:
         """Where a GEMM's float32 sums lie that are multiplied by scales."""
         two_level = any(
             operand in self.arrays and self.casts[self.arrays[operand]].quantizer.two_level
-            for operand in _GEMMS[gemm]
+            for operand in GEMMS[gemm]
         )
         return {self._name(f"{gemm}_sums"): Meta(shape, float32)} if two_level else {}
 
@@ -254,10 +267,30 @@ class EmulatedProduct(Product):
             if views is not None:
                 self._cast_one(ws, name, matrix, views[own], views.get(f"{own}_inv"))
 
+    def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView) -> None:
+        """``values`` of a cast with one scale for the tensor or for each line along the contraction."""
+        k, stream, (_, own, along) = ws.kernels, ws.stream, self.casts[name]
+        tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
+        if own.granularity != "tensor" and not along:
+            tile = (matrix.shape[0], 1)
+        count = max(1, -(-matrix.shape[0] // max(tile[0], 1)) * -(-matrix.shape[1] // max(tile[1], 1)))
+        scales = ws.scratch[self._name("scales")]
+        amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
+        codes = ws.scratch[self._name("codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        arrays.provider(amax.device).fill_zero(amax, stream)
+        k.amax(matrix, amax, tile, stream)
+        rule = own.format.max, own.power_2, own.epsilon, float32.max
+        k.scale_from_amax(amax, scale, inverse, *rule, stream)
+        k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, 0, None, stream)
+        k.dequantize(codes, values, inverse, own.format, tile, stream)
+
     def _cast_one(
         self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView, inverse: ArrayView | None
     ) -> None:
         _, quantizer, along = self.casts[name]
+        if quantizer.granularity in _LINES:
+            self._cast_lines(ws, name, matrix, values)
+            return
         k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
         if quantizer.two_level:
             amax = ws.scratch[self._name("amax")]

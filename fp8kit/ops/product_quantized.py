@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.buffers import free
 from fp8kit.errors import UnsupportedError
@@ -21,6 +22,8 @@ from fp8kit.spec import Meta, Metas, WorkingSet
 Operand = tuple[Any, Any, Quantizer]  # codes and scale_inv, views, and how they were cast
 Arrays = Mapping[str, Any]
 Pair = tuple[Arrays, Arrays]
+# GEMM -> its operands
+GEMMS = {"fprop": ("x_q", "w_q"), "dgrad": ("g_q", "w_qt"), "wgrad": ("g_qt", "x_qt")}
 ALIGN = 16  # FP8 products take dimensions that are multiples of 16 (cuBLASLt, "FP8 data types")
 AMAX = Meta((1,), float32, zero=True)
 
@@ -56,18 +59,30 @@ class QuantizedProduct(Product):
             "x_qt": (k, m, wgrad.b),
         }
         self.quantizers = {"x": fprop.a, "w": fprop.b, "g": dgrad.a}
+        # GEMMs in high precision have no operands of their own
+        self.plain = {name for name, gemm in self.fp8.gemms.items() if gemm.compute == "high_precision"}
+        for name, operands in GEMMS.items():
+            for operand in operands if name in self.plain else ():
+                del self.operands[operand]
+        self.fprop_reads_x, self.wgrad_reads_x = "fprop" in self.plain, "wgrad" in self.plain
+        self.reads_g = bool(self.plain & {"dgrad", "wgrad"})
         self.cached = ("x_q", "x_qt") * spec.input_cached + ("w_q", "w_qt") * spec.weight_cached
         # operand -> names of its codes and of their scale_inv
         self.names = {
             operand: (f"{spec.prefix}{operand}", f"{spec.prefix}{self._scale_name(operand)}")
-            for operand in self.operands
+            for pair in GEMMS.values()
+            for operand in pair
         }
         # what is no longer needed after an operand's GEMM: no scales that both orientations share
         self.own_names = {operand: (name, f"{name}_inv") for operand, (name, _) in self.names.items()}
         self.in_saved = frozenset(self.saved())
-        self.fast = {name: gemm.fast for name, gemm in self.fp8.gemms.items()}
+        self.how = {name: gemm.how for name, gemm in self.fp8.gemms.items()}
+        self.multipliers: dict[str, Any] = {
+            name: self.multiply if isinstance(how, bool) else self.model_multiply
+            for name, how in self.how.items()
+        }
         # the scales of a part of g^T's rows are no array of their own
-        self.whole_wgrad = len(self.weights) > 1
+        self.whole_wgrad = len(self.weights) > 1 and "wgrad" not in self.plain
 
     # --- what a granularity says ----------------------------------------------------------------------------
 
@@ -95,11 +110,27 @@ class QuantizedProduct(Product):
         bias: ArrayView | None = None,
         addend: ArrayView | None = None,
     ) -> None:
-        """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream. Here: with
-        scales of tensors or of rows."""
+        """out = left right^T (+ bias) (+ addend), of ``ws`` with kernels, workspace and stream, summed as the
+        device does. Here: with scales of tensors or of rows."""
         (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
-        formats_and_scales = p.format, q.format, a_inv, b_inv
-        ws.kernels.fp8_gemm(a, b, out, *formats_and_scales, bias, addend, fast, space, ws.stream)
+        how = p.format, q.format, a_inv, b_inv
+        ws.kernels.fp8_gemm(a, b, out, *how, bias, addend, fast, space, ws.stream)
+
+    @classmethod
+    def model_multiply(
+        cls,
+        ws: WorkingSet,
+        left: Operand,
+        right: Operand,
+        out: ArrayView,
+        how: Accumulation,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
+    ) -> None:
+        """``multiply`` with another chip's sums."""
+        (a, a_inv, p), (b, b_inv, q) = left, right
+        scales = cls.grid(a_inv, p), cls.grid(b_inv, q), p.tile, q.tile
+        ws.kernels.model_gemm(a, b, out, p.format, q.format, *scales, how, bias, addend, ws.stream)
 
     def _scale_name(self, operand: str) -> str:
         """Name of the operand's scale_inv, the prefix aside."""
@@ -115,8 +146,6 @@ class QuantizedProduct(Product):
         return self._weight_buffer() if operand == "w" else {}
 
     # --- what there is --------------------------------------------------------------------------------------
-
-    fprop_reads_x = wgrad_reads_x = reads_g = False
 
     def takes_amax(self, operand: str) -> bool:
         return self.quantizers[operand].takes_amax
@@ -138,7 +167,8 @@ class QuantizedProduct(Product):
 
     def kept(self) -> tuple[str, ...]:
         wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
-        return tuple(self._metas(*(operand for operand in wanted if operand in self.cached)))
+        plain = super().kept() if "dgrad" in self.plain else ()
+        return (*plain, *self._metas(*(operand for operand in wanted if operand in self.cached)))
 
     def weight_names(self) -> tuple[str, ...]:
         return tuple(self._metas("w_q")) if self.spec.weight_cached else super().weight_names()
@@ -159,7 +189,8 @@ class QuantizedProduct(Product):
 
     def backward_scratch(self) -> dict[str, Meta]:
         wanted = ("g_q",) * self.needs_x + ("g_qt",) * self.needs_w
-        return self._metas(*wanted) | (self._temporaries("g") if wanted else {}) | self._grad_buffers()
+        own = self._metas(*wanted) | (self._temporaries("g") if wanted else {}) | self._grad_buffers()
+        return own | (self._weight_buffer() if self.needs_x and "dgrad" in self.plain else {})
 
     def workspace(self, k: Any) -> int:
         shapes = ((self.m, self.n), (self.m, self.k), self._weight_shape(self.n))
@@ -193,12 +224,16 @@ class QuantizedProduct(Product):
     def fprop(
         self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
+        if "fprop" in self.plain:
+            self.save_weight(ws)
+            super().fprop(ws, x, y, addend)
+            return
         bias, spec, scratch = self._bias(ws), self.spec, ws.scratch
         if not spec.weight_cached:
             self._cast_weight(ws, (scratch, ws.saved))
         a = self._operand("x_q", ws.inputs if spec.input_cached else scratch, ws.saved)
         b = self._operand("w_q", ws.inputs if spec.weight_cached else scratch, ws.saved)
-        self.multiply(ws, a, b, y, self.fast["fprop"], bias, addend)
+        self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)
         del a, b
         free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
 
@@ -214,14 +249,20 @@ class QuantizedProduct(Product):
             self._cast(ws, "g", g, (ws.scratch, ws.scratch), amax_known)
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+        if "dgrad" in self.plain:
+            super().dgrad(ws, g, dx)
+            return
         a = self._operand("g_q", ws.scratch, ws.saved)
         b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
-        self.multiply(ws, a, b, dx, self.fast["dgrad"])
+        self.multipliers["dgrad"](ws, a, b, dx, self.how["dgrad"])
         del a, b
         free(ws.scratch, *self.own_names["g_q"])
         free(ws.saved, *self.own_names["w_qt"])
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        if "wgrad" in self.plain:
+            super().wgrad(ws, g, x)
+            return
         self._wgrads(ws)
         free(ws.scratch, *self.own_names["g_qt"])
         free(ws.saved, *self.own_names["x_qt"])
@@ -242,7 +283,7 @@ class QuantizedProduct(Product):
                 part = g if single else (g[0].slice(0, start, n), *g[1:])
                 out, adds = ws.outputs[name], self.adds
             a, b = (part, x) if self.oi else (x, part)
-            self.multiply(ws, a, b, out, self.fast["wgrad"], None, out if adds else None)
+            self.multipliers["wgrad"](ws, a, b, out, self.how["wgrad"], None, out if adds else None)
             if self.whole_wgrad:
                 return
 
@@ -251,7 +292,7 @@ class QuantizedProduct(Product):
     def _metas(self, *operands: str) -> dict[str, Meta]:
         """The arrays of these operands, by name."""
         made: dict[str, Meta] = {}
-        for operand in operands:
+        for operand in filter(self.operands.__contains__, operands):
             (codes, scales), (name, scale_name) = self.shapes(*self.operands[operand]), self.names[operand]
             made |= {name: Meta(codes, uint8), scale_name: Meta(scales, float32)}
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import float32
@@ -16,6 +17,7 @@ SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale poi
 # source of a scale -> what the cast reads as an input, and what tells it to a second pass (``scalars``)
 _INPUTS = {"delayed": "scale", "amax": "amax_in"}
 _SCALARS = {"delayed": ("scale", "scale"), "current": ("amax_in", "amax"), "amax": ("amax_in", "amax_in")}
+STATIC = "static_scale"  # scratch: 1, and what it is made of
 
 
 class TensorProduct(QuantizedProduct):
@@ -32,13 +34,14 @@ class TensorProduct(QuantizedProduct):
         # operand -> names of codes, transposed codes, scale_inv, scale, amax, and the amax that is an input
         names = ("q", "qt", "scale_inv", "scale", "amax", "amax_in")
         self.cast_names = {o: tuple(f"{spec.prefix}{o}_{name}" for name in names) for o in "xwg"}
+        self.static = {operand for operand, own in self.quantizers.items() if own.static}
         # operand -> its format, whether its amax is taken, whether it is an input, and its rule for a scale
         self.cast_rules = {
             operand: (
                 own.format,
                 own.takes_amax,
                 own.scale_source == "amax",
-                None if own.needs_state else Rule(own.power_2, own.epsilon),
+                None if own.needs_state or own.static else Rule(own.power_2, own.epsilon),
             )
             for operand, own in self.quantizers.items()
         }
@@ -74,12 +77,13 @@ class TensorProduct(QuantizedProduct):
             want(operation, f"{self.spec.prefix}{operand}_{_INPUTS[source]}", metas, (1,), float32)
 
     def weight_outputs(self) -> dict[str, Meta]:
-        return super().weight_outputs() | {f"{self.spec.prefix}w_amax": Meta((1,), float32, zero=True)}
+        amax = {} if self.fp8.w.static else {f"{self.spec.prefix}w_amax": Meta((1,), float32, zero=True)}
+        return super().weight_outputs() | amax
 
     def scalars(self) -> dict[str, str]:
         found = {}
         for operand in ("x", "w"):
-            if f"{operand}_q" not in self.cached:
+            if f"{operand}_q" not in self.cached and not self.quantizers[operand].static:
                 own, source = _SCALARS[self.quantizers[operand].scale_source]
                 name = f"{self.spec.prefix}{operand}"
                 found[f"{name}_{own}"] = f"{name}_{source}"
@@ -92,7 +96,8 @@ class TensorProduct(QuantizedProduct):
         return {f"{self.spec.prefix}g_{_INPUTS[source]}": Meta((1,), float32)}
 
     def _temporaries(self, operand: str) -> dict[str, Meta]:
-        return {}
+        name = f"{self.spec.prefix}{STATIC}"
+        return {name: Meta((2 * SLOT,), float32)} if self.quantizers[operand].static else {}
 
     def workspace(self, k: Any) -> int:
         return max(super().workspace(k), int(k.quantize_transpose_workspace(self.m, self.n)))
@@ -144,6 +149,15 @@ class TensorProduct(QuantizedProduct):
             cast = Cast(whole.format, q, q_t, whole.scale, whole.scale_inv, whole.amax, whole.rule)
             ws.kernels.quantize_transpose(ws.inputs[name], cast, None, None, ws.stream)
 
+    def _one(self, ws: WorkingSet) -> ArrayView:
+        """A scale of 1, which the rule of scales gives for an amax of 0."""
+        both = ws.scratch[f"{self.spec.prefix}{STATIC}"]
+        amax, scale = both.slice(0, 0, 1), both.slice(0, SLOT, 1)
+        arrays.provider(amax.device).fill_zero(amax, ws.stream)
+        inverse = both.slice(0, SLOT + 1, 1)
+        ws.kernels.scale_from_amax(amax, scale, inverse, 1.0, False, 0.0, float32.max, ws.stream)
+        return scale
+
     def _target(self, ws: WorkingSet, operand: str, into: Pair) -> Cast:
         """Where "x", "w" or "g" is cast to, and by which scale or amax."""
         q, q_t, inverse, scale, amax, amax_in = self.cast_names[operand]
@@ -153,6 +167,8 @@ class TensorProduct(QuantizedProduct):
         if operand == "w" and not self.oi:
             codes, codes_t = codes_t, codes
         scale_inv = (second if inverse in self.in_saved else first)[inverse]
-        known, inputs = ws.inputs[scale] if rule is None else None, ws.inputs
+        inputs, known = ws.inputs, None
+        if rule is None:
+            known = self._one(ws) if operand in self.static else inputs[scale]
         found = inputs[amax_in] if shared else ws.outputs.get(amax)
         return Cast(fmt, codes, codes_t, known, scale_inv, found, rule)

@@ -5,21 +5,25 @@ What a recipe asks for and no product carries out is refused here, by name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from functools import lru_cache
 
+from fp8kit.backends import dispatch
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E4M3, E5M2, DType
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
+from fp8kit.ops.product_row import RowProduct
 from fp8kit.ops.product_tensor import TensorProduct
-from fp8kit.quantization import Quantization
+from fp8kit.quantization import OPERANDS, Quantization, Quantizer
 
 # granularity of scales -> the products of operands that have it
 PRODUCTS: dict[str, type[QuantizedProduct]] = {
     "tensor": TensorProduct,
+    "row": RowProduct,
     "block_1x128": BlockProduct,
     "block_128x128": BlockProduct,
 }
@@ -27,7 +31,8 @@ PRODUCTS: dict[str, type[QuantizedProduct]] = {
 _SUPPORTED = {
     "format": (E4M3, E5M2),
     "granularity": tuple(PRODUCTS),
-    "scale_source": ("current", "delayed", "amax"),
+    "scale_source": ("current", "delayed", "amax", "static"),
+    "static_scale": (1.0,),
     "scale_rule": ("exact", "power_2"),
     "stochastic_bits": (0,),
     "hadamard": (0,),
@@ -44,8 +49,8 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
         why = refusal
     used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
     operands = [operand for gemm in used for operand in (gemm.a, gemm.b)]
-    by_blocks = all(operand.granularity.startswith(("mx_", "nvfp4_", "block_")) for operand in operands)
-    if not by_blocks or any(operand.scale_source != "current" for operand in operands):
+    modelled = any(not isinstance(gemm.how, bool) for gemm in used)
+    if not operands or modelled or any(operand.scale_source != "current" for operand in operands):
         raise why
     EmulatedProduct.check_supported(quantization.gemms.items())
     return EmulatedProduct
@@ -53,11 +58,13 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
 
 def _native(quantization: Quantization) -> type[QuantizedProduct]:
     """The products on FP8 codes, or UnsupportedError."""
-    gemms = quantization.gemms
-    for name, gemm in gemms.items():
+    used = {name: gemm for name, gemm in quantization.gemms.items() if gemm.compute != "high_precision"}
+    readers: dict[str, list[tuple[str, Quantizer]]] = {"x": [], "w": [], "g": []}
+    for name, gemm in used.items():
         if gemm.compute != "quantized":
-            raise unsupported(f"{name}.compute", repr(gemm.compute), '"quantized"')
-        for place, quantizer in (("a", gemm.a), ("b", gemm.b)):
+            raise unsupported(f"{name}.compute", repr(gemm.compute), '"quantized" or "high_precision"')
+        for source, place, quantizer in zip(OPERANDS[name], "ab", (gemm.a, gemm.b), strict=True):
+            readers[source].append((f"{name}.{place}", quantizer))
             for field, known in _SUPPORTED.items():
                 value = getattr(quantizer, field)
                 if value not in known:
@@ -65,21 +72,39 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
                     raise unsupported(f"{name}.{place}.{field}", value, wanted)
         if gemm.a.format == gemm.b.format == E5M2:
             raise unsupported(f"{name}.a, b", "E5M2 for both", "E4M3 for at least one")
-    f, d, w = gemms.values()
-    for argument, second, first in (("wgrad.b", w.b, f.a), ("dgrad.b", d.b, f.b), ("wgrad.a", w.a, d.a)):
-        if second != first:
-            raise unsupported(argument, second, f"{first}, as the other GEMM that reads this operand")
-    operands = quantization.x, quantization.w, quantization.g
+    for pair in readers.values():
+        if len(pair) == 2 and pair[0][1] != pair[1][1]:
+            wanted = f"{pair[0][1]}, as the other GEMM that reads this operand"
+            raise unsupported(pair[1][0], pair[1][1], wanted)
+    operands = [quantizer for pair in readers.values() for _, quantizer in pair]
     kinds = {PRODUCTS[quantizer.granularity]: quantizer.granularity for quantizer in operands}
+    if not kinds:
+        raise unsupported("compute", "high precision for all three GEMMs", "no recipe")
     if len(kinds) > 1:
         raise unsupported(
             "granularity", " and ".join(kinds.values()), "scales of the same kind for x, w and g"
         )
+    for quantizer in operands:
+        if quantizer.static and quantizer.granularity != "tensor":
+            raise unsupported("granularity", quantizer.granularity, "tensor, with a static scale")
     if len({quantizer.needs_state for quantizer in operands}) > 1:
         raise unsupported("scale_source", "delayed for some of x, w and g", "delayed for all or for none")
     (kind,) = kinds
-    kind.check_supported(gemms.items())
+    kind.check_supported(used.items())
     return kind
+
+
+@lru_cache(maxsize=256)
+def _say_emulated(quantization: Quantization) -> None:
+    """Say that products are emulated whose operands have products of their own, but not together."""
+    gemms = quantization.gemms.values()
+    operands = [own for gemm in gemms if gemm.compute == "quantized" for own in (gemm.a, gemm.b)]
+    if all(own.format in (E4M3, E5M2) and own.granularity in PRODUCTS for own in operands):
+        try:
+            _native(quantization)
+        except UnsupportedError as why:
+            said = "FP8 products are emulated, in high precision, since none is like this: %s"
+            dispatch.say_once(logging.WARNING, said, why)
 
 
 def product_of(
@@ -87,4 +112,6 @@ def product_of(
 ) -> Product:
     """The products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
     kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
+    if spec.fp8 is not None and kind is EmulatedProduct:
+        _say_emulated(spec.fp8)
     return kind(spec, rows, dtype, needs_x, needs)

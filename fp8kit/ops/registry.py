@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 from fp8kit import ops, quantization, recipe
@@ -15,15 +15,18 @@ from fp8kit.spec import Operation
 
 OPERATIONS: dict[str, Operation] = {}
 SPECS: dict[str, type] = {}
+_SPECS_OF: dict[str, tuple[type, ...]] = {}  # by the operation's name: what it was registered with
 _LISTENERS: list[Callable[[Operation], object]] = []
 
 
 def register_operation(operation: Operation, *specs: type) -> Operation:
-    """Make an operation of your own usable in every frontend, with the frozen dataclasses that its spec is
-    made of. Returns the operation. ArgumentError for a name that another operation has, and for a spec that
-    is no dataclass."""
+    """Make an operation of your own usable in every frontend. ``specs``: the class of its spec, a frozen
+    dataclass, and those of the dataclasses that are the spec's fields; a call with a spec of none of them is
+    refused. Returns the operation. ArgumentError for a name that another operation has, for an operation
+    that lacks a method or declares something that cannot be, and for a spec that is no frozen dataclass."""
     if not isinstance(operation, Operation) or not isinstance(getattr(operation, "name", None), str):
         raise ArgumentError("register_operation", "operation", shown(operation), "an Operation with a name")
+    _want_declared(operation)
     if type(OPERATIONS.get(operation.name, operation)) is not type(operation):
         raise ArgumentError(
             "register_operation", "name", repr(operation.name), "one that no other operation has"
@@ -35,11 +38,38 @@ def register_operation(operation: Operation, *specs: type) -> Operation:
         known = SPECS.get(kind.__name__, kind)
         if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
             raise ArgumentError("register_operation", "specs", kind.__name__, "names that no other spec has")
-        SPECS[kind.__name__] = kind
+    SPECS.update({kind.__name__: kind for kind in specs})
+    _SPECS_OF[operation.name] = specs
     OPERATIONS[operation.name] = operation
     for listener in _LISTENERS:
         listener(operation)
     return operation
+
+
+def _want_declared(operation: Operation) -> None:
+    """ArgumentError for an operation without a method that every call needs, and for a declaration of another
+    type than ``Operation`` says."""
+    kind = type(operation)
+    for method in ("infer", "forward"):
+        if getattr(kind, method) is getattr(Operation, method):
+            wanted = f"a class that has infer and forward, as {Operation.__module__}.Operation says them"
+            raise ArgumentError(
+                "register_operation", "operation", f"{kind.__name__} without {method}", wanted
+            )
+    if not operation.name.isidentifier():
+        raise ArgumentError("register_operation", "name", repr(operation.name), "letters, digits and _")
+    for field in ("results", "mutates", "parameters"):
+        names = getattr(operation, field)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise ArgumentError("register_operation", field, shown(names), "a tuple of names")
+    if not isinstance(operation.arguments, Mapping):
+        raise ArgumentError("register_operation", "arguments", shown(operation.arguments), "a dict of names")
+
+
+def spec_classes(operation: Operation) -> tuple[type, ...]:
+    """The classes that the operation was registered with; () where none were given, or it was not."""
+    known = OPERATIONS.get(operation.name)
+    return _SPECS_OF[operation.name] if type(known) is type(operation) else ()
 
 
 def each_operation(listener: Callable[[Operation], object]) -> None:

@@ -2,7 +2,7 @@
 // square blocks a second one over what the first has brought into the caches.
 //
 // functions: cast_lines (cast_blocks), cast_columns (cast_blocks)
-// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,steps,any
+// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,e2m1,steps,any
 #include "blocks_cast.cuh"
 
 constexpr int ROWS = 256 / LINES, TURNS = SPAN / ROWS;
@@ -75,7 +75,7 @@ DEVICE void random_codes(const BlockCast& how, const i64* rng, u64 index, const 
     u32 codes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const u32 low = skip & 1 ? eight[i + 1] : eight[i], high = skip & 1 ? eight[i + 3 > 7 ? 7 : i + 3] : eight[i + 2];
+      const u32 low = skip & 1 ? eight[i + 1] : eight[i], high = skip & 1 ? eight[i + 3] : eight[i + 2];
       codes |= random_code(how, steps, rest[i], skip & 2 ? high : low) << (8 * i);
     }
 #pragma unroll
@@ -95,16 +95,17 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
   __shared__ u32 peaks[PEAKS];
   const TensorScale tensor = tensor_scale(how, tensor_amax);
   write_tensor_scale(tensor, tensor_scale_inv);
-  const i64 across = ceil_div(columns, SPAN);
+  const u32 across = (u32)ceil_div(columns, SPAN);
   if (!rows || !columns) return;
   const u32 place = line_place(), warp_row = threadIdx.x / 32 * 4, own_row = threadIdx.x / LINES;
-  const i64 top = blockIdx.x / across * SPAN, column = blockIdx.x % across * SPAN + place * LINE;
+  const i64 top = (i64)(blockIdx.x / across) * SPAN,
+            column = (i64)(blockIdx.x % across) * SPAN + place * LINE;
   const bool wide = rows_aligned<16>(x, columns), wide_q = rows_aligned<16>(q, columns),
              wide_values = rows_aligned<16>(values, columns);
   const u32 flips = flips_of(how.rotation, rng, column);
   const bool whole = whole_group(how.rotation, column, columns);
-  const u32 squares = SPAN / how.tile, peak = place * LINE / how.tile;  // of a row of them; the first one's
-  const i64 tiles = ceil_div(columns, how.tile);
+  const u32 log = how.tile_log, squares = SPAN >> log, peak = place * LINE >> log;
+  const i64 tiles = (columns + how.tile - 1) >> log;
   float v[LINE];
   bool nan;
 
@@ -116,7 +117,7 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
       const u32 row = turn * ROWS + own_row;
       to_line(read_line(x, top + row, rows, column, columns, wide), v);
       rotate_line(how.rotation, flips, whole, place, v);
-      add_peak(peaks + row / how.tile * squares + peak, line_amax(how, v, nan));
+      add_peak(peaks + (row >> log) * squares + peak, line_amax(how, v, nan));
     }
     __syncthreads();
   }
@@ -131,13 +132,12 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
     if (turn + 1 < TURNS) next = read_line(x, row + ROWS, rows, column, columns, wide);
     rotate_line(how.rotation, flips, whole, place, v);
     float amax = line_amax(how, v, nan);
-    if (how.square) amax = __uint_as_float(peaks[row_here / how.tile * squares + peak]);
+    if (how.square) amax = __uint_as_float(peaks[(row_here >> log) * squares + peak]);
     else amax = shared_amax(how, amax);
     const Scale scale = block_scale(how, tensor, amax);
     if (row >= rows || column >= columns) continue;
     if (!(place * LINE & (how.tile - 1)) && (!how.square || !(row_here & (how.tile - 1))))
-      write_scale(scale, (how.square ? row / how.tile : row) * tiles + column / how.tile, scale_inv,
-                  scale_codes);
+      write_scale(scale, (how.square ? row >> log : row) * tiles + (column >> log), scale_inv, scale_codes);
     if (q == nullptr && values == nullptr) continue;
 #pragma unroll
     for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
@@ -186,25 +186,57 @@ DEVICE void column_line(Panel<T>& panel, u32 place, u32 pair, int side, float (&
   for (int i = 0; i < LINE; ++i) v[i] = to_float(panel.at(place * LINE + i, pair)[side]);
 }
 
-// Codes of the 16 rows from `row` on of a column, by their words; that of element (0, 0) is `first`. A
-// column's codes are bytes: byte i % 4 of words[i / 4].
-DEVICE void random_column(const BlockCast& how, const i64* rng, u64 first, i64 row, i64 column, i64 columns,
-                          const float (&v)[LINE], u32 (&words)[LINE / 4]) {
+// v moves up by one, and a code into the words from their upper end.
+DEVICE void next_row(float (&v)[LINE], u32 (&words)[LINE / 4], u32 code) {
+#pragma unroll
+  for (int k = 0; k + 1 < LINE; ++k) v[k] = v[k + 1];
+#pragma unroll
+  for (int w = 0; w < LINE / 4; ++w)
+    words[w] = __funnelshift_r(words[w], w + 1 < LINE / 4 ? words[(w + 1) % (LINE / 4)] : code, 8);
+}
+
+// Codes of the 16 rows from `row` on of a pair of columns, the first of which is `column`, by their words;
+// element (0, 0)'s is number `zero`, a multiple of 4.
+// Where four neighbours of a row are a group of words, they belong to two lanes: each draws every second row
+// and gives the other its half. All lanes call; `low` and `high` are used up.
+DEVICE void random_pair(const BlockCast& how, const i64* rng, u64 zero, i64 row, i64 column, i64 columns,
+                        float (&low)[LINE], float (&high)[LINE], u32 (&low_words)[LINE / 4],
+                        u32 (&high_words)[LINE / 4]) {
   const Rng key = load_rng(rng);
   const Steps steps = steps_of(how);
-  float rest[LINE];
-#pragma unroll
-  for (int i = 0; i < LINE; ++i) rest[i] = v[i];
+  const bool grouped = columns % 4 == 0, second = line_pair() % 2;
 #pragma unroll 1
-  for (int i = 0; i < LINE; ++i) {
-    const u32 word = philox_word(key, first + (u64)((row + i) * columns + column));
-    const u32 code = random_code(how, steps, rest[0], word);
+  for (int i = 0; i < LINE; i += 2) {
+    u32 words[4] = {};  // of both rows' pairs
+    if (grouped) {
+      const uint4 own = philox(key, (zero + (u64)((row + i + second) * columns + column)) >> 2);
+      const u32 x = __shfl_xor_sync(~0u, second ? own.x : own.z, LINES);
+      const u32 y = __shfl_xor_sync(~0u, second ? own.y : own.w, LINES);
+      words[0] = second ? x : own.x, words[1] = second ? y : own.y;
+      words[2] = second ? own.z : x, words[3] = second ? own.w : y;
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < 4; ++k) {
+        const u32 word = philox_word(key, zero + (u64)((row + i + k / 2) * columns + column + k % 2));
+        words[0] = words[1], words[1] = words[2], words[2] = words[3], words[3] = word;
+      }
+    }
 #pragma unroll
-    for (int k = 0; k + 1 < LINE; ++k) rest[k] = rest[k + 1];
-#pragma unroll
-    for (int w = 0; w < LINE / 4; ++w)
-      words[w] = __funnelshift_r(words[w], w + 1 < LINE / 4 ? words[(w + 1) % (LINE / 4)] : code, 8);
+    for (int k = 0; k < 2; ++k) {
+      next_row(low, low_words, random_code(how, steps, low[0], words[2 * k]));
+      next_row(high, high_words, random_code(how, steps, high[0], words[2 * k + 1]));
+    }
   }
+}
+
+// The values of a column's codes into the panel.
+DEVICE void column_values(const BlockCast& how, Panel<T>& panel, u32 place, u32 pair, int side,
+                          const u32 (&words)[LINE / 4], float factor) {
+  float v[LINE];
+  decode_line(how, words, v);
+#pragma unroll
+  for (int i = 0; i < LINE; ++i)
+    panel.at(place * LINE + i, pair)[side] = from_float<T>(v[i] * factor);
 }
 
 // A block takes 128 rows and 64 columns; of square blocks 128 columns, 64 at a time.
@@ -218,14 +250,14 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
   const TensorScale tensor = tensor_scale(how, tensor_amax);
   write_tensor_scale(tensor, tensor_scale_inv);
   if (!rows || !columns) return;
-  const i64 width = how.square ? SPAN : PANEL, across = ceil_div(columns, width);
-  const i64 top = blockIdx.x / across * SPAN, left = blockIdx.x % across * width;
+  const u32 width = how.square ? SPAN : PANEL, across = (u32)ceil_div(columns, width);
+  const i64 top = (i64)(blockIdx.x / across) * SPAN, left = (i64)(blockIdx.x % across) * width;
   const u32 place = line_place(), pair = line_pair();
   const i64 row = top + place * LINE;
   const u32 flips = flips_of(how.rotation, rng, row);
   const bool whole = whole_group(how.rotation, row, rows), wide_q = rows_aligned<16>(q, columns);
-  const u32 squares = SPAN / how.tile;
-  const i64 tiles = how.square ? ceil_div(columns, how.tile) : columns;
+  const u32 log = how.tile_log, squares = SPAN >> log, peak = (place * LINE >> log) * squares;
+  const i64 tiles = how.square ? (columns + how.tile - 1) >> log : columns;
   bool nan;
 
   if (how.square) {
@@ -238,7 +270,7 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
         float v[LINE];
         column_line(panel, place, pair, side, v);
         rotate_line(how.rotation, flips, whole, place, v);
-        add_peak(peaks + place * LINE / how.tile * squares + (part + 2 * pair + side) / how.tile,
+        add_peak(peaks + peak + ((part + 2 * pair + side) >> log),
                  line_amax(how, v, nan));
       }
     }
@@ -248,7 +280,10 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
 #pragma unroll 1
   for (u32 part = 0; part < width; part += PANEL) {
     read_panel(panel, x, rows, columns, top, left + part);
-    u32 first[LINE / 4] = {};  // the codes of the pair's first column
+    const bool random = COMPILED == any_codes && how.format.random_bits;
+    // of the pair's first column: codes, what values are of them, and, where both are drawn at once, v
+    u32 first[LINE / 4] = {};
+    float first_value = 0.0f, kept[LINE] = {};
 #pragma unroll 1
     for (int side = 0; side < 2; ++side) {
       const u32 column_here = part + 2 * pair + side;
@@ -258,35 +293,39 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
       rotate_line(how.rotation, flips, whole, place, v);
       float amax = line_amax(how, v, nan);
       if (how.square)
-        amax = __uint_as_float(peaks[place * LINE / how.tile * squares + column_here / how.tile]);
+        amax = __uint_as_float(peaks[peak + (column_here >> log)]);
       else
         amax = shared_amax(how, amax);
       const Scale scale = block_scale(how, tensor, amax);
-      const bool leader = !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
+      const bool leader =
+          !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
       if (leader && row < rows && column < columns)
-        write_scale(scale, row / how.tile * tiles + (how.square ? column / how.tile : column), scale_inv,
+        write_scale(scale, (row >> log) * tiles + (how.square ? column >> log : column), scale_inv,
                     scale_codes);
 #pragma unroll
       for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
       u32 words[LINE / 4] = {};
-      if (COMPILED == any_codes && how.format.random_bits)
-        random_column(how, rng, (u64)draw << 56, row, column, columns, v, words);
-      else
+      if (!random)
         nearest_codes(how, v, nan || scale.scale != scale.scale, words);
-      if (values != nullptr) {
-        decode_line(how, words, v);
-#pragma unroll
-        for (int i = 0; i < LINE; ++i)
-          panel.at(place * LINE + i, pair)[side] = from_float<T>(v[i] * scale.value);
-      }
+      else if (side)
+        random_pair(how, rng, (u64)draw << 56, row, column - 1, columns, kept, v, first, words);
       if (side == 0) {
+        first_value = scale.value;
 #pragma unroll
         for (int w = 0; w < LINE / 4; ++w) first[w] = words[w];
+        if (random) {
+#pragma unroll
+          for (int i = 0; i < LINE; ++i) kept[i] = v[i];
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < LINE; ++i)
           codes.put(place * LINE + i, pair,
                     __byte_perm(first[i / 4], words[i / 4], (i % 4) | (4 + i % 4) << 4) & 0xFFFFu);
+        if (values != nullptr) {
+          column_values(how, panel, place, pair, 0, first, first_value);
+          column_values(how, panel, place, pair, 1, words, scale.value);
+        }
       }
     }
     if (values != nullptr) write_panel(panel, values, rows, columns, top, left + part);

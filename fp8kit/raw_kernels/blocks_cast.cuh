@@ -7,9 +7,9 @@ enum Kind { MX, NVFP4, FLOATS };
 // fp8.cuh's general functions.
 enum Route { E4M3, E5M2, STEPS, GENERAL };
 
-// The define ROUTE names what is compiled: one of the first three to nearest even, or `any` route and
-// rounding, as it is called.
-enum Compiled { e4m3_codes = E4M3, e5m2_codes = E5M2, steps_codes = STEPS, any_codes };
+// The define ROUTE names what is compiled: one of the first three to nearest even, with E2M1's steps by
+// themselves; or `any` route, rounding and sign.
+enum Compiled { e4m3_codes, e5m2_codes, steps_codes, e2m1_codes, any_codes };
 #define JOINED_(a, b) a##b
 #define JOINED(a, b) JOINED_(a, b)
 constexpr Compiled COMPILED = JOINED(ROUTE, _codes);
@@ -20,7 +20,8 @@ struct BlockCast {
   Rotation rotation;
   i32 route;
   i32 kind;
-  i32 tile;       // length of a block along the contraction, 16 to 128
+  i32 tile;       // length of a block along the contraction, 16 to 128 ...
+  i32 tile_log;   // ... is two to the power of this
   i32 square;     // whether it is as long across
   i32 by_max;     // E8M0: whether the scale follows from amax / max, else from amax's exponent ...
   i32 addend;     // ... after this was added to its bits ...
@@ -116,15 +117,32 @@ DEVICE float line_amax(const BlockCast& how, const float (&v)[LINE], bool& nan) 
 // A format with a zero and a mantissa: in the binade of a value, which is at least that of the smallest
 // normal one, codes are steps of equal width.
 
-DEVICE i32 route_of(const BlockCast& how) { return COMPILED == any_codes ? how.route : (i32)COMPILED; }
+DEVICE i32 route_of(const BlockCast& how) {
+  if (COMPILED == any_codes) return how.route;
+  return COMPILED == e4m3_codes ? E4M3 : COMPILED == e5m2_codes ? E5M2 : STEPS;
+}
 
 struct Steps {
   u32 shift;   // mantissa bits that a float has more
   u32 lowest;  // the exponent of the smallest normal value, in its place
+  u32 sign;    // the sign bit
+  float max;
 };
 
 DEVICE Steps steps_of(const BlockCast& how) {
-  return Steps{(u32)(23 - how.format.mantissa_bits), (u32)(how.format.lowest + 127) << 23};
+  if (COMPILED == e2m1_codes) return Steps{22u, 127u << 23, 8u, 6.0f};
+  return Steps{(u32)(23 - how.format.mantissa_bits), (u32)(how.format.lowest + 127) << 23,
+               (u32)how.format.sign, how.max};
+}
+
+// The code of |v|, to nearest even: a float so large that its last place is a step's width rounds the sum
+// there. NaN becomes the largest.
+DEVICE u32 nearest_code(Steps steps, float v) {
+  const float a = fminf(fabsf(v), steps.max);
+  const u32 field = __float_as_uint(a) & 0x7F800000u, binade = field > steps.lowest ? field : steps.lowest;
+  const u32 magic = binade + (steps.shift << 23);
+  const u32 sum = __float_as_uint(a + __uint_as_float(magic));
+  return (binade >> steps.shift) + sum - magic - (steps.lowest >> steps.shift);
 }
 
 // The code with v's sign.
@@ -133,18 +151,30 @@ DEVICE u32 signed_code(const BlockCast& how, u32 code, float v) {
   return code | (__float_as_uint(v) >> 31 ? (u32)how.format.sign : 0u);
 }
 
-// To nearest even: a float so large that its last place is a step's width rounds the sum there.
-DEVICE u32 nearest_code(const BlockCast& how, Steps steps, float v) {
-  const float a = fminf(fabsf(v), how.max);
-  const u32 field = __float_as_uint(a) & 0x7F800000u, binade = field > steps.lowest ? field : steps.lowest;
-  const u32 magic = binade + (steps.shift << 23);
-  const u32 count = __float_as_uint(a + __uint_as_float(magic)) - magic;
-  return signed_code(how, (binade >> steps.shift) - (steps.lowest >> steps.shift) + count, v);
+// The low bytes of four words in one; `byte` 3: the high ones.
+DEVICE u32 four_bytes(u32 a, u32 b, u32 c, u32 d, u32 byte) {
+  const u32 pair = byte ? 0x73u : 0x40u;
+  return __byte_perm(__byte_perm(a, b, pair), __byte_perm(c, d, pair), 0x5410u);
+}
+
+// Four codes with their signs, in a word.
+DEVICE u32 nearest_four(const BlockCast& how, Steps steps, const float* v) {
+  u32 codes[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    codes[i] = nearest_code(steps, v[i]);
+    if (COMPILED == any_codes) codes[i] = signed_code(how, codes[i], v[i]);
+  }
+  const u32 word = four_bytes(codes[0], codes[1], codes[2], codes[3], 0);
+  if (COMPILED == any_codes) return word;
+  const u32 high = four_bytes(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                              __float_as_uint(v[3]), 3);
+  return word | (high >> (__clz((int)steps.sign) - 24) & steps.sign * 0x01010101u);
 }
 
 // By the first random_bits bits of a word; every step here is exact.
 DEVICE u32 stochastic_code(const BlockCast& how, Steps steps, float v, u32 word) {
-  const float a = fminf(fabsf(v), how.max);
+  const float a = fminf(fabsf(v), steps.max);
   const u32 field = __float_as_uint(a) & 0x7F800000u, binade = field > steps.lowest ? field : steps.lowest;
   const float count = a * __uint_as_float(((254u + 23u - steps.shift) << 23) - binade);
   const u32 whole = __float_as_uint(__fadd_rz(count, 8388608.0f)) - 0x4B000000u;
@@ -174,10 +204,7 @@ DEVICE void nearest_codes(const BlockCast& how, const float (&v)[LINE], bool nan
   } else if (route == STEPS) {
     const Steps steps = steps_of(how);
 #pragma unroll
-    for (int i = 0; i < LINE; ++i) {
-      const u32 code = nearest_code(how, steps, v[i]);
-      words[i / 4] = i % 4 ? words[i / 4] | code << (8 * (i % 4)) : code;
-    }
+    for (int w = 0; w < LINE / 4; ++w) words[w] = nearest_four(how, steps, v + 4 * w);
     if (nan) mark_nan(how, v, words);
   } else {
     // rare: a value at a time, which the others move up to
@@ -215,15 +242,17 @@ DEVICE void decode_line(const BlockCast& how, const u32 (&words)[LINE / 4], floa
     } else if (route == E5M2) {
       decode4<e5m2>(words[w], four);
     } else if (route == STEPS) {
-      const u32 shift = 23 - how.format.mantissa_bits, sign = how.format.sign;
-      const float unit = __uint_as_float((u32)(how.format.lowest + 253) << 23);
+      const Steps steps = steps_of(how);
+      const u32 sign = steps.sign, mask = COMPILED == e2m1_codes ? 7u : (u32)how.format.magnitude;
+      const i32 nan_from = COMPILED == e2m1_codes ? 256 : how.format.nan_from;
+      const float unit = __uint_as_float(steps.lowest + (126u << 23));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 code = words[w] >> (8 * i) & 0xFFu;
-        const u32 magnitude = how.format.twos && code & sign ? 2 * sign - code : code & how.format.magnitude;
-        const float value = __uint_as_float(magnitude << shift) * unit;
-        four[i] = (i32)magnitude >= how.format.nan_from ? __uint_as_float(0x7FC00000u)
-                                                        : code & sign ? -value : value;
+        const bool twos = COMPILED == any_codes && how.format.twos;
+        const u32 magnitude = twos && code & sign ? 2 * sign - code : code & mask;
+        const float value = __uint_as_float(magnitude << steps.shift) * unit;
+        four[i] = (i32)magnitude >= nan_from ? __uint_as_float(0x7FC00000u) : code & sign ? -value : value;
       }
     } else {
       u32 rest = words[w];

@@ -14,10 +14,10 @@ extern "C" __global__ void __launch_bounds__(256)
 rotate_lines(const T* x, OUT* out, float* amax, const i64* rng, i64 rows, i64 columns, Rotation how) {
   start_early();
   __shared__ float shared[32];
-  const i64 across = ceil_div(columns, SPAN);
+  const u32 across = (u32)ceil_div(columns, SPAN);
   const u32 place = line_place();
-  const i64 row = blockIdx.x / across * ROWS + threadIdx.x / LINES,
-            column = blockIdx.x % across * SPAN + place * LINE;
+  const i64 row = (i64)(blockIdx.x / across) * ROWS + threadIdx.x / LINES,
+            column = (i64)(blockIdx.x % across) * SPAN + place * LINE;
   const bool wide = rows_aligned<16>(x, columns), wide_out = rows_aligned<16>(out, columns);
   float v[LINE];
 #pragma unroll
@@ -50,8 +50,8 @@ rotate_columns(const T* x, OUT* out, float* amax, const i64* rng, i64 rows, i64 
   start_early();
   __shared__ Panel<f32> panel;
   __shared__ float shared[32];
-  const i64 across = ceil_div(columns, PANEL);
-  const i64 top = blockIdx.x / across * SPAN, left = blockIdx.x % across * PANEL;
+  const u32 across = (u32)ceil_div(columns, PANEL);
+  const i64 top = (i64)(blockIdx.x / across) * SPAN, left = (i64)(blockIdx.x % across) * PANEL;
   const u32 place = line_place(), pair = line_pair();
   const i64 from = top + place * LINE;
   const u32 flips = flips_of(how, rng, from);

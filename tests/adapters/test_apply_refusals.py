@@ -8,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from fp8kit_torch.library import OPS
 
 import fp8kit as fk
 from fp8kit.autograd import apply
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.execution import plans
+from fp8kit.formats import float32
+from fp8kit.ops import registry
 from fp8kit.ops.dropout_add import AddSpec, add
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
+from fp8kit.spec import Meta, Operation, Signature
 from tests.support.gate import Gate, GateSpec, gate
 
 SPEC = GateSpec(16)
@@ -28,15 +32,11 @@ FRONTENDS = {
 }
 # inputs by name, True for an array of the frontend; kind and words of the error
 INPUTS = {
-    "left out": (
-        {"x": True},
-        ShapeError,
-        "{slope}: got None, expected an array, given as 'slope', beside 'x'",
-    ),
-    "none": ({"x": True, "slope": None}, ShapeError, "{slope}: got None, expected an array"),
-    "all none": ({"x": None, "slope": None}, ShapeError, "x: got None, expected an array"),
-    "empty": ({}, ShapeError, "x: got None, expected an array"),
-    "misspelt": ({"x": True, "slop": True}, ShapeError, "{slope}: got None, expected an array"),
+    "left out": ({"x": True}, ShapeError, "{slope}: missing, expected an array as 'slope'; given: 'x'"),
+    "none": ({"x": True, "slope": None}, ShapeError, "{slope}: missing, expected an array"),
+    "all none": ({"x": None, "slope": None}, ShapeError, "x: missing, expected an array; given: none"),
+    "empty": ({}, ShapeError, "x: missing, expected an array; given: none"),
+    "misspelt": ({"x": True, "slop": True}, ShapeError, "{slope}: missing, expected an array"),
     "one more": (
         {"x": True, "slope": True, "slopes": True},
         ArgumentError,
@@ -46,9 +46,10 @@ INPUTS = {
     "no dict": ([X, SLOPE], ArgumentError, "inputs: got "),
 }
 SPECS = {
-    "another's": (gate, AddSpec(), "got AddSpec(), expected a spec of this operation, which has 'features'"),
-    "none": (gate, None, "got None, expected a spec of this operation"),
-    "a dict": (gate, {"features": 16}, "got {'features': 16}, expected a "),
+    "another's": (gate, AddSpec(), "got AddSpec(), expected an instance of GateSpec"),
+    "none": (gate, None, "got None, expected an instance of GateSpec"),
+    "a dict": (gate, {"features": 16}, "got {'features': 16}, expected an instance of GateSpec"),
+    "its class": (gate, GateSpec, "got <class 'tests.support.gate.GateSpec'>, expected an instance of Gate"),
     "annotated": (add, SPEC, "got GateSpec(features=16), expected an instance of AddSpec"),
     "annotated none": (add, None, "got None, expected an instance of AddSpec"),
 }
@@ -91,6 +92,20 @@ def test_specs(frontend, case):
     with pytest.raises(ArgumentError) as caught:
         run(operation, spec, {name: make(X) for name in names})
     assert str(caught.value).startswith(f"{operation.name}: spec: {words}")
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_spec_of_what_is_not_registered(name):
+    """Without an annotation, too: it lacks what is read of it, or is a class."""
+
+    class Own(Gate):
+        name = "unregistered_gate"
+
+    run, make, _ = FRONTENDS[name]
+    inputs = {"x": make(X), "slope": make(SLOPE)}
+    for spec, words in ((AddSpec(), "which has 'features'"), (GateSpec, "an instance of the spec's class")):
+        with pytest.raises(ArgumentError, match=f"^unregistered_gate: spec: got .*{words}"):
+            run(Own(), spec, inputs)
 
 
 @pytest.mark.parametrize("operation", ["user_gate", Gate])
@@ -157,3 +172,142 @@ def test_the_cast_of_a_weight_looks_at_all_weights():
         inputs = good if weight is None else good | {"weight1": fk.tensor(weight)}
         with pytest.raises(ShapeError, match=f"^weight_cast: {words}"):
             apply(weight_cast, spec, inputs)
+
+
+M = Meta((2, 16), float32)
+# what an operation's author may have written: signature, the operation's attributes, the error's words
+MISTAKES = {
+    "nothing": (None, {}, "infer: got None, expected a Signature"),
+    "a dict": ({"y": M}, {}, "infer: got {'y': Meta"),
+    "outputs undeclared": (
+        Signature({"a": M, "b": M}),
+        {},
+        r"results: got \('y',\), expected \('a', 'b'\), as infer says: declare `results = .*` in Own",
+    ),
+    "another order": (Signature({"a": M, "b": M}), {"results": ("b", "a")}, r"results: got \('b', 'a'\)"),
+    "a pass undeclared": (
+        Signature({"y": M}, passes={"z": "x"}),
+        {},
+        r"results: got .*, expected \('y', 'z'\)",
+    ),
+    "an output without dtype": (Signature({"y": (2, 16)}), {}, r"outputs: got 'y': \(2, 16\), expected Meta"),
+    "saved as a tuple": (Signature({"y": M}, ("x",)), {}, r"saved: got \('x',\), expected a dict"),
+    "kept misspelt": (Signature({"y": M}, kept=("slop",)), {}, "kept: got 'slop', .*did you mean slope"),
+    "kept a text": (Signature({"y": M}, kept="slope"), {}, "kept: got 'slope', expected a tuple"),
+    "a pass of nothing": (
+        Signature({"y": M}, passes={"z": "xs"}),
+        {"results": ("y", "z")},
+        "passes: got 'xs'",
+    ),
+    "a gradient of nothing": (Signature({"y": M}, grad_passes={"xs": "y"}), {}, "grad_passes: got 'xs'"),
+    "a gradient that is none": (Signature({"y": M}, grad_passes={"x": "z"}), {}, "grad_passes: got 'z'"),
+    "a gradient's shape": (
+        Signature({"y": M}, grads={"x": Meta((16, 2), float32)}),
+        {},
+        r"grads: got shape \(16, 2\) of 'x', expected \(2, 16\)",
+    ),
+}
+
+
+@pytest.fixture
+def registered():
+    """Registers an operation with the spec of ``gate`` for this test alone."""
+    before = dict(registry.OPERATIONS)
+    yield lambda operation: fk.register_operation(operation, GateSpec)
+    for name in registry.OPERATIONS.keys() - before:
+        del registry.OPERATIONS[name]
+        OPS.pop(name, None)
+
+
+@pytest.mark.parametrize("name", FRONTENDS)
+@pytest.mark.parametrize("case", MISTAKES)
+def test_what_an_operation_says_of_itself(name, case, registered):
+    """Found before forward runs, in each frontend, and named with what to change."""
+    answer, attributes, words = MISTAKES[case]
+
+    class Own(Gate):
+        def infer(self, spec, metas, needs):
+            assert metas["x"] == M
+            assert "slope" in metas
+            return answer
+
+        def forward(self, plan, ws):
+            raise AssertionError("it ran")
+
+    Own.name = f"own_{name}_{list(MISTAKES).index(case)}"
+    for attribute, value in attributes.items():
+        setattr(Own, attribute, value)
+    run, make, _ = FRONTENDS[name]
+    operation = registered(Own())
+    with pytest.raises(ArgumentError, match=f"^{Own.name}: {words}") as caught:
+        run(operation, SPEC, {"x": make(X), "slope": make(SLOPE)})
+    assert caught.value.operation == Own.name
+
+
+def test_several_outputs_within_compile(registered):
+    """They come by their names, as eagerly; an operation that declares too few is refused."""
+
+    class Two(Gate):
+        name = "two_gates"
+        results = ("a", "b")
+
+        def infer(self, spec, metas, needs):
+            return Signature({"a": metas["x"], "b": metas["slope"]})
+
+        def forward(self, plan, ws):
+            ws.outputs["a"].numpy()[...] = ws.inputs["x"].numpy() + 1
+            ws.outputs["b"].numpy()[...] = ws.inputs["slope"].numpy() + 2
+
+    class One(Two):
+        name = "one_gate"
+        results = ("y",)
+
+    inputs = {"x": torch.tensor(X), "slope": torch.tensor(SLOPE)}
+    two, one = registered(Two()), registered(One())
+    for run in (ft.apply, torch.compile(ft.apply, fullgraph=True, backend="eager")):
+        found = run(two, SPEC, inputs)
+        assert {name: t.flatten()[0].item() for name, t in found.items()} == {"a": 2.0, "b": 3.0}
+        with pytest.raises(Exception, match=r"one_gate: results: got \('y',\), expected \('a', 'b'\)"):
+            run(one, SPEC, inputs)
+
+
+def test_what_cannot_be_compiled_says_why():
+    class Own(Gate):
+        name = "unregistered_gate"
+
+    inputs, run = (
+        {"x": torch.tensor(X), "slope": torch.tensor(SLOPE)},
+        torch.compile(ft.apply, fullgraph=True),
+    )
+    with pytest.raises(Exception, match=r"unregistered_gate: not registered.*operation, GateSpec\)"):
+        run(Own(), SPEC, inputs)
+    for spec in (AddSpec(), {"features": 16}, GateSpec):
+        with pytest.raises(Exception, match=r"user_gate: spec: got .*, expected an instance of GateSpec"):
+            run(gate, spec, inputs)
+
+
+class NoInfer(Operation):
+    name = "no_infer"
+
+    def forward(self, plan, ws):
+        raise AssertionError("it ran")
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "words"),
+    [
+        (NoInfer, {}, "operation: got NoInfer without infer, expected a class that has infer and forward"),
+        (Gate, {"forward": Operation.forward}, "operation: got Own without forward"),
+        (Gate, {"name": "my gate"}, "name: got 'my gate', expected letters"),
+        (Gate, {"results": "y"}, "results: got 'y', expected a tuple of names"),
+        (Gate, {"parameters": ("slope", 1)}, "parameters: got .*, expected a tuple of names"),
+        (Gate, {"mutates": "x"}, "mutates: got 'x', expected a tuple of names"),
+        (Gate, {"arguments": ("a",)}, r"arguments: got \('a',\), expected a dict"),
+    ],
+)
+def test_what_is_registered(kind, attributes, words):
+    own = kind if not attributes else type("Own", (kind,), {"name": "own_gate", **attributes})
+    before = set(registry.OPERATIONS)
+    with pytest.raises(ArgumentError, match=f"^register_operation: {words}"):
+        fk.register_operation(own(), GateSpec)
+    assert set(registry.OPERATIONS) == before

@@ -198,7 +198,7 @@ def test_jax_wants_a_key_for_random_bits(name):
             return y, *pull(y)
 
     with pytest.raises(
-        RecipeError, match=r"dense: rng: got None, expected a key: autocast\(\.\.\., rng=key\)"
+        RecipeError, match=r"dense: rng: missing, expected a key: autocast\(\.\.\., rng=key\)"
     ):
         layer(None)
     for eager, jitted in zip(layer(key_of(0)), jax.jit(layer)(key_of(0)), strict=True):

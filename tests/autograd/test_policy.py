@@ -79,7 +79,7 @@ def test_an_engine_without_a_device_says_what_is_missing(monkeypatch: pytest.Mon
         "report",
         lambda: [Row("driver", "runs", "CUDA 13.0"), Row("CuPy", "missing", "is not installed")],
     )
-    said = r"no cuda device is usable here \(CuPy: is not installed\); `fp8kit info` lists what is missing$"
+    said = r"no CUDA device found \(CuPy: is not installed\); `fp8kit info` lists what is missing$"
     refused = f"^use_backend: name: got 'cuda', expected an engine whose device is here: {said}"
     with pytest.raises(BackendError, match=refused):
         dispatch.use_backend("cuda")

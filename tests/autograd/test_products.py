@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fp8kit as fk
 from fp8kit import arrays, codec, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply, call, tensor
@@ -20,6 +21,7 @@ from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_quantized import QuantizedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Gemm, Quantization, Quantizer
@@ -194,24 +196,31 @@ def quantizer(**fields: Any) -> Quantizer:
 X, WIDE = quantizer(), Quantizer(formats.E5M2)
 
 
+LINES = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te")
 REFUSED = {
-    "granularity: got .* expected scales of the same kind": Quantization.of(BLOCKS.x, BLOCKS.w, X, "split"),
-    "fprop.a, b: got block_128x128 for both": by_blocks(SQUARE, SQUARE, LINE),
-    "wgrad.a, b: got block_128x128 for both": by_blocks(SQUARE, LINE, SQUARE),
-    'fprop.accumulation: got "fast", expected "split"': Quantization.of(BLOCKS.x, BLOCKS.w, BLOCKS.g),
+    "granularity: got .* expected scales of the same kind": Quantization.of(DELAYED.x, BLOCKS.w, DELAYED.g),
     "scale_source: got delayed for some": Quantization.of(DELAYED.x, X, X),
-    "wgrad.a, b: got E5M2 for both": Quantization.of(WIDE, X, WIDE),
-    "fprop.b.format: got E2M1, expected E4M3 or E5M2": Quantization.of(X, Quantizer(formats.E2M1), X),
-    "dgrad.a.granularity: got mx_1x32": Quantization.of(X, X, quantizer(granularity="mx_1x32")),
-    "fprop.a.granularity: got nvfp4_1x16": Quantization.of(quantizer(granularity="nvfp4_1x16"), X, X),
-    "dgrad.a.scale_source: got static": Quantization.of(X, X, quantizer(scale_source="static")),
-    "fprop.a.scale_rule: got rceil": Quantization.of(quantizer(scale_rule="rceil"), X, X),
-    "dgrad.a.stochastic_bits: got 8, expected 0": Quantization.of(X, X, quantizer(stochastic_bits=8)),
-    "wgrad.b.hadamard: got 16": Quantization(Gemm(X, X), Gemm(X, X), Gemm(X, quantizer(hadamard=16))),
-    "wgrad.b: got E5M2 .* as the other GEMM": Quantization(Gemm(X, X), Gemm(X, X), Gemm(X, WIDE)),
-    "wgrad.compute: got 'high_precision'": Quantization(
-        Gemm(X, X), Gemm(X, X), Gemm(X, X, compute="high_precision")
+    "fprop.b.format: got E2M1, expected E4M3 or E5M2": Quantization.of(
+        DELAYED.x, Quantizer(formats.E2M1, scale_source="delayed"), DELAYED.g
     ),
+    "dgrad.a.granularity: got mx_1x32": Quantization.of(DELAYED.x, DELAYED.w, LINES),
+    "granularity: got row, expected tensor, with a static": Quantization.of(
+        *[Quantizer(formats.E4M3, "row", scale_source="static")] * 3
+    ),
+    "dgrad.a.static_scale: got 2.0": Quantization.of(
+        X, X, quantizer(scale_source="static", static_scale=2.0)
+    ),
+    "dgrad.a: got random bits or a rotation": Quantization.of(X, X, quantizer(stochastic_bits=8)),
+    "wgrad.b: got random bits or a rotation": Quantization(
+        Gemm(X, X), Gemm(X, X), Gemm(X, quantizer(hadamard=16))
+    ),
+    "fprop.a.granularity: got mx_1x32": Quantization.of(LINES, LINES, LINES, "hopper_fast"),
+    "wgrad.compute: got 'dequantized'": Quantization(
+        Gemm(DELAYED.x, DELAYED.w),
+        Gemm(DELAYED.g, DELAYED.w),
+        Gemm(DELAYED.g, DELAYED.x, "split", "dequantized"),
+    ),
+    "compute: got high precision for all three": Quantization(*[Gemm(X, X, compute="high_precision")] * 3),
 }
 
 
@@ -234,6 +243,48 @@ def test_each_granularity_has_one_class_of_products() -> None:
     kinds = {product_class(fp8) for fp8 in (DELAYED, CURRENT, GIVEN, BLOCKS)}
     assert len(kinds) == 2
     assert all(issubclass(kind, QuantizedProduct) for kind in kinds)
+
+
+EMULATED = {
+    "kinds of scales": Quantization.of(BLOCKS.x, BLOCKS.w, X, "split"),
+    "squares times squares": by_blocks(SQUARE, SQUARE, LINE),
+    "blocks, fast": Quantization.of(BLOCKS.x, BLOCKS.w, BLOCKS.g),
+    "E5M2 times E5M2": Quantization.of(WIDE, X, WIDE),
+    "E2M1": Quantization.of(X, Quantizer(formats.E2M1), X),
+    "NVFP4": Quantization.of(Quantizer(formats.E2M1, "nvfp4_1x16"), X, X),
+    "two casts of x": Quantization(Gemm(X, X), Gemm(X, X), Gemm(X, WIDE)),
+}
+
+
+@pytest.mark.parametrize("case", EMULATED)
+def test_what_tensor_cores_do_not_multiply_is_emulated(case: str) -> None:
+    """Every GEMM is the product of its operands' values, cast by their quantizers."""
+    fp8 = EMULATED[case]
+    assert product_class(fp8) is EmulatedProduct
+    m, k, n = 48, 64, 80
+    x, w, g = normal(m, k), normal(n, k), normal(m, n)
+    inputs = {"x": tensor(x, True), "weight0": tensor(w, True)}
+    spec = LinearSpec(ProductSpec(k, (n,), bias="none", fp8=fp8))
+    y = apply(linear, spec, inputs)["y"]
+    y.backward(g)
+
+    def cast(value: np.ndarray[Any, Any], own: Quantizer, along: int) -> np.ndarray[Any, Any]:
+        rule = {"scale_rule": None} if own.scale_rule == "exact" else {}
+        q = fk.quantize(
+            value if along else np.ascontiguousarray(value.T), own.format, scaling=own.granularity, **rule
+        )
+        found = q.dequantize().astype(np.float64)
+        return found if along else found.T
+
+    f, d, v = fp8.fprop, fp8.dgrad, fp8.wgrad
+    for name, got, left, right in (
+        ("y", y.numpy(), cast(x, f.a, 1), cast(w, f.b, 1).T),
+        ("dx", inputs["x"].grad.numpy(), cast(g, d.a, 1), cast(w, d.b, 0)),
+        ("dw", inputs["weight0"].grad.numpy(), cast(g, v.a, 0).T, cast(x, v.b, 0)),
+    ):
+        # the values themselves are rounded to float32 once
+        slack = sum_slack(np.abs(left) @ np.abs(right), left.shape[1]) * 2
+        assert_close(name, got, left @ right, formats.float32, slack)
 
 
 @pytest.mark.parametrize(

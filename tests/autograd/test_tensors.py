@@ -64,7 +64,39 @@ def test_a_sum_with_an_array_stays_on_the_tape(swapped: bool) -> None:
     y.backward(X)
     np.testing.assert_array_equal(x.grad.numpy(), X)
     with pytest.raises(TypeError):
-        _ = 1 + x if swapped else x + 1
+        _ = 1j + x if swapped else x + 1j
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("number", [3, -0.1, np.float64(0.1), np.float32(0.1), np.int64(2), 1e300, np.nan])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sum_with_a_number(number: Any, swapped: bool, dtype: str) -> None:
+    """The number in the tensor's dtype, the sum rounded once; the gradient is what comes."""
+    x = tensor(X.copy(), requires_grad=True, dtype=dtype)
+    y = number + x if swapped else x + number
+    kind = formats.dtype(dtype).numpy
+    with np.errstate(over="ignore"):
+        rounded = np.asarray(number, kind).astype(np.float32)
+    want = (X.astype(kind).astype(np.float32) + rounded).astype(kind)
+    np.testing.assert_array_equal(y.numpy().astype(np.float32), want.astype(np.float32))
+    y.backward(X.astype(kind))
+    np.testing.assert_array_equal(x.grad.numpy().astype(np.float32), X.astype(kind).astype(np.float32))
+
+
+def test_a_number_that_no_float_is() -> None:
+    with pytest.raises(FormatError, match=r"add: other: got 1000.*expected a number that a float can be"):
+        _ = tensor(X.copy()) + 10**400
+
+
+def test_one_element_is_a_float() -> None:
+    assert float(tensor(np.float32([[1.5]]))) == 1.5
+    with pytest.raises(ShapeError, match=r"item: tensor: got shape \(2, 3\), expected one element"):
+        float(tensor(X.copy()))
+
+
+def test_a_part_of_a_tensor_says_what_to_use() -> None:
+    with pytest.raises(TypeError, match=r"^Tensor has no operator \[\]; .*\.numpy\(\)"):
+        _ = tensor(X.copy())[0]
 
 
 def test_copies_own_their_memory_and_pickling_is_refused() -> None:
@@ -133,7 +165,7 @@ def test_operators_that_the_tape_does_not_have_say_what_to_use(symbol: str, comp
             ):
                 compute(*pair)
     quantized = fk.quantize(array, fk.E4M3)
-    with pytest.raises(FormatError, match="matmul: self: got a tensor of float32"):
+    with pytest.raises(FormatError, match=r"matmul: self: got an fp8kit\.Tensor of float32"):
         _ = t @ quantized
     assert np.mean(t.numpy() @ array) == 6.0
 

@@ -84,7 +84,7 @@ def test_a_device_that_is_not_there_is_named(name, monkeypatch, capsys):
     ("value", "wanted"),
     [
         ("moon", "got 'moon', expected a name like cpu, cuda or cuda:1"),
-        ("cuda:3", "got cuda:3, expected cpu, or a device that is here: 0 of cuda"),
+        ("cuda:3", "got cuda:3, expected cpu: no CUDA device found"),
     ],
 )
 def test_a_device_of_the_environment_is_refused_by_its_variable(value, wanted, monkeypatch, capsys, tmp_path):

@@ -8,7 +8,7 @@ from gfloat import RoundMode
 from gfloat import formats as theirs
 
 from fp8kit import codec
-from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2, MXINT8, Format
+from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2, E8M0, MXINT8, Format
 
 _IEEE_E4M3 = gfloat.FormatInfo(
     "e4m3",
@@ -29,6 +29,7 @@ TWINS: list[tuple[Format, gfloat.FormatInfo]] = [
     (E3M2, theirs.format_info_ocp_e3m2),
     (E2M3, theirs.format_info_ocp_e2m3),
     (E2M1, theirs.format_info_ocp_e2m1),
+    (E8M0, theirs.format_info_ocp_e8m0),
     (MXINT8, theirs.format_info_ocp_int8),
 ]
 by_twin = pytest.mark.parametrize(("fmt", "twin"), TWINS, ids=[str(fmt) for fmt, _ in TWINS])
@@ -42,6 +43,8 @@ def _values(fmt: Format) -> np.ndarray:
     random = (np.random.default_rng(1).standard_normal(20000) * fmt.max / 2).astype(np.float32)
     beside = [np.nextafter(at, np.float32(end)) for end in (0, fmt.max)]
     x = np.concatenate([at, *beside, random, random * np.float32(2.0**-9)]).astype(np.float64)
+    if not fmt.signed:
+        return np.clip(np.abs(x), fmt.smallest_normal, fmt.max)
     return np.clip(np.concatenate([x, -x]), -fmt.max, fmt.max)
 
 
@@ -70,7 +73,7 @@ def test_overflow(fmt, twin, saturate):
     if fmt.nan_code is None and not saturate:
         return  # both refuse
     x = np.concatenate([_values(fmt) * 3, [np.inf, -np.inf]])
-    x = x[x > -fmt.max] if fmt.twos_complement else x
+    x = x[x > -fmt.max] if fmt.twos_complement else x if fmt.signed else x[x > 0]
     got = codec.decode(codec.encode(x, fmt, saturate=saturate), fmt)
     want = gfloat.round_ndarray(twin, x, RoundMode.TiesToEven, sat=saturate)
     np.testing.assert_array_equal(got, want)

@@ -93,6 +93,23 @@ def test_the_constructor_takes_what_quantize_makes(scaling):
     np.testing.assert_array_equal(other.dequantize(), before)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
+@pytest.mark.parametrize("scaling", [name for name in TILES if name != "tensor"])
+def test_along_the_first_dimension_is_the_transposed_matrix(scaling, dtype):
+    """To the bit, also where an amax is 0, NaN, Inf or so small that its scale overflows."""
+    x = _x(140, 160, dtype=dtype)
+    x[:, 0], x[3, 4], x[5, 6], x[:, 7] = 0, np.nan, np.inf, 2.0**-133
+    for rule in (None, "te") if scaling.startswith("mx") else (None,):
+        for more in ({}, {"rounding": "stochastic", "rng": (1, 2)}):
+            turned = fk.quantize(np.ascontiguousarray(x.T), scaling=scaling, scale_rule=rule, **more)
+            q = fk.quantize(x, scaling=scaling, along=0, scale_rule=rule, **more)
+            np.testing.assert_array_equal(q.scale_inv, turned.scale_inv.T)
+            if not more:  # a word belongs to a place in the matrix as it lies
+                np.testing.assert_array_equal(q.data, turned.data.T)
+            down, up = (codec.decode(t.data, q.format) for t in (turned.T, q))
+            assert (np.sign(down) * np.sign(up) >= 0)[np.isfinite(down)].all()
+
+
 def test_codes_of_scales_are_worked_out_and_refused_where_they_are_none():
     q = fk.quantize(_x(4, 64), scaling="mx_1x32")
     np.testing.assert_array_equal(blocks.scales_of_bytes(q.scale_codes)[1], q.scale_inv)

@@ -100,7 +100,8 @@ def test_every_accepted_field_has_its_effect():
         (lambda: QParams(power_2=True), ["QParams", "power_2_scale"]),
         (lambda: MMParams(split=True), ["MMParams", "use_split_accumulator"]),
         (lambda: DelayedScaling(0, margin=1), ["margin", "by position and by name"]),
-        (lambda: MMParams(True, False), ["MMParams", "at most 1"]),
+        (lambda: MMParams(True, None, 1), ["MMParams", "at most 2"]),
+        (lambda: MMParams(accumulation="hopper"), ["MMParams", "accumulation", "hopper_fast"]),
         (lambda: DelayedScaling(margin=-1), ["margin", "-1"]),
         (lambda: DelayedScaling(margin=19), ["margin", "19", "0 to 18"]),
         (lambda: DelayedScaling(margin=True), ["margin", "True"]),
@@ -163,16 +164,7 @@ def test_refusals_name_the_field(make, words):
 @pytest.mark.parametrize(
     ("module", "name", "said"),
     [
-        (
-            fk.recipe,
-            "MXFP8BlockScaling",
-            (
-                "'MXFP8BlockScaling': its products, .* the recipes are DelayedScaling, Float8CurrentScaling, "
-                "Float8B"
-            ),
-        ),
-        (fk.recipe, "NVFP4BlockScaling", "4-bit operands, need a Blackwell GPU"),
-        (fk.recipe, "CustomRecipe", "DelayedScaling takes functions"),
+        (fk.recipe, "MXFP4BlockScaling", "recipes are DelayedScaling, .*; did you mean MXFP8BlockScaling"),
         (fk.recipe, "DelayedScalin", r"; did you mean DelayedScaling\?$"),
         (fk, "quantise", r"'fp8kit' has .* 'quantise'; did you mean quantize\?$"),
         (fk, "zzz", "no attribute 'zzz'$"),

@@ -1,4 +1,5 @@
-"""What docs/adding.md adds to a copy of the tree works there, and touches as few files as it says."""
+"""What the diffs of docs/adding.md add to a copy of the tree works there, and touches as few files as the
+page says."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support.source import ROOT
 
-DIFFS = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/adding.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGE = ROOT / "docs/adding.md"
 FRONTENDS = "adapters/test_three_frontends.py"
 
 
@@ -43,10 +44,15 @@ ADDED = {
     "operation": Added(4, ("token_shift",), 2, ("autograd/test_ops.py", FRONTENDS)),
     "module": Added(5, ("position_embedding",), 1, (FRONTENDS,)),
     "recipe": Added(
-        4,
-        ("test_every_recipe[row", "cpu-row-float32", "cpu-row_f32-float32"),
-        16,
-        ("nn/test_layers.py", FRONTENDS),
+        1,
+        ("mxfp8_240",),
+        7,
+        (
+            "nn/test_named_recipes.py",
+            "nn/test_layer_recipes.py",
+            "adapters/test_named_recipes.py",
+            "models/test_named_recipes.py",
+        ),
     ),
 }
 
@@ -58,11 +64,19 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("what", "diff"), [*zip(ADDED, DIFFS, strict=True)], ids=list(ADDED))
-def test_few_files_are_touched(what: str, diff: str, tmp_path: Path) -> None:
-    assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) <= ADDED[what].most
-    (tmp_path / "added.diff").write_text(diff)
-    run(ROOT, "git", "apply", "--check", str(tmp_path / "added.diff"))
+DIFFS = {what: ROOT / f"docs/adding/{what}.diff" for what in ADDED}
+
+
+def test_the_page_links_to_every_diff_and_there_are_no_others() -> None:
+    linked = set(re.findall(r"\]\((adding/[^)]+)\)", PAGE.read_text()))
+    there = {path.relative_to(PAGE.parent).as_posix() for path in (PAGE.parent / "adding").iterdir()}
+    assert linked == there == {f"adding/{what}.diff" for what in ADDED}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_few_files_are_touched(what: str) -> None:
+    assert len(re.findall(r"^\+\+\+ ", DIFFS[what].read_text(), re.MULTILINE)) <= ADDED[what].most
+    run(ROOT, "git", "apply", "--check", str(DIFFS[what]))
 
 
 @pytest.mark.programs
@@ -71,9 +85,8 @@ def test_what_the_page_adds_works(tmp_path: Path) -> None:
     for name in ("fp8kit", "adapters", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for diff in DIFFS:
-        (tmp_path / "added.diff").write_text(diff)
-        run(tmp_path, "git", "apply", "added.diff")
+    for diff in DIFFS.values():
+        run(tmp_path, "git", "apply", str(diff))
     files = dict.fromkeys(f"tests/{name}" for added in ADDED.values() for name in added.files)
     chosen = " or ".join(word for added in ADDED.values() for word in added.words)
     said = run(tmp_path, sys.executable, "-m", "pytest", "-v", "-m", "not gpu", "-k", chosen, *files)

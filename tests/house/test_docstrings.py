@@ -24,6 +24,7 @@ NOT_ARRAYS = {
     "params_dtype",
     "function",
     "hook",
+    "model",
     "modules",
     "parameters_split",
     "kernels",

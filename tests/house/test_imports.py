@@ -17,9 +17,9 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
-            *("buffers", "checkpoint_format", "recipe", "quantization", "blocks", "accumulation"),
-            *("block_recipes", "recipes"),
-            *("autocast", "raw_kernels"),
+            *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
+            *("quantization", "blocks", "accumulation", "autocast", "packing", "printing", "tiles"),
+            "raw_kernels",
         )
     ),
     "contract": ("fp8kit.backends", "fp8kit.backends.protocol", "fp8kit.backends.registry"),
@@ -28,7 +28,10 @@ PACKAGES = {
         "fp8kit.plugins",
         *(f"fp8kit.backends.{name}" for name in ("dispatch", "manager", "policy", "discovery")),
     ),
-    "ops": ("fp8kit.float8", "fp8kit.quantized_matmul", "fp8kit.spec", "fp8kit.ops"),
+    "ops": (
+        *(f"fp8kit.{name}" for name in ("float8", "quantized_array", "quantized_product", "spec", "ops")),
+        "fp8kit.quantized_matmul",
+    ),
     "execution": ("fp8kit.execution", "fp8kit.scaling"),
     "layers": ("fp8kit.layers", "fp8kit.layers.inference"),
     "native": tuple(

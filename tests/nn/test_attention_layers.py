@@ -437,7 +437,7 @@ X = np.ones((4, 2, 4, 8), np.float32)
         ),
         (
             lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="post_scale_bias"),
-            ["bias", "None"],
+            ["bias", "missing"],
         ),
         (lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias=X), ["bias", "no_bias"]),
         (
@@ -571,7 +571,7 @@ def test_an_offset_of_minus_infinity_and_a_row_that_sees_nothing(device):
 )
 def test_what_is_missing_has_the_users_name(options, argument):
     x = np.zeros((5, 2, 4, 8), np.float32)
-    with pytest.raises(fk.ShapeError, match=f"DotProductAttention: {argument}: got None, expected"):
+    with pytest.raises(fk.ShapeError, match=f"DotProductAttention: {argument}: missing, expected"):
         nn.DotProductAttention(4, 8, device="cpu")(x, x, x, **options)
-    with pytest.raises(fk.ShapeError, match=f"MultiheadAttention: {argument}: got None, expected"):
+    with pytest.raises(fk.ShapeError, match=f"MultiheadAttention: {argument}: missing, expected"):
         nn.MultiheadAttention(32, 4, device="cpu")(x.reshape(5, 2, 32), **options)

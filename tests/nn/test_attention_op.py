@@ -214,7 +214,7 @@ WRONG = {
     ),
     "scale": ({"softmax_scale": float("nan")}, {}, ShapeError, "softmax_scale"),
     "dropout": ({"dropout": 1.0}, {}, ShapeError, "dropout: got 1.0"),
-    "absent": ({}, {"v": None}, ShapeError, "v: got None"),
+    "absent": ({}, {"v": None}, ShapeError, "v: missing"),
     "width": (
         {},
         {"q": meta(13, 3, 31)},
@@ -237,7 +237,7 @@ WRONG = {
         {"mask": "padding"},
         {},
         ShapeError,
-        "cu_seqlens_q: got None, .*a layer makes it of a padding mask",
+        "cu_seqlens_q: missing, .*a layer makes it of a padding mask",
     ),
     "lengths_unheard": ({}, {"cu_seqlens_q": meta(4, dtype="int32")}, ShapeError, "cu_seqlens_q"),
     "lengths_int64": (
@@ -252,7 +252,7 @@ WRONG = {
         ShapeError,
         "cu_seqlens_kv",
     ),
-    "no_rng": ({"dropout": 0.1}, {}, ShapeError, "rng: got None"),
+    "no_rng": ({"dropout": 0.1}, {}, ShapeError, "rng: missing"),
     "rng": ({"dropout": 0.1}, {"rng": meta(2, dtype="int32")}, FormatError, "rng"),
 }
 

@@ -301,7 +301,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
         {"mask": "arbitrary"},
         GOOD,
         ShapeError,
-        "mask: got None, expected bool .* with mask 'arbitrary'",
+        "mask: missing, expected bool .* with mask 'arbitrary'",
     ),
     "mask_unheard": (
         {},
@@ -333,21 +333,21 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
         ShapeError,
         r"bias: got shape \(13, 17\)",
     ),
-    "no_slopes": ({"bias": "alibi"}, GOOD, ShapeError, "alibi_slopes: got None"),
+    "no_slopes": ({"bias": "alibi"}, GOOD, ShapeError, "alibi_slopes: missing"),
     "slopes": (
         {"bias": "alibi"},
         GOOD | {"alibi_slopes": meta(3)},
         ShapeError,
         r"alibi_slopes: got shape \(3,\), expected \(4,\) or",
     ),
-    "no_offset": ({"softmax_type": "learnable"}, GOOD, ShapeError, "softmax_offset: got None"),
+    "no_offset": ({"softmax_type": "learnable"}, GOOD, ShapeError, "softmax_offset: missing"),
     "offset_unheard": ({}, GOOD | {"softmax_offset": meta(4)}, ShapeError, "softmax_offset"),
     "placed": ({"placed": True}, GOOD, ShapeError, "placed: got True, expected False without dropout"),
     "no_place": (
         {"placed": True, "dropout": 0.1},
         DROPPED,
         ShapeError,
-        r"dropout_place: got None, expected int32 \(3,\) with placed True",
+        r"dropout_place: missing, expected int32 \(3,\) with placed True",
     ),
     "place_unheard": (
         {"dropout": 0.1},
@@ -368,7 +368,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
         r"v: got shape \(17, 3, 2, 8\), expected \(sequence, batch, 8\)",
     ),
     "thd_mask": (THD, TOKENS | CU, ShapeError, "mask: got 'no_mask', expected one of the padding masks"),
-    "thd_no_lengths": (THD | {"mask": "padding"}, TOKENS, ShapeError, "cu_seqlens_q: got None"),
+    "thd_no_lengths": (THD | {"mask": "padding"}, TOKENS, ShapeError, "cu_seqlens_q: missing"),
     "thd_no_maximum": (
         THD | {"mask": "padding", "max_seqlen_kv": 0},
         TOKENS | CU,

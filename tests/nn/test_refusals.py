@@ -198,3 +198,9 @@ def test_an_input_unlike_the_parameters_is_what_is_named(kind, sizes, recipe):
         if len(list(layer.parameters())) > 1:
             with pytest.raises(fk.FormatError, match=rf": {name}: got float16, expected float32$"):
                 layer(x.numpy().astype(np.float32))
+
+
+def test_a_misspelt_module_is_told_what_was_meant():
+    with pytest.raises(AttributeError, match=r"^module 'fp8kit\.nn' has no attribute 'Linaer'; .* Linear\?$"):
+        _ = fk.nn.Linaer
+    assert not hasattr(fk.nn, "_nothing")

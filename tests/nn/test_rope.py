@@ -154,7 +154,7 @@ WRONG = {
     "wide": (PLAIN, {"freqs": meta(S, 18)}, ShapeError, "freqs: got"),
     "few": (PLAIN, {"freqs": meta(S - 1, D)}, ShapeError, "at least 9 positions"),
     "angles_dtype": (PLAIN, {"freqs": meta(S, D, dtype="bfloat16")}, FormatError, "freqs: got"),
-    "no_angles": (PLAIN, {"freqs": None}, ShapeError, "freqs: got None"),
+    "no_angles": (PLAIN, {"freqs": None}, ShapeError, "freqs: missing"),
     "starts": (
         PLAIN,
         {"start_positions": meta(3, dtype="int32")},
@@ -188,7 +188,7 @@ WRONG = {
         RopeSpec(((H, D, "freqs"),), "thd"),
         {"x": meta(S, H, D)},
         ShapeError,
-        "cu_seqlens: got None",
+        "cu_seqlens: missing",
     ),
 }
 

@@ -694,7 +694,33 @@ CALLS: dict[str, Call] = {
         grad_block_scaling_dim=always(1),
         fp8_gemm_dgrad=always(recipe.MMParams()),
     ),
-    "recipe.MMParams": plain(recipe.MMParams, use_split_accumulator=always(True)),
+    "nn.name_layers": plain(nn.name_layers, model=lambda: nn.Linear(3, 4)),
+    "recipe.MXFP8BlockScaling": plain(
+        recipe.MXFP8BlockScaling,
+        margin=always(0),
+        fp8_format=always(recipe.Format.HYBRID),
+        backward_override=always("dequantized"),
+        enable_2d_quantization=always(True),
+    ),
+    "recipe.NVFP4BlockScaling": plain(
+        recipe.NVFP4BlockScaling,
+        disable_rht=always(True),
+        disable_stochastic_rounding=always(True),
+        disable_2d_quantization=always(True),
+        backward_override=always("high_precision"),
+    ),
+    "recipe.DataRecipe": plain(
+        recipe.DataRecipe, data=lambda: recipe.Float8CurrentScaling().quantization, name=always("mine")
+    ),
+    "recipe.PerLayer": plain(
+        recipe.PerLayer, default=lambda: recipe.MXFP8BlockScaling(), rules=always((("*.head", None),))
+    ),
+    "recipe.CustomRecipe": plain(
+        recipe.CustomRecipe, qfactory=always(lambda role: None), accumulation=always(lambda gemm: "split")
+    ),
+    "recipe.MMParams": plain(
+        recipe.MMParams, use_split_accumulator=always(True), accumulation=always("hopper_fast")
+    ),
     "recipe.QParams": plain(
         recipe.QParams,
         power_2_scale=always(True),

@@ -145,7 +145,7 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
     """The set of one product by the autocast in force; with delayed scaling its slots are the module's
     variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and ``grad``
     (Transformer Engine's names)."""
-    recipe = recipe_in_force()
+    recipe = recipe_in_force(type(module).__name__, ".".join(map(str, module.path)))
     history = history_of(recipe)
     if history is None:
         return QuantizerSet(recipe=recipe)

@@ -29,17 +29,18 @@ def update_fp8(module: nnx.Module, grads: Any) -> None:
 
 
 class _Quantizers(nnx.Module):
-    """The slots of one product, where the recipe in force keeps state."""
+    """The slots of one product of a module of class ``kind``, where the recipe in force keeps state."""
 
-    def __init__(self) -> None:
-        history = history_of(recipe_in_force())
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        history = history_of(recipe_in_force(kind))
         variables = {} if history is None else state_variables(history)
         self.names = tuple(variables)
         for name, value in variables.items():
             setattr(self, name, Fp8Meta(value))
 
     def __call__(self) -> QuantizerSet:
-        recipe = recipe_in_force()
+        recipe = recipe_in_force(self.kind)
         if history_of(recipe) is None:
             return QuantizerSet(recipe=recipe)
         if not self.names:
@@ -123,7 +124,7 @@ class DenseGeneral(nnx.Module):
         shape = (features,) if isinstance(features, int) else tuple(features)
         self.kernel = _kernel(rngs, (in_features, *shape), dtype, kernel_init)
         self.bias = _zeros(shape, dtype, use_bias)
-        self.quantizers = _Quantizers()
+        self.quantizers = _Quantizers(type(self).__name__)
 
     def _arrays(self, dtype: Any) -> tuple[Any, Any]:
         return _value(self.kernel, dtype), _value(self.bias, dtype)
@@ -204,7 +205,7 @@ class LayerNormMLP(nnx.Module):
         self.wo_kernel = _kernel(rngs, (intermediate_dim, num_features), dtype, kernel_init)
         self.wi_bias = _zeros(inner, dtype, use_bias)
         self.wo_bias = _zeros((num_features,), dtype, use_bias)
-        self.quantizers_0, self.quantizers_1 = _Quantizers(), _Quantizers()
+        self.quantizers_0, self.quantizers_1 = (_Quantizers(type(self).__name__) for _ in range(2))
 
     def __call__(
         self, x: Any, *, return_residual: bool = False, return_bias: bool = False, join_residual: bool = False

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import choice
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.spec import WorkingSet
 from fp8kit_torch.arguments import defaults, only, refuse
 from fp8kit_torch.calibration import stream_of
+from fp8kit_torch.checks import tensor
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import FLOATS, as_view
 
@@ -55,14 +57,17 @@ def general_gemm(
       the tensor cores' own width.
     * ``grad``: accepted with no bias. Others at their defaults, NotImplementedError otherwise.
 
-    Raises ShapeError or FormatError for what does not fit.
+    Raises ArgumentError for what is no tensor and for another layout, ShapeError or FormatError for what does
+    not fit.
     """
     op = "general_gemm"
     refuse(op, _NEUTRAL, locals())
     neutral_beta = 1.0 if accumulate and beta is not None else None
     only(op, {"beta": (beta, neutral_beta), "grad": (grad and bias is not None, False)})
-    if layout not in _LAYOUTS:
-        raise ShapeError(op, "layout", repr(layout), f"one of {', '.join(_LAYOUTS)}")
+    choice(op, "layout", layout, _LAYOUTS)
+    for name, given in (("A", A), ("B", B), ("out", out), ("bias", bias)):
+        if given is not None or name in "AB":
+            tensor(op, name, given)
     own, b_dim, a_dim = _LAYOUTS[layout]
     if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):
         A, B = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (A, B))

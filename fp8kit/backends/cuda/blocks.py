@@ -6,19 +6,21 @@ import functools
 import math
 import struct
 
+import numpy as np
+
 from fp8kit import blocks as rules
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import format_name, narrow
-from fp8kit.formats import DType, Format
+from fp8kit.formats import E2M1, DType, Format
 from fp8kit.quantization import Quantizer
 
 _THREADS = 256
 _LINES = 32  # rows of 128 columns that a block of rotate_lines takes
 _SPAN, _PANEL = 128, 64  # rows and columns of a panel
 _ROTATION = struct.Struct("=3if")  # raw_kernels/blocks.cuh
-_REST = struct.Struct("=10i4f")  # of raw_kernels/blocks_cast.cuh's BlockCast, behind the format and that
+_REST = struct.Struct("=11i4f")  # of raw_kernels/blocks_cast.cuh's BlockCast, behind the format and that
 # ROUTE -> number of the route
 _ROUTES = {"e4m3": 0, "e5m2": 1, "steps": 2, "general": 3}
 _KINDS = {"mx": 0, "nvfp4": 1, "block": 2}
@@ -47,10 +49,14 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
     kind, rule, fmt = rules.kind_of(quantizer), quantizer.scale_rule, quantizer.format
     route, bits = _route(fmt), quantizer.stochastic_bits
     rows, columns = quantizer.tile
+    with np.errstate(over="ignore", divide="ignore"):
+        largest = np.float32(fmt.max)
+        inverse = np.float32(1) / largest
     rest = _REST.pack(
         _ROUTES[route],
         _KINDS[kind],
         columns,
+        columns.bit_length() - 1,
         rows > 1,
         rule in ("rceil", "te"),
         rules.even_addend(fmt) if rule == "even" else 0,
@@ -58,13 +64,15 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
         rules.largest_exponent(fmt),
         0xFE if rule == "te" else 0xFF,
         quantizer.power_2,
-        fmt.max,
-        1 / fmt.max,
+        largest,
+        inverse,
         quantizer.epsilon,
         dtype.max,
     )
     packed = narrow(fmt, True, bits) + _rotation(quantizer.hadamard, quantizer.signs) + rest
-    return "any" if bits or route == "general" else route, packed
+    if bits or route == "general" or fmt.twos_complement:
+        return "any", packed
+    return "e2m1" if fmt == E2M1 else route, packed
 
 
 def rotate(

@@ -15,6 +15,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch, recorded
+from fp8kit.devices import lacking
 from fp8kit.errors import BackendError, install
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
@@ -150,9 +151,9 @@ class CudaProvider:
     def check(self, device: Device) -> None:
         """BackendError where the device is not usable here."""
         if device.index >= self.count():
-            here = f"a CUDA device that is here: {self.count()} are"
-            usable = f"{here} (a driver, CuPy or a GPU may be missing; see `fp8kit info`)"
-            raise BackendError("device", "device", str(device), usable)
+            last = f"a device up to cuda:{self.count() - 1}"
+            wanted = last if self.count() else f"another device: {lacking('cuda')}"
+            raise BackendError("device", "device", str(device), wanted)
 
     def count(self) -> int:
         """See ``DeviceProvider``; asked once a process."""

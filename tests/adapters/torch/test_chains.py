@@ -267,7 +267,7 @@ def test_a_hook_that_returns_something_else_is_refused(value, device):
 
 def test_refusals_name_what_the_user_calls_it(device, counted):
     layer, x = layer_of(device, {}), torch.randn(8, 3, WIDTH, device=device)
-    with pytest.raises(Fp8kitError, match=r"TransformerLayer: hidden_states: .*without memory"):
+    with pytest.raises(Fp8kitError, match=r"TransformerLayer: hidden_states: got a tensor of torch.vmap"):
         torch.vmap(layer, randomness="same")(x[None])
     layer.self_attention.proj.weight = torch.nn.Parameter(torch.zeros(5, WIDTH, device=device))
     with pytest.raises(ShapeError, match=r"TransformerLayer: weight: got shape \(5, 48\)"):

@@ -11,11 +11,13 @@ import torch
 from fp8kit_torch.bound import TorchOp
 from fp8kit_torch.parameters import default_device
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fp8kit as fk
 from fp8kit.arrays import Device
-from fp8kit.errors import ArgumentError, BackendError, FormatError, Fp8kitError
+from fp8kit.errors import ArgumentError, BackendError, FormatError, Fp8kitError, UnsupportedError
 from fp8kit.recipe import DelayedScaling
+from tests.support.gate import GateSpec, gate
 
 H, D, T = 2, 4, 5
 WRONG = {"beyond": [0, 2, 9], "not_from_0": [1, 2, 5], "falling": [0, 4, 2], "negative": [0, -3, 2]}
@@ -194,6 +196,50 @@ def test_tensors_without_memory_are_refused(recipe):
     assert real(torch.randn(0, 32)).shape == (0, 32)
 
 
+def _dual(run, x):
+    with forward_ad.dual_level():
+        return run(forward_ad.make_dual(x, x))
+
+
+# transform of a function at x -> what its tensors are called, and what helps
+TRANSFORMS = {
+    "grad": (lambda run, x: torch.func.grad(lambda x: run(x).sum())(x), "grad, vjp or jacrev", "y.backward"),
+    "vjp": (lambda run, x: torch.func.vjp(run, x), "grad, vjp or jacrev", "y.backward"),
+    "jacrev": (lambda run, x: torch.func.jacrev(run)(x), "grad, vjp or jacrev", "torch.autograd.grad"),
+    "hessian": (lambda run, x: torch.func.hessian(run)(x), "grad, vjp or jacrev", "y.backward"),
+    "jvp": (lambda run, x: torch.func.jvp(run, (x,), (x,)), "jvp or jacfwd", "reverse mode"),
+    "jacfwd": (lambda run, x: torch.func.jacfwd(run)(x), "jvp or jacfwd", "reverse mode"),
+    "vmap": (lambda run, x: torch.vmap(run)(x[None]), "vmap", "the whole batch in one call"),
+    "functionalize": (lambda run, x: torch.func.functionalize(run)(x), "functionalize", "outside of it"),
+    "forward mode": (_dual, "forward_ad", "reverse mode"),
+    "linearize": (lambda run, x: torch.func.linearize(run, x), "forward_ad", "reverse mode"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
+@pytest.mark.parametrize("what", ["layer", "frozen", "operation"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_functions_are_named(name, what):
+    """Forward mode too where nothing requires a gradient: its tangents would be dropped without a word."""
+    layer, slope = ft.Linear(16, 16, device="cpu"), torch.ones(16)
+    run = {
+        "layer": layer,
+        "frozen": layer.requires_grad_(what == "layer"),
+        "operation": lambda x: ft.apply(gate, GateSpec(16), {"x": x, "slope": slope})["y"],
+    }[what]
+    transform, called, helps = TRANSFORMS[name]
+    with pytest.raises(UnsupportedError, match=f": got a tensor of torch.*{called}, expected .*{helps}"):
+        transform(run, torch.randn(4, 16))
+
+
+def test_several_gradients_at_once_are_refused():
+    x = torch.randn(4, 16, requires_grad=True)
+    y = ft.Linear(16, 16, device="cpu")(x)
+    words = "the gradient of y: got a tensor of torch.vmap, expected one gradient at a time"
+    with pytest.raises(UnsupportedError, match=words):
+        torch.autograd.grad(y, x, torch.ones(2, 4, 16), is_grads_batched=True)
+
+
 def test_what_only_the_native_door_looks_for_is_refused():
     with pytest.raises(TypeError, match="check_finite"):
         ft.autocast(check_finite=True)
@@ -308,3 +354,8 @@ def test_native_tensors_take_torchs_devices():
         fk.tensor([1.0], device=torch.device("cuda"))
     with pytest.raises(BackendError, match="a name like cpu"):
         fk.tensor([1.0], device=torch.device("meta"))
+
+
+def test_a_native_tensor_is_called_one():
+    with pytest.raises(ArgumentError, match=r"inp: got an fp8kit\.Tensor of float32, .*, expected a torch\."):
+        ft.Linear(4, 4, device="cpu")(fk.tensor([[1.0] * 4], device="cpu"))

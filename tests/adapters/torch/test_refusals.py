@@ -238,7 +238,7 @@ def test_dropout_is_refused_before_it_draws(device):
     ],
 )
 def test_what_is_missing_has_the_users_name(options, argument):
-    with pytest.raises(ShapeError, match=f"MultiheadAttention: {argument}: got None, expected"):
+    with pytest.raises(ShapeError, match=f"MultiheadAttention: {argument}: missing, expected"):
         ft.MultiheadAttention(32, 4, device="cpu")(torch.zeros(5, 2, 32), **options)
 
 

@@ -176,8 +176,20 @@ def test_general_gemm_refuses():
             general_gemm(a, b, **options)
     with pytest.raises(ShapeError, match="one contraction"):
         general_gemm(a, b, layout="NN")
-    with pytest.raises(ShapeError, match="layout"):
-        general_gemm(a, b, layout="TT")
+    for layout in ("TT", None):
+        with pytest.raises(ArgumentError, match=r"general_gemm: layout: got .*, expected one of TN, NN, NT"):
+            general_gemm(a, b, layout=layout)
+    for wrong in ([[1.0] * 8], b.numpy(), None, "b"):
+        for name, arguments in {"A": (wrong, b), "B": (a, wrong)}.items():
+            with pytest.raises(
+                ArgumentError, match=rf"general_gemm: {name}: got .*, expected a torch.Tensor"
+            ):
+                general_gemm(*arguments)
+        for name in ("out", "bias") if wrong is not None else ():
+            with pytest.raises(
+                ArgumentError, match=rf"general_gemm: {name}: got .*, expected a torch.Tensor"
+            ):
+                general_gemm(a, b, **{name: wrong})
     with pytest.raises(FormatError, match="given to accumulate"):
         general_gemm(a, b, accumulate=True)
     with pytest.raises(FormatError, match="as B"):

@@ -1,0 +1,212 @@
+"""Recipes that are given as data, and those that differ from layer to layer: by the layer's name, or operand
+by operand by a function of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+from fp8kit import formats
+from fp8kit.arguments import shown
+from fp8kit.errors import RecipeError
+from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
+from fp8kit.recipe import Recipe
+
+_NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
+# what a DataRecipe's ``key`` stands for
+_DATA: dict[str, Quantization] = {}
+
+
+@dataclass(frozen=True)
+class DataRecipe(Recipe):
+    """A recipe without a class of its own: how each operand of the three GEMMs is cast, and how each is
+    summed.
+
+    * ``data``: a ``fp8kit.quantization.Quantization``; operands have no state (``scale_source`` is not
+      "delayed").
+    * ``name``: for log lines.
+
+    Raises RecipeError.
+    """
+
+    data: Quantization
+    name: str = "data"
+    # the data as a text, for programs that are compiled
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._want(Quantization, "data")
+        self._want(str, "name")
+        if any(side.needs_state for gemm in self.data.gemms.values() for side in (gemm.a, gemm.b)):
+            raise self._refuse("data", "operands without state: a scale_source other than 'delayed'")
+        object.__setattr__(self, "key", repr(self.data))
+        _DATA.setdefault(self.key, self.data)
+
+    @classmethod
+    def of_key(cls, key: str, name: str) -> DataRecipe:
+        """The recipe of this ``key``, made before in this process."""
+        return cls(_DATA[key], name)
+
+    @property
+    def quantization(self) -> Quantization:
+        """The data, the same object for equal data."""
+        return _DATA.setdefault(self.key, self.data)
+
+    @property
+    def forward_format(self) -> formats.Format:
+        return self.data.x.format
+
+    @property
+    def backward_format(self) -> formats.Format:
+        return self.data.g.format
+
+    def short_name(self) -> str:
+        """Its name."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class PerLayer(Recipe):
+    """Another recipe for some layers, by their names: the first and the last ones in high precision, say ::
+
+        PerLayer(NVFP4BlockScaling(), (("layers.0.*", None), ("*.lm_head", None)))
+
+    * ``default``: the recipe of layers that no rule names.
+    * ``rules``: pairs of a pattern, as of a shell (``*``, ``?``, ``[...]``), and a recipe, or None for high
+      precision; the first that fits the layer's name counts. A part's name begins with that of its layer.
+
+    A layer's name is its argument ``name``; ``name_layers(model)`` of ``fk.nn`` and of ``fp8kit_torch`` gives
+    every layer of a model the name under which it is found there. In JAX it is a Flax module's path, joined
+    by dots. Raises RecipeError.
+    """
+
+    default: Recipe
+    rules: tuple[tuple[str, Recipe | None], ...] = ()
+
+    by_layer: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._want(Recipe, "default")
+        wanted = "pairs of a pattern and a recipe or None"
+        if not isinstance(self.rules, tuple | list):
+            raise self._refuse("rules", wanted)
+        for rule in self.rules:
+            fits = isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+            if not fits or not (rule[1] is None or isinstance(rule[1], Recipe)):
+                raise RecipeError(type(self).__name__, "rules", shown(rule), wanted)
+        if any(isinstance(each, PerLayer) for each in (self.default, *(rule[1] for rule in self.rules))):
+            raise self._refuse("rules", "recipes that are no PerLayer")
+        object.__setattr__(self, "rules", tuple((pattern, recipe) for pattern, recipe in self.rules))
+
+    @property
+    def quantization(self) -> Quantization:
+        """The default's."""
+        return self.default.quantization
+
+    @property
+    def history(self) -> AmaxHistory | None:
+        """The default's."""
+        return self.default.history
+
+    @property
+    def forward_format(self) -> formats.Format:
+        return self.default.forward_format
+
+    @property
+    def backward_format(self) -> formats.Format:
+        return self.default.backward_format
+
+    def for_layer(self, kind: str, name: str) -> Recipe | None:
+        found = next((recipe for pattern, recipe in self.rules if fnmatchcase(name, pattern)), self.default)
+        return None if found is None else found.for_layer(kind, name)
+
+    def short_name(self) -> str:
+        """For example ``per_layer(mxfp8(E4M3), 2 rules)``."""
+        return f"per_layer({self.default.short_name()}, {len(self.rules)} rules)"
+
+
+class QuantizerRole(NamedTuple):
+    """What a ``CustomRecipe``'s function is asked about: ``module``, the layer's class; ``name``, the layer's
+    name, "" where it has none; ``operand``: "input", "weight" or "grad_output"; ``gemm``: "fprop", "dgrad" or
+    "wgrad"."""
+
+    module: str
+    name: str
+    operand: str
+    gemm: str
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """Operand by operand what a function says.
+
+    * ``qfactory``: from a ``QuantizerRole`` to a ``fp8kit.quantization.Quantizer``, or None: where it is None
+      for one operand of a GEMM, that GEMM runs in high precision. It is called once for each role of a layer,
+      and must answer alike each time.
+    * ``accumulation``: from the name of a GEMM to a ``Gemm.accumulation``; None: "split" for all.
+
+    Not within ``torch.compile``, which cannot see into the function: a ``DataRecipe``, or a ``PerLayer`` of
+    these, says the same there. Raises RecipeError, also for an answer that is neither. Transformer Engine's
+    CustomRecipe, whose function gives quantizer objects instead.
+    """
+
+    qfactory: Callable[[QuantizerRole], Quantizer | None]
+    accumulation: Callable[[str], Any] | None = None
+
+    by_layer: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("qfactory", "accumulation"):
+            if not (callable(getattr(self, name)) or (name == "accumulation" and self.accumulation is None)):
+                raise self._refuse(name, "a function")
+
+    @classmethod
+    def custom(cls) -> bool:
+        return True
+
+    @property
+    def quantization(self) -> Quantization:
+        """Of a layer of no class and no name. RecipeError where all its GEMMs run in high precision."""
+        found = self.for_layer("", "")
+        if found is None:
+            raise RecipeError(type(self).__name__, "qfactory", "None for every role", "a Quantizer for some")
+        return found.quantization
+
+    @property
+    def forward_format(self) -> formats.Format:
+        return self.quantization.x.format
+
+    @property
+    def backward_format(self) -> formats.Format:
+        return self.quantization.g.format
+
+    def for_layer(self, kind: str, name: str) -> Recipe | None:
+        return _custom(self, kind, name)
+
+    def short_name(self) -> str:
+        """``custom(NAME)``, the function's name."""
+        return f"custom({getattr(self.qfactory, '__name__', 'function')})"
+
+
+@lru_cache(maxsize=4096)
+def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
+    gemms = []
+    for gemm, operands in OPERANDS.items():
+        sides = []
+        for operand in operands:
+            role = QuantizerRole(kind, name, _NAMES[operand], gemm)
+            side: Any = recipe.qfactory(role)
+            if side is not None and not isinstance(side, Quantizer):
+                wanted = f"a Quantizer or None for {role}"
+                raise RecipeError(type(recipe).__name__, "qfactory", shown(side), wanted)
+            sides.append(side)
+        how = "split" if recipe.accumulation is None else recipe.accumulation(gemm)
+        compute = "high_precision" if None in sides else "quantized"
+        plain = Quantizer(formats.E4M3)
+        gemms.append(Gemm(sides[0] or plain, sides[1] or plain, how, compute))
+    if all(gemm.compute == "high_precision" for gemm in gemms):
+        return None
+    return DataRecipe(Quantization(*gemms), recipe.short_name())

@@ -1,0 +1,61 @@
+"""FP8 products with a scale for each row of an operand, along the whole contraction.
+
+The rows of a transposed operand are other rows, with scales of their own: each orientation is cast from high
+precision, out of a copy that is padded with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.formats import float32
+from fp8kit.ops.product_quantized import Pair, QuantizedProduct, pad
+from fp8kit.quantization import Quantizer
+from fp8kit.spec import Meta, WorkingSet
+
+
+class RowProduct(QuantizedProduct):
+    """``Product`` on codes padded to multiples of 16, with a scale_inv for each of their rows."""
+
+    kernels = ("quantize", "copy", "amax", "scale_from_amax", "fp8_gemm")
+
+    @staticmethod
+    def shapes(rows: int, columns: int, quantizer: Quantizer) -> tuple[Shape, Shape]:
+        return (pad(rows), pad(columns)), (pad(rows),)
+
+    @staticmethod
+    def grid(scale_inv: Any, quantizer: Quantizer) -> Any:
+        return scale_inv.reshape(-1, 1)
+
+    def _temporaries(self, operand: str) -> dict[str, Meta]:
+        size = {"x": (self.m, self.k), "w": (self.n, self.k), "g": (self.m, self.n)}[operand]
+        rows, columns = map(pad, size)
+        name = f"{self.spec.prefix}{operand}_rows"
+        matrix, scales = Meta((rows * columns,), self.dtype), Meta((2 * max(rows, columns),), float32)
+        return super()._temporaries(operand) | {name: matrix, f"{name}_scales": scales}
+
+    def _cast(self, ws: WorkingSet, operand: str, x: Any, into: Pair, amax_known: bool = False) -> None:
+        sides = [x, x.transpose(1, 0)]
+        if operand == "w" and not self.oi:
+            sides.reverse()
+        for side, views, source in zip((f"{operand}_q", f"{operand}_qt"), into, sides, strict=True):
+            codes, scale_inv = map(views.get, self.names[side])
+            if codes is not None and scale_inv is not None:
+                self._cast_rows(ws, operand, source, codes, scale_inv)
+
+    def _cast_rows(
+        self, ws: WorkingSet, operand: str, x: ArrayView, codes: ArrayView, scale_inv: ArrayView
+    ) -> None:
+        """Cast the rows of x, a matrix of any strides, each by its own scale."""
+        k, name, own = ws.kernels, f"{self.spec.prefix}{operand}_rows", self.quantizers[operand]
+        (rows, columns), (m, n), rule = codes.shape, x.shape, (own.format.max, own.power_2, own.epsilon)
+        padded = ws.scratch[name].slice(0, 0, rows * columns).reshape(rows, columns)
+        amax, scale = (ws.scratch[f"{name}_scales"].slice(0, start, rows) for start in (0, rows))
+        for zeros in (padded, amax):
+            arrays.provider(codes.device).fill_zero(zeros, ws.stream)
+        k.copy(x, padded.slice(0, 0, m).slice(1, 0, n), ws.stream)
+        k.amax(padded, amax, (1, columns), ws.stream)
+        k.scale_from_amax(amax, scale, scale_inv, *rule, float32.max, ws.stream)
+        k.quantize(padded, codes, scale, scale_inv, None, own.format, (1, columns), True, 0, None, ws.stream)

@@ -1,0 +1,168 @@
+"""Recipes as data, by the layer's name, and by a function: which layers compute how."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit import nn, recipe
+from fp8kit.errors import ArgumentError, RecipeError
+from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.recipes import NAMED, named
+
+X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+MX = recipe.MXFP8BlockScaling()
+
+
+def results(layer: Any, how: recipe.Recipe | None) -> list[Any]:
+    """y and the gradients of x and the weights."""
+    x = fk.tensor(X, requires_grad=True)
+    layer.zero_grad()
+    with fk.autocast(enabled=how is not None, recipe=how):
+        y = layer(x)
+    y.backward(np.broadcast_to(np.linspace(-1, 1, y.shape[-1], dtype=np.float32), y.shape).copy())
+    return [part.numpy().copy() for part in (y, x.grad, *(p.grad for p in layer.parameters()))]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return all(np.array_equal(*pair) for pair in zip(a, b, strict=True))
+
+
+def make(name: str | None = None) -> nn.Linear:
+    fk.manual_seed(0)
+    return nn.Linear(64, 48, name=name)
+
+
+def test_the_first_rule_that_fits_counts() -> None:
+    rules = (("*.head", None), ("layers.0.*", recipe.Float8CurrentScaling()), ("layers.*", None))
+    how = recipe.PerLayer(MX, rules)
+    expected = {"lm.head": None, "layers.0.fc1": rules[1][1], "layers.1.fc1": None, "other": MX, None: MX}
+    for name, own in expected.items():
+        layer = make(name)
+        assert same(results(layer, how), results(layer, own)), name
+
+
+def test_name_layers() -> None:
+    model = nn.Sequential(nn.Linear(64, 48), nn.LayerNormMLP(48, 96))
+    assert nn.name_layers(model) is model
+    assert [module.name for _, module in model.named_modules() if hasattr(module, "name")] == ["0", "1"]
+    how = recipe.PerLayer(MX, (("1", None),))
+    y = results(model, how)[0]
+    with fk.autocast(recipe=MX):
+        first = model[0](fk.tensor(X))
+    assert np.array_equal(y, model[1](first).numpy())
+    with pytest.raises(ArgumentError, match="a list"):
+        nn.name_layers([])
+
+
+def test_a_layer_that_gets_another_name_gets_another_recipe() -> None:
+    layer, how = make("a"), recipe.PerLayer(MX, (("b", None),))
+    before = results(layer, how)
+    layer.name = "b"
+    assert same(results(layer, how), results(layer, None))
+    assert not same(before, results(layer, how))
+
+
+def test_delayed_scaling_for_some_layers_keeps_their_state() -> None:
+    layer, other = make("a"), make("b")
+    how = recipe.PerLayer(MX, (("a", recipe.DelayedScaling(amax_history_len=2)),))
+    for each in (layer, other):
+        results(each, how)
+    assert layer.fp8_meta.keys() == {"scaling_fwd", "scaling_bwd"}
+    assert not other.fp8_meta
+
+
+def test_a_function_says_how_each_operand_is_cast() -> None:
+    asked = []
+
+    def factory(role: recipe.QuantizerRole) -> Quantizer | None:
+        asked.append(role)
+        if role.name == "head" or role.gemm == "wgrad":
+            return None
+        fmt = fk.E5M2 if role.operand == "grad_output" else fk.E4M3
+        return Quantizer(fmt, "mx_1x32", scale_rule="te")
+
+    how = recipe.CustomRecipe(factory)
+    layer, head = make("body"), make("head")
+    y, dx, dw, _ = results(layer, how)
+    assert same(results(head, how), results(head, None))
+    hybrid, plain = (
+        results(layer, recipe.MXFP8BlockScaling(fp8_format=recipe.Format.HYBRID)),
+        results(layer, None),
+    )
+    assert same([y, dx, dw], [hybrid[0], hybrid[1], plain[2]])
+    assert {role.module for role in asked} == {"Linear"}
+    # once for each role
+    assert len(asked) == 12
+    assert how.custom()
+
+
+def test_refusals() -> None:
+    for wrong in (
+        lambda: recipe.PerLayer(None),
+        lambda: recipe.PerLayer(MX, "head"),
+        lambda: recipe.PerLayer(MX, (("head", "bf16"),)),
+        lambda: recipe.PerLayer(recipe.PerLayer(MX)),
+        lambda: recipe.CustomRecipe(None),
+        lambda: recipe.DataRecipe(MX),
+        lambda: recipe.DataRecipe(recipe.DelayedScaling().quantization),
+        lambda: recipe.CustomRecipe(lambda role: "e4m3").quantization,
+        lambda: recipe.CustomRecipe(lambda role: None).quantization,
+        lambda: recipe.MMParams(accumulation="hopper"),
+    ):
+        with pytest.raises(RecipeError):
+            wrong()
+    with pytest.raises(ArgumentError, match="rowwise"):
+        named("row_wise")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_recipes_are_values(name: str) -> None:
+    """Equal, hashable, copied and pickled as values are; one quantization for equal ones."""
+    how = named(name)
+    for other in (copy.deepcopy(how), pickle.loads(pickle.dumps(how))):
+        assert other == how
+        assert hash(other) == hash(how)
+        assert other.quantization is how.quantization
+    assert how.short_name()
+
+
+def test_a_gemm_in_high_precision_has_the_high_precision_bits() -> None:
+    plain = results(make(), None)
+    for i, which in enumerate(("fprop", "dgrad", "wgrad")):
+        for base in (recipe.Float8CurrentScaling(), recipe.Float8BlockScaling(), MX, named("rowwise")):
+            gemms = base.quantization.gemms
+            gemms[which] = Gemm(gemms[which].a, gemms[which].b, compute="high_precision")
+            got = results(make(), recipe.DataRecipe(Quantization(*gemms.values())))
+            whole = results(make(), base)
+            for k in range(3):
+                assert np.array_equal(got[k], (plain if k == i else whole)[k]), (which, base, k)
+
+
+def test_hoppers_sums_in_a_layer() -> None:
+    """A Linear's three products are those of ``fk.matmul`` with the same arithmetic."""
+    sums = {"fprop": "hopper_fast", "dgrad": "hopper_split", "wgrad": "exact"}
+    how = recipe.Float8CurrentScaling(
+        fp8_format=recipe.Format.E4M3,
+        **{f"fp8_gemm_{gemm}": recipe.MMParams(accumulation=name) for gemm, name in sums.items()},
+    )
+    layer = nn.Linear(64, 48, bias=False)
+    y, dx, dw = results(layer, how)
+    g = np.broadcast_to(np.linspace(-1, 1, 48, dtype=np.float32), (32, 48)).copy()
+    w = layer.weight.numpy()
+    q = {key: fk.quantize(np.ascontiguousarray(a)) for key, a in (("x", X), ("w", w), ("g", g))}
+    t = {key: fk.quantize(np.ascontiguousarray(a.T)) for key, a in (("x", X), ("w", w), ("g", g))}
+    expected = [
+        fk.matmul(q["x"], q["w"].T, accumulate=sums["fprop"]),
+        fk.matmul(q["g"], t["w"].T, accumulate=sums["dgrad"]),
+        fk.matmul(t["g"], t["x"].T, accumulate=sums["wgrad"]),
+    ]
+    assert same([y, dx, dw], expected)
+    assert not np.array_equal(
+        y, results(layer, recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3))[0]
+    )
