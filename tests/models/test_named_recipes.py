@@ -60,7 +60,7 @@ def test_it_trains_as_in_high_precision(name, corpus, high):
     run = train(SIZE, corpus, recipe, name, CPU, 0, io.StringIO())
     assert run.losses[-1] < run.losses[0] - 1.5
     apart, relative = bounds(recipe)
-    np.testing.assert_allclose(run.losses, high.losses, rtol=0, atol=apart)
+    assert max(abs(np.subtract(run.losses, high.losses))) <= apart
     assert run.losses != high.losses  # it was not high precision itself
     # the trained model's own gradients; the second call has the scales of delayed scaling
     exact = gradients(run.model, corpus, None)
