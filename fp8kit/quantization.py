@@ -110,6 +110,11 @@ class Quantizer:
         return self.needs_amax and self.scale_source == "current"
 
     @property
+    def rotation(self) -> tuple[int, str]:
+        """(size, signs) of the rotation, (0, "plus") for none."""
+        return (self.hadamard, self.signs) if self.hadamard else (0, "plus")
+
+    @property
     def static(self) -> bool:
         """Whether the scale is always the same."""
         return self.scale_source == "static"
@@ -164,6 +169,9 @@ class Gemm:
             known = ("split", "fast", *ACCUMULATIONS)
             choice("Gemm", "accumulation", self.accumulation, known, RecipeError)
         choice("Gemm", "compute", self.compute, ("quantized", "dequantized", "high_precision"), RecipeError)
+        if self.compute == "quantized" and self.a.rotation != self.b.rotation:
+            got = f"{self.a.rotation} for a, {self.b.rotation} for b"
+            raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")
 
     @property
     def fast(self) -> bool:

@@ -91,7 +91,12 @@ class EmulatedProduct(Product):
     @classmethod
     def check_supported(cls, gemms: Iterable[tuple[str, Gemm]]) -> None:
         """UnsupportedError for named GEMMs that are not emulated."""
-        for name, gemm in gemms:
+        known = dict(gemms)
+        for name, gemm in known.items():
+            # the values that fprop multiplied are those of a rotated tensor
+            turned = known["fprop"].a.hadamard
+            if gemm.compute == "dequantized" and turned:
+                raise unsupported("fprop.hadamard", turned, f"0 with {name} dequantized")
             for place, own in (("a", gemm.a), ("b", gemm.b)):
                 if own.granularity in _LINES and (own.stochastic_bits or own.hadamard):
                     wanted = "0, with a scale of a tensor or of rows"

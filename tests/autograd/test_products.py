@@ -197,6 +197,7 @@ X, WIDE = quantizer(), Quantizer(formats.E5M2)
 
 
 LINES = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te")
+TURNED = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", hadamard=32)
 REFUSED = {
     "granularity: got .* expected scales of the same kind": Quantization.of(DELAYED.x, BLOCKS.w, DELAYED.g),
     "scale_source: got delayed for some": Quantization.of(DELAYED.x, X, X),
@@ -211,8 +212,11 @@ REFUSED = {
         X, X, quantizer(scale_source="static", static_scale=2.0)
     ),
     "dgrad.a: got random bits or a rotation": Quantization.of(X, X, quantizer(stochastic_bits=8)),
-    "wgrad.b: got random bits or a rotation": Quantization(
-        Gemm(X, X), Gemm(X, X), Gemm(X, quantizer(hadamard=16))
+    "wgrad.a: got random bits or a rotation": Quantization(
+        Gemm(X, X), Gemm(X, X), Gemm(quantizer(hadamard=16), quantizer(hadamard=16))
+    ),
+    "fprop.hadamard: got 32, expected 0 with wgrad dequantized": Quantization(
+        Gemm(TURNED, TURNED), Gemm(LINES, LINES), Gemm(LINES, LINES, compute="dequantized")
     ),
     "fprop.a.granularity: got mx_1x32": Quantization.of(LINES, LINES, LINES, "hopper_fast"),
     "wgrad.compute: got 'dequantized'": Quantization(
@@ -237,6 +241,13 @@ def test_what_no_product_carries_out_is_refused_by_name(said: str) -> None:
 def test_words_that_a_quantizer_does_not_know(name: str) -> None:
     with pytest.raises(RecipeError, match=f"Quantizer: {name}: got 'blocks', expected one of"):
         Quantizer(formats.E4M3, **{name: "blocks"})
+
+
+def test_rotations_that_do_not_cancel() -> None:
+    for other in (LINES, Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", hadamard=32, signs="random")):
+        with pytest.raises(RecipeError, match="Gemm: hadamard, signs: got .* so that they cancel"):
+            Gemm(TURNED, other)
+        Gemm(TURNED, other, compute="high_precision")
 
 
 def test_each_granularity_has_one_class_of_products() -> None:
