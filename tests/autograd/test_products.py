@@ -245,7 +245,7 @@ def test_words_that_a_quantizer_does_not_know(name: str) -> None:
 
 def test_rotations_that_do_not_cancel() -> None:
     for other in (LINES, Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", hadamard=32, signs="random")):
-        with pytest.raises(RecipeError, match="Gemm: hadamard, signs: got .* so that they cancel"):
+        with pytest.raises(RecipeError, match=r"Gemm: hadamard, signs: got .* so that they cancel"):
             Gemm(TURNED, other)
         Gemm(TURNED, other, compute="high_precision")
 
