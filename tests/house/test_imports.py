@@ -18,7 +18,7 @@ PACKAGES = {
         for name in (
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
             *("buffers", "checkpoint_format", "recipe", "quantization", "blocks", "accumulation"),
-            *("block_recipes", "recipes"),
+            *("block_recipes", "recipes", "moments"),
             *("autocast", "raw_kernels"),
         )
     ),
