@@ -203,8 +203,8 @@ class Optimizer:
         return {}
 
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
-        """One step of a batch: float32 states and masters, parameters and gradients of their own dtypes.
-        Raises no errors of its own."""
+        """One step of a batch: states and masters as ``kind`` and ``master_dtype`` say, parameters and
+        gradients of their own dtypes. Raises no errors of its own."""
         raise NotImplementedError
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, ArrayView]:
         """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups,
-        len(columns)), and for each parameter i that has taken a step its float32 arrays, ``exp_avg.i`` and so
+        len(columns)), and for each parameter i that has taken a step its arrays, ``exp_avg.i`` and so
         on, and ``master.i``. Waits for the device."""
         states = [self._states.get(param) for param in self._params()]
         counters = {id(state.counter): state.counter.view for state in states if state is not None}

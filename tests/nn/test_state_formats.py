@@ -282,3 +282,28 @@ def test_refusals():
         AdamW([half], states="fp4")
     with pytest.raises(FormatError, match="remainder"):
         AdamW([half], master_dtype="remainder")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", [*(name for name in PRESETS if name != "fp32"), "remainder"])
+def test_engines_agree_bit_for_bit(preset):
+    """CPU and GPU: states and parameters after some steps, expansion's logarithms included."""
+    if preset == "remainder":
+        states = StateFormats(MomentFormat("bfloat16"), MomentFormat("E5M2", 256), "remainder")
+    else:
+        states = PRESETS[preset]
+    found = []
+    for device in ("cpu", "cuda"):
+        params = [
+            tensor(draw(i, shape, kind), requires_grad=True, device=device, dtype=kind)
+            for i, (shape, kind) in enumerate((((300, 77), "bfloat16"), ((1000,), "float32")))
+        ]
+        optimizer = AdamW(params, lr=1e-2, states=states)
+        for step in range(5):
+            for i, param in enumerate(params):
+                give(param, draw(10 * step + i, param.shape, param.dtype.name, 10.0**-step))
+            optimizer.step()
+        values = {f"param.{i}": param.numpy() for i, param in enumerate(params)}
+        found.append(values | {name: view.numpy() for name, view in optimizer.state_dict().items()})
+    for name, value in found[0].items():
+        assert_same_bits(name, found[1][name], value)
