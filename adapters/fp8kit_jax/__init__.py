@@ -7,8 +7,8 @@ kinds ``Auto`` and ``Explicit``, they split by the arrays' first dimension (by a
 by a product's features and its contraction, with the results of one device: what is moved are sums, and
 amaxes before casts. Sequences and ``gemm`` are not split.
 
-Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax, and are
-imported when they are used.
+Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx``, which need Flax,
+and ``fp8kit_jax.optimizers`` are imported when they are used.
 """
 
 import importlib
@@ -95,7 +95,7 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("flax", "nnx"):
+    if name not in ("flax", "nnx", "optimizers"):
         why = f": {_INSTEAD[name]}" if name in _INSTEAD else _errors.meant(name, __all__)
         raise AttributeError(f"module 'fp8kit_jax' has no attribute {name!r}{why}", name=name)
     return importlib.import_module(f"fp8kit_jax.{name}")

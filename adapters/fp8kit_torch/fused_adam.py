@@ -11,7 +11,9 @@ from torch import Tensor
 from fp8kit import arrays
 from fp8kit.arguments import choice, flag, shown
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError, UnsupportedError
+from fp8kit.moments import StateFormats, state_formats
+from fp8kit_torch import encoded_states as encoded
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check, tensor
@@ -46,6 +48,11 @@ class FusedAdam(Fused):
     * ``store_param_remainders``: a bfloat16 parameter's float32 master is kept as the 16 bits that the
       parameter lacks.
     * ``set_grad_none``: deprecated, see ``zero_grad``.
+    * ``states``, fp8kit's own: m, v and (with ``master_weights``) masters in one of the published ways,
+      "ms_amp", "fishman", "coat", "block_128" or "block_256", or as ``fk.optim.StateFormats`` says, in the
+      place of the four arguments for single states. The step decodes, computes and encodes in one kernel;
+      state dicts hold the codes, with factors as ``exp_avg_scale`` and so on, and load into the same formats
+      alone. Parameters that are sharded or held in FP8 are refused.
 
     Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
     """
@@ -58,6 +65,7 @@ class FusedAdam(Fused):
         "master_weights",
         "use_decoupled_grad",
         "store_param_remainders",
+        "formats",
         "_scales",
         "_step_supports_amp_scaling",
     )
@@ -83,9 +91,14 @@ class FusedAdam(Fused):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
+        states: str | StateFormats | None = None,
     ) -> None:
         name, given = "FusedAdam", locals()
         check(name, OPTIMISED, given)
+        found = None if states is None else state_formats(name, states)
+        self.formats = None if found is None or found.plain else found
+        if self.formats is not None:
+            encoded.only_states(name, given)
         only(name, {"amsgrad": (amsgrad, False)})
         self.dtypes = {
             "exp_avg": exp_avg_dtype,
@@ -115,6 +128,8 @@ class FusedAdam(Fused):
         parameters' device."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if self.formats is not None:
+            encoded.want_plain("FusedAdam", group["params"], self.formats, self.master_weights)
         if self.capturable and group["params"]:
             devices = {param.device for param in group["params"]}
             if len(devices) != 1:
@@ -149,6 +164,9 @@ class FusedAdam(Fused):
         self._known("initialize_state", param)
         if flag(op, argument, store_param_remainders) and not self.store_param_remainders:
             raise ArgumentError(op, argument, True, "as in the constructor")
+        if self.formats is not None:
+            self.state[param] |= encoded.start(self.formats, param, self.master_weights)
+            return
         start = param.detach()
         if isinstance(param, QuantizedTensor):
             start = stored.local(start)
@@ -166,6 +184,8 @@ class FusedAdam(Fused):
         if state_name not in self.state[param]:
             wanted = f"one of {', '.join(self.state[param]) or 'none yet: initialize_state'}"
             raise ArgumentError("FusedAdam.get_unscaled_state", "state_name", repr(state_name), wanted)
+        if self.formats is not None:
+            return encoded.values(self.formats, param, state_name, self.state[param])
         state = self.state[param][state_name]
         if state.dtype in (torch.float32, torch.int16):
             return state
@@ -174,6 +194,8 @@ class FusedAdam(Fused):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Keep float32 values (int16 for remainders) as the state, in the constructor's dtype of it."""
         self._known("set_scaled_state", param, state_name)
+        if self.formats is not None:
+            raise UnsupportedError("FusedAdam.set_scaled_state", "states", str(self.formats), "None")
         tensor("FusedAdam.set_scaled_state", "unscaled_state", unscaled_state)
         state, unscaled = self.state[param], self._unscaled_dtype(param, state_name)
         if (unscaled_state.dtype, unscaled_state.shape) != (unscaled, param.shape):
@@ -221,6 +243,14 @@ class FusedAdam(Fused):
         for param, *_ in entries:
             if "exp_avg" not in self.state[param]:
                 self.initialize_state(param)
+        count = step if group["bias_correction"] else NO_CORRECTION
+        numbers = group["lr"], group["betas"], group["eps"], float(group["weight_decay"]), self.adam_w_mode
+        if self.formats is not None:
+            rows = [(data, grad, self.state[param]) for param, data, grad in entries]
+            encoded.adam_(self.formats, rows, *numbers, count, by, skip)
+            for param, data, _ in entries:
+                written(param, data)
+            return
         means, squares, masters = (
             [self._values(param, name, data) for param, data, _ in entries] for name in self.dtypes
         )
@@ -229,12 +259,8 @@ class FusedAdam(Fused):
             [grad for *_, grad in entries],
             (means, squares),
             masters,
-            group["lr"],
-            group["betas"],
-            group["eps"],
-            float(group["weight_decay"]),
-            self.adam_w_mode,
-            step if group["bias_correction"] else NO_CORRECTION,
+            *numbers,
+            count,
             by,
             skip,
         )
@@ -253,6 +279,8 @@ class FusedAdam(Fused):
         """As torch's; states that are kept with a factor come as their float32 values, remainders as
         they are."""
         saved = super().state_dict()
+        if self.formats is not None:
+            return saved | {"state_formats": list(self.formats.numbers)}
         for param, index in self.indexed(saved["param_groups"]):
             if index in saved["state"]:
                 state = saved["state"][index]
@@ -261,9 +289,21 @@ class FusedAdam(Fused):
                 }
         return saved
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        op, saved = "FusedAdam.load_state_dict", state_dict if isinstance(state_dict, Mapping) else {}
+        if self.formats is not None or "state_formats" in saved:
+            encoded.check_formats(op, saved.get("state_formats"), self.formats)
+        super().check_state_dict(state_dict)
+        for param, index in self.indexed(state_dict["param_groups"]) if self.formats is not None else ():
+            if state := state_dict["state"].get(index):
+                wanted = encoded.kinds(self.formats, param, self.master_weights)
+                encoded.check_state(op, f"state[{index!r}]", state, wanted)
+
     def check_state(
         self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]
     ) -> None:
+        if self.formats is not None:  # check_state_dict looks at all of them
+            return
         known = self._names(param)
         for wanted in known[:2]:  # a master may be missing: it starts at the parameter
             if wanted not in state:
@@ -297,6 +337,9 @@ class FusedAdam(Fused):
         for param, index in self.indexed(state_dict["param_groups"]):
             saved = state_dict["state"].get(index)
             if saved is None:
+                continue
+            if self.formats is not None:
+                self.state[param] = {n: v.detach().to(param.device, copy=True) for n, v in saved.items()}
                 continue
             self.state[param] = {name: value for name, value in saved.items() if name not in self.dtypes}
             self._scales.pop(param, None)

@@ -25,7 +25,8 @@ from fp8kit.formats import DType, float32, float64, int64
 
 Group = dict[str, Any]
 Hyper = tuple[Any, ...]
-Wanted = dict[str, tuple[arrays.Shape, DType]]  # a saved array's name -> what it must be
+Kind = tuple[arrays.Shape, DType]
+Wanted = dict[str, Kind]  # a saved array's name -> what it must be
 # a parameter, its gradient, lr, and the other hyperparameters
 Taking = tuple[Tensor, ArrayView, float | ArrayView, Hyper]
 
@@ -41,25 +42,29 @@ class _Counter:
 
 
 class _State:
-    """What the optimiser keeps of one parameter: its counter, float32 arrays, and the float32 master of a
-    16-bit parameter."""
+    """What the optimiser keeps of one parameter: its counter, arrays, and the master of a 16-bit parameter,
+    of the dtype ``master`` (None: it has none), which is float32 and its value at first, or zeros."""
 
     __slots__ = ("arrays", "counter", "master")
 
-    def __init__(self, param: ArrayView, counter: _Counter) -> None:
+    def __init__(self, param: ArrayView, counter: _Counter, master: DType | None) -> None:
         self.counter = counter
         counter.holders += 1
         self.arrays: dict[str, ArrayView] = {}
         self.master: ArrayView | None = None
-        if param.dtype is not float32:
+        if master is float32:
             self.master = arrays.empty(param.shape, float32, param.device)
             dispatch.kernels(param.device).copy(param, self.master, arrays.current_stream(param.device))
+        elif master is not None:
+            self.master = arrays.zeros(param.shape, master, param.device)
 
-    def slot(self, name: str, param: ArrayView) -> ArrayView:
-        """The array ``name``, zeros at first."""
+    def slot(self, name: str, param: ArrayView, kind: Kind | None) -> ArrayView | None:
+        """The array ``name`` of this shape and dtype, zeros at first; None where there is none."""
+        if kind is None:
+            return None
         found = self.arrays.get(name)
         if found is None:
-            found = self.arrays[name] = arrays.zeros(param.shape, float32, param.device)
+            found = self.arrays[name] = arrays.zeros(*kind, param.device)
         return found
 
     def move(self, counter: _Counter) -> None:
@@ -92,13 +97,17 @@ class Batch(NamedTuple):
     step: ArrayView
     inv_scale: ArrayView | None
     found_inf: ArrayView | None
+    kind: Callable[[str, ArrayView], Kind | None]
 
     def columns(self, *slots: str) -> tuple[list[Any], ...]:
         """Lists of parameters, gradients, the arrays ``slots``, and masters, in the order of the kernels'
-        arguments."""
+        arguments; None where a parameter has no such array."""
         params, grads, states, _ = map(list, zip(*self.entries, strict=True))
-        kept = ([entry.state.slot(name, entry.param) for entry in self.entries] for name in slots)
-        return (params, grads, *kept, [state.master for state in states])
+        return (params, grads, *(self.slot(name) for name in slots), [state.master for state in states])
+
+    def slot(self, name: str) -> list[ArrayView | None]:
+        """The parameters' arrays of that name."""
+        return [entry.state.slot(name, entry.param, self.kind(name, entry.param)) for entry in self.entries]
 
     def numbers(self) -> tuple[Any, ...]:
         """What follows the lists in the kernels' arguments: hyperparameters, one weight decay for each
@@ -181,9 +190,21 @@ class Optimizer:
         """Names of the arrays kept for a parameter under these hyperparameters."""
         raise NotImplementedError
 
+    def kind(self, name: str, param: ArrayView) -> Kind | None:
+        """Shape and dtype of the array ``name`` of a parameter, None where it has none: float32, like it."""
+        return param.shape, float32
+
+    def master_dtype(self, param: ArrayView) -> DType | None:
+        """Of the parameter's master: float32 where it has 16 bits, else None."""
+        return None if param.dtype is float32 else float32
+
+    def notes(self) -> dict[str, ArrayView]:
+        """What ``state_dict`` has beside the states, and must find again."""
+        return {}
+
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
-        """One step of a batch: float32 states and masters, parameters and gradients of their own dtypes.
-        Raises no errors of its own."""
+        """One step of a batch: states and masters as ``kind`` and ``master_dtype`` say, parameters and
+        gradients of their own dtypes. Raises no errors of its own."""
         raise NotImplementedError
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -238,7 +259,7 @@ class Optimizer:
             state = self._states[param]
             key = (id(state.counter), lr if isinstance(lr, float) else lr.ptr, *hyper[:-1])
             if key not in batches:
-                batches[key] = Batch([], lr, hyper[:-1], state.counter.view, by, bad)
+                batches[key] = Batch([], lr, hyper[:-1], state.counter.view, by, bad, self.kind)
             batches[key].entries.append(Entry(param.view, grad, state, hyper[-1]))
         for batch in batches.values():
             # what may fail for want of memory, before the step counts
@@ -295,7 +316,8 @@ class Optimizer:
             if state is None:
                 if param.device not in new:
                     new[param.device] = _Counter(arrays.zeros((1,), int64, param.device))
-                state = self._states[param] = _State(param.view, new[param.device])
+                state = _State(param.view, new[param.device], self.master_dtype(param.view))
+                self._states[param] = state
             taking.setdefault(id(state.counter), []).append(state)
         for states in taking.values():
             counter = states[0].counter
@@ -329,7 +351,7 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, ArrayView]:
         """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups,
-        len(columns)), and for each parameter i that has taken a step its float32 arrays, ``exp_avg.i`` and so
+        len(columns)), and for each parameter i that has taken a step its arrays, ``exp_avg.i`` and so
         on, and ``master.i``. Waits for the device."""
         states = [self._states.get(param) for param in self._params()]
         counters = {id(state.counter): state.counter.view for state in states if state is not None}
@@ -343,6 +365,7 @@ class Optimizer:
         return {
             "steps": arrays.as_view(np.array(steps, np.int64)),
             "hyper": arrays.as_view(np.array(hyper, np.float64)),
+            **self.notes(),
         } | out
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -364,8 +387,15 @@ class Optimizer:
         rows = saved or [self.flat(group) for group in self.param_groups]
         for i, (param, row) in enumerate(self._with_hyper(rows)):
             if steps[i]:
-                wanted |= {f"{name}.{i}": (param.shape, float32) for name in self._kept(param, row)}
+                wanted |= {f"{name}.{i}": kind for name, kind in self._kept(param.view, row).items()}
+        notes = self.notes()
+        wanted |= {name: (note.shape, note.dtype) for name, note in notes.items()}
         faults = faults_of(views, wanted, strict)
+        faults += [
+            f"{name}: got {views[name].numpy().tolist()}, expected {note.numpy().tolist()}"
+            for name, note in notes.items()
+            if name in views and views[name].numpy().tolist() != note.numpy().tolist()
+        ]
         if (steps < 0).any():
             faults.append(f"steps: got {steps.min()}, expected counts")
         for row in saved:
@@ -381,9 +411,12 @@ class Optimizer:
         groups = zip(self.param_groups, rows, strict=True)
         return [(param, row) for group, row in groups for param in group["params"]]
 
-    def _kept(self, param: Tensor, row: Sequence[float]) -> tuple[str, ...]:
-        """Names of what is kept of a parameter under the hyperparameters of its group."""
-        return (*self.slots(row), *(("master",) if param.dtype is not float32 else ()))
+    def _kept(self, param: ArrayView, row: Sequence[float]) -> Wanted:
+        """What is kept of a parameter under the hyperparameters of its group."""
+        master = self.master_dtype(param)
+        found = {name: self.kind(name, param) for name in self.slots(row)}
+        kept = {name: kind for name, kind in found.items() if kind is not None}
+        return kept if master is None else kept | {"master": (param.shape, master)}
 
     def _take(
         self, views: Mapping[str, ArrayView], steps: Sequence[int], rows: Sequence[Sequence[float]]
@@ -402,9 +435,10 @@ class Optimizer:
                 if key not in counters:
                     count = arrays.as_view(np.full(1, steps[i], np.int64))
                     counters[key] = _Counter(arrays.to(count, param.device))
-                state = self._states[param] = _State(param.view, counters[key])
+                state = _State(param.view, counters[key], self.master_dtype(param.view))
+                self._states[param] = state
                 for name in self.slots(row):
-                    state.slot(name, param.view)
+                    state.slot(name, param.view, self.kind(name, param.view))
                 for name, target in state.named().items():
                     arrays.copy(target, arrays.contiguous(views[f"{name}.{i}"]))
 

@@ -19,7 +19,7 @@ PACKAGES = {
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
             *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
             *("quantization", "blocks", "accumulation", "autocast", "packing", "printing", "tiles"),
-            "raw_kernels",
+            *("moments", "raw_kernels"),
         )
     ),
     "contract": ("fp8kit.backends", "fp8kit.backends.protocol", "fp8kit.backends.registry"),

@@ -68,6 +68,8 @@ ELSEWHERE = {
     "optim.Optimizer.taking": "the first half of step; tests/nn/test_sgd_scaler.py",
     "optim.Optimizer.make_step": "the second half of step; tests/nn/test_sgd_scaler.py",
     "optim.Optimizer.gradient": "what every step asks of each parameter; tests/nn/test_refusals.py",
+    "optim.Optimizer.master_dtype": "a dtype's dtype, for subclasses; tests/nn/test_state_formats.py",
+    "optim.Optimizer.notes": "what a state dict holds beside, for subclasses; tests/nn/test_state_formats.py",
     "optim.Optimizer.nest": "the other half of flat, for subclasses",
     "optim.Optimizer.zero_grad": "sets None; tests/nn/test_optim.py",
     "serialization.mapping": "a check; every load_state_dict above calls it",

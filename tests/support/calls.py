@@ -614,6 +614,23 @@ CALLS: dict[str, Call] = {
         betas=always((0.9, 0.99)),
         eps=always(1e-8),
         weight_decay=always(0.1),
+        states=always("coat"),
+        exp_avg_dtype=always("E4M3"),
+        exp_avg_sq_dtype=always("bfloat16"),
+        master_dtype=always("float16"),
+    ),
+    "optim.MomentFormat": plain(
+        optim.MomentFormat,
+        format=always("E4M3"),
+        block=always(128),
+        power_2=always(False),
+        expansion=always(True),
+    ),
+    "optim.StateFormats": plain(
+        optim.StateFormats,
+        exp_avg=always(optim.MomentFormat("E4M3")),
+        exp_avg_sq=always(optim.MomentFormat("float16")),
+        master=always("remainder"),
     ),
     "optim.AdamW.beta": plain(
         lambda params, beta: optim.AdamW(params, betas=(beta, beta)).step(),

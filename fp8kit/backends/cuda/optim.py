@@ -17,8 +17,9 @@ from fp8kit.backends.cuda._rows import TYPE_CODES, address, ceil_div, kernel
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType
 
-# raw_kernels/optim.cu: elements a block takes, its threads, and the tables' layouts (columns of so many rows)
-_PIECE, _THREADS = 8192, 256
+# raw_kernels/optim.cuh: elements a block takes, its threads; optim.cu: the tables' layouts (columns of so
+# many rows)
+PIECE, THREADS = 8192, 256
 _STEP_TENSORS = 64
 _LIST_TENSORS = 128
 _ADAMW = struct.Struct(f"={6 * _STEP_TENSORS}q{_STEP_TENSORS}I{_STEP_TENSORS}f")
@@ -35,7 +36,7 @@ class _ListLaunch(NamedTuple):
     blocks: int
 
 
-def _launches(
+def launches(
     layout: struct.Struct, most: int, columns: Sequence[Sequence[ArrayView | None]], *numbers: Sequence[float]
 ) -> Iterator[_ListLaunch]:
     """Launches over at most ``most`` rows each, of the same types. ``columns``: tensors, first those that are
@@ -49,7 +50,7 @@ def _launches(
         for start in range(0, len(rows), most):
             part = rows[start : start + most]
             sizes = [row[0].size for row in part]
-            *first, blocks = itertools.accumulate((ceil_div(size, _PIECE) for size in sizes), initial=0)
+            *first, blocks = itertools.accumulate((ceil_div(size, PIECE) for size in sizes), initial=0)
             fields = list(zip(*part, strict=True))
             pointers = [map(address, column) for column in fields[: len(columns)]]
             table: list[Any] = []
@@ -60,16 +61,16 @@ def _launches(
 
 
 def _lists(xs: Sequence[ArrayView]) -> Iterator[_ListLaunch]:
-    return _launches(_LIST, _LIST_TENSORS, [xs])
+    return launches(_LIST, _LIST_TENSORS, [xs])
 
 
-def _number(value: float | ArrayView) -> tuple[float, int]:
+def number_of(value: float | ArrayView) -> tuple[float, int]:
     """(the number, 0), or (0, the address) of one that lies on the device."""
     return (0.0, value.ptr) if isinstance(value, ArrayView) else (float(value), 0)
 
 
-def _count(op: str, step: int | ArrayView) -> tuple[int, int]:
-    """As ``_number`` for a step; BackendError for one below 1."""
+def count_of(op: str, step: int | ArrayView) -> tuple[int, int]:
+    """As ``number_of`` for a step; BackendError for one below 1."""
     if isinstance(step, ArrayView):
         return 0, step.ptr
     if step < 1:
@@ -85,10 +86,10 @@ def _step(
     scalars: tuple[Any, ...],
     stream: int,
 ) -> None:
-    """Launch an optimiser's kernel over tensors; ``columns``: as in ``_launches``."""
-    for like, count, table, blocks in _launches(layout, _STEP_TENSORS, columns, weight_decays):
+    """Launch an optimiser's kernel over tensors; ``columns``: as in ``launches``."""
+    for like, count, table, blocks in launches(layout, _STEP_TENSORS, columns, weight_decays):
         arguments = (*scalars, TYPE_CODES[like[1].dtype.name], count, table)
-        launch.launch(kernel("optim.cu", function, like[0]), blocks, _THREADS, arguments, stream)
+        launch.launch(kernel("optim.cu", function, like[0]), blocks, THREADS, arguments, stream)
 
 
 def adamw_(
@@ -108,8 +109,8 @@ def adamw_(
     stream: int,
 ) -> None:
     """See ``backends.protocol``. ``step`` counts from 1. BackendError for a step below 1."""
-    rate, rate_at = _number(lr)
-    count, count_at = _count("adamw_", step)
+    rate, rate_at = number_of(lr)
+    count, count_at = count_of("adamw_", step)
     scalars = (
         rate,
         beta1,
@@ -143,8 +144,8 @@ def sgd_(
     stream: int,
 ) -> None:
     """See ``backends.protocol``. ``step`` counts from 1. BackendError for a step below 1."""
-    rate, rate_at = _number(lr)
-    count, count_at = _count("sgd_", step)
+    rate, rate_at = number_of(lr)
+    count, count_at = count_of("sgd_", step)
     scalars = (
         rate,
         momentum,
@@ -165,7 +166,7 @@ def scale_(
     """See ``backends.protocol``."""
     for like, count, table, blocks in _lists(xs):
         arguments = (address(factor), address(found_inf), count, table)
-        launch.launch(kernel("optim.cu", "scale", *like), blocks, _THREADS, arguments, stream)
+        launch.launch(kernel("optim.cu", "scale", *like), blocks, THREADS, arguments, stream)
 
 
 def loss_scale_(
@@ -204,19 +205,19 @@ def l2norm(xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None,
         if workspace is None:
             raise BackendError("l2norm", "workspace", None, f"{l2norm_workspace([x.size for x in xs])} bytes")
         arguments = (workspace.ptr + 4 * parts, count, table)
-        launch.launch(kernel("optim.cu", "l2norm_parts", *like), blocks, _THREADS, arguments, stream)
+        launch.launch(kernel("optim.cu", "l2norm_parts", *like), blocks, THREADS, arguments, stream)
         parts += blocks
     total = (address(workspace), out.ptr, parts)
-    launch.launch(kernel("optim.cu", "l2norm_total", out), 1, _THREADS, total, stream)
+    launch.launch(kernel("optim.cu", "l2norm_total", out), 1, THREADS, total, stream)
 
 
 def l2norm_workspace(sizes: Sequence[int]) -> int:
     """See ``backends.protocol``."""
-    return 4 * sum(ceil_div(size, _PIECE) for size in sizes)
+    return 4 * sum(ceil_div(size, PIECE) for size in sizes)
 
 
 def clip_(xs: Sequence[ArrayView], norm: ArrayView, max_norm: float, stream: int) -> None:
     """See ``backends.protocol``. A NaN norm makes every element NaN, as the formula says."""
     for like, count, table, blocks in _lists(xs):
         arguments = (norm.ptr, float(max_norm), count, table)
-        launch.launch(kernel("optim.cu", "clip", *like), blocks, _THREADS, arguments, stream)
+        launch.launch(kernel("optim.cu", "clip", *like), blocks, THREADS, arguments, stream)

@@ -49,6 +49,7 @@ from fp8kit.backends.protocol.drop_path import DropPaths
 from fp8kit.backends.protocol.dropout import Dropouts
 from fp8kit.backends.protocol.elementwise import Elementwise
 from fp8kit.backends.protocol.embedding import Embeddings
+from fp8kit.backends.protocol.encoded_adam import EncodedAdams
 from fp8kit.backends.protocol.gemm import Layout, Products
 from fp8kit.backends.protocol.kv_cache import Caches
 from fp8kit.backends.protocol.model_gemm import ModelledProducts
@@ -103,6 +104,7 @@ class Kernels(
     Permutations,
     CrossEntropies,
     Optimizers,
+    EncodedAdams,
     Elementwise,
     Protocol,
 ):

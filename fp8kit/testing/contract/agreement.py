@@ -24,7 +24,8 @@ def errors_of(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -
         slack = np.asarray(np.max(slack, initial=0))
     if output.cast is None or output.name == "cast.amax":
         right = want.astype(np.float64)
-        twice = epsilon(output.view.dtype) * np.abs(np.nan_to_num(right, nan=0, posinf=0, neginf=0))
+        step = epsilon(output.view.dtype) if output.view.dtype.floating else 0.0
+        twice = step * np.abs(np.nan_to_num(right, nan=0, posinf=0, neginf=0))
         return errors(got, right, output.view.dtype, slack + twice)
     fmt, scale = output.cast.format, output.cast.scale
     table = codec.table(FORMATS.get(fmt.name, fmt))

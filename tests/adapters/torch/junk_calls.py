@@ -709,6 +709,7 @@ CALLS: dict[str, Call] = {
         use_decoupled_grad=False,
         store_param_remainders=False,
         set_grad_none=None,
+        states="coat",
     ),
     "FusedAdam.groups": call(
         lambda **group: fused.FusedAdam([group]).step(),
