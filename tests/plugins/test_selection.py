@@ -311,7 +311,7 @@ def test_default_device_of_an_engine_of_a_plugin(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(arrays, "available", lambda kind: kind == "cpu")
     with pytest.raises(
         BackendError,
-        match="use_backend: name: got 'gpu', expected an engine whose device is here: no cuda device",
+        match="use_backend: name: got 'gpu', expected an engine whose device is here: no CUDA device",
     ):
         fk.use_backend("gpu")
     gpu = policy_context(SelectionPolicy(backend="gpu"))
