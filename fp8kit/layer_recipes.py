@@ -45,6 +45,10 @@ class DataRecipe(Recipe):
         object.__setattr__(self, "key", repr(self.data))
         _DATA.setdefault(self.key, self.data)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _DATA.setdefault(self.key, self.data)
+
     @classmethod
     def of_key(cls, key: str, name: str) -> DataRecipe:
         """The recipe of this ``key``, made before in this process."""

@@ -219,18 +219,18 @@ class Quantization:
 
     @property
     def x(self) -> Quantizer:
-        """The input, as fprop reads it."""
-        return self.fprop.a
+        """The input, as fprop reads it, or, where that is in high precision, wgrad."""
+        return self.wgrad.b if self.fprop.compute == "high_precision" else self.fprop.a
 
     @property
     def w(self) -> Quantizer:
-        """The weight, as fprop reads it."""
-        return self.fprop.b
+        """The weight, as fprop reads it, or, where that is in high precision, dgrad."""
+        return self.dgrad.b if self.fprop.compute == "high_precision" else self.fprop.b
 
     @property
     def g(self) -> Quantizer:
-        """The output gradient, as dgrad reads it."""
-        return self.dgrad.a
+        """The output gradient, as dgrad reads it, or, where that is in high precision, wgrad."""
+        return self.wgrad.a if self.dgrad.compute == "high_precision" else self.dgrad.a
 
     @property
     def gemms(self) -> dict[str, Gemm]:

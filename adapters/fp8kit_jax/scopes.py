@@ -15,7 +15,8 @@ from fp8kit.autocast import autocast as scope
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import AmaxHistory
-from fp8kit.recipe import Recipe
+from fp8kit.recipe import PerLayer, Recipe
+from fp8kit_jax.arguments import is_key
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,12 @@ def recipe_in_force(kind: str = "", name: str = "") -> Recipe | None:
     """The recipe of the innermost autocast where it is enabled, else None; as it is for a layer of that class
     and name where recipes differ from layer to layer."""
     state = current()
-    return state.recipe.for_layer(kind, name) if state is not None and state.enabled else None
+    if state is None or not state.enabled:
+        return None
+    if isinstance(state.recipe, PerLayer) and not name:
+        wanted = "a recipe that goes by no names: only Flax's linen modules have some"
+        raise RecipeError(kind or "recipe", "recipe", state.recipe.short_name(), wanted)
+    return state.recipe.for_layer(kind, name)
 
 
 def history_of(recipe: Recipe | None) -> AmaxHistory | None:
@@ -119,8 +125,10 @@ def autocast(
     * ``mesh_resource``: what the mesh axes mean; None is as the autocast around this one.
     * ``rng``: a JAX key, for recipes that round stochastically or rotate with random signs; None is as the
       autocast around this one. Each operation within takes the key folded with its number, in the order in
-      which they are traced: give every step another key. What ``jax.lax.scan`` traces once draws the same
-      bits in each of its steps, unless the key comes in with them.
+      which they are traced. The autocast belongs inside the function that is jitted, and the key among its
+      arguments, another one for every step: a key from outside is a constant of the compiled program. What
+      ``jax.lax.scan`` traces once draws the same bits in each of its steps, unless the key comes in with
+      them.
 
     Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables,
     ``reduce_amax=False``. Source: Transformer Engine's ``transformer_engine.jax.autocast``.
@@ -128,8 +136,15 @@ def autocast(
     check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise RecipeError("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None")
+    if rng is not None and not (is_key(rng) and rng.shape == ()) and not _is_raw_key(rng):
+        raise RecipeError("autocast", "rng", shown(rng), "one JAX key")
     scope(enabled=enabled, recipe=recipe)  # refuses
     return _within(enabled, recipe, mesh_resource, rng)
+
+
+def _is_raw_key(value: Any) -> bool:
+    """Whether it is a key of two words, of the kind before ``jax.random.key``."""
+    return getattr(value, "shape", None) == (2,) and str(getattr(value, "dtype", "")) == "uint32"
 
 
 @contextmanager

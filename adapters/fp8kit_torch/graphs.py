@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current, touch_forward
-from fp8kit.errors import BackendError, RecipeError
+from fp8kit.errors import BackendError, RecipeError, UnsupportedError
 from fp8kit.recipe import Recipe
 from fp8kit_torch import checks
 from fp8kit_torch.arguments import defaults, only, refuse
@@ -92,6 +92,9 @@ def make_graphed_callables(
     for tensor in (*held_by, *tree_leaves(samples)):
         if isinstance(tensor, Tensor) and not tensor.is_cuda:
             raise BackendError(op, "modules, sample_args", f"a tensor on {tensor.device}", wanted)
+    if found.by_layer:
+        wanted = "a recipe that is the same for all layers; a graph of the whole step takes any"
+        raise UnsupportedError(op, "recipe", found.short_name(), wanted)
     layers = [_layers(module) for module in given]
     # a capture must not find that a state is not there yet, or not as long as it should be
     stateful = found.history is not None and (on or watching)

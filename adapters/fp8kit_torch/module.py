@@ -383,8 +383,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         return trace(self.operation, spec, tensors, traced)
 
     def _layer(self) -> tuple[str, str]:
-        """Class and name, as recipes know layers."""
-        return self.layer_name, self.name or ""
+        """Class and name, where the recipe asks for them: layers share what is compiled for them else."""
+        state = current()
+        by_layer = state is not None and state.recipe.by_layer
+        return (self.layer_name, self.name or "") if by_layer else ("", "")
 
     def _traced(self, state: AutocastState) -> TracedState | None:
         """How a compiled call uses the state of delayed scaling; None with another recipe."""
@@ -399,7 +401,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         # what is computed once more in backward would find the scales as they are by then
         if record and torch_checkpoint.traced():
             raise not_compiled("a checkpoint with delayed scaling")
-        prepare_all(text)
+        prepare_all(text, self._layer())
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         when = NEITHER if record and touch_traced(forward, text) else FORWARD
         return TracedState(forward, backward, self.gemms, text, record, when)

@@ -315,6 +315,8 @@ torch.serialization.add_safe_globals([_rebuilt, QuantizedTensor])
 @lru_cache(maxsize=256)
 def want_codes(operation: str, argument: str, fp8: Quantization) -> None:
     """UnsupportedError where products are emulated, on values: there are no codes of an operand to hold."""
+    if fp8.fprop.compute != "quantized":
+        raise UnsupportedError(operation, argument, "fprop in high precision", "fprop in FP8")
     if issubclass(product_class(fp8), EmulatedProduct):
         wanted = "a recipe whose products take FP8 codes, with scales of tensors or of blocks of 128"
         raise UnsupportedError(operation, argument, f"emulated products of {fp8.x}", wanted)
@@ -398,6 +400,9 @@ def quantized_model_init(
     if not isinstance(recipe, Recipe):
         wanted = "a Recipe, such as recipe.DelayedScaling(), or None"
         raise RecipeError("quantized_model_init", "recipe", repr(recipe), wanted)
+    if enabled and recipe.by_layer:
+        wanted = "a recipe that is the same for all layers"
+        raise UnsupportedError("quantized_model_init", "recipe", recipe.short_name(), wanted)
     if enabled:
         want_codes("quantized_model_init", "recipe", recipe.quantization)
     before = _thread.stack

@@ -147,12 +147,13 @@ class StatefulModule(FP8Layer, ParameterModule):
 
 
 @constant_result
-def prepare_all(history: str) -> int:
+def prepare_all(history: str, layer: tuple[str, str]) -> int:
     """Before a compiled function reads FP8 state: every live module has one, as long as the ``AmaxHistory``
     of this text says. All of them at once, so that layers that share their compiled code do not each ask for
-    another compilation."""
+    another compilation. Where recipes differ from layer to layer, with the class and the name of a ``layer``,
+    other modules keep the length that they have. Returns that length."""
     length = decode(history).length
     for module in list(_MODULES):
         if not next(iter(module.weight_inputs().values())).is_meta:
-            module.prepare(length)
+            module.prepare(length, layer in (("", ""), (module.layer_name, module.name or "")))
     return length  # type: ignore[no-any-return]

@@ -120,7 +120,7 @@ class FP8Layer(Layer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
-        return vars(self) | {"_specs": {}, "_fp8": None, "_binding": None, "_weights": None}
+        return vars(self) | {"_specs": {}, "_fp8": None, "_binding": None, "_weights": None, "_own": None}
 
     # --- what a subclass gives ------------------------------------------------------------------------------
 

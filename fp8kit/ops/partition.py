@@ -148,8 +148,16 @@ def _unpadded(
         return True
     if fp8.needs_rng or fp8.two_level:  # random bits know their place, and tensors' scales all of the tensor
         return False
-    if product_class(fp8) is EmulatedProduct and any(part.layout == "oi" for part in parts):
-        return False  # what is saved of such a weight lies the other way
+    used = [gemm for gemm in fp8.gemms.values() if gemm.compute == "quantized"]
+    if any(not isinstance(gemm.how, bool) for gemm in used):  # sums of parts are other sums
+        return False
+    if product_class(fp8) is EmulatedProduct:
+        tiles = [own.tile for gemm in used for own in (gemm.a, gemm.b)]
+        # tensors' and rows' scales know all of their line; a weight (out, in) is saved the other way
+        if any(0 in tile for tile in tiles) or any(part.layout == "oi" for part in parts):
+            return False
+        if len({max(tile) for tile in tiles}) > 1:  # what one cast takes together is apart in another
+            return False
     tile = fp8.x.tile
     if tile[0] and not tile[1]:  # a scale of a whole row, in the transposed operand of a column
         return False
@@ -223,7 +231,7 @@ def narrowed(product: ProductSpec, count: int, contraction: bool = False) -> Pro
 
 def with_amaxes(product: ProductSpec) -> ProductSpec | None:
     """The product with its amaxes as inputs; None where it takes none of a whole tensor now."""
-    if product.fp8 is None or not product.fp8.x.takes_amax:
+    if product.fp8 is None or product_class(product.fp8) is EmulatedProduct or not product.fp8.x.takes_amax:
         return None
     return replace(product, fp8=product.fp8.map(Quantizer.with_amax))
 

@@ -2,20 +2,23 @@
 the codes' values are multiplied in high precision.
 
 What a chip without such tensor cores computes so is what those that have them compute, but for the order of
-the sums: every value of a code with a scale of E8M0 or E4M3 is exact in float32, bfloat16 and float16, the
-products of two are exact in float32, and sums are float32's. (The values of blocks with float32 scales are
-rounded to the operands' dtype.) NVFP4's two scales of whole tensors are multiplied into the float32 sums.
+the sums: every value of a code with a scale of E8M0 or E4M3 is exact in float32 and bfloat16, the products of
+two are exact in float32, and sums are float32's. (The values of blocks with float32 scales are rounded to the
+operands' dtype.) NVFP4's two scales of whole tensors are multiplied into the float32 sums. float16 has too
+small a range for values that are rounded up: such operands are cast from float32, to it, and multiplied in
+it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.buffers import free
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float16, float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, want, want_rng
 from fp8kit.ops.product_quantized import GEMMS, unsupported
 from fp8kit.quantization import Gemm, Quantization, Quantizer
@@ -35,7 +38,8 @@ _OPERANDS = {
 # operands of backward's GEMMs with compute "dequantized": the values that fprop multiplied
 _FPROP = {"w_qt": "w_q", "x_qt": "x_q"}
 _LINES = ("tensor", "row")  # granularities whose scales belong to whole lines, or to all
-_DRAWS = tuple(_OPERANDS)  # the number of an operand's random words; those of a second product follow
+_DRAWS = tuple(_OPERANDS)  # the number of an operand's random words; those of a further product follow
+_PAIRS = [set(pair) for pair in GEMMS.values()]
 
 
 class Cast(NamedTuple):
@@ -55,7 +59,7 @@ class EmulatedProduct(Product):
     its tiles are squares or backward is to have fprop's values, is made once.
     """
 
-    kernels = ("cast_blocks", "gemm")
+    kernels = ("cast_blocks", "gemm", "rotate", "amax", "scale_from_amax", "quantize", "dequantize")
     capability = (0, 0)
     described = "emulated products"
 
@@ -78,10 +82,12 @@ class EmulatedProduct(Product):
                         (other for other, made in self.casts.items() if _alike(made, cast)), operand
                     )
                     self.casts.setdefault(self.arrays[operand], cast)
+        self.widened = self.dtype is float16
+        values = float32 if self.widened else self.dtype
         self.matrices = {
-            "x": Meta((self.m, self.k), self.dtype),
-            "w": Meta(self._weight_shape(self.n), self.dtype),
-            "g": Meta((self.m, self.n), self.dtype),
+            "x": Meta((self.m, self.k), values),
+            "w": Meta(self._weight_shape(self.n), values),
+            "g": Meta((self.m, self.n), values),
         }
         self.whole_wgrad = len(self.weights) > 1
         self.fprop_reads_x, self.wgrad_reads_x = ("x_q" not in self.arrays), ("x_qt" not in self.arrays)
@@ -246,6 +252,9 @@ class EmulatedProduct(Product):
         made: dict[str, Meta] = {}
         if self.fp8.two_level:
             made[self._name("amax")] = ONE
+        if self.widened:
+            most = max(math.prod(matrix.shape) for matrix in self.matrices.values())
+            made[self._name("wide")] = Meta((most,), float32)
         sizes = [
             self.matrices[cast.source].shape
             for cast in self.casts.values()
@@ -257,16 +266,23 @@ class EmulatedProduct(Product):
         return made
 
     def _sums(self, gemm: str, shape: tuple[int, ...]) -> dict[str, Meta]:
-        """Where a GEMM's float32 sums lie that are multiplied by scales."""
-        two_level = any(
-            operand in self.arrays and self.casts[self.arrays[operand]].quantizer.two_level
-            for operand in GEMMS[gemm]
-        )
-        return {self._name(f"{gemm}_sums"): Meta(shape, float32)} if two_level else {}
+        """Where a GEMM's float32 sums lie that are multiplied by scales, or are to become float16."""
+        casts = [self.casts[self.arrays[operand]] for operand in GEMMS[gemm] if operand in self.arrays]
+        apart = any(self.widened or cast.quantizer.two_level for cast in casts)
+        return {self._name(f"{gemm}_sums"): Meta(shape, float32)} if apart else {}
+
+    def _wide(self, ws: WorkingSet, matrix: ArrayView) -> ArrayView:
+        """A float16 matrix as float32, until the next one is."""
+        wide = ws.scratch[self._name("wide")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        ws.kernels.copy(matrix, wide, ws.stream)
+        return wide
 
     def _cast(self, ws: WorkingSet, source: str, matrix: ArrayView, into: tuple[Any, Any]) -> None:
         """Make those arrays of a matrix that are in ``into``."""
-        for name in self._made(source):
+        made = self._made(source)
+        if self.widened and made:
+            matrix = self._wide(ws, matrix)
+        for name in made:
             own = self._name(name)
             views = next((views for views in into if views.get(own) is not None), None)
             if views is not None:
@@ -304,7 +320,7 @@ class EmulatedProduct(Product):
                 k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
             else:
                 k.amax(matrix, amax, matrix.shape, stream)
-        draw = _DRAWS.index(name) + len(_DRAWS) * self.spec.prefix.startswith("fc2")
+        draw = _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
         words = rng if quantizer.needs_rng else None
         k.cast_blocks(matrix, None, None, None, values, amax, inverse, quantizer, along, draw, words, stream)
 
@@ -313,7 +329,9 @@ class EmulatedProduct(Product):
         high precision."""
         array = self.arrays.get(operand)
         if array is None:
-            return matrix, None
+            # the other operand of a widened product is wide, too
+            both = self.widened and any(operand in pair and pair & self.arrays.keys() for pair in _PAIRS)
+            return self._wide(ws, matrix) if both and matrix is not None else matrix, None
         name = self._name(array)
         views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
         return views[name], views.get(f"{name}_inv")
@@ -331,7 +349,7 @@ class EmulatedProduct(Product):
     ) -> None:
         """out = left right (+ bias) (+ addend), as ``layout`` says, times both tensors' scales."""
         (a, a_inv), (b, b_inv), space = left, right, ws.scratch["workspace"]
-        if a_inv is None and b_inv is None:
+        if a_inv is None and b_inv is None and not (self.widened and a.dtype is float32):
             ws.kernels.gemm(a, b, out, layout, bias, addend, space, ws.stream)
             return
         sums = ws.scratch[self._name(f"{gemm}_sums")]
@@ -354,3 +372,9 @@ def _alike(made: Cast, cast: Cast) -> bool:
     return made.along == cast.along or (
         high == wide and not cast.quantizer.needs_rng and not cast.quantizer.hadamard
     )
+
+
+def _number(prefix: str) -> int:
+    """The number of an operation's product: that of a group, or of the second one of an MLP."""
+    digits = prefix.removeprefix("fc").partition("_")[0]
+    return int(digits) - prefix.startswith("fc") if digits.isdigit() else 0

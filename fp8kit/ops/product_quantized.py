@@ -58,7 +58,7 @@ class QuantizedProduct(Product):
             "g_qt": (n, m, wgrad.a),
             "x_qt": (k, m, wgrad.b),
         }
-        self.quantizers = {"x": fprop.a, "w": fprop.b, "g": dgrad.a}
+        self.quantizers = {"x": self.fp8.x, "w": self.fp8.w, "g": self.fp8.g}
         # GEMMs in high precision have no operands of their own
         self.plain = {name for name, gemm in self.fp8.gemms.items() if gemm.compute == "high_precision"}
         for name, operands in GEMMS.items():

@@ -143,7 +143,7 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
     for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
     u32 words[LINE / 4] = {};
     if (COMPILED == any_codes && how.format.random_bits)
-      random_codes(how, rng, ((u64)draw << 56) + (u64)(row * columns + column), v, words);
+      random_codes(how, rng, ((u64)draw << 48) + (u64)(row * columns + column), v, words);
     else
       nearest_codes(how, v, nan || scale.scale != scale.scale, words);
     const i64 at = row * columns + column;
@@ -308,7 +308,7 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
       if (!random)
         nearest_codes(how, v, nan || scale.scale != scale.scale, words);
       else if (side)
-        random_pair(how, rng, (u64)draw << 56, row, column - 1, columns, kept, v, first, words);
+        random_pair(how, rng, (u64)draw << 48, row, column - 1, columns, kept, v, first, words);
       if (side == 0) {
         first_value = scale.value;
 #pragma unroll

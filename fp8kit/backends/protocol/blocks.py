@@ -68,8 +68,8 @@ class BlockCasts(Protocol):
           of x's dtype; NaN is ignored in the amax. No code.
 
         Then q = encode(x * scale), saturating, as ``quantize``: nearest even, or stochastic by
-        ``quantizer.stochastic_bits`` bits of word draw * 2**56 + row * N + column of ``rng``: casts of one
-        operation have numbers ``draw`` of their own, 0 to 127.
+        ``quantizer.stochastic_bits`` bits of word draw * 2**48 + row * N + column of ``rng``: casts of one
+        operation have numbers ``draw`` of their own, 0 to 32767.
 
         q: uint8 (M, N). scale_inv: float32, scale_codes: uint8, one element a tile, tiles row-major; of no
         tiles nothing is written. values: x's dtype (M, N): decode(q) * scale_inv in float32, rounded once;

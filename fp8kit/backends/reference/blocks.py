@@ -282,7 +282,7 @@ def _codes(
         assert rng is not None
         drawn = np.empty(x.shape if along else x.shape[::-1], np.uint32)
         seed, offset = rng.numpy()
-        _draw(seed, offset, draw << 56, drawn)
+        _draw(seed, offset, draw << 48, drawn)
         random = _lying(drawn, along)
     fast, steps = None if bits else rounding(fmt, True), _steps(fmt)
     if fast is not None:

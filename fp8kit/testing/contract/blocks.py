@@ -182,7 +182,7 @@ def cast_blocks_oracle(a: Any) -> Results:
 
     values = scaled(x, spread(scale))
     if how.stochastic_bits:
-        at = (a.draw << 56) + np.arange(x.size).reshape(x.shape)
+        at = (a.draw << 48) + np.arange(x.size).reshape(x.shape)
         words = philox(a.rng, at).astype(np.uint32)
         q = codec.encode(values, fmt, "stochastic", True, words, how.stochastic_bits)
     else:
@@ -267,7 +267,7 @@ _CAST = {
         m=37,
         n=71,
     ),
-    "stochastic-draw": {"m": 40, "n": 70, "bits": 8, "draw": 127},
+    "stochastic-draw": {"m": 40, "n": 70, "bits": 8, "draw": 32767},
     **product(
         "stochastic{bits}-{kind}-along{along}",
         {"bits": (32, 5), "kind": _LINES, "along": _BOTH},
