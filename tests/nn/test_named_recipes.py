@@ -112,3 +112,19 @@ def test_16_bit_operands_are_those_of_float32(name):
         for key in ("y", "dx", "weight"):
             assert found[key].dtype == formats.dtype(dtype).numpy
             assert relative_error(found[key], want[key]) <= 4 * epsilon(dtype), key
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4_h32_sr", "rowwise_with_gw_hp"])
+def test_large_values_of_float16_stay_finite(name):
+    """Values that are rounded up beyond float16's largest number: the result is within the operands' error of
+    the exact one."""
+    recipe, layer = RECIPES[name], fk.nn.Linear(64, 48, bias=False, params_dtype="float16")
+    layer.load_state_dict({"weight": np.full((48, 64), 2.0**-8, np.float16)})
+    x = fk.tensor(np.full((32, 64), 65504, np.float16), requires_grad=True)
+    with fk.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(np.full(y.shape, 2.0**-10, np.float16))
+    exact = {"y": 65504 / 4, "dx": 48 * 2.0**-18, "dw": 32 * 65504 * 2.0**-10}
+    for key, got in (("y", y.numpy()), ("dx", x.grad.numpy()), ("dw", layer.weight.grad.numpy())):
+        # two operands, each within a quarter step of E2M1 at most, rounded stochastically a step
+        np.testing.assert_allclose(got.astype(np.float64), exact[key], rtol=0.25)

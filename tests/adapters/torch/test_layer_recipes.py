@@ -74,3 +74,31 @@ def test_first_microbatch_of_a_layer_in_high_precision():
         with ft.autocast(recipe=how):
             found = [each(X, is_first_microbatch=first) for first in (True, False)]
         assert equal(found, [model[0](X)] * 2)
+
+
+def test_groups_draw_bits_of_their_own():
+    group = ft.GroupedLinear(2, 64, 48, bias=False, device="cpu")
+    with torch.no_grad():
+        group.weight1.copy_(group.weight0)
+    x, g = torch.randn(16, 64).repeat(2, 1).requires_grad_(), torch.randn(16, 48).repeat(2, 1)
+    with ft.autocast(recipe=named("nvfp4")):
+        y = group(x, [16, 16])
+    y.backward(g)
+    assert torch.equal(y[:16], y[16:])  # forward draws nothing
+    assert not torch.equal(x.grad[:16], x.grad[16:])
+
+
+def test_a_layer_with_a_function_is_saved():
+    layer = ft.Linear(64, 48, device="cpu")
+    with ft.autocast(recipe=recipe.CustomRecipe(lambda role: named("mxfp8").quantization.x)):
+        layer(X)
+    assert copy.deepcopy(layer)._own is None
+
+
+def test_what_needs_one_recipe_for_all_layers():
+    how = recipe.PerLayer(recipe.DelayedScaling(), (("0", None),))
+    with (
+        pytest.raises(NotImplementedError, match="the same for all layers"),
+        ft.quantized_model_init(recipe=how),
+    ):
+        ft.Linear(64, 48, device="cpu")
