@@ -219,12 +219,13 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         return [("all paths", "missing", _line(str(error)))]
     rows: list[Row] = []
     for direction in engine.DIRECTIONS:
-        first, rest = answer[f"{engine.FIRST} {direction}"], answer[engine.LAST]
-        if first == rest:  # nothing speaks against the first path
-            taken = engine.FIRST if device is not None else f"{rest}; on one {engine.FIRST} would be asked"
-        else:
-            before = "" if device is not None else f"{rest}; on one "
-            taken = f"{before}{engine.LAST}, not {engine.FIRST}: {_line(first)}"
+        of = {path: answer[f"{path} {direction}"] for path in engine.PATHS}
+        runs = of[engine.PATHS[-1]]  # nothing speaks against the last
+        taken = next(path for path, why in of.items() if why == runs)
+        passed = "; ".join(f"{path}: {_line(why)}" for path, why in of.items() if why != runs)
+        if device is None:
+            taken = f"{runs}; on one {taken} would be asked"
+        taken += f", not {passed}" if passed else ""
         rows.append((direction, "missing" if device is None else "runs", taken))
     return rows
 

@@ -12,8 +12,8 @@ from fp8kit.execution.refusals import signature_of
 from fp8kit.lru import LRU
 from fp8kit.spec import Meta, Operation
 
-plans: LRU[Any, BoundOp] = LRU(4096)
-_validated: LRU[Any, Any] = LRU(4096)  # -> the spec, held so that its identity stays its own
+plans: LRU[Any, BoundOp] = LRU(16384)
+_validated: LRU[Any, Any] = LRU(16384)  # -> the spec, held so that its identity stays its own
 
 
 def key_of(

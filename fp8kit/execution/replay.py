@@ -25,26 +25,27 @@ class Replays:
     LIMIT = 1024  # calls; beyond so many all are forgotten
     # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
     PROCESS_LIMIT = 16384
-    # after so many unknown calls in a row (addresses that never come again) one of so many is recorded
-    PATIENCE = 64
+    # after so many unknown calls in a row, of whatever functions, one of so many is recorded: addresses that
+    # never come again, as in a training with another length in every batch
+    PATIENCE = 256
     total = 0  # recorded calls in the process
-    __slots__ = ("_found", "_recorder", "_unknown")
+    unknown = 0  # unknown calls in a row
+    __slots__ = ("_found", "_recorder")
 
     def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:
         self._recorder = recorder
         self._found: dict[Key, Callable[[], None]] = {}
-        self._unknown = 0
 
     def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
         """``function(*arguments)``, or what it did when it was called for this key before."""
         found = self._found.get(key)
         if found is not None:
-            self._unknown = 0
+            Replays.unknown = 0
             found()
             return
-        self._unknown += 1
+        Replays.unknown += 1
         if Replays.total >= self.PROCESS_LIMIT or (
-            self._unknown > self.PATIENCE and self._unknown % self.PATIENCE
+            Replays.unknown > self.PATIENCE and Replays.unknown % self.PATIENCE
         ):
             function(*arguments)
             return

@@ -31,7 +31,7 @@ _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout q
     window_size bottom_right_diagonal layer_number attention_type softmax_type device"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
 _SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
-_PREPARED: LRU[Any, PreparedCall] = LRU(1024)  # such calls, once they were checked
+_PREPARED: LRU[Any, PreparedCall] = LRU(16384)  # such calls, once they were checked
 
 
 class MultiheadAttention(AttentionBase):

@@ -8,8 +8,9 @@ A source says so itself, in comments at its head::
 
 Behind a function stand the operations of the kernel contract that launch it; without any it is the operation
 of its name. Each ``variants`` line is the product of its lists; several lines are a union. A source without
-one has the single empty set of defines. Kernels are ``extern "C" __global__`` functions (their names stay as
-written) with parameters of four kinds only, so that the host can pack arguments without knowing more:
+one has the single empty set of defines. ``spills: N`` allows a thread so many bytes of spilled registers,
+where accumulators fill them; without it none. Kernels are ``extern "C" __global__`` functions (their names
+stay as written) with parameters of four kinds only, so that the host can pack arguments without knowing more:
 pointers, ``i64`` (or ``u64``), ``f64``, and at most one structure by value, the last parameter.
 
 ``uses`` answers the other way round: which functions an operation launches. A text from elsewhere that takes
@@ -22,7 +23,7 @@ import difflib
 import functools
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -49,6 +50,7 @@ class Source:
     * ``early``: the functions that may be launched before the kernel in front of them has ended, since
       ``start_early();`` (common.cuh), their first statement, waits for it, and none of their pointers is
       ``__restrict__``.
+    * ``spills``: bytes of registers that a thread may spill.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Source:
     pointers: dict[str, tuple[str, ...]]
     early: frozenset[str]
     operations: dict[str, tuple[str, ...]]
+    spills: int = 0
 
     def launched_by(self, function: str, operation: str) -> bool:
         """Whether an operation of the contract launches the function."""
@@ -179,7 +182,8 @@ def source(name: str) -> Source:
             f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; "
             "variants must not repeat"
         )
-    return _source(name, variants, functions, kernels)
+    spills = sum(int(line.split()[0]) for line in _comments(content, "spills"))
+    return replace(_source(name, variants, functions, kernels), spills=spills)
 
 
 def sources() -> tuple[Source, ...]:

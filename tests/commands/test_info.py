@@ -56,19 +56,21 @@ EXAMPLE = (
 )
 
 
-# question -> what speaks against cuDNN before it is asked
+FLASH = "flash: dtype float32: tensor cores take bfloat16 and float16"
+# question -> what speaks against cuDNN before it is asked; of several paths each
 QUESTIONS = {
     EXAMPLE: None,
     "": None,
     "layout=thd mask=padding_causal sequence=100 head_dim_v=64": None,
-    "dtype=float32": "dtype float32: cuDNN takes bfloat16 and float16",
+    "dtype=float32": f"dtype float32: cuDNN takes bfloat16 and float16; {FLASH}",
     "bias=alibi softmax=learnable": (
-        "bias 'alibi': only the unfused path has it; softmax_type 'learnable': only the unfused path has it"
+        "bias 'alibi': cuDNN is not used with it; softmax_type 'learnable': cuDNN is not used with it"
     ),
-    "bias=post_scale_bias mask=no_mask": "bias 'post_scale_bias': only the unfused path has it",
+    "bias=post_scale_bias mask=no_mask": "bias 'post_scale_bias': cuDNN is not used with it",
     "mask=arbitrary head_dim=20": (
         "head_dim 20: cuDNN takes multiples of 8 up to 256; mask 'arbitrary': "
-        "only the unfused path reads a mask array"
+        "cuDNN is not used with a mask array; "
+        "flash: head_dim 20: multiples of 8 up to 256; head_dim_v 20: multiples of 8 up to 256"
     ),
     "mask=causal_bottom_right sequence=64 sequence_kv=32": (
         "a row that sees no column: cuDNN gives NaN for it"
@@ -89,7 +91,8 @@ def test_info_explains_an_attention(asked, monkeypatch, capsys):
         "backward": "runs     reference.attention_bwd",
     }
     why = QUESTIONS[asked]
-    said = "cuDNN would be asked" if why is None else f"unfused, not cuDNN: {why}"
+    taken = "unfused" if why and "flash:" in why else "flash"
+    said = "cuDNN would be asked" if why is None else f"{taken} would be asked, not cuDNN: {why}"
     wanted = f"missing  no usable CUDA device; on one {said}"
     assert found["attention on cuda"] == dict.fromkeys(
         ("forward", "backward", "deterministic backward"), wanted
@@ -146,11 +149,12 @@ def test_info_refuses_what_it_cannot_read(asked, capsys):
 
 @pytest.mark.gpu
 def test_info_explains_an_attention_on_a_gpu(capsys):
-    """What the engine would do, by path: cuDNN takes the plain one, and nothing but the unfused path takes
-    float32."""
+    """What the engine would do, by path: cuDNN takes the plain one, flash a small one, and nothing but the
+    unfused path takes float32."""
     for asked, wanted in (
         (EXAMPLE.replace("window=128,0", "window=none"), "cuDNN"),
-        ("dtype=float32", "unfused, not cuDNN: dtype float32: cuDNN takes bfloat16 and float16"),
+        ("sequence=64", "flash, not cuDNN: too small to be worth a graph"),
+        ("dtype=float32", f"unfused, not cuDNN: dtype float32: cuDNN takes bfloat16 and float16; {FLASH}"),
     ):
         assert cli.main(["info", "--attention", asked]) == 0
         rows = rows_of(capsys.readouterr().out)["attention on cuda:0"]

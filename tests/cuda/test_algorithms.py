@@ -97,6 +97,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> _Driver:
         algorithms, "provider", types.SimpleNamespace(alloc=lambda size, device: (4096, object()))
     )
     monkeypatch.setattr(algorithms, "bindings", lambda: types.SimpleNamespace(get_version=lambda: 130100))
+    monkeypatch.setattr(algorithms, "_timed", {})
     algorithms._where.cache_clear()
     return fake
 
@@ -257,3 +258,16 @@ def test_a_timed_product_is_the_product(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert len(bytes.fromhex(kept["algorithm"])) == 64
         assert kept["seconds"]
     cublaslt.plan.cache_clear()
+
+
+def test_so_many_problems_are_timed_in_a_process(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that come for the first time later take the first candidate, at once; kept answers count."""
+    monkeypatch.setattr(algorithms, "_MOST", 3)
+    plans = [_Plan(KEY._replace(m=KEY.m + 16 * i)) for i in range(5)]
+    for plan in plans:
+        algorithms.tune(plan, product(plan, driver, []), 7)
+    assert [plan.tuned for plan in plans] == [True] * 5
+    assert [plan.index for plan in plans] == [plans[0].index] * 3 + [0] * 2
+    again = _Plan(plans[2].key)
+    algorithms.tune(again, product(again, driver, []), 7)
+    assert again.index == plans[2].index

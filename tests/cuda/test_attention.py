@@ -1,8 +1,9 @@
-"""CUDA attention: cuDNN's path and the unfused one against the formulas in float64."""
+"""CUDA attention: cuDNN's path, our flash kernels and the unfused path against the formulas in float64."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.cuda import attention, attention_rules, cudnn_sdpa, unfused
+from fp8kit.backends.cuda import attention, attention_rules, cudnn_sdpa, flash, unfused
+from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import ALIGN, Problem, problem
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError
 from fp8kit.ops.attention import AttentionSpec
 from fp8kit.raw_kernels import manifest
-from fp8kit.testing.attention import attention_oracle
+from fp8kit.testing.attention import Rules, attention_oracle
 from fp8kit.testing.compare import assert_close, assert_same_bits, epsilon
 from fp8kit.testing.contract import get, poisoned, put, workspace
 
@@ -44,7 +46,7 @@ CASES = {
     "dropout": dataclasses.replace(BASE, dropout=0.25),
     "dropout_padding_causal": dataclasses.replace(BASE, mask="padding_causal", dropout=0.1),
 }
-PATHS = {"cudnn": cudnn_sdpa, "unfused": unfused}
+PATHS = {"cudnn": cudnn_sdpa, "flash": flash, "unfused": unfused}
 
 
 def oracle(spec: AttentionSpec, x: dict[str, Any], keep: Any) -> dict[str, tuple[Any, Any]]:
@@ -126,24 +128,10 @@ def run(
         scratch = workspace(cudnn_sdpa.workspace(about, True, deterministic, 0), CUDA)
         cudnn_sdpa.backward(about, do, q, k, v, o, lse, dq, dk, dv, extras, deterministic, scratch, 0)
     else:
-        unfused.forward(about, q, k, v, o, lse, extras, workspace(unfused.workspace(about, False), CUDA), 0)
-        unfused.backward(
-            about,
-            do,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            dq,
-            dk,
-            dv,
-            None,
-            None,
-            extras,
-            workspace(unfused.workspace(about, True), CUDA),
-            0,
-        )
+        scratch = [workspace(path.workspace(about, backward), CUDA) for backward in (False, True)]
+        path.forward(about, q, k, v, o, lse, extras, scratch[0], 0)
+        bias = () if path is flash else (None,)
+        path.backward(about, do, q, k, v, o, lse, dq, dk, dv, *bias, None, extras, scratch[1], 0)
     return {name: get(view) for name, view in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv))}
 
 
@@ -172,6 +160,9 @@ def factors(path: ModuleType, spec: AttentionSpec, dtype: str) -> Any:
         ("cudnn", "bfloat16", 0),
         ("cudnn", "bfloat16", 32),
         ("cudnn", "float16", 32),
+        ("flash", "bfloat16", 0),
+        ("flash", "bfloat16", 32),
+        ("flash", "float16", 32),
         ("unfused", "bfloat16", 32),
         ("unfused", "float32", 6),
     ],
@@ -196,6 +187,16 @@ def test_head_sizes_that_cudnn_refuses(head_dim: int, dtype: str) -> None:
     spec = dataclasses.replace(BASE, head_dim=head_dim, mask="causal")
     x = data(spec, dtype)
     check(spec, dtype, run(unfused, spec, x), oracle(spec, x, 1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 96, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize("name", ["padding_bottom_right", "window", "dropout_padding_causal"])
+def test_head_sizes_of_flash(head_dim: int, name: str) -> None:
+    spec = dataclasses.replace(CASES[name], head_dim=head_dim)
+    x = data(spec, "bfloat16")
+    keep = factors(unfused, spec, "bfloat16")  # the same words
+    check(spec, "bfloat16", run(flash, spec, x), oracle(spec, x, keep))
 
 
 @pytest.mark.gpu
@@ -235,19 +236,32 @@ def test_deterministic_runs_give_the_same_bits(path: str, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "path"), [("bfloat16", "cudnn"), ("float32", "unfused")])
+@pytest.mark.parametrize(
+    ("dtype", "path"), [("bfloat16", "cudnn"), ("bfloat16", "flash"), ("float32", "unfused")]
+)
 @pytest.mark.parametrize("name", ["causal", "dropout_padding_causal"])
-def test_contract_kernels_take_the_path_that_explain_names(dtype: str, path: str, name: str) -> None:
+def test_contract_kernels_take_the_path_that_explain_names(
+    dtype: str, path: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LARGE", 0 if path == "cudnn" else 1e30)
+    attention.forget()
     spec, x = CASES[name], data(CASES[name], dtype)
     q, k, v, do = (put(x[key], CUDA) for key in ("q", "k", "v", "do"))
     rows = dict(attention.explain(q.shape, k.shape, q.dtype, spec))
-    assert rows["unfused"] == "runs"
-    for row in ("cuDNN forward", "cuDNN backward", "cuDNN deterministic backward"):
-        assert (
-            rows[row] == "runs"
-            if path == "cudnn"
-            else rows[row].startswith("dtype float32: cuDNN takes bfloat16 and float16")
-        )
+    why = {
+        "cuDNN": "too small to be worth a graph",
+        "flash": "dtype float32: tensor cores take bfloat16 and float16",
+    }
+    if dtype == "float32":
+        why["cuDNN"] = "dtype float32: cuDNN takes bfloat16 and float16"
+        if spec.dropout:
+            why["cuDNN backward"] = f"{why['cuDNN']}, and with dropout forward must run there too"
+            why["cuDNN deterministic backward"] = why["cuDNN backward"]
+    for one in attention.PATHS:
+        for direction in attention.DIRECTIONS:
+            said = rows[f"{one} {direction}"]
+            passed = attention.PATHS.index(one) < [name.lower() for name in attention.PATHS].index(path)
+            assert said == (why.get(f"{one} {direction}", why[one]) if passed else "runs")
     extras = beside(spec)._replace(rng=put(RNG, CUDA))
     o, dq, dk, dv = (poisoned(view.shape, view.dtype, CUDA) for view in (q, q, k, v))
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
@@ -264,12 +278,17 @@ def test_contract_kernels_take_the_path_that_explain_names(dtype: str, path: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", PATHS)
 def test_a_workspace_that_is_too_small_is_refused(path: str) -> None:
+    """Forward's, but of flash, whose forward needs none, backward's."""
     spec, x = CASES["padding"], data(CASES["padding"], "bfloat16")
     q, k, v = (put(x[key], CUDA) for key in "qkv")
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
-    with pytest.raises(BackendError, match="attention: workspace: got"):
-        PATHS[path].forward(about, q, k, v, q, lse, beside(spec), None, 0)
+    wanted = "attention: workspace: got" if path == "cudnn" else "attention: workspace: missing, expected "
+    call = partial(PATHS[path].forward, about, q, k, v, q, lse)
+    if path == "flash":
+        call = partial(flash.backward, about, q, q, k, v, q, lse, q, k, v, None)
+    with pytest.raises(BackendError, match=wanted):
+        call(beside(spec), None, 0)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -308,9 +327,9 @@ def test_tiles_cover_every_row_once_in_bounded_memory(
         ({"dim": 20}, False, "head_dim 20: cuDNN takes multiples of 8 up to 256"),
         ({"dim": 264}, False, "head_dim 264: cuDNN takes multiples of 8 up to 256"),
         ({"dim_v": 12}, False, "head_dim_v 12: cuDNN takes multiples of 8 up to 256"),
-        ({"bias": "alibi"}, False, "bias 'alibi': only the unfused path has it"),
-        ({"softmax_type": "learnable"}, True, "softmax_type 'learnable': only the unfused path has it"),
-        ({"masked": True}, False, "mask 'arbitrary': only the unfused path reads a mask array"),
+        ({"bias": "alibi"}, False, "bias 'alibi': cuDNN is not used with it"),
+        ({"softmax_type": "learnable"}, True, "softmax_type 'learnable': cuDNN is not used with it"),
+        ({"masked": True}, False, "mask 'arbitrary': cuDNN is not used with a mask array"),
         (
             {"dropout": 0.1, "placed": True},
             True,
@@ -464,3 +483,113 @@ def test_memory_for_copies_is_wanted_only_where_padding_may_hold_anything() -> N
     whole, spared = unfused.workspace(about, True), unfused.workspace(about._replace(zero_padded=True), True)
     # one batch, and one query head of each of the two key heads at a time
     assert whole - spared == q // 8 + k // 2 + d_o // 8
+
+
+def test_flash_reads_the_problem_as_its_sources_declare_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The structures' words, and grids, of forward and backward."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(flash.launch, "kernel", lambda *names, **defines: (names[1], defines))
+    monkeypatch.setattr(flash.launch, "launch", lambda *call: calls.append(call))
+
+    def view(ptr: int, heads: int) -> ArrayView:
+        return ArrayView(ptr, (40, 2, heads, 64), formats.bfloat16, CUDA)
+
+    q, k, v, o, do, dq, dk, dv = (view(16 * (i + 1), h) for i, h in enumerate((8, 2, 2, 8, 8, 8, 2, 2)))
+    lse = ArrayView(256, (2, 8, 40), formats.float32, CUDA)
+    scratch, extras = ArrayView(512, (10**4,), formats.uint8, CUDA), AttentionExtras(rng=view(1024, 1))
+    about = problem(q.shape, k.shape, v.shape, q.dtype, Rules(dropout=0.5))
+    flash.forward(about, q, k, v, o, lse, extras, None, 0)
+    flash.backward(about, do, q, k, v, o, lse, dq, dk, dv, None, extras, scratch, 0)
+    words = [np.frombuffer(call[3][0], np.int64).tolist() for call in calls]
+    queries, keys = [512, 64, 1024], [128, 64, 256]  # batch, head and row
+
+    def arrays(*numbers: int) -> list[int]:
+        return [word for i in numbers for word in (16 * (i + 1), *(keys if i in (1, 2, 6, 7) else queries))]
+
+    assert words[0][:21] == [*arrays(0, 1, 2, 3), 256, 4, 64, 64, 1]
+    for found, tiles in zip(words[1:], (0, 1, 1), strict=True):
+        assert found[:39] == [*arrays(4, 0, 1, 2, 3, 5, 6, 7), 256, 512, 2, 4, 64, 64, tiles]
+    rules = attention_rules.pack(about, extras)
+    assert all(call[3][0].endswith(rules) for call in calls)
+    names = ["flash_fwd", "flash_bwd_dot", "flash_bwd_keys", "flash_bwd_queries"]
+    assert [call[0][0] for call in calls] == names
+    assert [call[1] for call in calls] == [2 * 8, ceil_div(2 * 8 * 40, 8), 2 * 2, 2 * 8]
+    assert all(call[0][1] == {"T": "bf16", "D": "64", "DV": "64", "KIND": "1"} for call in calls)
+    for name, struct, fields in (
+        ("flash_fwd.cu", "Forward", "q k v o lse repeat dim dim_v tiles rules"),
+        ("flash_bwd.cu", "Backward", "d_o q k v o dq dk dv lse dot batches repeat dim dim_v tiles rules"),
+    ):
+        body = manifest.text(name).partition(f"struct {struct} {{")[2].partition("};")[0]
+        declared = ",".join(line.partition("//")[0].strip(" ;") for line in body.splitlines())
+        assert " ".join(part.split()[-1].strip("*") for part in declared.split(",") if part) == fields
+
+
+@pytest.mark.parametrize(
+    ("change", "dbias", "reason"),
+    [
+        ({}, False, None),
+        ({"masked": True, "bias": "alibi", "softmax_type": "learnable", "dropout": 0.1}, False, None),
+        ({"dim": 192, "dim_v": 128}, False, None),
+        ({"dtype": "float32"}, False, "dtype float32: tensor cores take bfloat16 and float16"),
+        ({"dim": 20}, False, "head_dim 20: multiples of 8 up to 256"),
+        ({"dim_v": 264}, False, "head_dim_v 264: multiples of 8 up to 256"),
+        (
+            {"bias": "pre_scale_bias"},
+            True,
+            "bias 'pre_scale_bias' with a gradient: only the unfused path makes it",
+        ),
+        ({"columns": 2**30}, False, f"a sequence of {2**30}: less than 2^30"),
+        (
+            {"strides": ((512, 64, 1024, 1), (512, 64, 1028, 1), (512, 64, 1024, 1))},
+            False,
+            "strides (512, 64, 1028, 1) of k: multiples of 16 bytes",
+        ),
+    ],
+)
+def test_what_flash_does_not_take(change: dict[str, Any], dbias: bool, reason: str | None) -> None:
+    about = Problem(2, 8, 2, 40, 72, 64, 64, "bfloat16", "sbhd", 0.125, right=0)._replace(**change)
+    assert flash.why_not(about, dbias) == reason
+
+
+def test_every_head_size_has_kernels() -> None:
+    compiled = {
+        tuple(int(dict(v)[key]) for key in ("D", "DV")) for v in manifest.source("flash_fwd.cu").variants
+    }
+    assert compiled == set(flash._COMPILED)
+    for dim in range(8, 257, 8):
+        for dim_v in range(8, 257, 8):
+            about = flash.shape(dim, dim_v, "bfloat16", 0)
+            assert (about.d, about.d_v) in compiled
+            assert dim <= about.d
+            assert dim_v <= about.d_v
+            assert max(about.forward, about.backward) <= 96 * 1024  # what every device from 8.9 on has
+
+
+def test_cudnn_builds_graphs_for_few_problems_of_middle_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training with ever other lengths builds some graphs, and then none; large problems have one."""
+    built: list[int] = []
+
+    def build(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
+        if device is not None:
+            built.append(about.rows)
+        return None
+
+    monkeypatch.setattr(cudnn_sdpa, "why_not", build)
+    attention.forget()
+    try:
+        middle = [_square(rows) for rows in range(1024, 1024 + 8 * 40, 8)]
+        paths = [attention._path(about, False, False, 0) for about in middle]
+        assert paths == [cudnn_sdpa] * attention._GRAPHS + [flash] * (len(middle) - attention._GRAPHS)
+        assert built == [about.rows for about in middle[: attention._GRAPHS]]
+        assert [attention._path(about, True, False, 0) for about in middle] == paths
+        assert attention._path(_square(8192), False, False, 0) is cudnn_sdpa
+        assert attention._path(_square(64), False, False, 0) is flash
+        assert (
+            attention._path(_square(8192)._replace(dim=20), False, False, 0) is cudnn_sdpa
+        )  # if it takes it
+    finally:
+        attention.forget()
+
+
+def _square(rows: int) -> Problem:
+    return Problem(4, 16, 16, rows, rows, 64, 64, "bfloat16", "sbhd", 0.125, right=0)

@@ -103,7 +103,8 @@ def test_list_has_every_kernel_with_its_resources(capsys: pytest.CaptureFixture[
     assert re.search(
         r" quantize_transpose +FORMAT=e4m3,e5m2; T=f32,bf16,f16 +FORMAT=e4m3,T=bf16 +\d+ +\d+ +0$", line
     )
-    assert all(row.endswith(" 0") for row in rows)  # nothing spills
+    allowed = {entry.name for entry in manifest.sources() if entry.spills}
+    assert all(row.endswith(" 0") or row.partition(":")[0] in allowed for row in rows)
     assert re.fullmatch(
         r"fp8kit kernels: \d+ sources for sm_90a, compiled where they are not in the cache yet\n",
         capsys.readouterr().err,

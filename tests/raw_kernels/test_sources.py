@@ -102,7 +102,9 @@ def test_compiles_without_spills(source: manifest.Source, variant: manifest.Defi
     assert set(kernel.resources) == set(source.functions)
     assert "warning" not in kernel.log.lower(), kernel.log
     for function, used in kernel.resources.items():
-        assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{function} uses {used}"
+        spilled = max(used.stack, used.spill_stores)  # loads count each place that reads it again
+        assert spilled <= source.spills, f"{function} uses {used}, {source.name} allows {source.spills} bytes"
+        assert used.spill_loads == 0 or source.spills, f"{function} uses {used}"
         assert used.shared <= STATIC_SHARED, f"{function} uses {used}"
 
 

@@ -1,5 +1,6 @@
 """Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, at its first call;
-the answer is kept on disk.
+the answer is kept on disk. That takes 15 ms and more, so only the first problems of a process are timed: a
+training whose batches have ever other lengths takes the heuristic's first candidate for the others.
 
 The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is
 up to 8 % faster, and with a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md).
@@ -32,6 +33,8 @@ WIDE = 2**35
 _FINALISTS = 8  # candidates that are measured again after a first look at all of them
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
+_MOST = 48  # problems of a device that a process times; a transformer layer has 12
+_timed: dict[int, int] = {}  # device -> problems timed
 _TIMING = launch.Locks()
 
 
@@ -54,6 +57,10 @@ def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
         if kept is None or not plan.take(kept):
             if launch.capturing(stream):
                 return
+            if _timed.get(plan.device, 0) >= _MOST:
+                plan.tuned = True
+                return
+            _timed[plan.device] = _timed.get(plan.device, 0) + 1
             if size >= WIDE and key.scaling == ("tensor", "tensor"):  # where it was measured what they give
                 plan.widen()
             times = _times(plan, run, stream)

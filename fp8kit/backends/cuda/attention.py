@@ -1,44 +1,103 @@
-"""The contract's attention kernels: cuDNN where it takes the call, else the unfused path.
+"""The contract's attention kernels: cuDNN, kernels of our own ("flash"), or the unfused path.
 
-The choice is a function of the problem, with its strides, and of the device alone, made once and kept, so
-that forward and backward agree without telling each other. Both paths save the same log-sum-exp, so one
-call's two directions may differ in path; not with dropout, where each path has its own random stream: there
-cuDNN must take both directions. A part of a larger attention with dropout is never cuDNN's: its two
-directions may be parts of other sizes, and only numbers that belong to an element are then the same.
+The choice is a function of the problem, with its strides, and of the device, made once and kept. All paths
+save the same log-sum-exp, so one call's two directions may differ in path. Flash and unfused draw the same
+words for dropout; cuDNN has its own, so with dropout it must take both directions. A part of a larger
+attention with dropout is never cuDNN's: its two directions may be parts of other sizes, and only numbers that
+belong to an element are then the same.
+
+cuDNN builds a graph for every problem, 75 ms a direction, and its call costs the host 50 us. So small
+problems are never its; those of middle size are where they are among the first of a process; and large ones
+always, since its kernels, which are twice as fast as ours there, soon pay that back. So a length that was not
+seen before costs nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.cuda import cudnn_sdpa, launch, unfused
+from fp8kit.backends.cuda import cudnn_sdpa, flash, launch, unfused
 from fp8kit.backends.cuda.attention_problem import Problem, problem
 from fp8kit.backends.cuda.device import provider
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.formats import DType
+from fp8kit.lru import LRU
 
-FIRST, LAST = cudnn_sdpa.NAME, unfused.NAME  # the paths in order of preference
+PATHS = (cudnn_sdpa.NAME, flash.NAME, unfused.NAME)  # in order of preference
 DIRECTIONS = ("forward", "backward", "deterministic backward")
 _MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic), of each
 _NO_DEVICE = "no usable CUDA device"
+# multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
+# gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
+_SMALL, _LARGE = 2e9, 6e10
+# problems of middle size that cuDNN builds graphs for: a training with one length, or few
+_GRAPHS = 8
+_worth: LRU[tuple[Problem, int], bool] = LRU(65536)  # whether a problem's graphs are worth to be built
+_taken: dict[int, int] = {}  # problems by device that graphs were built for
+_LOCK = threading.Lock()
+
+
+def _multiply_adds(about: Problem) -> float:
+    """Of q k^T and P v."""
+    seen = 0.5 if (about.left, about.right) == (-1, 0) else 1.0
+    scores = float(about.batch * about.heads * about.rows * about.columns)
+    return seen * scores * (about.dim + about.dim_v)
+
+
+def _worth_it(about: Problem, device: int) -> bool:
+    return _worth.make((about, device), _judge)
+
+
+def _judge(key: tuple[Problem, int]) -> bool:
+    about, device = key
+    size = _multiply_adds(about)
+    if not _SMALL <= size < _LARGE:
+        return size >= _LARGE
+    with _LOCK:
+        taken = _taken.get(device, 0)
+        _taken[device] = min(taken + 1, _GRAPHS)
+    return taken < _GRAPHS
+
+
+def forget() -> None:
+    """Make every choice anew, as a new process would."""
+    with _LOCK:
+        _taken.clear()
+    _worth.clear()
+    _why_not_cudnn.cache_clear()
 
 
 @functools.lru_cache(4096)
 def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
     """Why a direction does not run on cuDNN, None where it does. ``device``: see ``cudnn_sdpa.why_not``."""
     directions = _MODES if about.dropout else ((backward, deterministic and backward),)
-    for direction in directions:
-        reason = cudnn_sdpa.why_not(about, *direction, device)
-        if reason is not None:
-            other = (
-                ""
-                if direction[0] == backward
-                else f", and with dropout {'backward' if direction[0] else 'forward'} must run there too"
-            )
-            return reason + other
+    for build in (False, True):  # what is known beforehand first
+        if build and device is not None and flash.why_not(about) is None and not _worth_it(about, device):
+            return "too small to be worth a graph"
+        for direction in directions:
+            reason = cudnn_sdpa.why_not(about, *direction, device if build else None)
+            if reason is not None:
+                other = (
+                    ""
+                    if direction[0] == backward
+                    else f", and with dropout {'backward' if direction[0] else 'forward'} must run there too"
+                )
+                return reason + other
     return None
+
+
+def _path(
+    about: Problem, backward: bool, deterministic: bool, device: int, dbias: bool = False
+) -> ModuleType:
+    """The module that takes a direction."""
+    if _why_not_cudnn(about, backward, deterministic and backward, device) is None and not dbias:
+        return cudnn_sdpa
+    return unfused if flash.why_not(about, dbias) else flash
 
 
 def attention_fwd(
@@ -54,7 +113,7 @@ def attention_fwd(
 ) -> None:
     """See ``backends.protocol``. BackendError when a library that the chosen path needs fails."""
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
-    path = unfused if _why_not_cudnn(about, False, False, q.device.index) else cudnn_sdpa
+    path: Any = _path(about, False, False, q.device.index)
     path.forward(about, q, k, v, o, lse, extras, workspace, stream)
 
 
@@ -76,13 +135,17 @@ def attention_bwd(
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
-    """See ``backends.protocol``. The unfused path is always deterministic. BackendError as in
+    """See ``backends.protocol``. Our own paths are always deterministic. BackendError as in
     ``attention_fwd``."""
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
-    if _why_not_cudnn(about, True, deterministic, q.device.index) is None:  # it takes no bias and no offset
-        cudnn_sdpa.backward(about, do, q, k, v, o, lse, dq, dk, dv, extras, deterministic, workspace, stream)
+    path = _path(about, True, deterministic, q.device.index, dbias is not None)
+    arrays = (do, q, k, v, o, lse, dq, dk, dv)
+    if path is cudnn_sdpa:  # which takes no bias and no offset
+        cudnn_sdpa.backward(about, *arrays, extras, deterministic, workspace, stream)
+    elif path is flash:
+        flash.backward(about, *arrays, doffset, extras, workspace, stream)
     else:
-        unfused.backward(about, do, q, k, v, o, lse, dq, dk, dv, dbias, doffset, extras, workspace, stream)
+        unfused.backward(about, *arrays, dbias, doffset, extras, workspace, stream)
 
 
 def attention_workspace(
@@ -98,17 +161,18 @@ def attention_workspace(
 ) -> int:
     """See ``backends.protocol``. For the current device."""
     about, device = problem(q, k, v, dtype, spec, strides), launch.runtime().getDevice()
-    if _why_not_cudnn(about, backward, deterministic, device):
-        return unfused.workspace(about, backward, dbias)
-    return cudnn_sdpa.workspace(about, backward, deterministic, device)
+    path = _path(about, backward, deterministic, device, dbias is not None)
+    if path is cudnn_sdpa:
+        return cudnn_sdpa.workspace(about, backward, deterministic, device)
+    return flash.workspace(about, backward) if path is flash else unfused.workspace(about, backward, dbias)
 
 
 def explain(
     q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec, v: Shape | None = None
 ) -> list[tuple[str, str]]:
-    """Paths in order of preference, each with "runs" or the reason why it does not, for the current device;
-    the first that runs is taken. Where there is no device, none runs: cuDNN's reasons are then those that are
-    known without one.
+    """Each path, in order of preference, and direction, with "runs" or the reason why it does not, for the
+    current device; a direction is the first path's that runs. Where there is no device, none runs: cuDNN's
+    reasons are then those that are known without one.
 
     ``q``, ``kv``: shapes of q and of k and v, 4-dimensional in ``spec.qkv_format`` ("bshd" for packed
     sequences, which are unpacked first); ``v``: of v, where it differs. BackendError where cuDNN fails to
@@ -117,8 +181,13 @@ def explain(
     about = problem(q, kv, kv if v is None else v, dtype, spec)
     device = launch.runtime().getDevice() if provider.count() else None
     runs = "runs" if device is not None else _NO_DEVICE
-    rows = [
-        (f"{FIRST} {name}", _why_not_cudnn(about, *mode, device) or runs)
-        for name, mode in zip(DIRECTIONS, _MODES, strict=True)
-    ]
-    return [*rows, (LAST, runs)]
+    rows = []
+    for path in PATHS:
+        for name, mode in zip(DIRECTIONS, _MODES, strict=True):
+            why = None
+            if path == cudnn_sdpa.NAME:
+                why = _why_not_cudnn(about, *mode, device)
+            elif path == flash.NAME:
+                why = flash.why_not(about)
+            rows.append((f"{path} {name}", why or runs))
+    return rows

@@ -23,7 +23,7 @@ from fp8kit.formats import DType, float32
 
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
-KEPT = 1024  # plans
+KEPT = 16384  # plans: a training with lengths of its own in every batch meets ever new ones
 _COMPUTE_32F = 68  # float32 throughout: no TF32
 _FLOAT32 = float32.cuda
 

@@ -139,9 +139,9 @@ def _refused(problem: Problem, backward: bool) -> str | None:
     for name, taken in (("bias", "no_bias"), ("softmax_type", "vanilla")):
         value = getattr(problem, name)
         if value != taken:
-            found.append(f"{name} {value!r}: only the unfused path has it")
+            found.append(f"{name} {value!r}: cuDNN is not used with it")
     if problem.masked:
-        found.append("mask 'arbitrary': only the unfused path reads a mask array")
+        found.append("mask 'arbitrary': cuDNN is not used with a mask array")
     if problem.placed:
         found.append("placed: cuDNN's dropout knows no part of a larger attention")
     if problem.blind:

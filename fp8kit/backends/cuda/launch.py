@@ -157,6 +157,8 @@ class Kernel:
             if self.handle is None:
                 self.raw, self.resources, self.early = self._load()
                 self.handle = ctypes.c_void_p(self.raw.kernel.ptr)
+                if self.resources is not None:  # what is allowed counts both kinds of shared memory
+                    self.shared_limit -= self.resources.shared
 
     def packer(self, size: int) -> Any:
         """``pack`` for a structure of ``size`` bytes."""

@@ -70,7 +70,7 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
     if dbias is not None:
         sizes["dbias"] = 4 * math.prod(dbias)
     if backward and problem.softmax_type == "learnable":
-        sizes["doffset"] = 4 * problem.heads * _CHUNKS
+        sizes["doffset"] = offset_workspace(problem)
     if problem.cleaned and backward:  # which multiplies padding in v into scores only
         sizes |= {"queries": head * rows * problem.dim, "keys": itemsize * keys * problem.dim}
         sizes["upstream"] = head * rows * problem.dim_v
@@ -208,13 +208,37 @@ def backward(
                 call.store(name, to.ptr, (tile.groups, to.rows, to.columns), (to.step, to.stride))
     if dbias is not None:
         call.store("dbias", dbias.ptr, (1, 1, dbias.size), (0, 0))
-    if doffset is not None and extras.softmax_offset is not None:
-        partial = call.at("doffset")
-        arrays = extras.softmax_offset.ptr, lse.ptr, o.ptr, d_o.ptr, partial
-        args: tuple[int, ...] = (*arrays, *strides, problem.dim_v, problem.batch, problem.rows)
-        launch.launch(call.kernel("attention_doffset_partial"), (problem.heads, _CHUNKS), 256, args, stream)
-        args = partial, doffset.ptr, _CHUNKS
-        launch.launch(call.kernel("attention_doffset"), problem.heads, 32, args, stream)
+    if doffset is not None:
+        offset_gradient(problem, d_o, o, lse, doffset, extras, call.at("doffset"), stream)
+
+
+def offset_workspace(problem: Problem) -> int:
+    """Bytes of workspace of ``offset_gradient``."""
+    return 4 * problem.heads * _CHUNKS
+
+
+def offset_gradient(
+    problem: Problem,
+    d_o: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    doffset: ArrayView,
+    extras: AttentionExtras,
+    partial: int,
+    stream: int,
+) -> None:
+    """The gradient of a learnable softmax_offset; ``partial``: address of its workspace."""
+    assert extras.softmax_offset is not None
+    strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
+    arrays = extras.softmax_offset.ptr, lse.ptr, o.ptr, d_o.ptr, partial
+    args: tuple[int, ...] = (*arrays, *strides, problem.dim_v, problem.batch, problem.rows)
+    kind = launch.type_name(DTYPES[problem.dtype])
+    one, other = (
+        launch.kernel("attention.cu", name, o.device.index, T=kind)
+        for name in ("attention_doffset_partial", "attention_doffset")
+    )
+    launch.launch(one, (problem.heads, _CHUNKS), 256, args, stream)
+    launch.launch(other, problem.heads, 32, (partial, doffset.ptr, _CHUNKS), stream)
 
 
 class _Call(Padding):

@@ -1,0 +1,169 @@
+"""Attention by kernels of our own that never write the scores (raw_kernels/flash_fwd.cu, flash_bwd.cu).
+
+They are compiled for head sizes, dtype and kind of rules, never for a length, so a length that was not seen
+before costs nothing. Every direction is deterministic: each element of a result has one thread, which adds in
+a fixed order. Dropout draws the unfused path's words, so those two may take a call's two directions.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import NamedTuple
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import attention_rules, launch, unfused
+from fp8kit.backends.cuda._rows import ceil_div
+from fp8kit.backends.cuda.attention_problem import Problem, arranged, bhsd
+from fp8kit.backends.protocol import AttentionExtras
+from fp8kit.errors import BackendError
+from fp8kit.formats import DTYPES
+
+NAME = "flash"
+# (features of q and k, features of v) that are compiled (the ``variants`` of flash_fwd.cu)
+_COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256))
+_WARPS, _TILE = 4, 64
+_VECTOR, _ITEM = 16, 2  # bytes read at a time, and of an element
+_LONGEST = 2**30  # positions count in 32 bits
+_DOT_THREADS, _DOT_ROWS = 256, 8  # a row a warp
+
+
+class Shape(NamedTuple):
+    """What is compiled and launched for a problem: features ``d``, ``d_v``; ``rows``, ``columns`` of a
+    forward's tiles; dynamic shared memory of forward and backward in bytes; ``defines`` of the kernels."""
+
+    d: int
+    d_v: int
+    rows: int
+    columns: int
+    forward: int
+    backward: int
+    defines: dict[str, str]
+
+
+def why_not(problem: Problem, dbias: bool = False) -> str | None:
+    """Why these kernels do not take a problem, None where they do. ``dbias``: whether backward makes the
+    bias's gradient."""
+    found = []
+    if problem.dtype not in ("bfloat16", "float16"):
+        found.append(f"dtype {problem.dtype}: tensor cores take bfloat16 and float16")
+    for name, dim in {"head_dim": problem.dim, "head_dim_v": problem.dim_v}.items():
+        if dim % 8 or dim > _COMPILED[-1][0]:
+            found.append(f"{name} {dim}: multiples of 8 up to {_COMPILED[-1][0]}")
+    if dbias:
+        found.append(f"bias {problem.bias!r} with a gradient: only the unfused path makes it")
+    if max(problem.rows, problem.columns) >= _LONGEST:
+        found.append(f"a sequence of {max(problem.rows, problem.columns)}: less than 2^30")
+    for name, strides in zip("qkv", problem.strides, strict=False):
+        if _ITEM * (strides[0] | strides[1] | strides[2]) % _VECTOR:
+            found.append(f"strides {strides} of {name}: multiples of {_VECTOR} bytes")
+    return "; ".join(found) or None
+
+
+@functools.lru_cache(256)
+def shape(dim: int, dim_v: int, dtype: str, kind: int) -> Shape:
+    """The kernels for such heads and rules (``KIND`` of flash.cuh): see ``Shape``."""
+    d, d_v = next(pair for pair in _COMPILED if dim <= pair[0] and dim_v <= pair[1])
+    narrow = d <= 128
+    rows, columns = 16 * _WARPS * (2 if d_v <= 128 else 1), 64 if narrow and kind < 2 else 32
+    step, stages = columns, 2 if narrow else 1
+    defines = {"T": launch.type_name(DTYPES[dtype]), "D": str(d), "DV": str(d_v), "KIND": str(kind)}
+    forward = _ITEM * (rows * d + 2 * columns * (d + d_v))
+    backward = _ITEM * (_TILE + stages * step) * (d + d_v)
+    return Shape(d, d_v, rows, columns, forward, backward, defines)
+
+
+def _shape(problem: Problem) -> Shape:
+    general = problem.masked or problem.bias != "no_bias" or problem.softmax_type != "vanilla"
+    kind = 2 if general or problem.scale <= 0 else int(problem.dropout > 0)
+    return shape(problem.dim, problem.dim_v, problem.dtype, kind)
+
+
+@functools.lru_cache(4096)
+def _layout(problem: Problem, backward: bool) -> dict[str, int]:
+    sizes = {"dot": 4 * problem.batch * problem.heads * problem.rows} if backward else {}
+    if backward and problem.softmax_type == "learnable":
+        sizes["doffset"] = unfused.offset_workspace(problem)
+    return arranged(sizes)
+
+
+def workspace(problem: Problem, backward: bool) -> int:
+    """Bytes of workspace of a call."""
+    return _layout(problem, backward)["end"]
+
+
+def forward(
+    problem: Problem,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    extras: AttentionExtras,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """``protocol.attention_fwd``."""
+    about, tiles = _shape(problem), 0
+    tiles = ceil_div(problem.rows, about.rows)
+    job = _arrays(problem, q, k, v, o) + struct.pack(
+        "=5q", lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles
+    )
+    kernel = launch.kernel("flash_fwd.cu", "flash_fwd", q.device.index, **about.defines)
+    grid, rules = tiles * problem.heads * problem.batch, attention_rules.pack(problem, extras)
+    launch.launch(kernel, grid, 32 * _WARPS, (job + rules,), stream, about.forward)
+
+
+def backward(
+    problem: Problem,
+    d_o: ArrayView,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    dq: ArrayView,
+    dk: ArrayView,
+    dv: ArrayView,
+    doffset: ArrayView | None,
+    extras: AttentionExtras,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """``protocol.attention_bwd``, but for the bias's gradient."""
+    about, layout, repeat = _shape(problem), _layout(problem, True), problem.heads // problem.groups
+    if layout["end"] and (workspace is None or workspace.nbytes < layout["end"]):
+        got = None if workspace is None else f"{workspace.nbytes} bytes"
+        raise BackendError("attention", "workspace", got, f"{layout['end']} bytes")
+    start = 0 if workspace is None else workspace.ptr
+    arrays = _arrays(problem, d_o, q, k, v, o, dq, dk, dv)
+    rules = attention_rules.pack(problem, extras)
+
+    def run(function: str, tiles: int, blocks: int, threads: int, shared: int) -> None:
+        sizes = (problem.batch, repeat, problem.dim, problem.dim_v, tiles)
+        job = arrays + struct.pack("=7q", lse.ptr, start + layout["dot"], *sizes) + rules
+        kernel = launch.kernel("flash_bwd.cu", function, q.device.index, **about.defines)
+        launch.launch(kernel, blocks, threads, (job,), stream, shared)
+
+    lines = problem.batch * problem.heads * problem.rows
+    blocks = min(ceil_div(lines, _DOT_ROWS), 2**20)
+    run("flash_bwd_dot", 0, blocks, _DOT_THREADS, 0)
+    rows, keys = ceil_div(problem.rows, _TILE), ceil_div(problem.columns, _TILE)
+    threads = 32 * _WARPS * (2 if about.d > 128 else 1)
+    run("flash_bwd_keys", keys, keys * problem.groups * problem.batch, threads, about.backward)
+    run("flash_bwd_queries", rows, rows * problem.heads * problem.batch, 32 * _WARPS, about.backward)
+    if doffset is not None:
+        unfused.offset_gradient(problem, d_o, o, lse, doffset, extras, start + layout["doffset"], stream)
+
+
+def _arrays(problem: Problem, *views: ArrayView) -> bytes:
+    """``Array`` structures of flash.cuh. BackendError where one cannot be read 16 bytes at a time."""
+    packed, places = b"", 0
+    for view in views:
+        batch, head, row, _ = bhsd(problem.qkv_format, view)
+        places |= view.ptr | _ITEM * (batch | head | row)
+        packed += struct.pack("=4q", view.ptr, batch, head, row)
+    if places % _VECTOR:
+        wanted = f"multiples of {_VECTOR} bytes"
+        raise BackendError("attention", "arrays", "misaligned addresses or strides", wanted)
+    return packed
