@@ -7,6 +7,7 @@ import contextlib
 import json
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -263,7 +264,7 @@ def test_a_timed_product_is_the_product(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_so_many_problems_are_timed_in_a_process(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths that come for the first time later take the first candidate, at once; kept answers count."""
     monkeypatch.setattr(algorithms, "_MOST", 3)
-    plans = [_Plan(KEY._replace(m=KEY.m + 16 * i)) for i in range(5)]
+    plans = [_Plan(replace(KEY, m=KEY.m + 16 * i)) for i in range(5)]
     for plan in plans:
         algorithms.tune(plan, product(plan, driver, []), 7)
     assert [plan.tuned for plan in plans] == [True] * 5
