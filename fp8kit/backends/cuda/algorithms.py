@@ -33,7 +33,7 @@ WIDE = 2**35
 _FINALISTS = 8  # candidates that are measured again after a first look at all of them
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
-_MOST = 48  # problems of a device that a process times; a transformer layer has 12
+_MOST = 32  # problems of a device that a process times; a transformer layer has 12
 _timed: dict[int, int] = {}  # device -> problems timed
 _TIMING = launch.Locks()
 

@@ -36,7 +36,7 @@ _NO_DEVICE = "no usable CUDA device"
 # gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
 _SMALL, _LARGE = 2e9, 6e10
 # problems of middle size that cuDNN builds graphs for: a training with one length, or few
-_GRAPHS = 8
+_GRAPHS = 4
 _worth: LRU[tuple[Problem, int], bool] = LRU(65536)  # whether a problem's graphs are worth to be built
 _taken: dict[int, int] = {}  # problems by device that graphs were built for
 _LOCK = threading.Lock()
