@@ -1,8 +1,9 @@
 """FP8 training of Flax modules: Transformer Engine's names, one loop.
 
 Shows: a Flax model whose layers are ``fp8kit_jax.flax.TransformerLayer``; FP8 is on where ``autocast`` is,
-the FP8 state lies in the collection ``fp8_metas`` and is handed on by ``update_collections``; evaluation in
-the same precision. Needs: JAX, Flax, optax (extra test); a CPU (about 20 seconds), or a GPU that JAX sees.
+the FP8 state lies in a collection of its own, whose gradient is its next value, which Flax's ``TrainState``
+puts in its place; evaluation in the same precision. Needs: JAX, Flax, optax (extra test); a CPU (about 20
+seconds), or a GPU that JAX sees.
 """
 
 from fp8kit.errors import not_installed
@@ -10,12 +11,12 @@ from fp8kit.errors import not_installed
 if why := not_installed("19_flax_training.py", "test", "flax", "optax"):
     raise SystemExit(why)
 
-import flax
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from flax.training.train_state import TrainState
 from fp8kit_jax.flax import LayerNorm, TransformerLayer
 
 from fp8kit.commands import positional, positive
@@ -59,32 +60,31 @@ def main(steps: int = 120) -> None:
     def batch(part, step):
         return (jnp.asarray(a, jnp.int32) for a in text.batch(part, SEQUENCES, LENGTH, seed=0, step=step))
 
-    def loss_of(params, metas, ids, targets, key=None):
+    def loss_of(variables, ids, targets, key=None):
         rngs = None if key is None else {"dropout": key}
-        logits = model.apply({"params": params, **metas}, ids, deterministic=key is None, rngs=rngs)
+        logits = model.apply(variables, ids, deterministic=key is None, rngs=rngs)
         return fj.fused_cross_entropy(logits, targets)
 
     @jax.jit
-    def step(params, metas, memory, ids, targets, key):
-        loss, (grads, fresh) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, metas, ids, targets, key)
-        updates, memory = optimizer.update(grads, memory, params)
-        return optax.apply_updates(params, updates), fj.update_collections(fresh, metas), memory, loss
+    def step(training, ids, targets, key):
+        loss, gradients = jax.value_and_grad(loss_of)(training.params, ids, targets, key)
+        return training.apply_gradients(grads=gradients), loss
 
     with fj.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=16)):
-        metas, params = flax.core.pop(model.init(keys, next(batch(corpus.train, 0))), "params")
-        memory = optimizer.init(params)
+        variables = model.init(keys, next(batch(corpus.train, 0)))
+        training = TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer)
         for n in range(steps):
-            params, metas, memory, loss = step(
-                params, metas, memory, *batch(corpus.train, n), jax.random.key(n)
-            )
+            training, loss = step(training, *batch(corpus.train, n), jax.random.key(n))
             if n % max(1, steps // 10) == 0 or n == steps - 1:
                 print(f"step {n}: {loss:.3f} nats/byte")
-        unseen = jnp.stack([jax.jit(loss_of)(params, metas, *batch(corpus.validation, n)) for n in range(4)])
+        unseen = jnp.stack(
+            [jax.jit(loss_of)(training.params, *batch(corpus.validation, n)) for n in range(4)]
+        )
     print(
         f"validation: {unseen.mean():.3f} nats/byte (bytes by frequency alone: "
         f"{corpus.unigram_entropy():.3f})"
     )
-    print(f"quantised tensors: {len(jax.tree.leaves(metas)) // 2}")
+    print(f"quantised tensors: {len(jax.tree.leaves(training.params[fj.FP8_COLLECTION_NAME])) // 2}")
 
 
 if __name__ == "__main__":

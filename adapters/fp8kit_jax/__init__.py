@@ -40,10 +40,11 @@ from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import MeshResource, autocast
-from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot, update_collections
+from fp8kit_jax.state import FP8_COLLECTION_NAME, NVTE_FP8_COLLECTION_NAME, Slot, update_collections
 
 __all__ = [
     "FP8_COLLECTION_NAME",
+    "NVTE_FP8_COLLECTION_NAME",
     "MeshResource",
     "QuantizerSet",
     "ScaledTensor",

@@ -28,7 +28,10 @@ from fp8kit.recipe import DELAYED_SCALES
 from fp8kit_jax import manual
 from fp8kit_jax.division import divide
 
-FP8_COLLECTION_NAME = "fp8_metas"  # of Flax variables; Transformer Engine's
+# Of Flax variables. Flax's own name for variables whose gradient is their next value: its TrainState puts
+# that gradient in their place and keeps them from the optimiser.
+FP8_COLLECTION_NAME = NVTE_FP8_COLLECTION_NAME = "_overwrite_with_gradient"
+FORMER_COLLECTION_NAME = "fp8_metas"  # read where variables have it and not the other
 
 
 class Slot(NamedTuple):

@@ -1,5 +1,5 @@
 """What the Flax modules share: parameters, logical axes, fields that are refused, dropout, FP8 state in the
-collection ``fp8_metas``."""
+collection ``FP8_COLLECTION_NAME``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import residual_sum
 from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
 from fp8kit_jax.scopes import history_of, mesh_resource, recipe_in_force
-from fp8kit_jax.state import FP8_COLLECTION_NAME
+from fp8kit_jax.state import FORMER_COLLECTION_NAME, FP8_COLLECTION_NAME
 
 _ONE = "attention is not split along the sequence"
 _SCORES = "scores are changed by bias, mask, window and ALiBi"
@@ -144,17 +144,20 @@ def constrained(x: Any, axes: Any) -> Any:
 def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
     """The set of one product by the autocast in force; with delayed scaling its slots are the module's
     variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and ``grad``
-    (Transformer Engine's names)."""
+    (Transformer Engine's names), in the collection that they are found in."""
     recipe = recipe_in_force(type(module).__name__, ".".join(map(str, module.path)))
     history = history_of(recipe)
     if history is None:
         return QuantizerSet(recipe=recipe)
-    known = module.is_initializing() or module.is_mutable_collection(FP8_COLLECTION_NAME)
-    if not known and not module.has_variable(FP8_COLLECTION_NAME, f"x{postfix}_scale"):
-        wanted = "the variables that init makes within an autocast with DelayedScaling, passed to apply"
-        raise RecipeError(type(module).__name__, FP8_COLLECTION_NAME, "none of this layer", wanted)
+    names, first = (FP8_COLLECTION_NAME, FORMER_COLLECTION_NAME), f"x{postfix}_scale"
+    collection = next((name for name in names if module.has_variable(name, first)), None)
+    if collection is None:
+        collection = FP8_COLLECTION_NAME
+        if not module.is_initializing() and not module.is_mutable_collection(collection):
+            wanted = "the variables that init makes within an autocast with DelayedScaling, passed to apply"
+            raise RecipeError(type(module).__name__, collection, "none of this layer", wanted)
     variables = state_variables(history, postfix).items()
-    values = [module.variable(FP8_COLLECTION_NAME, name, lambda v=v: v).value for name, v in variables]
+    values = [module.variable(collection, name, lambda v=v: v).value for name, v in variables]
     return from_variables(recipe, values)
 
 

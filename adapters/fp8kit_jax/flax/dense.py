@@ -131,7 +131,8 @@ class DenseGeneral(nn.Module):
     * ``return_bias``: the bias is not added, and (y, bias or None) comes back: see ``fp8kit_jax.dense``.
     * ``residual`` of the call: added to y, by the product where there is no adaptation; not with
       ``return_bias``.
-    * Variables of the collection "fp8_metas" with delayed scaling. Fields of ``common.FIXED`` have one value.
+    * Variables of the collection ``FP8_COLLECTION_NAME`` with delayed scaling. Fields of ``common.FIXED``
+      have one value.
     """
 
     features: int | Sequence[int]

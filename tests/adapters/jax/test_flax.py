@@ -121,7 +121,7 @@ def test_a_layer_whose_state_was_not_made_says_so():
     with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
         with pytest.raises(
             RecipeError,
-            match=r"^DenseGeneral: fp8_metas: got none of this layer, expected the variables that init makes",
+            match=r"^DenseGeneral: _overwrite_with_gradient: got none of this layer, expected the variables",
         ):
             layer.apply(variables, x)
         y, made = layer.apply(variables, x, mutable=[te.FP8_COLLECTION_NAME])  # there it may be made
