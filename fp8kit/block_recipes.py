@@ -16,27 +16,17 @@ from fp8kit.errors import RecipeError
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import Format, Recipe
 
-_OVERRIDES = (None, "high_precision", "dequantized")
 _TE_ROUNDING_BITS = 8  # random bits of the conversion that Blackwell has
 
 
 class _BlockRecipe(Recipe):
     """Base of the recipes below."""
 
-    backward_override: str | None
-
     def _check(self, *flags: str) -> None:
         """RecipeError for ``flags`` that are no bool, and for fields that all have."""
         self._want(bool, *flags)
         self._want_defaults(fp8_dpa=False, fp8_mha=False)
-        override = self.backward_override
-        if not (override is None or isinstance(override, str)) or override not in _OVERRIDES:
-            raise self._refuse("backward_override", "None, 'high_precision' or 'dequantized'")
-
-    def _overridden(self, made: Quantization) -> Quantization:
-        """The GEMMs, with those of backward as ``backward_override`` says."""
-        how = self.backward_override or "quantized"
-        return Quantization(made.fprop, replace(made.dgrad, compute=how), replace(made.wgrad, compute=how))
+        self._want_override()
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,7 @@ class MXFP8BlockScaling(_BlockRecipe):
     def short_name(self) -> str:
         """For example ``mxfp8(E4M3)``."""
         more = ", 2d" if self.enable_2d_quantization else ""
-        return f"mxfp8({self.fp8_format.name}{more})"
+        return f"mxfp8({self.fp8_format.name}{more}{self._override()})"
 
 
 @dataclass(frozen=True)
@@ -179,4 +169,4 @@ class NVFP4BlockScaling(_BlockRecipe):
             "sr": not self.disable_stochastic_rounding,
             "2d": not self.disable_2d_quantization,
         }
-        return f"nvfp4({', '.join(name for name, on in parts.items() if on)})"
+        return f"nvfp4({', '.join(name for name, on in parts.items() if on)}{self._override()})"

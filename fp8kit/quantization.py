@@ -229,8 +229,8 @@ class Quantization:
 
     @property
     def g(self) -> Quantizer:
-        """The output gradient, as dgrad reads it, or, where that is in high precision, wgrad."""
-        return self.wgrad.a if self.dgrad.compute == "high_precision" else self.dgrad.a
+        """The output gradient, as dgrad reads it, or, where that casts none, wgrad."""
+        return self.dgrad.a if self.dgrad.compute == "quantized" else self.wgrad.a
 
     @property
     def gemms(self) -> dict[str, Gemm]:

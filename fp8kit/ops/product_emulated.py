@@ -107,8 +107,6 @@ class EmulatedProduct(Product):
                 if own.granularity in _LINES and (own.stochastic_bits or own.hadamard):
                     wanted = "0, with a scale of a tensor or of rows"
                     raise unsupported(f"{name}.{place}", "random bits or a rotation", wanted)
-            if name == "fprop" and gemm.compute == "dequantized":
-                raise unsupported("fprop.compute", '"dequantized"', '"quantized" or "high_precision"')
 
     # --- what there is --------------------------------------------------------------------------------------
 

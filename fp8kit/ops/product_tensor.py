@@ -91,7 +91,7 @@ class TensorProduct(QuantizedProduct):
 
     def backward_inputs(self) -> dict[str, Meta]:
         source = self.quantizers["g"].scale_source
-        if source not in _INPUTS or not (self.needs_x or self.needs_w):
+        if source not in _INPUTS or not self.casts_g:
             return {}
         return {f"{self.spec.prefix}g_{_INPUTS[source]}": Meta((1,), float32)}
 
@@ -105,7 +105,7 @@ class TensorProduct(QuantizedProduct):
     # --- casts ----------------------------------------------------------------------------------------------
 
     def x_cast(self, ws: WorkingSet) -> Cast:
-        return self._target(ws, "x", (ws.scratch, ws.saved))
+        return self._target(ws, "x", self._into(ws, "x"))
 
     def g_cast(self, ws: WorkingSet) -> Cast:
         return self._target(ws, "g", (ws.scratch, ws.scratch))
@@ -126,7 +126,7 @@ class TensorProduct(QuantizedProduct):
         ws.kernels.quantize_transpose(x, cast, dbias, space, ws.stream)
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
-        if not (self.needs_x or self.needs_w):
+        if not self.casts_g:
             super().cast_g(ws, g, with_bias)
             return
         dbias = self._bias_sums(ws) if with_bias else None

@@ -219,10 +219,11 @@ REFUSED = {
         Gemm(TURNED, TURNED), Gemm(LINES, LINES), Gemm(LINES, LINES, compute="dequantized")
     ),
     "fprop.a.granularity: got mx_1x32": Quantization.of(LINES, LINES, LINES, "hopper_fast"),
-    "wgrad.compute: got 'dequantized'": Quantization(
-        Gemm(DELAYED.x, DELAYED.w),
-        Gemm(DELAYED.g, DELAYED.w),
-        Gemm(DELAYED.g, DELAYED.x, "split", "dequantized"),
+    "fprop.compute: got 'high_precision', and wgrad dequantized": Quantization(
+        Gemm(X, X, compute="high_precision"), Gemm(X, X), Gemm(X, X, "split", "dequantized")
+    ),
+    "fprop.compute: got 'dequantized'": Quantization(
+        Gemm(LINES, LINES, compute="dequantized"), Gemm(LINES, LINES), Gemm(LINES, LINES)
     ),
     "compute: got high precision for all three": Quantization(*[Gemm(X, X, compute="high_precision")] * 3),
 }

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import fp8kit as fk
-from fp8kit import formats, nn
+from fp8kit import formats, nn, recipe
+from fp8kit.quantization import Quantization
 from fp8kit.recipes import NAMED
 
-RECIPES = {name: each.recipe for name, each in NAMED.items()}
+OVERRIDES = ("high_precision", "dequantized")
+
+
+def _values_for(name: str, *gemms: str) -> recipe.DataRecipe:
+    """A named recipe some GEMMs of which multiply fprop's values."""
+    made = {
+        gemm: replace(own, compute="dequantized") if gemm in gemms else own
+        for gemm, own in NAMED[name].recipe.quantization.gemms.items()
+    }
+    return recipe.DataRecipe(Quantization(**made), name)
+
+
+# recipes without a name of their own
+VARIANTS = {
+    **{
+        f"{kind.__name__} {how}": kind(backward_override=how)  # type: ignore[call-arg]
+        for kind in (recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling)
+        for how in OVERRIDES
+    },
+    "rowwise, dgrad dequantized": _values_for("rowwise", "dgrad"),
+    "rowwise, wgrad dequantized": _values_for("rowwise", "wgrad"),
+}
+RECIPES = {name: each.recipe for name, each in NAMED.items()} | VARIANTS
 RANDOM = tuple(name for name, recipe in RECIPES.items() if recipe.quantization.needs_rng)
 DTYPES = ("float32", "bfloat16", "float16")
 
