@@ -141,7 +141,7 @@ def quantize(
         else:
             factors = _scale(scale, grid, where)
         results = codes.reshape(*rows.shape), factors, scale_inv, None
-        kernels.quantize(rows, *results, format, tile, saturate, bits, state if bits else None, stream)
+        kernels.quantize(rows, *results, format, tile, saturate, bits, 0, state if bits else None, stream)
     how = format, scaling, None if scale is not None else rule, lies, rotation
     return of_views(codes, scale_inv, x, *how, scale_codes, tensor_scale)
 

@@ -61,7 +61,8 @@ class Quantizer:
       ``static_scale``.
     * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; "floor", "ceil", "even", "rceil",
       "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3; ``fp8kit.blocks``).
-    * ``epsilon``: the least amax.
+    * ``epsilon``: the least amax. ``static_scale``: positive and finite in float32, as its inverse; 1 unless
+      the source is "static".
     * ``stochastic_bits``: 0, codes are rounded to nearest even; n, stochastically by n random bits, at most
       32.
     * ``hadamard``: 0, the operand as it is; 16, 32, 64 or 128: so many neighbours along the contraction are
@@ -86,6 +87,14 @@ class Quantizer:
         for name, known in words.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)
         integer("Quantizer", "stochastic_bits", self.stochastic_bits, 0, 32, RecipeError)
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / np.float32(self.static_scale)
+        if not (self.static_scale > 0 and 0 < inverse < np.inf):
+            wanted = "positive, and finite in float32 as its inverse"
+            raise RecipeError("Quantizer", "static_scale", shown(self.static_scale), wanted)
+        if self.static_scale != 1 and not self.static:
+            got = f"{self.static_scale} with scale_source {self.scale_source!r}"
+            raise RecipeError("Quantizer", "static_scale", got, "1, or scale_source 'static'")
         if self.hadamard not in (0, *ROTATIONS):
             raise RecipeError("Quantizer", "hadamard", shown(self.hadamard), f"one of {(0, *ROTATIONS)}")
 
@@ -141,7 +150,8 @@ class Quantizer:
     def __str__(self) -> str:
         """For example ``E4M3 by block_1x128, current, power_2``."""
         more = {"stochastic": self.stochastic_bits, "hadamard": self.hadamard, "epsilon": self.epsilon}
-        words = [self.scale_source, *(() if self.scale_rule == "exact" else (self.scale_rule,))]
+        source = f"{self.scale_source} {self.static_scale:g}" if self.static else self.scale_source
+        words = [source, *(() if self.scale_rule == "exact" else (self.scale_rule,))]
         words += [f"{name} {value:g}" for name, value in more.items() if value]
         return f"{self.format} by {self.granularity}, {', '.join(words)}"
 

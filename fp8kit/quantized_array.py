@@ -414,7 +414,7 @@ class QuantizedArray:
         one = arrays.to(arrays.as_view(_ONE), self.device)
         kernels, stream = dispatch.kernels(self.device), arrays.current_stream(self.device)
         spare = arrays.empty((1,), formats.float32, self.device)
-        kernels.quantize(scales, codes, one, spare, None, E8M0, grid, True, 0, None, stream)
+        kernels.quantize(scales, codes, one, spare, None, E8M0, grid, True, 0, 0, None, stream)
         back = arrays.empty(grid, formats.float32, self.device)
         kernels.dequantize(codes, back, one, E8M0, grid, stream)
         native = arrays.provider(self.device).native

@@ -233,7 +233,7 @@ def _cast(
             own = np.full(grid, quantizer.static_scale if scale is None else scale[0], np.float32)
             arrays.copy(factors, arrays.as_view(own))
         bits = quantizer.stochastic_bits
-        how = quantizer.format, tile, True, bits, rng if bits else None
+        how = quantizer.format, tile, True, bits, number, rng if bits else None
         k.quantize(source, codes, factors, scale_inv, None, *how, stream)
     else:
         two_level = quantizer.two_level

@@ -104,9 +104,9 @@ class EmulatedProduct(Product):
             if gemm.compute == "dequantized" and turned:
                 raise unsupported("fprop.hadamard", turned, f"0 with {name} dequantized")
             for place, own in (("a", gemm.a), ("b", gemm.b)):
-                if own.granularity in _LINES and (own.stochastic_bits or own.hadamard):
-                    wanted = "0, with a scale of a tensor or of rows"
-                    raise unsupported(f"{name}.{place}", "random bits or a rotation", wanted)
+                if own.static and own.granularity not in _LINES and gemm.compute == "quantized":
+                    wanted = "tensor or row, with a static scale"
+                    raise unsupported(f"{name}.{place}.granularity", own.granularity, wanted)
 
     # --- what there is --------------------------------------------------------------------------------------
 
@@ -258,6 +258,9 @@ class EmulatedProduct(Product):
             for cast in self.casts.values()
             if cast.quantizer.granularity in _LINES
         ]
+        turned = [self.matrices[cast.source].shape for cast in self.casts.values() if _turned(cast.quantizer)]
+        if turned:
+            made[self._name("turned")] = Meta((max(m * n for m, n in turned),), float32)
         if sizes:
             made[self._name("codes")] = Meta((max(m * n for m, n in sizes),), uint8)
             made[self._name("scales")] = Meta((3 * max(1, *(max(size) for size in sizes)),), float32)
@@ -289,6 +292,12 @@ class EmulatedProduct(Product):
     def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView) -> None:
         """``values`` of a cast with one scale for the tensor or for each line along the contraction."""
         k, stream, (_, own, along) = ws.kernels, ws.stream, self.casts[name]
+        rng = ws.inputs.get("rng")
+        if own.hadamard:
+            turned = ws.scratch[self._name("turned")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+            drawn = rng if own.signs == "random" else None
+            k.rotate(matrix, turned, None, own.hadamard, own.signs, along, drawn, stream)
+            matrix = turned
         tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
         if own.granularity != "tensor" and not along:
             tile = (matrix.shape[0], 1)
@@ -297,10 +306,15 @@ class EmulatedProduct(Product):
         amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
         codes = ws.scratch[self._name("codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
         arrays.provider(amax.device).fill_zero(amax, stream)
-        k.amax(matrix, amax, tile, stream)
-        rule = own.format.max, own.power_2, own.epsilon, float32.max
+        if own.static:  # as for an amax of 1 in a format with that largest value
+            rule = own.static_scale, False, 1.0, float32.max
+        else:
+            k.amax(matrix, amax, tile, stream)
+            rule = own.format.max, own.power_2, own.epsilon, float32.max
         k.scale_from_amax(amax, scale, inverse, *rule, stream)
-        k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, 0, None, stream)
+        bits = own.stochastic_bits
+        random = bits, self._draw(name), rng if bits else None
+        k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, *random, stream)
         k.dequantize(codes, values, inverse, own.format, tile, stream)
 
     def _cast_one(
@@ -318,9 +332,12 @@ class EmulatedProduct(Product):
                 k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
             else:
                 k.amax(matrix, amax, matrix.shape, stream)
-        draw = _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
-        words = rng if quantizer.needs_rng else None
-        k.cast_blocks(matrix, None, None, None, values, amax, inverse, quantizer, along, draw, words, stream)
+        how = quantizer, along, self._draw(name), rng if quantizer.needs_rng else None
+        k.cast_blocks(matrix, None, None, None, values, amax, inverse, *how, stream)
+
+    def _draw(self, name: str) -> int:
+        """The number of an operand's random words."""
+        return _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
 
     def _operand(self, ws: WorkingSet, operand: str, matrix: ArrayView | None) -> tuple[Any, Any]:
         """The values of a GEMM's operand and the tensor's scale_inv, None for 1. ``matrix``: what is read in
@@ -359,6 +376,11 @@ class EmulatedProduct(Product):
             array = self.arrays.get(operand)
             if array is not None:
                 free(views, self._name(array), f"{self._name(array)}_inv")
+
+
+def _turned(quantizer: Quantizer) -> bool:
+    """Whether the cast rotates a matrix of its own before."""
+    return bool(quantizer.hadamard) and quantizer.granularity in _LINES
 
 
 def _alike(made: Cast, cast: Cast) -> bool:

@@ -32,7 +32,6 @@ _SUPPORTED = {
     "format": (E4M3, E5M2),
     "granularity": tuple(PRODUCTS),
     "scale_source": ("current", "delayed", "amax", "static"),
-    "static_scale": (1.0,),
     "scale_rule": ("exact", "power_2"),
     "stochastic_bits": (0,),
     "hadamard": (0,),
@@ -51,7 +50,8 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
     used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
     operands = [operand for gemm in used for operand in (gemm.a, gemm.b)]
     modelled = any(not isinstance(gemm.how, bool) for gemm in used)
-    if not operands or modelled or any(operand.scale_source != "current" for operand in operands):
+    known = ("current", "static")
+    if not operands or modelled or any(operand.scale_source not in known for operand in operands):
         raise why
     EmulatedProduct.check_supported(quantization.gemms.items())
     return EmulatedProduct

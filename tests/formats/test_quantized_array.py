@@ -334,7 +334,7 @@ def test_stochastic_bits(scaling, bits):
         scale = blocks.nvfp4_scales(_amax(x, tile), np.abs(x).max())[1]
     scaled = arrays.as_view((x * _spread(scale, x.shape, tile)).astype(np.float32))
     spare = arrays.as_view(np.empty(1, np.float32))
-    kernels.quantize(scaled, arrays.as_view(drawn), one, spare, None, E2M1, x.shape, True, bits, rng, 0)
+    kernels.quantize(scaled, arrays.as_view(drawn), one, spare, None, E2M1, x.shape, True, bits, 0, rng, 0)
     np.testing.assert_array_equal(q.data, drawn)
 
 
