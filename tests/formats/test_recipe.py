@@ -18,6 +18,7 @@ from fp8kit.recipe import (
     Float8CurrentScaling,
     Format,
     MMParams,
+    NVFP4BlockScaling,
     QParams,
     Recipe,
 )
@@ -117,6 +118,10 @@ def test_every_accepted_field_has_its_effect():
         (lambda: Float8CurrentScaling(fp8_format=Format.E2M1), ["fp8_format", "E2M1"]),
         (lambda: DelayedScaling(fp8_dpa=True), ["fp8_dpa", "yet"]),
         (lambda: DelayedScaling(fp8_mha=True), ["fp8_mha", "yet"]),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="inputs"), ["nvfp4_4over6", "'activations'"]),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ["nvfp4_4over6", "disable_rht=True"]),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="mse"), ["nvfp4_4over6_err_mode", "'MSE'"]),
+        (lambda: NVFP4BlockScaling(row_scaled_activation=1), ["row_scaled_activation"]),
         (lambda: DelayedScaling(backward_override="high"), ["backward_override", "high_precision"]),
         (lambda: Float8BlockScaling(backward_override=True), ["backward_override", "dequantized"]),
         (lambda: QParams(random_hadamard_transform=True), ["random_hadamard_transform", "yet"]),

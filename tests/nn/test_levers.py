@@ -73,8 +73,8 @@ def test_rotated_rows() -> None:
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 @pytest.mark.parametrize("bits", [32, 4])
 def test_stochastic_gradients_are_unbiased(granularity: str, bits: int) -> None:
-    """The mean over many steps is the product of the unrounded gradient, within 5 standard errors, and 2^-bits
-    of a step."""
+    """The mean over many steps is the product of the unrounded gradient, within 5 standard errors, and of a
+    step 2^-bits."""
     plain = Quantizer(E4M3, granularity)
     g = Quantizer(E5M2, granularity, stochastic_bits=bits)
     how, count = recipe.DataRecipe(Quantization.of(plain, plain, g)), 400

@@ -65,6 +65,20 @@ VARIANTS = {
     "rowwise, dgrad dequantized": _values_for("rowwise", "dgrad"),
     "rowwise, wgrad dequantized": _values_for("rowwise", "wgrad"),
     **{each.name: each for each in _LEVERS},
+    "nvfp4, all fields": recipe.NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        nvfp4_4over6="all",
+        nvfp4_4over6_e4m3_use_256="weights",
+        nvfp4_4over6_err_mode="MSE",
+        backward_override="dequantized",
+    ),
+    "nvfp4, 4over6 of rows": recipe.NVFP4BlockScaling(
+        disable_rht=True, row_scaled_activation=True, nvfp4_4over6="activations"
+    ),
+    "nvfp4, 4over6 of weights": recipe.NVFP4BlockScaling(nvfp4_4over6="weights"),
 }
 RECIPES = {name: each.recipe for name, each in NAMED.items()} | VARIANTS
 RANDOM = tuple(name for name, recipe in RECIPES.items() if recipe.quantization.needs_rng)
