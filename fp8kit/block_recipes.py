@@ -16,27 +16,18 @@ from fp8kit.errors import RecipeError
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import Format, Recipe
 
-_OVERRIDES = (None, "high_precision", "dequantized")
+_SCOPES = ("none", "weights", "activations", "all")
 _TE_ROUNDING_BITS = 8  # random bits of the conversion that Blackwell has
 
 
 class _BlockRecipe(Recipe):
     """Base of the recipes below."""
 
-    backward_override: str | None
-
     def _check(self, *flags: str) -> None:
         """RecipeError for ``flags`` that are no bool, and for fields that all have."""
         self._want(bool, *flags)
         self._want_defaults(fp8_dpa=False, fp8_mha=False)
-        override = self.backward_override
-        if not (override is None or isinstance(override, str)) or override not in _OVERRIDES:
-            raise self._refuse("backward_override", "None, 'high_precision' or 'dequantized'")
-
-    def _overridden(self, made: Quantization) -> Quantization:
-        """The GEMMs, with those of backward as ``backward_override`` says."""
-        how = self.backward_override or "quantized"
-        return Quantization(made.fprop, replace(made.dgrad, compute=how), replace(made.wgrad, compute=how))
+        self._want_override()
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ class MXFP8BlockScaling(_BlockRecipe):
     def short_name(self) -> str:
         """For example ``mxfp8(E4M3)``."""
         more = ", 2d" if self.enable_2d_quantization else ""
-        return f"mxfp8({self.fp8_format.name}{more})"
+        return f"mxfp8({self.fp8_format.name}{more}{self._override()})"
 
 
 @dataclass(frozen=True)
@@ -115,9 +106,13 @@ class NVFP4BlockScaling(_BlockRecipe):
       (``fk.manual_seed``, torch's generator, ``rng`` of JAX's autocast).
     * ``disable_2d_quantization``: bool; without it the weight has blocks of 16 x 16, and so the same values
       in fprop and dgrad.
-    * ``row_scaled_activation``, ``nvfp4_4over6``: refused unless False and "none"; not yet supported. The
-      other fields of the latter, ``nvfp4_4over6_e4m3_use_256`` and ``nvfp4_4over6_err_mode``, have no effect
-      without it.
+    * ``row_scaled_activation``: bool; the input has S for each of its rows, and so has its transposed copy.
+    * ``nvfp4_4over6``: "none", "weights", "activations" (the input, not the output gradient) or "all": what
+      is cast by the better of two scales for each block, with which its amax becomes 6 or 4
+      (``fp8kit.blocks.four_over_six``; Cook et al. 2025, Four Over Six, arXiv 2512.02010). Not with a
+      rotation: activations want ``disable_rht=True`` or a ``backward_override``.
+      ``nvfp4_4over6_e4m3_use_256``: likewise; of those what has 256 in the place of 448.
+      ``nvfp4_4over6_err_mode``: "MAE" or "MSE", what is better. Both have no effect without the first.
     * ``fp4_format``: Format.E2M1; ``fp8_format``, of the blocks' scales: Format.E4M3.
     * ``fp8_dpa``, ``fp8_mha``: refused unless False; attention's own products are not quantised.
     * ``backward_override``: as in ``MXFP8BlockScaling``.
@@ -139,11 +134,17 @@ class NVFP4BlockScaling(_BlockRecipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        self._check("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
-        self._want_defaults(row_scaled_activation=False)
-        self._want(str, "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
-        if self.nvfp4_4over6 != "none":
-            raise self._refuse("nvfp4_4over6", "'none': blocks are not yet scaled to 4 as well as to 6")
+        self._check(
+            "disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"
+        )
+        words = {"nvfp4_4over6": _SCOPES, "nvfp4_4over6_e4m3_use_256": _SCOPES}
+        for name, known in {**words, "nvfp4_4over6_err_mode": ("MAE", "MSE")}.items():
+            self._want(str, name)
+            if getattr(self, name) not in known:
+                raise self._refuse(name, f"one of {', '.join(map(repr, known))}")
+        rotated = not self.disable_rht and self.backward_override is None
+        if rotated and self.nvfp4_4over6 in ("activations", "all"):
+            raise self._refuse("nvfp4_4over6", "'none' or 'weights', unless disable_rht=True")
         for name, wanted in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):
             if getattr(self, name) is not wanted:
                 raise RecipeError(type(self).__name__, name, repr(getattr(self, name)), str(wanted))
@@ -165,12 +166,25 @@ class NVFP4BlockScaling(_BlockRecipe):
     def quantization(self) -> Quantization:
         """Two levels of scales, from the tensor itself."""
         plain = Quantizer(formats.E2M1, "nvfp4_1x16")
+        x = replace(plain, granularity="nvfp4_row_1x16") if self.row_scaled_activation else plain
+        x = replace(x, scale_rule=self._rule("activations"))
         w = plain if self.disable_2d_quantization else replace(plain, granularity="nvfp4_16x16")
+        w = replace(w, scale_rule=self._rule("weights"))
         bits = 0 if self.disable_stochastic_rounding else _TE_ROUNDING_BITS
         g = replace(plain, stochastic_bits=bits)
-        rotation: dict[str, Any] = {} if self.disable_rht else {"hadamard": 16, "signs": "te"}
-        wgrad = Gemm(replace(g, **rotation), replace(plain, **rotation))
-        return self._overridden(Quantization(Gemm(plain, w), Gemm(g, w), wgrad))
+        if self.disable_rht or x.scale_rule != "exact":
+            wgrad = Gemm(g, x)
+        else:
+            rotation: dict[str, Any] = {"hadamard": 16, "signs": "te"}
+            wgrad = Gemm(replace(g, **rotation), replace(x, **rotation))
+        return self._overridden(Quantization(Gemm(x, w), Gemm(g, w), wgrad))
+
+    def _rule(self, scope: str) -> str:
+        """The rule of the scales of "weights" or "activations"."""
+        if self.nvfp4_4over6 not in (scope, "all"):
+            return "exact"
+        bound = "_256" if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else ""
+        return f"4over6_{self.nvfp4_4over6_err_mode.lower()}{bound}"
 
     def short_name(self) -> str:
         """For example ``nvfp4(rht, sr, 2d)``."""
@@ -178,5 +192,7 @@ class NVFP4BlockScaling(_BlockRecipe):
             "rht": not self.disable_rht,
             "sr": not self.disable_stochastic_rounding,
             "2d": not self.disable_2d_quantization,
+            "rows": self.row_scaled_activation,
+            f"4over6 {self.nvfp4_4over6}": self.nvfp4_4over6 != "none",
         }
-        return f"nvfp4({', '.join(name for name, on in parts.items() if on)})"
+        return f"nvfp4({', '.join(name for name, on in parts.items() if on)}{self._override()})"

@@ -6,7 +6,8 @@ for bit; the engines' fused cast (``Kernels.cast_blocks``) is tested against the
 
 Sources: OCP Microscaling Formats 1.0, section 6.3 (floor); torchao's ``ScaleCalculationMode`` (ceil, even);
 cuBLAS's documentation, "1D Block Quantization" (rceil); NVIDIA, Pretraining Large Language Models with NVFP4,
-arXiv 2509.25149, and Transformer Engine (NVFP4's two levels, the fixed signs).
+arXiv 2509.25149, and Transformer Engine (NVFP4's two levels, the fixed signs); Cook et al. 2025, Four Over
+Six, arXiv 2512.02010, and Transformer Engine (its choice between two scales).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp8kit import codec
 from fp8kit.arguments import choice, shown
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
-from fp8kit.quantization import MX_RULES, Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, Quantizer
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +31,7 @@ TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], 
 SIGNS_AT = 1 << 63
 
 # kind of granularity -> its scale rules
-_RULES = {"mx": MX_RULES, "nvfp4": ("exact",), "block": ("exact", "power_2")}
+_RULES = {"mx": MX_RULES, "nvfp4": ("exact", *FOUR_OVER_SIX), "block": ("exact", "power_2")}
 _NAN_BYTE, _MOST_BYTE = 0xFF, 0xFE
 _FLOAT32_MAX = np.finfo(np.float32).max
 
@@ -113,23 +114,26 @@ def scales_of_bytes(scale_codes: Any) -> tuple[Array, Array]:
     return np.ldexp(one, -exponent), np.ldexp(one, exponent)
 
 
-def nvfp4_tensor_scale(tensor_amax: Any, fmt: Format = E2M1) -> tuple[Any, Any]:
-    """NVFP4's scale of a tensor and its reciprocal, float32 like ``tensor_amax``: S = 448 * format.max /
+def scale_bound(rule: str) -> float:
+    """The largest scale of a block that NVFP4's scale of the tensor allows for, by a rule: 448 or 256."""
+    return 256.0 if rule.endswith("_256") else E4M3.max
+
+
+def nvfp4_tensor_scale(tensor_amax: Any, fmt: Format = E2M1, bound: float = E4M3.max) -> tuple[Any, Any]:
+    """NVFP4's scale of a tensor and its reciprocal, float32 like ``tensor_amax``: S = bound * format.max /
     amax, at most float32's largest value; 1 where the amax is 0, Inf or NaN. D = 1 / S."""
     amax = np.asarray(tensor_amax, np.float32)
     with np.errstate(all="ignore"):
-        scale = np.minimum(np.float32(E4M3.max * fmt.max) / amax, _FLOAT32_MAX)
+        scale = np.minimum(np.float32(bound * fmt.max) / amax, _FLOAT32_MAX)
         scale = np.where((amax > 0) & np.isfinite(amax), scale, np.float32(1))
         return scale, np.float32(1) / scale
 
 
-def nvfp4_scales(
-    block_amax: Any, tensor_amax: Any, fmt: Format = E2M1
-) -> tuple[Array, Array, Array, np.float32]:
+def nvfp4_scales(block_amax: Any, tensor_amax: Any, fmt: Format = E2M1) -> tuple[Array, Array, Array, Any]:
     """NVFP4's two levels of scales: (codes, scale, scale_inv, tensor_scale_inv) of blocks in a tensor.
 
-    block_amax: float32 of any shape; tensor_amax: one float32. Every step in float32, S and D those of
-    ``nvfp4_tensor_scale`` ::
+    block_amax: float32 of any shape; tensor_amax: float32, one, or one for each block that broadcasts. Every
+    step in float32, S and D those of ``nvfp4_tensor_scale`` ::
 
         codes     = E4M3(min(block_amax * (S * (1 / format.max)), 448))      uint8, nearest even
         scale_inv = E4M3's value of the code * D
@@ -139,13 +143,65 @@ def nvfp4_scales(
     they are decoded.
     """
     amax = np.asarray(block_amax, np.float32)
-    tensor_scale, tensor_scale_inv = nvfp4_tensor_scale(np.float32(np.asarray(tensor_amax).item()), fmt)
+    given = np.asarray(tensor_amax, np.float32)
+    tensor_scale, tensor_scale_inv = nvfp4_tensor_scale(given.reshape(()) if given.size == 1 else given, fmt)
     factor = tensor_scale * (np.float32(1) / np.float32(fmt.max))
     with np.errstate(all="ignore"):
         codes = codec.encode(np.minimum(amax * factor, np.float32(E4M3.max)), E4M3)
         scale_inv = codec.decode(codes, E4M3).astype(np.float32) * tensor_scale_inv
         scale = np.minimum(np.float32(1) / scale_inv, _FLOAT32_MAX)
-    return codes, scale, scale_inv, np.float32(tensor_scale_inv)
+    return codes, scale, scale_inv, tensor_scale_inv
+
+
+def four_over_six(blocks: Any, tensor_amax: Any, rule: str) -> tuple[Array, Array, Array, Array]:
+    """NVFP4's scales by a rule of ``quantization.FOUR_OVER_SIX``: (codes, scale, scale_inv, whether the
+    largest value of the block became 4) of blocks (n, rows, 16), float32; rows 1 or 16, what a tile at the
+    end lacks is 0. tensor_amax: float32, one, or (n,), that of each block's row.
+
+    Two scales are tried. With the first the block's amax becomes 6, as in ``nvfp4_scales``; with the second,
+    1.5 times as large, 4, where E2M1's values lie closer to each other. All in float32, S, D by
+    ``nvfp4_tensor_scale`` with the bound of the rule, A the tensor's amax ::
+
+        base  = amax(block) / 6 * S             codes = E4M3(min(base, 448)), E4M3(min(base * 1.5, 448))
+        q     = E2M1(x * min(1 / (c * D), float32's largest value))       of each code's value c
+        error = sum of |v - x|, or of (v - x)^2, with v = q * c * A / (6 * bound), from the left to the right
+
+    and the second is taken where its error is less. The 16 rows' errors of a square are added as a tree: i
+    and i + 8, i + 4, i + 2, i + 1. Raises ArgumentError for another rule.
+    """
+    choice("four_over_six", "rule", rule, FOUR_OVER_SIX)
+    x, bound = np.asarray(blocks, np.float32), scale_bound(rule)
+    largest = np.asarray(tensor_amax, np.float32)
+    largest = largest.reshape(()) if largest.size == 1 else largest
+    tensor_scale, tensor_scale_inv = nvfp4_tensor_scale(largest, E2M1, bound)
+    found: list[Any] = []
+    with np.errstate(all="ignore"):
+        base = np.abs(x).max((1, 2)) / np.float32(E2M1.max) * tensor_scale
+        for factor in (1.0, 1.5):
+            codes = codec.encode(np.minimum(base * np.float32(factor), np.float32(E4M3.max)), E4M3)
+            value = codec.decode(codes, E4M3).astype(np.float32)
+            scale_inv = value * tensor_scale_inv
+            scale = np.minimum(np.float32(1) / scale_inv, _FLOAT32_MAX)
+            q = codec.decode(codec.encode(x * scale[:, None, None], E2M1), E2M1).astype(np.float32)
+            by_block = [each.reshape(-1, 1, 1) for each in (value, largest)]
+            values = q * by_block[0] * by_block[1] / np.float32(E2M1.max * bound)
+            found.append((codes, scale, scale_inv, _error(values - x, "mse" in rule)))
+        six, four = found
+        better = four[3] < six[3]
+    codes, scale, scale_inv = (np.where(better, b, a) for a, b in zip(six[:3], four[:3], strict=True))
+    return codes, scale, scale_inv, better
+
+
+def _error(apart: Array, squares: bool) -> Array:
+    """(n,): the errors of blocks (n, rows, 16), added in the order that ``four_over_six`` says."""
+    each = apart * apart if squares else np.abs(apart)
+    total: Array = np.zeros(each.shape[:2], np.float32)
+    for column in range(each.shape[2]):
+        total = total + each[..., column]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total[:, 0]
 
 
 def signs_of(signs: Any, count: int) -> Array:

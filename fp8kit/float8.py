@@ -20,7 +20,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
-from fp8kit.quantization import MX_RULES, ROTATIONS, SIGNS, Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, ROTATIONS, SIGNS, Quantizer
 from fp8kit.quantized_array import WANTED, QuantizedArray, of_views
 from fp8kit.tiles import Rotation, along_of, tiling
 
@@ -28,7 +28,7 @@ __all__ = ["Float8Tensor", "QuantizedArray", "quantize"]
 
 Float8Tensor = QuantizedArray
 
-_RULES = {"mx": ("power_2", *MX_RULES), "nvfp4": ("exact",)}  # of others "exact" and "power_2"
+_RULES = {"mx": ("power_2", *MX_RULES), "nvfp4": ("exact", *FOUR_OVER_SIX)}  # of others "exact" and "power_2"
 _quantizer = lru_cache(maxsize=256)(Quantizer)
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
@@ -60,12 +60,13 @@ def quantize(
       nobody looks at the values). None: current scaling by ``scale_rule``.
     * ``scaling``: "tensor", "row", or blocks of rows x columns, 1xN or NxN (tiles at the edges are smaller):
       "block_1x128" with float32 scales, "mx_1x32" with E8M0 scales, N 16, 32, 64 or 128; "nvfp4_1x16",
-      "nvfp4_16x16" with E4M3 scales, and one of the tensor.
+      "nvfp4_16x16" with E4M3 scales, and one of the tensor; "nvfp4_row_1x16" with one of each row.
     * ``scale_rule``: "exact", ``format.max / amax`` (1 where amax is 0, Inf or NaN); "power_2", that rounded
       down to a power of two; of mx also "floor", "ceil", "even", "rceil" and "te", the rules of E8M0 scales
       (``fp8kit.blocks.scale_bytes`` says them), where NaN makes its whole block NaN; of NVFP4 "exact", its
-      two levels (``fp8kit.blocks.nvfp4_scales``). None: "exact" for "tensor", "row" and NVFP4,
-      else "power_2".
+      two levels (``fp8kit.blocks.nvfp4_scales``), or "4over6_mae", "4over6_mse", "4over6_mae_256",
+      "4over6_mse_256", of E2M1 to nearest (``fp8kit.blocks.four_over_six``). None: "exact" for "tensor",
+      "row" and NVFP4, else "power_2".
     * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of
       Philox4x32-10, neither negative, by so many random bits an element: ``stochastic_bits``, 1 to 32.
     * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has
@@ -104,6 +105,9 @@ def quantize(
     state = _rng(rounding, rng, random, where)
     bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
     bits = 0 if rounding == "nearest" else bits
+    if rule in FOUR_OVER_SIX and (bits or hadamard or format != E2M1):
+        got = f"{rule!r} with {format}, {rounding!r}, hadamard={hadamard}"
+        raise FormatError("quantize", "scale_rule", got, "E2M1, to nearest, without a rotation")
     rotation = None
     if hadamard:
         rotation = Rotation(hadamard, signs, arrays.duplicate(state) if random and state else None)
@@ -141,7 +145,7 @@ def quantize(
         else:
             factors = _scale(scale, grid, where)
         results = codes.reshape(*rows.shape), factors, scale_inv, None
-        kernels.quantize(rows, *results, format, tile, saturate, bits, state if bits else None, stream)
+        kernels.quantize(rows, *results, format, tile, saturate, bits, 0, state if bits else None, stream)
     how = format, scaling, None if scale is not None else rule, lies, rotation
     return of_views(codes, scale_inv, x, *how, scale_codes, tensor_scale)
 
@@ -188,9 +192,20 @@ def _by_rule(
     random = state if quantizer.hadamard and quantizer.signs == "random" else None
     amax = tensor_scale = None
     if two_levels:
-        amax = arrays.zeros((1,), formats.float32, where)
-        tensor_scale = arrays.empty((1,), formats.float32, where)
-        if not quantizer.hadamard:
+        lines = max(rows.shape[1 - along], 1) if quantizer.row_scaled else 1
+        amax = arrays.zeros((lines,), formats.float32, where)
+        tensor_scale = arrays.empty((lines,), formats.float32, where)
+        if quantizer.row_scaled:
+            turned = rows
+            if quantizer.hadamard and rows.size:
+                turned = arrays.empty(rows.shape, formats.float32, where)
+                kernels.rotate(rows, turned, None, quantizer.hadamard, quantizer.signs, along, random, stream)
+            lying = (1, rows.shape[1]) if along else (rows.shape[0], 1)
+            if rows.size:
+                kernels.amax(turned, amax, lying, stream)
+            else:
+                arrays.copy(tensor_scale, arrays.as_view(np.ones(lines, np.float32)))
+        elif not quantizer.hadamard:
             kernels.amax(rows, amax, tuple(max(n, 1) for n in rows.shape), stream)
         elif rows.size:
             kernels.rotate(rows, None, amax, quantizer.hadamard, quantizer.signs, along, random, stream)

@@ -19,7 +19,7 @@ import numpy as np
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import choice, integer, shown
 from fp8kit.errors import RecipeError
-from fp8kit.formats import Format
+from fp8kit.formats import E2M1, Format
 
 HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[HostArray], HostArray]
@@ -27,18 +27,23 @@ ScaleCompute = Callable[[HostArray, HostArray, float, Any], HostArray]
 
 _BLOCKS = [(rows, n) for n in (16, 32, 64, 128) for rows in (1, n)]
 # granularity -> (rows, columns) of a tile of elements that share a scale, 0: all of them. Scales of "block"
-# are float32; of "mx" E8M0; of "nvfp4" E4M3, and the tensor has a float32 scale as well
+# are float32; of "mx" E8M0; of "nvfp4" E4M3, and the tensor, or each row ("nvfp4_row"), has a float32 scale
+# as well
 TILES = {
     "tensor": (0, 0),
     "row": (1, 0),
     **{f"{kind}_{rows}x{n}": (rows, n) for kind in ("block", "mx") for rows, n in _BLOCKS},
     "nvfp4_1x16": (1, 16),
     "nvfp4_16x16": (16, 16),
+    "nvfp4_row_1x16": (1, 16),
 }
 _SOURCES = ("current", "delayed", "amax", "static")
 # rules of scales that are powers of two in E8M0, and those of all
 MX_RULES = ("floor", "ceil", "even", "rceil", "te")
-SCALE_RULES = ("exact", "power_2", *MX_RULES)
+# rules of NVFP4's scales besides "exact": the better of two scales for each block, by the mean absolute or
+# squared error, scales of blocks up to 448 or 256
+FOUR_OVER_SIX = ("4over6_mae", "4over6_mse", "4over6_mae_256", "4over6_mse_256")
+SCALE_RULES = ("exact", "power_2", *MX_RULES, *FOUR_OVER_SIX)
 ROTATIONS = (16, 32, 64, 128)  # neighbours that a Hadamard matrix rotates
 SIGNS = ("plus", "te", "random")
 
@@ -60,8 +65,11 @@ class Quantizer:
       the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output; "static",
       ``static_scale``.
     * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; "floor", "ceil", "even", "rceil",
-      "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3; ``fp8kit.blocks``).
-    * ``epsilon``: the least amax.
+      "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3); "4over6_mae",
+      "4over6_mse", "4over6_mae_256", "4over6_mse_256": NVFP4's choice between two scales
+      (``fp8kit.blocks.four_over_six``), of E2M1 to nearest even, without a rotation.
+    * ``epsilon``: the least amax. ``static_scale``: positive and finite in float32, as its inverse; 1 unless
+      the source is "static".
     * ``stochastic_bits``: 0, codes are rounded to nearest even; n, stochastically by n random bits, at most
       32.
     * ``hadamard``: 0, the operand as it is; 16, 32, 64 or 128: so many neighbours along the contraction are
@@ -86,6 +94,19 @@ class Quantizer:
         for name, known in words.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)
         integer("Quantizer", "stochastic_bits", self.stochastic_bits, 0, 32, RecipeError)
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / np.float32(self.static_scale)
+        if not (self.static_scale > 0 and 0 < inverse < np.inf):
+            wanted = "positive, and finite in float32 as its inverse"
+            raise RecipeError("Quantizer", "static_scale", shown(self.static_scale), wanted)
+        if self.static_scale != 1 and not self.static:
+            got = f"{self.static_scale} with scale_source {self.scale_source!r}"
+            raise RecipeError("Quantizer", "static_scale", got, "1, or scale_source 'static'")
+        if self.scale_rule in FOUR_OVER_SIX and (
+            self.stochastic_bits or self.hadamard or self.format != E2M1 or not self.two_level
+        ):
+            wanted = "E2M1 by nvfp4_*, to nearest even, without a rotation"
+            raise RecipeError("Quantizer", "scale_rule", f"{self.scale_rule!r} of {self}", wanted)
         if self.hadamard not in (0, *ROTATIONS):
             raise RecipeError("Quantizer", "hadamard", shown(self.hadamard), f"one of {(0, *ROTATIONS)}")
 
@@ -121,8 +142,13 @@ class Quantizer:
 
     @property
     def two_level(self) -> bool:
-        """Whether the tensor has a scale besides those of its blocks."""
+        """Whether the tensor, or each row, has a scale besides those of its blocks."""
         return self.granularity.startswith("nvfp4")
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether that is each row."""
+        return self.granularity.startswith("nvfp4_row")
 
     @property
     def needs_rng(self) -> bool:
@@ -141,7 +167,8 @@ class Quantizer:
     def __str__(self) -> str:
         """For example ``E4M3 by block_1x128, current, power_2``."""
         more = {"stochastic": self.stochastic_bits, "hadamard": self.hadamard, "epsilon": self.epsilon}
-        words = [self.scale_source, *(() if self.scale_rule == "exact" else (self.scale_rule,))]
+        source = f"{self.scale_source} {self.static_scale:g}" if self.static else self.scale_source
+        words = [source, *(() if self.scale_rule == "exact" else (self.scale_rule,))]
         words += [f"{name} {value:g}" for name, value in more.items() if value]
         return f"{self.format} by {self.granularity}, {', '.join(words)}"
 
@@ -229,8 +256,8 @@ class Quantization:
 
     @property
     def g(self) -> Quantizer:
-        """The output gradient, as dgrad reads it, or, where that is in high precision, wgrad."""
-        return self.wgrad.a if self.dgrad.compute == "high_precision" else self.dgrad.a
+        """The output gradient, as dgrad reads it, or, where that casts none, wgrad."""
+        return self.dgrad.a if self.dgrad.compute == "quantized" else self.wgrad.a
 
     @property
     def gemms(self) -> dict[str, Gemm]:

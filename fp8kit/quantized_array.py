@@ -32,8 +32,8 @@ class QuantizedArray:
       dimension; 0, tiles are transposed and lie along the first. The attribute is 1 or 0, and that of a
       transposed array is the other one.
     * ``scale_codes``: uint8, one a tile, of "mx" the scales as E8M0, of "nvfp4" as E4M3 without the tensor's
-      scale ``tensor_scale_inv``, float32 (1,): ``scale_inv = decode(scale_codes) * tensor_scale_inv``. Of
-      other scalings None.
+      scale ``tensor_scale_inv``, float32 (1,), of "nvfp4_row" one a row: ``scale_inv = decode(scale_codes) *
+      tensor_scale_inv``. Of other scalings None.
     * ``scale_rule``: what ``quantize`` made the scales by, or None. ``rotation``: None, or a ``Rotation``.
 
     Nothing is copied. Comparison is by identity; compare ``data`` and ``scale_inv`` or dequantised values.
@@ -83,7 +83,9 @@ class QuantizedArray:
         self.rotation = _rotation(rotation)
         kind = scaling.partition("_")[0]
         self._scale_codes = self._part("scale_codes", scale_codes, formats.uint8, grid)
-        self._tensor_scale_inv = self._part("tensor_scale_inv", tensor_scale_inv, formats.float32, (1,))
+        self._tensor_scale_inv = self._part(
+            "tensor_scale_inv", tensor_scale_inv, formats.float32, (self._lines(),)
+        )
         if scale_codes is not None and kind not in ("mx", "nvfp4"):
             raise FormatError("QuantizedArray", "scale_codes", shown(scale_codes), f"None for {scaling!r}")
         if tensor_scale_inv is not None and kind != "nvfp4":
@@ -156,7 +158,8 @@ class QuantizedArray:
 
     @property
     def tensor_scale_inv(self) -> Any:
-        """The tensor's own scale of "nvfp4", float32 (1,); None for other scalings."""
+        """The tensor's own scale of "nvfp4", float32 (1,), those of the rows of "nvfp4_row", float32 (rows,);
+        None for other scalings."""
         scale = self._tensor_scale_inv
         return None if scale is None else arrays.to_library(scale, self._data)
 
@@ -354,8 +357,15 @@ class QuantizedArray:
         fmt = E4M3 if self.scaling.startswith("nvfp4") else E8M0
         out = arrays.empty(codes.shape, formats.float32, self.device)
         kernels, stream = dispatch.kernels(self.device), arrays.current_stream(self.device)
-        kernels.dequantize(codes, out, one, fmt, codes.shape, stream)
+        tile = codes.shape
+        if one.size > 1:
+            tile = (1, codes.shape[1]) if self._along else (codes.shape[0], 1)
+        kernels.dequantize(codes, out, one, fmt, tile, stream)
         return out
+
+    def _lines(self) -> int:
+        """How many scales there are besides those of NVFP4's blocks."""
+        return max(self._lying()[0], 1) if self.scaling.startswith("nvfp4_row") else 1
 
     def _view(self) -> ArrayView:
         return self._codes.transpose(1, 0) if self._flipped else self._codes
@@ -414,7 +424,7 @@ class QuantizedArray:
         one = arrays.to(arrays.as_view(_ONE), self.device)
         kernels, stream = dispatch.kernels(self.device), arrays.current_stream(self.device)
         spare = arrays.empty((1,), formats.float32, self.device)
-        kernels.quantize(scales, codes, one, spare, None, E8M0, grid, True, 0, None, stream)
+        kernels.quantize(scales, codes, one, spare, None, E8M0, grid, True, 0, 0, None, stream)
         back = arrays.empty(grid, formats.float32, self.device)
         kernels.dequantize(codes, back, one, E8M0, grid, stream)
         native = arrays.provider(self.device).native

@@ -177,8 +177,9 @@ def _block_operand(
 
 
 def _decoded_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kernels: Any, stream: int) -> None:
-    """out = a @ b, of the operands' float32 values; scales of NVFP4's tensors multiply the product."""
-    wide_a, wide_b = _wide(a), _wide(b)
+    """out = a @ b, of the operands' float32 values; scales of NVFP4's tensors, and of rows that lie along the
+    contraction, multiply the product."""
+    (wide_a, scale_a), (wide_b, scale_b) = _wide(a, bool(a.along)), _wide(b, not b.along)
     wide_a = wide_a if a._flipped else wide_a.rows()
     if a._flipped and b._flipped:  # no layout of gemm transposes both
         wide_b = arrays.contiguous(wide_b.transpose(1, 0))
@@ -187,20 +188,22 @@ def _decoded_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kerne
     workspace = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
     kernels.gemm(wide_a, wide_b, exact, layout, None, None, workspace, stream)
     native = arrays.provider(out.device).native
-    for tensor in (a, b):
-        if tensor._tensor_scale_inv is not None:
+    for scale, shape in ((scale_a, (-1, 1)), (scale_b, (1, -1))):
+        if scale is not None:
             product = native(exact)
             with np.errstate(all="ignore"):
-                product *= native(tensor._tensor_scale_inv)
+                product *= native(scale).reshape(shape)
     if exact is not out:
         kernels.copy(exact, out, stream)
 
 
-def _wide(tensor: QuantizedArray) -> ArrayView:
-    """The float32 values of an operand, of NVFP4 without the tensor's scale."""
-    if tensor._tensor_scale_inv is None:
-        return tensor._wide(formats.float32)
-    return tensor._wide(formats.float32, tensor._scales_of_codes())
+def _wide(tensor: QuantizedArray, along_k: bool) -> tuple[ArrayView, ArrayView | None]:
+    """The float32 values of an operand; of NVFP4 without the scale of the tensor, or of its rows where they
+    lie along the contraction, and that."""
+    scale = tensor._tensor_scale_inv
+    if scale is None or (scale.size > 1 and not along_k):
+        return tensor._wide(formats.float32), None
+    return tensor._wide(formats.float32, tensor._scales_of_codes()), scale
 
 
 def rotated_back(tensor: QuantizedArray, kind: formats.DType) -> ArrayView:

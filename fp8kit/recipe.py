@@ -46,6 +46,7 @@ class FormatLimits(NamedTuple):
     max_bwd: float
 
 
+_OVERRIDES = ("high_precision", "dequantized")
 _PAIRS = {  # formats of inputs and weights, and of output gradients
     "E2M1": (formats.E2M1, formats.E2M1),
     "E4M3": (formats.E4M3, formats.E4M3),
@@ -189,6 +190,7 @@ class Recipe(_Strict):
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
+    backward_override: str | None
     # whether layers have recipes of their own (``for_layer``)
     by_layer: ClassVar[bool] = False
 
@@ -260,7 +262,21 @@ class Recipe(_Strict):
     def _quantization(self, x: Quantizer, w: Quantizer, g: Quantizer) -> Quantization:
         """The operands, with the accumulation that the recipe's fields say."""
         gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
-        return Quantization.of(x, w, g, *(gemm.how for gemm in gemms))
+        return self._overridden(Quantization.of(x, w, g, *(gemm.how for gemm in gemms)))
+
+    def _overridden(self, made: Quantization) -> Quantization:
+        """The GEMMs, with those of backward as ``backward_override`` says."""
+        how = self.backward_override or "quantized"
+        return Quantization(made.fprop, replace(made.dgrad, compute=how), replace(made.wgrad, compute=how))
+
+    def _want_override(self) -> None:
+        own = self.backward_override
+        if not (own is None or (isinstance(own, str) and own in _OVERRIDES)):
+            raise self._refuse("backward_override", "None, 'high_precision' or 'dequantized'")
+
+    def _override(self) -> str:
+        """What ``short_name`` says of ``backward_override``."""
+        return f", backward {self.backward_override}" if self.backward_override else ""
 
     def _check_common(self) -> None:
         self._want(Format, "fp8_format")
@@ -270,7 +286,8 @@ class Recipe(_Strict):
             )
         if self.fp8_format is Format.E2M1:
             raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: E2M1 has 4 bits")
-        self._want_defaults(fp8_dpa=False, fp8_mha=False, backward_override=None)
+        self._want_defaults(fp8_dpa=False, fp8_mha=False)
+        self._want_override()
 
 
 _MOST_MARGIN = 18
@@ -313,7 +330,10 @@ class DelayedScaling(Recipe):
       synchronisation per update.
     * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing
       to reduce.
-    * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
+    * ``fp8_dpa``, ``fp8_mha``: refused unless at their defaults; not yet supported.
+    * ``backward_override``: None; "high_precision", dgrad and wgrad multiply the tensors as they are;
+      "dequantized", the values that fprop multiplied, rounded to the layer's dtype, by the output gradient as
+      it is.
 
     Raises RecipeError. Source: Transformer Engine's DelayedScaling.
     """
@@ -378,7 +398,7 @@ class DelayedScaling(Recipe):
         """For example ``delayed(HYBRID, h1024, max)``."""
         algo = self.amax_compute_algo if isinstance(self.amax_compute_algo, str) else "callable"
         margin = f", m{self.margin}" if self.margin else ""
-        return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin})"
+        return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin}{self._override()})"
 
 
 class _ScaledNow(Recipe):
@@ -424,7 +444,8 @@ class Float8CurrentScaling(_ScaledNow):
     * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
       output gradient; None becomes ``QParams(power_2_scale=use_power_2_scales)``.
     * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs.
-    * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
+    * ``fp8_dpa``, ``fp8_mha``: refused unless at their defaults; not yet supported. ``backward_override``: as
+      in ``DelayedScaling``.
 
     There is no state, so nothing is saved. Raises RecipeError, also for ``use_power_2_scales=True`` beside
     QParams without ``power_2_scale``. Source: Transformer Engine's Float8CurrentScaling.
@@ -455,7 +476,8 @@ class Float8CurrentScaling(_ScaledNow):
 
     def short_name(self) -> str:
         """For example ``current(HYBRID, pow2)``."""
-        return f"current({self.fp8_format.name}{', pow2' if self.use_power_2_scales else ''})"
+        power_2 = ", pow2" if self.use_power_2_scales else ""
+        return f"current({self.fp8_format.name}{power_2}{self._override()})"
 
 
 @dataclass(frozen=True)
@@ -481,7 +503,8 @@ class Float8BlockScaling(_ScaledNow):
       three is 2, since no product takes two operands of dimension 2.
     * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; partial sums
       are promoted to float32 at every block, so only ``MMParams(use_split_accumulator=True)``.
-    * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
+    * ``fp8_dpa``, ``fp8_mha``: refused unless at their defaults; not yet supported. ``backward_override``: as
+      in ``DelayedScaling``.
 
     There is no state, so nothing is saved. Raises RecipeError, also for ``use_f32_scales=False`` beside
     QParams without ``power_2_scale``. Source: Transformer Engine's Float8BlockScaling.
@@ -533,7 +556,7 @@ class Float8BlockScaling(_ScaledNow):
         scales = "f32" if self.use_f32_scales else "pow2"
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         odd = "" if dims == (1, 2, 1) else f", dims {dims[0]}{dims[1]}{dims[2]}"
-        return f"block({self.fp8_format.name}, {scales}{odd})"
+        return f"block({self.fp8_format.name}, {scales}{odd}{self._override()})"
 
 
 # what is in other files

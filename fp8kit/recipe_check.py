@@ -233,11 +233,14 @@ def _cast(
             own = np.full(grid, quantizer.static_scale if scale is None else scale[0], np.float32)
             arrays.copy(factors, arrays.as_view(own))
         bits = quantizer.stochastic_bits
-        how = quantizer.format, tile, True, bits, rng if bits else None
+        how = quantizer.format, tile, True, bits, number, rng if bits else None
         k.quantize(source, codes, factors, scale_inv, None, *how, stream)
     else:
         two_level = quantizer.two_level
-        inverse = arrays.empty((1,), float32, where) if two_level else None
+        if quantizer.row_scaled:
+            amax = arrays.zeros((shape[1 - along],), float32, where)
+            k.amax(source, amax, (1, shape[1]) if along else (shape[0], 1), stream)
+        inverse = arrays.empty(amax.shape, float32, where) if two_level else None
         random = rng if quantizer.needs_rng else None
         known = amax if two_level else None
         targets = codes, scale_inv, None, None, known, inverse

@@ -106,6 +106,13 @@ NAMED: dict[str, Named] = {
         "clipping and its masks",
     ),
     "nvfp4": Named(NVFP4BlockScaling(), "NVIDIA 2025, arXiv 2509.25149; Transformer Engine"),
+    "nvfp4_rows": Named(
+        NVFP4BlockScaling(row_scaled_activation=True), "Transformer Engine: the input's first scale by rows"
+    ),
+    "nvfp4_4over6": Named(
+        NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"),
+        "Cook et al. 2025, Four Over Six, arXiv 2512.02010; Transformer Engine",
+    ),
     "nvfp4_fwd_mxfp8_bwd": Named(
         DataRecipe(
             Quantization(

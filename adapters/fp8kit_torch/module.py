@@ -239,8 +239,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             and state.enabled
             and autocast_dtype(x) in (None, x.dtype)
         )
-        if direct and x.fits(self._fp8_of(state.recipe).x):  # type: ignore[union-attr]
-            return x.input_parts()
+        if direct:
+            fp8 = self._fp8_of(state.recipe)  # type: ignore[union-attr]
+            if x.fits(fp8.x) and fp8.wgrad.compute == "quantized":
+                return x.input_parts()
         tensors["x"] = x.dequantize()
         return None
 

@@ -128,13 +128,17 @@ class QuantizedTensor(torch.Tensor):
 
     def inputs(self, operation: str, prefix: str, fp8: Quantization) -> dict[str, Tensor]:
         """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another
-        format or tiling."""
+        format or tiling, UnsupportedError where it wants the weight in high precision."""
+        if fp8.dgrad.compute == "high_precision":
+            wanted = "one that multiplies codes or their values: the weight is held in FP8 alone"
+            raise UnsupportedError(operation, "recipe", "dgrad in high precision", wanted)
         if not self.fits(fp8.w):
             got, wanted = ((each.format.name, each.granularity) for each in (self._fp8.w, fp8.w))
             raise RecipeError(
                 operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"
             )
-        return {f"{prefix}{name}": part for name, part in self._parts.items()}
+        transposed = ("w_qt", "w_qt_inv") if fp8.dgrad.compute == "dequantized" else ()
+        return {f"{prefix}{name}": part for name, part in self._parts.items() if name not in transposed}
 
     def fits(self, quantizer: Quantizer) -> bool:
         """Whether an operand of that format and granularity can be this tensor as it is."""
@@ -340,6 +344,12 @@ def _cast(values: Tensor, fp8: Quantization, state: StateBinding = NO_STATE) -> 
 
 
 @lru_cache(maxsize=256)
+def _held(fp8: Quantization) -> Quantization:
+    """How a weight is held: for fprop and a dgrad that multiplies codes, whatever that of ``fp8`` does."""
+    return replace(fp8, dgrad=replace(fp8.dgrad, compute="quantized"))
+
+
+@lru_cache(maxsize=256)
 def held_as(fp8: Quantization, operand: str) -> Quantization:
     """``fp8`` with its w and its operand "x" or "g" in each other's place: what a ``QuantizedTensor`` that is
     no weight is cast by."""
@@ -406,7 +416,7 @@ def quantized_model_init(
     if enabled:
         want_codes("quantized_model_init", "recipe", recipe.quantization)
     before = _thread.stack
-    held = Held(recipe.quantization, bool(preserve_high_precision_init_val)) if enabled else None
+    held = Held(_held(recipe.quantization), bool(preserve_high_precision_init_val)) if enabled else None
     _thread.stack = [*before, held]
     try:
         yield

@@ -124,7 +124,7 @@ class Quantize(Operation):
                 k.amax(x.rows(), inverse, tile, ws.stream)
             k.scale_from_amax(amax, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, ws.stream)
         rng = ws.inputs.get("rng")
-        how = s.format, tile, s.saturate, s.stochastic_bits, rng
+        how = s.format, tile, s.saturate, s.stochastic_bits, 0, rng
         k.quantize(x.rows(), q.rows(), scale, inverse, None, *how, ws.stream)
 
 

@@ -123,8 +123,9 @@ class _Passes:
         """Buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but
         for fc2's product."""
         left_out = {f"fc2_{name}" for name in ("x_q", "x_q_inv", "w_q", "w_q_inv")}
-        metas = self.backward.saved() | self.backward.scratch()
-        return {name: meta for name, meta in metas.items() if name not in left_out}
+        saved = self.backward.saved()
+        metas = saved | self.backward.scratch()
+        return {name: meta for name, meta in metas.items() if name not in left_out or name in saved}
 
 
 def _known(spec: ProductSpec) -> ProductSpec:
@@ -254,7 +255,7 @@ class NormMLP(Products):
         if st.reach:
             (backward["sums"],) = workspace(kernels.act_bwd_workspace(fc1.m, fc1.n)).values()
             backward["dact"] = st.between["act"]
-            if not fc1.scales_known or not (fc1.needs_x or fc1.needs_w):
+            if not fc1.scales_known or not fc1.casts_g or fc1.reads_g:
                 backward["dh"] = st.between["h"]
         signature = self.infer(spec, metas, needs)
         return Plan(spec, signature, kernels, forward, backward, passes, first.norm.measure_scratch())
@@ -332,7 +333,7 @@ class NormMLP(Products):
         free_contents(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
         # the activation's gradient writes fc1's output gradient in FP8
-        fused = fc1.scales_known and products
+        fused = fc1.scales_known and fc1.casts_g
         taken_now = fc1.takes_amax("g") and products
         amax, cast = grads["fc1_g_amax"] if taken_now else None, fc1.g_cast(ws) if fused else None
         activation = spec.activation, spec.activation_params

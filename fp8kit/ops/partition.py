@@ -151,6 +151,8 @@ def _unpadded(
     used = [gemm for gemm in fp8.gemms.values() if gemm.compute == "quantized"]
     if any(not isinstance(gemm.how, bool) for gemm in used):  # sums of parts are other sums
         return False
+    if any(gemm.compute == "dequantized" for gemm in fp8.gemms.values()):  # what is saved is fprop's, padded
+        return False
     if product_class(fp8) is EmulatedProduct:
         tiles = [own.tile for gemm in used for own in (gemm.a, gemm.b)]
         # tensors' and rows' scales know all of their line; a weight (out, in) is saved the other way

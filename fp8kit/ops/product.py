@@ -69,11 +69,13 @@ class Product:
 
     ``fuses_cast``: whether the kernel that computes the input can write it in FP8 (``x_cast``), once its
     scale or its amax is there. ``fprop_reads_x``, ``wgrad_reads_x``, ``reads_g``: what is read in high
-    precision: the input, by either product, and the output gradient.
+    precision: the input, by either product, and the output gradient. ``casts_g``: whether the latter is
+    cast besides, to codes.
     """
 
     fuses_cast: ClassVar[bool] = False
     fprop_reads_x = wgrad_reads_x = reads_g = True
+    casts_g = False
 
     def __init__(
         self, spec: ProductSpec, rows: int, dtype: DType, needs_x: bool, needs: Collection[str]

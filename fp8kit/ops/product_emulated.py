@@ -53,7 +53,7 @@ class Cast(NamedTuple):
 
 class EmulatedProduct(Product):
     """``Product`` on values: operand ``x_q`` of fprop, ``x_qt`` of wgrad and so on, each like the matrix that
-    it is made of, and for NVFP4 ``x_q_inv``, the tensor's scale_inv, float32 [1].
+    it is made of, and for NVFP4 ``x_q_inv``, the tensor's scale_inv, float32 [1], or those of its rows.
 
     An operand of a GEMM in high precision is the matrix itself. One that fprop's operand can stand for, since
     its tiles are squares or backward is to have fprop's values, is made once.
@@ -104,11 +104,9 @@ class EmulatedProduct(Product):
             if gemm.compute == "dequantized" and turned:
                 raise unsupported("fprop.hadamard", turned, f"0 with {name} dequantized")
             for place, own in (("a", gemm.a), ("b", gemm.b)):
-                if own.granularity in _LINES and (own.stochastic_bits or own.hadamard):
-                    wanted = "0, with a scale of a tensor or of rows"
-                    raise unsupported(f"{name}.{place}", "random bits or a rotation", wanted)
-            if name == "fprop" and gemm.compute == "dequantized":
-                raise unsupported("fprop.compute", '"dequantized"', '"quantized" or "high_precision"')
+                if own.static and own.granularity not in _LINES and gemm.compute == "quantized":
+                    wanted = "tensor or row, with a static scale"
+                    raise unsupported(f"{name}.{place}.granularity", own.granularity, wanted)
 
     # --- what there is --------------------------------------------------------------------------------------
 
@@ -244,14 +242,19 @@ class EmulatedProduct(Product):
             cast = self.casts[name]
             made[self._name(name)] = self.matrices[cast.source]
             if cast.quantizer.two_level:
-                made[f"{self._name(name)}_inv"] = ONE
+                made[f"{self._name(name)}_inv"] = Meta((self._lines(cast),), float32)
         return made
+
+    def _lines(self, cast: Cast) -> int:
+        """How many scales of two-level operands there are besides those of blocks."""
+        return self.matrices[cast.source].shape[1 - cast.along] if cast.quantizer.row_scaled else 1
 
     def _amaxes(self) -> dict[str, Meta]:
         """Where amaxes are taken before a cast, and what one with scales of lines leaves in between."""
         made: dict[str, Meta] = {}
         if self.fp8.two_level:
-            made[self._name("amax")] = ONE
+            most = max(1, *(self._lines(cast) for cast in self.casts.values()))
+            made[self._name("amax")] = Meta((most,), float32)
         if self.widened:
             most = max(math.prod(matrix.shape) for matrix in self.matrices.values())
             made[self._name("wide")] = Meta((most,), float32)
@@ -260,6 +263,14 @@ class EmulatedProduct(Product):
             for cast in self.casts.values()
             if cast.quantizer.granularity in _LINES
         ]
+        turned = [self.matrices[cast.source].shape for cast in self.casts.values() if _turned(cast.quantizer)]
+        if turned:
+            made[self._name("turned")] = Meta((max(m * n for m, n in turned),), float32)
+        crossed = [self.matrices[self.casts[_FPROP[o]].source] for o in _FPROP if self._is_crossed(o)]
+        if crossed:
+            most = max(math.prod(matrix.shape) for matrix in crossed)
+            made[self._name("crossed")] = Meta((most,), crossed[0].dtype)
+            made[self._name("crossed_wide")] = Meta((most,), float32)
         if sizes:
             made[self._name("codes")] = Meta((max(m * n for m, n in sizes),), uint8)
             made[self._name("scales")] = Meta((3 * max(1, *(max(size) for size in sizes)),), float32)
@@ -291,6 +302,7 @@ class EmulatedProduct(Product):
     def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView) -> None:
         """``values`` of a cast with one scale for the tensor or for each line along the contraction."""
         k, stream, (_, own, along) = ws.kernels, ws.stream, self.casts[name]
+        rng, matrix = ws.inputs.get("rng"), self._rotated(ws, name, matrix)
         tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
         if own.granularity != "tensor" and not along:
             tile = (matrix.shape[0], 1)
@@ -299,11 +311,26 @@ class EmulatedProduct(Product):
         amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
         codes = ws.scratch[self._name("codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
         arrays.provider(amax.device).fill_zero(amax, stream)
-        k.amax(matrix, amax, tile, stream)
-        rule = own.format.max, own.power_2, own.epsilon, float32.max
+        if own.static:  # as for an amax of 1 in a format with that largest value
+            rule = own.static_scale, False, 1.0, float32.max
+        else:
+            k.amax(matrix, amax, tile, stream)
+            rule = own.format.max, own.power_2, own.epsilon, float32.max
         k.scale_from_amax(amax, scale, inverse, *rule, stream)
-        k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, 0, None, stream)
+        bits = own.stochastic_bits
+        random = bits, self._draw(name), rng if bits else None
+        k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, *random, stream)
         k.dequantize(codes, values, inverse, own.format, tile, stream)
+
+    def _rotated(self, ws: WorkingSet, name: str, matrix: ArrayView) -> ArrayView:
+        """The matrix as a cast rotates it, float32; itself where it does not."""
+        _, own, along = self.casts[name]
+        if not own.hadamard:
+            return matrix
+        turned = ws.scratch[self._name("turned")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        drawn = ws.inputs.get("rng") if own.signs == "random" else None
+        ws.kernels.rotate(matrix, turned, None, own.hadamard, own.signs, along, drawn, ws.stream)
+        return turned
 
     def _cast_one(
         self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView, inverse: ArrayView | None
@@ -314,15 +341,21 @@ class EmulatedProduct(Product):
             return
         k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
         if quantizer.two_level:
-            amax = ws.scratch[self._name("amax")]
+            amax = ws.scratch[self._name("amax")].slice(0, 0, self._lines(self.casts[name]))
             arrays.provider(amax.device).fill_zero(amax, stream)
-            if quantizer.hadamard:
+            if quantizer.row_scaled:
+                lying = (1, matrix.shape[1]) if along else (matrix.shape[0], 1)
+                k.amax(self._rotated(ws, name, matrix), amax, lying, stream)
+            elif quantizer.hadamard:
                 k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
             else:
                 k.amax(matrix, amax, matrix.shape, stream)
-        draw = _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
-        words = rng if quantizer.needs_rng else None
-        k.cast_blocks(matrix, None, None, None, values, amax, inverse, quantizer, along, draw, words, stream)
+        how = quantizer, along, self._draw(name), rng if quantizer.needs_rng else None
+        k.cast_blocks(matrix, None, None, None, values, amax, inverse, *how, stream)
+
+    def _draw(self, name: str) -> int:
+        """The number of an operand's random words."""
+        return _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
 
     def _operand(self, ws: WorkingSet, operand: str, matrix: ArrayView | None) -> tuple[Any, Any]:
         """The values of a GEMM's operand and the tensor's scale_inv, None for 1. ``matrix``: what is read in
@@ -334,7 +367,29 @@ class EmulatedProduct(Product):
             return self._wide(ws, matrix) if both and matrix is not None else matrix, None
         name = self._name(array)
         views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
-        return views[name], views.get(f"{name}_inv")
+        values, inverse = views[name], views.get(f"{name}_inv")
+        return (
+            (self._by_line(ws, array, values, inverse), None)
+            if self._is_crossed(operand)
+            else (values, inverse)
+        )
+
+    def _is_crossed(self, operand: str) -> bool:
+        """Whether a GEMM multiplies fprop's values along another dimension than fprop, and each line has a
+        scale: this one changes along the GEMM's contraction."""
+        array = self.arrays.get(operand)
+        return array is not None and array == _FPROP.get(operand) and self.casts[array].quantizer.row_scaled
+
+    def _by_line(self, ws: WorkingSet, array: str, values: ArrayView, inverse: Any) -> ArrayView:
+        """Values times their lines' scales, rounded once."""
+        k, lines = ws.kernels, [inverse, None]
+        out, wide = (ws.scratch[self._name(name)] for name in ("crossed", "crossed_wide"))
+        out, wide = (each.slice(0, 0, values.size).reshape(*values.shape) for each in (out, wide))
+        k.copy(values, wide, ws.stream)
+        k.scale_product(
+            wide, out, *(lines if self.casts[array].along else lines[::-1]), None, None, ws.stream
+        )
+        return out
 
     def _multiply(
         self,
@@ -361,6 +416,11 @@ class EmulatedProduct(Product):
             array = self.arrays.get(operand)
             if array is not None:
                 free(views, self._name(array), f"{self._name(array)}_inv")
+
+
+def _turned(quantizer: Quantizer) -> bool:
+    """Whether a rotated copy of the matrix is made before the cast."""
+    return bool(quantizer.hadamard) and (quantizer.granularity in _LINES or quantizer.row_scaled)
 
 
 def _alike(made: Cast, cast: Cast) -> bool:

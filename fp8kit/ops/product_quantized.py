@@ -14,7 +14,7 @@ from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.buffers import free
 from fp8kit.errors import UnsupportedError
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float16, float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, want
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
@@ -59,13 +59,22 @@ class QuantizedProduct(Product):
             "x_qt": (k, m, wgrad.b),
         }
         self.quantizers = {"x": self.fp8.x, "w": self.fp8.w, "g": self.fp8.g}
-        # GEMMs in high precision have no operands of their own
-        self.plain = {name for name, gemm in self.fp8.gemms.items() if gemm.compute == "high_precision"}
+        # GEMMs in high precision have no operands of their own; of those are ``decoded`` that multiply the
+        # values of fprop's operand by g as it is
+        of = {name: gemm.compute for name, gemm in self.fp8.gemms.items()}
+        self.plain = {name for name, compute in of.items() if compute == "high_precision"}
+        self.decoded = {name for name, compute in of.items() if compute == "dequantized"}
         for name, operands in GEMMS.items():
-            for operand in operands if name in self.plain else ():
+            for operand in operands if of[name] != "quantized" else ():
                 del self.operands[operand]
+        # what backward reads of x and w
+        self.backward_operands = {
+            "x": "x_q" if "wgrad" in self.decoded else "x_qt",
+            "w": "w_q" if "dgrad" in self.decoded else "w_qt",
+        }
         self.fprop_reads_x, self.wgrad_reads_x = "fprop" in self.plain, "wgrad" in self.plain
-        self.reads_g = bool(self.plain & {"dgrad", "wgrad"})
+        self.reads_g = bool((self.plain | self.decoded) & {"dgrad", "wgrad"})
+        self.casts_g = ("g_q" in self.operands and self.needs_x) or ("g_qt" in self.operands and self.needs_w)
         self.cached = ("x_q", "x_qt") * spec.input_cached + ("w_q", "w_qt") * spec.weight_cached
         # operand -> names of its codes and of their scale_inv
         self.names = {
@@ -76,13 +85,15 @@ class QuantizedProduct(Product):
         # what is no longer needed after an operand's GEMM: no scales that both orientations share
         self.own_names = {operand: (name, f"{name}_inv") for operand, (name, _) in self.names.items()}
         self.in_saved = frozenset(self.saved())
+        # x and w whose first orientation is saved, too
+        self.kept_first = {operand for operand in "xw" if self.names[f"{operand}_q"][0] in self.in_saved}
         self.how = {name: gemm.how for name, gemm in self.fp8.gemms.items()}
         self.multipliers: dict[str, Any] = {
             name: self.multiply if isinstance(how, bool) else self.model_multiply
             for name, how in self.how.items()
         }
         # the scales of a part of g^T's rows are no array of their own
-        self.whole_wgrad = len(self.weights) > 1 and "wgrad" not in self.plain
+        self.whole_wgrad = len(self.weights) > 1 and "g_qt" in self.operands
 
     # --- what a granularity says ----------------------------------------------------------------------------
 
@@ -148,7 +159,7 @@ class QuantizedProduct(Product):
     # --- what there is --------------------------------------------------------------------------------------
 
     def takes_amax(self, operand: str) -> bool:
-        return self.quantizers[operand].takes_amax
+        return self.quantizers[operand].takes_amax and (operand != "g" or self.casts_g)
 
     def check(self, operation: str, metas: Metas) -> None:
         super().check(operation, metas)
@@ -162,13 +173,11 @@ class QuantizedProduct(Product):
         return self._metas("w_q", "w_qt")
 
     def saved(self) -> dict[str, Meta]:
-        wanted = ("x_qt",) * self.needs_w + ("w_qt",) * self.needs_x
-        return self._metas(*(operand for operand in wanted if operand not in self.cached))
+        return self._metas(*(operand for operand in self._backward() if operand not in self.cached))
 
     def kept(self) -> tuple[str, ...]:
-        wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
         plain = super().kept() if "dgrad" in self.plain else ()
-        return (*plain, *self._metas(*(operand for operand in wanted if operand in self.cached)))
+        return (*plain, *self._metas(*(operand for operand in self._backward() if operand in self.cached)))
 
     def weight_names(self) -> tuple[str, ...]:
         return tuple(self._metas("w_q")) if self.spec.weight_cached else super().weight_names()
@@ -189,8 +198,9 @@ class QuantizedProduct(Product):
 
     def backward_scratch(self) -> dict[str, Meta]:
         wanted = ("g_q",) * self.needs_x + ("g_qt",) * self.needs_w
-        own = self._metas(*wanted) | (self._temporaries("g") if wanted else {}) | self._grad_buffers()
-        return own | (self._weight_buffer() if self.needs_x and "dgrad" in self.plain else {})
+        own = self._metas(*wanted) | (self._temporaries("g") if self.casts_g else {}) | self._grad_buffers()
+        own |= self._weight_buffer() if self.needs_x and "dgrad" in self.plain else {}
+        return own | self._decode_buffers()
 
     def workspace(self, k: Any) -> int:
         shapes = ((self.m, self.n), (self.m, self.k), self._weight_shape(self.n))
@@ -201,7 +211,7 @@ class QuantizedProduct(Product):
 
     def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
         if not self.spec.input_cached:
-            self._cast(ws, "x", x, (ws.scratch, ws.saved), amax_known)
+            self._cast(ws, "x", x, self._into(ws, "x"), amax_known)
 
     def cast_weight(self, ws: WorkingSet) -> None:
         self._cast_weight(ws, (ws.outputs, ws.outputs))
@@ -230,27 +240,31 @@ class QuantizedProduct(Product):
             return
         bias, spec, scratch = self._bias(ws), self.spec, ws.scratch
         if not spec.weight_cached:
-            self._cast_weight(ws, (scratch, ws.saved))
-        a = self._operand("x_q", ws.inputs if spec.input_cached else scratch, ws.saved)
-        b = self._operand("w_q", ws.inputs if spec.weight_cached else scratch, ws.saved)
+            self._cast_weight(ws, self._into(ws, "w"))
+        a = self._operand("x_q", ws.inputs if spec.input_cached else self._into(ws, "x")[0], ws.saved)
+        b = self._operand("w_q", ws.inputs if spec.weight_cached else self._into(ws, "w")[0], ws.saved)
         self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)
         del a, b
         free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
 
     def save_weight(self, ws: WorkingSet) -> None:
         if self.needs_x and not self.spec.weight_cached:
-            self._cast_weight(ws, ({}, ws.saved))
+            self._cast_weight(ws, (ws.saved if "w" in self.kept_first else {}, ws.saved))
 
     # --- backward -------------------------------------------------------------------------------------------
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
         super().cast_g(ws, g, with_bias)
-        if self.needs_x or self.needs_w:
+        if self.casts_g:
             self._cast(ws, "g", g, (ws.scratch, ws.scratch), amax_known)
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         if "dgrad" in self.plain:
             super().dgrad(ws, g, dx)
+            return
+        if "dgrad" in self.decoded:
+            self._multiply_values(ws, "dgrad", g, self._values(ws, "w"), dx, "nn")
+            free(ws.saved, *self.own_names["w_q"])
             return
         a = self._operand("g_q", ws.scratch, ws.saved)
         b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
@@ -262,6 +276,10 @@ class QuantizedProduct(Product):
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         if "wgrad" in self.plain:
             super().wgrad(ws, g, x)
+            return
+        if "wgrad" in self.decoded:
+            self._wgrads_of_values(ws, g)
+            free(ws.saved, *self.own_names["x_q"])
             return
         self._wgrads(ws)
         free(ws.scratch, *self.own_names["g_qt"])
@@ -287,7 +305,86 @@ class QuantizedProduct(Product):
             if self.whole_wgrad:
                 return
 
+    # --- the values that fprop multiplied -------------------------------------------------------------------
+
+    def _decode_buffers(self) -> dict[str, Meta]:
+        """Where codes are decoded to. Values of float16 operands may be rounded up beyond its largest number:
+        they are float32, and so is what they are multiplied by."""
+        p, made, wide = self.spec.prefix, dict[str, Meta](), self.dtype is float16
+        own: dict[str, Any] = {"w": ("dgrad", self.needs_x), "x": ("wgrad", self.needs_w)}
+        for operand, (gemm, wanted) in own.items():
+            if wanted and gemm in self.decoded:
+                codes, scales = self.shapes(*self.operands[f"{operand}_q"])
+                made[f"{p}{operand}_values"] = Meta(codes, float32 if wide else self.dtype)
+                made[f"{p}{operand}_value_scales"] = Meta(scales, float32)
+                if wide:
+                    out = (self.m, self.k) if operand == "w" else self._weight_shape(max(self.spec.segments))
+                    made[f"{p}{gemm}_sums"] = Meta(out, float32)
+                    made[f"{p}g_wide"] = Meta((self.m, self.n), float32)
+        return made
+
+    def _values(self, ws: WorkingSet, operand: str) -> ArrayView:
+        """What the codes of fprop's "x" or "w" stand for, (rows, contraction), in the layer's dtype."""
+        name, p = f"{operand}_q", self.spec.prefix
+        rows, columns, own = self.operands[name]
+        codes, scale_inv, _ = self._operand(name, ws.inputs if name in self.cached else ws.saved, ws.saved)
+        grid, tile = (
+            self.grid(scale_inv, own),
+            tuple(t or n for t, n in zip(own.tile, codes.shape, strict=True)),
+        )
+        # of blocks there may be more scales than tiles, for the tensor cores
+        tiles = -(-codes.shape[0] // tile[0]), -(-codes.shape[1] // tile[1])
+        scales = ws.scratch[f"{p}{operand}_value_scales"].reshape(-1).slice(0, 0, tiles[0] * tiles[1])
+        ws.kernels.copy(grid.slice(0, 0, tiles[0]).slice(1, 0, tiles[1]), scales.reshape(*tiles), ws.stream)
+        values = ws.scratch[f"{p}{operand}_values"]
+        ws.kernels.dequantize(codes, values, scales, own.format, tile, ws.stream)
+        return values.slice(0, 0, rows).slice(1, 0, columns)
+
+    def _multiply_values(
+        self,
+        ws: WorkingSet,
+        gemm: str,
+        a: Any,
+        b: Any,
+        out: ArrayView,
+        layout: Any,
+        addend: ArrayView | None = None,
+    ) -> None:
+        """out = a b (+ addend), as ``layout`` says, of g and values."""
+        k, space = ws.kernels, ws.scratch["workspace"]
+        if self.dtype is not float16:
+            k.gemm(a, b, out, layout, None, addend, space, ws.stream)
+            return
+        wide = ws.scratch[f"{self.spec.prefix}g_wide"]
+        pair = []
+        for side in (a, b):
+            if side.dtype is float16:
+                side, narrow = wide.reshape(-1).slice(0, 0, side.size).reshape(*side.shape), side
+                k.copy(narrow, side, ws.stream)
+            pair.append(side)
+        sums = ws.scratch[f"{self.spec.prefix}{gemm}_sums"].reshape(-1)
+        sums = sums.slice(0, 0, out.size).reshape(*out.shape)
+        k.gemm(*pair, sums, layout, None, None, space, ws.stream)
+        k.scale_product(sums, out, None, None, None, addend, ws.stream)
+
+    def _wgrads_of_values(self, ws: WorkingSet, g: Any) -> None:
+        """dW = g^T x, segment by segment, with x as fprop multiplied it."""
+        x = self._values(ws, "x")
+        for name, (start, n) in self.weights.items():
+            part, out = g if len(self.weights) == 1 else g.slice(1, start, n), ws.outputs[name]
+            a, b = (part, x) if self.oi else (x, part)
+            self._multiply_values(ws, "wgrad", a, b, out, "tn", out if self.adds else None)
+
     # --- helpers --------------------------------------------------------------------------------------------
+
+    def _backward(self) -> tuple[str, ...]:
+        """The operands of forward that backward reads."""
+        own = self.backward_operands
+        return (own["x"],) * self.needs_w + (own["w"],) * self.needs_x
+
+    def _into(self, ws: WorkingSet, operand: str) -> Pair:
+        """Where forward casts "x" or "w" to."""
+        return ws.saved if operand in self.kept_first else ws.scratch, ws.saved
 
     def _metas(self, *operands: str) -> dict[str, Meta]:
         """The arrays of these operands, by name."""
@@ -299,7 +396,7 @@ class QuantizedProduct(Product):
 
     def _amax(self, operand: str) -> str | None:
         """Name of the amax output of "x", "w" or "g", None where there is none."""
-        used = self.needs_x or self.needs_w if operand == "g" else f"{operand}_q" not in self.cached
+        used = self.casts_g if operand == "g" else f"{operand}_q" not in self.cached
         needs = used and self.quantizers[operand].needs_amax
         return f"{self.spec.prefix}{operand}_amax" if needs else None
 

@@ -58,4 +58,6 @@ class RowProduct(QuantizedProduct):
         k.copy(x, padded.slice(0, 0, m).slice(1, 0, n), ws.stream)
         k.amax(padded, amax, (1, columns), ws.stream)
         k.scale_from_amax(amax, scale, scale_inv, *rule, float32.max, ws.stream)
-        k.quantize(padded, codes, scale, scale_inv, None, own.format, (1, columns), True, 0, None, ws.stream)
+        k.quantize(
+            padded, codes, scale, scale_inv, None, own.format, (1, columns), True, 0, 0, None, ws.stream
+        )

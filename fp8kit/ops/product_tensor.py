@@ -17,7 +17,7 @@ SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale poi
 # source of a scale -> what the cast reads as an input, and what tells it to a second pass (``scalars``)
 _INPUTS = {"delayed": "scale", "amax": "amax_in"}
 _SCALARS = {"delayed": ("scale", "scale"), "current": ("amax_in", "amax"), "amax": ("amax_in", "amax_in")}
-STATIC = "static_scale"  # scratch: 1, and what it is made of
+STATIC = "static_scale"  # scratch: the scale, and what it is made of
 
 
 class TensorProduct(QuantizedProduct):
@@ -91,7 +91,7 @@ class TensorProduct(QuantizedProduct):
 
     def backward_inputs(self) -> dict[str, Meta]:
         source = self.quantizers["g"].scale_source
-        if source not in _INPUTS or not (self.needs_x or self.needs_w):
+        if source not in _INPUTS or not self.casts_g:
             return {}
         return {f"{self.spec.prefix}g_{_INPUTS[source]}": Meta((1,), float32)}
 
@@ -105,7 +105,7 @@ class TensorProduct(QuantizedProduct):
     # --- casts ----------------------------------------------------------------------------------------------
 
     def x_cast(self, ws: WorkingSet) -> Cast:
-        return self._target(ws, "x", (ws.scratch, ws.saved))
+        return self._target(ws, "x", self._into(ws, "x"))
 
     def g_cast(self, ws: WorkingSet) -> Cast:
         return self._target(ws, "g", (ws.scratch, ws.scratch))
@@ -126,7 +126,7 @@ class TensorProduct(QuantizedProduct):
         ws.kernels.quantize_transpose(x, cast, dbias, space, ws.stream)
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
-        if not (self.needs_x or self.needs_w):
+        if not self.casts_g:
             super().cast_g(ws, g, with_bias)
             return
         dbias = self._bias_sums(ws) if with_bias else None
@@ -149,13 +149,15 @@ class TensorProduct(QuantizedProduct):
             cast = Cast(whole.format, q, q_t, whole.scale, whole.scale_inv, whole.amax, whole.rule)
             ws.kernels.quantize_transpose(ws.inputs[name], cast, None, None, ws.stream)
 
-    def _one(self, ws: WorkingSet) -> ArrayView:
-        """A scale of 1, which the rule of scales gives for an amax of 0."""
+    def _fixed(self, ws: WorkingSet, operand: str) -> ArrayView:
+        """The static scale: what the rule of scales gives for an amax of 1, here the least one, in a format
+        whose largest value it is."""
         both = ws.scratch[f"{self.spec.prefix}{STATIC}"]
         amax, scale = both.slice(0, 0, 1), both.slice(0, SLOT, 1)
         arrays.provider(amax.device).fill_zero(amax, ws.stream)
         inverse = both.slice(0, SLOT + 1, 1)
-        ws.kernels.scale_from_amax(amax, scale, inverse, 1.0, False, 0.0, float32.max, ws.stream)
+        value = self.quantizers[operand].static_scale
+        ws.kernels.scale_from_amax(amax, scale, inverse, value, False, 1.0, float32.max, ws.stream)
         return scale
 
     def _target(self, ws: WorkingSet, operand: str, into: Pair) -> Cast:
@@ -169,6 +171,6 @@ class TensorProduct(QuantizedProduct):
         scale_inv = (second if inverse in self.in_saved else first)[inverse]
         inputs, known = ws.inputs, None
         if rule is None:
-            known = self._one(ws) if operand in self.static else inputs[scale]
+            known = self._fixed(ws, operand) if operand in self.static else inputs[scale]
         found = inputs[amax_in] if shared else ws.outputs.get(amax)
         return Cast(fmt, codes, codes_t, known, scale_inv, found, rule)

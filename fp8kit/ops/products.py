@@ -32,7 +32,6 @@ _SUPPORTED = {
     "format": (E4M3, E5M2),
     "granularity": tuple(PRODUCTS),
     "scale_source": ("current", "delayed", "amax", "static"),
-    "static_scale": (1.0,),
     "scale_rule": ("exact", "power_2"),
     "stochastic_bits": (0,),
     "hadamard": (0,),
@@ -43,6 +42,7 @@ _SUPPORTED = {
 def product_class(quantization: Quantization) -> type[QuantizedProduct | EmulatedProduct]:
     """The products of operands that are cast so: the tensor cores' own where there are such, else emulated.
     UnsupportedError, which names GEMM, operand and field, for what none carries out."""
+    _want_fprop_quantized(quantization)
     try:
         return _native(quantization)
     except UnsupportedError as refusal:
@@ -50,7 +50,8 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
     used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
     operands = [operand for gemm in used for operand in (gemm.a, gemm.b)]
     modelled = any(not isinstance(gemm.how, bool) for gemm in used)
-    if not operands or modelled or any(operand.scale_source != "current" for operand in operands):
+    known = ("current", "static")
+    if not operands or modelled or any(operand.scale_source not in known for operand in operands):
         raise why
     EmulatedProduct.check_supported(quantization.gemms.items())
     return EmulatedProduct
@@ -58,11 +59,9 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
 
 def _native(quantization: Quantization) -> type[QuantizedProduct]:
     """The products on FP8 codes, or UnsupportedError."""
-    used = {name: gemm for name, gemm in quantization.gemms.items() if gemm.compute != "high_precision"}
+    used = {name: gemm for name, gemm in quantization.gemms.items() if gemm.compute == "quantized"}
     readers: dict[str, list[tuple[str, Quantizer]]] = {"x": [], "w": [], "g": []}
     for name, gemm in used.items():
-        if gemm.compute != "quantized":
-            raise unsupported(f"{name}.compute", repr(gemm.compute), '"quantized" or "high_precision"')
         for source, place, quantizer in zip(OPERANDS[name], "ab", (gemm.a, gemm.b), strict=True):
             readers[source].append((f"{name}.{place}", quantizer))
             for field, known in _SUPPORTED.items():
@@ -92,6 +91,14 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
     (kind,) = kinds
     kind.check_supported(used.items())
     return kind
+
+
+def _want_fprop_quantized(quantization: Quantization) -> None:
+    """Refuse GEMMs that multiply fprop's values where fprop casts none."""
+    for name, gemm in quantization.gemms.items():
+        if gemm.compute == "dequantized" and (name == "fprop" or quantization.fprop.compute != "quantized"):
+            got = f"{quantization.fprop.compute!r}, and {name} dequantized"
+            raise unsupported("fprop.compute", got, '"quantized", whose operands are decoded')
 
 
 @lru_cache(maxsize=256)

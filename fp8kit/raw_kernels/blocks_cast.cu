@@ -2,15 +2,15 @@
 // square blocks a second one over what the first has brought into the caches.
 //
 // functions: cast_lines (cast_blocks), cast_columns (cast_blocks)
-// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,e2m1,steps,any
+// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,e2m1,steps,any,four
 #include "blocks_cast.cuh"
 
 constexpr int ROWS = 256 / LINES, TURNS = SPAN / ROWS;
 constexpr int PEAKS = SPAN / LINE * SPAN / LINE;  // square blocks of a block's region, at most
 
 // Blocks that a multiprocessor should hold at least: as many as leave registers enough.
-constexpr int LINES_BLOCKS = COMPILED == any_codes || sizeof(T) == 4 ? 2 : __CUDA_ARCH__ == 900 ? 4 : 3;
-constexpr int COLUMNS_BLOCKS = COMPILED == any_codes ? 2 : 3;
+constexpr int LINES_BLOCKS = KNOWS_ROWS || sizeof(T) == 4 ? 2 : __CUDA_ARCH__ == 900 ? 4 : 3;
+constexpr int COLUMNS_BLOCKS = KNOWS_ROWS ? 2 : 3;
 
 DEVICE void clear_peaks(u32* peaks) {
   if (threadIdx.x < PEAKS) peaks[threadIdx.x] = 0;
@@ -32,7 +32,8 @@ DEVICE void write_scale(const Scale& scale, i64 at, float* scale_inv, u8* scale_
   if (scale_codes != nullptr) scale_codes[at] = (u8)scale.code;
 }
 
-DEVICE void write_tensor_scale(TensorScale tensor, float* tensor_scale_inv) {
+DEVICE void write_tensor_scale(const BlockCast& how, TensorScale tensor, float* tensor_scale_inv) {
+  if (KNOWS_ROWS && how.by_row) return;  // each with its line
   if (tensor_scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *tensor_scale_inv = tensor.inverse;
 }
 
@@ -93,8 +94,9 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
            float* tensor_scale_inv, const i64* rng, i64 rows, i64 columns, i64 draw, BlockCast how) {
   start_early();
   __shared__ u32 peaks[PEAKS];
-  const TensorScale tensor = tensor_scale(how, tensor_amax);
-  write_tensor_scale(tensor, tensor_scale_inv);
+  __shared__ float errors[2][COMPILED == four_codes ? SPAN * LINES : 1];
+  const TensorScale whole_tensor = tensor_scale(how, tensor_amax);
+  write_tensor_scale(how, whole_tensor, tensor_scale_inv);
   const u32 across = (u32)ceil_div(columns, SPAN);
   if (!rows || !columns) return;
   const u32 place = line_place(), warp_row = threadIdx.x / 32 * 4, own_row = threadIdx.x / LINES;
@@ -121,6 +123,21 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
     }
     __syncthreads();
   }
+  if (COMPILED == four_codes && how.square && how.four) {
+    for (u32 i = threadIdx.x; i < SPAN * LINES; i += blockDim.x) errors[0][i] = errors[1][i] = 0.0f;
+    __syncthreads();
+#pragma unroll 1
+    for (u32 at = 0; at < 2 * TURNS; ++at) {
+      const u32 row = at / 2 * ROWS + own_row;
+      if (top + row >= rows) break;
+      to_line(read_line(x, top + row, rows, column, columns, wide), v);
+      line_amax(how, v, nan);
+      const float amax = __uint_as_float(peaks[(row >> log) * squares + peak]);
+      const Scale scale = tried_scale(how, whole_tensor, amax, at % 2);
+      errors[at % 2][row * LINES + place] = line_error(how, whole_tensor, scale, nan, v);
+    }
+    __syncthreads();
+  }
 
   Pair next = read_line(x, top + own_row, rows, column, columns, wide);
 #pragma unroll 1
@@ -134,7 +151,19 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
     float amax = line_amax(how, v, nan);
     if (how.square) amax = __uint_as_float(peaks[(row_here >> log) * squares + peak]);
     else amax = shared_amax(how, amax);
-    const Scale scale = block_scale(how, tensor, amax);
+    const TensorScale tensor = line_scale(how, whole_tensor, tensor_amax, row, rows);
+    Scale scale;
+    if (COMPILED == four_codes && how.four) {
+      const u32 square = (row_here & ~(LINE - 1)) * LINES + place;
+      if (how.square)
+        scale = tried_scale(how, tensor, amax, square_error(errors[1] + square) < square_error(errors[0] + square));
+      else
+        scale = chosen_scale(how, tensor, amax, nan, v);
+    } else {
+      scale = block_scale(how, tensor, amax);
+    }
+    if (KNOWS_ROWS && how.by_row && tensor_scale_inv != nullptr && column == 0 && row < rows)
+      tensor_scale_inv[row] = tensor.inverse;
     if (row >= rows || column >= columns) continue;
     if (!(place * LINE & (how.tile - 1)) && (!how.square || !(row_here & (how.tile - 1))))
       write_scale(scale, (how.square ? row >> log : row) * tiles + (column >> log), scale_inv, scale_codes);
@@ -247,8 +276,8 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
   __shared__ Panel<T> panel;
   __shared__ Codes codes;
   __shared__ u32 peaks[PEAKS];
-  const TensorScale tensor = tensor_scale(how, tensor_amax);
-  write_tensor_scale(tensor, tensor_scale_inv);
+  const TensorScale whole_tensor = tensor_scale(how, tensor_amax);
+  write_tensor_scale(how, whole_tensor, tensor_scale_inv);
   if (!rows || !columns) return;
   const u32 width = how.square ? SPAN : PANEL, across = (u32)ceil_div(columns, width);
   const i64 top = (i64)(blockIdx.x / across) * SPAN, left = (i64)(blockIdx.x % across) * width;
@@ -296,7 +325,11 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
         amax = __uint_as_float(peaks[peak + (column_here >> log)]);
       else
         amax = shared_amax(how, amax);
-      const Scale scale = block_scale(how, tensor, amax);
+      const TensorScale tensor = line_scale(how, whole_tensor, tensor_amax, column, columns);
+      const Scale scale = COMPILED == four_codes && how.four ? chosen_scale(how, tensor, amax, nan, v)
+                                                             : block_scale(how, tensor, amax);
+      if (KNOWS_ROWS && how.by_row && tensor_scale_inv != nullptr && row == 0 && column < columns)
+        tensor_scale_inv[column] = tensor.inverse;
       const bool leader =
           !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
       if (leader && row < rows && column < columns)

@@ -8,11 +8,15 @@ enum Kind { MX, NVFP4, FLOATS };
 enum Route { E4M3, E5M2, STEPS, GENERAL };
 
 // The define ROUTE names what is compiled: one of the first three to nearest even, with E2M1's steps by
-// themselves; or `any` route, rounding and sign.
-enum Compiled { e4m3_codes, e5m2_codes, steps_codes, e2m1_codes, any_codes };
+// themselves, and again with a choice between two scales, `four`; or `any` route, rounding and sign. The last
+// two know scales of rows, too.
+enum Compiled { e4m3_codes, e5m2_codes, steps_codes, e2m1_codes, any_codes, four_codes };
+enum Four { ALWAYS_SIX, BY_MAE, BY_MSE };
 #define JOINED_(a, b) a##b
 #define JOINED(a, b) JOINED_(a, b)
 constexpr Compiled COMPILED = JOINED(ROUTE, _codes);
+constexpr bool E2M1_STEPS = COMPILED == e2m1_codes || COMPILED == four_codes;
+constexpr bool KNOWS_ROWS = COMPILED == any_codes || COMPILED == four_codes;
 
 // How a matrix is cast (fp8kit.quantization.Quantizer), as the host passes it by value.
 struct BlockCast {
@@ -29,9 +33,12 @@ struct BlockCast {
   i32 exponent;   // ... less this
   i32 inf_byte;   // what Inf makes
   i32 power_2;    // float32 scales: whether they are powers of two
+  i32 by_row;     // NVFP4: whether each line along the contraction has what a tensor has
+  i32 four;       // NVFP4: how one of two scales is chosen
   float max, inverse_max;  // of the format
   float epsilon;           // the least amax
   float for_inf;           // a float32 scale that overflows
+  float tensor_max;        // NVFP4: the largest scale of a block times the format's largest value
 };
 
 // A block's: before the cast, its reciprocal, what codes are times to give values, and the scale's code.
@@ -66,27 +73,43 @@ DEVICE Scale mx_scale(const BlockCast& how, float amax) {
   return Scale{power(byte == 255 ? 255u : 254u - (u32)byte), inverse, inverse, (u32)byte};
 }
 
-// The scale of a tensor whose blocks have scales in E4M3, and its reciprocal.
+// The scale of a tensor whose blocks have scales in E4M3, its reciprocal, and the tensor's amax.
 struct TensorScale {
-  float scale, inverse;
+  float scale, inverse, amax;
 };
 
 DEVICE TensorScale tensor_scale(const BlockCast& how, const float* amax) {
-  if (how.kind != NVFP4 || amax == nullptr) return TensorScale{1.0f, 1.0f};
-  float scale = __fdiv_rn(e4m3::MAX * how.max, *amax);
+  if (how.kind != NVFP4 || amax == nullptr) return TensorScale{1.0f, 1.0f, 0.0f};
+  float scale = __fdiv_rn(how.tensor_max, *amax);
   if (!(*amax > 0.0f && *amax < INF)) scale = 1.0f;
   if (scale > FLT_MAX) scale = FLT_MAX;
-  return TensorScale{scale, __fdiv_rn(1.0f, scale)};
+  return TensorScale{scale, __fdiv_rn(1.0f, scale), *amax};
 }
 
-DEVICE Scale nvfp4_scale(const BlockCast& how, TensorScale tensor, float amax) {
-  float v = amax * (tensor.scale * how.inverse_max);
+// That of line `at` of `count`, where lines have their own.
+DEVICE TensorScale line_scale(const BlockCast& how, TensorScale whole, const float* amax, i64 at, i64 count) {
+  if (!KNOWS_ROWS || !how.by_row || amax == nullptr) return whole;
+  return tensor_scale(how, amax + min64(at, count - 1));
+}
+
+DEVICE Scale e4m3_scale(TensorScale tensor, float v) {
   if (v > e4m3::MAX) v = e4m3::MAX;  // a NaN stays
   const u32 code = encode<e4m3>(v);
   const float value = decode<e4m3>((u8)code), inverse = value * tensor.inverse;
   float scale = __fdiv_rn(1.0f, inverse);
   if (scale > FLT_MAX) scale = FLT_MAX;
   return Scale{scale, inverse, value, code};
+}
+
+DEVICE Scale nvfp4_scale(const BlockCast& how, TensorScale tensor, float amax) {
+  return e4m3_scale(tensor, amax * (tensor.scale * how.inverse_max));
+}
+
+// Of the two scales between which is chosen that with which the largest magnitude becomes 6, or 4.
+DEVICE Scale tried_scale(const BlockCast& how, TensorScale tensor, float amax, bool four) {
+  if (amax < how.epsilon) amax = how.epsilon;
+  const float base = __fmul_rn(__fdiv_rn(amax, how.max), tensor.scale);
+  return e4m3_scale(tensor, four ? __fmul_rn(base, 1.5f) : base);
 }
 
 // Of a block with the largest magnitude `amax`, which is NaN where NaN counts and there is one.
@@ -130,7 +153,7 @@ struct Steps {
 };
 
 DEVICE Steps steps_of(const BlockCast& how) {
-  if (COMPILED == e2m1_codes) return Steps{22u, 127u << 23, 8u, 6.0f};
+  if (E2M1_STEPS) return Steps{22u, 127u << 23, 8u, 6.0f};
   return Steps{(u32)(23 - how.format.mantissa_bits), (u32)(how.format.lowest + 127) << 23,
                (u32)how.format.sign, how.max};
 }
@@ -243,8 +266,8 @@ DEVICE void decode_line(const BlockCast& how, const u32 (&words)[LINE / 4], floa
       decode4<e5m2>(words[w], four);
     } else if (route == STEPS) {
       const Steps steps = steps_of(how);
-      const u32 sign = steps.sign, mask = COMPILED == e2m1_codes ? 7u : (u32)how.format.magnitude;
-      const i32 nan_from = COMPILED == e2m1_codes ? 256 : how.format.nan_from;
+      const u32 sign = steps.sign, mask = E2M1_STEPS ? 7u : (u32)how.format.magnitude;
+      const i32 nan_from = E2M1_STEPS ? 256 : how.format.nan_from;
       const float unit = __uint_as_float(steps.lowest + (126u << 23));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -266,4 +289,45 @@ DEVICE void decode_line(const BlockCast& how, const u32 (&words)[LINE / 4], floa
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[4 * w + i] = four[i];
   }
+}
+
+// --- a choice between two scales ---------------------------------------------------------------------------
+
+// How far a line's values are from what they are after a cast, added up from the first to the last. `nan`:
+// whether some are NaN.
+DEVICE float line_error(const BlockCast& how, TensorScale tensor, const Scale& scale, bool nan,
+                        const float (&v)[LINE]) {
+  float cast[LINE], error = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) cast[i] = v[i] * scale.scale;
+  u32 words[LINE / 4] = {};
+  nearest_codes(how, cast, nan || scale.scale != scale.scale, words);
+  decode_line(how, words, cast);
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) {
+    const float value = __fmul_rn(__fmul_rn(cast[i], scale.value), tensor.amax);
+    const float apart = __fsub_rn(__fdiv_rn(value, how.tensor_max), v[i]);
+    error = __fadd_rn(error, how.four == BY_MSE ? __fmul_rn(apart, apart) : fabsf(apart));
+  }
+  return error;
+}
+
+// The sum of 16 rows' errors, `LINES` apart from each other, as a tree.
+DEVICE float square_error(const float* errors) {
+  float sums[LINE / 2];
+#pragma unroll
+  for (int i = 0; i < LINE / 2; ++i) sums[i] = __fadd_rn(errors[i * LINES], errors[(i + LINE / 2) * LINES]);
+#pragma unroll
+  for (int half = LINE / 4; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) sums[i] = __fadd_rn(sums[i], sums[i + half]);
+  }
+  return sums[0];
+}
+
+// The scale of a line that is a block of its own.
+DEVICE Scale chosen_scale(const BlockCast& how, TensorScale tensor, float amax, bool nan,
+                          const float (&v)[LINE]) {
+  const Scale six = tried_scale(how, tensor, amax, false), four = tried_scale(how, tensor, amax, true);
+  return line_error(how, tensor, four, nan, v) < line_error(how, tensor, six, nan, v) ? four : six;
 }

@@ -12,13 +12,13 @@ DEVICE i64 tile_at(i64 row, i64 column, i64 columns, i64 tile_rows, i64 tile_col
 
 // Four neighbours a thread: one Philox call serves them. rng null: nearest even, as `format` says too.
 extern "C" __global__ void __launch_bounds__(256)
-quantize_any(const T* x, u8* q, const float* scale, float* scale_inv, const i64* rng, i64 rows,
-             i64 columns, i64 tile_rows, i64 tile_columns, i64 tiles, Narrow format) {
+quantize_any(const T* x, u8* q, const float* scale, float* scale_inv, const i64* rng, i64 draw,
+             i64 rows, i64 columns, i64 tile_rows, i64 tile_columns, i64 tiles, Narrow format) {
   const bool stochastic = rng != nullptr;
   const Rng key = stochastic ? load_rng(rng) : Rng{0, 0};
   const i64 n = rows * columns;
   for (i64 i = first() * 4; i < n; i += step() * 4) {
-    const uint4 words = stochastic ? philox(key, (u64)i >> 2) : make_uint4(0, 0, 0, 0);
+    const uint4 words = stochastic ? philox(key, ((u64)draw << 46) + ((u64)i >> 2)) : make_uint4(0, 0, 0, 0);
     const u32 word[4] = {words.x, words.y, words.z, words.w};
     i64 row = i / columns, column = i % columns;
 #pragma unroll

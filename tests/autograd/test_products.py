@@ -3,6 +3,7 @@ simulation, cached weights, residuals that the product adds, what no product car
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -205,24 +206,19 @@ REFUSED = {
         DELAYED.x, Quantizer(formats.E2M1, scale_source="delayed"), DELAYED.g
     ),
     "dgrad.a.granularity: got mx_1x32": Quantization.of(DELAYED.x, DELAYED.w, LINES),
-    "granularity: got row, expected tensor, with a static": Quantization.of(
-        *[Quantizer(formats.E4M3, "row", scale_source="static")] * 3
+    "dgrad.a.granularity: got mx_1x32, expected tensor or row, with a static": Quantization.of(
+        X, X, Quantizer(formats.E4M3, "mx_1x32", scale_source="static", scale_rule="te")
     ),
-    "dgrad.a.static_scale: got 2.0": Quantization.of(
-        X, X, quantizer(scale_source="static", static_scale=2.0)
-    ),
-    "dgrad.a: got random bits or a rotation": Quantization.of(X, X, quantizer(stochastic_bits=8)),
-    "wgrad.a: got random bits or a rotation": Quantization(
-        Gemm(X, X), Gemm(X, X), Gemm(quantizer(hadamard=16), quantizer(hadamard=16))
-    ),
+    "dgrad.a.stochastic_bits: got 8": DELAYED.map(lambda own: replace(own, stochastic_bits=8), "g"),
     "fprop.hadamard: got 32, expected 0 with wgrad dequantized": Quantization(
         Gemm(TURNED, TURNED), Gemm(LINES, LINES), Gemm(LINES, LINES, compute="dequantized")
     ),
     "fprop.a.granularity: got mx_1x32": Quantization.of(LINES, LINES, LINES, "hopper_fast"),
-    "wgrad.compute: got 'dequantized'": Quantization(
-        Gemm(DELAYED.x, DELAYED.w),
-        Gemm(DELAYED.g, DELAYED.w),
-        Gemm(DELAYED.g, DELAYED.x, "split", "dequantized"),
+    "fprop.compute: got 'high_precision', and wgrad dequantized": Quantization(
+        Gemm(X, X, compute="high_precision"), Gemm(X, X), Gemm(X, X, "split", "dequantized")
+    ),
+    "fprop.compute: got 'dequantized'": Quantization(
+        Gemm(LINES, LINES, compute="dequantized"), Gemm(LINES, LINES), Gemm(LINES, LINES)
     ),
     "compute: got high precision for all three": Quantization(*[Gemm(X, X, compute="high_precision")] * 3),
 }

@@ -15,6 +15,7 @@ from fp8kit.ops.products import product_class
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_close, sum_slack
+from tests.support.named import VARIANTS
 
 M, K, N = 40, 96, 72
 GEMMS = {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}
@@ -101,11 +102,15 @@ def test_show_of_gemms_in_high_precision():
     assert values["wgrad"]["operands"] == {"g": {}, "x": values["fprop"]["operands"]["x"]}
 
 
-RECIPES = {name: each.recipe for name, each in NAMED.items()} | {
-    f"{kind.__name__} {how}": kind(backward_override=how)
-    for kind in (MXFP8BlockScaling, NVFP4BlockScaling)
-    for how in ("dequantized", "high_precision")
-}
+RECIPES = (
+    {name: each.recipe for name, each in NAMED.items()}
+    | VARIANTS
+    | {
+        f"{kind.__name__} {how}": kind(backward_override=how)
+        for kind in (MXFP8BlockScaling, NVFP4BlockScaling)
+        for how in ("dequantized", "high_precision")
+    }
+)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -13,7 +13,7 @@ import fp8kit as fk
 from fp8kit import arrays, blocks, codec, packing
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, MXINT8
-from fp8kit.quantization import MX_RULES, TILES, Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, TILES, Quantizer
 from fp8kit.testing.compare import assert_close, sum_slack
 from fp8kit.tiles import Rotation
 
@@ -61,21 +61,64 @@ def test_mx_by_every_rule(fmt, rule, along):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
-@pytest.mark.parametrize("scaling", ["nvfp4_1x16", "nvfp4_16x16"])
+@pytest.mark.parametrize("scaling", ["nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"])
 @pytest.mark.parametrize("along", [-1, 0])
 def test_nvfp4(scaling, along, dtype):
     x = _x(40, 52, dtype=dtype)
     q = fk.quantize(x, scaling=scaling, along=along)
     wide, tile = x.astype(np.float32), _tile(scaling, x.shape, along)
-    codes, scale, inverse, tensor = blocks.nvfp4_scales(_amax(wide, tile), np.abs(wide).max())
+    most = np.abs(wide).max()
+    if "row" in scaling:
+        most = np.abs(wide).max(1 if along else 0, keepdims=True)
+    codes, scale, inverse, tensor = blocks.nvfp4_scales(_amax(wide, tile), most)
     assert q.format is E2M1
     np.testing.assert_array_equal(q.scale_codes, codes)
-    np.testing.assert_array_equal(q.tensor_scale_inv, [tensor])
+    np.testing.assert_array_equal(q.tensor_scale_inv, np.reshape(tensor, -1))
     np.testing.assert_array_equal(q.scale_inv, inverse)
     np.testing.assert_array_equal(q.data, codec.encode(wide * _spread(scale, x.shape, tile), E2M1))
     # the largest value of each block is kept to within E2M1's and E4M3's half steps
     error = np.abs(q.dequantize() - wide)
     assert (error <= _spread(_amax(wide, tile), x.shape, tile) * (1 / 6 + 2.0**-4)).all()
+
+
+@pytest.mark.parametrize("scaling", ["nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"])
+@pytest.mark.parametrize("rule", FOUR_OVER_SIX)
+def test_four_over_six(scaling, rule):
+    """By ``blocks.four_over_six``; both orientations of squares are the same."""
+    x = _x(37, 52)
+    q = fk.quantize(x, scaling=scaling, scale_rule=rule)
+    (high, _), (down, across) = TILES[scaling], q.scale_codes.shape
+    padded = np.zeros((down * high, across * 16), np.float32)
+    padded[:37, :52] = x
+    parts = padded.reshape(down, high, across, 16).swapaxes(1, 2).reshape(-1, high, 16)
+    most = np.repeat(np.abs(x).max(1), across) if "row" in scaling else np.abs(x).max()
+    codes, scale, inverse, fours = blocks.four_over_six(parts, most, rule)
+    np.testing.assert_array_equal(q.scale_codes.reshape(-1), codes)
+    np.testing.assert_array_equal(q.scale_inv.reshape(-1), inverse)
+    tile = _tile(scaling, x.shape, 1)
+    np.testing.assert_array_equal(
+        q.data, codec.encode(x * _spread(scale.reshape(down, across), x.shape, tile), E2M1)
+    )
+    assert "16x16" in scaling or 0 < fours.mean() < 1
+    turned = fk.quantize(np.ascontiguousarray(x), scaling=scaling, scale_rule=rule, along=0)
+    if "16x16" in scaling:
+        np.testing.assert_array_equal(turned.data, q.data)
+    else:
+        lying = fk.quantize(np.ascontiguousarray(x.T), scaling=scaling, scale_rule=rule)
+        np.testing.assert_array_equal(turned.data, lying.data.T)
+    for more in ({"hadamard": 16}, {"rounding": "stochastic", "rng": (1, 2)}, {"format": E4M3}):
+        with pytest.raises(FormatError, match="expected E2M1, to nearest, without a rotation"):
+            fk.quantize(x, scaling=scaling, scale_rule=rule, **more)
+
+
+def test_rows_keep_what_a_scale_of_the_tensor_loses():
+    x = _x(8, 64) * np.float32(10.0) ** -np.arange(8, dtype=np.float32)[:, None]
+    errors = {}
+    for scaling in ("nvfp4_1x16", "nvfp4_row_1x16"):
+        found = fk.quantize(x, scaling=scaling).dequantize()
+        errors[scaling] = np.linalg.norm(found - x, axis=1) / np.linalg.norm(x, axis=1)
+    assert errors["nvfp4_1x16"].max() > 0.5
+    assert errors["nvfp4_row_1x16"].max() < 0.15
 
 
 @pytest.mark.parametrize("scaling", BY_BLOCKS)
@@ -190,6 +233,7 @@ FORMATS = (E4M3, E5M2, E2M1, MXINT8)
         ("block_1x128", "block_128x128"),
         ("nvfp4_1x16", "nvfp4_16x16"),
         ("mx_1x32", "nvfp4_1x16"),
+        ("nvfp4_row_1x16", "nvfp4_row_1x16"),
         ("block_1x64", "tensor"),
     ],
     ids="@".join,
@@ -203,12 +247,12 @@ def test_products_of_everything(scalings, pair, along):
     ):
         x = _x(*shape, seed=seed)
         q = fk.quantize(x, fmt, scaling=scaling) if lies else fk.quantize(x.T, fmt, scaling=scaling).T
-        factor = 1.0 if q.tensor_scale_inv is None else np.float64(q.tensor_scale_inv[0])
+        factor = 1.0 if q.tensor_scale_inv is None else q.tensor_scale_inv.astype(np.float64)[:, None]
         scales = q.scale_inv if q.tensor_scale_inv is None else codec.decode(q.scale_codes, E4M3)
         stored = np.asarray(q.data if lies else q.data.T)
         values = codec.decode(stored, fmt) * _spread(scales, stored.shape, _tile(scaling, stored.shape, 1))
         made.append(q)
-        wide.append((values if lies else values.T) * factor)
+        wide.append(values * factor if lies else (values * factor).T)
     a, b = made
     got = a @ b.T
     exact, size = wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T
@@ -334,7 +378,7 @@ def test_stochastic_bits(scaling, bits):
         scale = blocks.nvfp4_scales(_amax(x, tile), np.abs(x).max())[1]
     scaled = arrays.as_view((x * _spread(scale, x.shape, tile)).astype(np.float32))
     spare = arrays.as_view(np.empty(1, np.float32))
-    kernels.quantize(scaled, arrays.as_view(drawn), one, spare, None, E2M1, x.shape, True, bits, rng, 0)
+    kernels.quantize(scaled, arrays.as_view(drawn), one, spare, None, E2M1, x.shape, True, bits, 0, rng, 0)
     np.testing.assert_array_equal(q.data, drawn)
 
 

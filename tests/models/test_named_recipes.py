@@ -12,7 +12,7 @@ from fp8kit.arrays import CPU
 from fp8kit.models import text
 from fp8kit.models.presets import preset
 from fp8kit.models.train import loss_of, train
-from tests.support.named import RECIPES
+from fp8kit.recipes import NAMED
 
 SIZE = replace(
     preset("tiny"), hidden=64, steps=24, warmup=3, learning_rate=8e-3, accumulate=1, validation_batches=1
@@ -54,9 +54,9 @@ def gradients(model, corpus, recipe):
     return np.concatenate([p.grad.numpy().astype(np.float64).reshape(-1) for p in matrices])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMED)
 def test_it_trains_as_in_high_precision(name, corpus, high):
-    recipe = RECIPES[name]
+    recipe = NAMED[name].recipe
     run = train(SIZE, corpus, recipe, name, CPU, 0, io.StringIO())
     assert run.losses[-1] < run.losses[0] - 1.5
     apart, relative = bounds(recipe)

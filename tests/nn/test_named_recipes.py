@@ -114,7 +114,9 @@ def test_16_bit_operands_are_those_of_float32(name):
             assert relative_error(found[key], want[key]) <= 4 * epsilon(dtype), key
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4_h32_sr", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "name", ["mxfp8", "nvfp4", "mxfp4_h32_sr", "rowwise_with_gw_hp", "Float8BlockScaling dequantized"]
+)
 def test_large_values_of_float16_stay_finite(name):
     """Values that are rounded up beyond float16's largest number: the result is within the operands' error of
     the exact one."""

@@ -45,7 +45,18 @@ def test_every_bfloat16_and_float16(fmt, saturate):
         x = np.arange(1 << 16, dtype=np.uint16).view(kind.numpy).reshape(256, 256)
         q = np.empty(x.shape, np.uint8)
         quantize.quantize(
-            as_view(x), as_view(q), as_view(one), as_view(inverse), None, fmt, x.shape, saturate, 0, None, 0
+            as_view(x),
+            as_view(q),
+            as_view(one),
+            as_view(inverse),
+            None,
+            fmt,
+            x.shape,
+            saturate,
+            0,
+            0,
+            None,
+            0,
         )
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(q, codec.encode(x.astype(np.float32), fmt, "nearest", saturate))
@@ -56,7 +67,7 @@ def test_random_float32_bits():
     x = np.random.default_rng(5).integers(0, 2**32, (1024, 2048), np.uint32).view(np.float32)
     q, one, inverse = np.empty(x.shape, np.uint8), np.ones(1, np.float32), np.empty(1, np.float32)
     quantize.quantize(
-        as_view(x), as_view(q), as_view(one), as_view(inverse), None, E4M3, x.shape, True, 0, None, 0
+        as_view(x), as_view(q), as_view(one), as_view(inverse), None, E4M3, x.shape, True, 0, 0, None, 0
     )
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(q, codec.encode(x, E4M3))

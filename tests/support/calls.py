@@ -724,6 +724,9 @@ CALLS: dict[str, Call] = {
         disable_rht=always(True),
         disable_stochastic_rounding=always(True),
         disable_2d_quantization=always(True),
+        row_scaled_activation=always(True),
+        nvfp4_4over6=always("all"),
+        nvfp4_4over6_err_mode=always("MSE"),
         backward_override=always("high_precision"),
     ),
     "recipe.DataRecipe": plain(

@@ -2,15 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import fp8kit as fk
-from fp8kit import formats, nn
+from fp8kit import formats, nn, recipe
+from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED
 
-RECIPES = {name: each.recipe for name, each in NAMED.items()}
+OVERRIDES = ("high_precision", "dequantized")
+
+
+def _values_for(name: str, *gemms: str) -> recipe.DataRecipe:
+    """A named recipe some GEMMs of which multiply fprop's values."""
+    made = {
+        gemm: replace(own, compute="dequantized") if gemm in gemms else own
+        for gemm, own in NAMED[name].recipe.quantization.gemms.items()
+    }
+    return recipe.DataRecipe(Quantization(**made), name)
+
+
+_X, _G, _ROW = Quantizer(formats.E4M3), Quantizer(formats.E5M2), Quantizer(formats.E4M3, "row")
+_TURNED = {"hadamard": 32, "signs": "random"}
+
+
+def _data(name: str, *gemms: Any) -> recipe.DataRecipe:
+    made = Quantization(*gemms) if isinstance(gemms[0], Gemm) else Quantization.of(*gemms)
+    return recipe.DataRecipe(made, name)
+
+
+def _fixed(own: Quantizer, scale: float) -> Quantizer:
+    return replace(own, scale_source="static", static_scale=scale)
+
+
+# levers of operands with scales of tensors and rows, and static scales
+_LEVERS = (
+    _data("tensors, random bits", replace(_X, stochastic_bits=32), _X, replace(_G, stochastic_bits=8)),
+    _data(
+        "tensors, rotated wgrad",
+        Gemm(_X, _X),
+        Gemm(_G, _X),
+        Gemm(replace(_G, hadamard=16, signs="te"), replace(_X, hadamard=16, signs="te")),
+    ),
+    _data(
+        "rows, rotated and random",
+        Gemm(replace(_ROW, hadamard=128), replace(_ROW, hadamard=128)),
+        *[Gemm(replace(_ROW, stochastic_bits=5, **_TURNED), replace(_ROW, **_TURNED))] * 2,
+    ),
+    _data("rows of E2M1", *[replace(_ROW, format=formats.E2M1, stochastic_bits=16, **_TURNED)] * 3),
+    _data("fixed scales", _fixed(_X, 8.0), _fixed(_X, 32.0), _fixed(_G, 3000.0)),
+    _data("fixed scales, random bits", _fixed(_X, 8.0), _X, _fixed(replace(_G, stochastic_bits=32), 3e3)),
+)
+# recipes without a name of their own
+VARIANTS = {
+    **{
+        f"{kind.__name__} {how}": kind(backward_override=how)  # type: ignore[call-arg]
+        for kind in (recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling)
+        for how in OVERRIDES
+    },
+    "rowwise, dgrad dequantized": _values_for("rowwise", "dgrad"),
+    "rowwise, wgrad dequantized": _values_for("rowwise", "wgrad"),
+    **{each.name: each for each in _LEVERS},
+    "nvfp4, all fields": recipe.NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        nvfp4_4over6="all",
+        nvfp4_4over6_e4m3_use_256="weights",
+        nvfp4_4over6_err_mode="MSE",
+        backward_override="dequantized",
+    ),
+    "nvfp4, 4over6 of rows": recipe.NVFP4BlockScaling(
+        disable_rht=True, row_scaled_activation=True, nvfp4_4over6="activations"
+    ),
+    "nvfp4, 4over6 of weights": recipe.NVFP4BlockScaling(nvfp4_4over6="weights"),
+}
+RECIPES = {name: each.recipe for name, each in NAMED.items()} | VARIANTS
 RANDOM = tuple(name for name, recipe in RECIPES.items() if recipe.quantization.needs_rng)
 DTYPES = ("float32", "bfloat16", "float16")
 

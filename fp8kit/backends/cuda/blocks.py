@@ -14,16 +14,17 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import format_name, narrow
 from fp8kit.formats import E2M1, DType, Format
-from fp8kit.quantization import Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, Quantizer
 
 _THREADS = 256
 _LINES = 32  # rows of 128 columns that a block of rotate_lines takes
 _SPAN, _PANEL = 128, 64  # rows and columns of a panel
 _ROTATION = struct.Struct("=3if")  # raw_kernels/blocks.cuh
-_REST = struct.Struct("=11i4f")  # of raw_kernels/blocks_cast.cuh's BlockCast, behind the format and that
+_REST = struct.Struct("=13i5f")  # of raw_kernels/blocks_cast.cuh's BlockCast, behind the format and that
 # ROUTE -> number of the route
 _ROUTES = {"e4m3": 0, "e5m2": 1, "steps": 2, "general": 3}
 _KINDS = {"mx": 0, "nvfp4": 1, "block": 2}
+_FOURS = {"mae": 1, "mse": 2}
 
 
 def _rotation(n: int, signs: str) -> bytes:
@@ -49,6 +50,7 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
     kind, rule, fmt = rules.kind_of(quantizer), quantizer.scale_rule, quantizer.format
     route, bits = _route(fmt), quantizer.stochastic_bits
     rows, columns = quantizer.tile
+    four = _FOURS[rule.split("_")[1]] if rule in FOUR_OVER_SIX else 0
     with np.errstate(over="ignore", divide="ignore"):
         largest = np.float32(fmt.max)
         inverse = np.float32(1) / largest
@@ -64,14 +66,19 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
         rules.largest_exponent(fmt),
         0xFE if rule == "te" else 0xFF,
         quantizer.power_2,
+        quantizer.row_scaled,
+        four,
         largest,
         inverse,
         quantizer.epsilon,
         dtype.max,
+        rules.scale_bound(rule) * fmt.max,
     )
     packed = narrow(fmt, True, bits) + _rotation(quantizer.hadamard, quantizer.signs) + rest
     if bits or route == "general" or fmt.twos_complement:
         return "any", packed
+    if four or quantizer.row_scaled:
+        return "four" if fmt == E2M1 else "any", packed
     return "e2m1" if fmt == E2M1 else route, packed
 
 

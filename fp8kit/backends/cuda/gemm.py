@@ -219,7 +219,8 @@ def scale_product(
 ) -> None:
     """See ``backends.protocol``."""
     if out.size:
-        scales = address(a_scale_inv), address(b_scale_inv)
+        steps = [int(scale is not None and scale.size > 1) for scale in (a_scale_inv, b_scale_inv)]
+        scales = address(a_scale_inv), address(b_scale_inv), *steps
         _finish(x.ptr, x.shape[1], bias, out, addend, stream, scales)
 
 
@@ -230,7 +231,7 @@ def _finish(
     out: ArrayView,
     addend: ArrayView | None,
     stream: int,
-    scales: tuple[int, int] = (0, 0),
+    scales: tuple[int, ...] = (0, 0, 0, 0),
 ) -> None:
     m, n = out.shape
     function = kernel("gemm.cu", "finish", out, B=launch.type_name((out if bias is None else bias).dtype))

@@ -80,6 +80,7 @@ def quantize(
     tile: tuple[int, int],
     saturate: bool,
     stochastic_bits: int,
+    draw: int,
     rng: ArrayView | None,
     stream: int,
 ) -> None:
@@ -94,7 +95,8 @@ def quantize(
     else:
         function, codes = kernel("quantize_any.cu", "quantize_any", x), 4
         drawn = address(rng) if stochastic_bits else 0
-        rest = (drawn, rows, columns, height, width, tiles, narrow(format, saturate, stochastic_bits))
+        how = narrow(format, saturate, stochastic_bits)
+        rest = (drawn, draw, rows, columns, height, width, tiles, how)
     grid = launch.blocks(max(x.size, tiles, 1), _THREADS * codes, x.device.index)
     arguments = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, *rest)
     launch.launch(function, grid, _THREADS, arguments, stream)

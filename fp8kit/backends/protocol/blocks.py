@@ -63,7 +63,9 @@ class BlockCasts(Protocol):
           so does Inf, but for rule te.
         * nvfp4_*, rule exact: code, scale, scale_inv by ``blocks.nvfp4_scales``, of E4M3. tensor_amax,
           float32 [1]: the amax of the whole (rotated) matrix, read. tensor_scale_inv, float32 [1]: D. NaN in
-          a tile makes its code E4M3's NaN and all its codes those of NaN.
+          a tile makes its code E4M3's NaN and all its codes those of NaN. Of nvfp4_row_* both have a number
+          for each line along the contraction, which takes the matrix's part.
+          Rules 4over6_*: by ``blocks.four_over_six``; a square's rows are those of x, whatever ``along``.
         * block_*, rules exact and power_2: ``scale_from_amax`` with value_for_inf = the largest finite value
           of x's dtype; NaN is ignored in the amax. No code.
 

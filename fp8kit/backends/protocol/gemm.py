@@ -92,5 +92,5 @@ class Products(Protocol):
         stream: int,
     ) -> None:
         """out = x * (a_scale_inv * b_scale_inv) + bias + addend, in float32 in this order, rounded once. x:
-        float32 (M, N); out: h (M, N); scale_inv: float32 [1], None for 1; bias: out's dtype (N,) or None;
-        addend: out's shape and dtype, out itself among them, or None."""
+        float32 (M, N); out: h (M, N); scale_inv: float32 [1], or [M] of a and [N] of b, None for 1; bias:
+        out's dtype (N,) or None; addend: out's shape and dtype, out itself among them, or None."""

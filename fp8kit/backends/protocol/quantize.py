@@ -29,18 +29,20 @@ class Quantization(Protocol):
         tile: tuple[int, int],
         saturate: bool,
         stochastic_bits: int,
+        draw: int,
         rng: ArrayView | None,
         stream: int,
     ) -> None:
         """q = encode(float32(x) * scale): the plain cast. x: h or float64 (M, N); q: uint8 (M, N); scale,
         scale_inv and amax: float32, one element a tile (see ``amax``); scale is read, scale_inv written.
         stochastic_bits 0: nearest even, rng is None. n, at most 32: stochastic by word(i) of ``rng``, i =
-        row * N + column: up iff its top n bits are less than floor(fraction * 2**n) (n = 32: less than
-        fraction * 2**32). saturate: |v| beyond the largest finite value, and Inf, become it; else they become
-        Inf (or NaN where the format has none); overflow is judged after rounding. NaN becomes the positive
-        NaN code (the largest value where there is none). Unsigned formats: a negative value becomes NaN,
-        where there is none the smallest code. Two's complement: one code of zero, and the most negative code
-        is never made. Ties between codes of no mantissa (E8M0) go to the even code. Any ``Format``."""
+        draw * 2**48 + row * N + column: up iff its top n bits are less than floor(fraction * 2**n) (n = 32:
+        less than fraction * 2**32); casts of one operation have numbers ``draw`` of their own, 0 to 32767.
+        saturate: |v| beyond the largest finite value, and Inf, become it; else they become Inf (or NaN where
+        the format has none); overflow is judged after rounding. NaN becomes the positive NaN code (the
+        largest value where there is none). Unsigned formats: a negative value becomes NaN, where there is
+        none the smallest code. Two's complement: one code of zero, and the most negative code is never made.
+        Ties between codes of no mantissa (E8M0) go to the even code. Any ``Format``."""
 
     @kernel(writes="x", exact=True)
     def dequantize(

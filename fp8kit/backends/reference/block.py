@@ -57,7 +57,7 @@ def _operand(
     amax(source, views[0], tile, 0)
     scale_from_amax(views[0], views[1], views[2], format.max, power_2, epsilon, largest, 0)
     codes, inverses = q.numpy(), scale_inv.numpy()
-    quantize(source, q, views[1], views[2], None, format, tile, True, 0, None, 0)
+    quantize(source, q, views[1], views[2], None, format, tile, True, 0, 0, None, 0)
     codes[rows:] = 0
     codes[:rows, columns:] = 0
     inverses[...] = 1

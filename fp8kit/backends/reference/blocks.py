@@ -18,7 +18,7 @@ from fp8kit.backends.reference.quantize import table32
 from fp8kit.backends.reference.scales import accumulate, scale_from_amax, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import E4M3, Format
-from fp8kit.quantization import Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, Quantizer
 
 Array = np.ndarray[Any, Any]
 
@@ -156,8 +156,34 @@ class _Scales(NamedTuple):
     value: Array
 
 
-def _scales(x: Float32, quantizer: Quantizer, tensor_amax: ArrayView | None, inf: float) -> _Scales:
+def _four_over_six(x: Float32, quantizer: Quantizer, amax: Array, along: int) -> _Scales:
+    """The scales of x's tiles by ``blocks.four_over_six``, some lines of tiles at a time. ``amax``: (1, 1),
+    or (R, 1) of each row."""
+    (rows, columns), found = quantizer.tile, []
+    across = -(-x.shape[1] // columns)
+    step = max(1, (1 << 18) // (rows * across * columns)) * rows
+    for top in range(0, len(x), step):
+        part = x[top : top + step]
+        down = -(-len(part) // rows)
+        padded = np.zeros((down * rows, across * columns), np.float32)
+        padded[: len(part), : x.shape[1]] = part
+        blocks = padded.reshape(down, rows, across, columns).swapaxes(1, 2).reshape(-1, rows, columns)
+        if rows > 1 and not along:  # a square's rows are the matrix's own
+            blocks = blocks.swapaxes(1, 2)
+        own = np.repeat(amax[top : top + step], across) if quantizer.row_scaled else amax
+        three = rules.four_over_six(blocks, own, quantizer.scale_rule)[:3]
+        found.append([each.reshape(down, across) for each in three])
+    codes, scale, inverse = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return _Scales(scale, inverse, codes, table32(E4M3)[codes])
+
+
+def _scales(
+    x: Float32, quantizer: Quantizer, tensor_amax: ArrayView | None, inf: float, along: int
+) -> _Scales:
     """The scales of x's tiles. ``inf``: ``value_for_inf``."""
+    if quantizer.scale_rule in FOUR_OVER_SIX:
+        assert tensor_amax is not None
+        return _four_over_six(x, quantizer, tensor_amax.numpy().reshape(-1, 1), along)
     kind, (rows, columns), fmt = rules.kind_of(quantizer), quantizer.tile, quantizer.format
     lines = np.empty((len(x), tiles(x.shape, quantizer.tile)[1]), np.uint32)
     _row_amax(x.view(np.uint32), columns, _INF if kind == "block" else _MAGNITUDE, lines)
@@ -169,7 +195,7 @@ def _scales(x: Float32, quantizer: Quantizer, tensor_amax: ArrayView | None, inf
         return _Scales(scale, inverse, codes, inverse)
     if kind == "nvfp4":
         assert tensor_amax is not None
-        codes, scale, inverse, _ = rules.nvfp4_scales(amax, tensor_amax.numpy().item(), fmt)
+        codes, scale, inverse, _ = rules.nvfp4_scales(amax, tensor_amax.numpy().reshape(-1, 1), fmt)
         return _Scales(scale, inverse, codes, table32(E4M3)[codes])
     scale, inverse = np.empty_like(amax), np.empty_like(amax)
     views = [as_view(array) for array in (amax, scale, inverse)]
@@ -326,13 +352,14 @@ def cast_blocks(
     """See ``Kernels.cast_blocks``."""
     if tensor_scale_inv is not None:
         assert tensor_amax is not None
-        tensor_scale_inv.numpy()[...] = rules.nvfp4_tensor_scale(tensor_amax.numpy(), quantizer.format)[1]
+        how = quantizer.format, rules.scale_bound(quantizer.scale_rule)
+        tensor_scale_inv.numpy()[...] = rules.nvfp4_tensor_scale(tensor_amax.numpy(), *how)[1]
     if not x.size:
         return
     source = _lying(f32(x), along)
     if quantizer.hadamard:
         source = _rotated(source, quantizer.hadamard, quantizer.signs, rng)
-    found = _scales(source, quantizer, tensor_amax, x.dtype.max)
+    found = _scales(source, quantizer, tensor_amax, x.dtype.max, along)
     for view, array in ((scale_inv, found.inverse), (scale_codes, found.codes)):
         if view is not None and array is not None:
             view.numpy().reshape(-1)[:] = (array if along else array.T).reshape(-1)

@@ -71,9 +71,9 @@ def scale_product(
     stream: int,
 ) -> None:
     """See ``protocol.Kernels.scale_product``."""
-    scale = np.ones(1, np.float32)
-    for factor in (a_scale_inv, b_scale_inv):
-        scale = scale if factor is None else scale * factor.numpy()
+    scale = np.ones((1, 1), np.float32)
+    for factor, shape in ((a_scale_inv, (-1, 1)), (b_scale_inv, (1, -1))):
+        scale = scale if factor is None else scale * factor.numpy().reshape(shape)
     found = x.numpy() * scale
     for added in (bias, addend):
         if added is not None:

@@ -144,6 +144,7 @@ def _cast_by_codec(
     fmt: Format,
     saturate: bool,
     stochastic_bits: int,
+    draw: int,
     rng: ArrayView | None,
 ) -> None:
     """The general cast, some rows at a time."""
@@ -158,7 +159,7 @@ def _cast_by_codec(
         else:
             random = np.empty(scaled.size, np.uint32)
             seed, offset = rng.numpy()
-            words(seed, offset, top * n, random)
+            words(seed, offset, (draw << 48) + top * n, random)
             drawn = random.reshape(scaled.shape)
             q[rows] = codec.encode(scaled, fmt, "stochastic", saturate, drawn, stochastic_bits)
 
@@ -178,6 +179,7 @@ def quantize(
     tile: tuple[int, int],
     saturate: bool,
     stochastic_bits: int,
+    draw: int,
     rng: ArrayView | None,
     stream: int,
 ) -> None:
@@ -194,7 +196,7 @@ def quantize(
     else:
         with np.errstate(over="ignore"):
             wide = x.numpy().astype(np.float32)
-        _cast_by_codec(wide, q.numpy(), factors, tile, format, saturate, stochastic_bits, rng)
+        _cast_by_codec(wide, q.numpy(), factors, tile, format, saturate, stochastic_bits, draw, rng)
         if amax is not None:
             scales.amax(x, amax, tile, stream)
     _reciprocal(scale, scale_inv)

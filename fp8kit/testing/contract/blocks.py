@@ -11,7 +11,7 @@ from fp8kit import blocks as rules
 from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.formats import E2M1, E4M3, FORMATS, DType, bfloat16, float16, float32, uint8
-from fp8kit.quantization import MX_RULES, Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, Quantizer
 from fp8kit.testing.contract import (
     Arguments,
     Array,
@@ -132,8 +132,9 @@ def cast_blocks(
         "scale_inv": lambda: s.output(tiles, dtype=float32),
         "scale_codes": lambda: None if granularity.startswith("block") else s.output(tiles, dtype=uint8),
         "values": lambda: s.output(m, n),
-        "tensor_scale_inv": lambda: s.output(1, dtype=float32) if two_levels else None,
+        "tensor_scale_inv": lambda: s.output(lines, dtype=float32) if two_levels else None,
     }
+    lines = (m if along else n) if quantizer.row_scaled else 1
     if strewn:
         host = drawn(s, m, n, s.dtype)
         x, found = s.put(host), float(largest(host[np.isfinite(host.astype(np.float32))]))
@@ -142,12 +143,34 @@ def cast_blocks(
     return {
         "x": x,
         **{name: make() if not only or name in only.split() else None for name, make in outputs.items()},
-        "tensor_amax": s.full(found if amax is None else amax, 1) if two_levels else None,
+        "tensor_amax": _amaxes(s, found if amax is None else amax, lines) if two_levels else None,
         "quantizer": quantizer,
         "along": along,
         "draw": draw,
         "rng": s.rng() if bits or (size and kind == "random") else None,
     }
+
+
+def _amaxes(s: Sampler, amax: float, lines: int) -> ArrayView:
+    """One amax, or one for each line, up to 2^30 times smaller."""
+    factors = 2.0 ** -s.random.integers(0, 30, lines) if lines > 1 else np.ones(lines)
+    with np.errstate(over="ignore"):
+        return s.put((amax * factors).astype(np.float32))
+
+
+def _tried(x: Array, a: Any, tile: Tile) -> Any:
+    """(codes, scale, scale_inv) of the tiles of x, row-major, by ``blocks.four_over_six``."""
+    how, found = a.quantizer, []
+    for i in range(0, x.shape[0], tile[0]):
+        for j in range(0, x.shape[1], tile[1]):
+            block = np.zeros(tile, np.float32)
+            part = x[i : i + tile[0], j : j + tile[1]]
+            block[: part.shape[0], : part.shape[1]] = part
+            if how.tile[0] == 1:
+                block = block.reshape(1, -1)
+            amax = a.tensor_amax[(i if a.along else j) if how.row_scaled else 0]
+            found.append([each[0] for each in rules.four_over_six(block[None], amax, how.scale_rule)[:3]])
+    return (np.array(part) for part in zip(*found, strict=True))
 
 
 def tile_amax(x: Array, tile: Tile, keep_nan: bool) -> Array:
@@ -172,7 +195,16 @@ def cast_blocks_oracle(a: Any) -> Results:
         codes = rules.scale_bytes(amax, fmt, how.scale_rule)
         scale, inverse = rules.scales_of_bytes(codes)
     elif kind == "nvfp4":
-        codes, scale, inverse, tensor_inverse = rules.nvfp4_scales(amax, a.tensor_amax, fmt)
+        _, tensor_inverse = rules.nvfp4_tensor_scale(a.tensor_amax, fmt, rules.scale_bound(how.scale_rule))
+        if how.scale_rule in FOUR_OVER_SIX:
+            codes, scale, inverse = _tried(x, a, tile)
+        else:
+            largest = a.tensor_amax
+            if how.row_scaled:
+                counts = -(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1])
+                lying = largest.reshape(-1, 1) if a.along else largest.reshape(1, -1)
+                largest = np.broadcast_to(lying, counts).reshape(-1)
+            codes, scale, inverse, _ = rules.nvfp4_scales(amax, largest, fmt)
     else:
         scale = scale_of(amax, fmt.max, how.power_2, how.epsilon, formats.dtype(a.x.dtype).max)
         inverse = np.float32(1) / scale
@@ -192,7 +224,7 @@ def cast_blocks_oracle(a: Any) -> Results:
         "q": q,
         "scale_inv": inverse,
         "values": scaled(codec.decode(q, fmt), spread(by)).astype(a.x.dtype),
-        "tensor_scale_inv": np.array([tensor_inverse]),
+        "tensor_scale_inv": np.reshape(tensor_inverse, -1),
     }
     return found if codes is None else {**found, "scale_codes": codes}
 
@@ -256,6 +288,53 @@ _CAST = {
         n=64,
         granularity="nvfp4_1x16",
         fmt=E2M1,
+    ),
+    **product(
+        "{rule}-{granularity}-along{along}",
+        {
+            "rule": FOUR_OVER_SIX,
+            "granularity": ("nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"),
+            "along": _BOTH,
+        },
+        m=150,
+        n=280,
+        fmt=E2M1,
+        dtype=bfloat16,
+    ),
+    **typed(
+        product(
+            "4over6-{granularity}-along{along}-{case}",
+            {
+                "granularity": ("nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"),
+                "along": _BOTH,
+                "case": sized(_SHAPES[:-2]),
+            },
+            rule="4over6_mse_256",
+            fmt=E2M1,
+        )
+    ),
+    **product(
+        "4over6-amax{amax}-{rule}",
+        {"amax": (0.0, 1e-45, 3e38, np.inf), "rule": ("4over6_mae", "4over6_mse_256")},
+        m=32,
+        n=64,
+        granularity="nvfp4_16x16",
+        fmt=E2M1,
+    ),
+    **product(
+        "rows-{case}-along{along}",
+        {
+            "case": {
+                "E2M1": {"fmt": E2M1},
+                "E4M3": {"fmt": E4M3},
+                "random": {"fmt": E2M1, "bits": 8},
+                "rotated": {"fmt": E2M1, "size": 16, "kind": "te"},
+            },
+            "along": _BOTH,
+        },
+        m=130,
+        n=256,
+        granularity="nvfp4_row_1x16",
     ),
     **product("{kind}-epsilon", {"kind": {k: {**v, "epsilon": 0.4} for k, v in _LINES.items()}}, m=32, n=64),
     **product(

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import Device
+from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.protocol import Layout
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float16, float32
 from fp8kit.testing.contract import (
@@ -143,10 +143,21 @@ def fp8_gemm_oracle(a: Any) -> Results:
 
 
 def scale_product(
-    s: Sampler, m: int, n: int, scales: tuple[bool, bool] = (True, True), bias: bool = False, add: str = ""
+    s: Sampler,
+    m: int,
+    n: int,
+    scales: tuple[bool, bool] = (True, True),
+    lines: tuple[bool, bool] = (False, False),
+    bias: bool = False,
+    add: str = "",
 ) -> Arguments:
-    """``scales``: which of the two there are."""
-    factors = [s.full(value, 1) if there else None for value, there in zip((0.3, 7.0), scales, strict=True)]
+    """``scales``: which of the two there are; ``lines``: which have a number for each row, or column."""
+    factors: list[ArrayView | None] = []
+    for value, there, by_line, count in zip((0.3, 7.0), scales, lines, (m, n), strict=True):
+        if there and by_line:
+            factors.append(s.put(s.random.uniform(0.1, 9.0, count).astype(np.float32)))
+        else:
+            factors.append(s.full(value, 1) if there else None)
     return {
         "x": s.normal(m, n, dtype=float32),
         "a_scale_inv": factors[0],
@@ -157,7 +168,9 @@ def scale_product(
 
 def scale_product_oracle(a: Any) -> Results:
     """In float64; four float32 roundings before the last one."""
-    scale = np.prod([wide(factor)[0] for factor in (a.a_scale_inv, a.b_scale_inv) if factor is not None])
+    scale = np.ones((1, 1))
+    for factor, shape in ((a.a_scale_inv, (-1, 1)), (a.b_scale_inv, (1, -1))):
+        scale = scale if factor is None else scale * wide(factor).reshape(shape)
     out = wide(a.x) * scale
     magnitude = np.abs(out)
     for part in (a.bias, a.addend):
@@ -229,6 +242,13 @@ TESTS = (
                 **sized(((17, 33), (1, 1), (0, 8), (300, 40))),
                 **product("one-{add}", {"add": ADDED}, m=9, n=24, scales=(False, True), bias=True),
                 "plain": {"m": 5, "n": 7, "scales": (True, False), "bias": True},
+                **product(
+                    "lines-{lines}",
+                    {"lines": ((True, False), (False, True), (True, True))},
+                    m=19,
+                    n=40,
+                    bias=True,
+                ),
             }
         ),
     ),

@@ -57,6 +57,7 @@ def quantize(
     tile: Tile = WHOLE,
     saturate: bool = True,
     stochastic_bits: int = 0,
+    draw: int = 0,
     amax: bool = True,
     values: Array | None = None,
     strewn: bool = True,
@@ -74,6 +75,7 @@ def quantize(
         "tile": tile_of(tile, m, n),
         "saturate": saturate,
         "stochastic_bits": stochastic_bits,
+        "draw": draw,
         "rng": s.rng() if stochastic_bits else None,
     }
 
@@ -82,7 +84,7 @@ def quantize_oracle(a: Any) -> Results:
     """The codec's bits."""
     words, bits = None, a.stochastic_bits
     if bits:
-        words = philox(a.rng, np.arange(a.x.size).reshape(a.x.shape)).astype(np.uint32)
+        words = philox(a.rng, (a.draw << 48) + np.arange(a.x.size).reshape(a.x.shape)).astype(np.uint32)
     rounding: codec.Rounding = "stochastic" if bits else "nearest"
     values = scaled(a.x, each(a.scale, a.x.shape, a.tile))
     found: Results = {
@@ -162,6 +164,7 @@ def _quantize_cases() -> dict[str, Options]:
         found[f"{fmt}-boundaries"] = at
         drawn = {"fmt": fmt, "m": 9, "n": 31, "tile": ROW}
         found |= {f"{fmt}-stochastic-{bits}": {**drawn, "stochastic_bits": bits} for bits in (32, 8, 1)}
+        found[f"{fmt}-stochastic-draw"] = {**drawn, "stochastic_bits": 8, "draw": 32767}
         if fmt.nan_code is not None:
             over = {"fmt": fmt, "m": 33, "n": 65, "saturate": False}
             found[f"{fmt}-boundaries-unsaturated"] = {**at, "saturate": False}

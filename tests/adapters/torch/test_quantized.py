@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 
 import fp8kit_torch as ft
 import pytest
 import torch
 
 import fp8kit as fk
-from fp8kit.errors import ArgumentError, FormatError, RecipeError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.formats import E4M3
 
 from .twins import RECIPES, WIDTH, batches, same, torch_step
@@ -55,6 +56,30 @@ def test_the_bits_of_casting_at_each_step(device, kind, recipe, dtype):
         same(dx2, dx, "dx")
         for name, grad in grads.items():
             same(grads2[name], grad, name)
+
+
+@pytest.mark.parametrize("init", [None, "dequantized"])
+@pytest.mark.parametrize("name", SCALED)
+def test_backward_on_values(device, name, init):
+    """dgrad multiplies the held weight's values, wgrad those of x that is in FP8 already, by the output
+    gradient as it is; in high precision there is no weight."""
+    how = replace(RECIPES[name], backward_override="dequantized")
+    with ft.quantized_model_init(recipe=replace(how, backward_override=init)):
+        first, held = (ft.Linear(WIDTH, n, bias=False, device=device) for n in (WIDTH, 40))
+    x = torch.randn(24, WIDTH, device=device, requires_grad=True)
+    with ft.autocast(recipe=how):
+        between = first(x, fp8_output=True)
+        y = held(between)
+    g = torch.randn_like(y)
+    dx, dw = torch.autograd.grad(y, (between, held.weight), g)
+    values = between.dequantize().double()
+    for got, exact in ((dx, g.double() @ held.weight.dequantize().double()), (dw, g.double().T @ values)):
+        assert torch.allclose(got.double(), exact, rtol=1e-4, atol=1e-4)  # sums of at most 64 terms
+    with (
+        pytest.raises(UnsupportedError, match="Linear: recipe: got dgrad in high precision"),
+        ft.autocast(recipe=replace(how, backward_override="high_precision")),
+    ):
+        held(x)
 
 
 @pytest.mark.parametrize("recipe", SCALED)

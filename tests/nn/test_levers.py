@@ -1,0 +1,118 @@
+"""Levers of operands with scales of tensors and of rows: what a layer multiplies, from the data alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit import blocks, codec, formats, nn, recipe
+from fp8kit.errors import RecipeError
+from fp8kit.formats import E4M3, E5M2
+from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.testing import assert_close, sum_slack
+
+M, K, N = 48, 160, 64
+RANDOM = np.random.default_rng(0)
+X, W, G = (RANDOM.standard_normal(shape).astype(np.float32) for shape in ((M, K), (N, K), (M, N)))
+PLAIN, ROWS = Quantizer(E4M3), Quantizer(E4M3, "row")
+
+
+def step(how: recipe.Recipe) -> dict[str, Any]:
+    layer = nn.Linear(K, N, bias=False, device="cpu")
+    layer.load_state_dict({"weight": W})
+    x = fk.tensor(X, requires_grad=True, device="cpu")
+    with fk.autocast(recipe=how):
+        y = layer(x)
+    y.backward(G)
+    return {"y": y.numpy(), "dx": x.grad.numpy(), "dw": layer.weight.grad.numpy()}
+
+
+def fixed(x: Any, scale: float, fmt: formats.Format) -> Any:
+    return codec.decode(codec.encode(x * np.float32(scale), fmt), fmt).astype(np.float64) / scale
+
+
+def rows(x: Any) -> Any:
+    """A scale for each row, in float64 from the codes on."""
+    scale = np.float32(E4M3.max) / np.abs(x).max(1, keepdims=True)
+    return codec.decode(codec.encode(x * scale, E4M3), E4M3).astype(np.float64) / scale
+
+
+def same(what: str, got: Any, left: Any, right: Any) -> None:
+    """got = left right, but for float32's sums, and the rounding of inverses of scales."""
+    assert_close(
+        what, got, left @ right, "float32", 2 * sum_slack(np.abs(left) @ np.abs(right), left.shape[1])
+    )
+
+
+def test_static_scales() -> None:
+    x, w, g = 8.0, 37.5, 3e4
+    own = [
+        Quantizer(fmt, scale_source="static", static_scale=scale)
+        for fmt, scale in ((E4M3, x), (E4M3, w), (E5M2, g))
+    ]
+    found = step(recipe.DataRecipe(Quantization.of(*own, "split")))
+    cast = fixed(X, x, E4M3), fixed(W, w, E4M3), fixed(G, g, E5M2)
+    same("y", found["y"], cast[0], cast[1].T)
+    same("dx", found["dx"], cast[2], cast[1])
+    same("dw", found["dw"], cast[2].T, cast[0])
+    assert np.abs(G * np.float32(g)).max() > E5M2.max  # some were clipped
+
+
+def test_rotated_rows() -> None:
+    """Both operands of wgrad, along its contraction, the first dimension."""
+    turned = Quantizer(E4M3, "row", hadamard=16, signs="te")
+    found = step(recipe.DataRecipe(Quantization(Gemm(ROWS, ROWS), Gemm(ROWS, ROWS), Gemm(turned, turned))))
+    left, right = (rows(blocks.hadamard(np.ascontiguousarray(a.T), 16, "te")) for a in (G, X))
+    same("dw", found["dw"], left, right.T)
+    same("y", found["y"], rows(X), rows(W).T)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@pytest.mark.parametrize("bits", [32, 4])
+def test_stochastic_gradients_are_unbiased(granularity: str, bits: int) -> None:
+    """The mean over many steps is the product of the unrounded gradient, within 5 standard errors, and of a
+    step 2^-bits."""
+    plain = Quantizer(E4M3, granularity)
+    g = Quantizer(E5M2, granularity, stochastic_bits=bits)
+    how, count = recipe.DataRecipe(Quantization.of(plain, plain, g)), 400
+    fk.manual_seed(3)
+    draws = np.stack([step(how)["dx"] for _ in range(count)]).astype(np.float64)
+    cast = rows(W.T).T if granularity == "row" else fixed(W, float(np.float32(448) / np.abs(W).max()), E4M3)
+    exact = G.astype(np.float64) @ cast
+    error = np.abs(draws.mean(0) - exact)
+    deviation = draws.std(0, ddof=1) / count**0.5
+    # a step of E5M2 is at most a quarter of a value
+    bias = 2.0**-bits / 4 * (np.abs(G).astype(np.float64) @ np.abs(cast))
+    assert (error <= 5 * deviation + bias + 1e-5).all()
+    assert deviation.min() > 0
+
+
+def test_operands_of_one_layer_draw_bits_of_their_own() -> None:
+    """x and g of the same values, on a square layer: their roundings are independent, so that the mean of dW
+    is the exact one also where the same number of elements lies before both."""
+    size, count = 16, 3000
+    values = np.full((size, size), 1.0625, np.float32)  # halfway between codes
+    own = Quantizer(E4M3, scale_source="static", stochastic_bits=32)
+    how = recipe.DataRecipe(Quantization(Gemm(own, own), Gemm(own, own), Gemm(own, own)))
+    layer = nn.Linear(size, size, bias=False, device="cpu")
+    fk.manual_seed(5)
+    total = np.zeros((size, size))
+    for _ in range(count):
+        layer.zero_grad()
+        with fk.autocast(recipe=how):
+            y = layer(fk.tensor(values, device="cpu"))
+        y.backward(values)
+        total += layer.weight.grad.numpy().astype(np.float64)
+    deviation = 1.0625 * 0.0625 * (2 * size) ** 0.5  # of one sum; equal bits would add size * 0.0625**2
+    assert np.abs(total / count - size * 1.0625**2).max() <= 5 * deviation / count**0.5 < size * 0.0625**2
+
+
+def test_static_scales_that_are_none() -> None:
+    for scale in (0.0, -1.0, np.inf, np.nan, 1e-45):
+        with pytest.raises(RecipeError, match="Quantizer: static_scale"):
+            Quantizer(E4M3, scale_source="static", static_scale=scale)
+    with pytest.raises(RecipeError, match="expected 1, or scale_source 'static'"):
+        Quantizer(E4M3, static_scale=2.0)
