@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -99,18 +98,6 @@ def cache_dir() -> Path:
         raise Fp8kitError(
             "environment", "FP8KIT_CACHE_DIR", "nothing", f"a folder that can be written ({error})"
         ) from None
-
-
-def unwritable(folder: Path) -> str | None:
-    """Why no file can be made in ``folder`` or in one of the folders that it has; None where that is
-    possible. Makes the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for each in (folder, *(found for found in folder.iterdir() if found.is_dir())):
-            tempfile.TemporaryFile(dir=each).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def deterministic() -> bool:
