@@ -119,6 +119,16 @@ def unwritable(folder: Path) -> str | None:
     return None
 
 
+def check() -> None:
+    """Warn of every folder that would not be used now."""
+    for folder in (settings.cache_dir(), *(settings.cache_dir() / name for name in FOLDERS)):
+        if (why := why_not(folder)) is not None:
+            tell_distrusted(folder, why)
+            return  # the others are below it, or will be said when they are used
+    if (why := unwritable(settings.cache_dir())) is not None:
+        tell(settings.cache_dir(), why)
+
+
 def want(operation: str, name: str) -> None:
     """BackendError where what is written to a folder now would be gone with this process."""
     folder = settings.cache_dir() / name

@@ -1,4 +1,4 @@
-"""The ``fp8kit`` command: info, demo, train, bench, warmup, plugins, kernels and recipes. ``python -m
+"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels and recipes. ``python -m
 fp8kit`` is the same."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fp8kit.commands import (
     bench,
     command,
     device_of,
+    doctor,
     folder,
     kernels,
     plugins,
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
 
-    for own in (bench, warmup, plugins, kernels, recipes):
+    for own in (doctor, bench, warmup, plugins, kernels, recipes):
         own.add(commands)
     return parser
 

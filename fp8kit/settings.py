@@ -3,7 +3,8 @@
 ===========================  ================================================================================
 variable                     meaning (default)
 ===========================  ================================================================================
-FP8KIT_CACHE_DIR             folder of compiled kernels (``$XDG_CACHE_HOME/fp8kit`` or ``~/.cache/fp8kit``)
+FP8KIT_CACHE_DIR             folder of compiled kernels, which counts only where nobody but this user and root
+                             can write it (``$XDG_CACHE_HOME/fp8kit`` or ``~/.cache/fp8kit``)
 FP8KIT_DETERMINISTIC         1: start with ``fk.deterministic(True)`` (0)
 FP8KIT_DEVICE                device that ``device=None`` means: cpu, cuda or cuda:N (cuda where usable,
                              else cpu)

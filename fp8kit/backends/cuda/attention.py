@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from fp8kit import slowness
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import cudnn_sdpa, launch, unfused
 from fp8kit.backends.cuda.attention_problem import Problem, problem
@@ -98,9 +99,25 @@ def attention_workspace(
 ) -> int:
     """See ``backends.protocol``. For the current device."""
     about, device = problem(q, k, v, dtype, spec, strides), launch.runtime().getDevice()
-    if _why_not_cudnn(about, backward, deterministic, device):
+    if why := _why_not_cudnn(about, backward, deterministic, device):
+        _say_unfused(why)
         return unfused.workspace(about, backward, dbias)
     return cudnn_sdpa.workspace(about, backward, deterministic, device)
+
+
+UNFUSED = "attention is made of products and a softmax kernel, several times slower"
+
+
+def _say_unfused(why: str) -> None:
+    """Once for each reason; a plan asks for its workspace once."""
+    absent = cudnn_sdpa.missing()
+    if absent is None:
+        slowness.say(
+            f"cuDNN does not take an attention ({why})", UNFUSED, "`fp8kit info --attention` explains"
+        )
+    else:
+        cause, _, cure = absent.rpartition("; ")
+        slowness.say(cause, UNFUSED, cure)
 
 
 def explain(
