@@ -82,9 +82,10 @@ def read(path: str) -> tuple[dict[str, HostArray], dict[str, str]]:
     """The arrays and the metadata of a file. CheckpointError that says what is wrong: it cannot be read, is
     truncated or foreign, or has a dtype that is not known here."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
-            raise OSError(errno.EINVAL, "not a regular file")
-        with open(path, "rb") as file:
+        _want_file(os.stat(path))  # opening a device may do something
+        # opening a pipe, put there meanwhile, would wait for its writer
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            _want_file(os.fstat(file.fileno()))
             return read_from(file)
     except OSError as error:
         raise CheckpointError("load", "path", path, f"a readable file ({error.strerror})") from error
@@ -94,6 +95,11 @@ def read(path: str) -> tuple[dict[str, HostArray], dict[str, str]]:
         ) from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _want_file(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
 
 
 def read_from(file: BinaryIO) -> tuple[dict[str, HostArray], dict[str, str]]:

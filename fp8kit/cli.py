@@ -1,4 +1,4 @@
-"""The ``fp8kit`` command: info, demo, train, bench, warmup, plugins, kernels and recipes. ``python -m
+"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels and recipes. ``python -m
 fp8kit`` is the same."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import fp8kit
-from fp8kit import arrays, attention_info, settings
+from fp8kit import arrays, attention_info, cache, settings
 from fp8kit.backends import dispatch
 from fp8kit.backends.discovery import PLUGIN_MODULES_ENV
 from fp8kit.backends.policy import SelectionPolicy
@@ -24,6 +24,7 @@ from fp8kit.commands import (
     bench,
     command,
     device_of,
+    doctor,
     folder,
     kernels,
     plugins,
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
 
-    for own in (bench, warmup, plugins, kernels, recipes):
+    for own in (doctor, bench, warmup, plugins, kernels, recipes):
         own.add(commands)
     return parser
 
@@ -284,15 +285,21 @@ def _settings() -> list[tuple[str, str, str]]:
 
 def _cache() -> str:
     found = settings.cache_dir()
-    why = settings.unwritable(found)
+    faults = [why for name in ("", *cache.FOLDERS) if (why := cache.why_not(found / name))]
+    if faults:
+        return f"{found} is not used: {faults[0]}"
+    why = cache.unwritable(found)
     more = f" cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be" if why else ""
     return f"{found}{more}"
 
 
 def _want_cache() -> None:
-    """Fp8kitError where the folder that FP8KIT_CACHE_DIR names cannot be written."""
-    if why := settings.unwritable(settings.cache_dir()):
-        raise Fp8kitError(f"got '{settings.cache_dir()}', expected a folder that can be written ({why})")
+    """Fp8kitError where the folder that FP8KIT_CACHE_DIR names is open to others or cannot be written."""
+    found = settings.cache_dir()
+    if why := cache.why_not(found):
+        raise Fp8kitError(f"got '{found}', expected a folder that only this user can write ({why})")
+    if why := cache.unwritable(found):
+        raise Fp8kitError(f"got '{found}', expected a folder that can be written ({why})")
 
 
 def _want_plugins() -> None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fp8kit import slowness
 from fp8kit.arguments import shown
 from fp8kit.errors import BackendError
 
@@ -31,6 +35,7 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu", 0)
+_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each
 
 
 def device(value: object, operation: str = "device", argument: str = "value") -> Device:
@@ -167,15 +172,28 @@ def available(kind: str) -> bool:
 def lacking(kind: str) -> str:
     """That there is no usable device of this kind, and what is missing first, as its engine's module
     ``support`` knows it (``fp8kit info``)."""
-    first = ""
+    first = _missing_first(kind)
+    name = kind.upper() if kind == "cuda" else kind
+    return f"no {name} device found{first}; `fp8kit info` lists what is missing"
+
+
+def _missing_first(kind: str) -> str:
     # a plugin's engine may have none
     with contextlib.suppress(ImportError, BackendError, KeyError, AttributeError):
         support = importlib.import_module(f"{_LOADERS[kind].rpartition('.')[0]}.support")
-        first = next(
+        return next(
             (f" ({row.component}: {row.detail})" for row in support.report() if row.status == "missing"), ""
         )
-    name = kind.upper() if kind == "cuda" else kind
-    return f"no {name} device found{first}; `fp8kit info` lists what is missing"
+    return ""
+
+
+@functools.cache
+def say_unused() -> None:
+    """Warn where the machine has a GPU, by NVIDIA's driver, that is not hidden, and that cannot be used."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if not hidden and _GPUS.is_dir() and any(_GPUS.iterdir()) and not available("cuda"):
+        cause = f"this machine has a GPU that is not used{_missing_first('cuda')}"
+        slowness.say(cause, "work without a device goes to the CPU", "`fp8kit info` lists what is missing")
 
 
 def current_stream(where: Device) -> int:

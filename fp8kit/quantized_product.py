@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fp8kit import arrays, formats
+from fp8kit import arrays, formats, slowness
 from fp8kit.arguments import flag
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
@@ -23,6 +22,8 @@ BOTH = (
     "a QuantizedArray on both sides: quantize the other one first, or multiply with what dequantize() gives"
 )
 _FP8, _BLOCKS, _DECODED = "fp8_gemm", "block_gemm", "gemm"
+_DECODED_TAKEN = "the product of the decoded operands is taken, several times slower"
+_CURE = "QuantizedArray.explain() says what the FP8 products take"
 _NATIVE_BLOCKS = ("block_1x128", "block_128x128")
 
 
@@ -119,7 +120,9 @@ def matmul(a: QuantizedArray, b: QuantizedArray, dtype: Any, fast_accumulate: bo
     where = a.device
     default = formats.float32 if where.kind == "cpu" else formats.bfloat16
     kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype", formats.HIGH_PRECISION)
-    kernel, _ = _way(_left(a), _right(b))
+    kernel, why = _way(_left(a), _right(b))
+    if kernel == _DECODED and where.kind != "cpu":
+        slowness.say(f"QuantizedArray: {why}", _DECODED_TAKEN, _CURE)
     kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
     out = arrays.empty((*a.shape[:-1], b.shape[1]), kind, where)
     if not (out.size and a.shape[-1]):
@@ -155,8 +158,7 @@ def _block_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kernels
     except CannotTake as reason:
         if kernels.policy.strict:
             raise
-        said = "QuantizedArray: %s; the product of the decoded operands is taken"
-        dispatch.say_once(logging.WARNING, said, reason)
+        slowness.say(f"QuantizedArray: {reason}", _DECODED_TAKEN, _CURE)
         return False
     return True
 

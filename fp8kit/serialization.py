@@ -223,9 +223,15 @@ def sweep(path: str | os.PathLike[str]) -> None:
     writing stays: it holds a lock."""
     target = Path(os.path.realpath(arguments.path("sweep", path)))
     for beside in target.parent.glob(f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 8}{_BESIDE}"):
-        with contextlib.suppress(OSError), open(beside, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            beside.unlink()
+        # what is no file of ours stays; a pipe does not hold us up
+        with contextlib.suppress(OSError), open(beside, "rb", opener=_carefully) as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                beside.unlink()
+
+
+def _carefully(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:

@@ -3,7 +3,8 @@
 ===========================  ================================================================================
 variable                     meaning (default)
 ===========================  ================================================================================
-FP8KIT_CACHE_DIR             folder of compiled kernels (``$XDG_CACHE_HOME/fp8kit`` or ``~/.cache/fp8kit``)
+FP8KIT_CACHE_DIR             folder of compiled kernels, which counts only where nobody but this user and root
+                             can write it (``$XDG_CACHE_HOME/fp8kit`` or ``~/.cache/fp8kit``)
 FP8KIT_DETERMINISTIC         1: start with ``fk.deterministic(True)`` (0)
 FP8KIT_DEVICE                device that ``device=None`` means: cpu, cuda or cuda:N (cuda where usable,
                              else cpu)
@@ -33,7 +34,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -99,18 +99,6 @@ def cache_dir() -> Path:
         raise Fp8kitError(
             "environment", "FP8KIT_CACHE_DIR", "nothing", f"a folder that can be written ({error})"
         ) from None
-
-
-def unwritable(folder: Path) -> str | None:
-    """Why no file can be made in ``folder`` or in one of the folders that it has; None where that is
-    possible. Makes the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for each in (folder, *(found for found in folder.iterdir() if found.is_dir())):
-            tempfile.TemporaryFile(dir=each).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def deterministic() -> bool:

@@ -191,10 +191,11 @@ def variants(hidden: int, dtype: str, activation: str, quantization: Quantizatio
 def _compiled(wanted: list[Variant], arch: str, threads: int, tell: Callable[[str], object]) -> Warmup:
     """Compile what the cache does not have, the longest sources first, so that no thread is left with one at
     the end."""
-    from fp8kit import settings
+    from fp8kit import cache, settings
     from fp8kit.backends.cuda.compile import compile_cubin
     from fp8kit.raw_kernels import manifest
 
+    cache.want("warmup", "kernels")
     begin = time.perf_counter()
     before = set((settings.cache_dir() / "kernels").glob("*.cubin"))
 

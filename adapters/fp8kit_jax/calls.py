@@ -173,10 +173,24 @@ def _receiver(kind: str) -> Callable[..., None]:
     return receive
 
 
+# XLA takes a name once a process. This module may be imported again, after a notebook deleted fp8kit's: what
+# is registered looks here for whose turn it is. Kept where that does not reach
+_TURN: dict[tuple[str, str], Callable[..., None]] = jax_tvm_ffi.__dict__.setdefault("_fp8kit_turn", {})
+
+
+def _register_own(
+    name: str, function: Callable[..., None], attributes: Sequence[str], platform: str, graphs: bool = False
+) -> None:
+    key, turn = (name, platform), _TURN
+    if key not in turn:
+        _register(name, lambda *values: turn[key](*values), attributes, platform, graphs)
+    turn[key] = function
+
+
 for _platform, _kind in PLATFORMS.items():
-    _register(TARGET, _receiver(_kind), _ATTRIBUTES, _platform)
-    _register(RECORDED, _receiver(_kind), _ATTRIBUTES, _platform, graphs=_platform == "gpu")
-    _register(LAST, lambda *tensors: None, [], _platform)
+    _register_own(TARGET, _receiver(_kind), _ATTRIBUTES, _platform)
+    _register_own(RECORDED, _receiver(_kind), _ATTRIBUTES, _platform, graphs=_platform == "gpu")
+    _register_own(LAST, lambda *tensors: None, [], _platform)
 
 
 # --- the end of the process ---------------------------------------------------------------------------------

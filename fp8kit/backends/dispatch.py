@@ -17,7 +17,7 @@ from fp8kit.backends.manager import OpManager, say_once
 from fp8kit.backends.policy import _CURRENT, SelectionPolicy, Switch, get_policy
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, Kind, OpImpl, OpRegistry
-from fp8kit.devices import lacking
+from fp8kit.devices import lacking, say_unused
 from fp8kit.errors import BackendError
 
 __all__ = [
@@ -138,7 +138,10 @@ def default_device() -> Device:
         raise BackendError("device", "None", f"use_backend({backend!r})", wanted)
     if named is not None:
         return named
-    return Device("cuda") if arrays.available("cuda") else arrays.CPU
+    if arrays.available("cuda"):
+        return Device("cuda")
+    say_unused()
+    return arrays.CPU
 
 
 def _want_device(backend: str, *kinds: str) -> None:

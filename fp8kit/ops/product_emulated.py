@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from fp8kit import arrays
+from fp8kit import arrays, slowness
 from fp8kit.arrays import ArrayView
 from fp8kit.buffers import free
 from fp8kit.formats import float16, float32, uint8
@@ -404,6 +404,8 @@ class EmulatedProduct(Product):
     ) -> None:
         """out = left right (+ bias) (+ addend), as ``layout`` says, times both tensors' scales."""
         (a, a_inv), (b, b_inv), space = left, right, ws.scratch["workspace"]
+        if out.device.kind != "cpu":
+            _say_slow(out.device.kind)
         if a_inv is None and b_inv is None and not (self.widened and a.dtype is float32):
             ws.kernels.gemm(a, b, out, layout, bias, addend, space, ws.stream)
             return
@@ -421,6 +423,15 @@ class EmulatedProduct(Product):
 def _turned(quantizer: Quantizer) -> bool:
     """Whether a rotated copy of the matrix is made before the cast."""
     return bool(quantizer.hadamard) and (quantizer.granularity in _LINES or quantizer.row_scaled)
+
+
+def _say_slow(kind: str) -> None:
+    """On a CPU every product is one in high precision, and nothing is slower for it."""
+    slowness.say(
+        "no tensor core here multiplies what the recipe's casts make",
+        f"products on {kind} are emulated, in high precision: several times slower than FP8",
+        "`fp8kit recipes list` shows how each recipe runs here",
+    )
 
 
 def _alike(made: Cast, cast: Cast) -> bool:

@@ -5,11 +5,10 @@ What a recipe asks for and no product carries out is refused here, by name.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from functools import lru_cache
 
-from fp8kit.backends import dispatch
+from fp8kit import slowness
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E4M3, E5M2, DType
 from fp8kit.ops.product import Product, ProductSpec
@@ -110,8 +109,11 @@ def _say_emulated(quantization: Quantization) -> None:
         try:
             _native(quantization)
         except UnsupportedError as why:
-            said = "FP8 products are emulated, in high precision, since none is like this: %s"
-            dispatch.say_once(logging.WARNING, said, why)
+            slowness.say(
+                f"no FP8 product is like this: {why}",
+                "products are emulated, in high precision",
+                "choose a recipe of one kind of scales and formats that the tensor cores take",
+            )
 
 
 def product_of(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8kit import arrays
+from fp8kit import arrays, cache
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import algorithms, cublaslt, launch
@@ -132,12 +132,21 @@ def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     assert (again.index, calls) == (1, [])  # another process would not time either
 
 
+def sealed(**content: Any) -> str:
+    return cache.seal(content).decode()
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"algorithm": "03"}', '{"algorithm": "no"}', '{"algorithm": 1}', "[1]"]
+    "text",
+    [
+        *("", "{}", '{"algorithm": "02"}', "[" * 200_000, sealed(algorithm="02").replace("02", "00")),
+        *(sealed(algorithm=found) for found in ("03", "no", 1, None)),
+        sealed(other=1),
+    ],
 )
 def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: Any, text: str) -> None:
     plan = _Plan()
-    path = algorithms._file(plan)  # type: ignore[arg-type]
+    path = tmp_path / "products" / algorithms._name(plan)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True)
     path.write_text(text)
     algorithms.tune(plan, product(plan, driver, []), 7)

@@ -16,7 +16,8 @@ PACKAGES = {
     "core": tuple(
         f"fp8kit.{name}"
         for name in (
-            *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
+            *("errors", "arguments", "settings", "slowness", "cache", "formats", "arrays", "devices"),
+            *("dlpack", "codec", "lru"),
             *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
             *("quantization", "blocks", "accumulation", "autocast", "packing", "printing", "tiles"),
             *("moments", "raw_kernels"),

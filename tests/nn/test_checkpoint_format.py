@@ -265,3 +265,28 @@ def test_what_is_no_file_is_not_read(tmp_path, kind):
         with pytest.raises(CheckpointError, match=r"path: got .*(x|zero)'?, expected a"):
             use(path)
     assert os.path.lexists(path) == before
+
+
+def test_a_pipe_that_comes_between_is_not_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    os.mkfifo(path)
+    monkeypatch.setattr(checkpoint_format.os, "stat", lambda path: os.lstat(__file__))
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        serialization.read(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link to a file", "folder"])
+def test_a_save_neither_waits_for_nor_removes_what_only_looks_like_a_leftover(tmp_path, kind):
+    left, other = tmp_path / ".x.01234567.tmp", tmp_path / "other"
+    if kind == "folder":
+        left.mkdir()
+    elif kind == "link to a file":
+        other.write_text("mine")
+        left.symlink_to("other")
+    else:
+        os.mkfifo(other if kind.startswith("link") else left)
+        if kind.startswith("link"):
+            left.symlink_to("other")
+    fk.save(tmp_path / "x", {"a": np.ones(2)})
+    assert os.path.lexists(left)
+    assert serialization.read(tmp_path / "x")[0]["a"].tolist() == [1, 1]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8kit import cache
 from fp8kit.backends.cuda import compile as kernel_compiler
 from fp8kit.backends.cuda.compile import arch_of, cache_key, compile_cubin, parse_resources
 from fp8kit.errors import BackendError
@@ -42,13 +43,47 @@ def test_a_second_call_takes_the_kept_cubin(tiny: Path, monkeypatch: pytest.Monk
     assert compile_cubin("tiny.cu", ONE, "sm_90a") == first
 
 
-def test_a_damaged_entry_is_compiled_again(tiny: Path) -> None:
+def _flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "more").write_text("")
+
+
+def _a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "one bit": _flipped,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "deep JSON": lambda path: path.write_text("[" * 200_000),
+    "JSON of another shape": lambda path: path.write_text('{"log": 3, "resources": [1]}'),
+    "other notes": lambda path: path.write_bytes(cache.seal({"cubin": "0" * 64, "log": "", "resources": {}})),
+    "a folder": _a_folder,
+    "a pipe": _a_pipe,
+}
+
+
+@pytest.mark.parametrize("kind", [".cubin", ".json"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_entry_is_compiled_again(tiny: Path, how: str, kind: str) -> None:
+    """Found by its digest, and put right for the next reader."""
     first = compile_cubin("tiny.cu", ONE, "sm_90a")
     whole = first.path.read_bytes()
-    first.path.write_bytes(b"")
-    assert compile_cubin("tiny.cu", ONE, "sm_90a").path.read_bytes()[:4] == whole[:4]
-    first.path.with_suffix(".json").write_text("{")
-    assert compile_cubin("tiny.cu", ONE, "sm_90a").resources == first.resources
+    DAMAGES[how](first.path.with_suffix(kind))
+    again = compile_cubin("tiny.cu", ONE, "sm_90a")
+    assert (again.path, again.resources) == (first.path, first.resources)
+    assert first.path.read_bytes() == whole
+    assert kernel_compiler._kept(first.path.stem) == again
 
 
 def test_the_key_covers_source_header_defines_architecture_options_and_version(
@@ -98,11 +133,25 @@ def test_an_error_carries_the_whole_log(sources: Path) -> None:
         compile_cubin("bad.cu", (), "sm_90a")
 
 
-def test_an_unwritable_cache_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(BackendError, match="FP8KIT_CACHE_DIR"):
-        compile_cubin("tiny.cu", ONE, "sm_90a")
+@pytest.mark.parametrize("why", ["cannot be written", "is not used"])
+def test_without_a_cache_kernels_last_for_the_process(
+    why: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "other"
+    if why == "is not used":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.write_text("")
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(folder))
+    first = compile_cubin("tiny.cu", ONE, "sm_90a")
+    assert first.path.read_bytes()[:4] == b"\x7fELF"
+    assert folder not in first.path.parents
+    assert compile_cubin("tiny.cu", ONE, "sm_90a") == first
+    assert [why in record.message for record in caplog.records] == [True]
+    assert "FP8KIT_CACHE_DIR" in caplog.text
+    with pytest.raises(BackendError, match=r"warmup: cache folder: got .*other/kernels', expected a folder"):
+        cache.want("warmup", "kernels")
 
 
 def test_resources_are_read_from_the_log(sources: Path) -> None:

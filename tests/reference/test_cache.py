@@ -87,9 +87,8 @@ def test_a_cache_that_cannot_be_written_is_told_of_and_nothing_is_kept(variable,
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(
-        r"the cache folder \S*file/cache\S* cannot be written \(Not a directory\): every process compiles "
-        r"the CPU engine's functions anew, and keeps nothing; set FP8KIT_CACHE_DIR to a folder that can be "
-        r"written\n",
+        r"the cache folder \S*file/cache\S* cannot be written \(Not a directory\): what is compiled "
+        r"lasts for this process alone; set FP8KIT_CACHE_DIR to a folder that can be written\n",
         done.stderr,
     )
     assert not list(tmp_path.rglob("*.nbi")) + list(tmp_path.rglob("__pycache__"))

@@ -11,18 +11,14 @@ give other bits in another process, say so (``OpImpl.deterministic``), and are l
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
-import json
 import statistics
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
-from fp8kit import settings
+from fp8kit import cache
 from fp8kit.arrays import Device
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda.compile import publish
 from fp8kit.backends.cuda.cublaslt import Plan, bindings
 from fp8kit.backends.cuda.device import provider
 from fp8kit.errors import BackendError
@@ -115,34 +111,34 @@ def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, flo
     return {candidate: statistics.median(times[candidate] for times in rounds) for candidate in best}
 
 
-@cache
+@functools.cache
 def _where(device_index: int) -> str:
     """What an answer holds for: this kind of device with this cuBLASLt."""
     name = launch.runtime().getDeviceProperties(device_index)["name"]
     return f"{name.decode() if isinstance(name, bytes) else name}, cuBLASLt {bindings().get_version()}"
 
 
-def _file(plan: Plan) -> Path:
+def _name(plan: Plan) -> str:
     text = f"{_where(plan.device)}, {plan.key}"
-    return settings.cache_dir() / "products" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def _recall(plan: Plan) -> bytes | None:
     """The kept answer, or None where there is none that can be read."""
+    kept = cache.read("products", _name(plan))
+    found = None if kept is None else cache.unseal(kept[1])
     try:
-        return bytes.fromhex(json.loads(_file(plan).read_text())["algorithm"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return None if found is None else bytes.fromhex(found["algorithm"])
+    except (KeyError, TypeError, ValueError):  # another fp8kit's
         return None
 
 
 def _keep(plan: Plan, times: dict[int, float]) -> None:
-    """Write the answer; a folder that cannot be written costs the next process its own timing, nothing
-    else."""
+    """Keep the answer for the next process."""
     kept = {
         "where": _where(plan.device),
         "product": str(plan.key),
         "algorithm": plan.chosen.hex(),
         "seconds": times,
     }
-    with contextlib.suppress(OSError):
-        publish(_file(plan), f"{json.dumps(kept, indent=1)}\n".encode())
+    cache.write("products", _name(plan), cache.seal(kept))

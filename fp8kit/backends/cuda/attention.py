@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from fp8kit import slowness
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import cudnn_sdpa, flash, launch, unfused
 from fp8kit.backends.cuda.attention_problem import Problem, problem
@@ -162,9 +163,30 @@ def attention_workspace(
     """See ``backends.protocol``. For the current device."""
     about, device = problem(q, k, v, dtype, spec, strides), launch.runtime().getDevice()
     path = _path(about, backward, deterministic, device, dbias is not None)
+    _say_slow(path, about, dbias is not None)
     if path is cudnn_sdpa:
         return cudnn_sdpa.workspace(about, backward, deterministic, device)
     return flash.workspace(about, backward) if path is flash else unfused.workspace(about, backward, dbias)
+
+
+UNFUSED = "attention is made of products and a softmax kernel, several times slower"
+OWN = "large attention runs by fp8kit's own kernels, which take about twice as long"
+
+
+def _say_slow(path: ModuleType, about: Problem, dbias: bool) -> None:
+    """Once for each reason; a plan asks for its workspace once."""
+    if path is unfused:
+        why = flash.why_not(about, dbias)
+        slowness.say(f"attention with {why}", UNFUSED, "`fp8kit info --attention` explains")
+    elif path is flash and _multiply_adds(about) >= _LARGE:
+        say_missing()
+
+
+def say_missing() -> None:
+    """Why cuDNN is not used in this process, where it is not."""
+    if (absent := cudnn_sdpa.missing()) is not None:
+        cause, _, cure = absent.rpartition("; ")
+        slowness.say(cause, OWN, cure)
 
 
 def explain(

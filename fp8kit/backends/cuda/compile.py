@@ -2,24 +2,20 @@
 
 CuPy's own compile step flushes float32 subnormals (``-ftz=true``), never targets ``sm_90a`` and does not see
 edited headers; so the engine has its own. A cubin's name is the digest of everything that went into it: the
-source, every header it includes, defines, options, architecture and NVRTC's version. It is written to a
-temporary file and renamed, so processes may compile the same kernel at once.
+source, every header it includes, defines, options, architecture and NVRTC's version. Its notes, a JSON file
+beside it, have the digest of what came out. Processes may compile the same kernel at once (``cache``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import json
-import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8kit import settings
+from fp8kit import cache
 from fp8kit.errors import ArgumentError, BackendError, install
 from fp8kit.raw_kernels import manifest
 
@@ -120,32 +116,33 @@ def compile_cubin(
     """The cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the cache or
     freshly compiled. ``unit``: a text from elsewhere, to be compiled under that name instead.
 
-    BackendError where NVRTC is missing, the cache folder cannot be written, or the source does not compile
-    (with NVRTC's whole log).
+    BackendError where NVRTC is missing or the source does not compile (with NVRTC's whole log).
     """
-    folder = settings.cache_dir() / "kernels"
     unit = unit or manifest.unit(name)
-    path = folder / f"{Path(name).stem}-{cache_key(name, defines, arch, unit)[:32]}.cubin"
-    notes = path.with_suffix(".json")
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: compile again
-        if path.stat().st_size:
-            kept = json.loads(notes.read_text(encoding="utf-8"))
-            return CompiledKernel(
-                path, kept["log"], {f: Resources(**r) for f, r in kept["resources"].items()}
-            )
+    stem = f"{Path(name).stem}-{cache_key(name, defines, arch, unit)[:32]}"
+    if (kept := _kept(stem)) is not None:
+        return kept
     cubin, log = _compile(name, defines, arch, unit)
     resources = parse_resources(log)
-    try:
-        publish(
-            notes,
-            json.dumps({"log": log, "resources": {f: asdict(r) for f, r in resources.items()}}).encode(),
-        )
-        publish(path, cubin)
-    except OSError as error:
-        raise BackendError(
-            f"compile: {folder}: cannot be written ({error}); set FP8KIT_CACHE_DIR to a writable folder"
-        ) from error
+    used = {function: asdict(found) for function, found in resources.items()}
+    notes = {"cubin": hashlib.sha256(cubin).hexdigest(), "log": log, "resources": used}
+    # the cubin first: notes without it would say what it is to be
+    path = cache.write("kernels", f"{stem}.cubin", cubin)
+    cache.write("kernels", f"{stem}.json", cache.seal(notes))
     return CompiledKernel(path, log, resources)
+
+
+def _kept(stem: str) -> CompiledKernel | None:
+    """What is in the cache, whole; None where it is not."""
+    cubin, notes = (cache.read("kernels", f"{stem}.{kind}") for kind in ("cubin", "json"))
+    found = None if cubin is None or notes is None else cache.unseal(notes[1])
+    if found is None or cubin is None or found.get("cubin") != hashlib.sha256(cubin[1]).hexdigest():
+        return None
+    try:
+        used = {name: Resources(**resources) for name, resources in found["resources"].items()}
+        return CompiledKernel(cubin[0], found["log"], used)
+    except (KeyError, TypeError, AttributeError):  # another fp8kit's
+        return None
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
@@ -205,19 +202,3 @@ def _text(size: int, fill: Any) -> str:
     out = b" " * size
     fill(out)
     return out.rstrip(b"\0").decode(errors="replace")
-
-
-def publish(path: Path, content: bytes) -> None:
-    """Write a file of the cache, whole or not at all, and its folder. OSError where that is impossible."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem + ".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -31,6 +31,7 @@ from fp8kit.lru import LRU
 NAME = "cuDNN"
 _OLDEST = 90600
 _FAULTY = (91000, 91001, 91400)  # releases with known faults in 16-bit attention
+_NEWER = "install 9.19 or later: pip install --upgrade nvidia-cudnn-cu13"
 _VECTOR = 16  # bytes
 _ITEM = 2  # bytes of an element: bfloat16 and float16 only
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
@@ -95,10 +96,9 @@ def missing() -> str | None:
     except RuntimeError as error:
         return f"libcudnn.so.9 cannot be found ({error}); install it with: pip install nvidia-cudnn-cu13"
     if version < _OLDEST or version in _FAULTY:
-        return (
-            f"cuDNN {version} is {'too old' if version < _OLDEST else 'known to be faulty'}; "
-            "install 9.19 or later"
-        )
+        name = f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+        why = "is too old" if version < _OLDEST else "is known to be faulty in 16-bit attention"
+        return f"{name} {why}; {_NEWER}"
     return None
 
 

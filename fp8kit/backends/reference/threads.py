@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from typing import Any, TypeVar, overload
 
 import numba
 
-from fp8kit import settings
+from fp8kit import cache, settings, slowness
+from fp8kit.backends.reference.kept import keep
 from fp8kit.errors import BackendError
 
 _LIBRARY = "libtbb.so.12"
@@ -57,26 +57,35 @@ def _use_tbb() -> None:
 
 def _cache() -> bool:
     """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own. Whether
-    that can be written: where it cannot, Numba would go on to folders of its own choice, the package's among
-    them, and so nothing is kept at all.
+    that may be read and can be written: where it cannot, Numba would go on to folders of its own choice, the
+    package's among them, and so nothing is kept at all.
 
     Numba looks at the file of the compiled function alone, not at those it calls into; so the folder's name
-    is a digest of the engine.
+    is a digest of the engine and of Numba's version.
     """
     if "NUMBA_CACHE_DIR" not in os.environ:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(numba.__version__.encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
         numba.config.CACHE_DIR = str(settings.cache_dir() / "numba" / digest.hexdigest()[:16])
-    why = settings.unwritable(Path(numba.config.CACHE_DIR))
-    if why is not None:
-        logging.getLogger("fp8kit").warning(
-            "the cache folder %s cannot be written (%s): every process compiles the CPU engine's functions "
-            "anew, and keeps nothing; set FP8KIT_CACHE_DIR to a folder that can be written",
-            numba.config.CACHE_DIR,
-            why,
+    folder = Path(numba.config.CACHE_DIR)
+    if (why := cache.why_not(folder, inside=True)) is not None:
+        cache.tell_distrusted(folder, why)
+        return False
+    if (why := cache.unwritable(folder)) is not None:
+        cache.tell(folder, why)
+        return False
+    return True
+
+
+def _want_compiled() -> None:
+    """Warn where Numba is told to interpret what it should compile."""
+    if numba.config.DISABLE_JIT:
+        slowness.say(
+            "NUMBA_DISABLE_JIT is set",
+            "the CPU engine's functions run in Python, some thousand times slower",
+            "unset it",
         )
-    return why is None
 
 
 @overload
@@ -89,9 +98,12 @@ def njit(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
     Used bare or with Numba's options: ``@njit``, ``@njit(parallel=True)``.
     """
-    decorate = numba.njit(cache=_KEPT, nogil=True, error_model="numpy", **options)
-    return decorate if function is None else decorate(function)
+    if function is None:
+        return lambda given: njit(given, **options)
+    compiled = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    return keep(compiled) if _KEPT else compiled
 
 
 _use_tbb()
+_want_compiled()
 _KEPT = _cache()
