@@ -84,6 +84,12 @@ def _want_equal_rotations(a: _Operand, b: _Operand) -> None:
         raise FormatError("matmul", "rotations", " @ ".join(said), wanted)
 
 
+def check_rotations(a: QuantizedArray, b: QuantizedArray) -> None:
+    """FormatError where a and b, as ``a @ b`` sees them, were rotated and their rotations do not cancel."""
+    if a.rotation or b.rotation:
+        _want_equal_rotations(_left(a), _right(b))
+
+
 def _shapes(a: QuantizedArray, b: QuantizedArray) -> None:
     if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
         raise ShapeError("matmul", "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
@@ -186,14 +192,19 @@ def _decoded_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kerne
     exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
     workspace = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
     kernels.gemm(wide_a, wide_b, exact, layout, None, None, workspace, stream)
-    native = arrays.provider(out.device).native
-    for tensor in (a, b):
-        if tensor._tensor_scale_inv is not None:
-            product = native(exact)
-            with np.errstate(all="ignore"):
-                product *= native(tensor._tensor_scale_inv)
+    times_tensor_scales(a, b, exact)
     if exact is not out:
         kernels.copy(exact, out, stream)
+
+
+def times_tensor_scales(a: QuantizedArray, b: QuantizedArray, product: ArrayView) -> None:
+    """Multiply a float32 product by the scales of NVFP4's tensors, a's first."""
+    native = arrays.provider(product.device).native
+    for tensor in (a, b):
+        if tensor._tensor_scale_inv is not None:
+            values = native(product)
+            with np.errstate(all="ignore"):
+                values *= native(tensor._tensor_scale_inv)
 
 
 def _wide(tensor: QuantizedArray) -> ArrayView:
