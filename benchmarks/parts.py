@@ -51,7 +51,7 @@ PARTS = (
     Part("error", "a Linear's error against float64, for each recipe", error.error_part),
     Part(
         "arithmetic",
-        "cuBLASLt's products beside the model of Hopper's tensor cores, bit for bit; minutes",
+        "cuBLASLt's products beside the model of Hopper's tensor cores, bit for bit, and the model's time",
         arithmetic.arithmetic_part,
         usual=False,
     ),

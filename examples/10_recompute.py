@@ -4,6 +4,7 @@ Shows: ``fk.checkpoint`` keeps a layer's input and none of its activations; back
 dropout and FP8 scales included, and every gradient has the same bits. Needs: a CPU, or a GPU.
 """
 
+import gc
 import tracemalloc
 
 import numpy as np
@@ -16,6 +17,7 @@ DEVICE = default_device()
 
 def in_use() -> int:
     """Bytes that arrays occupy on the default device."""
+    gc.collect()  # else what nobody holds any more might be freed between two looks
     if DEVICE.kind == "cuda":
         import cupy
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit import accumulation as models
-from fp8kit import arrays, formats
+from fp8kit import arrays, formats, quantized_product
 from fp8kit.arguments import shown
 from fp8kit.arrays import ArrayView
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.float8 import Float8Tensor
 from fp8kit.quantization import TILES
+from fp8kit.tiles import tiling
 
 
 def matmul(
@@ -27,10 +28,12 @@ def matmul(
 
     With scales of tensors or rows the sum of codes is multiplied by both scales at the end, in float32. With
     blocks along K each block is summed by itself, multiplied by its two scales and added to a float32 sum.
-    Modelled sums take formats of at most 5 exponent bits, and blocks that run along K.
+    NVFP4's scales of tensors multiply the float32 result. Modelled sums take formats of at most 5 exponent
+    bits, and rows and blocks that run along K.
 
-    Raises FormatError for what is no quantised array, for a format or a scaling that does not fit, ShapeError
-    where the inner sizes differ, ArgumentError for another ``accumulate``.
+    Raises FormatError for what is no quantised array, for a format or a scaling that does not fit, and for
+    rotations that do not cancel; ShapeError where the inner sizes differ, ArgumentError for another
+    ``accumulate``.
     """
     op = "matmul"
     for name, value in (("a", a), ("b", b)):
@@ -45,30 +48,39 @@ def matmul(
         raise ShapeError(op, "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
     if a.device != b.device:
         raise FormatError(op, "b", b.device, f"an array on {a.device}")
+    quantized_product.check_rotations(a, b)
     models.check_formats(op, a.format, b.format)
     operands = [_operand(name, value) for name, value in (("a", a), ("b", b.T))]
     widths = {tile[1] for _, _, tile in operands if tile[1]}
     if len(widths) > 1:
         got = f"{a.scaling!r} and {b.scaling!r}"
         raise FormatError(op, "scaling", got, "blocks of the same length along K")
-    where = a.device
+    where, stream = a.device, arrays.current_stream(a.device)
     out = arrays.empty((*a.shape[:-1], b.shape[1]), kind, where)
+    if not out.size:
+        return arrays.to_library(out, a.data)
+    two_level = a._tensor_scale_inv is not None or b._tensor_scale_inv is not None
+    wide = arrays.empty(out.shape, formats.float32, where) if two_level else out
     (left, scale_a, tile_a), (right, scale_b, tile_b) = operands
-    if out.size:
-        call = left, right, out.rows(), a.format, b.format, scale_a, scale_b, tile_a, tile_b, how, None, None
-        dispatch.kernels(where).model_gemm(*call, arrays.current_stream(where))
+    kernels = dispatch.kernels(where)
+    call = left, right, wide.rows(), a.format, b.format, scale_a, scale_b, tile_a, tile_b, how, None, None
+    kernels.model_gemm(*call, stream)
+    if two_level:
+        quantized_product.times_tensor_scales(wide, a._tensor_scale_inv, b._tensor_scale_inv)
+        kernels.copy(wide.rows(), out.rows(), stream)
     return arrays.to_library(out, a.data)
 
 
 def _operand(name: str, tensor: Float8Tensor) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
-    """(codes (rows, K), scale_inv, tile) of a factor whose rows run along K."""
+    """(codes (rows, K), scale_inv, tile) of a factor whose rows run along K; of NVFP4 without the tensor's
+    scale."""
     tile = TILES[tensor.scaling]
-    if tensor._flipped and tile[0] != tile[1]:
+    if not tensor.along and tile[0] != tile[1]:
         wanted = 'blocks or rows along K: "along" of fk.quantize says which way they run'
         raise FormatError("matmul", name, f"scaling {tensor.scaling!r} across K", wanted)
-    rows = tensor._codes.rows().shape
-    down, across = (max(1, -(-n // (t or max(n, 1)))) for n, t in zip(rows, tile, strict=True))
-    scales = tensor._scale_inv.reshape(down, across)
+    stored = tensor._scale_inv if tensor._tensor_scale_inv is None else tensor._scales_of_codes()
+    grid = tiling(tensor.scaling, tensor._codes.rows().shape, tensor._along)[1]
+    scales = stored.reshape(*(grid if len(grid) == 2 else (1, 1)))
     if tensor._flipped:
         scales = scales.transpose(1, 0)
     return arrays.contiguous(tensor._matrix()), scales, tile

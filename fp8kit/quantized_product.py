@@ -85,6 +85,12 @@ def _want_equal_rotations(a: _Operand, b: _Operand) -> None:
         raise FormatError("matmul", "rotations", " @ ".join(said), wanted)
 
 
+def check_rotations(a: QuantizedArray, b: QuantizedArray) -> None:
+    """FormatError where a and b, as ``a @ b`` sees them, were rotated and their rotations do not cancel."""
+    if a.rotation or b.rotation:
+        _want_equal_rotations(_left(a), _right(b))
+
+
 def _shapes(a: QuantizedArray, b: QuantizedArray) -> None:
     if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
         raise ShapeError("matmul", "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
@@ -189,14 +195,20 @@ def _decoded_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kerne
     exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
     workspace = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
     kernels.gemm(wide_a, wide_b, exact, layout, None, None, workspace, stream)
-    native = arrays.provider(out.device).native
-    for scale, shape in ((scale_a, (-1, 1)), (scale_b, (1, -1))):
-        if scale is not None:
-            product = native(exact)
-            with np.errstate(all="ignore"):
-                product *= native(scale).reshape(shape)
+    times_tensor_scales(exact, scale_a, scale_b)
     if exact is not out:
         kernels.copy(exact, out, stream)
+
+
+def times_tensor_scales(product: ArrayView, scale_a: ArrayView | None, scale_b: ArrayView | None) -> None:
+    """Multiply a float32 product by the scales of its NVFP4 factors' tensors, or of a's and b's rows along
+    the contraction, a's first."""
+    native = arrays.provider(product.device).native
+    for scale, shape in ((scale_a, (-1, 1)), (scale_b, (1, -1))):
+        if scale is not None:
+            values = native(product)
+            with np.errstate(all="ignore"):
+                values *= native(scale).reshape(shape)
 
 
 def _wide(tensor: QuantizedArray, along_k: bool) -> tuple[ArrayView, ArrayView | None]:

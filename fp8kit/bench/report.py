@@ -15,7 +15,8 @@ it is one of a wrong result ("WRONG: ..."). The rest are figures:
 * ``peak_gib``: parameters, gradients and all that a step allocates (on the CPU that alone). ``first_step_s``:
   making the module and its first step.
 * ``tbps``: 10^12 bytes a second, read and written; ``tflops``: 10^12 floating-point operations a second;
-  ``of_copy``, ``of_best``: shares.
+  ``of_copy``, ``of_best``: shares. ``same``: share of elements with another program's bits; ``splits``: parts
+  that a contraction is cut into.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ COLUMNS = {
     "peak_gib": "8.3f",
     "first_step_s": "7.3f",
     "seconds": "7.3f",
+    "same": "9.6f",
+    "splits": "6.0f",
     "tbps": "6.3f",
     "tflops": "6.0f",
     "of_copy": "7.3f",

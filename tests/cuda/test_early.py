@@ -15,6 +15,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.cuda.device import provider
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import E4M3, bfloat16, float32, uint8
+from fp8kit.quantization import Quantizer
 from fp8kit.raw_kernels import manifest
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +81,11 @@ class Memory:
         return self
 
 
+LINES = Quantizer(E4M3, "mx_1x32", scale_rule="te")
+GRIDS = {1: (ROWS, COLUMNS // 32), 0: (ROWS // 32, COLUMNS)}  # of its scales, by the dimension they lie along
+
 Call = Callable[[Any, ArrayView, Memory], None]
+# what is called, and how, where its name alone does not say it
 CALLS: dict[str, Call] = {
     "amax": lambda k, x, r: k.amax(x, r.blank(1), x.shape, 0),
     "quantize_transpose": lambda k, x, r: k.quantize_transpose(
@@ -149,6 +154,28 @@ CALLS: dict[str, Call] = {
     "unpermute_probs": lambda k, x, r: k.unpermute_probs(
         x, x, r.places(), r.blank(ROWS, 8, dtype=bfloat16), 0
     ),
+    **{
+        f"rotate along {along}": lambda k, x, r, along=along: k.rotate(
+            x, r.blank(ROWS, COLUMNS), r.blank(1), 32, "te", along, None, 0
+        )
+        for along in (1, 0)
+    },
+    **{
+        f"cast_blocks along {along}": lambda k, x, r, along=along: k.cast_blocks(
+            x,
+            r.blank(ROWS, COLUMNS, dtype=uint8),
+            *(r.blank(*GRIDS[along], dtype=kind) for kind in (float32, uint8)),
+            r.blank(ROWS, COLUMNS, dtype=bfloat16),
+            None,
+            None,
+            LINES,
+            along,
+            0,
+            None,
+            0,
+        )
+        for along in (1, 0)
+    },
     "scale_from_amax": lambda k, x, r: k.scale_from_amax(
         ArrayView(x.ptr, (16,), float32, GPU, x), r.blank(16), r.blank(16), 448.0, False, 0.0, 3e38, 0
     ),
@@ -158,7 +185,8 @@ CALLS: dict[str, Call] = {
 def test_every_early_kernel_has_a_call() -> None:
     """update_delayed changes what it reads, and is left to the tests of whole steps."""
     early = {function for entry in manifest.sources() for function in entry.early}
-    called = {f for name in CALLS for functions in manifest.uses(name).values() for f in functions}
+    operations = {name.partition(" ")[0] for name in CALLS}
+    called = {f for name in operations for functions in manifest.uses(name).values() for f in functions}
     assert early - called == {"update_delayed"}
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.arithmetic import DATA, PAIRS, compare, operand
+from benchmarks.arithmetic import DATA, PAIRS, codes, compare, values
 from fp8kit import arrays
 from fp8kit.accumulation import ACCUMULATIONS
 from fp8kit.arrays import ArrayView, Device
@@ -33,14 +33,14 @@ def _hopper() -> None:
 @pytest.mark.parametrize("k", [32, 64, 128, 512, 4096])
 def test_every_bit_of_a_product(k: int, pair: tuple[Format, Format], spread: float, mode: str) -> None:
     draw = np.random.default_rng(k)
-    a, b = (operand(draw, 1024, k, fmt, spread) for fmt in pair)
+    a, b = (codes(values(draw, 1024, k, spread, GPU), fmt) for fmt in pair)
     found = compare(a, b, pair, ACCUMULATIONS[f"hopper_{mode}"], mode == "fast", GPU)
     assert (found.same, found.splits) == (1.0, 1)
 
 
 def test_a_contraction_that_is_split_is_said_and_differs() -> None:
     draw = np.random.default_rng(0)
-    a, b = (operand(draw, rows, 8192, PAIRS[0][0], 0.0) for rows in (64, 128))
+    a, b = (codes(values(draw, rows, 8192, 0.0, GPU), PAIRS[0][0]) for rows in (64, 128))
     found = compare(a, b, PAIRS[0], ACCUMULATIONS["hopper_fast"], True, GPU)
     assert found.splits > 1
     assert found.same < 0.5

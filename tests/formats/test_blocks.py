@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ml_dtypes import float4_e2m1fn, float8_e4m3fn
 
 from fp8kit import blocks, codec
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.formats import E2M1, E4M3, E5M2, MXINT8, Format, float32
 from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, Quantizer
 from fp8kit.testing import assert_close
+from tests.support.nvfp4 import transcribed
 from tests.support.torchao_bytes import AMAXES, FORMATS, PATH, RULES
 
 MAX = np.finfo(np.float32).max
@@ -104,19 +104,6 @@ def test_scales_of_all_bytes() -> None:
     np.testing.assert_array_equal(scale[:255], 2.0 ** (127.0 - np.arange(255)))
     np.testing.assert_array_equal(inverse[:255], 2.0 ** (np.arange(255) - 127.0))
     assert np.isnan([scale[255], inverse[255]]).all()
-
-
-def transcribed(x: np.ndarray, amax: np.ndarray, tensor_amax: np.float32) -> tuple[np.ndarray, ...]:
-    """NVFP4 of values that each have the amax of their block, from the paper's formulas, by ml_dtypes."""
-    f = np.float32
-    with np.errstate(over="ignore", divide="ignore"):
-        most = f(448) * f(6)
-        s = min(most / tensor_amax, f(MAX)) if tensor_amax > 0 else f(1)
-        d = f(1) / s
-        c = np.minimum(amax * (s * (f(1) / f(6))), f(448)).astype(float8_e4m3fn)
-        enc = np.minimum(f(1) / (c.astype(f) * d), f(MAX))
-        q = np.clip(x * enc, f(-6), f(6)).astype(float4_e2m1fn)
-    return c.view(np.uint8), q.view(np.uint8), c.astype(f) * d, d
 
 
 @pytest.mark.parametrize("exponent", [0, -30, 60, -149, 127])

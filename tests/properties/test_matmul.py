@@ -1,7 +1,9 @@
-"""``fk.matmul``: any formats, scalings, shapes and sums, within the bound of their arithmetic on the CPU, and
-with the same bits on a GPU."""
+"""``fk.matmul`` and ``a @ b``: any formats, scalings, orientations, rotations, shapes and sums. Modelled sums
+have the bits of Python's fractions, and those of a GPU; the device's own stay within their bound."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8kit as fk
+from fp8kit import codec
 from fp8kit.accumulation import ACCUMULATIONS
-from fp8kit.errors import ArgumentError, Fp8kitError
-from fp8kit.testing import assert_same_bits
+from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
+from fp8kit.formats import E4M3
+from fp8kit.quantization import TILES
+from fp8kit.testing import assert_close, assert_same_bits, sum_slack
+from fp8kit.testing.contract.model_gemm import model_gemm_oracle
+from tests.support.casts import NAMED, How, any_format, hows
 from tests.support.draws import attempt, examples, host, seeds, values
 
 FORMATS = [fk.E4M3, fk.E5M2, fk.E2M1, fk.Format("E3M4", 3, 4)]
@@ -23,6 +30,118 @@ sums = st.builds(
     st.integers(1, 70),
     st.integers(0, 4),
 ) | st.sampled_from(list(ACCUMULATIONS.values()))
+
+
+def narrow(fmt):
+    """A format whose products are exact in float64 and whose values float32 holds with all scales."""
+    fits = fmt is not None and fmt.exponent_bits <= 5 and 1e-9 < fmt.max < 1e9
+    return fmt if fits else fk.E2M3
+
+
+NARROW = st.sampled_from(NAMED).map(narrow) | any_format().map(narrow)
+
+
+def calm(shape, seed):
+    """Finite float32 values within some binades of 1, zeros among them."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal(shape) * np.exp2(random.integers(-3, 4, shape))
+    return (x * (random.random(shape) > 0.1)).astype(np.float32)
+
+
+def factor(shape, how, flipped, seed):
+    """A quantised matrix of this shape; ``flipped``: the transposed of one that lies the other way."""
+    x = calm(shape, seed)
+    return how.cast(np.ascontiguousarray(x.T)).T if flipped else how.cast(x)
+
+
+def exactly(q):
+    """The values of a quantised matrix without a rotation's way back, float64, and what multiplies them."""
+    wide = codec.decode(np.asarray(q.data), q.format)
+    tile = TILES[q.scaling] if q.along else TILES[q.scaling][::-1]
+    scales = q.scale_inv
+    if q.tensor_scale_inv is not None:
+        scales = codec.decode(q.scale_codes, E4M3)
+    down, across = np.indices(q.shape)
+    tile = tuple(t or max(n, 1) for t, n in zip(tile, q.shape, strict=True))
+    grid = tuple(max(1, -(-n // t)) for n, t in zip(q.shape, tile, strict=True))
+    scales = np.asarray(scales, np.float64)
+    scales = scales.T if q._flipped and scales.ndim == 2 else scales
+    own = 1.0 if q.tensor_scale_inv is None else float(q.tensor_scale_inv[0])
+    return wide * scales.reshape(grid)[down // tile[0], across // tile[1]], own
+
+
+@st.composite
+def pairs(draw, **fixed):
+    """(how of the left factor, of the right one, whether each is the transposed of what was cast). Rotated
+    alike, along the contraction, or not at all."""
+    left, right = draw(hows(**fixed)), draw(hows(**fixed))
+    flips = draw(st.booleans()), draw(st.booleans())
+    left = How(**(vars(left) | {"format": draw(NARROW)}))
+    right = How(**(vars(right) | {"format": draw(NARROW)}))
+    if left.hadamard or right.hadamard:
+        same = {"hadamard": left.hadamard or 16, "signs": left.signs, "seed": left.seed}
+        left = How(**(vars(left) | same | {"along": 1 - flips[0]}))
+        right = How(**(vars(right) | same | {"along": int(flips[1])}))
+    return left, right, flips
+
+
+@examples(150)
+@given(st.tuples(*[st.sampled_from([1, 3, 17, 48, 130])] * 3), pairs(), seeds)
+def test_products_are_those_of_the_values(mnk, pair, seed):
+    """a @ b, in any orientation; products of rotated factors are those of the rotated values."""
+    (m, n, k), (left, right, flips) = mnk, pair
+    a, b = factor((m, k), left, flips[0], seed), factor((k, n), right, flips[1], seed + 1)
+    (wide_a, own_a), (wide_b, own_b) = exactly(a), exactly(b)
+    with np.errstate(all="ignore"):
+        got = host(a @ b)
+        size = np.abs(wide_a) @ np.abs(wide_b) * (own_a * own_b)
+        exact = wide_a @ wide_b * (own_a * own_b)
+    if (size > 1e30).any():
+        return
+    # two operands whose scales round, and two scales of tensors
+    assert_close("a @ b", got, exact, "float32", sum_slack(size, k + 8) + 2.0**-120)
+    assert "because" in a.explain(b)
+
+
+@examples(100)
+@given(
+    st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.sampled_from([1, 15, 33, 70])),
+    pairs(hadamard=0),
+    sums,
+    st.integers(0, 3),
+    seeds,
+)
+def test_modelled_sums_have_the_bits_of_fractions(mnk, pair, how, fit, seed):
+    if isinstance(how, Fp8kitError):
+        return
+    (m, n, k), (left, right, flips) = mnk, pair
+    if fit:  # blocks of one length, along the contraction
+        left = How(**(vars(left) | {"along": 1 - flips[0]}))
+        length = TILES[left.scaling][1]
+        own = [name for name, tile in TILES.items() if tile[1] in (length, 0) or not length]
+        scaling = own[seed % len(own)]
+        right = How(**(vars(right) | {"scaling": scaling, "rule": None, "along": int(flips[1])}))
+    a, b = factor((m, k), left, flips[0], seed), factor((k, n), right, flips[1], seed + 1).T
+    got = attempt(lambda: fk.matmul(a, b.T, accumulate=how))
+    tiles = [TILES[q.scaling] for q in (a, b)]
+    across = any(not q.along and tile[0] != tile[1] for q, tile in zip((a, b), tiles, strict=True))
+    refused = across or len({tile[1] for tile in tiles if tile[1]}) > 1
+    assert isinstance(got, FormatError) == refused, got
+    if refused:
+        return
+    given_ = {"out": np.zeros((m, n), np.float32), "accumulation": how, "bias": None, "addend": None}
+    for name, q, tile, rows in zip("ab", (a, b), tiles, (m, n), strict=True):
+        two_level = q.tensor_scale_inv is not None
+        scales = codec.decode(q.scale_codes, E4M3).astype(np.float32) if two_level else q.scale_inv
+        scales = scales.T if q._flipped and scales.ndim == 2 else scales
+        grid = [max(1, -(-size // (t or size))) for size, t in zip((rows, k), tile, strict=True)]
+        given_ |= {name: np.ascontiguousarray(q.data), f"{name}_format": q.format, f"{name}_tile": tile}
+        given_[f"{name}_scale_inv"] = np.asarray(scales).reshape(grid)
+    with np.errstate(all="ignore"):
+        want = model_gemm_oracle(SimpleNamespace(**given_))["out"]
+        for q in (a, b):
+            want = want if q.tensor_scale_inv is None else want * q.tensor_scale_inv[0]
+    assert_same_bits(f"{how}", got, want)
 
 
 def operands(m, n, k, pair, scalings, seed):

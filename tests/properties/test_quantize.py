@@ -12,27 +12,13 @@ from fp8kit import codec, formats, quantization
 from fp8kit.backends.reference.philox import words
 from fp8kit.errors import FormatError, Fp8kitError, ShapeError
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
+from tests.support.casts import any_format
 from tests.support.draws import FLOATS, OTHERS, attempt, examples, host, seeds, shapes, thing, things, values
 
 # those that take scales of any value; tests/formats/test_quantized_array.py has the others
 TILES = {name: tile for name, tile in quantization.TILES.items() if not name.startswith("nvfp4")}
 SCALINGS = [*TILES, "column"]
 NAMED = [*formats.FORMATS.values()]
-
-
-@st.composite
-def any_format(draw):
-    """A format, or None where there is none of these bits."""
-    limits = (("exponent_bits", 0, 8), ("mantissa_bits", -1, 7), ("bias", -1, 130))
-    given = {name: draw(st.integers(low, high)) for name, low, high in limits}
-    given |= {
-        "special": draw(st.sampled_from(["ieee", "fn", "none"])),
-        "signed": draw(st.booleans()),
-        "zero": draw(st.booleans()),
-        "twos_complement": draw(st.integers(0, 9)) == 0,
-    }
-    made = attempt(lambda: fk.Format("drawn", **given))
-    return None if isinstance(made, Fp8kitError) else made
 
 
 def rows_of(x):

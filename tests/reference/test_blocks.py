@@ -16,6 +16,7 @@ from fp8kit.blocks import tile_of
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, bfloat16, float32, uint8
 from fp8kit.quantization import Quantizer
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.nvfp4 import transcribed
 
 Array = np.ndarray[Any, Any]
 COUNT = 1 << 22
@@ -121,6 +122,37 @@ def test_errors_are_the_published_ones(distribution: str, device: Device) -> Non
         if abs(found[name] - values[column]) > DISTRIBUTIONS[distribution]
     }
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("distribution", "known"), [("normal", 31.54), ("t3", 31.56), ("lognormal", 31.69), ("outliers", 31.56)]
+)
+def test_error_of_one_scale_for_all(distribution: str, known: float, device: Device) -> None:
+    """The table's first row: E4M3 per tensor."""
+    x = draws(distribution)
+    decoded = fk.quantize(put(x, device), E4M3).dequantize()
+    assert abs(sqnr(x, host(arrays.as_view(decoded))) - known) <= DISTRIBUTIONS[distribution]
+
+
+@pytest.mark.parametrize("scaling", ["nvfp4_1x16", "nvfp4_16x16"])
+def test_nvfp4_of_a_million_values(scaling: str, device: Device) -> None:
+    """2^20 values of many sizes, cast whole: codes, both levels of scales and values are those of a
+    transcription that shares no code."""
+    random = np.random.default_rng(4)
+    x = random.standard_normal((1024, 1024)) * np.exp2(random.integers(-14, 1, (1024, 1024)))
+    x[::7, 32:64] = 0
+    x = x.astype(bfloat16.numpy).astype(np.float32)
+    # blocks one after the other
+    high = 16 if scaling == "nvfp4_16x16" else 1
+    blocks = x.reshape(1024 // high, high, 64, 16).transpose(0, 2, 1, 3).reshape(-1, high * 16)
+    codes, q, inverse, tensor_inverse = transcribed(blocks.T, np.abs(blocks).max(1), np.abs(x).max())
+    found = fk.quantize(put(x, device), scaling=scaling)
+    back = q.T.reshape(1024 // high, 64, high, 16).transpose(0, 2, 1, 3).reshape(1024, 1024)
+    got = {name: host(arrays.as_view(getattr(found, name))) for name in ("data", "scale_codes", "scale_inv")}
+    assert_same_bits("codes", got["data"], np.ascontiguousarray(back))
+    assert_same_bits("scale_codes", got["scale_codes"].reshape(-1), codes)
+    assert_same_bits("scale_inv", got["scale_inv"].reshape(-1), inverse)
+    assert host(arrays.as_view(found.tensor_scale_inv)).item() == tensor_inverse
 
 
 @pytest.mark.parametrize(

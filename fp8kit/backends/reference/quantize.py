@@ -204,8 +204,9 @@ def quantize(
 
 @cache
 def table32(fmt: Format) -> Array:
-    """The float32 value of every code."""
-    return codec.table(fmt).astype(np.float32)
+    """The float32 value of every code, Inf where float32 ends before the format."""
+    with np.errstate(over="ignore"):
+        return codec.table(fmt).astype(np.float32)
 
 
 def dequantize(

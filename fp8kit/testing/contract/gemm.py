@@ -2,10 +2,12 @@
 
 Tolerance: a float32 sum of K products (``sum_slack``) and one rounding to the output; on a device one more,
 half a unit of the last place, before a bias and before an addend joins a 16-bit one (the contract allows it).
-FP8 on tensor cores is wider: Hopper aligns the 32 products of one instruction and the accumulator to the
-largest of them and keeps 14 bits, so each instruction may lose 2^-13 of the sum of magnitudes.
-``fast_accumulate`` does all ceil(K / 32) instructions so; the split accumulator at most 4 (128 products)
-before it promotes to float32.
+FP8 on tensor cores is wider: Hopper cuts the 32 products of one instruction and the accumulator off at 2^-13
+of the largest of them. The allowance is 2^-13 of the sum of magnitudes for each instruction: normal values of
+both signs, whose cuts mostly cancel, stay within it; values of one size and sign may lose up to 33 times
+2^-13 of the largest. ``fast_accumulate`` does all ceil(K / 32) instructions so; the split accumulator at most
+4 (128 products) before it promotes to float32. On Hopper the same calls are compared bit for bit with
+``model_gemm`` (tests/cuda/test_model_gemm.py).
 """
 
 from __future__ import annotations
