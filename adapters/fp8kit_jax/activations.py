@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8kit.arguments import shown
+from fp8kit.backends.activation import ALL
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.activation import ActivationSpec, activation_numbers
 from fp8kit.ops.activation import activation as activation_operation
-from fp8kit_jax.arguments import as_array
+from fp8kit_jax.arguments import as_array, want_alike
 from fp8kit_jax.rules import apply
 
 # Transformer Engine's names in JAX -> fp8kit's, formulas in fp8kit.backends.activation; pairs are products of
@@ -27,21 +28,33 @@ ACTIVATION_TYPES = {
     ("silu", "linear"): "swiglu",
     ("sigmoid", "linear"): "glu",
     ("clamped_silu", "clamped_linear"): "clamped_swiglu",
+    ("xielu",): "xielu",
 }
 
+# the values that xIELU's learned numbers start at
+ALPHA_STARTS = tuple(ALL["xielu"].learned.values())
 
-def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, float] | None = None) -> Any:
+
+def activation(
+    x: Any,
+    activation_type: Sequence[str],
+    act_params: Mapping[str, float] | None = None,
+    alphas: Sequence[Any] | None = None,
+) -> Any:
     """The activation of x, or the product of two.
 
     * ``x``: h (..., a, F) with a = len(activation_type). ``activation_type``: ("gelu",), ("silu", "linear")
       (SwiGLU) or another key of ``ACTIVATION_TYPES``; formulas in ``fp8kit.backends.activation``.
-    * ``act_params``: of ("clamped_silu", "clamped_linear") alone, a mapping of "limit", "alpha",
-      "glu_linear_offset"; None: the defaults.
+    * ``act_params``: of ("clamped_silu", "clamped_linear"), a mapping of "limit", "alpha",
+      "glu_linear_offset"; of ("xielu",), of "beta", "eps"; None: the defaults.
+    * ``alphas``: of ("xielu",) alone, its learned numbers alpha_p and alpha_n, h (1,) each;
+      ``ALPHA_STARTS`` has the values that they start at.
 
     Returns h (..., F). Raises ShapeError or FormatError.
     """
     x = as_array("activation", "x", x)
     name, numbers = activation_of("activation", activation_type, act_params, "act_params")
+    numbered = alphas_of("activation", name, alphas, x)
     parts = len(activation_type)
     if x.ndim < 2 or x.shape[-2] != parts:
         raise ShapeError(
@@ -51,9 +64,21 @@ def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, 
     return apply(
         activation_operation,
         ActivationSpec(name, width, numbers),
-        {"x": x},
+        {"x": x, **numbered},
         flat={"x": (*x.shape[:-2], width)},
     )["y"]
+
+
+def alphas_of(operation: str, name: str, alphas: Sequence[Any] | None, x: Any) -> dict[str, Any]:
+    """The learned numbers of the activation ``name`` by their names; ShapeError for too many or too few,
+    FormatError for another dtype than x's."""
+    learned, given = tuple(ALL[name].learned), tuple(() if alphas is None else alphas)
+    if len(given) != len(learned):
+        wanted = ", ".join(learned) if learned else f"None for {name}"
+        raise ShapeError(operation, "alphas", f"{len(given)} arrays", wanted)
+    found = {key: as_array(operation, key, value) for key, value in zip(learned, given, strict=True)}
+    want_alike(operation, x, **found)
+    return found
 
 
 def activation_of(

@@ -58,8 +58,9 @@ def activations(operation: str, name: str, value: Any) -> None:
 
 
 _SHARED = """attention_dropout bottom_right_diagonal hidden_dropout hidden_size in_features input_layernorm
-layernorm_epsilon num_attention_heads num_gqa_groups qk_norm_before_rope qk_norm_eps qkv_format return_bias
-return_layernorm_output softmax_type window_size zero_centered_gamma"""
+layernorm_epsilon smooth_swiglu norm_position norm_gain gain num_attention_heads num_gqa_groups
+qk_norm_before_rope qk_norm_eps qkv_format return_bias return_layernorm_output softmax_type window_size
+zero_centered_gamma"""
 RULES: dict[str, Rule] = {
     # the same in all frontends
     **{name: CONSTRUCTED[name] for name in _SHARED.split()},
@@ -67,7 +68,7 @@ RULES: dict[str, Rule] = {
         flag,
         """use_bias enable_low_rank_adaptation return_residual enable_layernorm enable_rotary_pos_emb
         fuse_qkv_params scale_attn_logits scaled_query_init float32_logits float32_attention_logits
-        enable_relative_embedding cross rotary join_residual join_layernorm_output""",
+        enable_relative_embedding cross rotary join_residual join_layernorm_output qk_norm_learned""",
     ),
     **named(
         size,

@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit.arguments import choice, flag, shown
+from fp8kit.backends.activation import ALL
 from fp8kit.backends.protocol import BLOCK
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.ops.linear import LinearSpec, linear
-from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm import NoNormSpec, NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
-from fp8kit_jax.activations import activation_of
+from fp8kit.ops.smooth import LINES
+from fp8kit_jax.activations import activation_of, alphas_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, want_alike
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
@@ -160,12 +162,15 @@ def layernorm_mlp(
     return_residual: bool = False,
     return_bias: bool = False,
     join_residual: bool = False,
+    smooth_swiglu: str | None = None,
+    alphas: Sequence[Any] | None = None,
 ) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
-    * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F)
-      and (H,), or None and None.
-    * ``activation_type``, ``activation_params``: see ``activation``.
+    * ``x``: h (..., H). ``gamma``, ``beta``: both None leave the norm out. ``kernels``: h (H, a, F) and (F,
+      H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
+    * ``activation_type``, ``activation_params``, ``alphas``: see ``activation``. ``smooth_swiglu``:
+      "channel", "token" or None, as ``fp8kit.nn.LayerNormMLP``; such a call is not split over devices.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``:
       bias2 is not added, as in ``dense``. The rest: as ``layernorm_dense``.
@@ -190,6 +195,10 @@ def layernorm_mlp(
     (k1, k2), (b1, b2) = pair.values(), biases
     want_alike(op, x, gamma=gamma, beta=beta, **pair, **{"biases[0]": b1, "biases[1]": b2})
     act, numbers = activation_of(op, activation_type, activation_params)
+    learned = alphas_of(op, act, alphas, x)
+    smooth = "" if smooth_swiglu is None else choice(op, "smooth_swiglu", smooth_swiglu, LINES)
+    if smooth and not ALL[act].linear:
+        raise ArgumentError(op, "smooth_swiglu", repr(smooth), f"None with {tuple(activation_type)}")
     if (b1 is None) != (b2 is None):
         raise ShapeError(op, "biases", "one", "two or none")
     b2 = None if b2 is None else as_array(op, "biases[1]", b2)
@@ -203,8 +212,12 @@ def layernorm_mlp(
         raise FormatError(op, "quantizer_sets", "two recipes", "the same recipe for both")
     fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2, "fc2_", deferred)
-    norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma, beta)
-    spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers, joins=fused)
+    if gamma is None and beta is None:
+        norm: NormSpec = NoNormSpec(x.shape[-1])
+    else:
+        norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma, beta)
+    back = "residual" in beside, "normed" in beside
+    spec = NormMLPSpec(norm, fc1, fc2, act, *back, numbers, joins=fused, smooth=smooth)
     wide = (parts, fc2.in_features)
     inputs = {
         "x": x,
@@ -214,6 +227,7 @@ def layernorm_mlp(
         "fc2_weight0": k2,
         "fc2_bias0": b2,
         "fc1_bias0": _shaped(op, "biases[0]", b1, wide),
+        **learned,
     }
     inputs |= drawn(op, first)
     flat, views = _flattened(fc1, wide, ())

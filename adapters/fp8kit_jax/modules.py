@@ -20,12 +20,15 @@ Function = Callable[[Any], Any]
 # --- attention ----------------------------------------------------------------------------------------------
 
 
-def qk_norms(operation: str, kind: str | None, make: Callable[[str, str], Any]) -> tuple[Any, ...]:
-    """The modules ``q_norm`` and ``k_norm`` of a ``qk_norm_type``, None for norms without parameters.
-    ``make(name, layernorm_type)`` makes one. FormatError for another type."""
+def qk_norms(
+    operation: str, kind: str | None, make: Callable[[str, str], Any], learned: bool = True
+) -> tuple[Any, ...]:
+    """The modules ``q_norm`` and ``k_norm`` of a ``qk_norm_type``, None for norms without parameters, or
+    whose gains are not ``learned`` but 1. ``make(name, layernorm_type)`` makes one. FormatError for another
+    type."""
     if kind is not None:
         choice(operation, "qk_norm_type", kind, QK_NORMS, FormatError)
-    plain = kind in (None, "L2Normalization")
+    plain = kind in (None, "L2Normalization") or not learned
     return tuple(None if plain else make(name, str(kind).lower()) for name in ("q_norm", "k_norm"))
 
 
@@ -71,10 +74,20 @@ def attention_layers(
     if separate:
         if module.qk_norm_type == "L2Normalization":
             norms = [lambda x: functional.l2norm(x, module.qk_norm_eps)] * 2
+        elif module.qk_norm_type is not None and not module.qk_norm_learned:
+            norms = [lambda x: _plain_norm(x, module.qk_norm_type.lower(), module.qk_norm_eps)] * 2
         pairs = zip(layers[:2], norms, strict=True)
         first = module.qk_norm_before_rope
         layers[:2] = [normed_and_rotated(a, norm, rotate, first) for a, norm in pairs]
     return layers
+
+
+def _plain_norm(x: Any, kind: str, eps: float) -> Any:
+    """ "layernorm" or "rmsnorm" with gains of 1 and shifts of 0."""
+    gains = jnp.ones(x.shape[-1:], x.dtype)
+    return functional.layernorm(
+        x, gains, jnp.zeros_like(gains) if kind == "layernorm" else None, kind, False, eps
+    )
 
 
 # --- residual connections -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from fp8kit_torch.torch_compat import global_forward_hooks
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 # parts that may have no FP8 products
-_PLAIN = ("q_norm", "k_norm", "layernorm")
+_PLAIN = ("q_norm", "k_norm", "layernorm", "self_attention_norm", "inter_attention_norm", "mlp_norm")
 
 
 @lru_cache(maxsize=64)

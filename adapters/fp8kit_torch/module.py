@@ -376,7 +376,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             return outputs
         if needs_rng(parts, layer):
             tensors = {**tensors, "rng": next_rng(tensors["x"].device)}
-        if first is not None and not keeps_weights(parts, layer):
+        if first is not None and (self.casts_weights_anew or not keeps_weights(parts, layer)):
             first = None
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)

@@ -82,6 +82,19 @@ class ParameterModule(TorchLayer):
             with torch.no_grad():
                 init(self._parameters[name])  # type: ignore[arg-type]
 
+    def host_array(self, value: Any) -> Any:
+        return value.detach().cpu().numpy()
+
+    def read(self, name: str) -> Any:
+        return getattr(self, name).detach().float().cpu().numpy()
+
+    def write(self, name: str, values: Any) -> None:
+        with torch.no_grad():
+            getattr(self, name).copy_(torch.from_numpy(values))
+
+    def freeze(self, name: str) -> None:
+        self._parameters[name].requires_grad_(False)  # type: ignore[union-attr]
+
     def add_no_parameter(self, name: str) -> None:
         self.register_parameter(name, None)
 

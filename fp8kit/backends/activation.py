@@ -19,10 +19,21 @@ clamped_swiglu  c sigma(alpha c) (d + glu_linear_offset), c = min(u, limit), d =
 
 Names, parameters and defaults are Transformer Engine's. Beyond its limit a clamped input has the gradient 0,
 at the limit that of the inside.
+
+``LEARNED`` has those with learned numbers, for which kernels of their own exist:
+
+==============  =============================================================================================
+xielu           u > 0: p u^2 + beta u, else n (expm1(min(u, eps)) - u) + beta u, with the positive numbers p =
+                softplus(alpha_p) and n = beta + softplus(alpha_n), alpha_p and alpha_n learned (Huang &
+                Schlag 2024, arXiv:2411.13010). The slope is 2 p u + beta, else n expm1(min(u, eps)) + beta
+==============  =============================================================================================
+
+``alpha_p`` and ``alpha_n`` are what Hugging Face's ``XIELUActivation`` calls them; p and n start at 0.8 each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,10 +45,13 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 class Activation(NamedTuple):
     """``gated``: the input has two halves of columns, the output one. ``params``: the numbers that kernels
-    take, in this order, with their defaults."""
+    take, in this order, with their defaults. ``learned``: parameters of one number each, with the values that
+    they start at. ``linear``: the second half multiplies as it is, so that a scale may be taken out of it."""
 
     gated: bool
     params: Mapping[str, float] = _NONE
+    learned: Mapping[str, float] = _NONE
+    linear: bool = False
 
     @property
     def parts(self) -> int:
@@ -48,12 +62,29 @@ class Activation(NamedTuple):
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         **{name: Activation(False) for name in ("gelu", "qgelu", "relu", "silu", "srelu")},
-        **{name: Activation(True) for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")},
+        **{
+            name: Activation(True, linear=True)
+            for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")
+        },
         "clamped_swiglu": Activation(
             True, MappingProxyType({"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0})
         ),
     }
 )
+
+_START, _BETA = 0.8, 0.5  # of both numbers; of beta, the least that n can be
+LEARNED: Mapping[str, Activation] = MappingProxyType(
+    {
+        "xielu": Activation(
+            False,
+            MappingProxyType({"beta": _BETA, "eps": -1e-6}),
+            MappingProxyType(
+                {"alpha_p": math.log(math.expm1(_START)), "alpha_n": math.log(math.expm1(_START - _BETA))}
+            ),
+        )
+    }
+)
+ALL: Mapping[str, Activation] = MappingProxyType({**ACTIVATIONS, **LEARNED})
 
 
 def known(activation: str, params: tuple[float, ...]) -> Activation:

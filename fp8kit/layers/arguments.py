@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, shown
-from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.attention_inputs import QK_NORMS
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit.ops.smooth import LINES
 
+NORM_POSITIONS = ("before", "after")  # of a layer's branches
 MASK_ALIASES = ("padding,causal", "causal,padding")
 
 
@@ -85,7 +87,7 @@ CONSTRUCTED: dict[str, Rule] = {
         """bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output checkpoint
         input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved qk_norm_before_rope
         apply_residual_connection_post_layernorm output_layernorm parallel_attention_mlp interleaved
-        set_parallel_mode accumulate_into_main_grad is_paged""",
+        set_parallel_mode accumulate_into_main_grad is_paged learned qk_norm_learned""",
     ),
     **named(optional(flag), "bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     **named(
@@ -104,12 +106,16 @@ CONSTRUCTED: dict[str, Rule] = {
     **named(_MASK, "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     **named(one(*FORMATS), "qkv_format attn_input_format"),
     "normalization": one("LayerNorm", "RMSNorm"),
-    "activation": one(*ACTIVATIONS),
+    "activation": one(*ALL),
+    "smooth_swiglu": optional(one(*LINES)),
     "qk_norm_type": optional(one(*QK_NORMS)),
     "softmax_type": one(*SOFTMAX_TYPES),
     "attention_type": one("self", "cross"),
     "layer_type": one("encoder", "decoder"),
     "softmax_scale": optional(positive_number),
+    "norm_position": one(*NORM_POSITIONS),
+    "gain": positive_number,
+    "norm_gain": optional(positive_number),
     "rotary_base": positive_number,
     "rotary_percent": fraction,
     "kv_channels": optional(channels),

@@ -28,7 +28,7 @@ from fp8kit.ops.split_heads import split_heads
 _NO_NAMES: Mapping[str, str] = {}
 # arguments that are those of the core attention
 _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
-    window_size bottom_right_diagonal layer_number attention_type softmax_type device"""
+    window_size bottom_right_diagonal layer_number attention_type softmax_type softmax_scale device"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
 _SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
 _PREPARED: LRU[Any, PreparedCall] = LRU(16384)  # such calls, once they were checked
@@ -49,7 +49,9 @@ class MultiheadAttention(AttentionBase):
       (``qkv_weight_interleaved``; cross: each k, v), or all of q, then k, then v.
     * ``qk_norm_type``: "L2Normalization", "RMSNorm" or "LayerNorm" of each query's and each key's d features,
       with ``qk_norm_eps``: children ``q_norm``, ``k_norm``, their parameters (d,) in ``params_dtype``. It
-      comes after the rotary embedding, or before it (``qk_norm_before_rope``).
+      comes after the rotary embedding, or before it (``qk_norm_before_rope``). ``qk_norm_learned``: False
+      keeps their parameters as they start, gains of 1.
+    * ``softmax_scale``: what scores are multiplied by; None: 1 / sqrt(d).
     * ``init_method``, ``output_layer_init_method``: for the projections in and out.
     * ``return_bias``: proj's bias is returned, not added. ``return_layernorm_output``: also return norm(x).
     * ``rotary_pos_interleaved``: how ``rotary_pos_emb`` pairs features, see ``RotaryPositionEmbedding``.
@@ -114,6 +116,9 @@ class MultiheadAttention(AttentionBase):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
+        *,
+        softmax_scale: float | None = None,
+        qk_norm_learned: bool = True,
     ) -> None:
         super().__init__()
         arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
@@ -133,7 +138,8 @@ class MultiheadAttention(AttentionBase):
         cross = attention_type == "cross"
         if self.return_layernorm_output and not self.input_layernorm:
             raise ArgumentError(op, "return_layernorm_output", True, "input_layernorm=True beside it")
-        self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
+        of_norms = picked(arguments, "params_dtype device") | {"learned": arguments.qk_norm_learned}
+        self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, channels, qk_norm_eps, of_norms)
         # separate weights are always packed as q, k, v
         self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)
         # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want
@@ -168,7 +174,7 @@ class MultiheadAttention(AttentionBase):
         self.proj = make.Linear(q, hidden_size, init_method=init, name=child_name(name, "proj"), **shared)
 
     def _qk_norms(
-        self, kind: str | None, features: int, eps: float, params_dtype: Any, device: Any
+        self, kind: str | None, features: int, eps: float, options: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """The norms of queries and keys; the one without parameters is the same for both."""
         if kind is None:
@@ -176,7 +182,7 @@ class MultiheadAttention(AttentionBase):
         if kind == "L2Normalization":
             norm = self.frontend.L2Normalization(eps=eps)
             return norm, norm
-        make = partial(getattr(self.frontend, kind), features, eps, params_dtype=params_dtype, device=device)
+        make = partial(getattr(self.frontend, kind), features, eps, **options)
         return make(), make()
 
     def forward(

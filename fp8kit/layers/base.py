@@ -156,6 +156,22 @@ class Layer:
         for name, count in rows.items():
             self.add_parameter(name, (count, columns), init, dtype, device)
 
+    def host_array(self, value: Any) -> Any:
+        """A tensor's values as a NumPy array, on the host."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> Any:
+        """The values of the parameter ``name``, float32 on the host."""
+        raise NotImplementedError
+
+    def write(self, name: str, values: Any) -> None:
+        """Put float32 values of the host into the parameter ``name``, in place, rounded to its dtype."""
+        raise NotImplementedError
+
+    def freeze(self, name: str) -> None:
+        """Leave the parameter ``name`` out of training: no gradient is wanted of it."""
+        raise NotImplementedError
+
     def add_no_parameter(self, name: str) -> None:
         """None as the parameter ``name``."""
         raise NotImplementedError

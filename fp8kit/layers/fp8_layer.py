@@ -97,6 +97,8 @@ class FP8Layer(Layer):
     # further fields of the spec while calibrating
     calibration_options: ClassVar[dict[str, Any]] = {}
     fuse_wgrad_accumulation = False
+    # whether a weight that is cast depends on the input, so that none is kept
+    casts_weights_anew = False
     # what the user calls it
     name: str | None = None
     # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
@@ -254,7 +256,7 @@ class FP8Layer(Layer):
             return self.execute(prepared, self.no_binding, operands.main)
         recipe, enabled, idle = state.recipe, state.enabled, self.recomputation.idle()
         fp8, delayed = self._fp8_of(recipe), recipe.history is not None
-        first = None if fp8.random_weight else first
+        first = None if fp8.random_weight or self.casts_weights_anew else first
         kept = None if idle else self.recomputation.recall(self)
         training = self.is_grad_enabled() or (not idle and self.recomputation.first())
         record = training or state.calibrating
@@ -292,6 +294,9 @@ class FP8Layer(Layer):
         kept."""
         inputs, main, fields, weights, codes = operands
         delayed, enabled = state.recipe.history is not None, state.enabled
+        if weights and self.casts_weights_anew:
+            wanted = "parameters in high precision: smoothing by channel scales them before each cast"
+            raise ArgumentError(type(self).__name__, "fc2_weight", "a weight held in FP8", wanted)
         # a cache or a state may be made: not for what is refused
         spec = self._spec_for(fp8 if enabled else None, False, bias, options, fields)
         if enabled and fp8.needs_rng:

@@ -21,10 +21,11 @@ NORM_INPUTS = [("norm_weight", "layer_norm_weight"), ("norm_bias", "layer_norm_b
 
 def add_norm(layer: Layer, prefix: str, features: int, kind: str, arguments: SimpleNamespace) -> NormSpec:
     """Parameters ``{prefix}weight`` and ``{prefix}bias`` as the constructor's ``arguments`` say: gamma starts
-    at 1 (stored as 0 with zero_centered_gamma), beta at 0; RMSNorm has no bias. Returns the norm."""
+    at ``gain``, 1 where there is no such argument (stored less 1 with zero_centered_gamma), beta at 0;
+    RMSNorm has no bias. Returns the norm."""
     spec = NormSpec(features, kind, arguments.eps, arguments.zero_centered_gamma)
     dtype, device = arguments.params_dtype, arguments.device
-    start = 0.0 if spec.zero_centered_gamma else 1.0
+    start = getattr(arguments, "gain", 1.0) - (1.0 if spec.zero_centered_gamma else 0.0)
     layer.add_parameter(f"{prefix}weight", (features,), start, dtype, device)
     if spec.centered:
         layer.add_parameter(f"{prefix}bias", (features,), 0.0, dtype, device)
@@ -52,6 +53,8 @@ class Norm(Layer):
         device: Any = None,
         dtype: Any = None,
         sm_margin: Any = 0,
+        gain: float = 1.0,
+        learned: bool = True,
     ) -> None:
         super().__init__()
         operation, wanted = self.layer_name, "an int, or a sequence of one"
@@ -77,6 +80,9 @@ class Norm(Layer):
         arguments.params_dtype = dtype if params_dtype is None else params_dtype
         features = size(operation, "normalized_shape", shape[0])
         self.set_spec(add_norm(self, "", features, operation, arguments))
+        if not arguments.learned:
+            for name in self._spec.inputs():
+                self.freeze(name.removeprefix("norm_"))
 
     def forward(self, inp: Any) -> Any:
         """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype.
@@ -90,8 +96,9 @@ class LayerNorm(Norm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016).
 
     ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters
-    ``weight``, ``bias`` (N,), in ``params_dtype`` or ``dtype``, two names of one argument. ``sm_margin``: 0
-    only. ArgumentError for both or neither of the sizes, UnsupportedError for more than one dimension.
+    ``weight``, ``bias`` (N,), in ``params_dtype`` or ``dtype``, two names of one argument. ``gain``: what the
+    factor starts at; ``learned``: False keeps both parameters as they start. ``sm_margin``: 0 only.
+    ArgumentError for both or neither of the sizes, UnsupportedError for more than one dimension.
     """
 
     layer_name = "LayerNorm"

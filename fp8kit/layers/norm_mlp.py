@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8kit.backends.activation import ACTIVATIONS
+import numpy as np
+
+from fp8kit.arguments import shown
+from fp8kit.backends.activation import ALL
+from fp8kit.errors import ArgumentError
 from fp8kit.layers.base import Branch, Init, branch_of
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
 from fp8kit.ops.activation import activation, activation_numbers
 from fp8kit.ops.linear import linear
+from fp8kit.ops.norm import NoNormSpec, norm
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.scale_lines import line_scales, scale_lines
 
 _INPUTS = [(f"{name}0", name) for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")]
 
@@ -24,9 +30,16 @@ class LayerNormMLP(FP8Layer):
       ``fc1_weight`` (F, H), ``fc1_bias`` (F,), ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with a gated
       activation fc1 has 2 F rows: the gate's half first.
     * ``activation``: "gelu" (tanh form), "qgelu", "relu", "silu", "srelu"; gated: "geglu", "glu", "qgeglu",
-      "reglu", "sreglu", "swiglu", "clamped_swiglu". Formulas: ``fp8kit.backends.activation``.
-      ``activation_params``: of "clamped_swiglu", a mapping of "limit" (7.0), "alpha" (1.702),
-      "glu_linear_offset" (1.0); None is the defaults.
+      "reglu", "sreglu", "swiglu", "clamped_swiglu"; and "xielu", which adds the learned parameters
+      ``alpha_p`` and ``alpha_n`` (1,). Formulas: ``fp8kit.backends.activation``. ``activation_params``: of
+      "clamped_swiglu", a mapping of "limit" (7.0), "alpha" (1.702), "glu_linear_offset" (1.0); of "xielu", of
+      "beta" (0.5), "eps" (-1e-6); None is the defaults.
+    * ``smooth_swiglu``: "channel" or "token", with a gated activation that has no limits: fc2's input is cast
+      in parts of a hidden channel's, or a token's, largest size, so that outliers of one do not cost the
+      others their precision (Smooth-SwiGLU; formulas: ``fp8kit.ops.smooth``). The layer is the same function;
+      in high precision it has the same bits. By channel the second weight is cast in every microbatch,
+      whatever ``is_first_microbatch`` says.
+    * ``input_layernorm``: False leaves the norm out, and its parameters; no ``return_layernorm_output`` then.
     * ``checkpoint``: of the activations only the input is kept for backward, which computes norm, fc1 and
       activation once more, but not fc2: the same bits, less memory.
     * ``init_method``, ``output_layer_init_method``: for fc1's and fc2's weight; None is normal(0, 0.023).
@@ -44,8 +57,11 @@ class LayerNormMLP(FP8Layer):
     ffn_hidden_size: int
     activation: str
     checkpoint: bool
+    smooth_swiglu: str | None
+    input_layernorm: bool
     fc1_weight: Any
     fc2_weight: Any
+    fc1_bias: Any
     fc2_bias: Any
 
     def __init__(
@@ -82,18 +98,37 @@ class LayerNormMLP(FP8Layer):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
+        *,
+        smooth_swiglu: str | None = None,
+        input_layernorm: bool = True,
     ) -> None:
         super().__init__()
         arguments = self.checked(locals())
         self.keep(
             arguments,
             """hidden_size ffn_hidden_size activation checkpoint return_bias return_layernorm_output
-            fuse_wgrad_accumulation name""",
+            fuse_wgrad_accumulation smooth_swiglu input_layernorm name""",
         )
         numbers = activation_numbers(self.layer_name, activation, activation_params)
         hidden, ffn, self.use_bias = self.hidden_size, self.ffn_hidden_size, arguments.bias
-        rows = ACTIVATIONS[activation].parts * ffn
-        norm = add_norm(self, "layer_norm_", hidden, normalization, arguments)
+        kind = ALL[activation]
+        rows = kind.parts * ffn
+        if self.smooth_swiglu is not None and not kind.linear:
+            known = ", ".join(name for name, row in ALL.items() if row.linear)
+            wanted = f"None with activation {activation!r}: {known} have it"
+            raise ArgumentError(self.layer_name, "smooth_swiglu", repr(smooth_swiglu), wanted)
+        self.casts_weights_anew = self.smooth_swiglu == "channel"
+        if self.input_layernorm:
+            first = add_norm(self, "layer_norm_", hidden, normalization, arguments)
+        elif self.return_layernorm_output:
+            raise ArgumentError(
+                self.layer_name, "return_layernorm_output", True, "input_layernorm=True beside it"
+            )
+        else:
+            first = NoNormSpec(hidden)
+            self.calibration_options = {}  # type: ignore[misc]
+            for _, name in NORM_INPUTS:
+                self.add_no_parameter(name)
         for prefix, shape, init in (
             ("fc1_", (rows, hidden), init_method),
             ("fc2_", (hidden, ffn), output_layer_init_method),
@@ -105,20 +140,77 @@ class LayerNormMLP(FP8Layer):
                 self.add_no_parameter(f"{prefix}bias")
         fc1 = ProductSpec(hidden, (rows,), bias="deferred" if bias else "none", prefix="fc1_")
         fc2 = ProductSpec(ffn, (hidden,), bias="add" if bias else "none", prefix="fc2_")
-        self.set_spec(NormMLPSpec(norm, fc1, fc2, activation, activation_params=numbers))
+        for name, start in kind.learned.items():
+            self.add_parameter(name, (1,), start, params_dtype, device)
+        self._learned = [(name, name) for name in kind.learned]
+        smooth = self.smooth_swiglu or ""
+        self.set_spec(NormMLPSpec(first, fc1, fc2, activation, activation_params=numbers, smooth=smooth))
 
     def weight_inputs(self) -> dict[str, Any]:
         return {"fc1_weight0": self.fc1_weight, "fc2_weight0": self.fc2_weight}
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
-        """norm(x) is an output; fc2's input is computed once more."""
+        """norm(x) is an output; fc2's input, and its weight by channel, are computed once more."""
         own: NormMLPSpec = self._spec
-        normed, weight, bias = outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0")
+        weight, bias = inputs["fc1_weight0"], inputs.get("fc1_bias0")
+        normed = outputs["normed"] if self.input_layernorm else inputs["x"]
         product = {"x": normed, "fc1_weight0": weight, "fc1_bias0": bias}
         h = self.call(linear, self.product_spec(0), product)["y"]
         kind = self.spec_for("ActivationSpec", own.activation, h.shape[-1], own.activation_params)
-        activated = self.call(activation, kind, {"x": h, "bias0": bias})["y"]
-        return [(0, normed), (1, weight), (3, activated), (4, inputs["fc2_weight0"])]
+        numbers = {name: inputs[name] for name in own.learned}
+        activated = self.call(activation, kind, {"x": h, "bias0": bias, **numbers})["y"]
+        last = inputs["fc2_weight0"]
+        if own.smooth:
+            axis = int(own.smooth == "channel")
+            scales = self._scales_of(h, bias, axis)
+            activated = self._scaled(activated, scales, axis, True)
+            last = self._scaled(last, scales, 1, False) if axis else last
+        return [(0, normed), (1, weight), (3, activated), (4, last)]
+
+    def channel_scales(self, inp: Any) -> Any:
+        """The powers of two that smoothing by channel would multiply fc2's columns by for this input, h (...,
+        H): float32 NumPy (F,). For ``fold_channel_scales``, from a batch of calibration data."""
+        self._want_linear("channel_scales")
+        x = self.as_input("inp", inp, self.hidden_size)
+        with self.no_grad():
+            if self.input_layernorm:
+                parameters = self.parameters_by(NORM_INPUTS)
+                x = self.call(norm, self._spec.norm, {"x": x, **parameters})["y"]
+            product = {"x": x, "fc1_weight0": self.fc1_weight, "fc1_bias0": self.fc1_bias}
+            h = self.call(linear, self.product_spec(0), product)["y"]
+            return self.host_array(self._scales_of(h, self.fc1_bias, 1))
+
+    def fold_channel_scales(self, scales: Any) -> None:
+        """Put scales of hidden channels, positive numbers (F,), into the weights: those of fc1's second half,
+        and its bias, are divided by them, fc2's columns multiplied. The layer is the same function, to the
+        last bit where they are powers of two; it then needs no ``smooth_swiglu`` on data like those that the
+        scales are of. ArgumentError for other numbers."""
+        self._want_linear("fold_channel_scales")
+        given, ffn = np.asarray(scales, np.float32), self.ffn_hidden_size
+        if given.shape != (ffn,) or not (np.isfinite(given) & (given > 0)).all():
+            wanted = f"positive numbers ({ffn},)"
+            raise ArgumentError(f"{self.layer_name}.fold_channel_scales", "scales", shown(scales), wanted)
+        for name in ("fc1_weight", "fc1_bias") if self.use_bias else ("fc1_weight",):
+            values = self.read(name).copy()
+            values[ffn:] /= given[:, None] if values.ndim > 1 else given
+            self.write(name, values)
+        self.write("fc2_weight", self.read("fc2_weight") * given)
+        self._weights = None
+
+    def _want_linear(self, method: str) -> None:
+        kind = self._spec.activation
+        if not ALL[kind].linear:
+            raise ArgumentError(f"{self.layer_name}.{method}", "activation", repr(kind), "a gated one")
+
+    def _scales_of(self, h: Any, bias: Any, axis: int) -> Any:
+        """s of fc1's output without its bias: of tokens (0) or of channels (1)."""
+        spec = self.spec_for("LineScalesSpec", h.shape[-1], axis, h.shape[-1] // 2, bool(axis))
+        return self.call(line_scales, spec, {"x": h, "bias0": bias})["scales"]
+
+    def _scaled(self, x: Any, scales: Any, axis: int, divide: bool) -> Any:
+        """x times s, or divided by it."""
+        spec = self.spec_for("ScaleLinesSpec", 1.0, 1.0, axis, divide)
+        return self.call(scale_lines, spec, {"x": x, "scales": scales})["y"]
 
     def forward(
         self, inp: Any, is_first_microbatch: bool | None = None, *, part: Mapping[str, Any] | None = None
@@ -145,7 +237,8 @@ class LayerNormMLP(FP8Layer):
     ) -> Branch:
         """y, x added to it where it is the ``fused_residual``, and the residual stream and norm(x) where
         asked for; ``bias``: fc2's."""
-        inputs = {"x": x, **self.parameters_by(NORM_INPUTS), **self.parameters_by(_INPUTS)}
+        names = [*NORM_INPUTS, *_INPUTS, *self._learned]
+        inputs = {"x": x, **self.parameters_by(names)}
         if bias == "none":
             inputs["fc2_bias0"] = None
         options = {"residual": residual, "return_norm": return_norm, "joins": fused_residual}

@@ -27,16 +27,26 @@ _CROSS = {
 # arguments that are those of the attentions, of the attentions and the MLP, and of the norm alone
 _OF_ATTENTIONS = """kv_channels attention_dropout layernorm_epsilon layer_number num_gqa_groups
     fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved softmax_type qk_norm_type qk_norm_eps
-    qk_norm_before_rope seq_length micro_batch_size"""
+    qk_norm_before_rope qk_norm_learned softmax_scale seq_length micro_batch_size"""
 _OF_BRANCHES = """init_method output_layer_init_method bias normalization zero_centered_gamma params_dtype
     device fuse_wgrad_accumulation"""
-# what parallel_attention_mlp goes with
-_WITH_PARALLEL_MLP = {
-    "layer_type": "encoder",
-    "output_layernorm": False,
-    "apply_residual_connection_post_layernorm": False,
+# what some arguments go with: (argument, its value) -> others, and their values
+_GOES_WITH: dict[tuple[str, Any], dict[str, Any]] = {
+    ("parallel_attention_mlp", True): {
+        "layer_type": "encoder",
+        "output_layernorm": False,
+        "apply_residual_connection_post_layernorm": False,
+    },
+    ("norm_position", "after"): {
+        "parallel_attention_mlp": False,
+        "output_layernorm": False,
+        "apply_residual_connection_post_layernorm": False,
+    },
+    ("norm_position", "before"): {"norm_gain": None},
 }
 # whether a residual starts after a branch's norm -> its name in ``Branch``, and how to ask for it
+# the norms after the branches
+_NORMS = ("self_attention_norm", "inter_attention_norm", "mlp_norm")
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
 
@@ -67,6 +77,17 @@ class TransformerLayer(AttentionBase):
       layer's output added (child ``layernorm``).
     * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of
       these two, for encoders.
+    * ``norm_position``: "before" the branches, or "after" each, none of these three then ::
+
+          y = x + dropout(norm(self_attention(x)))     children self_attention, self_attention_norm
+          y = y + dropout(norm(mlp(y)))                children layernorm_mlp, without a norm, and mlp_norm
+
+      (between them ``inter_attention`` and ``inter_attention_norm`` of a decoder), with ``norm_gain``, what
+      the norms' factors start at (None: 1). FOG (Hernandez-Cano et al. 2025, arXiv:2505.20524) has them so,
+      with 1 / sqrt(number of layers), "RMSNorm", ``qk_norm_type`` "RMSNorm", ``qk_norm_learned`` False,
+      ``softmax_scale`` 0.125 and ``activation`` "xielu".
+    * ``smooth_swiglu``: as ``LayerNormMLP``. ``softmax_scale``, ``qk_norm_learned``: as
+      ``MultiheadAttention``.
     * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2, functions that fill an
       array of the parameter's shape in place; None is normal(0, 0.023).
     * ``fuse_wgrad_accumulation``, ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``,
@@ -85,6 +106,7 @@ class TransformerLayer(AttentionBase):
     drop_path_rate: float
     attn_input_format: str
     parallel_attention_mlp: bool
+    norm_position: str
     apply_residual_connection_post_layernorm: bool
 
     @on_behalf_of(
@@ -147,13 +169,19 @@ class TransformerLayer(AttentionBase):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        *,
+        norm_position: str = "before",
+        norm_gain: float | None = None,
+        smooth_swiglu: str | None = None,
+        softmax_scale: float | None = None,
+        qk_norm_learned: bool = True,
     ) -> None:
         super().__init__()
         arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
         self.keep(
             arguments,
             """hidden_size layer_type hidden_dropout drop_path_rate layer_number attn_input_format
-            parallel_attention_mlp apply_residual_connection_post_layernorm name""",
+            parallel_attention_mlp apply_residual_connection_post_layernorm norm_position name""",
         )
         decoder = layer_type == "decoder"
         if decoder and attn_input_format == "thd":
@@ -169,10 +197,13 @@ class TransformerLayer(AttentionBase):
                 enc_dec_window_size=enc_dec_window_size,
                 enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
             )
-        for argument, usual in _WITH_PARALLEL_MLP.items():
-            value = getattr(arguments, argument)
-            if parallel_attention_mlp and value != usual:
-                raise ArgumentError(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp")
+        for (given, asked), others in _GOES_WITH.items():
+            for argument, usual in others.items() if getattr(arguments, given) == asked else ():
+                value = getattr(arguments, argument)
+                if value != usual:
+                    beside = given if asked is True else f"{given} {asked!r}"
+                    raise ArgumentError(op, argument, repr(value), f"{usual!r} with {beside}")
+        before = self.norm_position == "before"
         shared = picked(arguments, _OF_BRANCHES) | {"return_bias": not parallel_attention_mlp}
         attention = partial(
             make.MultiheadAttention,
@@ -186,7 +217,7 @@ class TransformerLayer(AttentionBase):
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
+            input_layernorm=before and not output_layernorm,
             name=child_name(name, "self_attention"),
         )
         self.inter_attention: Any = None
@@ -196,7 +227,7 @@ class TransformerLayer(AttentionBase):
                     attn_mask_type=enc_dec_attn_mask_type,
                     window_size=enc_dec_window_size,
                     bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                    input_layernorm=True,
+                    input_layernorm=before,
                     attention_type="cross",
                     name=child_name(name, "inter_attention"),
                 )
@@ -206,19 +237,25 @@ class TransformerLayer(AttentionBase):
             layernorm_epsilon,
             activation=activation,
             activation_params=activation_params,
+            smooth_swiglu=smooth_swiglu,
+            input_layernorm=before,
             name=child_name(name, "layernorm_mlp"),
             **shared,
         )
-        self.layernorm: Any = None
-        if output_layernorm:
-            kind = make.LayerNorm if normalization == "LayerNorm" else make.RMSNorm
-            self.layernorm = kind(
-                hidden_size,
-                layernorm_epsilon,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
-            )
+        norm = partial(
+            make.LayerNorm if normalization == "LayerNorm" else make.RMSNorm,
+            hidden_size,
+            layernorm_epsilon,
+            params_dtype=params_dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            device=device,
+        )
+        self.layernorm: Any = norm() if output_layernorm else None
+        if not before:
+            gain = 1.0 if arguments.norm_gain is None else arguments.norm_gain
+            self.self_attention_norm = norm(gain=gain)
+            self.inter_attention_norm = norm(gain=gain) if decoder else None
+            self.mlp_norm = norm(gain=gain)
 
     def forward(
         self,
@@ -313,6 +350,9 @@ class TransformerLayer(AttentionBase):
         prepared = attention.prepare(op, x, None, own, rotary_pos_emb, _OWN)
         self.check_part(op, "layernorm_mlp", x)
         self.check_part(op, "layernorm", x)
+        if self.norm_position == "after":
+            for name in _NORMS:
+                self.check_part(op, name, x)
         paths = own if prepared.core is None else prepared.core.beside, inference_params
         if self.training and self.drop_path_rate and form == "thd" and not self.is_compiling():
             self._check_starts(x, sequence_starts(*paths))
@@ -333,6 +373,8 @@ class TransformerLayer(AttentionBase):
         ``paths``: see ``_add_residual``."""
         parts: Mapping[str, Any] = self.parts
         attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention
+        if self.norm_position == "after":
+            return self._layer_with_norms_after(x, first, core, cross, paths)
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
             out = self.call_branch(attention, x, first, bias=bias, residual=True, **core)
@@ -353,6 +395,21 @@ class TransformerLayer(AttentionBase):
             last = mlp.fc2_bias if bias == "deferred" else None
             y = self._add_residual(out.y, last, getattr(out, stream), paths)
         return y if self.layernorm is None else self.layernorm(y)
+
+    def _layer_with_norms_after(
+        self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
+    ) -> Any:
+        """``_layer`` where each branch ends with a norm."""
+        mlp, inter = self.parts["layernorm_mlp"], self.inter_attention
+        own = self.parts["self_attention"]
+        branches = [(own, own.proj.use_bias, self.self_attention_norm, core, paths)]
+        if inter is not None:
+            branches.append((inter, inter.proj.use_bias, self.inter_attention_norm, cross, None))
+        branches.append((mlp, mlp.use_bias, self.mlp_norm, {}, paths))
+        for branch, biased, norm, more, dropped in branches:
+            y = self.call_branch(branch, x, first, bias="add" if biased else "none", **more).y
+            x = self._add_residual(norm(y), None, x, dropped)
+        return x
 
     def _attend(
         self, layer: Any, x: Any, first: bool | None, core: Mapping[str, Any], post: bool, paths: Any

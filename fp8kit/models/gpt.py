@@ -10,30 +10,48 @@ import numpy as np
 from fp8kit import nn
 from fp8kit.arrays import Device
 from fp8kit.autocast import autocast
-from fp8kit.autograd import Tensor, no_grad, tensor
+from fp8kit.autograd import Tensor, apply, no_grad, tensor
 from fp8kit.errors import ShapeError
 from fp8kit.formats import DType
+from fp8kit.models import arrangements
+from fp8kit.models.arrangements import Arrangement
 from fp8kit.models.presets import Preset
+from fp8kit.ops.scale_lines import ScaleLinesSpec, scale_lines
 from fp8kit.recipe import Recipe
 
 VOCABULARY = 256  # one token a byte
 
 
 class GPT(nn.Module):
-    """Byte and position embeddings, pre-norm causal ``TransformerLayer``s, a final LayerNorm and a head.
+    """Byte and position embeddings, causal ``TransformerLayer``s, a final norm and a head.
 
-    ``preset`` gives the sizes; ``params_dtype`` is float32, bfloat16 or float16; ``device`` None is the
-    default device. Initial weights are normal with deviation 0.02, divided by sqrt(2 layers) where a matrix
-    writes to the residual stream (Radford et al. 2019, section 2.3), and 0.05 for embeddings. Under
-    ``autocast`` the layers' GEMMs run in FP8; embeddings and the head never do.
+    ``arrangement``: how the layers are made, a name of ``models.arrangements`` or an ``Arrangement``: "gpt2"
+    has LayerNorms before the branches; "fog" norms after them, xIELU and norms of queries and keys, for FP8
+    without outliers: ``GPT(preset("demo-gpu"), arrangement="fog")``. ``preset`` gives the sizes;
+    ``params_dtype`` is float32, bfloat16 or float16; ``device`` None is the default device. Initial weights
+    are normal with deviation 0.02, divided by sqrt(2 layers) where a matrix writes to the residual stream
+    (Radford et al. 2019, section 2.3), and 0.05 for embeddings. Under ``autocast`` the layers' GEMMs run in
+    FP8; embeddings and the head never do.
     """
 
     def __init__(
-        self, preset: Preset, params_dtype: DType | None = None, device: Device | None = None
+        self,
+        preset: Preset,
+        params_dtype: DType | None = None,
+        device: Device | None = None,
+        arrangement: str | Arrangement = "gpt2",
     ) -> None:
+        form = arrangement if isinstance(arrangement, Arrangement) else arrangements.arrangement(arrangement)
+        options: dict[str, Any] = {"bias": True, "normalization": "LayerNorm", **form.layer}
+        if form.depth_gain:
+            options["norm_gain"] = preset.layers**-0.5
         hidden = preset.hidden
         self.context = preset.context
-        embedding = nn.normal_init(std=0.05)
+        deviation = 0.05
+        embedding = nn.normal_init(std=deviation)
+        # of the sum of both embeddings
+        unit = 1.0 / (deviation * 2.0**0.5) if form.unit_embeddings else 1.0
+        self._unit = None if unit == 1.0 else ScaleLinesSpec(unit, unit)
         matrix, residual = nn.normal_init(std=0.02), nn.normal_init(std=0.02 / math.sqrt(2 * preset.layers))
         where: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         self.byte_embedding = nn.Embedding(VOCABULARY, hidden, init_method=embedding, **where)
@@ -41,7 +59,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(
             nn.TransformerLayer(
                 hidden,
-                4 * hidden,
+                form.ffn(hidden),
                 preset.heads,
                 hidden_dropout=0.0,
                 attention_dropout=0.0,
@@ -52,11 +70,13 @@ class GPT(nn.Module):
                 fuse_qkv_params=True,
                 qkv_weight_interleaved=False,
                 attn_input_format="bshd",
+                **options,
                 **where,
             )
             for i in range(preset.layers)
         )
-        self.final_norm = nn.LayerNorm(hidden, **where)
+        kind = nn.RMSNorm if options["normalization"] == "RMSNorm" else nn.LayerNorm
+        self.final_norm = kind(hidden, **where) if form.final_norm else None
         self.head = nn.Linear(hidden, VOCABULARY, init_method=matrix, bias=False, **where)
         self._positions: dict[tuple[int, int], Tensor] = {}
 
@@ -85,10 +105,13 @@ class GPT(nn.Module):
         sizes, step = tuple(ids.shape), inference_params
         positions = self._position_ids(*sizes) if step is None else self._grown(step, *sizes)
         x = self.byte_embedding(ids) + self.position_embedding(positions)
+        if self._unit is not None:
+            x = apply(scale_lines, self._unit, {"x": x})["y"]
         for layer in self.layers:
             x = layer(x, is_first_microbatch=is_first_microbatch, inference_params=inference_params)
         with autocast(enabled=False):
-            return self.head(self.final_norm(x))  # type: ignore[no-any-return]
+            x = x if self.final_norm is None else self.final_norm(x)
+            return self.head(x)  # type: ignore[no-any-return]
 
     def _position_ids(self, sequences: int, length: int) -> Tensor:
         """0 .. length - 1 for each sequence, int64 (sequences, length), made once a shape."""

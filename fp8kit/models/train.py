@@ -67,7 +67,7 @@ def train(
         raise ArgumentError("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})")
     nn.manual_seed(seed)
     run = Run(label, GPT(preset, high_precision(device), device), recipe)
-    parameters = list(run.model.parameters())
+    parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     optimizer = optim.AdamW(
         [
             {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from fp8kit import arrays, formats
 from fp8kit.arguments import Rule, function, named, optional
 from fp8kit.arrays import ArrayView
-from fp8kit.autograd import Tensor, apply, is_grad_enabled, validate
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, tensor, validate
 from fp8kit.errors import ShapeError
 from fp8kit.formats import int64
 from fp8kit.layers import arguments
@@ -75,6 +77,20 @@ class NativeLayer(Layer, Module):
         parts = make_parts(list(rows.values()), columns, init or normal_init(), kind, where)
         for name, part in zip(rows, parts, strict=True):
             setattr(self, name, part)
+
+    def host_array(self, value: Any) -> Any:
+        return value.view.numpy()
+
+    def read(self, name: str) -> Any:
+        return getattr(self, name).view.numpy().astype(np.float32)
+
+    def write(self, name: str, values: Any) -> None:
+        parameter = getattr(self, name)
+        with no_grad():
+            parameter.copy_(tensor(values, dtype=parameter.dtype, device=parameter.device))
+
+    def freeze(self, name: str) -> None:
+        getattr(self, name).requires_grad = False
 
     def add_no_parameter(self, name: str) -> None:
         setattr(self, name, None)

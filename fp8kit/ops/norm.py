@@ -39,6 +39,7 @@ class NormSpec:
     zero_centered_gamma: bool = False
 
     known: ClassVar[tuple[str, ...]] = ("LayerNorm", "RMSNorm")
+    identity: ClassVar[bool] = False  # whether there is none: a fused operation begins with x itself
 
     def __post_init__(self) -> None:
         choice("norm", "normalization", self.normalization, self.known, FormatError)
@@ -99,6 +100,22 @@ class L2NormSpec(NormSpec):
 
     def inputs(self) -> tuple[str, ...]:
         return ()
+
+
+@dataclass(frozen=True)
+class NoNormSpec(NormSpec):
+    """No norm before a fused operation's first product: of ``norm_linear`` and ``norm_mlp``."""
+
+    normalization: str = "none"
+
+    known: ClassVar[tuple[str, ...]] = ("none",)
+    identity: ClassVar[bool] = True
+
+    def inputs(self) -> tuple[str, ...]:
+        return ()
+
+    def saved(self, rows: int) -> dict[str, Meta]:
+        return {}
 
 
 class Norm(Operation):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from fp8kit.arrays import ArrayView
 from fp8kit.buffers import free
+from fp8kit.errors import FormatError
 from fp8kit.ops import partition as split
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.partition import OneProduct
@@ -33,7 +34,8 @@ class NormLinearSpec:
 
 @dataclass(frozen=True)
 class NormStage:
-    """A normalisation that feeds a product: the half that ``norm_linear`` and ``norm_mlp`` share."""
+    """A normalisation that feeds a product: the half that ``norm_linear`` and ``norm_mlp`` share. Where there
+    is none (``NormSpec.identity``), x itself does."""
 
     norm: NormSpec
     product: Product
@@ -47,15 +49,17 @@ class NormStage:
     ) -> NormStage:
         """The half that ``operation`` runs. ShapeError or FormatError for x and the norm's parameters."""
         x = norm.check(operation, metas)
+        if norm.identity and as_output:
+            raise FormatError(operation, "return_norm", True, "False without a norm")
         above = bool(needs & {"x", *norm.inputs()})
         p = product_of(product, row_count(x), x.dtype, above, needs)
-        keep = as_output or (p.wgrad_reads_x and p.needs_w)
+        keep = as_output or (p.wgrad_reads_x and p.needs_w and not norm.identity)
         return cls(norm, p, x, keep, as_output)
 
     @property
     def fused(self) -> bool:
         """Whether the normalisation writes the product's input in FP8."""
-        return self.product.scales_known and not self.product.fprop_reads_x
+        return self.product.scales_known and not self.product.fprop_reads_x and not self.norm.identity
 
     def meta(self) -> Meta:
         """norm(x) as a matrix."""
@@ -66,8 +70,11 @@ class NormStage:
         return {"normed": self.x} if self.as_output else {}
 
     def kept(self) -> tuple[str, ...]:
-        """The output that high-precision wgrad reads."""
-        return ("normed",) if self.as_output and self.product.wgrad_reads_x else ()
+        """What backward reads of the norm: its input and weight, and the output that high-precision wgrad
+        reads, which is the input where there is no norm."""
+        if self.norm.identity:
+            return ("x",) if self.product.wgrad_reads_x and self.product.needs_w else ()
+        return ("x", "norm_weight", *(("normed",) if self.as_output and self.product.wgrad_reads_x else ()))
 
     def saved(self) -> dict[str, Meta]:
         """Statistics, and norm(x) where high-precision wgrad reads it."""
@@ -76,16 +83,20 @@ class NormStage:
 
     def scratch(self) -> dict[str, Meta]:
         """norm(x) where it is only passing through."""
-        return {} if self.keep or self.fused else {"normed": self.meta()}
+        return {} if self.keep or self.fused or self.norm.identity else {"normed": self.meta()}
 
     def backward_scratch(self) -> dict[str, Meta]:
         """Backward's temporaries, the workspace aside."""
-        own = {"dnormed": self.meta()} if self.product.needs_x else {}
+        own = {"dnormed": self.meta()} if self.product.needs_x and not self.norm.identity else {}
         return self.product.backward_scratch() | own
 
     def forward(self, ws: WorkingSet) -> ArrayView | None:
         """Normalise, and cast for the product; returns norm(x) in high precision, None where it was written
         in FP8 only."""
+        if self.norm.identity:
+            x = ws.inputs["x"].rows()
+            self.product.cast_x(ws, x)
+            return x
         p, views = self.product, ws.outputs if self.as_output else ws.saved if self.keep else ws.scratch
         normed = views.get("normed")
         if normed is not None:
@@ -103,6 +114,9 @@ class NormStage:
         amax = ws.outputs.get(f"{self.product.spec.prefix}x_amax")
         if amax is None:  # no operand has one scale for the whole tensor
             return
+        if self.norm.identity:
+            self.product.measure(ws, ws.inputs["x"].rows())
+            return
         self.norm.forward(ws._replace(saved=ws.scratch), ws.scratch["normed"], amax)
         self.product.measure_weight(ws)
 
@@ -117,6 +131,9 @@ class NormStage:
         weight, of x and of the norm's parameters, those of norm(x) and of the ``residual`` stream added."""
         free(ws.scratch, "dh")  # of which ``g`` may be the last holder
         p, held = self.product, ws.inputs if self.as_output else ws.saved
+        if self.norm.identity:
+            self._backward_alone(ws, g, residual)
+            return
         if p.needs_w:
             normed = held.get("normed")
             p.wgrad(ws, g, None if normed is None else normed.rows())
@@ -129,6 +146,17 @@ class NormStage:
             if extra is not None:
                 ws.kernels.add(dnormed, extra.rows(), dnormed, ws.stream)
             self.norm.backward(ws, dnormed, residual)
+
+    def _backward_alone(self, ws: WorkingSet, g: ArrayView | None, residual: ArrayView | None) -> None:
+        """``backward`` without a norm."""
+        p = self.product
+        if p.needs_w:
+            p.wgrad(ws, g, ws.inputs["x"].rows() if p.wgrad_reads_x else None)
+        if p.needs_x:
+            dx = ws.outputs["x"].rows()
+            p.dgrad(ws, g, dx)
+            if residual is not None:
+                ws.kernels.add(dx, residual.rows(), dx, ws.stream)
 
 
 def further_outputs(spec: Any) -> tuple[str, ...]:
@@ -173,7 +201,7 @@ class NormLinear(OneProduct):
         p, x = stage.product, stage.x
         p.check(self.name, metas)
         outputs = {"y": Meta((*x.shape[:-1], p.n), x.dtype)} | p.outputs() | stage.outputs()
-        kept = ("x", "norm_weight", *p.kept(), *stage.kept())
+        kept = (*stage.kept(), *p.kept())
         grads = (spec.norm.grads(x) if p.needs_x else {}) | p.grads()
         passes = {"residual": "x"} if spec.residual else {}
         saved, scales = stage.saved() | p.saved(), p.backward_inputs()

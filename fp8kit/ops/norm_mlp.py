@@ -15,19 +15,30 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.backends.activation import ALL
 from fp8kit.buffers import free, free_contents, take
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import float32
 from fp8kit.ops import partition as split
-from fp8kit.ops.activation import ActivationSpec, activation, all_numbers
+from fp8kit.ops.activation import (
+    ActivationSpec,
+    activate,
+    activate_bwd,
+    activation,
+    all_numbers,
+    gradient_scratch,
+    gradient_workspace,
+    want_learned,
+)
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, NormStage, further_outputs, norm_linear
 from fp8kit.ops.partition import Component, Partition, Products, SharedAmaxes
 from fp8kit.ops.product import Product, ProductSpec
+from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_tensor import SLOT
-from fp8kit.ops.products import product_of
+from fp8kit.ops.products import product_class, product_of
+from fp8kit.ops.smooth import LINES, Smoothing, inner_product
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Partitions, Plan, Shapes, Signature, Views, WorkingSet, workspace
 
@@ -39,7 +50,9 @@ class NormMLPSpec:
 
     ``activation``: a name of ``backends.activation``. ``activation_params``: its numbers, see
     ``activation_numbers``; () is the defaults. ``recompute``: no activation is kept for backward. ``joins``:
-    x is added to y, within fc2's product (not with ``residual``).
+    x is added to y, within fc2's product (not with ``residual``). ``smooth``: "channel", "token" or "", see
+    ``ops.smooth``; of activations whose second half multiplies as it is, and not by channel with a cached
+    weight.
     """
 
     norm: NormSpec
@@ -51,11 +64,12 @@ class NormMLPSpec:
     activation_params: tuple[float, ...] = ()
     recompute: bool = False
     joins: bool = False
+    smooth: str = ""
 
     def __post_init__(self) -> None:
         params = all_numbers("norm_mlp", "activation_params", self.activation, self.activation_params)
         object.__setattr__(self, "activation_params", params)
-        parts = ACTIVATIONS[self.activation].parts
+        parts = ALL[self.activation].parts
         if self.fc1.out_features != parts * self.fc2.in_features:
             wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
             raise ShapeError("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted)
@@ -64,16 +78,34 @@ class NormMLPSpec:
         if self.joins and self.norm.features != self.fc2.out_features:
             got = f"{self.fc2.out_features} output features"
             raise ShapeError("norm_mlp", "fc2", got, f"{self.norm.features}, as x, to join")
+        if self.smooth and (self.smooth not in LINES or not ALL[self.activation].linear):
+            wanted = f"{' or '.join(LINES)}, with a gated activation without limits"
+            raise FormatError("norm_mlp", "smooth", f"{self.smooth!r} with {self.activation}", wanted)
+        if self.smooth == "channel" and self.fc2.weight_cached:
+            raise FormatError("norm_mlp", "fc2", "a cached weight", "none: smoothing by channel scales it")
         if self.fc1.bias == "add":
             object.__setattr__(self, "fc1", replace(self.fc1, bias="deferred"))
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Names of the activation's learned numbers."""
+        return tuple(ALL[self.activation].learned)
+
+    @property
+    def smoothing(self) -> str:
+        """How this call is smoothed: not in high precision, where it would change nothing."""
+        return self.smooth if self.fc2.fp8 is not None else ""
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """Norm, fc1 and fc2 as one pass sees them."""
+    """Norm, fc1 and fc2 as one pass sees them. ``fuses``: the activation's kernel writes casts and amaxes;
+    ``smoothing``: what is done to its result in front of fc2's cast."""
 
     norm: NormStage
     fc2: Product
+    fuses: bool = True
+    smoothing: Smoothing | None = None
 
     @property
     def fc1(self) -> Product:
@@ -83,7 +115,7 @@ class _Stages:
     def casts(self) -> bool:
         """Whether the activation writes fc2's input in FP8, after a pass that takes its amax where that is
         not known before. So nothing in high precision is written to be read again."""
-        return self.fc2.fuses_cast and not self.fc2.fprop_reads_x
+        return self.fuses and self.smoothing is None and self.fc2.fuses_cast and not self.fc2.fprop_reads_x
 
     @property
     def reach(self) -> bool:
@@ -101,11 +133,15 @@ class _Stages:
         fc2 = self.fc2
         wanted = {"h": self.reach, "act": fc2.needs_w and fc2.wgrad_reads_x}
         own = {name: meta for name, meta in self.between.items() if wanted[name]}
+        if self.smoothing is not None and (self.reach or fc2.needs_w):
+            own |= self.smoothing.scales()
         return self.norm.saved() | self.fc1.saved() | fc2.saved() | own
 
     def scratch(self) -> dict[str, Meta]:
         """Forward's temporaries, the workspace aside."""
         written = self.between if not self.casts else {"h": self.between["h"]}
+        if self.smoothing is not None:
+            written = written | self.smoothing.scales() | self.smoothing.scratch()
         own = {name: meta for name, meta in written.items() if name not in self.saved()}
         return self.norm.scratch() | self.fc1.scratch() | self.fc2.scratch() | own
 
@@ -130,18 +166,22 @@ class _Passes:
 
 def _known(spec: ProductSpec) -> ProductSpec:
     """The product with amaxes as inputs where it takes them itself."""
-    return spec if spec.fp8 is None else replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
+    if spec.fp8 is None or product_class(spec.fp8) is EmulatedProduct:
+        return spec
+    return replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
 
 
 class NormMLP(Products):
     """y = act(norm(x) W1^T + b1) W2^T + b2, with ``joins`` + x.
 
-    Inputs: x h (..., hidden), norm_weight, norm_bias, fc1_weight0, fc1_bias0, fc2_weight0, fc2_bias0, and per
-    product (prefix "fc1_", "fc2_") x_scale, w_scale or the cached weight. Outputs: y; residual (x itself) and
-    normed where asked for; amaxes. Gradients of all of them; backward reads fc1_g_scale and fc2_g_scale.
+    Inputs: x h (..., hidden), norm_weight, norm_bias, fc1_weight0, fc1_bias0, fc2_weight0, fc2_bias0, the
+    activation's learned numbers, and per product (prefix "fc1_", "fc2_") x_scale, w_scale or the cached
+    weight. Outputs: y; residual (x itself) and normed where asked for; amaxes. Gradients of all of them;
+    backward reads fc1_g_scale and fc2_g_scale.
     """
 
     name = "norm_mlp"
+    parameters = (*Products.parameters, *activation.parameters)
     arguments: ClassVar[Mapping[str, str]] = {
         "x": "inp",
         "norm_weight": "layer_norm_weight",
@@ -159,7 +199,7 @@ class NormMLP(Products):
         return ("x",) if not saved and split.scaled_by_rows(spec.fc1, spec.fc2) else ()
 
     def partitions(self, spec: NormMLPSpec, metas: Metas, views: Shapes) -> Partitions:
-        if spec.recompute or split.cached(spec.fc1, spec.fc2):
+        if spec.recompute or spec.smoothing or split.cached(spec.fc1, spec.fc2):
             return ()
         io = int(spec.fc1.layout == "io")
         dims = (
@@ -196,7 +236,7 @@ class NormMLP(Products):
             Component(
                 activation,
                 act,
-                {"x": "h", "bias0": "fc1_bias0"},
+                {"x": "h", "bias0": "fc1_bias0"} | {name: name for name in spec.learned},
                 {"y": "act", "amax": "fc2_x_amax"},
                 {"amax": "fc1_g_amax"},
             ),
@@ -207,7 +247,10 @@ class NormMLP(Products):
         first = NormStage.of(self.name, spec.norm, spec.fc1, spec.return_norm, metas, needs)
         fc1 = first.product
         reach = fc1.needs_x or fc1.needs_w or fc1.needs_b
-        return _Stages(first, product_of(spec.fc2, fc1.m, fc1.dtype, reach, needs))
+        reach = reach or bool(needs & set(spec.learned))
+        by, own = spec.smoothing, spec.fc2
+        fc2 = product_of(inner_product(by, own), fc1.m, fc1.dtype, reach, needs)
+        return _Stages(first, fc2, not spec.learned, Smoothing(by, own, fc2) if by else None)
 
     def _passes(self, spec: NormMLPSpec, metas: Metas, needs: Needs) -> _Passes:
         whole = self._stages(spec, metas, needs)
@@ -226,17 +269,20 @@ class NormMLP(Products):
         fc1, fc2, x = st.fc1, st.fc2, st.norm.x
         first.fc1.check(self.name, metas)
         first.fc2.check(self.name, metas)
+        learned = want_learned(self.name, spec.activation, metas, x.dtype)
         outputs = {"y": Meta((*x.shape[:-1], fc2.n), x.dtype)}
         outputs |= first.fc1.outputs() | first.fc2.outputs() | first.norm.outputs()
-        kept: tuple[str, ...] = ("x", "norm_weight", *fc1.kept(), *fc2.kept())
+        kept: tuple[str, ...] = (*st.norm.kept(), *fc1.kept(), *fc2.kept())
         if passes.numbers is None:
             saved = st.saved()
-            kept += (*(fc1.biases if st.reach else ()), *st.norm.kept())
+            kept += (*fc1.biases, *learned) if st.reach else ()
         else:
             saved = {"numbers": Meta((SLOT * len(passes.numbers),), float32)} if passes.numbers else {}
             read = fc2.weight_names() if st.reach else ()
-            kept += (*spec.norm.inputs(), *fc1.biases, *fc1.weight_names(), *read)
-        grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads() | fc2.grads()
+            kept += ("x", *spec.norm.inputs(), *fc1.biases, *fc1.weight_names(), *read, *learned)
+        grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads()
+        grads |= fc2.grads() if st.smoothing is None else st.smoothing.grads()
+        grads |= {name: meta for name, meta in learned.items() if name in needs}
         kept, through = tuple(dict.fromkeys(kept)), {"residual": "x"} if spec.residual else {}
         scales = fc1.backward_inputs() | fc2.backward_inputs()
         return Signature(outputs, saved, kept, grads, through, backward_inputs=scales)
@@ -253,10 +299,14 @@ class NormMLP(Products):
             forward |= first.saved()
             backward |= passes.again()
         if st.reach:
-            (backward["sums"],) = workspace(kernels.act_bwd_workspace(fc1.m, fc1.n)).values()
+            sums = gradient_workspace(kernels, spec.activation, fc1.m, fc1.n)
+            (backward["sums"],) = workspace(sums).values()
+            backward |= gradient_scratch(spec.activation, fc1.dtype)
             backward["dact"] = st.between["act"]
-            if not fc1.scales_known or not fc1.casts_g or fc1.reads_g:
+            if not (st.fuses and fc1.scales_known and fc1.casts_g) or fc1.reads_g:
                 backward["dh"] = st.between["h"]
+        if st.smoothing is not None and (st.reach or fc2.needs_w):
+            backward |= st.smoothing.backward_scratch()
         signature = self.infer(spec, metas, needs)
         return Plan(spec, signature, kernels, forward, backward, passes, first.norm.measure_scratch())
 
@@ -272,7 +322,8 @@ class NormMLP(Products):
             ws = ws._replace(saved=take(ws.scratch, st.saved()))
         self._fc1(st, ws)
         act = self._activate(plan.spec, st, ws)
-        st.fc2.fprop(ws, act, ws.outputs["y"].rows(), ws.inputs["x"].rows() if plan.spec.joins else None)
+        y, addend = ws.outputs["y"].rows(), ws.inputs["x"].rows() if plan.spec.joins else None
+        (st.smoothing or st.fc2).fprop(ws, act, y, addend)
         for i, source in enumerate((passes.numbers or {}).values()):
             number = ws.inputs.get(source) or ws.outputs[source]
             ws.kernels.copy(number, saved["numbers"].slice(0, SLOT * i, 1), ws.stream)
@@ -285,14 +336,18 @@ class NormMLP(Products):
 
     def _activate(self, s: NormMLPSpec, st: _Stages, ws: WorkingSet) -> ArrayView | None:
         """act(h + b1), cast for fc2; None where fc2 multiplies the cast."""
-        k, fc2, act = ws.kernels, st.fc2, ws.saved.get("act") or ws.scratch.get("act")
+        casts, fc2, act = st.casts, st.fc2, ws.saved.get("act") or ws.scratch.get("act")
         summands = ws.saved.get("h") or ws.scratch["h"], ws.inputs.get("fc1_bias0")
-        activation_and_stream = s.activation, s.activation_params, ws.stream
-        if fc2.takes_amax("x"):
-            k.act_fwd(*summands, None, ws.outputs["fc2_x_amax"], None, *activation_and_stream)
-        k.act_fwd(*summands, act, None, fc2.x_cast(ws) if st.casts else None, *activation_and_stream)
-        if not st.casts:
+        function = s.activation, s.activation_params
+        if casts and fc2.takes_amax("x"):
+            activate(ws, *function, *summands, None, ws.outputs["fc2_x_amax"])
+        if st.smoothing is not None:
+            st.smoothing.measure(ws, *summands)
+        activate(ws, *function, *summands, act, None, fc2.x_cast(ws) if casts else None)
+        if not casts:
             assert act is not None
+            if st.smoothing is not None:
+                st.smoothing.divide(ws, act)
             fc2.cast_x(ws, act)
         del summands
         free(ws.scratch, "h")
@@ -312,35 +367,40 @@ class NormMLP(Products):
         self._fc1(st, ws)
         if st.fc2.needs_w:
             self._activate(plan.spec, st, ws)
-        st.fc2.save_weight(ws)
+        (st.smoothing or st.fc2).save_weight(ws)
         return ws.saved
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         passes: _Passes = plan.extra
         if passes.numbers is not None:
             ws = ws._replace(saved=self._recompute(plan, ws))
-        k, kept, grads, saved, scratch, stream = ws
+        kept, grads, saved, scratch = ws.inputs, ws.outputs, ws.saved, ws.scratch
         st, spec, g = passes.backward, plan.spec, cotangents["y"]
         fc1, fc2 = st.fc1, st.fc2
-        fc2.cast_g(ws, g.rows())
+        second, rows = st.smoothing or fc2, g.rows()
+        if st.smoothing is None:
+            fc2.cast_g(ws, rows)
+        else:
+            rows = st.smoothing.cast_g(ws, rows)
         if fc2.needs_w:
-            fc2.wgrad(ws, g.rows(), saved.get("act"))
+            second.wgrad(ws, rows, saved.get("act"))
             free(saved, "act")
         if not st.reach:
             return
-        fc2.dgrad(ws, g.rows(), scratch["dact"])
+        second.dgrad(ws, rows, scratch["dact"])
+        del rows
         # most is held now: the gradient of the activation in high precision and its casts
         free_contents(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
         # the activation's gradient writes fc1's output gradient in FP8
-        fused = fc1.scales_known and fc1.casts_g
-        taken_now = fc1.takes_amax("g") and products
+        fused = st.fuses and fc1.scales_known and fc1.casts_g
+        taken_now = fc1.takes_amax("g") and products and st.fuses
         amax, cast = grads["fc1_g_amax"] if taken_now else None, fc1.g_cast(ws) if fused else None
-        activation = spec.activation, spec.activation_params
         dact_h_and_bias = scratch["dact"], saved["h"], kept.get("fc1_bias0")
-        dh_dbias_and_cast = scratch.get("dh"), grads.get("fc1_bias0"), amax, cast
-        k.act_bwd(*dact_h_and_bias, *dh_dbias_and_cast, *activation, scratch["sums"], stream)
-        del dact_h_and_bias, dh_dbias_and_cast, cast
+        dh_and_dbias = scratch.get("dh"), grads.get("fc1_bias0")
+        how = spec.activation, spec.activation_params
+        activate_bwd(ws, *how, dact_h_and_bias, dh_and_dbias, scratch["sums"], amax, cast)
+        del dact_h_and_bias, dh_and_dbias, cast
         free(scratch, "dact", "sums")
         free(saved, "h")
         if products and not fused:

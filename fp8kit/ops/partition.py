@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fp8kit.arrays import Shape
 from fp8kit.formats import int64
@@ -242,7 +242,7 @@ class Products(Operation):
     """Base of operations with matrix products and a layer's parameters."""
 
     streams = True
-    parameters = ("weight", "bias")
+    parameters: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
 
 class OneProduct(Products):

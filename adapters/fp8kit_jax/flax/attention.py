@@ -220,6 +220,8 @@ class MultiHeadAttention(nn.Module):
     qk_norm_type: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
+    qk_norm_learned: bool = True
+    scale_factor: float | None = None
     return_residual: bool = False
     return_bias: bool = False
     join_residual: bool = False
@@ -281,11 +283,12 @@ class MultiHeadAttention(nn.Module):
         kind, window = self.attn_mask_type, self.window_size
         if past is not None and past.index is not None:
             kind, window = "arbitrary", None  # the mask says it all
+        usual = 1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0
         options = {
             "attn_mask_type": kind,
             "dtype": None,
             "qkv_layout": list(QKV_LAYOUTS)[count - 1],
-            "scale_factor": 1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
+            "scale_factor": usual if self.scale_factor is None else self.scale_factor,
             "window_size": window,
         }
         core = DotProductAttention(**shared_fields(self, DotProductAttention, options))
@@ -294,6 +297,7 @@ class MultiHeadAttention(nn.Module):
             op,
             self.qk_norm_type,
             lambda name, kind: LayerNorm(self.qk_norm_eps, kind, dtype=self.dtype, name=name),
+            self.qk_norm_learned,
         )
         seen = (structs[1:], mask, bias) if past is None else past.structs(mask, bias)
         core.validate([structs[0], *seen[0]], sequence_descriptor, seen[2], seen[1])

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fp8kit.arguments import Rule, check, shown
+from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, RecipeError
+from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import residual_sum
@@ -195,6 +197,17 @@ def kernel_parameter(
 def bias_parameter(module: Any, name: str, axes: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> Any:
     """A product's bias, None without ``use_bias``."""
     return parameter(module, name, module.bias_init, axes, shape, dtype) if module.use_bias else None
+
+
+def alpha_parameters(module: Any, activations: tuple[str, ...], dtype: Any) -> list[Any] | None:
+    """The learned numbers ``alpha_p`` and ``alpha_n`` of an activation, None of one that has none."""
+    name, _ = activation_of(type(module).__name__, activations, None)
+    starts = ALL[name].learned
+    made = [
+        parameter(module, key, nn.initializers.constant(start), (), (1,), dtype)
+        for key, start in starts.items()
+    ]
+    return made or None
 
 
 def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, ...]:

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8kit.errors import ShapeError
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_jax import functional
 from fp8kit_jax import layers as functions
 from fp8kit_jax.activations import activation
 from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.flax.common import (
+    alpha_parameters,
     bias_parameter,
     check_fields,
     constrained,
@@ -233,8 +234,10 @@ class LayerNormMLP(nn.Module):
 
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F),
     ``wo_bias`` (H,), with a = len(activations), which with ``activation_params`` are as in
-    ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and ``wo_``. One operation, but where
-    dropout, adaptation, ``enable_layernorm=False`` or logical axes of what lies between make it several.
+    ``fp8kit_jax.activation``; ("xielu",) adds ``alpha_p`` and ``alpha_n`` (1,). ``smooth_swiglu``: "channel"
+    or "token", see ``fp8kit.nn.LayerNormMLP``, where the module is one operation, or without norm.
+    Adaptations' names begin with ``wi_`` and ``wo_``. One operation, but where dropout, adaptation,
+    ``enable_layernorm=False`` or logical axes of what lies between make it several.
     ``intermediate_hidden_dropout_dims``: dimensions along which one draw serves all. y has the name
     ``ffn2_ckpt_name`` for ``jax.checkpoint``'s policies. The rest: as ``LayerNormDenseGeneral``.
     """
@@ -276,6 +279,7 @@ class LayerNormMLP(nn.Module):
     return_residual: bool = False
     return_bias: bool = False
     join_residual: bool = False
+    smooth_swiglu: str | None = None
 
     @nn.compact
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
@@ -300,13 +304,20 @@ class LayerNormMLP(nn.Module):
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
         constrained_inputs = constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
         separate = rate or self.enable_low_rank_adaptation or constrained_inputs
-        if norm is not None and not separate:
+        if self.smooth_swiglu is not None and separate:
+            wanted = "None with dropout between the products, adaptation, or axes of what lies between"
+            raise ArgumentError("LayerNormMLP", "smooth_swiglu", repr(self.smooth_swiglu), wanted)
+        alphas = alpha_parameters(self, parts, kind)
+        smooth = {"smooth_swiglu": self.smooth_swiglu, "alphas": alphas}
+        if not separate and (norm is not None or (not self.return_layernorm_output and any(smooth.values()))):
+            gamma, beta, *how = (None, None) if norm is None else norm
             found = functions.layernorm_mlp(
                 inputs,
-                *norm[:2],
+                gamma,
+                beta,
                 kernels,
                 biases,
-                *norm[2:],
+                *(how or ("layernorm", False, self.epsilon)),
                 parts,
                 sets,
                 self.return_layernorm_output,
@@ -314,6 +325,7 @@ class LayerNormMLP(nn.Module):
                 return_residual=not self.join_residual,
                 return_bias=self.return_bias,
                 join_residual=self.join_residual,
+                **smooth,
             )
             y, *beside = found if isinstance(found, tuple) else (found,)
             normed = beside.pop(0) if self.return_layernorm_output else None
@@ -322,7 +334,7 @@ class LayerNormMLP(nn.Module):
             h, normed, residual = _normed_product(
                 self, inputs, kernels[0], norm, biases[0], self.dot_1_input_axes, sets[0], "wi_"
             )
-            act = activation(h, parts, self.activation_params)
+            act = activation(h, parts, self.activation_params, alphas)
             if rate:
                 key = self.make_rng(self.intermediate_dropout_rng_name)
                 act = dropped(act, rate, key, tuple(self.intermediate_hidden_dropout_dims))

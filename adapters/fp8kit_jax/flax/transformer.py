@@ -15,6 +15,9 @@ from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
 from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, add_residual, check_fields, shared_fields, want_array
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
 
+_AXES = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}  # of norms alone
+_POST = "apply_residual_connection_post_layernorm"
+
 
 class TransformerLayerType(Enum):
     """ENCODER: self attention and MLP. DECODER: cross attention between them."""
@@ -32,9 +35,12 @@ class TransformerLayer(nn.Module):
     ``output_layernorm``, ``LayerNorm_0`` at the end, the input's norm left out.
     ``apply_residual_connection_post_layernorm``: residuals start after the norms. ``drop_path``: probability
     of dropping a whole sample from the first attention's and the MLP's branch. ``hidden_dropout_dims``,
-    ``intermediate_dropout_dims``: dimensions along which one draw serves all. ``float32_attention_logits``:
-    scores are float32 either way. Parameters carry Transformer Engine's logical axes, in Flax's boxes. The
-    rest: as the children; fields of ``common.FIXED`` have one value.
+    ``intermediate_dropout_dims``: dimensions along which one draw serves all. ``norm_position``: "after" puts
+    the norms behind the branches, children ``attention_norm`` (a decoder's: ``self_attention_norm``,
+    ``encoder_decoder_attention_norm``) and ``mlp_norm``, their factors at ``norm_gain`` (1) first, as
+    ``fp8kit.nn.TransformerLayer`` has it. ``float32_attention_logits``: scores are float32 either way.
+    Parameters carry Transformer Engine's logical axes, in Flax's boxes. The rest: as the children; fields of
+    ``common.FIXED`` have one value.
     """
 
     hidden_size: int = 512
@@ -84,6 +90,11 @@ class TransformerLayer(nn.Module):
     qk_norm_type: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
+    qk_norm_learned: bool = True
+    scale_factor: float | None = None
+    norm_position: str = "before"
+    norm_gain: float | None = None
+    smooth_swiglu: str | None = None
 
     @nn.compact
     def __call__(
@@ -119,12 +130,24 @@ class TransformerLayer(nn.Module):
         bias = (
             self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
         )
-        post = self.apply_residual_connection_post_layernorm
+        post, after = self.apply_residual_connection_post_layernorm, self.norm_position == "after"
+        for name, value in (("output_layernorm", self.output_layernorm), (_POST, post)):
+            if after and value:
+                raise ArgumentError(op, name, True, "False with norm_position 'after'")
+        if not after and self.norm_gain is not None:
+            raise ArgumentError(op, "norm_gain", self.norm_gain, "None with norm_position 'before'")
         ask = {"return_layernorm_output": post, "return_residual": True, "return_bias": True}
 
         # nothing lies between a branch's last product and its residual: the product adds it
         def fused(path: float) -> bool:
-            return deterministic or not (self.hidden_dropout > 0 or path > 0)
+            return not after and (deterministic or not (self.hidden_dropout > 0 or path > 0))
+
+        def normed_sum(name: str, y: Any, x: Any, path: float) -> Any:
+            gain = (1.0 if self.norm_gain is None else self.norm_gain) - self.zero_centered_gamma
+            own = {"scale_init": nn.initializers.constant(gain), "name": f"{name}_norm"}
+            options = {"bias_init": nn.initializers.zeros, **_AXES, **own}
+            norm = LayerNorm(self.layernorm_epsilon, **shared_fields(self, LayerNorm, options))
+            return add_residual(self, norm(y), None, x, deterministic, path)
 
         def summed(found: Any, path: float) -> Any:
             y, normed, residual, unadded = found
@@ -134,19 +157,27 @@ class TransformerLayer(nn.Module):
             first = name == mine
             path = self.drop_path if first else 0.0
             options = {
-                "input_layernorm": not (first and self.output_layernorm),
+                "input_layernorm": not (after or (first and self.output_layernorm)),
                 "attn_mask_type": kind,
                 "kernel_init": self.mha_kernel_init,
                 "attn_bias_type": self.self_attn_bias_type if first else None,
                 "window_size": self.window_size if first else None,
                 "name": name,
-            } | ({"join_layernorm_output" if post else "join_residual": True} if fused(path) else ask)
+            } | (
+                {"join_layernorm_output" if post else "join_residual": True}
+                if fused(path)
+                else {}
+                if after
+                else ask
+            )
             head_dim = self.hidden_size // self.num_attention_heads
             layer = MultiHeadAttention(head_dim, **shared_fields(self, MultiHeadAttention, options))
             call: dict[str, Any] = {"deterministic": deterministic}
             if first:
                 call |= {"decode": decode, "sequence_descriptor": sequence_descriptor}
             found = layer(x, kv, mask, bias, **call)
+            if after:
+                return normed_sum(name, found[0], x, path)
             return found[0] if fused(path) else summed(found, path)
 
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
@@ -162,17 +193,19 @@ class TransformerLayer(nn.Module):
             "intermediate_dropout_rate": self.intermediate_dropout,
             "intermediate_hidden_dropout_dims": self.intermediate_dropout_dims,
             "name": "mlp",
-            **({"join_residual": True} if last else ask),
+            **({"join_residual": True} if last else {} if after else ask),
+            "enable_layernorm": not after,
             "enable_low_rank_adaptation": lora.adapts(self, "mlp"),
             **MLP_AXES,
         }
         mlp = LayerNormMLP(self.mlp_hidden_size, **shared_fields(self, LayerNormMLP, options))
         found = mlp(x, deterministic)
+        if after:
+            return normed_sum("mlp", found[0], x, self.drop_path)
         y = found[0] if last else summed(found, self.drop_path)
         if not self.output_layernorm:
             return y
-        axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}
-        options = {"bias_init": nn.initializers.zeros, **axes}
+        options = {"bias_init": nn.initializers.zeros, **_AXES}
         return LayerNorm(self.layernorm_epsilon, **shared_fields(self, LayerNorm, options))(y)
 
     def _biases(self, inputs: Any, name: str, decoder: bool, length: int | None) -> Any:

@@ -89,7 +89,8 @@ class MultiHeadAttention(nnx.Module):
     * ``input_layernorm``: the norm before the projections. Children: self attention ``qkv`` (with groups
       ``query`` and ``kv``); ``cross``: ``query`` and ``kv``; ``core``, ``out``.
     * ``qk_norm_type``: "L2Normalization", "RMSNorm" or "LayerNorm" of each query's and key's features,
-      children ``q_norm``, ``k_norm``; after the rotary embedding, or before it (``qk_norm_before_rope``).
+      children ``q_norm``, ``k_norm``; after the rotary embedding, or before it (``qk_norm_before_rope``);
+      ``qk_norm_learned``: False has gains of 1 and no parameters for them.
       ``rotary``: whether there is one.
     * ``options``: of ``DotProductAttention``, but the format is "bshd". Others: as ``LayerNormDenseGeneral``.
     """
@@ -109,6 +110,7 @@ class MultiHeadAttention(nnx.Module):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        qk_norm_learned: bool = True,
         use_bias: bool = False,
         layernorm_type: str = "layernorm",
         epsilon: float = 1e-6,
@@ -127,7 +129,7 @@ class MultiHeadAttention(nnx.Module):
         self.groups, self.head_dim = num_gqa_groups or heads, head_dim or hidden_size // heads
         self.hidden, self.cross, self.rotary = hidden_size, cross, rotary
         self.qk_norm_type, self.qk_norm_eps = qk_norm_type, qk_norm_eps
-        self.qk_norm_before_rope = qk_norm_before_rope
+        self.qk_norm_before_rope, self.qk_norm_learned = qk_norm_before_rope, qk_norm_learned
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
         norm = norm_options(locals())
 
@@ -147,7 +149,7 @@ class MultiHeadAttention(nnx.Module):
         def head_norm(name: str, kind: str) -> LayerNorm:
             return LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype)
 
-        self.q_norm, self.k_norm = qk_norms(op, qk_norm_type, head_norm)
+        self.q_norm, self.k_norm = qk_norms(op, qk_norm_type, head_norm, qk_norm_learned)
 
     def __call__(
         self,

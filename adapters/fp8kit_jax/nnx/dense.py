@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import check, shown
+from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit_jax import functional, layers
 from fp8kit_jax.activations import activation_of
@@ -79,7 +80,7 @@ def _value(parameter: nnx.Param | None, dtype: Any) -> Any:
 
 class LayerNorm(nnx.Module):
     """norm(x) over the last dimension, N features. Parameters ``scale`` and, of "layernorm", ``ln_bias``
-    (N,). x: h (..., N)."""
+    (N,); ``gain``: what the factor starts at. x: h (..., N)."""
 
     def __init__(
         self,
@@ -89,10 +90,11 @@ class LayerNorm(nnx.Module):
         layernorm_type: str = "layernorm",
         zero_centered_gamma: bool = False,
         dtype: Any = jnp.float32,
+        gain: float = 1.0,
     ) -> None:
         check("LayerNorm", RULES, locals())
         self.options = (layernorm_type, zero_centered_gamma, epsilon)
-        self.scale = nnx.Param((jnp.zeros if zero_centered_gamma else jnp.ones)((num_features,), dtype))
+        self.scale = nnx.Param(jnp.full((num_features,), gain - bool(zero_centered_gamma), dtype))
         self.ln_bias = _zeros((num_features,), dtype, layernorm_type == "layernorm")
 
     def arguments(self, dtype: Any) -> tuple[Any, ...]:
@@ -176,7 +178,9 @@ class LayerNormMLP(nnx.Module):
     ``intermediate_dim`` F between.
 
     Parameters ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), a =
-    len(activations); child ``norm``. ``activations``, ``activation_params``: as ``fp8kit_jax.activation``.
+    len(activations); child ``norm``, None without ``input_layernorm``. ``activations``,
+    ``activation_params``: as ``fp8kit_jax.activation``; ("xielu",) adds ``alpha_p`` and ``alpha_n`` (1,).
+    ``smooth_swiglu``: as ``fp8kit.nn.LayerNormMLP``.
     """
 
     def __init__(
@@ -193,18 +197,24 @@ class LayerNormMLP(nnx.Module):
         zero_centered_gamma: bool = False,
         dtype: Any = jnp.float32,
         activation_params: Mapping[str, float] | None = None,
+        smooth_swiglu: str | None = None,
+        input_layernorm: bool = True,
     ) -> None:
         check("LayerNormMLP", RULES, locals())
-        activation_of("LayerNormMLP", activations, activation_params)
+        name, _ = activation_of("LayerNormMLP", activations, activation_params)
         want_rngs("LayerNormMLP", rngs)
         self.activations = tuple(activations)
         self.activation_params = None if activation_params is None else tuple(activation_params.items())
-        self.norm = LayerNorm(num_features, **norm_options(locals()))
+        self.smooth_swiglu = smooth_swiglu
+        self.norm = LayerNorm(num_features, **norm_options(locals())) if input_layernorm else None
         inner = (len(self.activations), intermediate_dim)
         self.wi_kernel = _kernel(rngs, (num_features, *inner), dtype, kernel_init)
         self.wo_kernel = _kernel(rngs, (intermediate_dim, num_features), dtype, kernel_init)
         self.wi_bias = _zeros(inner, dtype, use_bias)
         self.wo_bias = _zeros((num_features,), dtype, use_bias)
+        self.learned = tuple(ALL[name].learned)
+        for key, start in ALL[name].learned.items():
+            setattr(self, key, nnx.Param(jnp.full((1,), start, dtype)))
         self.quantizers_0, self.quantizers_1 = (_Quantizers(type(self).__name__) for _ in range(2))
 
     def __call__(
@@ -216,7 +226,9 @@ class LayerNormMLP(nnx.Module):
         x = as_array("LayerNormMLP", "x", x)
         parameters = ((self.wi_kernel, self.wo_kernel), (self.wi_bias, self.wo_bias))
         kernels, biases = ([_value(p, x.dtype) for p in pair] for pair in parameters)
-        gamma, beta, *norm = self.norm.arguments(x.dtype)
+        gamma, beta, *norm = (None, None) if self.norm is None else self.norm.arguments(x.dtype)
+        norm = norm or ["layernorm", False, 1e-6]  # which say nothing without the norm
+        alphas = [_value(getattr(self, key), x.dtype) for key in self.learned]
         return layers.layernorm_mlp(
             x,
             gamma,
@@ -230,4 +242,6 @@ class LayerNormMLP(nnx.Module):
             return_residual=return_residual,
             return_bias=return_bias,
             join_residual=join_residual,
+            smooth_swiglu=self.smooth_swiglu,
+            alphas=alphas or None,
         )

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import check
-from fp8kit.errors import on_behalf_of
+from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit_jax import attention as functions
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import residual_sum
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
-from fp8kit_jax.nnx.dense import LayerNormMLP, norm_options, want_rngs
+from fp8kit_jax.nnx.dense import LayerNorm, LayerNormMLP, norm_options, want_rngs
 
 # arguments of the attention that a layer does not set itself
 _ATTENTION = (
@@ -26,6 +26,7 @@ _ATTENTION = (
     "qk_norm_type",
     "qk_norm_eps",
     "qk_norm_before_rope",
+    "qk_norm_learned",
 )
 
 
@@ -38,7 +39,10 @@ class TransformerLayer(nnx.Module):
     * ``hidden_dropout``, ``attention_dropout``: probabilities; ``drop_path``: of dropping a whole sample from
       a branch.
     * ``options``: of ``MultiHeadAttention``: ``num_gqa_groups``, ``rotary``, ``qk_norm_type``,
-      ``attn_mask_type``, ``window_size``...
+      ``attn_mask_type``, ``window_size``, ``scale_factor``...
+    * ``norm_position``: "after" puts the norms behind the branches, children ``attention_norm`` and
+      ``mlp_norm``, their factors at ``norm_gain`` (1) first, as ``fp8kit.nn.TransformerLayer`` has it.
+      ``smooth_swiglu``: as ``LayerNormMLP``.
     """
 
     def __init__(
@@ -57,6 +61,9 @@ class TransformerLayer(nnx.Module):
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
+        norm_position: str = "before",
+        norm_gain: float | None = None,
+        smooth_swiglu: str | None = None,
         dtype: Any = jnp.float32,
         **options: Any,
     ) -> None:
@@ -66,17 +73,35 @@ class TransformerLayer(nnx.Module):
             activation_of("LayerNormMLP", mlp_activations, mlp_activation_params)
         want_rngs("TransformerLayer", rngs)
         shared: dict[str, Any] = norm_options(locals()) | {"rngs": rngs, "use_bias": use_bias}
+        after = norm_position == "after"
+        if not after and norm_gain is not None:
+            raise ArgumentError(
+                "TransformerLayer", "norm_gain", norm_gain, "None with norm_position 'before'"
+            )
+        if after and options.setdefault("input_layernorm", False):
+            raise ArgumentError(
+                "TransformerLayer", "input_layernorm", True, "False with norm_position 'after'"
+            )
         self.attention = MultiHeadAttention(
             hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options
         )
         shared |= {"activations": mlp_activations, "activation_params": mlp_activation_params}
+        shared |= {"smooth_swiglu": smooth_swiglu, "input_layernorm": not after}
         self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, **shared)
+        gain = 1.0 if norm_gain is None else norm_gain
+        kinds = norm_options(locals()) | {"gain": gain}
+        self.attention_norm = LayerNorm(hidden_size, **kinds) if after else None
+        self.mlp_norm = LayerNorm(hidden_size, **kinds) if after else None
         self.dropout, self.path = Dropout(hidden_dropout, rngs), Dropout(drop_path, rngs)
 
     def __call__(self, x: Any, **options: Any) -> Any:
         """``x``: h (b, s, H); ``options``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention.
         Returns h like x."""
         functions.known("TransformerLayer", options)
+        if self.attention_norm is not None and self.mlp_norm is not None:
+            y = self.attention_norm(self.attention(x, **options))
+            x = residual_sum(y, None, x, self.dropout(), self.path())
+            return residual_sum(self.mlp_norm(self.mlp(x)), None, x, self.dropout(), self.path())
         # nothing lies between a branch's last product and its residual: the product adds it
         if self.dropout.idle and self.path.idle:
             return self.mlp(self.attention(x, join_residual=True, **options), join_residual=True)

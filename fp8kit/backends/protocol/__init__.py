@@ -52,6 +52,7 @@ from fp8kit.backends.protocol.embedding import Embeddings
 from fp8kit.backends.protocol.encoded_adam import EncodedAdams
 from fp8kit.backends.protocol.gemm import Layout, Products
 from fp8kit.backends.protocol.kv_cache import Caches
+from fp8kit.backends.protocol.lines import Lines
 from fp8kit.backends.protocol.model_gemm import ModelledProducts
 from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
@@ -61,6 +62,7 @@ from fp8kit.backends.protocol.rope import Ropes
 from fp8kit.backends.protocol.scales import Scales
 from fp8kit.backends.protocol.sequences import Sequences
 from fp8kit.backends.protocol.spec import SPECS, KernelSpec, Output, map_arrays, views
+from fp8kit.backends.protocol.xielu import LearnedActivations
 
 __all__ = [
     "BLOCK",
@@ -94,6 +96,8 @@ class Kernels(
     ModelledProducts,
     Norms,
     Activations,
+    LearnedActivations,
+    Lines,
     Dropouts,
     DropPaths,
     Attentions,

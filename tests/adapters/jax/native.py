@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import fp8kit_jax as fj
 import jax
 import numpy as np
 
@@ -21,6 +22,8 @@ RECIPES = {
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
 }
+K, F = 40, 48  # features of the layers that ``steps`` goes through, and of an MLP's middle
+SHAPE = (3, 5)
 # slot of a QuantizerSet -> the native module's state, and how many entries it has for each product, this
 # one's first
 SLOTS = {"x": ("scaling_fwd", 3, 0), "kernel": ("scaling_fwd", 3, 1), "grad": ("scaling_bwd", 2, 0)}
@@ -96,3 +99,35 @@ def same_function(name, function, native, values, device, rest=lambda put: {}) -
     assert_same_bits(f"{name}: y", np.asarray(y).reshape(want.shape), want.numpy())
     for i, (grad, leaf) in enumerate(zip(grads, own, strict=True)):
         assert_same_bits(f"{name}: gradient {i}", np.asarray(grad), leaf.grad.numpy())
+
+
+def steps(module, function, params, recipe, dtype, gemms, device):
+    """Three steps through both frontends; ``function(params, sets, x)``; params in the module's layout and
+    names."""
+    sets = fj.create_set(recipe, gemms) if recipe is not None else (fj.noop_quantizer_set,) * gemms
+    sets = sets if isinstance(sets, tuple) else (sets,)
+
+    @jax.jit
+    def both(params, sets, x, g):
+        y, pull = jax.vjp(function, params, sets, x)
+        return y, pull(g)
+
+    for seed in range(3):
+        x, g = (
+            draw(seed, (*SHAPE, K), dtype, 2.0**seed),
+            draw(seed + 9, (*SHAPE, getattr(module, "out_features", K)), dtype, 2.0**-6),
+        )
+        want_y, want = step(module, recipe, x, g, device)
+        y, (grads, sets, dx) = both(params, sets, x, g)
+        assert_same_bits(f"step {seed}: y", np.asarray(y), want_y)
+        assert_same_bits(f"step {seed}: dx", np.asarray(dx), want["x"])
+        for name, value in grads.items():
+            assert_same_bits(f"step {seed}: {name}", np.asarray(value), want[name])
+        if recipe is not None and recipe.delayed():
+            for product, own in enumerate(sets):
+                for slot, (scale, history) in slots(module, product).items():
+                    found = getattr(own, slot)
+                    assert_same_bits(f"step {seed}: {slot}.scale", np.asarray(found.scale), scale)
+                    assert_same_bits(
+                        f"step {seed}: {slot}.amax_history", np.asarray(found.amax_history), history
+                    )

@@ -5,50 +5,13 @@ the deterministic policy, which is captured when JAX traces."""
 from __future__ import annotations
 
 import fp8kit_jax as fj
-import jax
-import numpy as np
 import pytest
 
 from fp8kit import nn
-from fp8kit.testing import assert_same_bits
-from tests.adapters.jax import native
-from tests.adapters.jax.native import RECIPES, draw, random_parameters
+from tests.adapters.jax.native import RECIPES, F, K, random_parameters, steps
 
 pytestmark = pytest.mark.usefixtures("same_bits")
-K, N, F = 40, 56, 48
-SHAPE = (3, 5)
-
-
-def steps(module, function, params, recipe, dtype, gemms, device):
-    """Three steps through both frontends; ``function(params, sets, x)``; params in the module's layout and
-    names."""
-    sets = fj.create_set(recipe, gemms) if recipe is not None else (fj.noop_quantizer_set,) * gemms
-    sets = sets if isinstance(sets, tuple) else (sets,)
-
-    @jax.jit
-    def step(params, sets, x, g):
-        y, pull = jax.vjp(function, params, sets, x)
-        return y, pull(g)
-
-    for seed in range(3):
-        x, g = (
-            draw(seed, (*SHAPE, K), dtype, 2.0**seed),
-            draw(seed + 9, (*SHAPE, getattr(module, "out_features", K)), dtype, 2.0**-6),
-        )
-        want_y, want = native.step(module, recipe, x, g, device)
-        y, (grads, sets, dx) = step(params, sets, x, g)
-        assert_same_bits(f"step {seed}: y", np.asarray(y), want_y)
-        assert_same_bits(f"step {seed}: dx", np.asarray(dx), want["x"])
-        for name, value in grads.items():
-            assert_same_bits(f"step {seed}: {name}", np.asarray(value), want[name])
-        if recipe is not None and recipe.delayed():
-            for product, own in enumerate(sets):
-                for slot, (scale, history) in native.slots(module, product).items():
-                    found = getattr(own, slot)
-                    assert_same_bits(f"step {seed}: {slot}.scale", np.asarray(found.scale), scale)
-                    assert_same_bits(
-                        f"step {seed}: {slot}.amax_history", np.asarray(found.amax_history), history
-                    )
+N = 56
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,251 @@
+"""Unit scaling (Blake et al. 2023, arXiv:2303.11257; u-muP, Blake et al. 2024, arXiv:2407.17465), once for
+every frontend: operations whose outputs and gradients have a size near 1 where their inputs have, by constant
+factors that are not the same forward and backward. So the recipe "static", casts without scales, holds
+them.
+
+``UnitScaling`` has the functions; a frontend gives it its own operations. ``linear_factors`` and the others
+are the formulas, with their names in the papers: ``interpolated(a, lo, hi)`` is lo^(1 - a) hi^a.
+
+With ``constraint`` "to_output_scale", the library's default, a gradient's factor is the output's where both
+are the same tensor's (parameters keep their own), so that the function is a multiple of the unscaled one;
+None has the gradients' own factors, which are right where the function's inputs are used nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fp8kit.arguments import choice, number
+from fp8kit.errors import ArgumentError
+from fp8kit.layers.base import Init
+from fp8kit.layers.linear import Linear as SharedLinear
+from fp8kit.ops.scale_lines import scale_lines
+
+OUTPUT = "to_output_scale"
+_SMOOTH_HI = math.sqrt(2 / (1 - 1 / math.pi))
+# activation -> (alpha, lo, hi of the output, hi of the gradient): at a multiplier of 1
+_ACTIVATIONS = {
+    "gelu": (1 / 1.25, 2.0, _SMOOTH_HI, math.sqrt(2.0)),
+    "silu": (1 / 2.0, 2.0, _SMOOTH_HI, math.sqrt(2.0)),
+    "swiglu": (1 / 2.0, 2.0, math.sqrt(2.0), math.sqrt(2.0)),
+}
+
+
+class Factors(NamedTuple):
+    """What an output, the gradient of an input, and the gradients of parameters are multiplied by."""
+
+    output: float
+    input: float
+    parameter: float = 1.0
+
+
+def interpolated(alpha: float, low: float, high: float) -> float:
+    """low^(1 - alpha) high^alpha."""
+    return float(low ** (1 - alpha) * high**alpha)
+
+
+def constrained(factors: Factors, constraint: str | None) -> Factors:
+    """``factors`` with the input's as the constraint says. ArgumentError for another constraint."""
+    if constraint is not None:
+        choice("unit_scaling", "constraint", constraint, (OUTPUT,))
+        return factors._replace(input=factors.output)
+    return factors
+
+
+def linear_factors(
+    fan_in: int, fan_out: int, rows: int, readout: bool = False, constraint: str | None = OUTPUT
+) -> Factors:
+    """Of y = x W^T + b for ``rows`` rows; ``readout``: of a model's last product."""
+    output = 1 / fan_in if readout else fan_in**-0.5
+    return constrained(Factors(output, fan_out**-0.5, max(rows, 1) ** -0.5), constraint)
+
+
+def activation_factors(activation: str, constraint: str | None = OUTPUT) -> Factors:
+    """Of "gelu", "silu" and "swiglu" (silu(u) v of the two halves)."""
+    alpha, low, high, slope = _ACTIVATIONS[choice("unit_scaling", "activation", activation, _ACTIVATIONS)]
+    found = Factors(interpolated(alpha, low, high), interpolated(alpha, low, slope))
+    return constrained(found, constraint)
+
+
+def attention_factor(head_dim: int, length: int, causal: bool) -> float:
+    """Of softmax(q k^T / head_dim) v, and of its three gradients."""
+    spread = math.sqrt((math.log(length) if causal else 1.0) / length) if length > 1 else 1.0
+    return 1 / interpolated(1 / (1 + 4 * head_dim), spread, 1.0)
+
+
+def residual_factors(tau: float) -> tuple[float, float]:
+    """Of the branch and of the skip connection, at the join forward, at the split backward."""
+    number("unit_scaling", "tau", tau, above=0.0)
+    whole = math.sqrt(1 + tau * tau)
+    return tau / whole, 1 / whole
+
+
+class UnitScaling:
+    """The functions. A frontend's subclass gives what has an ``own_`` in its name.
+
+    Every function takes and returns arrays of the frontend, h of any leading dimensions, and raises what the
+    operations raise.
+    """
+
+    # --- what a frontend gives ------------------------------------------------------------------------------
+
+    def own_scale(self, x: Any, forward: float, backward: float) -> Any:
+        """forward x, whose gradient is backward dy."""
+        raise NotImplementedError
+
+    def own_activation(self, x: Any, activation: str) -> Any:
+        """activation(x)."""
+        raise NotImplementedError
+
+    def own_sum(self, a: Any, b: Any) -> Any:
+        """a + b, b with the end of a's shape."""
+        raise NotImplementedError
+
+    def own_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+        """LayerNorm with a bias, RMSNorm without."""
+        raise NotImplementedError
+
+    def own_embedding(self, ids: Any, table: Any) -> Any:
+        """table[ids]."""
+        raise NotImplementedError
+
+    def own_cross_entropy(self, logits: Any, targets: Any) -> Any:
+        """The mean over targets."""
+        raise NotImplementedError
+
+    def own_attention(self, query: Any, key: Any, value: Any, scale: float, causal: bool) -> Any:
+        """softmax(scale q k^T) v of layers (b, s, heads, d); returns them side by side, (b, s, heads d)."""
+        raise NotImplementedError
+
+    # --- functions ------------------------------------------------------------------------------------------
+
+    def scale_fwd(self, x: Any, scale: float) -> Any:
+        """scale x, whose gradient is dy as it is."""
+        return x if scale == 1 else self.own_scale(x, scale, 1.0)
+
+    def scale_bwd(self, x: Any, scale: float) -> Any:
+        """x, whose gradient is scale dy."""
+        return x if scale == 1 else self.own_scale(x, 1.0, scale)
+
+    def _activation(self, x: Any, activation: str, constraint: str | None) -> Any:
+        output, gradient, _ = activation_factors(activation, constraint)
+        return self.scale_fwd(self.own_activation(self.scale_bwd(x, gradient), activation), output)
+
+    def gelu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
+        """GELU in its tanh form."""
+        return self._activation(x, "gelu", constraint)
+
+    def silu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
+        """SiLU."""
+        return self._activation(x, "silu", constraint)
+
+    def silu_glu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
+        """silu(u) v of the halves of x's last dimension, the gate's first."""
+        return self._activation(x, "swiglu", constraint)
+
+    def add(self, a: Any, b: Any, constraint: str | None = OUTPUT) -> Any:
+        """(a + b) / sqrt(2); b's shape is the end of a's, and where it is shorter its gradient is divided by
+        the square root of how often it repeats, not with a constraint."""
+        scale = 2**-0.5
+        constrained(Factors(scale, 1.0), constraint)
+        repeats = math.prod(a.shape) // max(math.prod(b.shape), 1)
+        back = scale if constraint else max(repeats, 1) ** -0.5
+        a = self.scale_bwd(a, scale if constraint else 1.0)
+        return self.scale_fwd(self.own_sum(a, self.scale_bwd(b, back)), scale)
+
+    def residual_split(self, x: Any, tau: float = 1.0) -> tuple[Any, Any]:
+        """(x for the branch, x for the skip connection), where their gradients are weighted: see
+        ``residual_add``."""
+        branch, skip = residual_factors(tau)
+        return self.scale_bwd(x, branch), self.scale_bwd(x, skip)
+
+    def residual_add(self, branch: Any, skip: Any, tau: float = 1.0) -> Any:
+        """tau / sqrt(1 + tau^2) branch + 1 / sqrt(1 + tau^2) skip."""
+        own, rest = residual_factors(tau)
+        return self.own_sum(self.scale_fwd(branch, own), self.scale_fwd(skip, rest))
+
+    def norm(self, x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Any:
+        """LayerNorm, without ``bias`` RMSNorm; x h (..., N), weight and bias h (N,)."""
+        scale = math.sqrt(x.shape[-1] / max(math.prod(x.shape), 1))
+        bias = None if bias is None else self.scale_bwd(bias, scale)
+        return self.own_norm(x, self.scale_bwd(weight, scale), bias, eps)
+
+    def embedding(self, ids: Any, table: Any) -> Any:
+        """table[ids]; table h (V, N), of deviation 1."""
+        scale = math.sqrt(table.shape[0] / max(math.prod(ids.shape), 1))
+        return self.own_embedding(ids, self.scale_bwd(table, scale))
+
+    def cross_entropy(self, logits: Any, targets: Any) -> Any:
+        """The mean cross entropy of softmax(logits), in nats; its gradient is that of the sum, times V /
+        sqrt(V - 1). logits h (..., V), V at least 2."""
+        classes, count = logits.shape[-1], max(math.prod(targets.shape), 1)
+        if classes < 2:
+            raise ArgumentError("unit_scaling", "logits", f"{classes} class", "at least 2")
+        scale = count * classes / math.sqrt(classes - 1)
+        return self.own_cross_entropy(self.scale_bwd(logits, scale), targets)
+
+    def attention(self, query: Any, key: Any, value: Any, causal: bool = True) -> Any:
+        """softmax(q k^T / d) v, times a constant, of layers h (b, s, heads, d); returns h (b, s, heads d)."""
+        dim, scale = query.shape[-1], attention_factor(query.shape[-1], key.shape[1], causal)
+        q, k, v = (self.scale_bwd(layer, scale) for layer in (query, key, value))
+        return self.scale_fwd(self.own_attention(q, k, v, 1 / dim, causal), scale)
+
+
+class Linear(SharedLinear):
+    """y = (x W^T + b) / sqrt(fan_in), a unit-scaled product, in FP8 under ``autocast``.
+
+    The weight starts as normal(0, 1) and the bias at 0. ``readout``: divided by fan_in itself, for a model's
+    last product. ``constraint``: see ``fp8kit.layers.unit_scaling``. The gradients of weight and bias are
+    divided by the square root of the number of rows. Other arguments as ``Linear``; no ``return_bias``, no
+    ``fuse_wgrad_accumulation``.
+    """
+
+    readout: bool
+    constraint: str | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        readout: bool = False,
+        constraint: str | None = OUTPUT,
+        init_method: Init | None = None,
+        params_dtype: Any = None,
+        device: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            init_method=self.unit_init() if init_method is None else init_method,
+            bias=bias,
+            params_dtype=params_dtype,
+            device=device,
+            name=name,
+        )
+        constrained(Factors(1.0, 1.0), constraint)
+        self.readout, self.constraint = readout, constraint
+
+    def unit_init(self) -> Init:
+        """normal(0, 1), as the frontend fills parameters."""
+        raise NotImplementedError
+
+    def run(self, inputs: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+        rows = math.prod(inputs["x"].shape[:-1])
+        factors = linear_factors(self.in_features, self.out_features, rows, self.readout, self.constraint)
+
+        def scaled(x: Any, forward: float, backward: float) -> Any:
+            spec = self.spec_for("ScaleLinesSpec", forward, backward)
+            return self.call(scale_lines, spec, {"x": x})["y"]
+
+        backward = {name: factors.input if name == "x" else factors.parameter for name in inputs}
+        given: Mapping[str, Any] = {
+            name: None if x is None or name == "residual" else scaled(x, 1.0, backward[name])
+            for name, x in inputs.items()
+        }
+        outputs = super().run(dict(given), *arguments, **options)
+        return {**outputs, "y": scaled(outputs["y"], factors.output, 1.0)}
