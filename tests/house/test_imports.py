@@ -17,7 +17,15 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
-            *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
+            *(
+                "buffers",
+                "checkpoint_format",
+                "recipe",
+                "recipes",
+                "block_recipes",
+                "layer_recipes",
+                "attention_quantization",
+            ),
             *("quantization", "blocks", "accumulation", "autocast", "packing", "printing", "tiles"),
             *("moments", "raw_kernels"),
         )
