@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from fp8kit.arrays import ArrayView
+from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.autocast import current
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.layers.attention_base import AttentionBase as Shared
 from fp8kit.layers.attention_inputs import MISPLACED, alibi_slopes
+from fp8kit_torch import recompute
 from fp8kit_torch.arguments import has_foreign_code, want_like
 from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.layer import TorchLayer
@@ -41,6 +43,12 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
     @property
     def parts(self) -> Mapping[str, Any]:
         return self._modules
+
+    def attention_quantization(self) -> AttentionQuantization | None:
+        found = super().attention_quantization()
+        if found is not None:
+            recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
+        return found
 
     def attention_spec(self, quantises: bool, fields: tuple[Any, ...]) -> tuple[Any, bool]:
         state = current() if quantises and self.is_compiling() else None

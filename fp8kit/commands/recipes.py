@@ -98,8 +98,8 @@ def _show(options: argparse.Namespace) -> int:
     gemms, fields = recipe_info.gemm_facts(recipe), recipe_info.field_values(recipe)
     attention = recipe_info.attention_facts(recipe)
     if options.json:
-        more = {"gemms": gemms, "attention": attention, "fields": fields}
-        print(json.dumps({**found, **more}, indent=2))
+        details = {"gemms": gemms, "attention": attention, "fields": fields}
+        print(json.dumps({**found, **details}, indent=2))
         return 0
     print(f"{options.name}: {found['recipe']}, {found['short_name']}\nsource: {source}")
     for device, support in found["devices"].items():

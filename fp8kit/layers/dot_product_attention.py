@@ -69,6 +69,7 @@ class DotProductAttention(AttentionBase):
     attention_type: str
     softmax_scale: float
     softmax_type: str
+    name: str | None
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from flax import linen, nnx
 from fp8kit_jax import flax as flax_layers
 from fp8kit_jax import nnx as nnx_layers
@@ -265,6 +266,7 @@ def test_recipes_by_name():
         same("compiled", of_torch(recipe, layers, g, True, name=name), expected)
     layer = fk.nn.MultiheadAttention(64, HEADS, name="block")
     assert layer.core_attention.name == "block.core_attention"
+    assert fk.nn.name_layers(layer).core_attention.name == "core_attention"
     with pytest.raises(RecipeError, match="names"):
         of_jax(recipe, layers, g)
 
@@ -282,17 +284,47 @@ def test_recipes_by_name():
             assert_same_bits("flax", np.asarray(found).reshape(g.shape), expected[0])
 
 
+def reentrant(function, *own):
+    return torch.utils.checkpoint.checkpoint(function, *own, use_reentrant=True)
+
+
+def not_reentrant(function, *own):
+    return torch.utils.checkpoint.checkpoint(function, *own, use_reentrant=False)
+
+
+@pytest.mark.parametrize("checkpoint", [ft.checkpoint, reentrant, not_reentrant])
+def test_checkpoints_of_torch(checkpoint):
+    """A core attention by itself, whose backward runs outside of the autocast."""
+    layers, g = layers_of(), draw(9, B, S, HEADS * DIM)
+    for recipe in (CURRENT, RANDOM):
+        results = []
+        for again in (False, True):
+            torch.manual_seed(4)
+            core = ft.DotProductAttention(HEADS, DIM, qkv_format="bshd")
+            own = [torch.tensor(x, requires_grad=True) for x in layers]
+            with ft.autocast(recipe=recipe):
+                o = checkpoint(core, *own) if again else core(*own)
+            o.backward(torch.tensor(g))
+            results.append([o.detach().numpy(), *(x.grad.numpy() for x in own)])
+        same("torch", *results)
+
+
 def test_recomputed_attention():
     """What ``checkpoint_core_attention`` computes once more is what was computed, random signs too."""
     layers, g = layers_of(), draw(9, B, S, HEADS * DIM)
     for recipe in (CURRENT, RANDOM):
         results = []
-        for again in (False, True):
+        core = fk.nn.DotProductAttention(HEADS, DIM, qkv_format="bshd")
+        for call in (
+            core,
+            lambda *own, core=core: core(*own, checkpoint_core_attention=True),
+            lambda *own, core=core: fk.checkpoint(core, *own),
+        ):
             fk.manual_seed(4)
-            core = fk.nn.DotProductAttention(HEADS, DIM, qkv_format="bshd")
             own = [fk.tensor(x, requires_grad=True) for x in layers]
             with fk.autocast(recipe=recipe):
-                o = core(*own, checkpoint_core_attention=again)
+                o = call(*own)
             o.backward(fk.tensor(g))
             results.append([o.numpy(), *(x.grad.numpy() for x in own)])
-        same("native", *results)
+        for found in results[1:]:
+            same("native", found, results[0])
