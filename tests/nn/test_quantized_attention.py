@@ -68,21 +68,27 @@ def heads_first(x: Any, form: str) -> Any:
     return x.transpose((0, 2, 1, 3) if form == "bshd" else (1, 2, 0, 3))
 
 
-def run(spec: AttentionSpec, layers: dict[str, Any], do: Any, **more: Any) -> tuple[Any, dict[str, Any]]:
+def run(
+    spec: AttentionSpec, layers: dict[str, Any], do: Any, device: Any = CPU, **more: Any
+) -> tuple[Any, dict[str, Any]]:
     """o, and the gradients by the layers' names; numpy."""
-    inputs: dict[str, Any] = {name: fk.tensor(x, requires_grad=True) for name, x in layers.items()}
-    given = {name: fk.tensor(x, requires_grad=name == "bias") for name, x in more.items()}
+
+    def put(x: Any, requires_grad: bool = False) -> Any:
+        return fk.tensor(x, device=device, requires_grad=requires_grad)
+
+    inputs: dict[str, Any] = {name: put(x, True) for name, x in layers.items()}
+    given = {name: put(x, name == "bias") for name, x in more.items()}
     if spec.needs_rng:
-        given["rng"] = fk.tensor(np.array(PAIR, np.int64))
+        given["rng"] = put(np.array(PAIR, np.int64))
     o = apply(attention, spec, inputs | given)["o"]
-    o.backward(fk.tensor(do))
+    o.backward(put(do))
     leaves = inputs | {name: x for name, x in given.items() if name == "bias"}
     return o.numpy(), {name: leaf.grad.numpy() for name, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
 @pytest.mark.parametrize("name", HOW)
-def test_against_a_transcription(name: str, form: str) -> None:
+def test_against_a_transcription(name: str, form: str, device: Any) -> None:
     """Forward and backward, grouped heads, a causal mask, rows that no block divides. Sums of the same
     rounded terms in another order: a few units of float32; a rounding of P or dS that another order of a
     score's sum turns over moves one term of a sum by 2^-4 of it: 4e-4 of the whole here."""
@@ -92,7 +98,7 @@ def test_against_a_transcription(name: str, form: str) -> None:
     do = draw(4, *leading, H * D)
     spec = AttentionSpec(H, D, G, form, "causal", layout="separate", quantized=how)
     flat = {name: x.reshape(*leading, -1) for name, x in zip("qkv", (q, k, v), strict=True)}
-    o, grads = run(spec, flat, do)
+    o, grads = run(spec, flat, do, device)
     parts = [heads_first(x, form) for x in (q, k, v)]
     upstream = heads_first(do.reshape(*leading, H, D), form)
     seen, signs = np.tri(s, dtype=bool), signs_of(how, D)
@@ -115,7 +121,7 @@ def outliers(seed: int, *shape: int) -> Any:
     ).astype(F)
 
 
-def test_the_published_errors() -> None:
+def test_the_published_errors(device: Any) -> None:
     """Blocks help little, the rotation does the work: table 3 of arXiv 2407.08608, with exact sums (the
     paper's 2.4e-2 and 9.1e-3 have those of Hopper's tensor cores). Mean of three draws, n = 2048, d = 128:
     the root mean square error of plain FP8 is 1.9 to 2.1 times that with blocks and rotation."""
@@ -140,7 +146,9 @@ def test_the_published_errors() -> None:
         for name, how in forms.items():
             spec = AttentionSpec(1, d, 0, "bshd", "no_mask", layout="separate", quantized=how)
             with fk.no_grad():
-                o = apply(attention, spec, {n: fk.tensor(x) for n, x in layers.items()})["o"].numpy()
+                o = apply(attention, spec, {n: fk.tensor(x, device=device) for n, x in layers.items()})[
+                    "o"
+                ].numpy()
             squares[name].append(float(np.mean((o[0] - exact) ** 2)))
     error = {name: float(np.sqrt(np.mean(found))) for name, found in squares.items()}
     published = {  # as measured once with other draws: within their spread
@@ -197,7 +205,7 @@ def test_layouts_give_the_bits_of_separate_layers(layout: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["current", "flash attention 3", "mx", "mha"])
-def test_padding_reaches_nothing(name: str) -> None:
+def test_padding_reaches_nothing(name: str, device: Any) -> None:
     """NaN in the padding of a batch, and sequences one after the other: the bits of short sequences by
     themselves where scales are not of the whole, and those of zeros in the padding in any case."""
     s, lengths, how = 24, (24, 9), HOW[name]
@@ -210,10 +218,10 @@ def test_padding_reaches_nothing(name: str) -> None:
     for padding in (np.nan, 0.0):
         for x in (*layers.values(), do):
             x[1, lengths[1] :] = padding
-        results.append(run(spec, layers, do, **more))
+        results.append(run(spec, layers, do, device, **more))
     tokens = lambda x: np.concatenate([x[0], x[1, : lengths[1]]])  # noqa: E731
     packed = replace(spec, qkv_format="thd", max_seqlen_q=s, max_seqlen_kv=s)
-    results.append(run(packed, {name: tokens(x) for name, x in layers.items()}, tokens(do), **more))
+    results.append(run(packed, {name: tokens(x) for name, x in layers.items()}, tokens(do), device, **more))
     (o, grads), (zeros, others), (flat, own) = results
     assert not o[1, lengths[1] :].any()
     assert_same_bits("o", o, zeros)
@@ -223,7 +231,7 @@ def test_padding_reaches_nothing(name: str) -> None:
         assert_same_bits(part, own[part], tokens(grad))
 
 
-def test_dropout_bias_windows_and_softmax_types() -> None:
+def test_dropout_bias_windows_and_softmax_types(device: Any) -> None:
     """What the scores go through is what they go through in high precision: each result is within FP8's error
     of that."""
     s, more = 33, {}
@@ -245,20 +253,20 @@ def test_dropout_bias_windows_and_softmax_types() -> None:
             more["alibi_slopes"] = F([0.5, 0.25, 0.125, 0.0625])
         if spec.softmax_type == "learnable":
             more["softmax_offset"] = draw(8, H)
-        want, exact = run(spec, layers, do, **more)
-        o, grads = run(replace(spec, quantized=PLAIN), layers, do, **more)
+        want, exact = run(spec, layers, do, device, **more)
+        o, grads = run(replace(spec, quantized=PLAIN), layers, do, device, **more)
         assert 0.01 < relative_error(o, want) < 0.06, options
         for name, grad in grads.items():
             assert 0.01 < relative_error(grad, exact[name]) < 0.15, (options, name)
 
 
-def test_16_bits_are_float32_on_the_same_values() -> None:
+def test_16_bits_are_float32_on_the_same_values(device: Any) -> None:
     q, k, v, do = (draw(i, B, 20, H * D).astype(bfloat16.numpy) for i in range(4))
     spec = AttentionSpec(H, D, 0, "bshd", layout="separate", quantized=PLAIN)
     layers = dict(zip("qkv", (q, k, v), strict=True))
-    o, grads = run(spec, layers, do)
+    o, grads = run(spec, layers, do, device)
     wide = {name: x.astype(F) for name, x in layers.items()}
-    want, _ = run(spec, wide, do.astype(F))
+    want, _ = run(spec, wide, do.astype(F), device)
     assert_same_bits("o", o, want.astype(bfloat16.numpy))
     assert all(grad.dtype == bfloat16.numpy for grad in grads.values())
 
