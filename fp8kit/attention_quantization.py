@@ -106,6 +106,9 @@ class AttentionQuantization:
             )
             self._refuse("joint", True, wanted)
 
+        if self.dqkv is not None and self.rotation:
+            self._refuse("dqkv", str(self.dqkv), "None beside a rotation, which is undone last")
+
     def _refuse(self, name: str, got: object, wanted: str) -> None:
         raise RecipeError("AttentionQuantization", name, got, wanted)
 

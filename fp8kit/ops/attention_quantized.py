@@ -111,7 +111,9 @@ class QuantizedCall:
             made["wide_bias"] = Meta(bias, float32)
             made |= {"wide_dbias": Meta(bias, float32)} if dbias else {}
         most = max(matrix.size for matrix in self.matrices.values())
-        made["spare"], made["codes"] = Meta((most,), float32), Meta((most,), uint8)
+        made["codes"] = Meta((most,), uint8)
+        if self.rotation or any(self._by_blocks(name) for name in uses):
+            made["spare"] = Meta((most,), float32)
         rows = self.how.rows_per_block
         blocks = max(matrix.shape[0] for matrix in self.matrices.values()) // rows if rows else 1
         made["scales"] = Meta((3 * max(1, blocks),), float32)
@@ -153,13 +155,13 @@ class QuantizedCall:
             blocks, pairs = self._by_blocks(group[0]), []
             for name in group:
                 matrix = self.matrices[name]
-                spare, turned = self._spare(ws, matrix), self.rotation and name in ("q", "k")
+                turned = self.rotation and name in ("q", "k")
                 there = ws.scratch[f"rows_{name}" if blocks and 1 not in uses[name] else f"wide_{name}"]
-                source = spare if blocks and not turned else there
+                source = self._spare(ws, matrix) if blocks and not turned else there
                 self._gather(ws, name, layers[name], source)
                 if turned:
-                    self._rotate(ws, there, spare, self.how.signs)
-                    source = spare
+                    source = self._spare(ws, matrix)
+                    self._rotate(ws, there, source, self.how.signs)
                 pairs.append((source, there))
             own = self._quantizer(group[0])
             if not blocks:

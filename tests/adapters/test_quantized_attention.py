@@ -255,6 +255,26 @@ def test_a_cache_is_in_high_precision(frontend):
     assert_same_bits("high precision", found[0], found[2])
 
 
+def test_flax_decodes_in_high_precision():
+    """A prompt's call, which makes the cache, and a token's."""
+    layer, x = flax_layers.MultiHeadAttention(DIM, HEADS), draw(3, B, 8, HEADS * DIM)
+    found = []
+    for recipe in (CURRENT, Float8CurrentScaling()):
+        with fj.autocast(enabled=True, recipe=recipe):
+            variables = layer.init(jax.random.key(0), x, x, decode=True, deterministic=True)
+            token = x[:, :1]
+            y, _ = layer.apply(variables, token, token, decode=True, deterministic=True, mutable=["cache"])
+            prompt, _ = layer.apply(
+                {"params": variables["params"]}, x, x, decode=True, deterministic=True, mutable=["cache"]
+            )
+            found.append([np.asarray(y[0]), np.asarray(prompt[0])])
+            plain = np.asarray(layer.apply({"params": variables["params"]}, x, x, deterministic=True)[0])
+        found[-1].append(plain)
+    for a, b in zip(found[0][:2], found[1][:2], strict=True):
+        assert_same_bits("decoded", a, b)
+    assert (found[0][2] != found[1][2]).any()  # without decoding it is quantised
+
+
 def test_recipes_by_name():
     """``PerLayer`` decides for attention by the core attention's name, natively and compiled."""
     recipe = PerLayer(CURRENT, (("high.*", None), ("plain", Float8CurrentScaling())))
