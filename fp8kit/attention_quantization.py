@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any
 
 from fp8kit.arguments import choice, integer, shown
+from fp8kit.blocks import kind_of
 from fp8kit.errors import RecipeError
 from fp8kit.formats import E4M3
 from fp8kit.quantization import ROTATIONS, SIGNS, Quantizer
@@ -85,6 +86,10 @@ class AttentionQuantization:
             if own.granularity != "tensor" and not blocks:
                 wanted = "'tensor'" + (", 'mx_1x32', 'block_1x128' or alike" if name in "qkvdo" else "")
                 self._refuse(name, own.granularity, f"granularity {wanted}")
+            if blocks:
+                kind_of(own)
+            elif own.scale_rule not in ("exact", "power_2"):
+                self._refuse(name, own.scale_rule, "scale_rule 'exact' or 'power_2', with one scale")
         for name in ("p", "ds"):
             fmt = operands[name].format
             if not (fmt.signed and fmt.zero and fmt.mantissa_bits) or fmt.twos_complement or fmt.bias > 64:
@@ -105,7 +110,6 @@ class AttentionQuantization:
                 "False beside blocks, a rotation or different quantizers: one array is cast as one tensor"
             )
             self._refuse("joint", True, wanted)
-
         if self.dqkv is not None and self.rotation:
             self._refuse("dqkv", str(self.dqkv), "None beside a rotation, which is undone last")
 

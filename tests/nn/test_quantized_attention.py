@@ -39,6 +39,9 @@ HOW = {
     "flash attention 3": replace(ROTATED, rows_per_block=16, signs="random"),
     "mx": attention_of(MX, replace(MX, format=E5M2)),
     "mx rotated": replace(attention_of(MX, MX), rotation=16, signs="te"),
+    "block": attention_of(
+        replace(FORWARD, granularity="block_1x32"), replace(BACKWARD, granularity="block_1x16")
+    ),
     "mha": attention_of(FORWARD, BACKWARD, True),
 }
 PAIR = (3, 5)
@@ -292,6 +295,8 @@ def test_a_call_without_keys_is_0() -> None:
         (lambda: replace(PLAIN, p=replace(PLAIN.p, static_scale=500.0)), ["p", "500"]),
         (lambda: replace(PLAIN, ds=Quantizer(E8M0)), ["ds", "mantissa"]),
         (lambda: replace(PLAIN, ds=MX), ["ds", "granularity"]),
+        (lambda: replace(PLAIN, q=Quantizer(E4M3, scale_rule="floor")), ["q", "scale_rule", "floor"]),
+        (lambda: replace(PLAIN, q=Quantizer(E4M3, "mx_1x32")), ["scale_rule", "exact"]),
         (lambda: replace(PLAIN, do="E4M3"), ["do", "Quantizer"]),
         (lambda: replace(PLAIN, joint=True, rotation=16), ["joint", "rotation"]),
         (lambda: replace(ROTATED, dqkv=BACKWARD), ["dqkv", "rotation"]),

@@ -37,8 +37,12 @@ def by_lines(x: Array, own: Quantizer, along: int) -> Array:
     n, out = own.tile[1], np.empty_like(x)
     for start in range(0, x.shape[1], n):
         part = x[:, start : start + n]
-        byte = blocks.scale_bytes(np.abs(part).max(1), own.format, own.scale_rule)
-        scale, inverse = blocks.scales_of_bytes(byte)
+        if own.granularity.startswith("block"):
+            scale = np.array([current_scale(line, own) for line in part], F)
+            inverse = F(1) / scale
+        else:
+            byte = blocks.scale_bytes(np.abs(part).max(1), own.format, own.scale_rule)
+            scale, inverse = blocks.scales_of_bytes(byte)
         codes = codec.encode(part * scale[:, None], own.format)
         out[:, start : start + n] = codec.decode(codes, own.format).astype(F) * inverse[:, None]
     return out
