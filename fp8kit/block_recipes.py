@@ -12,11 +12,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from fp8kit import formats
+from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import Format, Recipe
 
 _SCOPES = ("none", "weights", "activations", "all")
+_NO_MHA = "the projections' operands have scales of small blocks, which attention's FP8 values do not have"
 _TE_ROUNDING_BITS = 8  # random bits of the conversion that Blackwell has
 
 
@@ -26,7 +28,7 @@ class _BlockRecipe(Recipe):
     def _check(self, *flags: str) -> None:
         """RecipeError for ``flags`` that are no bool, and for fields that all have."""
         self._want(bool, *flags)
-        self._want_defaults(fp8_dpa=False, fp8_mha=False)
+        check_fields(self, mha=_NO_MHA)
         self._want_override()
 
 
@@ -48,7 +50,9 @@ class MXFP8BlockScaling(_BlockRecipe):
       "dequantized", the values that fprop multiplied, by the output gradient as it is.
     * ``enable_2d_quantization``: bool; the weight has blocks of 32 x 32, and so the same values in fprop and
       dgrad.
-    * ``fp8_dpa``, ``fp8_mha``: refused unless False; attention's own products are not quantised.
+    * ``fp8_dpa``: bool; attention's products are quantised too (``fp8kit.attention_quantization``): q, k, v
+      and the output gradient by blocks of 32 along each contraction, P and dS with one scale. ``fp8_mha``:
+      refused unless False, as in Transformer Engine.
 
     There is no state. Raises RecipeError.
     """
@@ -83,6 +87,15 @@ class MXFP8BlockScaling(_BlockRecipe):
         w = replace(x, granularity="mx_32x32") if self.enable_2d_quantization else x
         return self._overridden(Quantization.of(x, w, g, fprop="split"))
 
+    @cached_property
+    @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object
+    def attention(self) -> AttentionQuantization | None:
+        """A power of two a block, from the block itself."""
+        if not self.fp8_dpa:
+            return None
+        own = self.quantization
+        return attention_of(own.x, own.g)
+
     def short_name(self) -> str:
         """For example ``mxfp8(E4M3)``."""
         more = ", 2d" if self.enable_2d_quantization else ""
@@ -114,7 +127,9 @@ class NVFP4BlockScaling(_BlockRecipe):
       ``nvfp4_4over6_e4m3_use_256``: likewise; of those what has 256 in the place of 448.
       ``nvfp4_4over6_err_mode``: "MAE" or "MSE", what is better. Both have no effect without the first.
     * ``fp4_format``: Format.E2M1; ``fp8_format``, of the blocks' scales: Format.E4M3.
-    * ``fp8_dpa``, ``fp8_mha``: refused unless False; attention's own products are not quantised.
+    * ``fp8_dpa``: bool; attention's products are in FP8, E4M3 and for gradients E5M2, with the scales of
+      ``Float8CurrentScaling``, as Transformer Engine has it with NVTE_DPA_FP8_RECIPE. ``fp8_mha``: refused
+      unless False: the projections' operands have 4 bits.
     * ``backward_override``: as in ``MXFP8BlockScaling``.
 
     There is no state. Raises RecipeError.
@@ -185,6 +200,12 @@ class NVFP4BlockScaling(_BlockRecipe):
             return "exact"
         bound = "_256" if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else ""
         return f"4over6_{self.nvfp4_4over6_err_mode.lower()}{bound}"
+
+    @cached_property
+    @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object
+    def attention(self) -> AttentionQuantization | None:
+        """One scale a tensor, in FP8."""
+        return attention_of(Quantizer(formats.E4M3), Quantizer(formats.E5M2)) if self.fp8_dpa else None
 
     def short_name(self) -> str:
         """For example ``nvfp4(rht, sr, 2d)``."""

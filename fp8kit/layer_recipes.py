@@ -11,13 +11,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arguments import shown
+from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 
 _NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
 # what a DataRecipe's ``key`` stands for
-_DATA: dict[str, Quantization] = {}
+_DATA: dict[str, tuple[Quantization, AttentionQuantization | None]] = {}
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,15 @@ class DataRecipe(Recipe):
     * ``data``: a ``fp8kit.quantization.Quantization``; operands have no state (``scale_source`` is not
       "delayed").
     * ``name``: for log lines.
+    * ``attention``: an ``fp8kit.attention_quantization.AttentionQuantization``: how attention's products are
+      quantised; None: they are in high precision.
 
     Raises RecipeError.
     """
 
     data: Quantization
     name: str = "data"
+    attention: AttentionQuantization | None = None
     # the data as a text, for programs that are compiled
     key: str = field(init=False, repr=False, compare=False)
 
@@ -42,22 +46,25 @@ class DataRecipe(Recipe):
         self._want(str, "name")
         if any(side.needs_state for gemm in self.data.gemms.values() for side in (gemm.a, gemm.b)):
             raise self._refuse("data", "operands without state: a scale_source other than 'delayed'")
-        object.__setattr__(self, "key", repr(self.data))
-        _DATA.setdefault(self.key, self.data)
+        if not (self.attention is None or isinstance(self.attention, AttentionQuantization)):
+            raise self._refuse("attention", "an AttentionQuantization or None")
+        object.__setattr__(self, "key", repr((self.data, self.attention)))
+        _DATA.setdefault(self.key, (self.data, self.attention))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _DATA.setdefault(self.key, self.data)
+        _DATA.setdefault(self.key, (self.data, self.attention))
 
     @classmethod
     def of_key(cls, key: str, name: str) -> DataRecipe:
         """The recipe of this ``key``, made before in this process."""
-        return cls(_DATA[key], name)
+        data, attention = _DATA[key]
+        return cls(data, name, attention)
 
     @property
     def quantization(self) -> Quantization:
         """The data, the same object for equal data."""
-        return _DATA.setdefault(self.key, self.data)
+        return _DATA.setdefault(self.key, (self.data, self.attention))[0]
 
     @property
     def forward_format(self) -> formats.Format:
@@ -116,6 +123,11 @@ class PerLayer(Recipe):
         return self.default.history
 
     @property
+    def attention(self) -> AttentionQuantization | None:
+        """The default's."""
+        return self.default.attention
+
+    @property
     def forward_format(self) -> formats.Format:
         return self.default.forward_format
 
@@ -124,8 +136,15 @@ class PerLayer(Recipe):
         return self.default.backward_format
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
-        found = next((recipe for pattern, recipe in self.rules if fnmatchcase(name, pattern)), self.default)
+        found = self._found(name)
         return None if found is None else found.for_layer(kind, name)
+
+    def attention_for(self, name: str) -> AttentionQuantization | None:
+        found = self._found(name)
+        return None if found is None else found.attention_for(name)
+
+    def _found(self, name: str) -> Recipe | None:
+        return next((recipe for pattern, recipe in self.rules if fnmatchcase(name, pattern)), self.default)
 
     def short_name(self) -> str:
         """For example ``per_layer(mxfp8(E4M3), 2 rules)``."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
+from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields
 from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
 
@@ -206,6 +207,15 @@ class Recipe(_Strict):
         raise NotImplementedError
 
     @property
+    def attention(self) -> AttentionQuantization | None:
+        """How the products of attention are quantised; None where they are in high precision."""
+        return None
+
+    def attention_for(self, name: str) -> AttentionQuantization | None:
+        """``attention`` of a layer that is called ``name``."""
+        return self.attention
+
+    @property
     def history(self) -> AmaxHistory | None:
         """How scales follow from the amaxes of earlier steps; None where no operand's scale does."""
         return None
@@ -278,7 +288,7 @@ class Recipe(_Strict):
         """What ``short_name`` says of ``backward_override``."""
         return f", backward {self.backward_override}" if self.backward_override else ""
 
-    def _check_common(self) -> None:
+    def _check_common(self, no_attention: str = "") -> None:
         self._want(Format, "fp8_format")
         if self.fp8_format is Format.E5M2:
             raise self._refuse(
@@ -286,7 +296,7 @@ class Recipe(_Strict):
             )
         if self.fp8_format is Format.E2M1:
             raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: E2M1 has 4 bits")
-        self._want_defaults(fp8_dpa=False, fp8_mha=False)
+        check_fields(self, no_attention)
         self._want_override()
 
 
@@ -295,6 +305,9 @@ _MOST_MARGIN = 18
 # least one reaches 4, which is below every format's largest value: it saturates nothing, whatever the margin.
 DELAYED_SCALES = (2.0**-126, formats.float32.max)
 
+_NO_BLOCK_ATTENTION = (
+    "Transformer Engine has no attention with blocks of 128; a DataRecipe says whatever attention you want"
+)
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
@@ -330,7 +343,9 @@ class DelayedScaling(Recipe):
       synchronisation per update.
     * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing
       to reduce.
-    * ``fp8_dpa``, ``fp8_mha``: refused unless at their defaults; not yet supported.
+    * ``fp8_dpa``, ``fp8_mha``: bool; FP8 attention, as in ``Float8CurrentScaling``: its scales have no state
+      (Transformer Engine's own history for attention has one step). What ``fp8_mha`` hands on is rounded by
+      the next layer's scales.
     * ``backward_override``: None; "high_precision", dgrad and wgrad multiply the tensors as they are;
       "dequantized", the values that fprop multiplied, rounded to the layer's dtype, by the output gradient as
       it is.
@@ -374,6 +389,15 @@ class DelayedScaling(Recipe):
             Quantizer(fmt, scale_source="delayed") for fmt in (self.forward_format, self.backward_format)
         )
         return self._quantization(forward, forward, backward)
+
+    @cached_property
+    @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object
+    def attention(self) -> AttentionQuantization | None:
+        """One scale a tensor, from the tensor itself."""
+        if not self.fp8_dpa:
+            return None
+        operands = Quantizer(self.forward_format), Quantizer(self.backward_format)
+        return attention_of(*operands, self.fp8_mha, casts_on=False)
 
     @cached_property
     def history(self) -> AmaxHistory:
@@ -444,8 +468,10 @@ class Float8CurrentScaling(_ScaledNow):
     * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
       output gradient; None becomes ``QParams(power_2_scale=use_power_2_scales)``.
     * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs.
-    * ``fp8_dpa``, ``fp8_mha``: refused unless at their defaults; not yet supported. ``backward_override``: as
-      in ``DelayedScaling``.
+    * ``fp8_dpa``: bool; attention's products are quantised too (``fp8kit.attention_quantization``), q, k and
+      v as an input, their gradients' side as an output gradient. ``fp8_mha``: bool, only beside it; what the
+      projections before and after it hand to attention and get from it is in FP8.
+    * ``backward_override``: as in ``DelayedScaling``; attention's backward is quantised all the same.
 
     There is no state, so nothing is saved. Raises RecipeError, also for ``use_power_2_scales=True`` beside
     QParams without ``power_2_scale``. Source: Transformer Engine's Float8CurrentScaling.
@@ -473,6 +499,13 @@ class Float8CurrentScaling(_ScaledNow):
     def quantization(self) -> Quantization:
         """A scale a tensor, from the tensor itself."""
         return self._scaled_now("tensor", "tensor", "tensor")
+
+    @cached_property
+    @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object
+    def attention(self) -> AttentionQuantization | None:
+        """One scale a tensor, as for the products with weights."""
+        own = self.quantization
+        return attention_of(own.x, own.g, self.fp8_mha) if self.fp8_dpa else None
 
     def short_name(self) -> str:
         """For example ``current(HYBRID, pow2)``."""
@@ -503,8 +536,9 @@ class Float8BlockScaling(_ScaledNow):
       three is 2, since no product takes two operands of dimension 2.
     * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; partial sums
       are promoted to float32 at every block, so only ``MMParams(use_split_accumulator=True)``.
-    * ``fp8_dpa``, ``fp8_mha``: refused unless at their defaults; not yet supported. ``backward_override``: as
-      in ``DelayedScaling``.
+    * ``fp8_dpa``, ``fp8_mha``: refused unless False, as in Transformer Engine; a ``DataRecipe`` may have FP8
+      attention beside these products.
+    * ``backward_override``: as in ``DelayedScaling``.
 
     There is no state, so nothing is saved. Raises RecipeError, also for ``use_f32_scales=False`` beside
     QParams without ``power_2_scale``. Source: Transformer Engine's Float8BlockScaling.
@@ -541,7 +575,7 @@ class Float8BlockScaling(_ScaledNow):
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
                 raise self._refuse(name, "MMParams(use_split_accumulator=True)")
-        self._check_common()
+        self._check_common(_NO_BLOCK_ATTENTION)
 
     @cached_property
     @lru_cache(maxsize=256)  # noqa: B019  equal recipes give one object

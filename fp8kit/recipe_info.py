@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
+from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
 from fp8kit.ops.product_emulated import EmulatedProduct
@@ -129,10 +130,26 @@ def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
     return found
 
 
+def attention_facts(recipe: Recipe) -> dict[str, Any]:
+    """How attention's operands are cast, operand -> ``operand_facts``, and ``rows_per_block``, ``rotation``,
+    ``signs``, ``joint``, as ``AttentionQuantization`` says them; {} where attention is in high precision."""
+    how = recipe.attention
+    if how is None:
+        return {}
+    operands = {name: getattr(how, name) for name in ("q", "k", "v", "p", "do", "ds", "o", "dqkv")}
+    gemm = recipe.quantization.fprop
+    used = Gemm(gemm.a, gemm.b)
+    found = {name: operand_facts(used, own) for name, own in operands.items() if own is not None}
+    found["p"]["scale"] = f"static, {how.p.static_scale:g}"
+    options = {name: getattr(how, name) for name in ("rows_per_block", "rotation", "signs", "joint")}
+    return {"operands": found, **options, "compute": EMULATED}
+
+
 def field_values(recipe: Recipe) -> dict[str, str]:
     """The fields of a recipe, as they are written in Python."""
     values = {each.name: getattr(recipe, each.name) for each in fields(recipe) if each.init}  # type: ignore[arg-type]
-    return {name: str(v) if isinstance(v, Enum | Quantization) else repr(v) for name, v in values.items()}
+    plain = Enum | Quantization | AttentionQuantization
+    return {name: str(v) if isinstance(v, plain) else repr(v) for name, v in values.items()}
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -144,6 +161,7 @@ def facts(name: str) -> dict[str, Any]:
         "short_name": recipe.short_name(),
         "source": source,
         "devices": {str(device): support_on(recipe, device)._asdict() for device in devices()},
-        "random": recipe.quantization.needs_rng,
+        "random": recipe.quantization.needs_rng
+        or (recipe.attention is not None and recipe.attention.needs_rng),
         "state": recipe.history is not None,
     }

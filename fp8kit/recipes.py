@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fp8kit.arguments import choice
+from fp8kit.attention_quantization import attention_of
 from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp8kit.layer_recipes import DataRecipe
@@ -36,6 +37,7 @@ _ROW = Quantizer(E4M3, "row", scale_rule="power_2", epsilon=1e-12)
 _MX4 = Quantizer(E2M1, "mx_1x32", scale_rule="floor")
 _LINE = Quantizer(E4M3, "block_1x128", epsilon=1e-4)
 _STATIC = Quantizer(E4M3, scale_source="static")
+_FLASH = replace(attention_of(Quantizer(E4M3), Quantizer(E5M2)), rows_per_block=128, rotation=128, signs="te")
 
 
 def _of(name: str, quantizer: Quantizer) -> DataRecipe:
@@ -53,6 +55,18 @@ NAMED: dict[str, Named] = {
             fp8_gemm_wgrad=MMParams(accumulation="hopper_split"),
         ),
         "as current, with the sums of Hopper's tensor cores on every device",
+    ),
+    "current_dpa": Named(
+        Float8CurrentScaling(fp8_dpa=True),
+        "as current, attention's products too: Transformer Engine, fp8_dpa",
+    ),
+    "current_mha": Named(
+        Float8CurrentScaling(fp8_dpa=True, fp8_mha=True),
+        "as current_dpa, what attention takes and gives too: Transformer Engine, fp8_mha",
+    ),
+    "flash_attention_3": Named(
+        DataRecipe(Float8CurrentScaling().quantization, "flash_attention_3", _FLASH),
+        "as current_dpa, scales for 128 rows, q and k rotated, by fixed signs: arXiv 2407.08608, 3.3",
     ),
     "tensorwise": Named(
         Float8CurrentScaling(fp8_quant_fwd_inp=_TINY, fp8_quant_fwd_weight=_TINY, fp8_quant_bwd_grad=_TINY),

@@ -20,6 +20,7 @@ from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES, RULES
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.rules import apply
+from fp8kit_jax.scopes import attention_in_force, next_key, plain_attention
 
 _OP = "dot_product_attention"
 # how many arrays come -> fp8kit's layout, its inputs, and how many of q, k and v each holds
@@ -77,20 +78,33 @@ def dot_product_attention(
       is one for each.
     * The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
+    Under ``autocast`` with a recipe that has ``fp8_dpa`` the operands of its products are quantised
+    (``fp8kit.attention_quantization``); the call then runs whole on every device of a mesh. A rotation with
+    random signs takes its key from ``dropout_key``, or, without dropout, from the autocast's ``rng``.
+
     Returns h (b, s_q, heads, d_v), or as query's format has it.
     """
-    call = _resolved(locals())
-    inputs = call.inputs | (rng_inputs(dropout_key) if call.spec.dropout else {})
+    return attend("", locals())
+
+
+def attend(name: str, arguments: Mapping[str, Any]) -> Any:
+    """``dot_product_attention`` of all its ``arguments`` by name, of a module that is called ``name``."""
+    call = _resolved(arguments, name)
+    inputs = call.inputs
+    if call.spec.dropout:
+        inputs = inputs | rng_inputs(arguments["dropout_key"])
+    elif call.spec.needs_rng:
+        inputs = inputs | rng_inputs(next_key(_OP))
     return apply(attention, call.spec, inputs, flat=call.flat, views={"o": call.o})["o"]
 
 
-_DEFAULTS = {
+DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(dot_product_attention).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
 # arguments of the function that a module leaves to its caller
-OPTIONS = tuple(name for name in _DEFAULTS if not name.startswith("dropout"))
+OPTIONS = tuple(name for name in DEFAULTS if not name.startswith("dropout"))
 # those that are checked by rule: any number is a scale
 _RULES = {name: RULES[name] for name in OPTIONS if name in RULES and name != "scale_factor"}
 _BESIDE = (
@@ -111,7 +125,8 @@ def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> 
     ``query``, ``key``, ``value``: arrays or ``jax.ShapeDtypeStruct``s, ``options``: as there, without a
     key."""
     known(_OP, options)
-    call = _resolved(_DEFAULTS | {"query": query, "key": key, "value": value} | options)
+    with plain_attention(True):  # which refuses no less, but heads that cannot be rotated
+        call = _resolved(DEFAULTS | {"query": query, "key": key, "value": value} | options)
     metas = {name: meta_of(_OP, name, value) for name, value in call.inputs.items() if value is not None}
     attention.infer(
         call.spec,
@@ -139,8 +154,9 @@ class _Call(NamedTuple):
     o: tuple[int, ...]
 
 
-def _resolved(options: Mapping[str, Any]) -> _Call:
+def _resolved(options: Mapping[str, Any], module: str = "") -> _Call:
     """The call of the operation for all arguments of the function by name; layers may be shapes and dtypes.
+    ``module``: the name of the module that calls.
     Checks everything but the shapes and dtypes that the operation checks."""
     tensors = {
         name: value if isinstance(value, jax.ShapeDtypeStruct) else as_array(_OP, name, value)
@@ -187,6 +203,7 @@ def _resolved(options: Mapping[str, Any]) -> _Call:
         biased,
         options["softmax_type"],
         *longest.values(),
+        quantized=attention_in_force(_OP, module),
     )
     for (side, most), layer in zip(longest.items(), (layers[0], layers[:2][-1]), strict=True):
         thd = form == "thd"

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from fp8kit.arguments import shown
+from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.autocast import autocast as scope
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
@@ -55,6 +56,7 @@ class Keys:
 class _Thread(threading.local):
     resource = MeshResource()
     keys: Keys | None = None
+    plain_attention = False
 
 
 _thread = _Thread()
@@ -84,6 +86,31 @@ def recipe_in_force(kind: str = "", name: str = "") -> Recipe | None:
         wanted = "a recipe that goes by no names: only Flax's linen modules have some"
         raise RecipeError(kind or "recipe", "recipe", state.recipe.short_name(), wanted)
     return state.recipe.for_layer(kind, name)
+
+
+def attention_in_force(kind: str, name: str) -> AttentionQuantization | None:
+    """How the autocast in force wants the attention of a layer of that class and name quantised; None for
+    high precision. RecipeError for a recipe by names that has FP8 attention, where there is no name."""
+    state = current()
+    if state is None or not state.enabled or _thread.plain_attention:
+        return None
+    recipe = state.recipe
+    if isinstance(recipe, PerLayer) and not name:
+        every = (recipe.default, *(own for _, own in recipe.rules))
+        if not any(own is not None and own.attention is not None for own in every):
+            return None
+        recipe_in_force(kind)
+    return recipe.attention_for(name)
+
+
+@contextmanager
+def plain_attention(wanted: bool) -> Iterator[None]:
+    """Attention within is in high precision, where ``wanted``."""
+    before, _thread.plain_attention = _thread.plain_attention, wanted or _thread.plain_attention
+    try:
+        yield
+    finally:
+        _thread.plain_attention = before
 
 
 def history_of(recipe: Recipe | None) -> AmaxHistory | None:

@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 
 from fp8kit.arrays import ArrayView
+from fp8kit.attention_quantization import AttentionQuantization
+from fp8kit.autocast import current
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.layers.attention_base import AttentionBase as Shared
 from fp8kit.layers.attention_inputs import MISPLACED, alibi_slopes
+from fp8kit_torch import recompute
 from fp8kit_torch.arguments import has_foreign_code, want_like
+from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.library import policy_now
 from fp8kit_torch.module import part_of
+from fp8kit_torch.specs import attention_draws, attention_text
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.torch_compat import global_forward_hooks
 from fp8kit_torch.views import as_view, dtype_of, kind_of
@@ -38,6 +43,19 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
     @property
     def parts(self) -> Mapping[str, Any]:
         return self._modules
+
+    def attention_quantization(self) -> AttentionQuantization | None:
+        found = super().attention_quantization()
+        if found is not None:
+            recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
+        return found
+
+    def attention_spec(self, quantises: bool, fields: tuple[Any, ...]) -> tuple[Any, bool]:
+        state = current() if quantises and self.is_compiling() else None
+        if state is None or not state.enabled:
+            return super().attention_spec(quantises and not self.is_compiling(), fields)
+        parts, name = recipe_parts(state.recipe), getattr(self, "name", None) or ""
+        return attention_text(fields, parts, name), attention_draws(parts, name)
 
     def check_part(self, operation: str, name: str, x: Tensor) -> None:
         if self.is_compiling():

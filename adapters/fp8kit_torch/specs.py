@@ -11,7 +11,7 @@ from fp8kit.execution.codec import decode, encode
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import layer_products, layer_spec, scale_names
 from fp8kit.ops.linear import LinearSpec
-from fp8kit_torch.autocast import layer_recipe
+from fp8kit_torch.autocast import layer_recipe, recipe_of
 from fp8kit_torch.constants import constant_result
 
 
@@ -41,6 +41,21 @@ def fp8_text(recipe: tuple[Any, ...], layer: tuple[str, str]) -> str:
     "" for high precision."""
     own = layer_recipe(recipe, layer)
     return "" if own is None else encode(own.quantization)
+
+
+@constant_result
+def attention_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], name: str) -> str:
+    """The text of an ``AttentionSpec`` of these first fields under a recipe, by its parts, for a layer that
+    is called ``name``."""
+    how = recipe_of(recipe).attention_for(name)
+    return encode(spec_object("AttentionSpec", *fields, *(() if how is None else (False, False, how))))
+
+
+@constant_result
+def attention_draws(recipe: tuple[Any, ...], name: str) -> bool:
+    """Whether that draws random numbers besides dropout's."""
+    how = recipe_of(recipe).attention_for(name)
+    return how is not None and how.needs_rng
 
 
 def spec_for(kind: str, *arguments: Any) -> Any:

@@ -96,8 +96,10 @@ def _show(options: argparse.Namespace) -> int:
     recipe, source = recipe_info.named(options.name)
     found = recipe_info.facts(options.name)
     gemms, fields = recipe_info.gemm_facts(recipe), recipe_info.field_values(recipe)
+    attention = recipe_info.attention_facts(recipe)
     if options.json:
-        print(json.dumps({**found, "gemms": gemms, "fields": fields}, indent=2))
+        details = {"gemms": gemms, "attention": attention, "fields": fields}
+        print(json.dumps({**found, **details}, indent=2))
         return 0
     print(f"{options.name}: {found['recipe']}, {found['short_name']}\nsource: {source}")
     for device, support in found["devices"].items():
@@ -119,8 +121,30 @@ def _show(options: argparse.Namespace) -> int:
     head = ("GEMM", "operand", "format", "granularity", "scale", "rounding", "rotation", "compute")
     table((*head, "accumulation"), rows)
     print()
+    _show_attention(attention)
     table(("field", "value"), fields.items())
     return 0
+
+
+def _show_attention(found: dict[str, Any]) -> None:
+    """The operands of attention's products, and what they have in common."""
+    if not found:
+        print("attention: high precision\n")
+        return
+    rows = [
+        (name, *(cast[key] for key in ("format", "granularity", "scale")))
+        for name, cast in found["operands"].items()
+    ]
+    table(("attention", "format", "granularity", "scale"), rows)
+    words = {
+        "rows that share a scale": found["rows_per_block"] or "all",
+        "rotation of q and k": f"{found['rotation']}, signs {found['signs']}"
+        if found["rotation"]
+        else "none",
+        "scales of q, k, v in one array": "one" if found["joint"] else "one each",
+        "products": found["compute"],
+    }
+    print("; ".join(f"{name}: {value}" for name, value in words.items()), end="\n\n")
 
 
 # --- check --------------------------------------------------------------------------------------------------

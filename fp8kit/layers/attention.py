@@ -133,7 +133,8 @@ class MultiheadAttention(AttentionBase):
             )
         if kv_channels is None:
             arguments.kv_channels = arguments.hidden_size // arguments.num_attention_heads
-        core = make.DotProductAttention(**picked(arguments, _OF_CORE))
+        own_name = child_name(name, "core_attention")
+        core = make.DotProductAttention(**picked(arguments, _OF_CORE), name=own_name)
         channels, heads, groups = core.kv_channels, core.num_attention_heads, core.num_gqa_groups
         cross = attention_type == "cross"
         if self.return_layernorm_output and not self.input_layernorm:
@@ -312,7 +313,8 @@ class MultiheadAttention(AttentionBase):
         plain = not options and source is None and rotary_pos_emb is None
         key: Any = None
         if plain and type(core) is self.frontend.DotProductAttention:
-            own = *_SETTINGS(core), self._separate, self._interleaved, self.is_deterministic()
+            how = core.attention_quantization()
+            own = *_SETTINGS(core), self._separate, self._interleaved, self.is_deterministic(), how
             key = x.shape[:-1], self.call_dtype(x), x.device, *own
             known = _PREPARED.get(key)
             if known is not None:

@@ -9,6 +9,8 @@ import numpy as np
 
 from fp8kit.arguments import check
 from fp8kit.arrays import ArrayView
+from fp8kit.attention_quantization import AttentionQuantization
+from fp8kit.autocast import current
 from fp8kit.formats import DType
 from fp8kit.layers.base import Branch, Layer, as_branch
 
@@ -21,6 +23,23 @@ class AttentionBase(Layer):
         ``torch.compile`` nothing."""
         if not self.is_compiling():
             check(self.layer_name, self.call_rules, arguments)
+
+    # --- FP8 attention --------------------------------------------------------------------------------------
+
+    def attention_quantization(self) -> AttentionQuantization | None:
+        """How the autocast in force wants this layer's attention quantised; None for high precision."""
+        state = current()
+        if state is None or not state.enabled:
+            return None
+        return state.recipe.attention_for(getattr(self, "name", None) or "")
+
+    def attention_spec(self, quantises: bool, fields: tuple[Any, ...]) -> tuple[Any, bool]:
+        """An ``AttentionSpec`` of these first fields, as the autocast in force has it where the call
+        ``quantises``, and whether that draws random numbers besides dropout's."""
+        found = self.attention_quantization() if quantises else None
+        if found is None:
+            return self.spec_for("AttentionSpec", *fields), False
+        return self.spec_for("AttentionSpec", *fields, False, False, found), found.needs_rng
 
     # --- layers that are parts of this one ------------------------------------------------------------------
 

@@ -45,11 +45,13 @@ _LAYOUTS = {
 @dataclass(frozen=True, slots=True)
 class ResolvedCall:
     """A call of the core attention, checked before its layers are there: the ``operation`` and its ``spec``,
-    and the inputs ``beside`` the layers by name, on the layers' device."""
+    and the inputs ``beside`` the layers by name, on the layers' device; ``draws``: whether it draws random
+    numbers."""
 
     operation: Any
     spec: Any
     beside: Mapping[str, Any]
+    draws: bool = False
 
 
 @dataclass(frozen=True, slots=True)

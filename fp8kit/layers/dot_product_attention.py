@@ -46,7 +46,11 @@ class DotProductAttention(AttentionBase):
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
       the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0.
       ``device``: where that lies.
-    * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
+    * ``layer_number``: the layer's place in ``inference_params``. ``name``: what recipes by name know it by.
+
+    Under ``autocast`` with a recipe that has ``fp8_dpa`` its products are quantised
+    (``fp8kit.attention_quantization``), but not over a cache: there it is in high precision, as Transformer
+    Engine's.
 
     Other arguments are Transformer Engine's, at their defaults only (``layers.unsupported.CONSTRUCTOR``).
     Raises Fp8kitError kinds for arguments out of their range.
@@ -65,6 +69,7 @@ class DotProductAttention(AttentionBase):
     attention_type: str
     softmax_scale: float
     softmax_type: str
+    name: str | None
 
     def __init__(
         self,
@@ -232,12 +237,11 @@ class DotProductAttention(AttentionBase):
             prepared = self.resolve(layout, inputs, options, needs)
         dtype = next(iter(inputs.values())).dtype
         inputs.update(prepared.beside)
-        rng = bool(self.training and self.attention_dropout)
         if inference_params is None:
-            return self.call(prepared.operation, prepared.spec, inputs, rng)["o"]
+            return self.call(prepared.operation, prepared.spec, inputs, prepared.draws)["o"]
         kind = self.kind_of(dtype)
         inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind))
-        return self.call_cached(prepared, inputs, inference_params, rng)
+        return self.call_cached(prepared, inputs, inference_params, prepared.draws)
 
     def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Any:
         """Attention over a cache, whose step this layer has taken then."""
@@ -319,8 +323,7 @@ class DotProductAttention(AttentionBase):
             self._check_sequences(form, beside, layers, longest)
         dropout = self.attention_dropout if self.training else 0.0
         channels, channels_v = self._dims
-        spec = self.spec_for(
-            "AttentionSpec",
+        fields = (
             self.num_attention_heads,
             channels,
             self.num_gqa_groups,
@@ -337,10 +340,12 @@ class DotProductAttention(AttentionBase):
             self.softmax_type,
             *longest,
         )
+        spec, draws = self.attention_spec(cache is None, fields)
+        draws = draws or bool(dropout)
         # a draw changes the random state, a first step makes caches
-        if stand_ins or dropout or cache is not None:
-            self.check_call(asked, spec, {**layers, **beside, **step}, needs, bool(dropout))
-        return ResolvedCall(asked, spec, beside)
+        if stand_ins or draws or cache is not None:
+            self.check_call(asked, spec, {**layers, **beside, **step}, needs, draws)
+        return ResolvedCall(asked, spec, beside, draws)
 
     def _arrays(
         self, form: str, mask: str, bias: str, layers: Mapping[str, Any], options: Mapping[str, Any]

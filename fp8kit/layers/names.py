@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit.errors import ArgumentError
+from fp8kit.layers.dot_product_attention import DotProductAttention
 from fp8kit.layers.fp8_layer import FP8Layer
 
 
@@ -15,6 +16,6 @@ def name_layers(model: Any) -> Any:
     if not callable(getattr(model, "named_modules", None)):
         raise ArgumentError("name_layers", "model", f"a {type(model).__name__}", "a module")
     for name, module in model.named_modules():
-        if isinstance(module, FP8Layer):
+        if isinstance(module, FP8Layer | DotProductAttention):
             module.name = name
     return model

@@ -19,8 +19,10 @@ from typing import Any
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.ops.attention_checks import check_extras, check_inputs
+from fp8kit.ops.attention_quantized import QuantizedCall
 from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check
 from fp8kit.ops.attention_views import (
+    Dense,
     attends,
     dense_of,
     extras_of,
@@ -64,9 +66,12 @@ class Attention(Operation):
       inputs' dtype, with a bias.
     * ``alibi_slopes``: float32 (h,) or (b, h), with "alibi". ``softmax_offset``: float32 (h,), with softmax
       type "learnable".
-    * ``rng``: int64 (2,) seed and offset, where dropout > 0. ``dropout_place``: int32 (3,), where ``placed``:
-      which batch and which head of the larger attention the first ones are, and how many heads that has. On
-      CUDA the unfused path takes it.
+    * ``rng``: int64 (2,) seed and offset, where dropout > 0 or a rotation has random signs.
+      ``dropout_place``: int32 (3,), where ``placed``: which batch and which head of the larger attention the
+      first ones are, and how many heads that has. On CUDA the unfused path takes it.
+
+    With ``spec.quantized`` the operands of all products are rounded to narrow formats
+    (``fp8kit.attention_quantization``), on every device by the same emulation.
 
     Batch, lengths and t may be 0: without keys o is 0, and where nothing is attended to or by, gradients are.
     Heads and features may not.
@@ -84,8 +89,9 @@ class Attention(Operation):
     arguments = ARGUMENTS
 
     def partitions(self, spec: AttentionSpec, metas: Metas, views: Shapes) -> Partitions:
-        """By batches and by heads; sequences are not split."""
-        if spec.packed:
+        """By batches and by heads; sequences are not split, nor are calls whose operands are quantised: heads
+        share scales."""
+        if spec.packed or spec.quantized is not None:
             return ()
         there = {name: meta.shape for name, meta in metas.items() if meta is not None}
         main, at = tuple(LAYOUTS[spec.layout]), spec.qkv_format.index("b")
@@ -113,7 +119,7 @@ class Attention(Operation):
     def place(self, spec: AttentionSpec, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
         """Also of a call that is whole in this direction: the other one may be split, and both must drop the
         same weights. cuDNN, whose numbers know only the call, does not take it."""
-        if not spec.dropout or spec.packed:
+        if not spec.dropout or spec.packed or spec.quantized is not None:
             return None
         q = meta_of(metas, next(iter(LAYOUTS[spec.layout])))
         (row, _), (head, count) = parts.get("rows", (0, 1)), parts.get("heads", (0, 1))
@@ -144,6 +150,8 @@ class Attention(Operation):
             size = math.prod(o)
             sums = {"nothing": Meta((0, size), kind)} | workspace(kernels.column_sum_workspace(0, size))
             return Plan(spec, signature, kernels, sums if size else {})
+        if spec.quantized is not None:
+            return self._quantized_plan(spec, signature, dense, metas, kernels)
         shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
 
         def space(backward: bool, dbias: Shape | None = None) -> dict[str, Meta]:
@@ -162,6 +170,22 @@ class Attention(Operation):
         backward |= {f"dense_d{name}": Meta(shape, kind) for name, shape in whole.items() if name not in own}
         return Plan(spec, signature, kernels, scratch, backward, dense)
 
+    def _quantized_plan(
+        self, spec: AttentionSpec, signature: Signature, dense: Dense, metas: Metas, kernels: Any
+    ) -> Plan:
+        call, kind, bias = QuantizedCall(dense), signature.outputs["o"].dtype, metas.get("bias")
+        shape, dbias = None if bias is None else bias.shape, "bias" in signature.grads
+        whole = dense.shapes | {"o": dense.o}
+        padded = {f"dense_{name}": Meta(shape, kind) for name, shape in whole.items() if spec.packed}
+        scratch = call.scratch(kernels, False, shape, False) | padded
+        if not signature.saved:
+            lse = {"lse": Meta(lse_shape(dense), formats.float32)}
+            return Plan(spec, signature, kernels, scratch | lse, {}, call)
+        backward = call.scratch(kernels, True, shape, dbias) | padded
+        wanted = [name for name in whole if spec.packed and name in ("o", *signature.grads)]
+        backward |= {f"dense_d{name}": Meta(whole[name], kind) for name in wanted}
+        return Plan(spec, signature, kernels, scratch, backward, call)
+
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         spec, dense, out = plan.spec, plan.extra, ws.outputs["o"]
         check_lengths(self.name, spec, ws.inputs)
@@ -171,22 +195,30 @@ class Attention(Operation):
                 ws.kernels.sum_rows(*sums, ws.stream)
             return
         o = ws.scratch["dense_o"] if spec.packed else out
-        o_and_lse = heads_apart(o, dense), (ws.saved if plan.signature.saved else ws.scratch)["lse"]
+        quantized = isinstance(dense, QuantizedCall)
+        whole: Dense = dense.dense if quantized else dense
+        o_and_lse = heads_apart(o, whole), (ws.saved if plan.signature.saved else ws.scratch)["lse"]
+        if quantized:
+            dense.forward(ws, self._parts(spec, whole, ws), *o_and_lse, extras_of(spec, ws.inputs))
+            pack(spec, ws, o, "o")
+            return
         settings = extras_of(spec, ws.inputs), dense.spec, ws.scratch["workspace"]
-        ws.kernels.attention_fwd(*self._parts(plan, ws), *o_and_lse, *settings, ws.stream)
+        ws.kernels.attention_fwd(*self._parts(spec, dense, ws), *o_and_lse, *settings, ws.stream)
         pack(spec, ws, o, "o")
 
-    def _parts(self, plan: Plan, ws: WorkingSet) -> list[ArrayView]:
+    def _parts(self, spec: AttentionSpec, dense: Dense, ws: WorkingSet) -> list[ArrayView]:
         """q, k and v as the kernels take them."""
-        names = plan.extra.shapes
-        return parts_of(plan.extra, {n: unpacked(plan.spec, ws, ws.inputs[n], n) for n in names})
+        return parts_of(dense, {n: unpacked(spec, ws, ws.inputs[n], n) for n in dense.shapes})
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
         spec, dense, grads = plan.spec, plan.extra, ws.outputs
         if dense is None:
             return
-        parts = self._parts(plan, ws)
+        if isinstance(dense, QuantizedCall):
+            self._quantized_backward(plan, ws, cotangents)
+            return
+        parts = self._parts(spec, dense, ws)
         o = heads_apart(unpacked(spec, ws, ws.inputs["o"], "o"), dense)
         do = heads_apart(unpacked(spec, ws, cotangents["o"], "do"), dense)
         whole = {name: ws.scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
@@ -196,6 +228,23 @@ class Attention(Operation):
         for name in dense.shapes:
             if name in plan.signature.grads:
                 pack(spec, ws, whole[name], name)
+
+    def _quantized_backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
+        spec, call, wanted = plan.spec, plan.extra, plan.signature.grads
+        dense: Dense = call.dense
+        layers = dict(zip("qkv", self._parts(spec, dense, ws), strict=True))
+        layers["do"] = heads_apart(unpacked(spec, ws, cotangents["o"], "do"), dense)
+        o = heads_apart(unpacked(spec, ws, ws.inputs["o"], "o"), dense)
+        whole = {
+            n: ws.scratch[f"dense_d{n}"] if spec.packed else ws.outputs[n]
+            for n in dense.shapes
+            if n in wanted
+        }
+        gradients = {n: part.of(whole[part.input]) for n, part in dense.parts.items() if part.input in whole}
+        gradients |= {n: ws.outputs[n] for n in ("bias", "softmax_offset") if n in wanted}
+        call.backward(ws, layers, o, ws.saved["lse"], gradients, extras_of(spec, ws.inputs))
+        for name, view in whole.items():
+            pack(spec, ws, view, name)
 
 
 attention = Attention()

@@ -79,7 +79,7 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
     starts = sums._replace(must=False, optional=spec.packed)
     of_heads: list[Shape] = [(heads,), (batch, heads)]
     learnable, softmax = spec.softmax_type == "learnable", f"with softmax_type {spec.softmax_type!r}"
-    dropout = f"with dropout {spec.dropout}"
+    drawn = f"with dropout {spec.dropout}" if spec.dropout or not spec.needs_rng else "with random signs"
     table = {
         "cu_seqlens_q": sums,
         "cu_seqlens_kv": sums,
@@ -89,7 +89,7 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
         "bias": _Extra(spec.biased, (kind,), over_scores, with_bias, many),
         "alibi_slopes": _Extra(spec.bias == "alibi", (formats.float32,), of_heads, with_bias),
         "softmax_offset": _Extra(learnable, (formats.float32,), of_heads[:1], softmax),
-        "rng": _Extra(spec.dropout > 0, (formats.int64,), [(2,)], dropout, optional=True),
+        "rng": _Extra(spec.needs_rng, (formats.int64,), [(2,)], drawn, optional=True),
         "dropout_place": _Extra(spec.placed, (formats.int32,), [(3,)], f"with placed {spec.placed}"),
     }
     found = []

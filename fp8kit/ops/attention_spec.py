@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fp8kit.arrays import Shape
+from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.errors import ShapeError
 
 # layout -> input name -> the parts that lie in its last dimension, in this order
@@ -81,6 +82,7 @@ class AttentionSpec:
       drops what that drops there: a ``dropout_place`` comes.
     * ``zero_padded``: whether rows beyond the true lengths are known to hold 0, which spares the engines a
       look at them; as "thd" has it.
+    * ``quantized``: how the operands of its products are quantised, None for high precision.
     """
 
     num_heads: int
@@ -101,6 +103,7 @@ class AttentionSpec:
     max_seqlen_kv: int = 0
     zero_padded: bool = False
     placed: bool = False
+    quantized: AttentionQuantization | None = None
 
     def __post_init__(self) -> None:
         def resolve(name: str, value: object) -> None:
@@ -162,13 +165,19 @@ class AttentionSpec:
         return self.bias in ("pre_scale_bias", "post_scale_bias")
 
     @property
+    def needs_rng(self) -> bool:
+        """Whether a call draws random numbers."""
+        return self.dropout > 0 or (self.quantized is not None and self.quantized.needs_rng)
+
+    @property
     def packed(self) -> bool:
         """Whether the sequences lie one after the other."""
         return self.qkv_format == "thd"
 
 
 def check(spec: AttentionSpec) -> None:
-    """ShapeError for values that do not fit, naming the field."""
+    """ShapeError for values that do not fit, naming the field; RecipeError for heads that cannot be
+    rotated."""
 
     def want(field: str, fits: bool, wanted: str) -> None:
         if not fits:
@@ -194,6 +203,8 @@ def check(spec: AttentionSpec) -> None:
         fits = spec.bottom_right_diagonal in (None, own)
         want("bottom_right_diagonal", fits, f"None or {own} with mask {mask!r}")
     want("mask", not spec.packed or spec.padded, "one of the padding masks, with qkv_format 'thd'")
+    if spec.quantized is not None:
+        spec.quantized.rotated(spec.head_dim)
     for field in ("max_seqlen_q", "max_seqlen_kv"):
         want(field, not spec.packed or getattr(spec, field) > 0, "at least 1, with qkv_format 'thd'")
 

@@ -82,6 +82,9 @@ class CachedAttention(Operation):
         if spec.biased:
             wanted = "no_bias or alibi: a bias array does not grow with a sequence"
             raise ShapeError(_NAME, "bias", repr(spec.bias), wanted)
+        if spec.quantized is not None:
+            wanted = "None: attention over a cache is in high precision"
+            raise ShapeError(_NAME, "quantized", str(spec.quantized), wanted)
         if spec.max_seqlen_kv < 1:
             raise ShapeError(_NAME, "max_seqlen_kv", spec.max_seqlen_kv, "at least 1")
         # of the inputs, which hold as many keys as queries

@@ -1,6 +1,6 @@
 // Scaling factors: current scaling's rule and delayed scaling's update.
 //
-// functions: scale_from_amax, update_delayed
+// functions: scale_from_amax (scale_from_amax, quantized_attention_bwd), update_delayed
 // variants: STATES=8,96
 #include "scale.cuh"
 

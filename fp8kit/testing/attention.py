@@ -135,6 +135,8 @@ class Oracle:
             lse = np.log(np.exp(scores - top).sum(-1, keepdims=True) + np.exp(sink - top)) + top
         self.lse = np.where(self.rows, lse[..., 0], -np.inf)
         finite = np.where(np.isfinite(self.lse), self.lse, 0)[..., None]
+        # exp(score - the largest one) is so many times a probability
+        self.total = np.exp(finite - top)
         p = np.where(seen, np.exp(scores - finite), 0)
         factors = np.ones(1) if keep is None else keep
         kept = p * factors
@@ -159,6 +161,7 @@ class Oracle:
         self.probabilities, self.kept, upstream = p, kept, do @ v.swapaxes(-1, -2) * factors
         self.upstream_size = np.abs(do) @ np.abs(v).swapaxes(-1, -2) * factors
         ds, size = p * (upstream - delta), p * (self.upstream_size + delta_size)
+        self.slopes, self.slope_sizes = ds, size
         relative += (z.s_q * self.group + 2 * z.d + 8) * ROUNDOFF
         self.grads = self.products(ds, kept, q, k, do)
         self.slacks = self.products(

@@ -305,7 +305,7 @@ def test_tiles_cover_every_row_once_in_bounded_memory(
     about = Problem(2, 24, groups, rows, columns, 64, 64, dtype, "sbhd", 0.125, right=0)
     cut, seen = unfused.layout(about, backward), np.zeros((2, 24, rows), int)
     opened: dict[tuple[int, int], int] = {}
-    for tile in unfused._tiles(about, cut):
+    for tile in unfused.tiles(about, cut):
         assert tile.rows <= cut.rows
         assert tile.groups <= cut.groups
         repeat = 24 // groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ml_dtypes import float4_e2m1fn, float8_e4m3fn
 
 from fp8kit import blocks, codec
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError

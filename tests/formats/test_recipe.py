@@ -13,12 +13,15 @@ import fp8kit as fk
 from fp8kit import codec, formats
 from fp8kit.errors import RecipeError
 from fp8kit.recipe import (
+    DataRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     MMParams,
+    MXFP8BlockScaling,
     NVFP4BlockScaling,
+    PerLayer,
     QParams,
     Recipe,
 )
@@ -116,14 +119,17 @@ def test_every_accepted_field_has_its_effect():
         (lambda: DelayedScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
         (lambda: Float8CurrentScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
         (lambda: Float8CurrentScaling(fp8_format=Format.E2M1), ["fp8_format", "E2M1"]),
-        (lambda: DelayedScaling(fp8_dpa=True), ["fp8_dpa", "yet"]),
-        (lambda: DelayedScaling(fp8_mha=True), ["fp8_mha", "yet"]),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="inputs"), ["nvfp4_4over6", "'activations'"]),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ["nvfp4_4over6", "disable_rht=True"]),
         (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="mse"), ["nvfp4_4over6_err_mode", "'MSE'"]),
         (lambda: NVFP4BlockScaling(row_scaled_activation=1), ["row_scaled_activation"]),
         (lambda: DelayedScaling(backward_override="high"), ["backward_override", "high_precision"]),
         (lambda: Float8BlockScaling(backward_override=True), ["backward_override", "dequantized"]),
+        (lambda: DelayedScaling(fp8_dpa=1), ["fp8_dpa", "got 1", "a bool"]),
+        (lambda: DelayedScaling(fp8_mha=True), ["fp8_mha", "fp8_dpa"]),
+        (lambda: Float8CurrentScaling(fp8_dpa="yes"), ["fp8_dpa", "'yes'", "a bool"]),
+        (lambda: MXFP8BlockScaling(fp8_dpa=True, fp8_mha=True), ["fp8_mha", "small blocks"]),
+        (lambda: NVFP4BlockScaling(fp8_dpa=True, fp8_mha=True), ["fp8_mha", "small blocks"]),
         (lambda: QParams(random_hadamard_transform=True), ["random_hadamard_transform", "yet"]),
         (lambda: QParams(stochastic_rounding=True), ["stochastic_rounding", "yet"]),
         (lambda: QParams(fp4_2d_quantization=True), ["fp4_2d_quantization", "yet"]),
@@ -157,7 +163,8 @@ def test_every_accepted_field_has_its_effect():
             ["fp8_gemm_fprop", "use_split_accumulator=True"],
         ),
         (lambda: Float8BlockScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
-        (lambda: Float8BlockScaling(fp8_dpa=True), ["fp8_dpa", "yet"]),
+        (lambda: Float8BlockScaling(fp8_dpa=True), ["fp8_dpa", "blocks of 128", "DataRecipe"]),
+        (lambda: Float8BlockScaling(fp8_mha=True), ["fp8_mha", "blocks of 128"]),
     ],
 )
 def test_refusals_name_the_field(make, words):
@@ -180,6 +187,45 @@ def test_names_that_are_not_there(module, name, said):
     assert not hasattr(module, name)
     with pytest.raises(AttributeError, match=said):
         getattr(module, name)
+
+
+def test_what_fp8_attention_comes_to():
+    """The quantizers of attention's operands follow from those of the products with weights; equal recipes
+    give one object, pickled ones too."""
+    e4m3, e5m2 = formats.E4M3, formats.E5M2
+    for recipe, granularity, backward in (
+        (DelayedScaling(fp8_dpa=True), "tensor", e5m2),
+        (Float8CurrentScaling(fp8_dpa=True, fp8_format=Format.E4M3), "tensor", e4m3),
+        (Float8CurrentScaling(use_power_2_scales=True, fp8_dpa=True), "tensor", e5m2),
+        (MXFP8BlockScaling(fp8_dpa=True), "mx_1x32", e4m3),
+        (NVFP4BlockScaling(fp8_dpa=True), "tensor", e5m2),
+    ):
+        how = recipe.attention
+        assert {own.granularity for own in (how.q, how.k, how.v, how.do)} == {granularity}
+        assert {own.format for own in (how.q, how.k, how.v, how.p)} == {e4m3}
+        assert {own.format for own in (how.do, how.ds)} == {backward}
+        assert all(own.scale_source == "current" for own in (how.q, how.k, how.v, how.do, how.ds))
+        assert (how.o, how.dqkv, how.joint) == (None, None, False)
+        again = pickle.loads(pickle.dumps(recipe))
+        assert again == recipe
+        assert again.attention is how
+        assert dataclasses.replace(recipe, fp8_dpa=False).attention is None
+    assert Float8CurrentScaling(use_power_2_scales=True, fp8_dpa=True).attention.ds.power_2
+    current = Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
+    assert (current.attention.o, current.attention.dqkv) == (current.quantization.x, current.quantization.g)
+    delayed = DelayedScaling(fp8_dpa=True, fp8_mha=True).attention
+    assert delayed.joint
+    assert (delayed.o, delayed.dqkv) == (None, None)
+    mine = DataRecipe(current.quantization, "mine", current.attention)
+    assert mine.attention is current.attention
+    assert pickle.loads(pickle.dumps(mine)) == mine
+    assert mine != DataRecipe(current.quantization, "mine")
+    named = PerLayer(mine, (("first.*", None), ("second.*", MXFP8BlockScaling(fp8_dpa=True))))
+    assert [named.attention_for(name) for name in ("first.core", "second.core", "x")] == [
+        None,
+        MXFP8BlockScaling(fp8_dpa=True).attention,
+        mine.attention,
+    ]
 
 
 def test_block_scaling_defaults_and_what_follows_from_them():

@@ -691,8 +691,8 @@ CALLS: dict[str, Call] = {
         amax_compute_algo=always("max"),
         scaling_factor_compute_algo=always(None),
         reduce_amax=always(True),
-        fp8_dpa=always(False),
-        fp8_mha=always(False),
+        fp8_dpa=always(True),
+        fp8_mha=always(True),
         backward_override=always(None),
     ),
     "recipe.Float8CurrentScaling": plain(
@@ -730,7 +730,10 @@ CALLS: dict[str, Call] = {
         backward_override=always("high_precision"),
     ),
     "recipe.DataRecipe": plain(
-        recipe.DataRecipe, data=lambda: recipe.Float8CurrentScaling().quantization, name=always("mine")
+        recipe.DataRecipe,
+        data=lambda: recipe.Float8CurrentScaling().quantization,
+        name=always("mine"),
+        attention=lambda: recipe.Float8CurrentScaling(fp8_dpa=True).attention,
     ),
     "recipe.PerLayer": plain(
         recipe.PerLayer, default=lambda: recipe.MXFP8BlockScaling(), rules=always((("*.head", None),))

@@ -32,6 +32,7 @@ from fp8kit_jax.flax.common import (
 )
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
 from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
+from fp8kit_jax.scopes import plain_attention
 
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
 # whether the pairs of a rotary embedding are neighbours
@@ -102,9 +103,10 @@ class DotProductAttention(nn.Module):
             options["softmax_offset"] = self.param(
                 "softmax_offset", nn.initializers.zeros, (self.num_attention_heads,), jnp.float32
             )
-        return checkpoint_name(
-            functions.dot_product_attention(*layers, **options), self.context_checkpoint_name
-        )
+        given = dict(zip(("query", "key", "value"), [*layers, None, None], strict=False))
+        name = ".".join(map(str, self.path))
+        o = functions.attend(name, functions.DEFAULTS | given | options)
+        return checkpoint_name(o, self.context_checkpoint_name)
 
     def validate(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
         """Raise what a call would raise, and compute nothing. ``layers``: ``jax.ShapeDtypeStruct``s, which
@@ -321,7 +323,8 @@ class MultiHeadAttention(nn.Module):
         if past is not None:
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
         layers += [None] * (3 - len(layers))
-        o = core(*layers, sequence_descriptor, bias, deterministic=deterministic, mask=mask)
+        with plain_attention(past is not None):
+            o = core(*layers, sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
         out = projection(DenseGeneral, "out", inputs_q.shape[-1])
         stream = ln if self.join_layernorm_output else residual if self.join_residual else None

@@ -87,7 +87,7 @@ def workspace(problem: Problem, backward: bool, dbias: Shape | None = None) -> i
     return layout(problem, backward, dbias).places["end"]
 
 
-class _Matrices(NamedTuple):
+class Matrices(NamedTuple):
     """Row-major matrices of ``rows`` x ``columns``: address of the first, elements from row to row
     (``stride``) and from matrix to matrix (``step``)."""
 
@@ -104,7 +104,7 @@ class _Matrices(NamedTuple):
         return self.step * self.dtype.itemsize
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Rows ``row`` ... of query heads ``head``, ``head + repeat``, ... (``groups`` of them) over key heads
     from ``group`` on."""
 
@@ -118,14 +118,15 @@ class _Tile(NamedTuple):
     last: bool
 
 
-def _tiles(problem: Problem, cut: Layout) -> Iterator[_Tile]:
+def tiles(problem: Problem, cut: Layout) -> Iterator[Tile]:
+    """Every tile of a problem, those over one key head one after the other."""
     repeat = problem.heads // problem.groups
     for batch in range(problem.batch):
         for group in range(0, problem.groups, cut.groups):
             for turn in range(repeat):
                 for row in range(0, problem.rows, cut.rows):
                     rows = min(cut.rows, problem.rows - row)
-                    yield _Tile(
+                    yield Tile(
                         batch,
                         group,
                         min(cut.groups, problem.groups - group),
@@ -149,8 +150,8 @@ def forward(
     stream: int,
 ) -> None:
     """``protocol.attention_fwd``."""
-    call = _Call(problem, layout(problem, False), q.device.index, extras, workspace, stream)
-    for tile in _tiles(problem, call.cut):
+    call = Call(problem, layout(problem, False), q.device.index, extras, workspace, stream)
+    for tile in tiles(problem, call.cut):
         scores, weights = (call.scores(name, tile) for name in ("scores", "weights"))
         call.product("nt", call.queries(q, tile), call.keys(k, tile), scores, tile)
         call.launch("attention_softmax", tile, (scores.ptr, weights.ptr, lse.ptr))
@@ -177,13 +178,13 @@ def backward(
 ) -> None:
     """``protocol.attention_bwd``."""
     cut = layout(problem, True, None if dbias is None else dbias.shape)
-    call = _Call(problem, cut, q.device.index, extras, workspace, stream)
+    call = Call(problem, cut, q.device.index, extras, workspace, stream)
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
     if dbias is not None:
         with launch.current_device(call.device):
             clear = functools.partial(launch.runtime().memsetAsync, call.at("dbias"), 0, 4 * dbias.size)
             recorded.put(call.device, stream, "memset", clear)
-    for tile in _tiles(problem, cut):
+    for tile in tiles(problem, cut):
         rows, keys, upstream = call.queries(q, tile), call.keys(k, tile), call.queries(d_o, tile)
         scores, dweights, weights, dscores = (call.scores(name, tile) for name in _SCORES)
         call.product("nt", rows, keys, scores, tile)
@@ -198,14 +199,7 @@ def backward(
         upstream = call.without_padding("upstream", upstream, tile)
         call.product("nn", dscores, keys, call.queries(dq, tile), tile)
         for name, left, right, gradient in (("dv", weights, upstream, dv), ("dk", dscores, rows, dk)):
-            to = call.keys(gradient, tile)
-            if not cut.summed:
-                call.product("tn", left, right, to, tile)
-                continue
-            sums = call.sums(name, to.columns)
-            call.product("tn", left, right, sums, tile, accumulate=not tile.first)
-            if tile.last:
-                call.store(name, to.ptr, (tile.groups, to.rows, to.columns), (to.step, to.stride))
+            call.add_over_rows(name, left, right, gradient, tile)
     if dbias is not None:
         call.store("dbias", dbias.ptr, (1, 1, dbias.size), (0, 0))
     if doffset is not None:
@@ -241,7 +235,7 @@ def offset_gradient(
     launch.launch(other, problem.heads, 32, (partial, doffset.ptr, _CHUNKS), stream)
 
 
-class _Call(Padding):
+class Call(Padding):
     """What is the same for every tile of one call."""
 
     def __init__(
@@ -270,23 +264,21 @@ class _Call(Padding):
         """A kernel of attention.cu."""
         return launch.kernel("attention.cu", function, self.device, T=self.type)
 
-    def queries(self, view: ArrayView, tile: _Tile) -> _Matrices:
+    def queries(self, view: ArrayView, tile: Tile) -> Matrices:
         """The tile's rows in q, o or their gradients."""
         batch, head, row, _ = bhsd(self.problem.qkv_format, view)
         start = tile.batch * batch + tile.head * head + tile.row * row
         return self._part(view, start, tile.rows, row, self.repeat * head)
 
-    def keys(self, view: ArrayView, tile: _Tile) -> _Matrices:
+    def keys(self, view: ArrayView, tile: Tile) -> Matrices:
         """The tile's key heads in k, v or their gradients."""
         batch, head, row, _ = bhsd(self.problem.qkv_format, view)
         return self._part(view, tile.batch * batch + tile.group * head, self.problem.columns, row, head)
 
-    def _part(self, view: ArrayView, start: int, rows: int, stride: int, step: int) -> _Matrices:
-        return _Matrices(
-            view.ptr + start * self.dtype.itemsize, self.dtype, rows, view.shape[3], stride, step
-        )
+    def _part(self, view: ArrayView, start: int, rows: int, stride: int, step: int) -> Matrices:
+        return Matrices(view.ptr + start * self.dtype.itemsize, self.dtype, rows, view.shape[3], stride, step)
 
-    def without_padding(self, name: str, matrices: _Matrices, tile: _Tile) -> _Matrices:
+    def without_padding(self, name: str, matrices: Matrices, tile: Tile) -> Matrices:
         """The tile's part of an array with 0 in padding: itself where that is known, else a copy in the
         workspace; that of key heads is made once for all tiles over them."""
         if not self.problem.cleaned:
@@ -299,23 +291,23 @@ class _Call(Padding):
             self.clean(matrices.ptr, strides, copy.ptr, to, query, size, tile.batch, row)
         return copy
 
-    def scores(self, name: str, tile: _Tile) -> _Matrices:
+    def scores(self, name: str, tile: Tile) -> Matrices:
         """One of the tile's score-like arrays."""
         columns, dtype = self.problem.columns, float32 if name in _SCORES[:2] else self.dtype
-        return _Matrices(self.at(name), dtype, tile.rows, columns, columns, tile.rows * columns)
+        return Matrices(self.at(name), dtype, tile.rows, columns, columns, tile.rows * columns)
 
-    def sums(self, name: str, dim: int) -> _Matrices:
+    def sums(self, name: str, dim: int) -> Matrices:
         """The float32 sums of dk or dv."""
         columns = self.problem.columns
-        return _Matrices(self.at(name), float32, columns, dim, dim, columns * dim)
+        return Matrices(self.at(name), float32, columns, dim, dim, columns * dim)
 
     def product(
         self,
         form: Literal["nt", "nn", "tn"],
-        a: _Matrices,
-        b: _Matrices,
-        out: _Matrices,
-        tile: _Tile,
+        a: Matrices,
+        b: Matrices,
+        out: Matrices,
+        tile: Tile,
         accumulate: bool = False,
     ) -> None:
         """out = op(a) op(b), batched over the tile's key heads: "nt" gives scores from features, "nn"
@@ -342,12 +334,12 @@ class _Call(Padding):
         plan, scratch = cublaslt.plan(key, self.device), self.at("cublaslt")
         plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch, cublaslt.WORKSPACE, self.stream)
 
-    def launch(self, function: str, tile: _Tile, args: tuple[int, ...]) -> None:
+    def launch(self, function: str, tile: Tile, args: tuple[int, ...]) -> None:
         """A score kernel on a tile, one block a row."""
         place, grid = (tile.batch, tile.head, self.repeat, tile.row), (tile.rows, tile.groups)
         launch.launch(self.kernel(function), grid, self.threads, (*args, *place, self.rules), self.stream)
 
-    def add_bias_gradient(self, shape: Shape, tile: _Tile) -> None:
+    def add_bias_gradient(self, shape: Shape, tile: Tile) -> None:
         """The tile's unrounded dscores added into the sums of the bias's gradient."""
         batch, head, row = attention_rules.over_scores(shape)
         columns = self.problem.columns
@@ -366,3 +358,17 @@ class _Call(Padding):
         row to row there."""
         grid, args = ceil_div(math.prod(shape), 256), (self.at(name), to, *shape, *strides)
         launch.launch(self.kernel("attention_store"), grid, 256, args, self.stream)
+
+    def add_over_rows(
+        self, name: str, left: Matrices, right: Matrices, gradient: ArrayView, tile: Tile
+    ) -> None:
+        """Add left^T right, the tile's part of "dk" or "dv", to the sums of its key heads, and store these
+        with the last one; at once where a tile is all of them."""
+        to = self.keys(gradient, tile)
+        if not self.cut.summed:
+            self.product("tn", left, right, to, tile)
+            return
+        sums = self.sums(name, to.columns)
+        self.product("tn", left, right, sums, tile, accumulate=not tile.first)
+        if tile.last:
+            self.store(name, to.ptr, (tile.groups, to.rows, to.columns), (to.step, to.stride))

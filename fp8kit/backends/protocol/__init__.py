@@ -58,6 +58,7 @@ from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
 from fp8kit.backends.protocol.permute import Permutations
 from fp8kit.backends.protocol.quantize import Quantization
+from fp8kit.backends.protocol.quantized_attention import QuantizedAttentions
 from fp8kit.backends.protocol.rope import Ropes
 from fp8kit.backends.protocol.scales import Scales
 from fp8kit.backends.protocol.sequences import Sequences
@@ -101,6 +102,7 @@ class Kernels(
     Dropouts,
     DropPaths,
     Attentions,
+    QuantizedAttentions,
     Sequences,
     Caches,
     Ropes,

@@ -45,8 +45,8 @@ def attention_fwd(
 ) -> None:
     """``o = dropout(softmax(scores)) v`` and the rows' log-sum-exp; see
     ``protocol.Kernels.attention_fwd``."""
-    keys, values = _heads(k, spec), _heads(v, spec)
-    queries = _heads(q, spec, keys.shape[1])
+    keys, values = heads_of(k, spec), heads_of(v, spec)
+    queries = heads_of(q, spec, keys.shape[1])
     queries *= np.float32(spec.softmax_scale)
     sizes = Sizes.of(queries, keys)
     out = np.zeros((*queries.shape[:4], values.shape[4]), np.float32)
@@ -54,7 +54,7 @@ def attention_fwd(
     scores = Scores(extras, spec)
     sinks = scores.sinks(sizes)
     # until a row turns out to see something
-    sums[...] = np.where(_within(extras, sizes), sinks, np.float32(-np.inf))
+    sums[...] = np.where(within(extras, sizes), sinks, np.float32(-np.inf))
     random, place = dropout(spec.dropout, extras.rng), place_of(extras, sizes)
     buffer = np.empty(0, np.float32)
     for at in blocks(sizes, queries.shape[4], extras, spec):
@@ -68,7 +68,7 @@ def attention_fwd(
         if random is not None:
             p *= at.factors(random, place)
         out[at.rows] = np.matmul(p, values[at.columns])
-    _put(o, out, spec)
+    put_heads(o, out, spec)
 
 
 @quiet
@@ -97,11 +97,11 @@ def attention_bwd(
     -sum exp(offset - lse) D.
     """
     scale = np.float32(spec.softmax_scale)
-    keys, values = _heads(k, spec), _heads(v, spec)
-    queries, upstream = _heads(q, spec, keys.shape[1]), _heads(do, spec, keys.shape[1])
+    keys, values = heads_of(k, spec), heads_of(v, spec)
+    queries, upstream = heads_of(q, spec, keys.shape[1]), heads_of(do, spec, keys.shape[1])
     queries *= scale
     sizes = Sizes.of(queries, keys)
-    delta = np.add.reduce(upstream * _heads(o, spec, keys.shape[1]), axis=-1, keepdims=True)
+    delta = np.add.reduce(upstream * heads_of(o, spec, keys.shape[1]), axis=-1, keepdims=True)
     sums = lse.numpy().reshape(queries.shape[:4])
     dqueries, dkeys, dvalues = np.zeros_like(queries), np.zeros_like(keys), np.zeros_like(values)
     bias = None if dbias is None else np.zeros(dbias.shape, np.float32)
@@ -128,13 +128,13 @@ def attention_bwd(
             p *= factors
         if bias is not None:
             at.add_to(bias, ds)
-        dvalues[at.columns] += _over_group(p, upstream[at.rows])
+        dvalues[at.columns] += over_group(p, upstream[at.rows])
         dqueries[at.rows] = np.matmul(ds, keys[at.columns])
-        dkeys[at.columns] += _over_group(ds, queries[at.rows])
+        dkeys[at.columns] += over_group(ds, queries[at.rows])
     dqueries *= scale
-    _put(dq, dqueries, spec)
-    _put(dk, dkeys, spec)
-    _put(dv, dvalues, spec)
+    put_heads(dq, dqueries, spec)
+    put_heads(dk, dkeys, spec)
+    put_heads(dv, dvalues, spec)
     if dbias is not None and bias is not None:
         store(dbias, bias * scores.bias_factor)
     if doffset is not None:
@@ -143,18 +143,18 @@ def attention_bwd(
         store(
             doffset,
             -np.add.reduce(
-                np.where(_within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)
+                np.where(within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)
             ).reshape(-1),
         )
 
 
-def _within(extras: AttentionExtras, sizes: Sizes) -> Array:
+def within(extras: AttentionExtras, sizes: Sizes) -> Array:
     """Whether a query row lies within its batch's true length: bool (b, 1, 1, s_q)."""
     lengths = true_lengths(extras.cu_seqlens_q, sizes.batches, sizes.rows)
     return (np.arange(sizes.rows) < lengths[:, None])[:, None, None]
 
 
-def _heads(x: ArrayView, spec: AttentionSpec, kv_heads: int | None = None) -> Float32:
+def heads_of(x: ArrayView, spec: AttentionSpec, kv_heads: int | None = None) -> Float32:
     """A fresh float32 (b, h_kv, group, s, d) copy of q, k, v, o or do; group is 1 without ``kv_heads``."""
     moved = x.numpy().transpose(_TO_HEADS[spec.qkv_format]).astype(np.float32, order="C")
     batches, heads, length, depth = moved.shape
@@ -162,13 +162,13 @@ def _heads(x: ArrayView, spec: AttentionSpec, kv_heads: int | None = None) -> Fl
     return moved.reshape(batches, outer, heads // max(outer, 1), length, depth)
 
 
-def _put(view: ArrayView, values: Float32, spec: AttentionSpec) -> None:
+def put_heads(view: ArrayView, values: Float32, spec: AttentionSpec) -> None:
     """Store (b, h_kv, group, s, d) values into a view of the spec's format."""
     batches, outer, group, length, depth = values.shape
     store(view, values.reshape(batches, outer * group, length, depth).transpose(_FROM_HEADS[spec.qkv_format]))
 
 
-def _over_group(left: Float32, right: Float32) -> Float32:
+def over_group(left: Float32, right: Float32) -> Float32:
     """left^T right, summed over the query heads that share a key head: (b, h_kv, 1, columns, d)."""
     product = np.matmul(left.swapaxes(-1, -2), right)
     return np.add.reduce(product, axis=2, keepdims=True) if product.shape[2] != 1 else product

@@ -30,7 +30,7 @@ _SIZES = {field.name for field in dataclasses.fields(Sizes)}
 PLACE = (2**20, 5, 11)  # from element 2^32 on already for some 400 scores
 
 
-def _place(x: Array, rules: Any) -> Array:
+def placed(x: Array, rules: Any) -> Array:
     """(b, h, s, d) values in the rules' order of dimensions."""
     return x.transpose([int(i) for i in np.argsort(ORDERS[rules.qkv_format])])
 
@@ -72,7 +72,7 @@ def _rows(
 ) -> ArrayView:
     """Values of (b, h, s, d), beyond the lengths ``padding``, if it is not None."""
     x = s.draw(shape).astype(s.dtype.numpy)
-    return s.put(_place(x if padding is None else _filled(x, lengths, padding), rules))
+    return s.put(placed(x if padding is None else _filled(x, lengths, padding), rules))
 
 
 def _filled(x: Array, lengths: tuple[int, ...], padding: float) -> Array:
@@ -110,8 +110,9 @@ def attention_fwd(
     }
 
 
-def _oracle(a: Any, backward: bool) -> Oracle:
-    """Of a call's arguments: padding counts as 0."""
+def call_of(a: Any, backward: bool) -> tuple[Sizes, tuple[Array, ...], tuple[Array | None, ...]]:
+    """What an oracle takes of a call's arguments, padding counting as 0: the sizes; q, k, v and do; mask,
+    bias, slopes, offset, dropout's factors and, in backward, o."""
     spec, extras, order = a.spec, a.extras, ORDERS[a.spec.qkv_format]
     true_q, true_kv = (
         () if cu is None else tuple(int(n) for n in np.diff(cu))
@@ -131,29 +132,21 @@ def _oracle(a: Any, backward: bool) -> Oracle:
         batch, own, i, j = np.ogrid[:b, :h, :s_q, :s_kv]
         element = (((first + batch) * heads + head + own) * s_q + i) * s_kv + j
         keep = factors_of(extras.rng, spec.dropout, element)
-    return Oracle(
-        formats.dtype(a.q.dtype),
-        z,
-        spec,
-        a.device.kind == "cpu",
-        q,
-        k,
-        v,
-        do,
-        extras.mask,
-        extras.bias,
-        extras.alibi_slopes,
-        extras.softmax_offset,
-        keep,
-        clean(a.o, true_q) if backward else None,
-    )
+    given = clean(a.o, true_q) if backward else None
+    further = extras.mask, extras.bias, extras.alibi_slopes, extras.softmax_offset
+    return z, (q, k, v, do), (*further, keep, given)
+
+
+def _oracle(a: Any, backward: bool) -> Oracle:
+    z, layers, extras = call_of(a, backward)
+    return Oracle(formats.dtype(a.q.dtype), z, a.spec, a.device.kind == "cpu", *layers, *extras)
 
 
 def attention_fwd_oracle(a: Any) -> Results:
     """See ``Oracle``."""
     found = _oracle(a, False)
     return {
-        "o": (_place(found.o, a.spec), _place(found.o_slack, a.spec)),
+        "o": (placed(found.o, a.spec), placed(found.o_slack, a.spec)),
         "lse": (found.lse, found.lse_slack),
     }
 
@@ -170,7 +163,7 @@ def attention_bwd(
         spec.call(s.kernels, call)
     else:
         exact = _oracle(snapshot(made, s.device), False)
-        made |= {"o": s.put(_place(exact.o_given, rules)), "lse": s.put(exact.lse_given)}
+        made |= {"o": s.put(placed(exact.o_given, rules)), "lse": s.put(exact.lse_given)}
     bias, offset = made["extras"].bias, made["extras"].softmax_offset
     return {
         **made,
@@ -185,7 +178,7 @@ def attention_bwd_oracle(a: Any) -> Results:
     """See ``Oracle``."""
     found = _oracle(a, True)
     return {
-        name: (_place(grad, a.spec), _place(found.slacks[name], a.spec))
+        name: (placed(grad, a.spec), placed(found.slacks[name], a.spec))
         if name[1:] in ("q", "k", "v")
         else (grad, found.slacks[name])
         for name, grad in found.grads.items()
@@ -234,7 +227,7 @@ _FORMS: dict[str, Options] = {
     "groups": {**_GROUPS, **_square(19), "d": 8, **_CAUSAL},
     "packed": {**_packed(3), **_CAUSAL},
 }
-_ALL: dict[str, Options] = {
+ALL_CASES: dict[str, Options] = {
     **product("{qkv_format}-{case}", {"qkv_format": tuple(ORDERS), "case": _FORMS}),
     "cross": {"s_q": 9, "s_kv": 40, "d": 64},
     "one-query-one-head": {"b": 1, "s_q": 1, "s_kv": 21, "h": 1, "h_kv": 1},
@@ -273,7 +266,7 @@ _ALL: dict[str, Options] = {
 # or rows that see nothing
 _TINY: Options = {"b": 1, "s_q": 2, "s_kv": 3, "h": 1, "h_kv": 1, "d": 8, "over": (1, 1, 2)}
 _NO_KEYS: Options = {**_PADDED, "b": 2, "lengths_q": (17, 5), "lengths_kv": (33, 0)}
-_FLOAT32: dict[str, Options] = {
+FLOAT32_CASES: dict[str, Options] = {
     "dropout": {"s_kv": 23, **_dropped(0.25)},
     "dropout-causal-groups": {**_square(150), "h": 4, "b": 1, **_CAUSAL, **_dropped(0.1)},
     "dropout-padding": {**_PADDED, **_BSHD, **_dropped(0.5)},
@@ -329,8 +322,8 @@ def _padded(cases: dict[str, Options]) -> dict[str, Options]:
 
 
 _CASES = {
-    **typed({**_ALL, **_padded(_POISONED)}),
-    **typed({**_FLOAT32, **_padded(_POISONED_FLOAT32)}, (float32,)),
+    **typed({**ALL_CASES, **_padded(_POISONED)}),
+    **typed({**FLOAT32_CASES, **_padded(_POISONED_FLOAT32)}, (float32,)),
 }
 _BACKWARD = {
     name: {**own, "parts": {**own["parts"], **{f"d{x}": place for x, place in own["parts"].items()}}}
