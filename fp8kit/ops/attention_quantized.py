@@ -193,7 +193,7 @@ class QuantizedCall:
         for source, into in pairs:
             codes = ws.scratch["codes"].slice(0, 0, source.size).reshape(*source.shape)
             how = own.format, tile or source.shape
-            k.quantize(source, codes, scale, inverse, None, *how, True, 0, None, stream)
+            k.quantize(source, codes, scale, inverse, None, *how, True, 0, 0, None, stream)
             k.dequantize(codes, into, inverse, *how, stream)
 
     def _rotate(self, ws: WorkingSet, x: ArrayView, out: ArrayView, signs: str) -> None:

@@ -126,7 +126,7 @@ def test_a_plan_of_unfused_attention_says_why_once(monkeypatch, caplog):
             attention.attention_workspace(*[shape] * 3, None, dtype, spec, False, False, [strides] * 3)
     messages = [record.message for record in caplog.records]
     assert len(messages) == 2
-    assert "attention with dtype float32: tensor cores take bfloat16 and float16: " in messages[0]
+    assert "attention with dtype float32: tensor cores take bfloat16 and float16" in messages[0]
     assert "attention with head_dim 20: multiples of 8 up to 256; head_dim_v 20: " in messages[1]
 
 

@@ -217,8 +217,8 @@ def linen(f: Jax, case: Case, record: Record) -> None:
                 params, metas, _inputs(f, case, model, step), jax.random.key(step)
             )
             metas = fj.update_collections(state, metas)
-            (tree,) = metas.values()
-            state = {"fp8_metas": tree}  # the name that files of hashes have
+            former = {"_overwrite_with_gradient": "fp8_metas"}  # the name that files of hashes have
+            state = {former.get(name, name): tree for name, tree in metas.items()}
             for name, tree in (("y", outputs), ("g", grads), ("state", state), ("d", inputs)):
                 record_tree(record, f"{step}.{name}", tree)
 
