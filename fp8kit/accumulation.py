@@ -76,8 +76,10 @@ class Accumulation:
         return f"{self.fraction_bits} fraction bits, {self.chunk} products at a time{promoted}"
 
 
-# the chips' arithmetic for operands of 8 bits; "hopper_split" is what cuBLASLt makes of "hopper_fast" without
-# fast accumulation
+# the chips' arithmetic for operands of 8 bits whose scales are multiplied afterwards. "hopper_split" is what
+# cuBLASLt makes of "hopper_fast" without fast accumulation; these two were compared with the chip, the others
+# are MMA-Sim's models, unverified here: Ada's instruction of 32 products in two halves, Hopper's mma.sync,
+# Blackwell's tcgen05 without scales of blocks
 ACCUMULATIONS = {
     "exact": Accumulation(),
     "hopper_fast": Accumulation(13, 32),

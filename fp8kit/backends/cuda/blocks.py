@@ -72,7 +72,7 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
         inverse,
         quantizer.epsilon,
         dtype.max,
-        rules.scale_bound(rule) * fmt.max,
+        min(rules.scale_bound(rule) * fmt.max, float32.max),
     )
     packed = narrow(fmt, True, bits) + _rotation(quantizer.hadamard, quantizer.signs) + rest
     if bits or route == "general" or fmt.twos_complement:

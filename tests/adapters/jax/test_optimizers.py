@@ -11,7 +11,7 @@ from fp8kit_jax.optimizers import adamw, scale_by_adam
 import fp8kit as fk
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.optim import PRESETS, AdamW, MomentFormat, StateFormats
-from fp8kit.testing import assert_close
+from fp8kit.testing import assert_close, assert_same_bits
 
 MIXED = StateFormats(MomentFormat("bfloat16"), MomentFormat("E5M2", 256))
 SHAPES = {"a": (37, 11), "b": {"c": (300,), "d": (1,), "none": (0, 3)}}
@@ -110,6 +110,67 @@ def test_adamw_is_decoupled():
     assert updates["w"].dtype == w.dtype
 
 
+MASTERS = [
+    *(
+        StateFormats(MomentFormat("E4M3", 128), MomentFormat("bfloat16"), master)
+        for master in ("float32", "remainder")
+    ),
+    *(PRESETS[name] for name in ("fp32", "ms_amp", "fishman", "coat")),
+]
+
+
+@pytest.mark.parametrize("states", MASTERS, ids=str)
+@pytest.mark.parametrize("jit", [False, True])
+def test_masters_are_those_of_the_native_optimizer(states, jit):
+    """16-bit parameters with masters: parameters, moments and masters after some steps, bit for bit."""
+    kinds = {"a": jnp.bfloat16, "b": {"c": jnp.bfloat16, "d": jnp.float16, "none": jnp.bfloat16}}
+    kinds["b"]["d"] = jnp.bfloat16 if states.master == "remainder" else jnp.float16
+    params = jax.tree.map(lambda x, kind: x.astype(kind), draw(0), kinds)
+    natives = [
+        fk.tensor(np.array(p), requires_grad=True, dtype=p.dtype.name) for p in jax.tree.leaves(params)
+    ]
+    optimizer = AdamW(natives, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, states=states)
+    made = adamw(lambda count: 1e-2, 0.9, 0.95, weight_decay=0.1, states=states, master_weights=True)
+    state, update = made.init(params), jax.jit(made.update) if jit else made.update
+    for step in range(1, 6):
+        grads = jax.tree.map(lambda x, kind: x.astype(kind), draw(step), kinds)
+        updates, state = update(grads, state, params)
+        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        for t, g in zip(natives, jax.tree.leaves(grads), strict=True):
+            t.grad = np.asarray(g)
+        optimizer.step()
+        kept = optimizer.state_dict()
+        for i, (param, master) in enumerate(
+            zip(jax.tree.leaves(params), leaves_of(state.master), strict=True)
+        ):
+            assert_same_bits(f"parameter {i}", np.asarray(param), natives[i].numpy())
+            if not param.size:
+                continue
+            assert_same_bits(f"master {i}", np.asarray(master.codes), kept[f"master.{i}"].numpy())
+            if master.scale is not None:
+                assert_same_bits(f"scale {i}", np.asarray(master.scale), kept[f"master_scale.{i}"].numpy())
+        for name, moments in (("exp_avg", state.mu), ("exp_avg_sq", state.nu)):
+            for i, moment in enumerate(leaves_of(moments)):
+                assert_same_bits(name, np.asarray(moment.codes), kept[f"{name}.{i}"].numpy())
+
+
+def test_masters_keep_what_bfloat16_loses():
+    """A hundred updates, each far below half a unit of the parameter's last place."""
+    found = {}
+    for master in (False, True):
+        made = adamw(1e-4, weight_decay=0.0, states="fp32", master_weights=master)
+        params = {"w": jnp.ones((64,), jnp.bfloat16), "v": jnp.ones((3,), jnp.float32)}
+        state = made.init(params)
+        assert state.master is None or state.master["v"] is None
+        for _ in range(100):
+            updates, state = made.update(jax.tree.map(jnp.ones_like, params), state, params)
+            params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        found[master] = float(params["w"][0])
+        assert abs(float(params["v"][0]) - 0.99) < 1e-5
+    assert found[False] == 1.0
+    assert abs(found[True] - 0.99) < 2.0**-9
+
+
 def test_refusals():
     with pytest.raises(ArgumentError, match="states: got 'fp4'"):
         scale_by_adam(states="fp4")
@@ -123,3 +184,10 @@ def test_refusals():
         made.update(jnp.zeros(3, jnp.int32), state, jnp.zeros(3))
     with pytest.raises(ShapeError, match="state"):
         made.update(jnp.zeros(4), state, jnp.zeros(4))
+    remainder = adamw(1e-3, states=StateFormats(master="remainder"), master_weights=True)
+    with pytest.raises(FormatError, match='"remainder" for float16'):
+        remainder.init(jnp.zeros(3, jnp.float16))
+    with pytest.raises(ArgumentError, match="master_weights"):
+        adamw(1e-3, master_weights="yes")
+    with pytest.raises(ShapeError, match="params"):
+        remainder.update(jnp.zeros(3), remainder.init(jnp.zeros(3)))
