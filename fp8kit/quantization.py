@@ -45,6 +45,7 @@ MX_RULES = ("floor", "ceil", "even", "rceil", "te")
 FOUR_OVER_SIX = ("4over6_mae", "4over6_mse", "4over6_mae_256", "4over6_mse_256")
 SCALE_RULES = ("exact", "power_2", *MX_RULES, *FOUR_OVER_SIX)
 ROTATIONS = (16, 32, 64, 128)  # neighbours that a Hadamard matrix rotates
+COMPUTES = ("quantized", "dequantized", "high_precision")  # how a GEMM is computed
 SIGNS = ("plus", "te", "random")
 
 
@@ -195,7 +196,7 @@ class Gemm:
         if not isinstance(self.accumulation, Accumulation):
             known = ("split", "fast", *ACCUMULATIONS)
             choice("Gemm", "accumulation", self.accumulation, known, RecipeError)
-        choice("Gemm", "compute", self.compute, ("quantized", "dequantized", "high_precision"), RecipeError)
+        choice("Gemm", "compute", self.compute, COMPUTES, RecipeError)
         if self.compute == "quantized" and self.a.rotation != self.b.rotation:
             got = f"{self.a.rotation} for a, {self.b.rotation} for b"
             raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")

@@ -210,8 +210,12 @@ class QuantizedProduct(Product):
     # --- forward --------------------------------------------------------------------------------------------
 
     def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
-        if not self.spec.input_cached:
+        if self.spec.input_cached:
+            return
+        if self.operands.keys() & {"x_q", "x_qt"}:
             self._cast(ws, "x", x, self._into(ws, "x"), amax_known)
+        elif not amax_known:  # no GEMM multiplies codes of it
+            self._measure_x(ws, x)
 
     def cast_weight(self, ws: WorkingSet) -> None:
         self._cast_weight(ws, (ws.outputs, ws.outputs))
@@ -220,10 +224,13 @@ class QuantizedProduct(Product):
         self._cast(ws, "w", self._whole_weight(ws), into)
 
     def measure(self, ws: WorkingSet, x: ArrayView) -> None:
+        self._measure_x(ws, x)
+        self.measure_weight(ws)
+
+    def _measure_x(self, ws: WorkingSet, x: ArrayView) -> None:
         name = self._amax("x")
         if name is not None:
             ws.kernels.amax(x, ws.outputs[name], x.shape, ws.stream)
-        self.measure_weight(ws)
 
     def measure_weight(self, ws: WorkingSet) -> None:
         name = self._amax("w")
@@ -248,7 +255,9 @@ class QuantizedProduct(Product):
         free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
 
     def save_weight(self, ws: WorkingSet) -> None:
-        if self.needs_x and not self.spec.weight_cached:
+        if not self.operands.keys() & {"w_q", "w_qt"}:  # no GEMM multiplies codes of it
+            self.measure_weight(ws)
+        elif self.needs_x and not self.spec.weight_cached:
             self._cast_weight(ws, (ws.saved if "w" in self.kept_first else {}, ws.saved))
 
     # --- backward -------------------------------------------------------------------------------------------

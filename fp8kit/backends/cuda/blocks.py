@@ -13,7 +13,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import format_name, narrow
-from fp8kit.formats import E2M1, DType, Format
+from fp8kit.formats import E2M1, DType, Format, float32
 from fp8kit.quantization import FOUR_OVER_SIX, Quantizer
 
 _THREADS = 256
