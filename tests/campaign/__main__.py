@@ -134,9 +134,8 @@ def damaged_files(count: int, seed: int, folder: Path) -> list[str]:
 
 
 def random_calls(count: int, seed: int) -> list[str]:
-    from tests.properties.test_arguments import PYTHONS, USERS
     from tests.support.calls import CALLS
-    from tests.support.junk import JUNK
+    from tests.support.junk import JUNK, PYTHONS, USERS
 
     moments, faults, worked = random.Random(seed), [], 0
     names = list(CALLS)
