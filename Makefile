@@ -6,6 +6,7 @@
 #   make test-clients  transformers, accelerate and peft on fp8kit_torch
 #   make test-combinations  the tests that go through combinations of parameters, where make test runs some
 #   make test-programs  the tests that run whole programs: pages' code, examples, further processes
+#   make campaign   kills of savers, damaged files and odd calls, thousands of each   (some minutes)
 #   make docs       the documents and the API reference as a site                          (site/)
 #   make test-gpu   the tests that need a GPU
 #   make test-gpu2  the tests that need two GPUs
@@ -34,8 +35,8 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.
 TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-.PHONY: a-gpu demo test test-kernels test-clients test-combinations test-programs docs test-gpu test-gpu2 \
-        bench info size clean
+.PHONY: a-gpu demo test test-kernels test-clients test-combinations test-programs campaign docs test-gpu \
+        test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -58,6 +59,9 @@ test-combinations: $(TEST)
 
 test-programs: $(TEST)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "programs and not gpu" -n 2 --dist worksteal
+
+campaign: $(TEST)
+	$(TESTING) $(BIN)/python -m tests.campaign
 
 # warnings are errors; the variable silences the theme's own notice about another version of mkdocs
 docs: $(DOCS)

@@ -173,18 +173,20 @@ def _receiver(kind: str) -> Callable[..., None]:
     return receive
 
 
-# XLA takes a name once a process. This module may be imported again, after a notebook deleted fp8kit's: what
-# is registered looks here for whose turn it is. Kept where that does not reach
-_TURN: dict[tuple[str, str], Callable[..., None]] = jax_tvm_ffi.__dict__.setdefault("_fp8kit_turn", {})
+# XLA takes a name once a process. This module may be imported again, after a notebook deleted fp8kit's: then
+# what is registered calls the new module's function. Kept where that deletion does not reach; a partial,
+# since a function's frame would hold XLA's memory
+_OWN: dict[tuple[str, str], functools.partial[None]] = jax_tvm_ffi.__dict__.setdefault("_fp8kit_own", {})
 
 
 def _register_own(
     name: str, function: Callable[..., None], attributes: Sequence[str], platform: str, graphs: bool = False
 ) -> None:
-    key, turn = (name, platform), _TURN
-    if key not in turn:
-        _register(name, lambda *values: turn[key](*values), attributes, platform, graphs)
-    turn[key] = function
+    if (name, platform) in _OWN:
+        _OWN[name, platform].__setstate__((function, (), {}, {}))
+        return
+    registered = _OWN[name, platform] = functools.partial(function)
+    _register(name, registered, attributes, platform, graphs)
 
 
 for _platform, _kind in PLATFORMS.items():

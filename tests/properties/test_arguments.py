@@ -9,12 +9,7 @@ import pytest
 from fp8kit import nn
 from fp8kit.errors import Fp8kitError
 from tests.support.calls import CALLS
-from tests.support.junk import JUNK
-
-# Python's own protocols ask for another error there
-PYTHONS = {"Tensor.__add__": TypeError, "QuantizedArray.__getitem__": IndexError}
-# handed to the user's function, whose errors are the user's
-USERS = {("checkpoint", "x"), ("nn.Module.apply", "function")}
+from tests.support.junk import JUNK, PYTHONS, USERS
 
 
 @pytest.mark.parametrize("name", CALLS)

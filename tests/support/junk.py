@@ -8,6 +8,11 @@ import torch
 
 from tests.support.effort import FACTOR
 
+# Python's own protocols ask for another error there
+PYTHONS = {"Tensor.__add__": TypeError, "QuantizedArray.__getitem__": IndexError}
+# handed to the user's function, whose errors are the user's
+USERS = {("checkpoint", "x"), ("nn.Module.apply", "function")}
+
 
 class Capsule:
     """What says that it speaks DLPack, and does not."""

@@ -3,6 +3,10 @@
 Numba's default OpenMP layer kills a forked child, and its workqueue layer aborts when several Python threads
 enter it; TBB does neither. The ``tbb`` wheel's library lies where the loader does not look, so it is loaded
 here by path, before Numba asks for it.
+
+Numba has TBB end its threads before a fork. TBB cannot while another Python thread that used it lives, and
+Numba prints "Unable to join threads"; a child then computes the same bits, unless that thread was inside TBB
+just then (docs/native.md).
 """
 
 from __future__ import annotations
