@@ -90,7 +90,7 @@ def warmup(
     from fp8kit.autocast import autocast
     from fp8kit.autograd import tensor
     from fp8kit.backends import dispatch
-    from fp8kit.backends.activation import ACTIVATIONS
+    from fp8kit.backends.activation import ALL
     from fp8kit.errors import FormatError, RecipeError, ShapeError
     from fp8kit.recipe import DelayedScaling
     from fp8kit.recipe import Recipe as AnyRecipe
@@ -107,7 +107,7 @@ def warmup(
     cores = len(os.sched_getaffinity(0))
     count = cores if threads is None else integer("warmup", "threads", threads, 1, 1024)
     kind = formats.dtype(dtype, "warmup", "dtype", formats.HIGH_PRECISION)
-    choice("warmup", "activation", activation, ACTIVATIONS, FormatError)
+    choice("warmup", "activation", activation, ALL, FormatError)
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):
         raise RecipeError("warmup", "recipe", repr(recipe), "a Recipe or None")
@@ -166,6 +166,7 @@ def variants(hidden: int, dtype: str, activation: str, quantization: Quantizatio
     """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters,
     ``quantization`` of the recipe."""
     from fp8kit import formats
+    from fp8kit.backends.activation import LEARNED
     from fp8kit.backends.cuda import norm
     from fp8kit.backends.cuda.launch import TYPE_NAMES
     from fp8kit.ops.products import product_class
@@ -173,7 +174,9 @@ def variants(hidden: int, dtype: str, activation: str, quantization: Quantizatio
 
     own, product = TYPE_NAMES[dtype], product_class(quantization)
     found: list[Variant] = []
-    for kernel in (*_OWN_TYPE, product.kernels[0], *_FLOAT32_TOO):
+    # an activation with learned numbers has kernels of its own
+    kernels = tuple("xielu_fwd" if k == "act_fwd" and activation in LEARNED else k for k in _OWN_TYPE)
+    for kernel in (*kernels, product.kernels[0], *_FLOAT32_TOO):
         fits = {"T": (own, "f32") if kernel in _FLOAT32_TOO else (own,), "ACT": (activation,)}
         if not product.fuses_cast:
             fits["TILES"] = ("mixed",)

@@ -13,7 +13,7 @@ import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
-from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.backends.activation import ALL
 from fp8kit.backends.cuda import compile as kernel_compiler
 from fp8kit.backends.protocol import KERNELS, SPECS
 from fp8kit.raw_kernels import manifest
@@ -31,11 +31,12 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ALL)
 def test_variants_are_the_manifests(dtype, activation, recipe):
     found = variants(4096, dtype, activation, RECIPES[recipe].quantization)
     assert len({str(variant) for variant in found}) == len(found)
     assert ("block.cu" in dict(found)) is (recipe == "block")
+    assert ("xielu.cu" in dict(found)) is (activation == "xielu")
     for source, defines in found:
         assert manifest.defines(**defines) in manifest.source(source).variants, (source, defines)
 

@@ -6,55 +6,42 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fp8kit import formats
 from fp8kit.layers import unit_scaling as shared
-from fp8kit.ops.activation import ActivationSpec
-from fp8kit.ops.activation import activation as activation_op
-from fp8kit.ops.dropout_add import AddSpec
-from fp8kit.ops.dropout_add import add as add_op
-from fp8kit.ops.embedding import EmbeddingSpec
-from fp8kit.ops.embedding import embedding as embedding_op
-from fp8kit.ops.scale_lines import ScaleLinesSpec, scale_lines
-from fp8kit_jax import functional, layers
-from fp8kit_jax.arguments import as_rows
+from fp8kit.layers.base import spec_object
+from fp8kit_jax import layers
+from fp8kit_jax.arguments import as_array
 from fp8kit_jax.attention import dot_product_attention
 from fp8kit_jax.rules import apply
 
 
-class _Own(shared.UnitScaling):
-    """The functions on JAX's arrays."""
+class _OfArrays(shared.UnitScaling):
+    def operation(self, operation: Any, spec: tuple[Any, ...], inputs: Any) -> Any:
+        there = {name: as_array("unit_scaling", name, x) for name, x in inputs.items() if x is not None}
+        found = next(iter(apply(operation, spec_object(*spec), there).values()))
+        return found.reshape(()) if operation.name == "cross_entropy" else found
 
-    def own_scale(self, x: Any, forward: float, backward: float) -> Any:
-        x = as_rows("unit_scaling", "x", x)
-        return apply(scale_lines, ScaleLinesSpec(forward, backward), {"x": x})["y"]
+    def dtype_name(self, x: Any) -> str:
+        return str(x.dtype.name)
 
-    def own_activation(self, x: Any, kind: str) -> Any:
-        return apply(activation_op, ActivationSpec(kind, x.shape[-1]), {"x": x})["y"]
-
-    def own_sum(self, a: Any, b: Any) -> Any:
-        return apply(add_op, AddSpec(), {"a": a, "b": b})["y"]
-
-    def own_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
-        return functional.layernorm(x, weight, bias, "rmsnorm" if bias is None else "layernorm", False, eps)
-
-    def own_embedding(self, ids: Any, table: Any) -> Any:
-        spec = EmbeddingSpec(*table.shape, formats.DTYPES[table.dtype.name])
-        return apply(embedding_op, spec, {"ids": ids, "table": table})["y"]
-
-    def own_cross_entropy(self, logits: Any, targets: Any) -> Any:
-        return functional.fused_cross_entropy(logits, targets)
-
-    def own_attention(self, query: Any, key: Any, value: Any, scale: float, causal: bool) -> Any:
-        mask = "causal" if causal else "no_mask"
+    def own_attention(self, query: Any, key: Any, value: Any, scale: float, mask: str) -> Any:
         o = dot_product_attention(query, key, value, attn_mask_type=mask, scale_factor=scale)
         return o.reshape(*o.shape[:-2], -1)
 
 
-_own = _Own()
-scale_fwd, scale_bwd = _own.scale_fwd, _own.scale_bwd
-gelu, silu, silu_glu = _own.gelu, _own.silu, _own.silu_glu
-add, residual_split, residual_add = _own.add, _own.residual_split, _own.residual_add
-norm, embedding, cross_entropy, attention = _own.norm, _own.embedding, _own.cross_entropy, _own.attention
+(
+    scale_fwd,
+    scale_bwd,
+    gelu,
+    silu,
+    silu_glu,
+    add,
+    residual_split,
+    residual_add,
+    norm,
+    embedding,
+    cross_entropy,
+    attention,
+) = (getattr(_OfArrays(), name) for name in shared.FUNCTIONS)
 
 
 def dense(
@@ -79,18 +66,4 @@ def dense(
     return scale_fwd(y, factors.output)
 
 
-__all__ = [
-    "add",
-    "attention",
-    "cross_entropy",
-    "dense",
-    "embedding",
-    "gelu",
-    "norm",
-    "residual_add",
-    "residual_split",
-    "scale_bwd",
-    "scale_fwd",
-    "silu",
-    "silu_glu",
-]
+__all__ = ["dense", *shared.FUNCTIONS]

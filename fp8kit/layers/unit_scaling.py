@@ -21,9 +21,30 @@ from fp8kit.arguments import choice, number
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.base import Init
 from fp8kit.layers.linear import Linear as SharedLinear
+from fp8kit.ops.activation import activation as activation_operation
+from fp8kit.ops.cross_entropy import cross_entropy
+from fp8kit.ops.dropout_add import add
+from fp8kit.ops.embedding import embedding
+from fp8kit.ops.norm import norm
 from fp8kit.ops.scale_lines import scale_lines
+from fp8kit.spec import Operation
 
 OUTPUT = "to_output_scale"
+# what each frontend has as functions
+FUNCTIONS = (
+    "scale_fwd",
+    "scale_bwd",
+    "gelu",
+    "silu",
+    "silu_glu",
+    "add",
+    "residual_split",
+    "residual_add",
+    "norm",
+    "embedding",
+    "cross_entropy",
+    "attention",
+)
 _SMOOTH_HI = math.sqrt(2 / (1 - 1 / math.pi))
 # activation -> (alpha, lo, hi of the output, hi of the gradient): at a multiplier of 1
 _ACTIVATIONS = {
@@ -83,7 +104,7 @@ def residual_factors(tau: float) -> tuple[float, float]:
 
 
 class UnitScaling:
-    """The functions. A frontend's subclass gives what has an ``own_`` in its name.
+    """The functions. A frontend's subclass gives ``operation``, ``dtype_name`` and ``own_attention``.
 
     Every function takes and returns arrays of the frontend, h of any leading dimensions, and raises what the
     operations raise.
@@ -91,54 +112,49 @@ class UnitScaling:
 
     # --- what a frontend gives ------------------------------------------------------------------------------
 
-    def own_scale(self, x: Any, forward: float, backward: float) -> Any:
-        """forward x, whose gradient is backward dy."""
+    def operation(self, operation: Operation, spec: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
+        """The first output of an operation of the frontend's arrays. ``spec``: of ``spec_object``."""
         raise NotImplementedError
 
-    def own_activation(self, x: Any, activation: str) -> Any:
-        """activation(x)."""
+    def dtype_name(self, x: Any) -> str:
+        """fp8kit's name of an array's dtype."""
         raise NotImplementedError
 
-    def own_sum(self, a: Any, b: Any) -> Any:
-        """a + b, b with the end of a's shape."""
-        raise NotImplementedError
-
-    def own_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
-        """LayerNorm with a bias, RMSNorm without."""
-        raise NotImplementedError
-
-    def own_embedding(self, ids: Any, table: Any) -> Any:
-        """table[ids]."""
-        raise NotImplementedError
-
-    def own_cross_entropy(self, logits: Any, targets: Any) -> Any:
-        """The mean over targets."""
-        raise NotImplementedError
-
-    def own_attention(self, query: Any, key: Any, value: Any, scale: float, causal: bool) -> Any:
-        """softmax(scale q k^T) v of layers (b, s, heads, d); returns them side by side, (b, s, heads d)."""
+    def own_attention(self, query: Any, key: Any, value: Any, scale: float, mask: str) -> Any:
+        """The core attention of layers (b, s, heads, d) with ``scale`` for the scores and a mask's name;
+        returns the heads side by side, (b, s, heads d)."""
         raise NotImplementedError
 
     # --- functions ------------------------------------------------------------------------------------------
 
     def scale_fwd(self, x: Any, scale: float) -> Any:
         """scale x, whose gradient is dy as it is."""
-        return x if scale == 1 else self.own_scale(x, scale, 1.0)
+        return self._scaled(x, scale, 1.0)
 
     def scale_bwd(self, x: Any, scale: float) -> Any:
-        """x, whose gradient is scale dy."""
-        return x if scale == 1 else self.own_scale(x, 1.0, scale)
+        """x as it is, whose gradient is scale dy."""
+        return self._scaled(x, 1.0, scale)
+
+    def _scaled(self, x: Any, forward: float, backward: float) -> Any:
+        if forward == backward == 1:
+            return x
+        return self.operation(scale_lines, ("ScaleLinesSpec", forward, backward), {"x": x})
+
+    def _sum(self, a: Any, b: Any) -> Any:
+        return self.operation(add, ("AddSpec",), {"a": a, "b": b})
 
     def _activation(self, x: Any, activation: str, constraint: str | None) -> Any:
         output, gradient, _ = activation_factors(activation, constraint)
-        return self.scale_fwd(self.own_activation(self.scale_bwd(x, gradient), activation), output)
+        spec = "ActivationSpec", activation, x.shape[-1]
+        y = self.operation(activation_operation, spec, {"x": self.scale_bwd(x, gradient)})
+        return self.scale_fwd(y, output)
 
     def gelu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
-        """GELU in its tanh form."""
+        """GELU in its tanh form, times its constant."""
         return self._activation(x, "gelu", constraint)
 
     def silu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
-        """SiLU."""
+        """x sigmoid(x), times its constant."""
         return self._activation(x, "silu", constraint)
 
     def silu_glu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
@@ -153,7 +169,7 @@ class UnitScaling:
         repeats = math.prod(a.shape) // max(math.prod(b.shape), 1)
         back = scale if constraint else max(repeats, 1) ** -0.5
         a = self.scale_bwd(a, scale if constraint else 1.0)
-        return self.scale_fwd(self.own_sum(a, self.scale_bwd(b, back)), scale)
+        return self.scale_fwd(self._sum(a, self.scale_bwd(b, back)), scale)
 
     def residual_split(self, x: Any, tau: float = 1.0) -> tuple[Any, Any]:
         """(x for the branch, x for the skip connection), where their gradients are weighted: see
@@ -164,33 +180,38 @@ class UnitScaling:
     def residual_add(self, branch: Any, skip: Any, tau: float = 1.0) -> Any:
         """tau / sqrt(1 + tau^2) branch + 1 / sqrt(1 + tau^2) skip."""
         own, rest = residual_factors(tau)
-        return self.own_sum(self.scale_fwd(branch, own), self.scale_fwd(skip, rest))
+        return self._sum(self.scale_fwd(branch, own), self.scale_fwd(skip, rest))
 
     def norm(self, x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Any:
         """LayerNorm, without ``bias`` RMSNorm; x h (..., N), weight and bias h (N,)."""
         scale = math.sqrt(x.shape[-1] / max(math.prod(x.shape), 1))
         bias = None if bias is None else self.scale_bwd(bias, scale)
-        return self.own_norm(x, self.scale_bwd(weight, scale), bias, eps)
+        kind = "RMSNorm" if bias is None else "LayerNorm"
+        inputs = {"x": x, "norm_weight": self.scale_bwd(weight, scale), "norm_bias": bias}
+        return self.operation(norm, ("NormSpec", x.shape[-1], kind, eps), inputs)
 
     def embedding(self, ids: Any, table: Any) -> Any:
         """table[ids]; table h (V, N), of deviation 1."""
         scale = math.sqrt(table.shape[0] / max(math.prod(ids.shape), 1))
-        return self.own_embedding(ids, self.scale_bwd(table, scale))
+        spec = "EmbeddingSpec", *table.shape, self.dtype_name(table)
+        return self.operation(embedding, spec, {"ids": ids, "table": self.scale_bwd(table, scale)})
 
     def cross_entropy(self, logits: Any, targets: Any) -> Any:
-        """The mean cross entropy of softmax(logits), in nats; its gradient is that of the sum, times V /
-        sqrt(V - 1). logits h (..., V), V at least 2."""
+        """The mean cross entropy of softmax(logits), in nats, float32 (1,); its gradient is that of the sum,
+        times V / sqrt(V - 1). logits h (..., V), V at least 2; a target of -100 has a loss of 0."""
         classes, count = logits.shape[-1], max(math.prod(targets.shape), 1)
         if classes < 2:
             raise ArgumentError("unit_scaling", "logits", f"{classes} class", "at least 2")
         scale = count * classes / math.sqrt(classes - 1)
-        return self.own_cross_entropy(self.scale_bwd(logits, scale), targets)
+        inputs = {"logits": self.scale_bwd(logits, scale), "targets": targets}
+        return self.operation(cross_entropy, ("CrossEntropySpec", classes, "mean", 0.0, -100), inputs)
 
     def attention(self, query: Any, key: Any, value: Any, causal: bool = True) -> Any:
         """softmax(q k^T / d) v, times a constant, of layers h (b, s, heads, d); returns h (b, s, heads d)."""
         dim, scale = query.shape[-1], attention_factor(query.shape[-1], key.shape[1], causal)
         q, k, v = (self.scale_bwd(layer, scale) for layer in (query, key, value))
-        return self.scale_fwd(self.own_attention(q, k, v, 1 / dim, causal), scale)
+        mask = "causal" if causal else "no_mask"
+        return self.scale_fwd(self.own_attention(q, k, v, 1 / dim, mask), scale)
 
 
 class Linear(SharedLinear):

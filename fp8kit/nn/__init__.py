@@ -17,6 +17,8 @@ ModuleList, Sequential     modules in a row: kept, or called one after the other
 Module, Parameter          the bases of modules of your own, and what they train
 =========================  ========================================================================
 
+``fp8kit.nn.unit_scaling`` has ``Linear`` and functions whose outputs and gradients have a size near 1.
+
 Functions: ``cross_entropy`` (the loss), ``apply_rotary_pos_emb``. ``InferenceParams`` keeps keys and values
 between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_state``, ``set_rng_state``,
 ``RandomState`` for checkpoints; ``draw_from`` gives dropout another source, such as torch's generator;

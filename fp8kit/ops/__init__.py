@@ -7,7 +7,7 @@ linear, weight_cast     y = x W^T + b; the FP8 weight alone                     
 grouped_linear          groups of rows, each times a weight of its own               grouped_linear.py
 norm                    LayerNorm, RMSNorm, L2 normalisation                         norm.py
 norm_linear             y = norm(x) W^T + b, the residual stream going through       norm_linear.py
-norm_mlp                y = act(norm(x) W1^T + b1) W2^T + b2, likewise               norm_mlp.py
+norm_mlp                y = act(norm(x) W1^T + b1) W2^T + b2, likewise; smoothed     norm_mlp.py, smooth.py
 attention               scaled dot product attention                                 attention.py
 cached_attention        attention over a cache of keys and values, which it extends  kv_cache.py
 rope                    rotary position embedding                                    rope.py
@@ -20,5 +20,7 @@ activation              gelu, silu, swiglu... alone                             
 quantize, dequantize    casts to FP8 codes and back                                  casts.py
 fp8_gemm                the product of two matrices of FP8 codes                     fp8_gemm.py
 cross_entropy           softmax cross entropy                                        cross_entropy.py
+line_scales             largest magnitudes of rows or columns                        scale_lines.py
+scale_lines             rows, columns or all scaled, forward and backward apart      scale_lines.py
 ======================  ===========================================================  =====================
 """

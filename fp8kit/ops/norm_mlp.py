@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ALL
 from fp8kit.buffers import free, free_contents, take
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError
 from fp8kit.formats import float32
 from fp8kit.ops import partition as split
 from fp8kit.ops.activation import (
@@ -220,7 +220,12 @@ class NormMLP(Products):
         return replace(spec, fc1=fc1, fc2=fc2, joins=False, residual=spec.residual or spec.joins)
 
     def shared_amaxes(self, spec: NormMLPSpec) -> SharedAmaxes | None:
-        return None if split.with_amaxes(spec.fc1) is None else SharedAmaxes(None, {})
+        if split.with_amaxes(spec.fc1) is None:
+            return None
+        if spec.smoothing:
+            wanted = "none, or a recipe with scales of blocks or of earlier steps, in a shard_map of your own"
+            raise UnsupportedError(self.name, "smooth", spec.smooth, wanted)
+        return SharedAmaxes(None, {})
 
     def decompose(self, spec: NormMLPSpec) -> tuple[Component, ...]:
         """``norm_linear``, ``activation`` and ``linear``, with the residual stream as the last one's residual

@@ -31,7 +31,7 @@ def _gradients(layer, recipe):
 
 @pytest.mark.parametrize("layer", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 @pytest.mark.parametrize("scaled", SCALED)
-@pytest.mark.parametrize("how", itertools.product(COMPUTES, repeat=3), ids="-".join)
+@pytest.mark.parametrize("how", list(itertools.product(COMPUTES, repeat=3)), ids="-".join)
 def test_each_gemm_as_it_is_told(how, scaled, layer):
     """Within FP8's error of high precision; what nobody computes is refused by name."""
     gemms = [Gemm(SCALED[scaled], SCALED[scaled], compute=compute) for compute in how]

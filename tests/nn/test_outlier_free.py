@@ -213,7 +213,7 @@ def test_calibration_takes_what_is_cast():
             with fk.autocast(recipe=recipe, **options):
                 layer(x)
         run, calibrated = (np.asarray(layer.fp8_meta["scaling_fwd"].scale) for layer in layers)
-        np.testing.assert_allclose(run[:5], calibrated[:5], rtol=0.1)  # of values that were cast, and not
+        assert np.abs(run[:5] / calibrated[:5] - 1).max() < 0.1  # of values that were cast, and not
         assert_same_bits("the weights", run[[1]], calibrated[[1]])
 
 

@@ -187,6 +187,8 @@ ATTENTION = HINTS | {
     "qk_norm_type": always("L2Normalization"),
     "qk_norm_eps": always(1e-6),
     "qk_norm_before_rope": always(True),
+    "qk_norm_learned": always(True),
+    "softmax_scale": always(0.125),
     "bottom_right_diagonal": always(None),
 }
 SEEN = {
@@ -409,8 +411,12 @@ CALLS: dict[str, Call] = {
     "nn.Linear.forward": positional(
         lambda inp, first: nn.Linear(4, 2, device="cpu")(inp, first), inp=view, first=always(None)
     ),
-    "nn.LayerNorm": module(nn.LayerNorm, INP, normalized_shape=always(4), **NORM),
-    "nn.RMSNorm": module(nn.RMSNorm, INP, hidden_size=always(4), **NORM),
+    "nn.LayerNorm": module(
+        nn.LayerNorm, INP, normalized_shape=always(4), gain=always(0.5), learned=always(True), **NORM
+    ),
+    "nn.RMSNorm": module(
+        nn.RMSNorm, INP, hidden_size=always(4), gain=always(0.5), learned=always(True), **NORM
+    ),
     "nn.LayerNorm.forward": positional(lambda inp: nn.LayerNorm(4, device="cpu")(inp), inp=view),
     "nn.LayerNormLinear": module(
         nn.LayerNormLinear,
@@ -435,6 +441,8 @@ CALLS: dict[str, Call] = {
         return_layernorm_output=always(False),
         name=always("n"),
         checkpoint=always(False),
+        smooth_swiglu=always(None),
+        input_layernorm=always(True),
         **NORM,
         **HINTS,
     ),
@@ -521,6 +529,9 @@ CALLS: dict[str, Call] = {
         activation=always("gelu"),
         activation_params=always(None),
         attn_input_format=always("sbhd"),
+        norm_position=always("before"),
+        norm_gain=always(None),
+        smooth_swiglu=always(None),
         **ATTENTION,
     ),
     "nn.TransformerLayer.forward": plain(

@@ -178,8 +178,9 @@ class MultiHeadAttention(nn.Module):
     (lowest, highest wave length / 2 pi), "consecutive" halves or "alternate" neighbours.
     ``low_rank_adaptation_scope``: one of ``lora.SCOPES``. ``qk_norm_type``: "L2Normalization", "RMSNorm" or
     "LayerNorm" of each query's and each key's features, children ``q_norm``, ``k_norm``; after the rotary
-    embedding or, ``qk_norm_before_rope``, before it. Fields of ``common.FIXED`` have one value. ``decode``:
-    see ``cache``.
+    embedding or, ``qk_norm_before_rope``, before it; ``qk_norm_learned``: False has gains of 1 and no
+    parameters for them. ``scale_factor``: what scores are multiplied by, instead of what
+    ``scale_attn_logits`` says. Fields of ``common.FIXED`` have one value. ``decode``: see ``cache``.
     """
 
     head_dim: int

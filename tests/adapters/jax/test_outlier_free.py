@@ -88,6 +88,49 @@ def test_kernels_the_other_way_round(recipe):
     assert relative_error(np.asarray(grads[1]).T, np.asarray(turned_grads[1])) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["xielu", "token", "channel"])
+@pytest.mark.parametrize("recipe", ["high", "current"])
+def test_over_devices(kind, recipe):
+    """Rows and inner features over a mesh of four: values and gradients of one device, sums in another order
+    aside. Smoothed, every device does the whole."""
+    options, types = MLPS[kind]
+    parts = len(types)
+    args = [draw(0, (8, 16, 64)), np.ones(64, np.float32), draw(1, (64, parts, 128), scale=0.1)]
+    args += [draw(2, (128, 64), scale=0.1)]
+    args += [np.float32([0.3]), np.float32([-0.7])] if parts == 1 else []
+
+    def total(x, gamma, first, second, *alphas):
+        sets = (fj.create_set(RECIPES[recipe]) if RECIPES[recipe] else fj.noop_quantizer_set,) * 2
+        more = {"smooth_swiglu": options.get("smooth_swiglu"), "alphas": alphas or None}
+        return (
+            fj.layernorm_mlp(
+                x,
+                gamma,
+                None,
+                (first, second),
+                norm_type="rmsnorm",
+                activation_type=types,
+                quantizer_sets=sets,
+                **more,
+            )
+            ** 2
+        ).sum()
+
+    step = jax.jit(jax.value_and_grad(total, argnums=tuple(range(len(args)))))
+    want, wanted = step(*args)
+    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("rows", "tensor"))
+    specs = [("rows",), (), (None, None, "tensor"), ("tensor",), (), ()]
+    placed = [
+        jax.device_put(a, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+        for a, spec in zip(args, specs, strict=False)
+    ]
+    value, grads = step(*placed)
+    assert relative_error(np.asarray(value), np.asarray(want)) < 1e-5
+    for i, (got, grad) in enumerate(zip(grads, wanted, strict=True)):
+        assert relative_error(np.asarray(got), np.asarray(grad)) < 1e-4, i
+
+
 def test_the_activation_alone():
     x, alphas = draw(0, (5, 1, 24), scale=2.0), (np.float32([0.3]), np.float32([-0.7]))
 

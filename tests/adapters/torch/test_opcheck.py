@@ -32,6 +32,7 @@ from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.ops.rope import RopeSpec
+from fp8kit.ops.scale_lines import LineScalesSpec, ScaleLinesSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.recipe import DelayedScaling
 from fp8kit.spec import Operation
@@ -115,6 +116,8 @@ def _operands(device):
             (),
         ),
         "activation": (ActivationSpec("swiglu", 16), {"x": r(6, 16)}, "x", ()),
+        "line_scales": (LineScalesSpec(16, 1, 8), {"x": r(6, 16), "bias0": r(16)}, "", ()),
+        "scale_lines": (ScaleLinesSpec(2.0, 3.0, 1), {"x": r(6, 16), "scales": r(16).abs()}, "x", ()),
         "quantize": (QuantizeSpec(fk.E4M3, (6, 16)), {"x": r(6, 16)}, "", ()),
         "dequantize": (DequantizeSpec(fk.E4M3, (6, 16), "float32"), {"q": codes, "scale_inv": r(1)}, "", ()),
         "fp8_gemm": (

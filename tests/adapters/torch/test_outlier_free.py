@@ -6,12 +6,13 @@ from __future__ import annotations
 import copy
 
 import fp8kit_torch as ft
+import numpy as np
 import pytest
 import torch
 
 import fp8kit as fk
 from fp8kit.errors import ArgumentError, UnsupportedError
-from fp8kit.testing import assert_close
+from fp8kit.testing import assert_close, assert_same_bits
 from tests.support.combinations import combinations
 
 from .twins import (
@@ -180,6 +181,21 @@ def test_microbatches_and_accumulated_gradients(device, fused):
         weight = getattr(layer, name)
         found = weight.main_grad if fused else weight.grad
         assert_close(name, numpy_of(found), numpy_of(total), "float32", 1e-6 * float(total.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_channel_scales_fold(device, dtype):
+    """As natively; the same bits with them in the weights."""
+    ours, native = twins("LayerNormMLP", device, dtype, activation="swiglu", smooth_swiglu="channel")
+    x = next(batches(device, dtype))
+    scales = ours.channel_scales(x)
+    assert_same_bits("s", scales, native.channel_scales(numpy_of(x)))
+    want = ours(x)
+    ours.fold_channel_scales(scales)
+    assert torch.equal(ours(x), want)
+    assert not np.array_equal(numpy_of(ours.fc2_weight), native.fc2_weight.numpy())
+    with pytest.raises(ArgumentError, match="positive numbers"):
+        ours.fold_channel_scales(-scales)
 
 
 def test_what_is_refused(device):
