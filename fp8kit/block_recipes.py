@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from fp8kit import formats
-from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields
+from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields, words_of
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import Format, Recipe
@@ -108,7 +108,7 @@ class MXFP8BlockScaling(_BlockRecipe):
     def short_name(self) -> str:
         """For example ``mxfp8(E4M3)``."""
         more = ", 2d" if self.enable_2d_quantization else ""
-        return f"mxfp8({self.fp8_format.name}{more})"
+        return f"mxfp8({self.fp8_format.name}{more}{words_of(self)})"
 
 
 @dataclass(frozen=True)
@@ -200,4 +200,4 @@ class NVFP4BlockScaling(_BlockRecipe):
             "sr": not self.disable_stochastic_rounding,
             "2d": not self.disable_2d_quantization,
         }
-        return f"nvfp4({', '.join(name for name, on in parts.items() if on)})"
+        return f"nvfp4({', '.join(name for name, on in parts.items() if on)}{words_of(self)})"

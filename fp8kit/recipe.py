@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
-from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields
+from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields, words_of
 from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
 
@@ -404,7 +404,7 @@ class DelayedScaling(Recipe):
         """For example ``delayed(HYBRID, h1024, max)``."""
         algo = self.amax_compute_algo if isinstance(self.amax_compute_algo, str) else "callable"
         margin = f", m{self.margin}" if self.margin else ""
-        return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin})"
+        return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin}{words_of(self)})"
 
 
 class _ScaledNow(Recipe):
@@ -491,7 +491,8 @@ class Float8CurrentScaling(_ScaledNow):
 
     def short_name(self) -> str:
         """For example ``current(HYBRID, pow2)``."""
-        return f"current({self.fp8_format.name}{', pow2' if self.use_power_2_scales else ''})"
+        power_2 = ", pow2" if self.use_power_2_scales else ""
+        return f"current({self.fp8_format.name}{power_2}{words_of(self)})"
 
 
 @dataclass(frozen=True)
