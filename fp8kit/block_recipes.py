@@ -199,5 +199,6 @@ class NVFP4BlockScaling(_BlockRecipe):
             "rht": not self.disable_rht,
             "sr": not self.disable_stochastic_rounding,
             "2d": not self.disable_2d_quantization,
+            "dpa": self.fp8_dpa,
         }
-        return f"nvfp4({', '.join(name for name, on in parts.items() if on)}{words_of(self)})"
+        return f"nvfp4({', '.join(name for name, on in parts.items() if on)})"
