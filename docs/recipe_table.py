@@ -40,7 +40,7 @@ def table() -> str:
         for capability in DEVICES.values():
             found = support_of(recipe, capability)
             note = f" ({reasons.setdefault(found.why, len(reasons) + 1)})" if found.status == REFUSED else ""
-            cells.append(f"{found.status}{note}")
+            cells.append(f"{found.status}{note}" if note or not found.why else f"{found.status}, {found.why}")
         # native layers and torch's take what a product carries out
         own = "no" if support_of(recipe, None).status == REFUSED else "yes"
         rows.append(f"| `{name}` | {own} | {own} | {jax_says(recipe)} | {' | '.join(cells)} |")

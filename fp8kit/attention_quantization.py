@@ -164,6 +164,11 @@ def check_fields(recipe: Any, dpa: str = "", mha: str = "") -> None:
         raise RecipeError(type(recipe).__name__, "fp8_mha", "True", wanted)
 
 
+def words_of(recipe: Any) -> str:
+    """What a recipe's short name says of its attention: ", dpa", ", mha" or nothing."""
+    return ", mha" if recipe.fp8_mha else ", dpa" if recipe.fp8_dpa else ""
+
+
 def attention_of(
     forward: Quantizer, backward: Quantizer, passes_on: bool = False, casts_on: bool = True
 ) -> AttentionQuantization:

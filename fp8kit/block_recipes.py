@@ -99,7 +99,7 @@ class MXFP8BlockScaling(_BlockRecipe):
     def short_name(self) -> str:
         """For example ``mxfp8(E4M3)``."""
         more = ", 2d" if self.enable_2d_quantization else ""
-        return f"mxfp8({self.fp8_format.name}{more}{self._override()})"
+        return f"mxfp8({self.fp8_format.name}{more}{self._more()})"
 
 
 @dataclass(frozen=True)
@@ -216,4 +216,4 @@ class NVFP4BlockScaling(_BlockRecipe):
             "rows": self.row_scaled_activation,
             f"4over6 {self.nvfp4_4over6}": self.nvfp4_4over6 != "none",
         }
-        return f"nvfp4({', '.join(name for name, on in parts.items() if on)}{self._override()})"
+        return f"nvfp4({', '.join(name for name, on in parts.items() if on)}{self._more()})"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
-from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields
+from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields, words_of
 from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
 
@@ -284,9 +284,9 @@ class Recipe(_Strict):
         if not (own is None or (isinstance(own, str) and own in _OVERRIDES)):
             raise self._refuse("backward_override", "None, 'high_precision' or 'dequantized'")
 
-    def _override(self) -> str:
-        """What ``short_name`` says of ``backward_override``."""
-        return f", backward {self.backward_override}" if self.backward_override else ""
+    def _more(self) -> str:
+        """What ``short_name`` says of attention and of ``backward_override``."""
+        return words_of(self) + (f", backward {self.backward_override}" if self.backward_override else "")
 
     def _check_common(self, no_attention: str = "") -> None:
         self._want(Format, "fp8_format")
@@ -422,7 +422,7 @@ class DelayedScaling(Recipe):
         """For example ``delayed(HYBRID, h1024, max)``."""
         algo = self.amax_compute_algo if isinstance(self.amax_compute_algo, str) else "callable"
         margin = f", m{self.margin}" if self.margin else ""
-        return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin}{self._override()})"
+        return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin}{self._more()})"
 
 
 class _ScaledNow(Recipe):
@@ -510,7 +510,7 @@ class Float8CurrentScaling(_ScaledNow):
     def short_name(self) -> str:
         """For example ``current(HYBRID, pow2)``."""
         power_2 = ", pow2" if self.use_power_2_scales else ""
-        return f"current({self.fp8_format.name}{power_2}{self._override()})"
+        return f"current({self.fp8_format.name}{power_2}{self._more()})"
 
 
 @dataclass(frozen=True)
@@ -590,7 +590,7 @@ class Float8BlockScaling(_ScaledNow):
         scales = "f32" if self.use_f32_scales else "pow2"
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         odd = "" if dims == (1, 2, 1) else f", dims {dims[0]}{dims[1]}{dims[2]}"
-        return f"block({self.fp8_format.name}, {scales}{odd}{self._override()})"
+        return f"block({self.fp8_format.name}, {scales}{odd}{self._more()})"
 
 
 # what is in other files

@@ -26,7 +26,8 @@ OPERANDS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
 
 class Support(NamedTuple):
     """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
-    codes' values in high precision; "refused", and then ``why``."""
+    codes' values in high precision; "refused". ``why`` it is refused; or what is emulated where the rest is
+    native."""
 
     status: str
     why: str = ""
@@ -51,8 +52,9 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
         return Support(REFUSED, str(error))
     if issubclass(products, EmulatedProduct):
         return Support(EMULATED)
+    native = Support(NATIVE, "" if recipe.attention is None else "attention is emulated")
     if capability is None:
-        return Support(NATIVE)
+        return native
     have, least = (".".join(map(str, each)) for each in (capability, products.capability))
     if capability < products.capability:
         return Support(REFUSED, f"{products.described} needs compute capability {least}, not {have}")
@@ -64,7 +66,7 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
             return Support(
                 REFUSED, f"{products.described} needs compute capability {only} itself, not {have}"
             )
-    return Support(NATIVE)
+    return native
 
 
 def support_on(recipe: Recipe, device: Device) -> Support:

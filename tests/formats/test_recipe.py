@@ -216,6 +216,8 @@ def test_what_fp8_attention_comes_to():
     delayed = DelayedScaling(fp8_dpa=True, fp8_mha=True).attention
     assert delayed.joint
     assert (delayed.o, delayed.dqkv) == (None, None)
+    assert current.short_name() == "current(HYBRID, mha)"
+    assert MXFP8BlockScaling(fp8_dpa=True).short_name() == "mxfp8(E4M3, dpa)"
     mine = DataRecipe(current.quantization, "mine", current.attention)
     assert mine.attention is current.attention
     assert pickle.loads(pickle.dumps(mine)) == mine

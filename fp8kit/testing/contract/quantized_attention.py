@@ -55,10 +55,13 @@ def _narrow(x: Array, share: float = 0.25) -> Array:
 def quantized_attention_fwd(
     s: Sampler, m: int, n: int, p: Quantizer = _P, ds: Quantizer = _DS, **options: Any
 ) -> Arguments:
+    """All arrays in float32, whatever the sampler's dtype."""
     made = plain.attention_fwd(s, m, n, padding=0.0, **options)
-    host = snapshot({name: made[name] for name in ("q", "k", "v", "do")}, s.device)
+    host = snapshot({name: made[name] for name in ("q", "k", "v", "do", "extras")}, s.device)
     narrow = {name: s.put(_narrow(getattr(host, name))) for name in ("q", "k", "v", "do")}
-    return {**made, **narrow, "p": p}
+    bias = host.extras.bias
+    extras = made["extras"]._replace(bias=None if bias is None else s.put(bias, float32))
+    return {**made, **narrow, "o": s.output(*made["o"].shape, dtype=float32), "extras": extras, "p": p}
 
 
 def _oracle(a: Any, backward: bool) -> QuantizedOracle:
@@ -90,8 +93,8 @@ def quantized_attention_bwd(s: Sampler, m: int, n: int, ds: Quantizer = _DS, **o
     return {
         **made,
         **rows,
-        **{f"d{name}": s.output(*made[name].shape) for name in "qkv"},
-        "dbias": None if bias is None else s.output(*bias.shape),
+        **{f"d{name}": s.output(*made[name].shape, dtype=float32) for name in "qkv"},
+        "dbias": None if bias is None else s.output(*bias.shape, dtype=float32),
         "doffset": None if offset is None else s.output(*offset.shape, dtype=float32),
         "ds": ds,
     }
