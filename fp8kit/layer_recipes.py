@@ -90,8 +90,8 @@ class PerLayer(Recipe):
       precision; the first that fits the layer's name counts. A part's name begins with that of its layer.
 
     A layer's name is its argument ``name``; ``name_layers(model)`` of ``fk.nn`` and of ``fp8kit_torch`` gives
-    every layer of a model the name under which it is found there. In JAX it is a Flax module's path, joined
-    by dots. Raises RecipeError.
+    every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
+    Flax's linen modules it is the path, joined by dots. Raises RecipeError.
     """
 
     default: Recipe

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from fp8kit import formats
 from fp8kit.arguments import choice
 from fp8kit.attention_quantization import attention_of
 from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
@@ -36,6 +37,8 @@ _TINY = QParams(amax_epsilon=1e-12)
 _ROW = Quantizer(E4M3, "row", scale_rule="power_2", epsilon=1e-12)
 _MX4 = Quantizer(E2M1, "mx_1x32", scale_rule="floor")
 _LINE = Quantizer(E4M3, "block_1x128", epsilon=1e-4)
+_NV4 = Quantizer(E2M1, "nvfp4_1x16")
+_POWER_2 = Quantizer(formats.E4M3_240, scale_rule="power_2")
 _STATIC = Quantizer(E4M3, scale_source="static")
 _FLASH = replace(attention_of(Quantizer(E4M3), Quantizer(E5M2)), rows_per_block=128, rotation=128, signs="te")
 
@@ -95,6 +98,24 @@ NAMED: dict[str, Named] = {
         DataRecipe(Quantization.of(_STATIC, _STATIC, replace(_STATIC, format=E5M2)), "static"),
         "muS, arXiv 2502.05967; u-muP, arXiv 2407.17465: casts that clip, no amax anywhere",
     ),
+    "fp8_lm": Named(
+        Float8CurrentScaling(use_power_2_scales=True),
+        "FP8-LM, arXiv 2310.18313; MS-AMP: scales 2^floor(log2(max / amax)), here of the tensor's own amax, "
+        "there of a window's",
+    ),
+    "fishman": Named(
+        DataRecipe(
+            Quantization(
+                Gemm(_POWER_2, _POWER_2, "fast"),
+                Gemm(replace(_POWER_2, format=E5M2, stochastic_bits=32), replace(_POWER_2, format=E5M2)),
+                Gemm(replace(_POWER_2, format=E5M2, stochastic_bits=32), replace(_POWER_2, format=E5M2)),
+            ),
+            "fishman",
+        ),
+        "Fishman et al. 2024, Scaling FP8 training to trillion-token LLMs, arXiv 2409.12517, and its "
+        "experimental/fp8_linear.py: E4M3 up to 240 forward, all of E5M2 backward, gradients stochastically; "
+        "scales here of the tensor's own amax, there of earlier steps",
+    ),
     "mxfp8": Named(MXFP8BlockScaling(), "OCP Microscaling Formats 1.0; Transformer Engine"),
     "mxfp8_hybrid": Named(MXFP8BlockScaling(fp8_format=Format.HYBRID), "as mxfp8, gradients in E5M2"),
     "mxfp8_2d": Named(MXFP8BlockScaling(enable_2d_quantization=True), "as mxfp8, weights by 32 x 32"),
@@ -126,6 +147,18 @@ NAMED: dict[str, Named] = {
     "nvfp4_4over6": Named(
         NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"),
         "Cook et al. 2025, Four Over Six, arXiv 2512.02010; Transformer Engine",
+    ),
+    "fp4_all_the_way": Named(
+        DataRecipe(
+            Quantization(
+                Gemm(_NV4, _NV4),
+                Gemm(replace(_NV4, stochastic_bits=32), _NV4),
+                Gemm(replace(_NV4, stochastic_bits=32), replace(_NV4, stochastic_bits=32)),
+            ),
+            "fp4_all_the_way",
+        ),
+        "FP4 All the Way, arXiv 2505.19115: to nearest forward, stochastically what backward and update cast "
+        "anew; without its change to higher precision at the end",
     ),
     "nvfp4_fwd_mxfp8_bwd": Named(
         DataRecipe(

@@ -1,10 +1,10 @@
-"""``ScaledTensor``: FP8 codes in JAX's native float8 dtypes with their scales, a pytree; ``quantize``,
-``dequantize``, ``gemm``."""
+"""``ScaledTensor``: codes of a narrow format with their scales, a pytree, in JAX's native float8 dtypes where
+there is one; ``quantize``, ``dequantize``, ``gemm``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,17 +14,21 @@ from fp8kit import formats
 from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.formats import E2M1, E4M3, E5M2, Format
 from fp8kit.ops import casts
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
-from fp8kit.quantization import TILES
+from fp8kit.ops.linear import LinearSpec, linear
+from fp8kit.ops.product import ProductSpec
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, TILES, Quantizer
+from fp8kit.tiles import along_of
 from fp8kit_jax import primitive
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.rules import apply
 
-# NVFP4 has two levels of scales, and formats that JAX's arrays do not hold
-_SCALINGS = [name for name in TILES if not name.startswith("nvfp4")]
+# kind of scaling -> its rules
+_RULES = {"mx": ("power_2", *MX_RULES), "nvfp4": ("exact", *FOUR_OVER_SIX)}
+_NATIVE_BLOCKS = {"block_1x128", "block_128x128"}
 
 
 @jax.tree_util.register_dataclass
@@ -32,16 +36,21 @@ _SCALINGS = [name for name in TILES if not name.startswith("nvfp4")]
 class ScaledTensor:
     """``decode(data) * scale_inv``.
 
-    * ``data``: float8 codes (..., N), ``jnp.float8_e4m3fn`` or another native dtype. ``scale_inv``: float32,
-      one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r), ceil(N / c)) for r x c blocks, all
-      leading dimensions flattened into rows.
-    * ``format``, ``scaling``: static; see ``quantize``.
+    * ``data``: codes (..., N), ``jnp.float8_e4m3fn`` or another native dtype, uint8 of a format that has
+      none. ``scale_inv``: float32, one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r),
+      ceil(N / c)) for r x c blocks, all leading dimensions flattened into rows.
+    * ``format``, ``scaling``, ``along``: static; see ``quantize``.
+    * ``scale_codes``, ``tensor_scale_inv``: as ``fp8kit.QuantizedArray`` has them, of scales by the rules of
+      MX and of NVFP4; else None.
     """
 
     data: Any
     scale_inv: Any
     format: Format = field(default=E4M3, metadata={"static": True})
     scaling: str = field(default="tensor", metadata={"static": True})
+    scale_codes: Any = None
+    tensor_scale_inv: Any = None
+    along: int = field(default=1, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +64,7 @@ class ScaledTensor:
 
 def quantize(
     x: Any,
-    format: Format = E4M3,
+    format: Format | None = None,
     scale: Any = None,
     scaling: str = "tensor",
     rounding: str = "nearest",
@@ -63,35 +72,51 @@ def quantize(
     key: Any = None,
     *,
     stochastic_bits: int = 32,
+    scale_rule: str | None = None,
+    along: int = -1,
 ) -> ScaledTensor:
     """``encode(x * scale)`` as a ScaledTensor; the same codes and scales as ``fp8kit.quantize``.
 
-    * ``x``: float32, bfloat16 or float16 (..., N). ``format``: one that JAX has a dtype for: E4M3, E5M2,
-      E8M0.
+    * ``x``: float32, bfloat16 or float16 (..., N). ``format``: any; None: E4M3, E2M1 of NVFP4.
     * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for
       blocks. In a shard_map the amax of "tensor" is that of all devices.
-    * ``scaling``: "tensor", "row", "block_1x128", "mx_1x32" or another of ``fp8kit.quantize``'s, but for
-      NVFP4. ``rounding``: "nearest", or "stochastic" with ``key``, by ``stochastic_bits`` random bits, 1 to
-      32. Scale rules, rotations and ``along`` are ``fp8kit.quantize``'s alone.
+    * ``scaling``: "tensor", "row", "block_1x128", "mx_1x32", "nvfp4_1x16" or another of
+      ``fp8kit.quantize``'s, and so are ``scale_rule`` and ``along``, of blocks. ``rounding``: "nearest", or
+      "stochastic" with ``key``, by ``stochastic_bits`` random bits, 1 to 32. Rotations are
+      ``fp8kit.quantize``'s alone.
     * ``saturate``: beyond the largest finite value, and Inf, become it.
 
     No gradient: wrap it for a straight-through estimate. Raises FormatError or ShapeError.
     """
     x = as_array("quantize", "x", x)
+    kind = str(scaling).partition("_")[0]
+    format = (E2M1 if kind == "nvfp4" else E4M3) if format is None else format
     native = _native("quantize", format)
     if not isinstance(rounding, str) or rounding != ("nearest" if key is None else "stochastic"):
         raise FormatError("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key')
-    grid = _grid("quantize", scaling, x.shape)
-    blocks = scaling not in ("tensor", "row")
+    lies = 1 if type(along) is int and along == -1 else along_of("quantize", along)
+    grid = _grid("quantize", scaling, x.shape, lies)
     largest = formats.float32.max
     for_inf = min(primitive.meta_of(x).dtype.max, largest) if scaling.startswith("block") else largest
     saturate = flag("quantize", "saturate", saturate)
     bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
+    rule = _rule(scale_rule, kind)
+    if rule in (*MX_RULES, *FOUR_OVER_SIX) or kind == "nvfp4" or not lies:
+        _want_blocks(scale, saturate, scaling, rule, format, key)
+        quantizer = Quantizer(
+            format,
+            scaling if rule != "power_2" else f"block{scaling[len(kind) :]}",
+            scale_rule=rule,
+            stochastic_bits=0 if key is None else bits,
+        )
+        return _by_blocks(x, quantizer, scaling, lies, grid, key)
     if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
         whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
         return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
     source, tile = "current" if scale is None else "scale", TILES[scaling]
-    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, source, 0 if key is None else bits)
+    spec = casts.QuantizeSpec(
+        format, tile, saturate, rule == "power_2", for_inf, source, 0 if key is None else bits
+    )
     inputs = {"x": x} | (rng_inputs(key) if key is not None else {})
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
@@ -99,9 +124,63 @@ def quantize(
             raise FormatError("quantize", "scale", scales.dtype, "float32")
         inputs["scale"] = scales.astype(jnp.float32).reshape(-1)
     out = apply(casts.quantize, spec, inputs)
-    return ScaledTensor(
-        jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling
+    return ScaledTensor(_typed(out["q"], native), out["scale_inv"].reshape(grid), format, scaling)
+
+
+def _by_blocks(
+    x: Any, quantizer: Quantizer, scaling: str, along: int, grid: tuple[int, ...], key: Any
+) -> ScaledTensor:
+    """x cast by blocks of any rule."""
+    fmt, tile = quantizer.format, quantizer.tile if along else quantizer.tile[::-1]
+    if not x.size:  # as fp8kit.quantize has it: no tile, but its scale, that of zeros; of float32 ones 1
+        inverse = {"nvfp4": 0.0, "block": 1.0}.get(quantizer.granularity.partition("_")[0], 2.0**-127)
+        coded = not quantizer.granularity.startswith("block")
+        lines = math.prod(x.shape[:-1]) if along else x.shape[-1]
+        return ScaledTensor(
+            jnp.zeros(x.shape, _native("quantize", fmt)),
+            jnp.full(grid, inverse, jnp.float32),
+            fmt,
+            scaling,
+            jnp.zeros(grid, jnp.uint8) if coded else None,
+            jnp.ones(max(lines, 1) if quantizer.row_scaled else 1) if quantizer.two_level else None,
+            along,
+        )
+    spec = casts.QuantizeSpec(
+        fmt, tile, stochastic_bits=quantizer.stochastic_bits, blocks=quantizer, along=along
     )
+    out = apply(casts.quantize, spec, {"x": x} | (rng_inputs(key) if key is not None else {}))
+    codes = out.get("scale_codes")
+    return ScaledTensor(
+        _typed(out["q"], _native("quantize", fmt)),
+        out["scale_inv"].reshape(grid),
+        fmt,
+        scaling,
+        None if codes is None else codes.reshape(grid),
+        out.get("tensor_scale_inv"),
+        along,
+    )
+
+
+def _rule(rule: Any, kind: str) -> str:
+    if rule is None:
+        return "power_2" if kind in ("block", "mx") else "exact"
+    return choice("quantize", "scale_rule", rule, _RULES.get(kind, ("exact", "power_2")), FormatError)
+
+
+def _want_blocks(scale: Any, saturate: bool, scaling: str, rule: str, format: Format, key: Any) -> None:
+    """Refuse what casts by blocks of any rule do not have."""
+    if scaling in ("tensor", "row"):
+        raise FormatError("quantize", "along", 0, f"-1 with scaling {scaling!r}")
+    if scale is not None:
+        raise FormatError("quantize", "scale", shown(scale), f"None with scales by {rule!r} of {scaling}")
+    if not saturate:
+        raise FormatError("quantize", "saturate", "False", f"True with scales by {rule!r} of {scaling}")
+    if rule in FOUR_OVER_SIX and (key is not None or format != E2M1):
+        raise FormatError("quantize", "scale_rule", f"{rule!r} with {format}", "E2M1, to nearest")
+
+
+def _typed(codes: Any, native: Any) -> Any:
+    return codes if native == jnp.uint8 else jax.lax.bitcast_convert_type(codes, native)
 
 
 def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
@@ -109,19 +188,21 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
     of q's shape. FormatError for another dtype or scaling."""
     _scaled("dequantize", "q", q)
     kind = _high_precision("dequantize", dtype)
-    _grid("dequantize", q.scaling, q.shape)
+    _grid("dequantize", q.scaling, q.shape, q.along)
     if not math.prod(q.shape):
         return jnp.zeros(q.shape, kind.numpy)
     inputs = {"q": _codes(q), "scale_inv": q.scale_inv.reshape(-1)}
-    return apply(casts.dequantize, casts.DequantizeSpec(q.format, TILES[q.scaling], kind.name), inputs)["x"]
+    tile = TILES[q.scaling] if q.along else TILES[q.scaling][::-1]
+    return apply(casts.dequantize, casts.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
 
 
 def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumulate: bool = False) -> Any:
-    """a b^T on the tensor cores, accumulated in float32.
+    """a b^T, accumulated in float32.
 
-    * ``a``: ScaledTensor (..., K); ``b``: ScaledTensor (N, K). Both scaled by the tensor, both by rows, or
-      both by blocks of 128 along K (not both 128x128). E4M3 and E5M2, not both E5M2. Sizes are padded to
-      multiples of 16 here.
+    * ``a``: ScaledTensor (..., K); ``b``: ScaledTensor (N, K). On the tensor cores where both are scaled by
+      the tensor, by rows, or by blocks of 128 along K (not both 128x128), E4M3 and E5M2, not both E5M2; sizes
+      are padded to multiples of 16 here. Others are decoded to float32, exactly but for scales that are no
+      powers of two, and multiplied in it.
     * ``dtype``: of the result, float32, bfloat16 or float16. ``fast_accumulate``: in the tensor cores' own
       width, not for blocks.
 
@@ -134,13 +215,11 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     fast_accumulate = flag("gemm", "fast_accumulate", fast_accumulate)
     if len(b.shape) != 2 or not a.shape or a.shape[-1] != b.shape[1]:
         raise ShapeError("gemm", "shapes", f"{a.shape}, {b.shape}", "(..., K), (N, K)")
-    if {a.format, b.format} - {E4M3, E5M2} or a.format == b.format == E5M2:
-        raise FormatError("gemm", "formats", f"{a.format}, {b.format}", "E4M3 and E5M2, not both E5M2")
     pair = (a.scaling, b.scaling)
-    by_blocks = set(pair) <= {"block_1x128", "block_128x128"} and pair != ("block_128x128",) * 2
-    if not by_blocks and pair not in (("tensor",) * 2, ("row",) * 2):
-        wanted = "tensor, row or blocks of 128 for both, not 128x128 for both"
-        raise FormatError("gemm", "scaling", pair, wanted)
+    by_blocks = set(pair) <= _NATIVE_BLOCKS and pair != ("block_128x128",) * 2 and a.along == b.along == 1
+    codes = not {a.format, b.format} - {E4M3, E5M2} and not a.format == b.format == E5M2
+    if not codes or not (by_blocks or pair in (("tensor",) * 2, ("row",) * 2)):
+        return _decoded_gemm(a, b, kind, fast_accumulate)
     if by_blocks and fast_accumulate:
         raise FormatError("gemm", "fast_accumulate", True, "False for blocks")
     rows, columns = math.prod(a.shape[:-1]), b.shape[0]
@@ -165,6 +244,32 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     return apply(fp8_gemm, spec, inputs)["out"].reshape(*a.shape[:-1], columns)
 
 
+def _decoded_gemm(a: ScaledTensor, b: ScaledTensor, kind: formats.DType, fast: bool) -> Any:
+    """The product of the values, in float32; scales of NVFP4's tensors multiply it."""
+    if fast:
+        raise FormatError("gemm", "fast_accumulate", True, "False where the values are multiplied")
+    (n, k), lead = b.shape, a.shape[:-1]
+    if not (math.prod(lead) and n and k):
+        return jnp.zeros((*lead, n), kind.numpy)
+    (left, left_scale), (right, right_scale) = _values(a), _values(b)
+    spec = LinearSpec(ProductSpec(k, (n,), bias="none"))
+    y = apply(linear, spec, {"x": left.reshape(-1, k), "weight0": right})["y"]
+    for scale, shape in ((left_scale, (-1, 1)), (right_scale, (1, -1))):
+        y = y if scale is None else y * scale.reshape(shape)
+    return y.astype(kind.numpy).reshape(*lead, n)
+
+
+def _values(q: ScaledTensor) -> tuple[Any, Any]:
+    """The float32 values; of NVFP4 without the scale of the tensor, or of its rows where they lie along the
+    contraction, and that."""
+    whole = q.tensor_scale_inv
+    if whole is None or (whole.size > 1 and not q.along):
+        return dequantize(q), None
+    spec = casts.DequantizeSpec(E4M3, (0, 0), "float32")
+    blocks = apply(casts.dequantize, spec, {"q": q.scale_codes, "scale_inv": jnp.ones(1)})["x"]
+    return dequantize(replace(q, scale_inv=blocks)), whole
+
+
 def _scaled(operation: str, argument: str, value: Any) -> None:
     if not isinstance(value, ScaledTensor):
         raise FormatError(operation, argument, shown(value), "a ScaledTensor, as quantize makes one")
@@ -184,20 +289,23 @@ def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:
 
 
 def _codes(q: ScaledTensor) -> Any:
-    return jax.lax.bitcast_convert_type(q.data, jnp.uint8)
+    return q.data if q.data.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(q.data, jnp.uint8)
 
 
 def _native(operation: str, format: Format) -> Any:
-    kind = formats.dtype_of_format(format) if isinstance(format, Format) else None
-    if kind is None or kind.dlpack[1] != 8:
-        raise FormatError(operation, "format", shown(format), "E4M3, E5M2 or E8M0")
-    return kind.numpy
+    """The dtype of a format's codes: JAX's own, or uint8."""
+    if not isinstance(format, Format):
+        raise FormatError(
+            operation, "format", shown(format), "a number format: fp8kit.E4M3 or another fp8kit.Format"
+        )
+    kind = formats.dtype_of_format(format)
+    return jnp.dtype(jnp.uint8) if kind is None or kind.dlpack[1] != 8 else kind.numpy
 
 
-def _grid(operation: str, scaling: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _grid(operation: str, scaling: str, shape: tuple[int, ...], along: int = 1) -> tuple[int, ...]:
     """The shape of an array's scales."""
-    choice(operation, "scaling", scaling, _SCALINGS, FormatError)
+    choice(operation, "scaling", scaling, list(TILES), FormatError)
     if scaling == "tensor":
         return (1,)
-    high, wide = casts.whole(shape, TILES[scaling])
+    high, wide = casts.whole(shape, TILES[scaling] if along else TILES[scaling][::-1])
     return -(-math.prod(shape[:-1]) // high), -(-(shape[-1] if shape else 1) // wide)

@@ -76,16 +76,26 @@ def next_key(operation: str) -> Any:
     return _thread.keys.next()
 
 
-def recipe_in_force(kind: str = "", name: str = "") -> Recipe | None:
+def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
     """The recipe of the innermost autocast where it is enabled, else None; as it is for a layer of that class
-    and name where recipes differ from layer to layer."""
+    and name, None where it has none, where recipes differ from layer to layer."""
     state = current()
     if state is None or not state.enabled:
         return None
-    if isinstance(state.recipe, PerLayer) and not name:
-        wanted = "a recipe that goes by no names: only Flax's linen modules have some"
-        raise RecipeError(kind or "recipe", "recipe", state.recipe.short_name(), wanted)
-    return state.recipe.for_layer(kind, name)
+    if isinstance(state.recipe, PerLayer) and name is None:
+        wanted = (
+            "a recipe that goes by no names: Flax's linen modules have some, and those that name_layers of "
+        )
+        raise RecipeError(
+            kind or "recipe", "recipe", state.recipe.short_name(), wanted + "fp8kit_jax.nnx gave some"
+        )
+    return state.recipe.for_layer(kind, name or "")
+
+
+def goes_by_names() -> bool:
+    """Whether the autocast in force has a recipe that differs from layer to layer by their names."""
+    state = current()
+    return state is not None and state.enabled and isinstance(state.recipe, PerLayer)
 
 
 def attention_in_force(kind: str, name: str) -> AttentionQuantization | None:

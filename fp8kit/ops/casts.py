@@ -15,6 +15,7 @@ from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition, SharedAmaxes
 from fp8kit.ops.product import want
+from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, WorkingSet
 
 FLT_MAX = formats.float32.max
@@ -64,7 +65,11 @@ class QuantizeSpec:
     ``power_2``: current scales are rounded down to a power of two; ``for_inf``: a current scale that
     overflows; ``source`` of the scales: "current", "scale", they are an input, or "amax", the one tile's amax
     is an input; ``stochastic_bits``: 0 rounds to nearest; n stochastically by n random bits, and rng is an
-    input."""
+    input.
+
+    ``blocks``: of any rule, in the place of all the others but ``format``, ``tile`` and ``stochastic_bits``,
+    which say the same: ``tile`` as it lies on x, whose contraction is its last dimension, ``along`` 1, or its
+    rows, 0."""
 
     format: Format
     tile: tuple[int, int]
@@ -73,21 +78,24 @@ class QuantizeSpec:
     for_inf: float = FLT_MAX
     source: str = "current"
     stochastic_bits: int = 0
+    blocks: Quantizer | None = None
+    along: int = 1
 
 
 class Quantize(Operation):
     """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) or amax_in float32 (1,), by
-    ``spec.source``; rng int64 (2,) where stochastic. Outputs: q uint8 like x, scale_inv float32 (tiles,)."""
+    ``spec.source``; rng int64 (2,) where stochastic. Outputs: q uint8 like x, scale_inv float32 (tiles,); of
+    MX and NVFP4 blocks scale_codes uint8 (tiles,), of NVFP4 tensor_scale_inv float32 (1,) or (lines,)."""
 
     name = "quantize"
     results = ("q", "scale_inv")
 
     def partitions(self, spec: QuantizeSpec, metas: Metas, views: Shapes) -> Partitions:
-        """Not where bits are drawn, which know their place in the array."""
-        return () if spec.stochastic_bits else by_rows("x", spec.tile, metas, views)
+        """Not where bits are drawn, which know their place in the array, nor for blocks of any rule."""
+        return () if spec.stochastic_bits or spec.blocks else by_rows("x", spec.tile, metas, views)
 
     def shared_amaxes(self, spec: QuantizeSpec) -> SharedAmaxes | None:
-        if spec.source != "current" or spec.tile != (0, 0):
+        if spec.source != "current" or spec.tile != (0, 0) or spec.blocks:
             return None
         return SharedAmaxes(replace(spec, source="amax"), {"amax_in": "x"})
 
@@ -104,17 +112,40 @@ class Quantize(Operation):
             want(self.name, "scale" if spec.source == "scale" else "amax_in", metas, tiles, float32)
         if spec.stochastic_bits:
             want(self.name, "rng", metas, (2,), formats.int64)
-        return Signature({"q": Meta(x.shape, uint8), "scale_inv": Meta(tiles, float32)})
+        made = {"q": Meta(x.shape, uint8), "scale_inv": Meta(tiles, float32)}
+        kinds = self.outputs(spec)
+        if "scale_codes" in kinds:
+            made["scale_codes"] = Meta(tiles, uint8)
+        if "tensor_scale_inv" in kinds:
+            made["tensor_scale_inv"] = self._lines(spec, x)
+        return Signature(made)
+
+    def outputs(self, spec: QuantizeSpec) -> tuple[str, ...]:
+        own = spec.blocks
+        codes = own is not None and not own.granularity.startswith("block")
+        two_level = own is not None and own.two_level
+        return self.results + ("scale_codes",) * codes + ("tensor_scale_inv",) * two_level
+
+    def _lines(self, spec: QuantizeSpec, x: Meta) -> Meta:
+        """The scales besides those of NVFP4's blocks."""
+        assert spec.blocks is not None
+        sizes = math.prod(x.shape[:-1]), x.shape[-1]
+        return Meta((sizes[1 - spec.along] if spec.blocks.row_scaled else 1,), float32)
 
     def plan(self, spec: QuantizeSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         x, tiles = self._checked(spec, metas)
-        scratch = {} if spec.source == "scale" else {"scale": Meta(tiles, float32)}
+        scratch = {} if spec.source == "scale" or spec.blocks else {"scale": Meta(tiles, float32)}
+        if "tensor_scale_inv" in self.outputs(spec):
+            scratch["amax"] = self._lines(spec, x)
         tile = whole(x.shape, spec.tile)
         return Plan(spec, self.infer(spec, metas, needs), kernels, scratch, extra=tile)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         s: QuantizeSpec = plan.spec
         x, q, inverse, k = ws.inputs["x"], ws.outputs["q"], ws.outputs["scale_inv"], ws.kernels
+        if s.blocks is not None:
+            self._by_blocks(s, s.blocks, ws)
+            return
         tile, scale, amax = plan.extra, ws.inputs.get("scale"), ws.inputs.get("amax_in")
         if scale is None:
             scale = ws.scratch["scale"]
@@ -126,6 +157,20 @@ class Quantize(Operation):
         rng = ws.inputs.get("rng")
         how = s.format, tile, s.saturate, s.stochastic_bits, 0, rng
         k.quantize(x.rows(), q.rows(), scale, inverse, None, *how, ws.stream)
+
+    def _by_blocks(self, s: QuantizeSpec, own: Quantizer, ws: WorkingSet) -> None:
+        x, amax = ws.inputs["x"].rows(), ws.scratch.get("amax")
+        if amax is not None:
+            arrays.provider(amax.device).fill_zero(amax, ws.stream)
+            lying = x.shape
+            if own.row_scaled:
+                lying = (1, x.shape[1]) if s.along else (x.shape[0], 1)
+            ws.kernels.amax(x, amax, lying, ws.stream)
+        out = [ws.outputs.get(name) for name in ("q", "scale_inv", "scale_codes", "tensor_scale_inv")]
+        codes, scale_inv, scale_codes, tensor_scale_inv = out
+        assert codes is not None
+        targets = codes.rows(), scale_inv, scale_codes, None, amax, tensor_scale_inv
+        ws.kernels.cast_blocks(x, *targets, own, s.along, 0, ws.inputs.get("rng"), ws.stream)
 
 
 @dataclass(frozen=True)

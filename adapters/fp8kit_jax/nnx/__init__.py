@@ -25,6 +25,7 @@ from fp8kit_jax.nnx.dense import (
     LayerNorm,
     LayerNormDenseGeneral,
     LayerNormMLP,
+    name_layers,
     update_fp8,
 )
 from fp8kit_jax.nnx.transformer import TransformerLayer
@@ -38,5 +39,6 @@ __all__ = [
     "LayerNormMLP",
     "MultiHeadAttention",
     "TransformerLayer",
+    "name_layers",
     "update_fp8",
 ]

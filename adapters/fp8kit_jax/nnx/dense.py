@@ -17,7 +17,7 @@ from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
-from fp8kit_jax.scopes import history_of, recipe_in_force
+from fp8kit_jax.scopes import goes_by_names, history_of, recipe_in_force
 
 
 class Fp8Meta(nnx.Variable):
@@ -30,24 +30,50 @@ def update_fp8(module: nnx.Module, grads: Any) -> None:
 
 
 class _Quantizers(nnx.Module):
-    """The slots of one product of a module of class ``kind``, where the recipe in force keeps state."""
+    """The slots of one product of a module of class ``kind``, where the recipe in force keeps state.
+    ``layer``: the module's name, None before ``name_layers`` gave it one."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        history = history_of(recipe_in_force(kind))
-        variables = {} if history is None else state_variables(history)
+        self.layer: str | None = None
+        self.names: tuple[str, ...] = ()
+        if not goes_by_names():
+            self.make_slots()
+
+    def make_slots(self) -> None:
+        """Make those of the recipe in force, where there are none."""
+        history = history_of(recipe_in_force(self.kind, self.layer))
+        if history is None or self.names:
+            return
+        variables = state_variables(history)
         self.names = tuple(variables)
         for name, value in variables.items():
             setattr(self, name, Fp8Meta(value))
 
     def __call__(self) -> QuantizerSet:
-        recipe = recipe_in_force(self.kind)
+        recipe = recipe_in_force(self.kind, self.layer)
         if history_of(recipe) is None:
             return QuantizerSet(recipe=recipe)
         if not self.names:
             wanted = "one made within an autocast with DelayedScaling"
             raise RecipeError("fp8kit_jax.nnx", "Fp8Meta", "none of this module", wanted)
         return from_variables(recipe, [getattr(self, name)[...] for name in self.names])
+
+
+def name_layers(model: Any) -> Any:
+    """Give every layer of fp8kit within ``model``, an ``nnx.Module``, the name under which it is found there,
+    its path joined by dots: what ``recipe.PerLayer`` and ``recipe.CustomRecipe`` go by. Returns the model.
+
+    Call it within the ``autocast`` that the model is to run with: layers whose recipe there has state get the
+    variables for it. ArgumentError for what is no ``nnx.Module``.
+    """
+    if not isinstance(model, nnx.Module):
+        raise ArgumentError("name_layers", "model", f"a {type(model).__name__}", "an nnx.Module")
+    for path, module in list(nnx.iter_modules(model)):
+        if isinstance(module, _Quantizers):
+            module.layer = ".".join(map(str, path[:-1]))
+            module.make_slots()
+    return model
 
 
 def want_rngs(operation: str, rngs: Any, stream: str = "params") -> None:

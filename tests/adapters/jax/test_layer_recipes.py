@@ -5,11 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen
-from fp8kit_jax import autocast, dense
+import pytest
+from flax import linen, nnx
+from fp8kit_jax import autocast, create_set, dense
+from fp8kit_jax import nnx as of_nnx
 from fp8kit_jax.flax import DenseGeneral
 
 from fp8kit import recipe
+from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.quantization import Quantizer
 from fp8kit.recipes import named
 
@@ -59,3 +62,39 @@ def test_functions_by_their_names() -> None:
     assert asked == {("dense", "")}
     assert value == plain[0]
     np.testing.assert_array_equal(grad, whole[1])
+
+
+def test_nnx_modules_by_the_names_that_they_were_given() -> None:
+    """Layers have the recipe, and the state, of their names; jitted as eager."""
+    delayed = recipe.DelayedScaling(amax_history_len=4)
+    how = recipe.PerLayer(named("mxfp8"), (("first", delayed), ("blocks.1", None)))
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            self.first = of_nnx.DenseGeneral(64, 48, rngs=rngs)
+            self.blocks = nnx.List([of_nnx.DenseGeneral(48, 48, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    with autocast(enabled=True, recipe=how):
+        model = Stack(nnx.Rngs(0))
+        with pytest.raises(RecipeError, match="name_layers"):
+            model(X)
+        assert of_nnx.name_layers(model) is model
+        found = model(X)
+        np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(model, X), found)
+        metas = jax.tree.leaves(nnx.state(model, of_nnx.Fp8Meta))
+        of_nnx.name_layers(model)  # keeps what there is
+    assert len(metas) == len(jax.tree.leaves(nnx.state(model, of_nnx.Fp8Meta))) == 6
+    kernels = [each.kernel[...] for each in (model.first, *model.blocks)]
+    y = X
+    for kernel, rule in zip(kernels, (delayed, named("mxfp8"), None), strict=True):
+        with autocast(enabled=rule is not None, recipe=rule):
+            y = dense(y, kernel, quantizer_set=create_set(rule) if rule is delayed else None)
+    np.testing.assert_array_equal(found, y)
+    with pytest.raises(ArgumentError, match="a list"):
+        of_nnx.name_layers([])
