@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,6 +15,7 @@ from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import PerLayer, Recipe
+from fp8kit.scoped import Scoped
 from fp8kit_jax.arguments import is_key
 
 
@@ -52,26 +52,23 @@ class Keys:
         return jax.random.fold_in(self.key, self.drawn)
 
 
-class _Thread(threading.local):
-    resource = MeshResource()
-    keys: Keys | None = None
-
-
-_thread = _Thread()
+_RESOURCE: Scoped[MeshResource] = Scoped("fp8kit_jax_resource", MeshResource())
+_KEYS: Scoped[Keys | None] = Scoped("fp8kit_jax_keys", None)
 
 
 def mesh_resource() -> MeshResource:
     """The MeshResource of the innermost autocast that gave one."""
-    return _thread.resource
+    return _RESOURCE.get()
 
 
 def next_key(operation: str) -> Any:
     """A key for the random bits of one operation's casts, from the innermost autocast that has some.
     RecipeError where none has."""
-    if _thread.keys is None:
+    keys = _KEYS.get()
+    if keys is None:
         wanted = "a key: autocast(..., rng=key), since this recipe rounds stochastically"
         raise RecipeError(operation, "rng", None, wanted)
-    return _thread.keys.next()
+    return keys.next()
 
 
 def recipe_in_force(kind: str = "", name: str = "") -> Recipe | None:
@@ -118,7 +115,7 @@ def autocast(
     *,
     rng: Any = None,
 ) -> AbstractContextManager[None]:
-    """Functions and modules that are *traced* within compute in FP8, in this thread.
+    """Functions and modules that are *traced* within compute in FP8, in this thread or asyncio task.
 
     * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is
       ``DelayedScaling()``.
@@ -151,11 +148,9 @@ def _is_raw_key(value: Any) -> bool:
 def _within(
     enabled: bool, recipe: Recipe | None, mesh_resource: MeshResource | None, rng: Any
 ) -> Iterator[None]:
-    before, keys = _thread.resource, _thread.keys
-    with scope(enabled=enabled, recipe=recipe):
-        _thread.resource = before if mesh_resource is None else mesh_resource
-        _thread.keys = keys if rng is None else Keys(rng)
-        try:
-            yield
-        finally:
-            _thread.resource, _thread.keys = before, keys
+    with (
+        scope(enabled=enabled, recipe=recipe),
+        nullcontext() if mesh_resource is None else _RESOURCE.within(mesh_resource),
+        nullcontext() if rng is None else _KEYS.within(Keys(rng)),
+    ):
+        yield

@@ -217,7 +217,8 @@ def linen(f: Jax, case: Case, record: Record) -> None:
                 params, metas, _inputs(f, case, model, step), jax.random.key(step)
             )
             metas = fj.update_collections(state, metas)
-            state = {"fp8_metas": tree for tree in metas.values()}  # the name that files of hashes have
+            # by the name that files of hashes have
+            state = {"fp8_metas": metas[fj.FP8_COLLECTION_NAME]} if metas else {}
             for name, tree in (("y", outputs), ("g", grads), ("state", state), ("d", inputs)):
                 record_tree(record, f"{step}.{name}", tree)
 

@@ -18,7 +18,7 @@ PACKAGES = {
         for name in (
             *("errors", "arguments", "settings", "formats", "arrays", "devices", "dlpack", "codec", "lru"),
             *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
-            *("quantization", "blocks", "accumulation", "autocast", "packing", "printing", "tiles"),
+            *("quantization", "blocks", "accumulation", "autocast", "packing", "printing", "tiles", "scoped"),
             *("moments", "raw_kernels"),
         )
     ),
