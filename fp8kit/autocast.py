@@ -2,12 +2,14 @@
 frontend and no array.
 
 Frontends ask ``current()`` in every layer, and ``touch_forward`` each state whose amaxes they recorded. When
-the outermost active autocast of the thread ends, every touched state is handed back once, grouped by recipe,
-to its class's ``commit_forward``; when it ends by an exception, or an update raises, to ``discard_forward``
-instead, so that a step that never finished leaves no trace in the history.
+the outermost active autocast ends, every touched state is handed back once, grouped by recipe, to its class's
+``commit_forward``; when it ends by an exception, or an update raises, to ``discard_forward`` instead, so that
+a step that never finished leaves no trace in the history.
 
-The stack is ``threading.local``: an autocast never leaks into another thread (torch.compile can read it
-there, a ContextVar not).
+An autocast holds for its thread or asyncio task, as the blocks of ``scoped``. torch.compile cannot read a
+ContextVar, but it can read, and guard, a ``threading.local``: there stands a copy of what the thread's last
+autocast to begin or end has left in force (``traced_state``). Where tasks take turns it may be another
+task's: ``apart`` says so, and the torch frontend refuses.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ContextDecorator
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +38,7 @@ class ForwardState(Protocol):
 
 
 class AutocastState(NamedTuple):
-    """The innermost autocast of the thread.
+    """The innermost autocast of the thread or task.
 
     ``enabled``: FP8 is on. ``calibrating``: compute stays as ``enabled`` says, and amaxes are recorded in any
     case. ``recipe``: the recipe in force. ``depth``: 1 for an outermost autocast. ``check_finite``: modules
@@ -52,21 +55,120 @@ class AutocastState(NamedTuple):
 _Touched = tuple[type[ForwardState], Recipe, dict[int, ForwardState]]
 
 
+class _Entered:
+    """One autocast that was entered. ``stack``: it, and what is around it, from the outermost one on.
+    ``root``: the outermost ``active`` one, None where none is, whose ``touched`` has what is to be updated:
+    by the identity of a recipe, whose hash takes time, (recipe, states by their identity)."""
+
+    __slots__ = ("above", "active", "ended", "root", "stack", "touched", "value")
+    above: _Entered | None
+
+    def __init__(
+        self, scope: autocast | resumed, state: AutocastState, active: bool, above: _Entered | None
+    ) -> None:
+        self.value, self.above, self.ended, self.active = state, above, False, active
+        root = self if active else None
+        if above is None:
+            self.stack: list[tuple[autocast | resumed, AutocastState]] = [(scope, state)]
+        else:
+            self.stack = [*above.stack, (scope, state)]
+            around = above.root
+            if around is not None:
+                root = around if not around.ended else above.live_root() or root
+        self.root: _Entered | None = root
+        self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
+        _INNERMOST.set(self)
+        _thread.stack, _thread.active = self.stack, root is not None
+
+    def live_root(self) -> _Entered | None:
+        """``root``; where that one ended before what is in it, the outermost active one that is left."""
+        if self.root is not None and self.root.ended:
+            self.root = None
+            at: _Entered | None = self
+            while at is not None:
+                if at.active and not at.ended:
+                    self.root = at
+                at = at.above
+        return self.root
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[autocast | resumed, AutocastState]] = []
-        self.active = 0  # depth of the outermost enabled or calibrating autocast, 0 where there is none
-        # by the identity of a recipe, whose hash takes time: (recipe, states by their identity)
-        self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
+        self.active = False  # whether one of them is
 
 
 _thread = _Thread()
+_INNERMOST: ContextVar[_Entered | None] = ContextVar("fp8kit_autocast", default=None)  # perhaps ended
+
+
+def _innermost() -> _Entered | None:
+    """The innermost autocast of this thread or task."""
+    found = _INNERMOST.get()
+    while found is not None and found.ended:
+        found = found.above
+    return found
+
+
+def _left() -> None:
+    """Put what is in force after the end of an autocast where it is read."""
+    found = _innermost()
+    _INNERMOST.set(found)
+    if found is None:
+        _thread.stack, _thread.active = [], False
+    else:
+        _thread.stack, _thread.active = found.stack, found.live_root() is not None
 
 
 def current() -> AutocastState | None:
-    """The innermost autocast of this thread, None outside of any."""
+    """The innermost autocast of this thread or task, None outside of any."""
+    found = _INNERMOST.get()
+    if found is not None and found.ended:
+        found = _innermost()
+    return None if found is None else found.value
+
+
+def entered() -> list[tuple[Any, AutocastState]]:
+    """Every autocast of this thread or task with its state, from the outermost one on."""
+    found = _INNERMOST.get()
+    if found is not None and found.ended:
+        found = _innermost()
+    return [] if found is None else found.stack
+
+
+def traced_state() -> AutocastState | None:
+    """``current()`` for code that torch.compile traces."""
     stack = _thread.stack
     return stack[-1][1] if stack else None
+
+
+def checking_finite() -> bool:
+    """Whether modules are to look for Inf and NaN."""
+    found = _INNERMOST.get()
+    if found is not None and found.ended:
+        found = _innermost()
+    return found is not None and found.value.check_finite
+
+
+def apart() -> bool:
+    """Whether ``traced_state()`` says something else than ``current()``: another task's autocast."""
+    here, there = current(), traced_state()
+    return here is not there and _asked(here) != _asked(there)
+
+
+def _asked(state: AutocastState | None) -> tuple[bool, Recipe] | None:
+    return (
+        None if state is None or not (state.enabled or state.calibrating) else (state.enabled, state.recipe)
+    )
+
+
+def leave_all() -> None:
+    """End every autocast of this thread or task, and forget the amaxes that were recorded in them."""
+    while (found := _innermost()) is not None:
+        found.ended = True
+        _left()
+        for (own, _), (_, states) in found.touched.items():
+            own.discard_forward(list(states.values()))
 
 
 def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
@@ -77,16 +179,21 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
     change a model), except while calibrating, whose purpose that is. Fp8kitError outside of an active
     autocast.
     """
-    stack = _thread.stack
-    if not _thread.active:
+    found = _INNERMOST.get()
+    if found is not None and found.ended:
+        found = _innermost()
+    root = None if found is None else found.root
+    if found is not None and root is not None and root.ended:
+        root = found.live_root()
+    if found is None or root is None:
         raise Fp8kitError(
             "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
         )
-    if training or stack[-1][1].calibrating:
+    if training or found.value.calibrating:
         key = type(state), id(recipe)
-        known = _thread.touched.get(key)
+        known = root.touched.get(key)
         if known is None:
-            known = _thread.touched[key] = recipe, {}
+            known = root.touched[key] = recipe, {}
         known[1][id(state)] = state
 
 
@@ -111,11 +218,12 @@ class autocast(ContextDecorator):
       the autocast around this one, False where there is none.
     * ``amax_reduction_group``: must be None; one process has nothing to reduce.
 
-    Nests: the innermost decides. Forward states are updated when the outermost active (enabled or
-    calibrating) autocast of the thread ends; not when it ends by an exception: then what was recorded is
-    dropped. Backward states are updated when the backward pass ends, wherever that is. One object may be
-    entered any number of times, in any thread. Raises RecipeError for wrong arguments. Source: Transformer
-    Engine's ``autocast``.
+    Holds for its thread or, within asyncio, for its task and the tasks started in it. Nests: the innermost
+    decides. Forward states are updated when the outermost active (enabled or calibrating) autocast ends; not
+    when it ends by an exception: then what was recorded is dropped. Backward states are updated when the
+    backward pass ends, wherever that is. Blocks may end in any order, as generators and tasks do. One object
+    may be entered any number of times, in any thread; Fp8kitError where it is left more often. Raises
+    RecipeError for wrong arguments. Source: Transformer Engine's ``autocast``.
     """
 
     def __init__(
@@ -145,59 +253,77 @@ class autocast(ContextDecorator):
         self.calibrating = calibrating
         self.check_finite = check_finite
         self.recipe = _DEFAULT if recipe is None else recipe
+        # entered and not left, in their order; threads may share it
+        self._open: dict[_Entered, None] = {}
 
     def __enter__(self) -> autocast:
-        thread = _thread
-        depth = len(thread.stack) + 1
-        check = self.check_finite
-        if check is None:
-            check = bool(thread.stack) and thread.stack[-1][1].check_finite
-        thread.stack.append((self, AutocastState(self.enabled, self.calibrating, self.recipe, depth, check)))
-        if not thread.active and (self.enabled or self.calibrating):
-            thread.active = depth
+        above = _INNERMOST.get()
+        if above is not None and above.ended:
+            above = _innermost()
+        depth, outer = (1, False) if above is None else (above.value.depth + 1, above.value.check_finite)
+        check = outer if self.check_finite is None else self.check_finite
+        state = AutocastState(self.enabled, self.calibrating, self.recipe, depth, check)
+        self._open[_Entered(self, state, self.enabled or self.calibrating, above)] = None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        thread = _thread
-        if not thread.stack or thread.stack[-1][0] is not self:
-            got = "an autocast that is not this thread's innermost one"
+        if not self._open:
             raise Fp8kitError(
-                "autocast", "exit", got, "exits in the reverse order of entering, in the same thread"
+                "autocast", "exit", "an autocast that is not entered", "one exit for each entry"
             )
-        depth = thread.stack.pop()[1].depth
-        if depth != thread.active:
+        own = _INNERMOST.get()
+        usual = own is not None and not own.ended and own.stack[-1][0] is self
+        if own is None or not usual:
+            own = self._entry()
+        del self._open[own]
+        own.ended = True
+        if usual and own.above is None:  # the same in fewer calls
+            _INNERMOST.set(None)
+            _thread.stack, _thread.active = [], False
+        else:
+            _left()
+        if not own.touched:
             return
-        thread.active = 0
-        left = [(own, recipe, states) for (own, _), (recipe, states) in thread.touched.items()]
-        thread.touched = {}
+        left = [(frontend, recipe, states) for (frontend, _), (recipe, states) in own.touched.items()]
+        own.touched = {}
         if len(left) > 1:
             left = _by_value(left)
         try:
             while left and kind is None:
-                own, recipe, states = left[0]
-                own.commit_forward(recipe, list(states.values()))
+                frontend, recipe, states = left[0]
+                frontend.commit_forward(recipe, list(states.values()))
                 del left[0]
         finally:
-            for own, _, states in left:
-                own.discard_forward(list(states.values()))
+            for frontend, _, states in left:
+                frontend.discard_forward(list(states.values()))
+
+    def _entry(self) -> _Entered:
+        """Of the entries of this object that are open the innermost one of this thread or task; where none
+        is, because an entry is left elsewhere, the last one."""
+        at = _innermost()
+        while at is not None and at not in self._open:
+            at = at.above
+        return next(reversed(self._open)) if at is None else at
 
 
 class resumed:
     """Context manager: what ``current()`` said when a forward pass ran, once more, for its recomputation.
     Updates no state at its end."""
 
-    __slots__ = ("state",)
+    __slots__ = ("_entered", "state")
 
     def __init__(self, state: AutocastState | None) -> None:
         self.state = state
 
     def __enter__(self) -> None:
-        _thread.stack.append((self, self.state or AutocastState(False, False, _DEFAULT, 0)))
+        state = self.state or AutocastState(False, False, _DEFAULT, 0)
+        self._entered = _Entered(self, state, False, _innermost())
 
     def __exit__(self, *exc: object) -> None:
-        _thread.stack.pop()
+        self._entered.ended = True
+        _left()
 
 
 _DEFAULT = DelayedScaling()

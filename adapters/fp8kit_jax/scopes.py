@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +16,7 @@ from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import PerLayer, Recipe
+from fp8kit.scoped import Scoped
 from fp8kit_jax.arguments import is_key
 
 
@@ -53,27 +53,24 @@ class Keys:
         return jax.random.fold_in(self.key, self.drawn)
 
 
-class _Thread(threading.local):
-    resource = MeshResource()
-    keys: Keys | None = None
-    plain_attention = False
-
-
-_thread = _Thread()
+_RESOURCE: Scoped[MeshResource] = Scoped("fp8kit_jax_resource", MeshResource())
+_KEYS: Scoped[Keys | None] = Scoped("fp8kit_jax_keys", None)
+_PLAIN_ATTENTION: Scoped[bool] = Scoped("fp8kit_jax_plain_attention", False)
 
 
 def mesh_resource() -> MeshResource:
     """The MeshResource of the innermost autocast that gave one."""
-    return _thread.resource
+    return _RESOURCE.get()
 
 
 def next_key(operation: str) -> Any:
     """A key for the random bits of one operation's casts, from the innermost autocast that has some.
     RecipeError where none has."""
-    if _thread.keys is None:
+    keys = _KEYS.get()
+    if keys is None:
         wanted = "a key: autocast(..., rng=key), since this recipe rounds stochastically"
         raise RecipeError(operation, "rng", None, wanted)
-    return _thread.keys.next()
+    return keys.next()
 
 
 def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
@@ -102,7 +99,7 @@ def attention_in_force(kind: str, name: str) -> AttentionQuantization | None:
     """How the autocast in force wants the attention of a layer of that class and name quantised; None for
     high precision. RecipeError for a recipe by names that has FP8 attention, where there is no name."""
     state = current()
-    if state is None or not state.enabled or _thread.plain_attention:
+    if state is None or not state.enabled or _PLAIN_ATTENTION.get():
         return None
     recipe = state.recipe
     if isinstance(recipe, PerLayer) and not name:
@@ -116,11 +113,8 @@ def attention_in_force(kind: str, name: str) -> AttentionQuantization | None:
 @contextmanager
 def plain_attention(wanted: bool) -> Iterator[None]:
     """Attention within is in high precision, where ``wanted``."""
-    before, _thread.plain_attention = _thread.plain_attention, wanted or _thread.plain_attention
-    try:
+    with _PLAIN_ATTENTION.within(wanted or _PLAIN_ATTENTION.get()):
         yield
-    finally:
-        _thread.plain_attention = before
 
 
 def history_of(recipe: Recipe | None) -> AmaxHistory | None:
@@ -155,7 +149,7 @@ def autocast(
     *,
     rng: Any = None,
 ) -> AbstractContextManager[None]:
-    """Functions and modules that are *traced* within compute in FP8, in this thread.
+    """Functions and modules that are *traced* within compute in FP8, in this thread or asyncio task.
 
     * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is
       ``DelayedScaling()``.
@@ -188,11 +182,9 @@ def _is_raw_key(value: Any) -> bool:
 def _within(
     enabled: bool, recipe: Recipe | None, mesh_resource: MeshResource | None, rng: Any
 ) -> Iterator[None]:
-    before, keys = _thread.resource, _thread.keys
-    with scope(enabled=enabled, recipe=recipe):
-        _thread.resource = before if mesh_resource is None else mesh_resource
-        _thread.keys = keys if rng is None else Keys(rng)
-        try:
-            yield
-        finally:
-            _thread.resource, _thread.keys = before, keys
+    with (
+        scope(enabled=enabled, recipe=recipe),
+        nullcontext() if mesh_resource is None else _RESOURCE.within(mesh_resource),
+        nullcontext() if rng is None else _KEYS.within(Keys(rng)),
+    ):
+        yield

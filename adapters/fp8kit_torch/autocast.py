@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8kit.autocast import AutocastState, _thread
+from fp8kit.autocast import AutocastState, _thread, entered
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
@@ -36,8 +36,8 @@ class autocast(_autocast):
       for all processes. They run the same layers, in the same order. Within a compiled function that opens
       the autocast itself: None only.
 
-    Inside or around a compiled function; modules see the innermost one of their thread. Raises RecipeError
-    for wrong arguments.
+    Inside or around a compiled function; modules see the innermost one of their thread or task. Raises
+    RecipeError for wrong arguments.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class autocast(_autocast):
                     "autocast: recipe: expected a Recipe, such as recipe.DelayedScaling(), or None"
                 )
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
-            self.recipe = _DEFAULT if recipe is None else recipe
+            self.recipe, self._open = _DEFAULT if recipe is None else recipe, {}
         else:
             if amax_reduction_group is not None and not is_group(amax_reduction_group):
                 group, wanted = repr(amax_reduction_group), "None or a process group of torch.distributed"
@@ -73,7 +73,7 @@ class autocast(_autocast):
         stack = _thread.stack
         outer = stack[-1][0] if stack else None
         inherited = outer.traced if isinstance(outer, autocast) else None
-        self.owner = _thread.active == 0 and inherited is None and (self.enabled or self.calibrating)
+        self.owner = not _thread.active and inherited is None and (self.enabled or self.calibrating)
         self.traced = [] if self.owner else inherited
         stack.append(
             (self, AutocastState(self.enabled, self.calibrating, self.recipe, len(stack) + 1, False))
@@ -99,7 +99,7 @@ class autocast(_autocast):
 
 def reduction_group() -> Any:
     """The process group of the innermost autocast, None for all processes."""
-    stack = _thread.stack
+    stack = entered()
     return getattr(stack[-1][0], "amax_reduction_group", None) if stack else None
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fp8kit.arrays import ArrayView, Device
+from fp8kit.autocast import apart as autocast_apart
 from fp8kit.autocast import current, touch_forward
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import (
@@ -31,7 +32,7 @@ from fp8kit.backends.policy import (
     process_policy,
     traced_policy,
 )
-from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, RecipeError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.execution.memory import Layout
 from fp8kit.execution.refusals import signature_of, want_spec
@@ -91,6 +92,13 @@ class StaticCall:
         """The bound operation for tensors like these."""
         kinds, kernels = [*map(_kind, tensors)], self._kernels(place_of(tensors[0].device))
         return bind(self.operation, self.spec, self.needs, self.names, kinds, self.scales, kernels)
+
+    def refuse_autocast(self) -> None:
+        """RecipeError where the program was traced by the autocast of another task than the caller's."""
+        if torch_compat.current_backward() == -1:
+            got = "a call while another asyncio task's autocast has begun or ended since this task's own"
+            wanted = "autocast within the compiled function or, in each task, around it without an await"
+            raise RecipeError(self.operation.name, "autocast", got, f"{wanted}: torch.compile sees no tasks")
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy. BackendError where that is not what the caller's task has in
@@ -200,6 +208,8 @@ def define(operation: Operation) -> None:
     @custom_op(f"fp8kit::{name}", mutates_args=())
     def forward(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
         found, tensors = call_by(call), _contiguous(inputs)
+        if autocast_apart():
+            found.refuse_autocast()
         op = found.bind(tensors)
         rows, binding = [], NO_STATE
         if state:

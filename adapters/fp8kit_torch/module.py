@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.autocast import AutocastState, current, touch_forward
+from fp8kit.autocast import AutocastState, current, touch_forward, traced_state
 from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, UnsupportedError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Branch, branch_of
@@ -190,7 +190,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         for name, asked in {"fuse_wgrad_accumulation": self.fuse_wgrad_accumulation, **in_fp8}.items():
             if asked:
                 raise not_compiled(name)
-        state = current()
+        state = traced_state()
         off = state is None or not (state.enabled or state.calibrating)
         return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
 
@@ -386,7 +386,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
 
     def _layer(self) -> tuple[str, str]:
         """Class and name, where the recipe asks for them: layers share what is compiled for them else."""
-        state = current()
+        state = traced_state()
         by_layer = state is not None and state.recipe.by_layer
         return (self.layer_name, self.name or "") if by_layer else ("", "")
 

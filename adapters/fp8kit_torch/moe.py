@@ -145,7 +145,8 @@ def moe_unpermute(
         if pad_offsets.shape != (experts,) or pad_offsets.dtype is not torch.int64:
             returned = "what moe_permute_and_pad_with_probs returned, int64 (experts,)"
             raise ShapeError(op, "pad_offsets", shown(pad_offsets), returned)
-        most = int(pad_offsets.max()) if experts and inp.device.type == "cpu" else 0
+        looked_at = inp.device.type == "cpu" and not torch.compiler.is_compiling()
+        most = int(pad_offsets.max()) if experts and looked_at else 0
         if rows < row_id_map.size(0) + most:
             raise ShapeError(op, "inp", f"{rows} rows", f"{wanted}, and their padding")
         row_id_map = _padded(row_id_map, pad_offsets, rows)
@@ -255,7 +256,8 @@ def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor)
         wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
         raise ShapeError(op, "sorted_index", tuple(sorted_index.shape), wanted)
     rows = inp.size(0)
-    if split_sizes.device.type == "cpu" and (whole := int(split_sizes.sum())) != rows:
+    looked_at = split_sizes.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looked_at and (whole := int(split_sizes.sum())) != rows:
         raise ShapeError(op, "split_sizes", f"{whole} rows together", f"{rows}, the rows of inp")
     sizes, order = (t.to(inp.device, torch.int64) for t in (split_sizes, sorted_index))
     starts, sorted_sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]

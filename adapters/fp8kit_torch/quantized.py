@@ -8,9 +8,8 @@ cast of a weight is left in a step, nor of an output that the layer before was a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from fp8kit.ops.product_quantized import Operand, QuantizedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit.scoped import Scoped
 from fp8kit_torch import checks, torch_compat
 from fp8kit_torch.arguments import only
 from fp8kit_torch.call import prepare, run
@@ -228,7 +228,8 @@ class QuantizedTensor(torch.Tensor):
         own = args[0] if args and isinstance(args[0], QuantizedTensor) else None
         if own is not None:
             if func in (_aten.detach.default, _aten.alias.default):
-                return own._like(lambda part: part)
+                with _as_made(own):
+                    return own._like(lambda part: part)
             if func is _aten.clone.default:
                 return own._like(torch.clone)
             if func is _aten.copy_.default:
@@ -246,8 +247,9 @@ class QuantizedTensor(torch.Tensor):
                 return value
             return decoded.setdefault(id(value), value._values())
 
-        given, named = torch_compat.tree_map(plain, args), torch_compat.tree_map(plain, kwargs)
-        out = func(*given, **named)
+        with _as_made(own) if own is not None and func.is_view else nullcontext():
+            given, named = torch_compat.tree_map(plain, args), torch_compat.tree_map(plain, kwargs)
+            out = func(*given, **named)
         written = {}
         for place, argument in enumerate(torch_compat.schema_arguments(func)):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -290,6 +292,12 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.to(ctx.dtype), None
+
+
+def _as_made(tensor: Tensor) -> torch.inference_mode:
+    """Where views of ``tensor`` are made: of a usual one outside of inference mode, because torch gives them
+    its version, which tensors of that mode have none of."""
+    return torch.inference_mode(tensor.is_inference())
 
 
 def _cloned(value: Any) -> Any:
@@ -375,16 +383,12 @@ class Held(NamedTuple):
         return made  # type: ignore[no-any-return]
 
 
-class _Thread(threading.local):
-    stack: list[Held | None] = []  # noqa: RUF012  replaced, never changed
-
-
-_thread = _Thread()
+_HELD: Scoped[Held | None] = Scoped("fp8kit_quantized_model_init", None)
 
 
 def held_now() -> Held | None:
     """What the innermost ``quantized_model_init`` says; None outside of any."""
-    return _thread.stack[-1] if _thread.stack else None
+    return _HELD.get()
 
 
 @contextmanager
@@ -415,13 +419,9 @@ def quantized_model_init(
         raise UnsupportedError("quantized_model_init", "recipe", recipe.short_name(), wanted)
     if enabled:
         want_codes("quantized_model_init", "recipe", recipe.quantization)
-    before = _thread.stack
     held = Held(_held(recipe.quantization), bool(preserve_high_precision_init_val)) if enabled else None
-    _thread.stack = [*before, held]
-    try:
+    with _HELD.within(held):
         yield
-    finally:
-        _thread.stack = before
 
 
 fp8_model_init = quantized_model_init  # the name that it had before

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from fp8kit.arguments import flag
 from fp8kit.arguments import function as callable_
-from fp8kit.autocast import AutocastState, _thread, resumed
+from fp8kit.autocast import AutocastState, entered, resumed
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import ArgumentError, AutogradError
 from fp8kit.layers.recompute import Kept, Pass, Passes
@@ -60,7 +60,7 @@ class _Recomputed:
     def look(self) -> None:
         """Note the autocast around the first pass: that of the call with the fewest around it. The function
         enters its own ones anew."""
-        stack = _thread.stack
+        stack = entered()
         if self.depth is None or len(stack) < self.depth:
             self.depth, self.state = len(stack), stack[-1][1] if stack else None
 

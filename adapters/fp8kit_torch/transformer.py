@@ -35,8 +35,10 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
     def _may_chain(self, x: Any, core: Mapping[str, Any]) -> bool:
         """Whether the layer's operations may run as one chain: the layer is small, and nothing reads, keeps
         or recomputes what its parts return (hooks, subclasses, calibration, checkpoints)."""
+        if self.is_compiling():
+            return False
         state, modules = current(), self._modules
-        if self.is_compiling() or type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():
+        if type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():
             return False
         if core["checkpoint_core"] is not False or "inference_params" in core["options"]:
             return False

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fp8kit.arguments import flag
 from fp8kit.errors import AutogradError
+from fp8kit.scoped import Entries, Scoped
 
 _SEQUENCE = itertools.count()
 
@@ -196,22 +197,22 @@ class watching(_Within):
 
 
 class _Mode(threading.local):
-    enabled = True
     retaining = False
     probe: Probe | None = None
     watcher: Watcher | None = None
 
-    def __init__(self) -> None:
-        # what held outside of each no_grad block; here, so that one object may be entered anywhere
-        self.outside: list[bool] = []
-
 
 _MODE = _Mode()
+_RECORDED: Scoped[bool] = Scoped("fp8kit_grad_enabled", True)
+_INNERMOST = _RECORDED.innermost
 
 
 def is_grad_enabled() -> bool:
-    """Whether the forward pass is being recorded on this thread."""
-    return _MODE.enabled
+    """Whether the forward pass is being recorded on this thread, or in this asyncio task."""
+    found = _INNERMOST.get()
+    if found is not None and found.ended:
+        found = _RECORDED.block()
+    return found is None or found.value
 
 
 def retaining() -> bool:
@@ -234,23 +235,27 @@ class set_grad_enabled:
     """Record the forward pass or not; holds from now on, or until the end of a ``with`` block."""
 
     def __init__(self, enabled: bool) -> None:
-        wanted = flag("set_grad_enabled", "enabled", enabled)
-        self._before, _MODE.enabled = _MODE.enabled, wanted
+        self._enabled = flag("set_grad_enabled", "enabled", enabled)
+        self._around = _RECORDED.block()
+        _RECORDED.put(self._enabled)
 
     def __enter__(self) -> None:
-        return None
+        _RECORDED.back(self._around)
+        self._block = _RECORDED.enter(self._enabled)
 
     def __exit__(self, *exc: object) -> None:
-        _MODE.enabled = self._before
+        _RECORDED.leave(self._block)
 
 
 class no_grad(ContextDecorator):
-    """Do not record what is computed inside: ``with no_grad():`` or as a decorator. Nestable, per thread,
-    exception-safe."""
+    """Do not record what is computed inside: ``with no_grad():`` or as a decorator. Nestable, per thread or
+    asyncio task, exception-safe; blocks may end in any order."""
+
+    def __init__(self) -> None:
+        self._entered = Entries(_RECORDED)
 
     def __enter__(self) -> None:
-        _MODE.outside.append(_MODE.enabled)
-        _MODE.enabled = False
+        self._entered.enter(False)
 
     def __exit__(self, *exc: object) -> None:
-        _MODE.enabled = _MODE.outside.pop()
+        self._entered.leave()

@@ -15,7 +15,6 @@ import numpy as np
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView
-from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tape import watcher, watching
 from fp8kit.backends import dispatch
@@ -103,12 +102,6 @@ def _look(where: _Where, what: str, values: Mapping[str, Any]) -> None:
             raise NonFiniteError(
                 where.layer, f"{what} {name}", f"{nans} NaN and {infs} Inf of {host.size}", "finite numbers"
             )
-
-
-def wanted() -> bool:
-    """Whether the autocast in force wants values to be looked at."""
-    state = current()
-    return state is not None and state.check_finite
 
 
 @contextmanager

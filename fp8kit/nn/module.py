@@ -14,6 +14,7 @@ import numpy as np
 from fp8kit import arguments, arrays, captured, formats, serialization
 from fp8kit.arguments import flag, shown
 from fp8kit.arrays import ArrayView, Device
+from fp8kit.autocast import checking_finite
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError
@@ -57,7 +58,7 @@ class Module:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         captured.hold(self, self._held)
         try:
-            if finite.wanted():
+            if checking_finite():
                 with finite.looking(self):
                     return self.forward(*inputs, **options)
             return self.forward(*inputs, **options)

@@ -28,6 +28,7 @@ from fp8kit.errors import (
     ShapeError,
 )
 from fp8kit.formats import int64
+from fp8kit.scoped import Scoped
 
 HostArray = np.ndarray[Any, Any]
 Init = Callable[[HostArray], None]
@@ -47,13 +48,13 @@ class _State:
 
 class _Thread(threading.local):
     state: _State | None = None  # a recomputation's own, on its own thread
-    source: Source | None = None  # asked instead of the state
     keeping: tuple[list[ArrayView], ...] = ()  # where the draws of first passes are kept
     replayed: Iterator[ArrayView] | None = None  # the draws of the first pass that is recomputed
 
 
 _process = _State(0)
 _thread = _Thread()
+_SOURCE: Scoped[Source | None] = Scoped("fp8kit_draw_from", None)  # asked instead of the state
 _LOCK = threading.Lock()  # one draw at a time: a device's state is read, handed out and moved on
 
 
@@ -110,7 +111,8 @@ def next_rng(device: Device) -> ArrayView:
     if _thread.replayed is not None:
         out = next(_thread.replayed, None)
     else:
-        out = _drawn(device) if _thread.source is None else _given(_thread.source, device)
+        source = _SOURCE.get()
+        out = _drawn(device) if source is None else _given(source, device)
     if out is None or out.device != device:
         wanted = "as many draws on the same devices as in the first pass"
         raise AutogradError("checkpoint", "function", f"another draw on {device}", wanted)
@@ -133,7 +135,8 @@ def _drawn(device: Device) -> ArrayView:
 
 
 def draw_from(source: Source) -> AbstractContextManager[None]:
-    """A block in which dropout on this thread draws from ``source`` instead of the state of ``manual_seed``.
+    """A block in which dropout on this thread, or in this asyncio task, draws from ``source`` instead of the
+    state of ``manual_seed``.
 
     ``source(device)``, with the device's name ("cpu", "cuda:0"), is asked once for each operation that drops,
     in their order, just before it runs, and gives its ``(seed, offset)``: int64 (2,) on that device, any
@@ -150,7 +153,7 @@ def draw_from(source: Source) -> AbstractContextManager[None]:
     BackendError, and runs nothing, where the source gives something else, ArgumentError within ``fk.graph``,
     which could not ask again at a replay.
     """
-    return _thread_with(source=function("draw_from", "source", source))
+    return _SOURCE.within(function("draw_from", "source", source))
 
 
 def _given(source: Source, device: Device) -> ArrayView:

@@ -217,8 +217,8 @@ def linen(f: Jax, case: Case, record: Record) -> None:
                 params, metas, _inputs(f, case, model, step), jax.random.key(step)
             )
             metas = fj.update_collections(state, metas)
-            former = {"_overwrite_with_gradient": "fp8_metas"}  # the name that files of hashes have
-            state = {former.get(name, name): tree for name, tree in metas.items()}
+            # by the name that files of hashes have
+            state = {"fp8_metas": metas[fj.FP8_COLLECTION_NAME]} if metas else {}
             for name, tree in (("y", outputs), ("g", grads), ("state", state), ("d", inputs)):
                 record_tree(record, f"{step}.{name}", tree)
 

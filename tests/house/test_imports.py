@@ -19,8 +19,8 @@ PACKAGES = {
             *("errors", "arguments", "settings", "slowness", "cache", "formats", "arrays", "devices"),
             *("dlpack", "codec", "lru"),
             *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
-            "attention_quantization",
-            *("quantization", "blocks", "accumulation", "autocast", "packing", "printing", "tiles"),
+            *("attention_quantization", "quantization", "blocks", "accumulation", "autocast", "packing"),
+            *("printing", "tiles", "scoped"),
             *("moments", "raw_kernels"),
         )
     ),

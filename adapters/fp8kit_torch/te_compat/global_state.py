@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from fp8kit.autocast import _thread, current
+from fp8kit.autocast import current, entered, leave_all
 from fp8kit.recipe import Recipe
 from fp8kit_torch import availability
 from fp8kit_torch.autocast import reduction_group
 from fp8kit_torch.quantized import held_now
-from fp8kit_torch.state import ScalingState
 
 _MISSING = "autocast keeps this state here, and updates it by itself"
 
@@ -71,7 +70,7 @@ class FP8GlobalStateManager(metaclass=_Names):
     @classmethod
     def is_first_fp8_module(cls) -> bool:
         """True the first time it is asked within an outermost autocast, False from then on."""
-        stack = _thread.stack
+        stack = entered()
         outermost = stack[0] if stack else None
         first, _asked.outermost = outermost is not None and _asked.outermost is not outermost, outermost
         return first
@@ -90,11 +89,7 @@ class FP8GlobalStateManager(metaclass=_Names):
     def reset(cls) -> None:
         """Leave every autocast of this thread; what unfinished steps recorded is dropped. Not to be called
         within one."""
-        _thread.stack.clear()
-        _thread.active = 0
-        touched, _thread.touched = _thread.touched, {}
-        for _, states in touched.values():
-            ScalingState.discard_forward(list(states.values()))  # type: ignore[arg-type]
+        leave_all()
         _asked.outermost = None
 
     is_fp8_available = staticmethod(availability.check_fp8_support)

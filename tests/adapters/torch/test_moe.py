@@ -188,6 +188,39 @@ def test_empty_inputs_and_refusals():
         moe.moe_sort_chunks_by_index(x, torch.tensor([1, 1]), torch.tensor([1, 0]))
 
 
+@pytest.mark.parametrize("tokens", [5, 0])
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+def test_compiled_it_has_the_same_gradients(map_type, tokens):
+    """Of rows and of probabilities, without tokens too."""
+    table = torch.arange(3 * tokens).reshape(tokens, 3) % 4
+    routing, count = (table > 1, int((table > 1).sum())) if map_type == "mask" else (table, table.numel())
+
+    def step(x, probs):
+        rows, row_id_map = moe.moe_permute(x, routing, count, map_type=map_type)
+        return moe.moe_unpermute(rows * rows, row_id_map, probs, map_type=map_type)
+
+    results = []
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        x, probs = (draw(i, tokens, n).requires_grad_() for i, n in ((1, 8), (2, 3)))
+        y = call(x, probs)
+        y.sum().backward()
+        results.append((y, x.grad, probs.grad))
+    for name, got, want in zip(("y", "dx", "dprobs"), results[1], results[0], strict=True):
+        assert got.shape == want.shape
+        assert_same_bits(name, f64(got), f64(want))
+
+
+def test_compiled_chunks_are_sorted():
+    sizes, order = torch.tensor([2, 0, 3]), torch.tensor([2, 0, 1])
+    call = torch.compile(moe.moe_sort_chunks_by_index, fullgraph=True, backend="aot_eager")
+    x, other = (draw(1, 5, 8).requires_grad_() for _ in range(2))
+    y, want = call(x, sizes, order), moe.moe_sort_chunks_by_index(other, sizes, order)
+    for each in (y, want):
+        (each * each).sum().backward()
+    assert_same_bits("y", f64(y), f64(want))
+    assert_same_bits("dx", f64(x.grad), f64(other.grad))
+
+
 @pytest.mark.gpu
 def test_the_gpu_agrees_with_the_cpu():
     mask, x, probs = mask_of(3), draw(1, TOKENS, HIDDEN, dtype=torch.bfloat16), draw(2, TOKENS, EXPERTS)

@@ -276,6 +276,25 @@ def test_saved_copied_and_moved(device):
     assert not held.weight.dequantize().any()
 
 
+def test_in_inference_mode(device):
+    """It is saved, loaded, copied and viewed there, made outside or within, and trains on afterwards."""
+    held, _ = pair("LayerNormLinear", device, "current")
+    with torch.inference_mode():
+        within, _ = pair("LayerNormLinear", device, "current")
+        for layer in (held, within):
+            state = layer.state_dict()
+            same(state["weight"].dequantize(), layer.weight.dequantize(), "weight")
+            same(layer.weight.view(-1), layer.weight.dequantize().view(-1), "view")
+            copied = copy.deepcopy(layer)
+            copied.load_state_dict(state)
+            same(copied.weight.data.dequantize(), layer.weight.detach().dequantize(), "copy")
+    assert not held.weight.detach().is_inference()
+    x = torch.randn(4, WIDTH, device=device)
+    with ft.autocast(recipe=RECIPES["current"]):
+        held(x).sum().backward()
+    assert held.weight.grad is not None
+
+
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_under_torchs_autocast(device, recipe):
     held, plain = pair("LayerNormLinear", device, recipe)
