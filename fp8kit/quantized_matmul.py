@@ -66,7 +66,8 @@ def matmul(
     call = left, right, wide.rows(), a.format, b.format, scale_a, scale_b, tile_a, tile_b, how, None, None
     kernels.model_gemm(*call, stream)
     if two_level:
-        quantized_product.times_tensor_scales(wide, a._tensor_scale_inv, b._tensor_scale_inv)
+        scales = a._tensor_scale_inv, b._tensor_scale_inv
+        quantized_product.times_tensor_scales(wide, *scales, kernels, stream)
         kernels.copy(wide.rows(), out.rows(), stream)
     return arrays.to_library(out, a.data)
 

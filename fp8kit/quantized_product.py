@@ -195,20 +195,21 @@ def _decoded_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kerne
     exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
     workspace = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
     kernels.gemm(wide_a, wide_b, exact, layout, None, None, workspace, stream)
-    times_tensor_scales(exact, scale_a, scale_b)
+    times_tensor_scales(exact, scale_a, scale_b, kernels, stream)
     if exact is not out:
         kernels.copy(exact, out, stream)
 
 
-def times_tensor_scales(product: ArrayView, scale_a: ArrayView | None, scale_b: ArrayView | None) -> None:
+def times_tensor_scales(
+    product: ArrayView, scale_a: ArrayView | None, scale_b: ArrayView | None, kernels: Any, stream: int
+) -> None:
     """Multiply a float32 product by the scales of its NVFP4 factors' tensors, or of a's and b's rows along
     the contraction, a's first."""
-    native = arrays.provider(product.device).native
-    for scale, shape in ((scale_a, (-1, 1)), (scale_b, (1, -1))):
-        if scale is not None:
-            values = native(product)
-            with np.errstate(all="ignore"):
-                values *= native(scale).reshape(shape)
+    out = product.rows()
+    if scale_a is not None:
+        kernels.scale_product(out, out, scale_a, None, None, None, stream)
+    if scale_b is not None:
+        kernels.scale_product(out, out, None, scale_b, None, None, stream)
 
 
 def _wide(tensor: QuantizedArray, along_k: bool) -> tuple[ArrayView, ArrayView | None]:
@@ -235,9 +236,9 @@ def rotated_back(tensor: QuantizedArray, kind: formats.DType) -> ArrayView:
     if rotation.signs != "plus":
         native = arrays.provider(where).native
         signs = native(_signs(rotation, rows.shape[along], kernels, where, stream))
-        with np.errstate(all="ignore"):
-            product = native(out)
-            product *= signs if along else signs.reshape(-1, 1)
+        turned = (signs < 0) * np.uint32(1 << 31)
+        bits = native(out.view(formats.uint32))  # not a product, in which CuPy flushes subnormals
+        bits ^= turned if along else turned.reshape(-1, 1)
     if kind is formats.float32:
         return out.reshape(*values.shape)
     narrow = arrays.empty(values.shape, kind, where)

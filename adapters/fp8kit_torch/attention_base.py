@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView
 from fp8kit.attention_quantization import AttentionQuantization
-from fp8kit.autocast import current
+from fp8kit.autocast import traced_state
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.layers.attention_base import AttentionBase as Shared
@@ -51,7 +51,7 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         return found
 
     def attention_spec(self, quantises: bool, fields: tuple[Any, ...]) -> tuple[Any, bool]:
-        state = current() if quantises and self.is_compiling() else None
+        state = traced_state() if quantises and self.is_compiling() else None
         if state is None or not state.enabled:
             return super().attention_spec(quantises and not self.is_compiling(), fields)
         parts, name = recipe_parts(state.recipe), getattr(self, "name", None) or ""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fp8kit.arguments import flag
 from fp8kit.errors import AutogradError
-from fp8kit.scoped import Entries, Scoped
+from fp8kit.scoped import Block, Entries, Scoped
 
 _SEQUENCE = itertools.count()
 
@@ -237,6 +237,7 @@ class set_grad_enabled:
     def __init__(self, enabled: bool) -> None:
         self._enabled = flag("set_grad_enabled", "enabled", enabled)
         self._around = _RECORDED.block()
+        self._block: Block[bool] | None = None
         _RECORDED.put(self._enabled)
 
     def __enter__(self) -> None:
@@ -244,7 +245,10 @@ class set_grad_enabled:
         self._block = _RECORDED.enter(self._enabled)
 
     def __exit__(self, *exc: object) -> None:
-        _RECORDED.leave(self._block)
+        if self._block is None:  # not a block: what held before it was called
+            _RECORDED.back(self._around)
+        else:
+            _RECORDED.leave(self._block)
 
 
 class no_grad(ContextDecorator):

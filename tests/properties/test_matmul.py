@@ -66,7 +66,12 @@ def exactly(q):
     grid = tuple(max(1, -(-n // t)) for n, t in zip(q.shape, tile, strict=True))
     scales = np.asarray(scales, np.float64)
     scales = scales.T if q._flipped and scales.ndim == 2 else scales
-    own = 1.0 if q.tensor_scale_inv is None else float(q.tensor_scale_inv[0])
+    own = 1.0
+    if q.tensor_scale_inv is not None:
+        own = np.asarray(q.tensor_scale_inv, np.float64)
+        if own.size > 1:  # of rows along the blocks
+            wide, own = wide * own.reshape((-1, 1) if q.along else (1, -1)), np.ones(1)
+        own = float(own[0])
     return wide * scales.reshape(grid)[down // tile[0], across // tile[1]], own
 
 

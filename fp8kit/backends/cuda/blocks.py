@@ -54,6 +54,7 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
     with np.errstate(over="ignore", divide="ignore"):
         largest = np.float32(fmt.max)
         inverse = np.float32(1) / largest
+    bound = rules.scale_bound(rule) * fmt.max
     rest = _REST.pack(
         _ROUTES[route],
         _KINDS[kind],
@@ -72,7 +73,7 @@ def _cast(quantizer: Quantizer, dtype: DType) -> tuple[str, bytes]:
         inverse,
         quantizer.epsilon,
         dtype.max,
-        min(rules.scale_bound(rule) * fmt.max, float32.max),
+        bound if bound <= float32.max else math.inf,
     )
     packed = narrow(fmt, True, bits) + _rotation(quantizer.hadamard, quantizer.signs) + rest
     if bits or route == "general" or fmt.twos_complement:

@@ -32,8 +32,9 @@ def key(offset=0):
 
 
 @DTYPES
-@pytest.mark.parametrize("types", ACTIVATION_TYPES, ids="-".join)
+@pytest.mark.parametrize("types", sorted(ACTIVATION_TYPES.keys() - {("xielu",)}), ids="-".join)
 def test_activation(types, dtype, device):
+    """But xIELU, which has inputs of its own: ``test_outlier_free``."""
     name, parts = ACTIVATION_TYPES[types], len(types)
     numbers = {"limit": 0.5, "alpha": 1.5} if name.startswith("clamped") else None
     spec = ActivationSpec(name, 24 * parts, activation_numbers("activation", name, numbers))
