@@ -1,4 +1,4 @@
-"""Attention by cuDNN and by the kernels of our own, over lengths and sizes of heads: a GPU's time of one call.
+"""Attention by cuDNN and by the kernels of our own, over lengths and sizes of heads: the time of one call.
 
     python -m benchmarks paths --out DIR
 
