@@ -58,9 +58,10 @@ _Touched = tuple[type[ForwardState], Recipe, dict[int, ForwardState]]
 class _Entered:
     """One autocast that was entered. ``stack``: it, and what is around it, from the outermost one on.
     ``root``: the outermost ``active`` one, None where none is, whose ``touched`` has what is to be updated:
-    by the identity of a recipe, whose hash takes time, (recipe, states by their identity)."""
+    by the identity of a recipe, whose hash takes time, (recipe, states by their identity). ``traced``: the
+    stack of the compiled function's own autocast that is around it."""
 
-    __slots__ = ("above", "active", "ended", "root", "stack", "touched", "value")
+    __slots__ = ("above", "active", "ended", "root", "stack", "touched", "traced", "value")
     above: _Entered | None
 
     def __init__(
@@ -78,6 +79,10 @@ class _Entered:
         self.root: _Entered | None = root
         self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
         _INNERMOST.set(self)
+        before = _thread.stack
+        self.traced = before if before and before[-1][0].tracing else None
+        if self.traced is not None:  # entered by what a compiled function left untraced
+            self.stack = [*before, (scope, state)]
         _thread.stack, _thread.active = self.stack, root is not None
 
     def live_root(self) -> _Entered | None:
@@ -110,11 +115,13 @@ def _innermost() -> _Entered | None:
     return found
 
 
-def _left() -> None:
+def _left(own: _Entered) -> None:
     """Put what is in force after the end of an autocast where it is read."""
     found = _innermost()
     _INNERMOST.set(found)
-    if found is None:
+    if own.traced is not None:
+        _thread.stack, _thread.active = own.traced, found is not None and found.live_root() is not None
+    elif found is None:
         _thread.stack, _thread.active = [], False
     else:
         _thread.stack, _thread.active = found.stack, found.live_root() is not None
@@ -122,6 +129,9 @@ def _left() -> None:
 
 def current() -> AutocastState | None:
     """The innermost autocast of this thread or task, None outside of any."""
+    stack = _thread.stack
+    if stack and stack[-1][0].tracing:
+        return stack[-1][1]
     found = _INNERMOST.get()
     if found is not None and found.ended:
         found = _innermost()
@@ -130,6 +140,9 @@ def current() -> AutocastState | None:
 
 def entered() -> list[tuple[Any, AutocastState]]:
     """Every autocast of this thread or task with its state, from the outermost one on."""
+    stack = _thread.stack
+    if stack and stack[-1][0].tracing:
+        return stack
     found = _INNERMOST.get()
     if found is not None and found.ended:
         found = _innermost()
@@ -166,7 +179,7 @@ def leave_all() -> None:
     """End every autocast of this thread or task, and forget the amaxes that were recorded in them."""
     while (found := _innermost()) is not None:
         found.ended = True
-        _left()
+        _left(found)
         for (own, _), (_, states) in found.touched.items():
             own.discard_forward(list(states.values()))
 
@@ -226,6 +239,8 @@ class autocast(ContextDecorator):
     RecipeError for wrong arguments. Source: Transformer Engine's ``autocast``.
     """
 
+    tracing: bool = False  # open within a function that torch.compile traced
+
     def __init__(
         self,
         enabled: bool = True,
@@ -279,11 +294,11 @@ class autocast(ContextDecorator):
             own = self._entry()
         del self._open[own]
         own.ended = True
-        if usual and own.above is None:  # the same in fewer calls
+        if usual and own.above is None and own.traced is None:  # the same in fewer calls
             _INNERMOST.set(None)
             _thread.stack, _thread.active = [], False
         else:
-            _left()
+            _left(own)
         if not own.touched:
             return
         left = [(frontend, recipe, states) for (frontend, _), (recipe, states) in own.touched.items()]
@@ -313,6 +328,7 @@ class resumed:
     Updates no state at its end."""
 
     __slots__ = ("_entered", "state")
+    tracing = False
 
     def __init__(self, state: AutocastState | None) -> None:
         self.state = state
@@ -323,7 +339,7 @@ class resumed:
 
     def __exit__(self, *exc: object) -> None:
         self._entered.ended = True
-        _left()
+        _left(self._entered)
 
 
 _DEFAULT = DelayedScaling()

@@ -153,7 +153,9 @@ def nvfp4_scales(block_amax: Any, tensor_amax: Any, fmt: Format = E2M1) -> tuple
     return codes, scale, scale_inv, tensor_scale_inv
 
 
-def four_over_six(blocks: Any, tensor_amax: Any, rule: str) -> tuple[Array, Array, Array, Array]:
+def four_over_six(
+    blocks: Any, tensor_amax: Any, rule: str, epsilon: float = 0.0
+) -> tuple[Array, Array, Array, Array]:
     """NVFP4's scales by a rule of ``quantization.FOUR_OVER_SIX``: (codes, scale, scale_inv, whether the
     largest value of the block became 4) of blocks (n, rows, 16), float32; rows 1 or 16, what a tile at the
     end lacks is 0. tensor_amax: float32, one, or (n,), that of each block's row.
@@ -166,8 +168,8 @@ def four_over_six(blocks: Any, tensor_amax: Any, rule: str) -> tuple[Array, Arra
         q     = E2M1(x * min(1 / (c * D), float32's largest value))       of each code's value c
         error = sum of |v - x|, or of (v - x)^2, with v = q * c * A / (6 * bound), from the left to the right
 
-    and the second is taken where its error is less. The 16 rows' errors of a square are added as a tree: i
-    and i + 8, i + 4, i + 2, i + 1. Raises ArgumentError for another rule.
+    and the second is taken where its error is less; amax(block) is at least ``epsilon``. The 16 rows' errors
+    of a square are added as a tree: i and i + 8, i + 4, i + 2, i + 1. Raises ArgumentError for another rule.
     """
     choice("four_over_six", "rule", rule, FOUR_OVER_SIX)
     x, bound = np.asarray(blocks, np.float32), scale_bound(rule)
@@ -176,7 +178,7 @@ def four_over_six(blocks: Any, tensor_amax: Any, rule: str) -> tuple[Array, Arra
     tensor_scale, tensor_scale_inv = nvfp4_tensor_scale(largest, E2M1, bound)
     found: list[Any] = []
     with np.errstate(all="ignore"):
-        base = np.abs(x).max((1, 2)) / np.float32(E2M1.max) * tensor_scale
+        base = np.maximum(np.abs(x).max((1, 2)), np.float32(epsilon)) / np.float32(E2M1.max) * tensor_scale
         for factor in (1.0, 1.5):
             codes = codec.encode(np.minimum(base * np.float32(factor), np.float32(E4M3.max)), E4M3)
             value = codec.decode(codes, E4M3).astype(np.float32)

@@ -75,6 +75,7 @@ class autocast(_autocast):
         inherited = outer.traced if isinstance(outer, autocast) else None
         self.owner = not _thread.active and inherited is None and (self.enabled or self.calibrating)
         self.traced = [] if self.owner else inherited
+        self.tracing = True
         stack.append(
             (self, AutocastState(self.enabled, self.calibrating, self.recipe, len(stack) + 1, False))
         )
@@ -83,11 +84,12 @@ class autocast(_autocast):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self.tracing:
             super().__exit__(kind, error, trace)
             return
         _thread.stack.pop()
-        if self.owner and self.traced:
+        self.tracing = False
+        if self.owner and self.traced and kind is None:
             groups: dict[str, list[ScalingState]] = {}
             for text, state in self.traced:
                 groups.setdefault(text, []).append(state)

@@ -25,27 +25,32 @@ class Replays:
     LIMIT = 1024  # calls; beyond so many all are forgotten
     # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
     PROCESS_LIMIT = 16384
-    # after so many unknown calls in a row, of whatever functions, one of so many is recorded: addresses that
-    # never come again, as in a training with another length in every batch
+    # while so many recorded calls of all functions have not come again, one of so many unknown calls is
+    # recorded: addresses that never come again, as in a training with another length in every batch
     PATIENCE = 256
     total = 0  # recorded calls in the process
-    unknown = 0  # unknown calls in a row
-    __slots__ = ("_found", "_recorder")
+    waiting = 0  # those that have not come again
+    unknown = 0  # calls that were not recorded
+    __slots__ = ("_found", "_recorder", "_waiting")
 
     def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:
         self._recorder = recorder
         self._found: dict[Key, Callable[[], None]] = {}
+        self._waiting: set[Key] = set()
 
     def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
         """``function(*arguments)``, or what it did when it was called for this key before."""
         found = self._found.get(key)
         if found is not None:
-            Replays.unknown = 0
+            if self._waiting and key in self._waiting:
+                self._waiting.remove(key)
+                Replays.waiting -= 1
             found()
             return
-        Replays.unknown += 1
+        if Replays.waiting >= self.PATIENCE:
+            Replays.unknown += 1
         if Replays.total >= self.PROCESS_LIMIT or (
-            Replays.unknown > self.PATIENCE and Replays.unknown % self.PATIENCE
+            Replays.waiting >= self.PATIENCE and Replays.unknown % self.PATIENCE
         ):
             function(*arguments)
             return
@@ -55,18 +60,22 @@ class Replays:
             if len(self._found) >= self.LIMIT:
                 self.forget()
             self._found[key] = recording
+            self._waiting.add(key)
             Replays.total += 1
+            Replays.waiting += 1
 
     def forget(self) -> None:
         """Forget every call."""
         Replays.total -= len(self._found)
+        Replays.waiting -= len(self._waiting)
         self._found.clear()
+        self._waiting.clear()
 
     def __len__(self) -> int:
         return len(self._found)
 
     def __del__(self) -> None:
-        type(self).total -= len(self._found)
+        self.forget()
 
 
 def replays(kernels: Any) -> Replays | None:

@@ -196,7 +196,8 @@ class NormMLP(Products):
         return spec.fc1, spec.fc2
 
     def independent_rows(self, spec: NormMLPSpec, saved: Collection[str]) -> tuple[str, ...]:
-        return ("x",) if not saved and split.scaled_by_rows(spec.fc1, spec.fc2) else ()
+        shared = spec.smoothing == "channel"  # rows share the scales of channels
+        return ("x",) if not (saved or shared) and split.scaled_by_rows(spec.fc1, spec.fc2) else ()
 
     def partitions(self, spec: NormMLPSpec, metas: Metas, views: Shapes) -> Partitions:
         if spec.recompute or spec.smoothing or split.cached(spec.fc1, spec.fc2):
@@ -372,6 +373,8 @@ class NormMLP(Products):
         self._fc1(st, ws)
         if st.fc2.needs_w:
             self._activate(plan.spec, st, ws)
+        elif st.smoothing is not None:  # dgrad reads its scales
+            st.smoothing.measure(ws, ws.saved["h"], ws.inputs.get("fc1_bias0"))
         (st.smoothing or st.fc2).save_weight(ws)
         return ws.saved
 

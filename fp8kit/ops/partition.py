@@ -264,7 +264,8 @@ class OneProduct(Products):
 
 def scaled_by_rows(*products: ProductSpec) -> bool:
     """Whether no scale of these products' inputs belongs to several rows."""
-    return all(p.fp8.x.tile[0] == 1 for p in products if p.fp8 is not None)
+    quantizers = [p.fp8.x for p in products if p.fp8 is not None]
+    return all(x.tile[0] == 1 and (x.row_scaled or not x.two_level) for x in quantizers)
 
 
 def part_place(spec: Any, parts: Mapping[str, tuple[Any, int]]) -> Place:

@@ -28,10 +28,10 @@ DEVICE float exp2_fast(float x) {
 struct Range { int low, high; };  // low ... high - 1
 
 DEVICE int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
-DEVICE int clamp(i64 x) { return (int)max64(-(1 << 30), min64(x, 1 << 30)); }
+DEVICE int clamp(i64 x) { return (int)max64(-(1 << 29), min64(x, 1 << 29)); }
 
 // The true lengths of a batch, and the band: row i sees columns in [i + shift - left, i + shift + right] and
-// below `columns`. The host takes care that lengths are below 2^30.
+// below `columns`. The host takes care that lengths are below 2^28.
 struct Span {
   int rows, columns, shift, left, right;
 

@@ -313,7 +313,7 @@ def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, driver = fake("q", monkeypatch)
-    monkeypatch.setattr(Replays, "unknown", 0)
+    monkeypatch.setattr(Replays, "waiting", 0)
     known = Replays(recorded.recording)
     for number in range(10 * Replays.PATIENCE):
         known.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
@@ -323,22 +323,29 @@ def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPat
     assert Replays.PATIENCE <= len(known._found) <= Replays.PATIENCE + 10
     last = max(key[0] for key in known._found)
     known.run((last,), launch.launch, kernel, 1, 32, (-1,), 0)
-    assert Replays.unknown == 0
+    assert Replays.waiting == len(known._found) - 1
 
 
 def test_patience_is_of_all_functions_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of another length has plans of its own, each of which is asked a few times only."""
+    """A batch of another length has plans of its own, each of which is asked a few times only; a function
+    whose calls come again beside them changes nothing."""
     kernel, _ = fake("q", monkeypatch)
-    monkeypatch.setattr(Replays, "unknown", 0)
-    plans = [Replays(recorded.recording) for _ in range(4 * Replays.PATIENCE)]
+    monkeypatch.setattr(Replays, "waiting", 0)
+    steady, plans = Replays(recorded.recording), [Replays(recorded.recording) for _ in range(1024)]
     for plan in plans:
         plan.run((1,), launch.launch, kernel, 1, 32, (1,), 0)
+        steady.run((1,), launch.launch, kernel, 1, 32, (1,), 0)
     kept = sum(len(plan) for plan in plans)
     assert Replays.PATIENCE <= kept <= Replays.PATIENCE + 4
-    plans[0].run((1,), launch.launch, kernel, 1, 32, (1,), 0)
-    for plan in plans[-3:]:  # what is known makes patient
-        plan.run((2,), launch.launch, kernel, 1, 32, (2,), 0)
-        assert len(plan) >= 1
+    assert len(steady) == 1
+    for plan in plans:
+        if len(plan):
+            plan.run((1,), launch.launch, kernel, 1, 32, (1,), 0)
+    assert Replays.waiting == 0
+    plans[-1].run((2,), launch.launch, kernel, 1, 32, (2,), 0)
+    assert len(plans[-1]) == 1  # calls that come again are recorded
+    del plan, plans, steady
+    assert Replays.waiting == 0
 
 
 def test_all_plans_together_keep_so_much(monkeypatch: pytest.MonkeyPatch) -> None:

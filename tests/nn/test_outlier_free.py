@@ -341,3 +341,25 @@ def test_what_is_refused():
         nn.TransformerLayer(32, 48, 4, norm_gain=0.5)
     with pytest.raises(ArgumentError, match="fog"):
         GPT(SMALL, device=CPU, arrangement="frog")
+
+
+@pytest.mark.parametrize("by", ["channel", "token"])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_recomputed_with_a_weight_that_does_not_learn(by, recipe):
+    """Backward's scales are made anew where only dgrad reads them."""
+    kinds = {"current": fk.recipe.Float8CurrentScaling(), "delayed": fk.recipe.DelayedScaling()}
+    x = np.random.default_rng(5).standard_normal((16, 64)).astype(np.float32)
+    found = []
+    for checkpoint in (False, True):
+        fk.manual_seed(3)
+        layer = fk.nn.LayerNormMLP(
+            64, 128, activation="swiglu", smooth_swiglu=by, checkpoint=checkpoint, bias=False
+        )
+        layer.fc2_weight.requires_grad = False
+        for _ in range(2):
+            leaf = fk.tensor(x, requires_grad=True)
+            with fk.autocast(recipe=kinds[recipe]):
+                y = layer(leaf)
+            y.backward(fk.tensor(x))
+        found.append(leaf.grad.numpy())
+    assert_same_bits("dx", found[1], found[0])

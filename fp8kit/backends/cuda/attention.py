@@ -9,7 +9,8 @@ belong to an element are then the same.
 cuDNN builds a graph for every problem, 75 ms a direction, and its call costs the host 50 us. So small
 problems are never its; those of middle size are where they are among the first of a process; and large ones
 always, since its kernels, which are twice as fast as ours there, soon pay that back. So a length that was not
-seen before costs nothing.
+seen before costs nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a
+process did before must change nothing, problems of middle size are cuDNN's, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ PATHS = (cudnn_sdpa.NAME, flash.NAME, unfused.NAME)  # in order of preference
 DIRECTIONS = ("forward", "backward", "deterministic backward")
 _MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic), of each
 _NO_DEVICE = "no usable CUDA device"
+_TOO_SMALL = "too small to be worth a graph"
 # multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
 # gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
 _SMALL, _LARGE = 2e9, 6e10
@@ -50,15 +52,16 @@ def _multiply_adds(about: Problem) -> float:
     return seen * scores * (about.dim + about.dim_v)
 
 
-def _worth_it(about: Problem, device: int) -> bool:
-    return _worth.make((about, device), _judge)
-
-
-def _judge(key: tuple[Problem, int]) -> bool:
-    about, device = key
+def _worth_it(about: Problem, device: int, timed: bool) -> bool:
     size = _multiply_adds(about)
-    if not _SMALL <= size < _LARGE:
-        return size >= _LARGE
+    if timed and _SMALL <= size < _LARGE:
+        return _worth.make((about, device), _take)
+    return size >= _SMALL
+
+
+def _take(key: tuple[Problem, int]) -> bool:
+    """Whether a problem of middle size gets one of the graphs that are left."""
+    device = key[1]
     with _LOCK:
         taken = _taken.get(device, 0)
         _taken[device] = min(taken + 1, _GRAPHS)
@@ -74,12 +77,15 @@ def forget() -> None:
 
 
 @functools.lru_cache(4096)
-def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
+def _why_not_cudnn(
+    about: Problem, backward: bool, deterministic: bool, device: int | None, timed: bool
+) -> str | None:
     """Why a direction does not run on cuDNN, None where it does. ``device``: see ``cudnn_sdpa.why_not``."""
     directions = _MODES if about.dropout else ((backward, deterministic and backward),)
     for build in (False, True):  # what is known beforehand first
-        if build and device is not None and flash.why_not(about) is None and not _worth_it(about, device):
-            return "too small to be worth a graph"
+        choice = build and device is not None and flash.why_not(about) is None
+        if choice and not _worth_it(about, device, timed):  # type: ignore[arg-type]
+            return _TOO_SMALL
         for direction in directions:
             reason = cudnn_sdpa.why_not(about, *direction, device if build else None)
             if reason is not None:
@@ -92,11 +98,21 @@ def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: 
     return None
 
 
+def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
+    """What ``_why_not_cudnn`` would say to the next call, which takes no graph here."""
+    middle = device is not None and _SMALL <= _multiply_adds(about) < _LARGE
+    if not middle or _worth.get((about, device)) is not None:  # type: ignore[arg-type]
+        return _why_not_cudnn(about, backward, deterministic, device, True)
+    if _taken.get(device, 0) < _GRAPHS:  # type: ignore[arg-type]
+        return _why_not_cudnn(about, backward, deterministic, device, False)
+    return _why_not_cudnn(about, backward, deterministic, None, False) or _TOO_SMALL
+
+
 def _path(
-    about: Problem, backward: bool, deterministic: bool, device: int, dbias: bool = False
+    about: Problem, backward: bool, deterministic: bool, device: int, dbias: bool, timed: bool
 ) -> ModuleType:
     """The module that takes a direction."""
-    if _why_not_cudnn(about, backward, deterministic and backward, device) is None and not dbias:
+    if _why_not_cudnn(about, backward, deterministic and backward, device, timed) is None and not dbias:
         return cudnn_sdpa
     return unfused if flash.why_not(about, dbias) else flash
 
@@ -111,10 +127,11 @@ def attention_fwd(
     spec: AttentionSpec,
     workspace: ArrayView | None,
     stream: int,
+    timed: bool = False,
 ) -> None:
     """See ``backends.protocol``. BackendError when a library that the chosen path needs fails."""
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
-    path: Any = _path(about, False, False, q.device.index)
+    path: Any = _path(about, False, False, q.device.index, False, timed)
     path.forward(about, q, k, v, o, lse, extras, workspace, stream)
 
 
@@ -135,11 +152,12 @@ def attention_bwd(
     deterministic: bool,
     workspace: ArrayView | None,
     stream: int,
+    timed: bool = False,
 ) -> None:
     """See ``backends.protocol``. Our own paths are always deterministic. BackendError as in
     ``attention_fwd``."""
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
-    path = _path(about, True, deterministic, q.device.index, dbias is not None)
+    path = _path(about, True, deterministic, q.device.index, dbias is not None, timed)
     arrays = (do, q, k, v, o, lse, dq, dk, dv)
     if path is cudnn_sdpa:  # which takes no bias and no offset
         cudnn_sdpa.backward(about, *arrays, extras, deterministic, workspace, stream)
@@ -159,10 +177,11 @@ def attention_workspace(
     backward: bool,
     deterministic: bool,
     strides: Sequence[Shape],
+    timed: bool = False,
 ) -> int:
     """See ``backends.protocol``. For the current device."""
     about, device = problem(q, k, v, dtype, spec, strides), launch.runtime().getDevice()
-    path = _path(about, backward, deterministic, device, dbias is not None)
+    path = _path(about, backward, deterministic, device, dbias is not None, timed)
     _say_slow(path, about, dbias is not None)
     if path is cudnn_sdpa:
         return cudnn_sdpa.workspace(about, backward, deterministic, device)
@@ -208,7 +227,7 @@ def explain(
         for name, mode in zip(DIRECTIONS, _MODES, strict=True):
             why = None
             if path == cudnn_sdpa.NAME:
-                why = _why_not_cudnn(about, *mode, device)
+                why = _foreseen(about, *mode, device)
             elif path == flash.NAME:
                 why = flash.why_not(about)
             rows.append((f"{path} {name}", why or runs))

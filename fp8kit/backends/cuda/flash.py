@@ -11,6 +11,8 @@ import functools
 import struct
 from typing import NamedTuple
 
+import numpy as np
+
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import attention_rules, launch, unfused
 from fp8kit.backends.cuda._rows import ceil_div
@@ -24,7 +26,7 @@ NAME = "flash"
 _COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256))
 _WARPS, _TILE = 4, 64
 _VECTOR, _ITEM = 16, 2  # bytes read at a time, and of an element
-_LONGEST = 2**30  # positions count in 32 bits
+_LONGEST = 2**28  # positions, and sums of them and of windows, count in 32 bits
 _DOT_THREADS, _DOT_ROWS = 256, 8  # a row a warp
 
 
@@ -53,7 +55,7 @@ def why_not(problem: Problem, dbias: bool = False) -> str | None:
     if dbias:
         found.append(f"bias {problem.bias!r} with a gradient: only the unfused path makes it")
     if max(problem.rows, problem.columns) >= _LONGEST:
-        found.append(f"a sequence of {max(problem.rows, problem.columns)}: less than 2^30")
+        found.append(f"a sequence of {max(problem.rows, problem.columns)}: less than 2^28")
     for name, strides in zip("qkv", problem.strides, strict=False):
         if _ITEM * (strides[0] | strides[1] | strides[2]) % _VECTOR:
             found.append(f"strides {strides} of {name}: multiples of {_VECTOR} bytes")
@@ -75,7 +77,9 @@ def shape(dim: int, dim_v: int, dtype: str, kind: int) -> Shape:
 
 def _shape(problem: Problem) -> Shape:
     general = problem.masked or problem.bias != "no_bias" or problem.softmax_type != "vanilla"
-    kind = 2 if general or problem.scale <= 0 else int(problem.dropout > 0)
+    with np.errstate(all="ignore"):
+        positive = np.float32(problem.scale) > 0
+    kind = int(problem.dropout > 0) if positive and not general else 2
     return shape(problem.dim, problem.dim_v, problem.dtype, kind)
 
 
@@ -104,7 +108,7 @@ def forward(
     stream: int,
 ) -> None:
     """``protocol.attention_fwd``."""
-    about, tiles = _shape(problem), 0
+    about = _shape(problem)
     tiles = ceil_div(problem.rows, about.rows)
     job = _arrays(problem, q, k, v, o) + struct.pack(
         "=5q", lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles

@@ -171,7 +171,7 @@ def _four_over_six(x: Float32, quantizer: Quantizer, amax: Array, along: int) ->
         if rows > 1 and not along:  # a square's rows are the matrix's own
             blocks = blocks.swapaxes(1, 2)
         own = np.repeat(amax[top : top + step], across) if quantizer.row_scaled else amax
-        three = rules.four_over_six(blocks, own, quantizer.scale_rule)[:3]
+        three = rules.four_over_six(blocks, own, quantizer.scale_rule, quantizer.epsilon)[:3]
         found.append([each.reshape(down, across) for each in three])
     codes, scale, inverse = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return _Scales(scale, inverse, codes, table32(E4M3)[codes])

@@ -160,17 +160,20 @@ def _amaxes(s: Sampler, amax: float, lines: int) -> ArrayView:
 
 def _tried(x: Array, a: Any, tile: Tile) -> Any:
     """(codes, scale, scale_inv) of the tiles of x, row-major, by ``blocks.four_over_six``."""
-    how, found = a.quantizer, []
+    how: Quantizer = a.quantizer
+    found: list[Array] = []
+    amaxes: list[Any] = []
     for i in range(0, x.shape[0], tile[0]):
         for j in range(0, x.shape[1], tile[1]):
             block = np.zeros(tile, np.float32)
             part = x[i : i + tile[0], j : j + tile[1]]
             block[: part.shape[0], : part.shape[1]] = part
-            if how.tile[0] == 1:
-                block = block.reshape(1, -1)
-            amax = a.tensor_amax[(i if a.along else j) if how.row_scaled else 0]
-            found.append([each[0] for each in rules.four_over_six(block[None], amax, how.scale_rule)[:3]])
-    return (np.array(part) for part in zip(*found, strict=True))
+            found.append(block.reshape(1, -1) if how.tile[0] == 1 else block)
+            amaxes.append(a.tensor_amax[i if a.along else j] if how.row_scaled else a.tensor_amax[0])
+    if not found:
+        return np.empty(0, np.uint8), *np.empty((2, 0), np.float32)
+    amax = np.array(amaxes, np.float32) if how.row_scaled else a.tensor_amax[:1]
+    return rules.four_over_six(np.array(found), amax, how.scale_rule, how.epsilon)[:3]
 
 
 def tile_amax(x: Array, tile: Tile, keep_nan: bool) -> Array:
