@@ -148,6 +148,7 @@ def test_products(recipe, compiled):
 
 @pytest.mark.parametrize("package", ["fp8kit.nn", "fp8kit_torch", "fp8kit_jax"])
 def test_it_is_there_when_it_is_first_used(package: str) -> None:
-    code = f"import sys, {package}\nassert '{package}.unit_scaling' not in sys.modules\n{package}.unit_scaling.gelu"
+    there = f"assert '{package}.unit_scaling' not in sys.modules\n{package}.unit_scaling.gelu"
+    code = f"import sys, {package}\n{there}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
