@@ -30,6 +30,7 @@ Float8Tensor = QuantizedArray
 
 _RULES = {"mx": ("power_2", *MX_RULES), "nvfp4": ("exact", *FOUR_OVER_SIX)}  # of others "exact" and "power_2"
 _quantizer = lru_cache(maxsize=256)(Quantizer)
+_BITS = 32  # of stochastic rounding, where nothing is said
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
 _QUANTISED = f"one of {', '.join(_FLOATS)}"
@@ -45,7 +46,7 @@ def quantize(
     rng: Any = None,
     *,
     scale_rule: str | None = None,
-    stochastic_bits: int = 32,
+    stochastic_bits: int = _BITS,
     along: int = -1,
     hadamard: int = 0,
     signs: str = "plus",
@@ -77,8 +78,8 @@ def quantize(
       ``signs`` of its columns: "plus", "te" (Transformer Engine's 16) or "random" (by ``rng``). Products of
       operands that were rotated alike are those of the unrotated ones, and ``dequantize`` rotates back.
 
-    Raises FormatError for a dtype, scaling, rule, rounding, scale or format that does not fit, ShapeError for
-    a scale of another shape.
+    Raises FormatError for a dtype, scaling, rule, rounding, scale or format that does not fit, and for
+    ``stochastic_bits`` or ``signs`` that would have no effect, ShapeError for a scale of another shape.
     """
     try:
         view = arrays.as_view(x, "quantize", "x")
@@ -104,7 +105,13 @@ def quantize(
     where, random = view.device, bool(hadamard) and signs == "random"
     state = _rng(rounding, rng, random, where)
     bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
-    bits = 0 if rounding == "nearest" else bits
+    if rounding == "nearest":
+        _no_effect(
+            "stochastic_bits", bits, _BITS, "rounding 'nearest'", "rounding='stochastic', which takes it"
+        )
+        bits = 0
+    if not hadamard:
+        _no_effect("signs", signs, "plus", "hadamard=0", "hadamard=16 or more, which takes it")
     if rule in FOUR_OVER_SIX and (bits or hadamard or format != E2M1):
         got = f"{rule!r} with {format}, {rounding!r}, hadamard={hadamard}"
         raise FormatError("quantize", "scale_rule", got, "E2M1, to nearest, without a rotation")
@@ -162,6 +169,12 @@ def _want_rotation(hadamard: Any, signs: Any) -> None:
     if not isinstance(hadamard, int) or isinstance(hadamard, bool) or hadamard not in (0, *ROTATIONS):
         raise FormatError("quantize", "hadamard", shown(hadamard), f"one of {(0, *ROTATIONS)}")
     choice("quantize", "signs", signs, SIGNS, FormatError)
+
+
+def _no_effect(name: str, value: Any, usual: Any, why: str, wanted: str) -> None:
+    """FormatError for an argument that has no effect beside another one, and is not its default."""
+    if value != usual:
+        raise FormatError("quantize", name, f"{shown(value)} with {why}", wanted)
 
 
 def _high_precision(rows: ArrayView, kernels: Any, stream: int) -> ArrayView:

@@ -3,6 +3,7 @@ by operand by a function of your own."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from fp8kit.errors import RecipeError
 from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 
+log = logging.getLogger("fp8kit")
 _NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
 # what a DataRecipe's ``key`` stands for
 _DATA: dict[str, tuple[Quantization, AttentionQuantization | None]] = {}
@@ -91,7 +93,8 @@ class PerLayer(Recipe):
 
     A layer's name is its argument ``name``; ``name_layers(model)`` of ``fk.nn`` and of ``fp8kit_torch`` gives
     every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
-    Flax's linen modules it is the path, joined by dots. Raises RecipeError.
+    Flax's linen modules it is the path, joined by dots. A layer without a name, which no rule fits, is warned
+    of on the logger "fp8kit", once for each recipe. Raises RecipeError.
     """
 
     default: Recipe
@@ -137,6 +140,8 @@ class PerLayer(Recipe):
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
         found = self._found(name)
+        if not name and not any(fnmatchcase("", pattern) for pattern, _ in self.rules):
+            _say_unnamed(self, kind or "a layer")
         return None if found is None else found.for_layer(kind, name)
 
     def attention_for(self, name: str) -> AttentionQuantization | None:
@@ -149,6 +154,20 @@ class PerLayer(Recipe):
     def short_name(self) -> str:
         """For example ``per_layer(mxfp8(E4M3), 2 rules)``."""
         return f"per_layer({self.default.short_name()}, {len(self.rules)} rules)"
+
+
+_UNNAMED: dict[PerLayer, None] = {}  # those whose layers without names were warned of
+
+
+def _say_unnamed(recipe: PerLayer, kind: str) -> None:
+    if recipe.rules and recipe not in _UNNAMED:
+        _UNNAMED[recipe] = None
+        log.warning(
+            "%s has no name, so no rule of PerLayer fits it: name_layers(model) of fk.nn / fp8kit_torch "
+            "names layers (%s)",
+            kind,
+            recipe.short_name(),
+        )
 
 
 class QuantizerRole(NamedTuple):

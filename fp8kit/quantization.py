@@ -77,7 +77,7 @@ class Quantizer:
       first rotated by a Hadamard matrix. ``signs`` of its columns: "plus", "te" (the 16 of Transformer
       Engine, repeated) or "random" (drawn for each call).
 
-    RecipeError for another word.
+    RecipeError for another word, and for a format that is none.
     """
 
     format: Format
@@ -91,6 +91,10 @@ class Quantizer:
     signs: str = "plus"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise RecipeError(
+                "Quantizer", "format", shown(self.format), "a fp8kit.Format, such as fp8kit.E4M3"
+            )
         words = {"granularity": TILES, "scale_source": _SOURCES, "scale_rule": SCALE_RULES, "signs": SIGNS}
         for name, known in words.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)

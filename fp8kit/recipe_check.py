@@ -10,6 +10,13 @@ for x (numerator and denominator in float64)
 * ``clipped``: the share of elements with |x| > format.max * scale_inv, beyond what float32 rounds of it.
 * ``flushed``: the share of elements that are not 0 and whose value is.
 
+Of a product they are those of the whole matrix, which its largest rows decide; ``row_errors`` has the
+median over the rows of each row's own relative error, sqrt(sum (x - v)^2 / sum x^2) along it, of rows that
+are not 0.
+
+A recipe whose scales follow from earlier steps is checked in its second step, on the data of the first: the
+scales are those of the data's own amaxes, and what a scale that is a step late costs is not in the errors.
+
 Of an operand that is rotated before its cast all four are those of the rotated operand; a rotation is
 orthogonal, so that the first two are those of the operand itself, too.
 """
@@ -78,13 +85,16 @@ class Cast(NamedTuple):
 class Checked(NamedTuple):
     """The errors that a recipe makes: ``operands``: (GEMM, matrix) -> errors, None of one that is not cast;
     ``results``: "y", "dx", "dw" -> errors; ``plain``: likewise of the layer without the recipe; ``casts``:
-    (GEMM, matrix) -> the operand."""
+    (GEMM, matrix) -> the operand; ``found``: the results, float64; ``row_errors``: "y" and "dx" -> the median
+    over rows; ``step``: the step that was checked, 2 with scales from earlier steps, else 1."""
 
     operands: dict[tuple[str, str], Errors | None]
     results: dict[str, Errors]
     plain: dict[str, Errors]
     casts: dict[tuple[str, str], Cast | None]
     found: dict[str, HostArray]
+    row_errors: dict[str, float]
+    step: int
 
 
 def drawn(kind: str, shape: tuple[int, ...], seed: int, which: int) -> HostArray:
@@ -114,6 +124,14 @@ def errors(exact: HostArray, values: HostArray, most: HostArray | None = None) -
     flushed = (exact != 0) & (values == 0)
     clipped = (np.abs(exact) > most * _ROUNDED) & ~flushed
     return Errors(relative, decibel, float(clipped.mean()), float(flushed.mean()))
+
+
+def row_error(exact: HostArray, values: HostArray) -> float:
+    """The median over rows, float64 (rows, columns), of the relative error of values that stand for exact
+    ones; rows of zeros are left out, and without others it is 0."""
+    signal, noise = (exact**2).sum(1), ((exact - values) ** 2).sum(1)
+    rows = signal > 0
+    return float(np.median(np.sqrt(noise[rows] / signal[rows]))) if rows.any() else 0.0
 
 
 def check(
@@ -158,7 +176,8 @@ def check(
     }
     results = {name: errors(exact[name], found[name]) for name in exact}
     without = {name: errors(exact[name], plain[name]) for name in exact}
-    return Checked(operands, results, without, casts, found)
+    rows = {name: row_error(exact[name], found[name]) for name in ("y", "dx")}
+    return Checked(operands, results, without, casts, found, rows, 1 + (recipe.history is not None))
 
 
 def _matrix(name: str, value: Any, kind: DType) -> HostArray:

@@ -8,7 +8,7 @@ by a product's features and its contraction, with the results of one device: wha
 amaxes before casts. Sequences and ``gemm`` are not split.
 
 Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx``, which need Flax,
-and ``fp8kit_jax.optimizers`` are imported when they are used.
+``fp8kit_jax.optimizers`` and ``fp8kit_jax.unit_scaling`` are imported when they are used.
 """
 
 import importlib
@@ -96,7 +96,7 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("flax", "nnx", "optimizers"):
+    if name not in ("flax", "nnx", "optimizers", "unit_scaling"):
         why = f": {_INSTEAD[name]}" if name in _INSTEAD else _errors.meant(name, __all__)
         raise AttributeError(f"module 'fp8kit_jax' has no attribute {name!r}{why}", name=name)
     return importlib.import_module(f"fp8kit_jax.{name}")

@@ -100,6 +100,9 @@ def quantize(
     for_inf = min(primitive.meta_of(x).dtype.max, largest) if scaling.startswith("block") else largest
     saturate = flag("quantize", "saturate", saturate)
     bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
+    if key is None and bits != 32:
+        got, wanted = f"{bits} with rounding 'nearest'", "rounding='stochastic', which takes it"
+        raise FormatError("quantize", "stochastic_bits", got, wanted)
     rule = _rule(scale_rule, kind)
     if rule in (*MX_RULES, *FOUR_OVER_SIX) or kind == "nvfp4" or not lies:
         _want_blocks(scale, saturate, scaling, rule, format, key)

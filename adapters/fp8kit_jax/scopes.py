@@ -68,7 +68,7 @@ def next_key(operation: str) -> Any:
     RecipeError where none has."""
     keys = _KEYS.get()
     if keys is None:
-        wanted = "a key: autocast(..., rng=key), since this recipe rounds stochastically"
+        wanted = "a key: autocast(..., rng=key), since this recipe draws random bits"
         raise RecipeError(operation, "rng", None, wanted)
     return keys.next()
 

@@ -1,6 +1,7 @@
 """The PyTorch frontend of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and
 ``torch.compile``."""
 
+import importlib as _importlib
 import sys as _sys
 from typing import Any
 
@@ -11,7 +12,15 @@ if _why := _errors.not_installed("fp8kit_torch", "torch", "torch"):
 
 from fp8kit import recipe
 from fp8kit.layers.names import name_layers
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from fp8kit.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from fp8kit_torch import common, optimizers
 from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.autocast import autocast, fp8_autocast
@@ -59,6 +68,7 @@ from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "CustomRecipe",
     "DelayedScaling",
     "DotProductAttention",
     "Float8BlockScaling",
@@ -74,7 +84,9 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP8BlockScaling",
     "MultiheadAttention",
+    "NVFP4BlockScaling",
     "QuantizedTensor",
     "RMSNorm",
     "RotaryPositionEmbedding",
@@ -130,5 +142,8 @@ _TorchLayer.frontend = _sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Any:
-    """AttributeError, which for a name of Transformer Engine that there is nothing for says why."""
+    """``unit_scaling``, when it is first used. AttributeError otherwise, which for a name of Transformer
+    Engine that there is nothing for says why."""
+    if name == "unit_scaling":
+        return _importlib.import_module(f"{__name__}.{name}")
     raise missing(__name__, name, globals())

@@ -35,8 +35,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     * ``params_dtype``: float32, bfloat16 or float16; None is torch's default. ``device``: None is the default
       device.
     * ``fuse_wgrad_accumulation``: the weights' gradients go into their ``main_grad``.
-    * ``name``: kept, for the user. Others: Transformer Engine's, at their defaults only; NotImplementedError
-      otherwise.
+    * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
+      Transformer Engine's, at their defaults only; NotImplementedError otherwise.
 
     Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,). Under ``autocast`` the three
     GEMMs of each group run in FP8, each with scales of its own; a group without rows runs none, and its

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fp8kit import recipe_info
@@ -19,7 +20,9 @@ _WORDS = (
     "normal, and one in a thousand has a normal number of deviation 10 added. Of values v that stand for x, "
     "relative error: sqrt(sum (x - v)^2 / sum x^2); SQNR: 10 log10(sum x^2 / sum (x - v)^2); clipped: the "
     "share of elements beyond the largest value that their codes can have; flushed: the share that is not 0 "
-    "and becomes 0."
+    "and becomes 0; median of rows: the median of the rows' own relative errors. A recipe whose scales "
+    "follow from earlier steps (delayed) is checked in its second step, on the data of the first. A .npy "
+    "file of 2-byte void, as NumPy saves bfloat16 of ml_dtypes, is read as bfloat16."
 )
 
 
@@ -162,10 +165,18 @@ def _file(option: str, text: str) -> np.ndarray[Any, Any]:
     if not isinstance(found, np.ndarray) or found.ndim < 2 or not found.size:
         got = f"{text!r} of shape {getattr(found, 'shape', 'none')}"
         raise ArgumentError("recipes", option, got, "an array of at least 2 dimensions, not empty")
-    if found.dtype.kind not in "fiu" or not np.isfinite(found).all():
-        got = f"{text!r} of {found.dtype}"
-        raise ArgumentError("recipes", option, got, "finite numbers: float16, float32, float64 or integers")
-    return found.reshape(-1, found.shape[-1])
+    matrix: np.ndarray[Any, Any] = found.reshape(-1, found.shape[-1])
+    if matrix.dtype == np.dtype("V2"):  # as NumPy saves bfloat16 of ml_dtypes
+        matrix = matrix.view(ml_dtypes.bfloat16).astype(np.float32)
+    if matrix.dtype.kind not in "fiu":
+        wanted = "float16, bfloat16, float32, float64 or integers"
+        raise ArgumentError("recipes", option, f"{text!r} of {matrix.dtype}", f"finite numbers: {wanted}")
+    bad = [word for word, where in (("NaN", np.isnan), ("Inf", np.isinf)) if where(matrix).any()]
+    if bad:
+        raise ArgumentError(
+            "recipes", option, f"{text!r} of {matrix.dtype}, with {' and '.join(bad)}", "finite numbers"
+        )
+    return matrix
 
 
 def _matrices(options: argparse.Namespace) -> tuple[list[np.ndarray[Any, Any]], str]:
@@ -226,16 +237,21 @@ def _check(options: argparse.Namespace) -> int:
         results = {
             name: {
                 **_pair(errors),
+                **({"row_median": found.row_errors[name]} if name in found.row_errors else {}),
                 **{f"{key}_without": value for key, value in _pair(found.plain[name]).items()},
             }
             for name, errors in found.results.items()
         }
         about = {"name": options.name, "device": str(device), "data": said, "dtype": options.dtype}
+        about |= {"step": found.step}
         more = {"status": support.status, "operands": operands, "results": results}
         print(json.dumps({**about, "seed": options.seed, **more}, indent=2))
         return 0
     print(f"{options.name}, {recipe.short_name()}, {support} on {device}")
-    print(f"{said}; {options.dtype}, seed {options.seed}\n")
+    print(f"{said}; {options.dtype}, seed {options.seed}")
+    if found.step == 2:
+        print("the second step on the same data: its scales are those of the first step's amaxes")
+    print()
     casts = recipe_info.gemm_facts(recipe)
     rows = []
     for each in operands:
@@ -245,11 +261,13 @@ def _check(options: argparse.Namespace) -> int:
         rows.append((each["gemm"], each["operand"], how, *_errors(each), *shares))
     table(("GEMM", "operand", "cast", "relative error", "SQNR dB", "clipped", "flushed"), rows)
     print()
-    rows = [
-        (name, *_errors(errors._asdict()), *_errors(found.plain[name]._asdict()))
-        for name, errors in found.results.items()
-    ]
-    table(("result", "relative error", "SQNR dB", f"without: {options.dtype}", "SQNR dB"), rows)
+    rows = []
+    for name, errors in found.results.items():
+        median = f"{found.row_errors[name]:.4g}" if name in found.row_errors else ""
+        relative, decibel = _errors(errors._asdict())
+        rows.append((name, relative, median, decibel, *_errors(found.plain[name]._asdict())))
+    head = ("result", "relative error", "median of rows", "SQNR dB", f"without: {options.dtype}", "SQNR dB")
+    table(head, rows)
     return 0
 
 

@@ -135,8 +135,8 @@ class Linear(LinearBase):
     * ``parameters_split``: names, or names -> sizes, of parameters that W is split into along N: "query"
       gives ``query_weight``.
     * ``fuse_wgrad_accumulation``: the weight's gradient goes into ``weight.main_grad`` (torch only).
-    * ``name``: kept, for the user. Others: Transformer Engine's, at their defaults only
-      (``fp8kit.layers.unsupported``).
+    * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
+      Transformer Engine's, at their defaults only (``fp8kit.layers.unsupported``).
 
     x: (..., K); y: (..., N) in x's dtype. Under ``autocast`` the three GEMMs run in FP8 (any sizes; multiples
     of 16 need no padding).

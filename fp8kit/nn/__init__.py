@@ -25,6 +25,7 @@ between the steps of a generation. Random numbers: ``manual_seed``, ``get_rng_st
 ``normal_init`` fills weights.
 """
 
+import importlib as _importlib
 import sys as _sys
 from typing import Any as _Any
 
@@ -81,5 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "unit_scaling":
+        return _importlib.import_module(f"{__name__}.{name}")
     why = _errors.meant(name, __all__)
     raise AttributeError(f"module 'fp8kit.nn' has no attribute {name!r}{why}", name=name)

@@ -123,8 +123,8 @@ class Optimizer:
 
     ``params``: tensors, or dicts ``{"params": [...], "lr": ...}`` whose other entries override the defaults.
     A 16-bit parameter has a float32 master, made from its value at the first step, on which the update is
-    made. A parameter without a gradient is left alone. Load weights before the first step, or load the
-    optimiser's state too: the masters, once made, are the truth.
+    made. A parameter without a gradient, such as one that does not require grad, is left alone. Load weights
+    before the first step, or load the optimiser's state too: the masters, once made, are the truth.
 
     ``param_groups`` is a list of dicts that may be changed between steps. ``lr`` is a number, or a float32
     array of one element on the parameters' device, which is read there at each step and can be changed
@@ -132,8 +132,9 @@ class Optimizer:
 
     ``write_fp8_weights`` is deprecated: True has no effect but a DeprecationWarning.
 
-    Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside
-    their range, ShapeError for a ``grad`` that was set to an array of another shape, dtype or device.
+    Raises Fp8kitError where no parameter requires grad, for duplicate, strided or read-only parameters and
+    for hyperparameters outside their range, ShapeError for a ``grad`` that was set to an array of another
+    shape, dtype or device.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -164,15 +165,16 @@ class Optimizer:
             own = listed(name, "params", group["params"], "a list of tensors")
             whole: Group = {**defaults, **group, "params": own}
             for param in own:
-                if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
+                if not isinstance(param, Tensor) or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
-                    raise ArgumentError(name, "params", what, "different tensors that require grad")
+                    raise ArgumentError(name, "params", what, "different tensors")
                 seen.add(id(param))
                 want_writable(name, "params", param.view)
             self.flat(whole)
             self.param_groups.append(whole)
-        if not seen:
-            raise ArgumentError(name, "params", "nothing", "at least one tensor")
+        if not any(param.requires_grad for param in self._params()):
+            got = f"{len(seen)} tensors, none of which requires grad" if seen else "nothing"
+            raise ArgumentError(name, "params", got, "at least one tensor that requires grad")
         self._states: dict[Tensor, _State] = {}
 
     # --- what a subclass gives ------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import fp8kit_jax as fj
 import fp8kit_torch as ft
 import jax
@@ -141,3 +144,11 @@ def test_products(recipe, compiled):
         dx, dkernel, dbias = pull(g)
     for a, b in zip((y, dx, np.asarray(dkernel).T, dbias), want, strict=True):
         assert relative_error(np.asarray(a), b) < 1e-5  # sums in another order
+
+
+@pytest.mark.parametrize("package", ["fp8kit.nn", "fp8kit_torch", "fp8kit_jax"])
+def test_it_is_there_when_it_is_first_used(package: str) -> None:
+    there = f"assert '{package}.unit_scaling' not in sys.modules\n{package}.unit_scaling.gelu"
+    code = f"import sys, {package}\n{there}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -156,6 +157,25 @@ def test_errors_by_hand():
     assert found.results["y"].relative_error == pytest.approx(errors.relative_error, rel=1e-6)
 
 
+def test_the_median_of_rows_by_hand(capsys):
+    """A large exact row hides in the error of the whole what the others lose."""
+    exact = np.array([[1e6, 1e6], [1.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
+    values = exact + np.array([[0, 0], [0.5, 0.5], [0, 1.0], [3.0, 0]])
+    assert recipe_check.row_error(exact, values) == 0.5
+    assert recipe_check.row_error(0 * exact, values) == 0
+    x = draw(0, (9, 32))
+    x[0] *= 2.0**20
+    found = recipe_check.check(NAMED["current"].recipe, x, draw(1, (16, 32)), draw(2, (9, 16)), device=CPU)
+    assert found.results["y"].relative_error < 0.1 < 0.9 < found.row_errors["y"]
+    words = ("check", "delayed", "--shape", "8", "32", "16", "--device", "cpu")
+    told = ran(capsys, *words, "--json")
+    assert told["step"] == 2
+    assert {name for name, each in told["results"].items() if "row_median" in each} == {"y", "dx"}
+    said = ran(capsys, *words)
+    assert f"{told['results']['y']['row_median']:.4g}" in said
+    assert "the second step on the same data" in said
+
+
 def test_what_is_clipped_is_counted():
     """A scale of the step before that is too large: delayed scaling, whose margin frees no bit, after data of
     another size. Here by the cast alone, with the scale that such a step leaves."""
@@ -228,6 +248,16 @@ def test_a_file_of_the_users_own(tmp_path, capsys):
     assert more["data"].endswith("g student_t; 6 x 32 to 24")
 
 
+def test_a_file_of_bfloat16(tmp_path, capsys):
+    """NumPy saves it as two bytes without a meaning."""
+    x = draw(9, (6, 32)).astype(ml_dtypes.bfloat16)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "wide.npy", x.astype(np.float32))
+    words = ("check", "mxfp8", "--json", "--device", "cpu", "--data")
+    found, wide = (ran(capsys, *words, str(tmp_path / name)) for name in ("x.npy", "wide.npy"))
+    assert (found["operands"], found["results"]) == (wide["operands"], wide["results"])
+
+
 def test_text_has_every_operand(capsys):
     said = ran(capsys, "check", "mxfp8", "--shape", "8", "32", "16", "--device", "cpu")
     lines = said.splitlines()
@@ -267,7 +297,7 @@ def test_arrays_that_do_not_fit_are_refused():
             ["check", "mxfp8", "--data", "flat.npy"],
             "'flat.npy' of shape (4,), expected an array of at least 2",
         ),
-        (["check", "mxfp8", "--data", "nan.npy"], "'nan.npy' of float64, expected finite numbers"),
+        (["check", "mxfp8", "--data", "nan.npy"], "'nan.npy' of float64, with NaN, expected finite numbers"),
         (["check", "mxfp8", "--data", "words.npy"], "'words.npy' of <U3, expected finite numbers"),
         (
             ["check", "mxfp8", "--data", "good.npy", "--shape", "3", "9", "8"],

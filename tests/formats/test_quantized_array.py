@@ -444,6 +444,34 @@ def test_the_former_name():
     assert isinstance(fk.quantize(_x(2, 2)), fk.Float8Tensor)
 
 
+@pytest.mark.parametrize(("rule", "spiky", "of_channel"), [("floor", 1.85, 0.94), ("te", 0.77, 0.21)])
+def test_a_rotation_lifts_spikes_more_than_a_channel(rule, spiky, of_channel):
+    """Gains in dB of the ratio of signal to noise, of MXFP4 with a rotation of 32: means of four draws, which
+    move by 0.3 dB each."""
+    gains = {"spikes": [], "channel": []}
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        data = {name: random.standard_normal((512, 1024)).astype(np.float32) for name in gains}
+        data["spikes"][random.random((512, 1024)) < 1e-3] *= 100
+        data["channel"][:, 7] *= 200
+        for name, x in data.items():
+            how = {"scaling": "mx_1x32", "scale_rule": rule}
+            values = [fk.quantize(x, E2M1, **how, hadamard=n).dequantize() for n in (0, 32)]
+            plain, rotated = (np.square(each.astype(np.float64) - x).sum() for each in values)
+            gains[name].append(10 * np.log10(plain / rotated))
+    assert abs(np.mean(gains["spikes"]) - spiky) < 0.4
+    assert abs(np.mean(gains["channel"]) - of_channel) < 0.4
+    assert np.mean(gains["spikes"]) > 1.5 * np.mean(gains["channel"])
+
+
+def test_power_2_of_mx_is_te_but_for_zero_and_inf():
+    """For every amax of bfloat16 that is finite."""
+    x = np.zeros((0x7F80, 32), np.float32)
+    x[:, 0] = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    own, te = (fk.quantize(x, scaling="mx_1x32", scale_rule=rule).scale_inv for rule in (None, "te"))
+    assert np.flatnonzero(own != te).tolist() == [0]
+
+
 X = _x(4, 32)
 CODES = np.zeros((4, 32), np.uint8)
 
@@ -461,6 +489,8 @@ CODES = np.zeros((4, 32), np.uint8)
             lambda: fk.quantize(X, scaling="mx_1x32", scale_rule="te", saturate=False),
         ),
         (FormatError, "stochastic_bits: got 33", lambda: fk.quantize(X, stochastic_bits=33)),
+        (FormatError, "stochastic_bits: got 8 with", lambda: fk.quantize(X, stochastic_bits=8)),
+        (FormatError, "signs: got 'te' with", lambda: fk.quantize(X, signs="te")),
         (FormatError, "hadamard: got 8", lambda: fk.quantize(X, hadamard=8)),
         (FormatError, "signs: got 'minus'", lambda: fk.quantize(X, hadamard=16, signs="minus")),
         (FormatError, "random signs", lambda: fk.quantize(X, hadamard=16, signs="random")),

@@ -12,6 +12,7 @@ import pytest
 import fp8kit as fk
 from fp8kit import codec, formats
 from fp8kit.errors import RecipeError
+from fp8kit.quantization import Quantizer
 from fp8kit.recipe import (
     DataRecipe,
     DelayedScaling,
@@ -228,6 +229,12 @@ def test_what_fp8_attention_comes_to():
         MXFP8BlockScaling(fp8_dpa=True).attention,
         mine.attention,
     ]
+
+
+def test_an_operand_wants_a_format():
+    for wrong in ("E4M3", None, Format.E4M3, formats.E4M3.max):
+        with pytest.raises(RecipeError, match=r"Quantizer: format: .*fp8kit\.E4M3"):
+            Quantizer(wrong)
 
 
 def test_block_scaling_defaults_and_what_follows_from_them():

@@ -212,8 +212,9 @@ import types
 import fp8kit, fp8kit.nn, fp8kit.optim, fp8kit.serialization, fp8kit.nn.recompute
 for name in fp8kit.__all__:
     value = getattr(fp8kit, name)
-    rooms = {'autograd', 'nn', 'optim', 'recipe', 'testing', 'formats', 'arrays', 'plugins'}
+    rooms = {'autograd', 'nn', 'optim', 'recipe', 'recipes', 'testing', 'formats', 'arrays', 'plugins'}
     assert isinstance(value, types.ModuleType) == (name in rooms), name
+assert fp8kit.nn.unit_scaling.Linear
 """
 BARE = "import fp8kit\nassert not {'numba', 'fp8kit.backends'} & set(sys.modules)"
 INFO = "import fp8kit.cli\nassert fp8kit.cli.main(['info']) == 0"

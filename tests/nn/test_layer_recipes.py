@@ -47,6 +47,19 @@ def test_the_first_rule_that_fits_counts() -> None:
         assert same(results(layer, how), results(layer, own)), name
 
 
+def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    quiet = [(MX, None), (recipe.PerLayer(MX), None), (recipe.PerLayer(MX, (("unnamed*", None),)), "a")]
+    quiet.append((recipe.PerLayer(MX, (("unnamed*", None), ("*", None))), None))
+    for how, name in quiet:
+        results(make(name), how)
+    assert not caplog.messages
+    how = recipe.PerLayer(MX, (("unnamed.*", None),))
+    for _ in range(2):
+        results(make(), how)
+    (said,) = caplog.messages
+    assert said.startswith("Linear has no name, so no rule of PerLayer fits it: name_layers(model)")
+
+
 def test_name_layers() -> None:
     model = nn.Sequential(nn.Linear(64, 48), nn.LayerNormMLP(48, 96))
     assert nn.name_layers(model) is model

@@ -115,7 +115,7 @@ def test_wrong_parameters_and_hyperparameters():
     for make, word in (
         (lambda: AdamW([]), "params"),
         (lambda: AdamW([p, p]), "twice"),
-        (lambda: AdamW([tensor(np.ones(2, np.float32))]), "require grad"),
+        (lambda: AdamW([tensor(np.ones(2, np.float32))]), "requires grad"),
         (lambda: AdamW([np.ones(2)]), "ndarray"),
         (lambda: AdamW([p], lr=-1.0), "lr"),
         (lambda: AdamW([p], betas=(0.9, 1.0)), "betas"),
@@ -164,6 +164,26 @@ def test_warmup_cosine():
     assert warmup_cosine(0, 1.0, 0, 10) == 1.0
     with pytest.raises(Fp8kitError, match="warmup_steps"):
         warmup_cosine(0, 1.0, 5, 4)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_parameters_that_do_not_require_grad_are_left_alone(kind):
+    """A layer's constants among its parameters: they get no state, and a saved state is taken back."""
+    fk.manual_seed(0)
+    layer = nn.TransformerLayer(64, 128, 4, qk_norm_type="RMSNorm", qk_norm_learned=False)
+    params = list(layer.parameters())
+    fixed = [i for i, param in enumerate(params) if not param.requires_grad]
+    assert fixed
+    before = [param.numpy().copy() for param in params]
+    opt = kind(params, lr=0.1)
+    layer(tensor(draw(0, (8, 2, 64), "float32"))).backward(draw(1, (8, 2, 64), "float32"))
+    opt.step()
+    changed = [not np.array_equal(param.numpy(), old) for param, old in zip(params, before, strict=True)]
+    assert changed == [param.grad is not None for param in params]
+    assert not any(changed[i] for i in fixed)
+    state = opt.state_dict()
+    assert not state["steps"].numpy()[fixed].any()
+    kind(params, lr=0.1).load_state_dict(state)
 
 
 def test_memory_that_cannot_be_updated_is_refused():

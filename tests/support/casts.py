@@ -69,7 +69,8 @@ class How:
     def options(self) -> dict[str, Any]:
         """Arguments of ``fk.quantize``."""
         found = {"format": self.format, "scaling": self.scaling, "scale_rule": self.rule, "along": self.along}
-        found |= {"hadamard": self.hadamard, "signs": self.signs}
+        if self.hadamard:
+            found |= {"hadamard": self.hadamard, "signs": self.signs}
         if self.bits:
             found |= {"rounding": "stochastic", "stochastic_bits": self.bits}
         return found if self.rng is None else found | {"rng": tuple(self.rng.tolist())}

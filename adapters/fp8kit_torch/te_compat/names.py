@@ -202,6 +202,8 @@ def as_transformer_engine() -> ModuleType:
         )
     recipe = _module("transformer_engine.common.recipe", [recipes])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
+    for name in ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):  # which load at first use there
+        setattr(recipe, name, getattr(recipes, name))
     whole, common = (_module(name, []) for name in ("transformer_engine", "transformer_engine.common"))
     top, base = sys.modules["fp8kit_torch"], "transformer_engine.pytorch"
     made = {module.__name__: module for module in (whole, common, recipe)} | {base: top}

@@ -306,6 +306,8 @@ def test_refusals_name_operation_and_argument():
         fj.quantize(x, scaling="nvfp4_1x16", scale_rule="power_2")
     with pytest.raises(Fp8kitError, match=r"quantize: stochastic_bits: got 0"):
         fj.quantize(x, rounding="stochastic", key=jax.random.key(0), stochastic_bits=0)
+    with pytest.raises(Fp8kitError, match=r"quantize: stochastic_bits: got 8 with"):
+        fj.quantize(x, stochastic_bits=8)
     small = fj.quantize(x, scaling="block_1x32")
     with pytest.raises(Fp8kitError, match=r"gemm: fast_accumulate: .*values are multiplied"):
         fj.gemm(small, small, fast_accumulate=True)

@@ -154,13 +154,13 @@ PARTS = {
         ft.as_transformer_engine()
         import transformer_engine.pytorch as te
         for module, name, word in (
-            ("transformer_engine.common.recipe", "MXFP8BlockScaling", "the recipes are"),
+            ("transformer_engine.common.recipe", "MXFP8Tensor", "are emulated"),
             ("transformer_engine.pytorch", "initialize_ub", "no tensor parallelism"),
             ("transformer_engine.pytorch", "Float8Quantizer", "recipes say"),
             ("transformer_engine.pytorch.ops", "AllReduce", "no tensor parallelism"),
             ("transformer_engine.pytorch.ops", "register_forward_fusion", "as they are written"),
             ("transformer_engine.pytorch.router", "fused_topk_with_score_function", "router"),
-            ("transformer_engine.pytorch.tensor", "MXFP8Tensor", "the recipes are"),
+            ("transformer_engine.pytorch.tensor", "MXFP8Tensor", "are emulated"),
             ("transformer_engine.pytorch", "jit", "inner part"),
             ("transformer_engine.pytorch.quantization", "get_fp8_te_dtype", "inner part"),
             ("transformer_engine.pytorch.tensor.utils", "cast_master_weights_to_fp8", "master_weights=True"),
@@ -183,6 +183,9 @@ PARTS = {
             assert "nonsense" in str(said)
         else:
             raise AssertionError("nonsense")
+        from transformer_engine.common.recipe import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling
+        for kind in (CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling):
+            assert getattr(te, kind.__name__) is kind is getattr(te.recipe, kind.__name__)
         from transformer_engine.pytorch import fp8, attention
         assert attention.DotProductAttention is ft.DotProductAttention
     """,
