@@ -67,5 +67,8 @@ def recipes_part(setting: Setting) -> list[Row]:
             except Fp8kitError as error:
                 row |= {"status": f"refused: {error}"}
                 continue
+            except Exception as error:  # what fails is one recipe's row
+                row |= {"status": f"failed: {type(error).__name__}: {error}"}
+                continue
             row |= {"gpu_ms": times[name] * 1e3, "ratio": times[name] / times["bf16"]}
     return rows
