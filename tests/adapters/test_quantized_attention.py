@@ -348,3 +348,32 @@ def test_recomputed_attention():
             results.append([o.numpy(), *(x.grad.numpy() for x in own)])
         for found in results[1:]:
             same("native", found, results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "sequence"), [(128, 64), (1024, 512), (4096, 2048)])
+@pytest.mark.parametrize("name", ["delayed", "current mha", "flash attention 3"])
+def test_a_layer_of_torch_on_a_gpu(name, hidden, sequence):
+    """So many steps that recorded calls become graphs; finite, and near high precision."""
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    torch.manual_seed(0)
+    layer = ft.TransformerLayer(
+        hidden,
+        4 * hidden,
+        hidden // 64 if hidden < 4096 else 32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=kind["dtype"],
+        device="cuda",
+    )
+    x, g = (torch.randn(sequence, 2, hidden, **kind) for _ in range(2))
+    x.requires_grad_()
+    want = layer(x).detach()
+    for _ in range(12):
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        with ft.autocast(recipe=RECIPES[name]):
+            y = layer(x)
+        y.backward(g)
+    assert torch.isfinite(x.grad).all()
+    assert relative_error(y.detach().float().cpu().numpy(), want.float().cpu().numpy()) < 0.1
