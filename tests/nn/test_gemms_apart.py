@@ -30,7 +30,13 @@ def _gradients(layer, recipe):
     return y.numpy(), x.grad.numpy(), weight.grad.numpy()
 
 
-@pytest.mark.parametrize("layer", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "Linear",
+        *(pytest.param(one, marks=pytest.mark.combinations) for one in ("LayerNormLinear", "LayerNormMLP")),
+    ],
+)
 @pytest.mark.parametrize("scaled", SCALED)
 @pytest.mark.parametrize("how", list(itertools.product(COMPUTES, repeat=3)), ids="-".join)
 def test_each_gemm_as_it_is_told(how, scaled, layer):
