@@ -11,7 +11,7 @@
 // variants: T=bf16,f16; D=128; DV=128; KIND=0,1,2
 // variants: T=bf16,f16; D=192; DV=128; KIND=0,1,2
 // variants: T=bf16,f16; D=256; DV=256; KIND=0,1,2
-// spills: 32 bytes, of what is read once a tile: accumulators fill the registers
+// spills: 48 bytes, of what is read once a tile: accumulators fill the registers
 #include "flash.cuh"
 
 constexpr bool WIDE = D > 128;
