@@ -15,10 +15,9 @@ from typing import Any
 import fp8kit_torch as ft
 import torch
 
-from fp8kit.bench.report import Row, Setting
+from fp8kit.bench.report import Row, Setting, attempt
 from fp8kit.bench.sizes import FULL
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
-from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import Recipe
 from fp8kit.recipes import NAMED
 
@@ -61,14 +60,7 @@ def recipes_part(setting: Setting) -> list[Row]:
         for name, entry in NAMED.items():
             row: Row = {"workload": f"layer {hidden}, {sequence} x {batch}", "case": name, "status": "ok"}
             rows.append(row)
-            try:
-                steps = {name: partial(step, entry.recipe), "bf16": partial(step, None)}
-                times = _times(steps, setting)
-            except Fp8kitError as error:
-                row |= {"status": f"refused: {error}"}
-                continue
-            except Exception as error:  # what fails is one recipe's row
-                row |= {"status": f"failed: {type(error).__name__}: {error}"}
-                continue
-            row |= {"gpu_ms": times[name] * 1e3, "ratio": times[name] / times["bf16"]}
+            with attempt(row):
+                times = _times({name: partial(step, entry.recipe), "bf16": partial(step, None)}, setting)
+                row |= {"gpu_ms": times[name] * 1e3, "ratio": times[name] / times["bf16"]}
     return rows

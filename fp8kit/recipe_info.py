@@ -149,7 +149,8 @@ def attention_facts(recipe: Recipe) -> dict[str, Any]:
 
 def field_values(recipe: Recipe) -> dict[str, str]:
     """The fields of a recipe, as they are written in Python."""
-    values = {each.name: getattr(recipe, each.name) for each in fields(recipe) if each.init}  # type: ignore[arg-type]
+    own = (each.name for each in fields(recipe) if each.init)  # type: ignore[arg-type]
+    values = {name: getattr(recipe, name) for name in own}
     plain = Enum | Quantization | AttentionQuantization
     return {name: str(v) if isinstance(v, plain) else repr(v) for name, v in values.items()}
 

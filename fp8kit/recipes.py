@@ -169,7 +169,7 @@ NAMED: dict[str, Named] = {
             ),
             "nvfp4_fwd_mxfp8_bwd",
         ),
-        "asked for in Transformer Engine's issue 2102",
+        "asked for by users of Transformer Engine, which had it once",
     ),
 }
 

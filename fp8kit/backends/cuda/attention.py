@@ -83,9 +83,10 @@ def _why_not_cudnn(
     """Why a direction does not run on cuDNN, None where it does. ``device``: see ``cudnn_sdpa.why_not``."""
     directions = _MODES if about.dropout else ((backward, deterministic and backward),)
     for build in (False, True):  # what is known beforehand first
-        choice = build and device is not None and flash.why_not(about) is None
-        if choice and not _worth_it(about, device, timed):  # type: ignore[arg-type]
-            return _TOO_SMALL
+        if build and device is not None and flash.why_not(about) is None:
+            worth = _worth_it(about, device, timed)
+            if not worth:
+                return _TOO_SMALL
         for direction in directions:
             reason = cudnn_sdpa.why_not(about, *direction, device if build else None)
             if reason is not None:
@@ -100,10 +101,10 @@ def _why_not_cudnn(
 
 def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
     """What ``_why_not_cudnn`` would say to the next call, which takes no graph here."""
-    middle = device is not None and _SMALL <= _multiply_adds(about) < _LARGE
-    if not middle or _worth.get((about, device)) is not None:  # type: ignore[arg-type]
+    middle = _SMALL <= _multiply_adds(about) < _LARGE
+    if device is None or not middle or _worth.get((about, device)) is not None:
         return _why_not_cudnn(about, backward, deterministic, device, True)
-    if _taken.get(device, 0) < _GRAPHS:  # type: ignore[arg-type]
+    if _taken.get(device, 0) < _GRAPHS:
         return _why_not_cudnn(about, backward, deterministic, device, False)
     return _why_not_cudnn(about, backward, deterministic, None, False) or _TOO_SMALL
 

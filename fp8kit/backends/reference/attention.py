@@ -117,13 +117,8 @@ def attention_bwd(
         factors = None if random is None else at.factors(random, place)
         if factors is not None:
             ds *= factors
-        _gradient(
-            p.reshape(-1, at.width),
-            ds.reshape(-1, at.width),
-            sums[at.rows].reshape(-1),
-            delta[at.rows].reshape(-1),
-            at.place,
-        )
+        statistics = sums[at.rows].reshape(-1), delta[at.rows].reshape(-1)
+        gradient(p.reshape(-1, at.width), ds.reshape(-1, at.width), *statistics, at.place, np.float32(1))
         if factors is not None:
             p *= factors
         if bias is not None:
@@ -138,14 +133,18 @@ def attention_bwd(
     if dbias is not None and bias is not None:
         store(dbias, bias * scores.bias_factor)
     if doffset is not None:
-        some = sums != -np.inf  # a row whose offset is -Inf too and that sees nothing has no probabilities
-        weights = np.exp(scores.sinks(sizes) - np.where(some, sums, np.float32(0))) * delta[..., 0]
-        store(
-            doffset,
-            -np.add.reduce(
-                np.where(within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)
-            ).reshape(-1),
-        )
+        offset_gradient(doffset, sums, delta, scores, sizes, extras)
+
+
+def offset_gradient(
+    doffset: ArrayView, sums: Float32, delta: Float32, scores: Scores, sizes: Sizes, extras: AttentionExtras
+) -> None:
+    """The gradient of a learnable softmax_offset. ``sums``: the rows' log-sum-exp, (b, h_kv, group, s_q);
+    ``delta``: rowsum(do * o), one dimension more."""
+    some = sums != -np.inf  # a row whose offset is -Inf too and that sees nothing has no probabilities
+    weights = np.exp(scores.sinks(sizes) - np.where(some, sums, np.float32(0))) * delta[..., 0]
+    inside = np.where(within(extras, sizes) & some, weights, np.float32(0))
+    store(doffset, -np.add.reduce(inside, axis=(0, 3)).reshape(-1))
 
 
 def within(extras: AttentionExtras, sizes: Sizes) -> Array:
@@ -201,9 +200,9 @@ def _softmax(scores: Array, lse: Array, sinks: Array, place: Any) -> None:
 
 
 @njit(parallel=True, fastmath={"contract"})
-def _gradient(scores: Array, ds: Array, lse: Array, delta: Array, place: Any) -> None:
-    """Scores become probabilities and ds, which holds the probabilities' gradients, the scores' gradients;
-    both in place."""
+def gradient(scores: Array, ds: Array, lse: Array, delta: Array, place: Any, factor: Any) -> None:
+    """Scores become probabilities and ds, which holds the probabilities' gradients, the scores' gradients
+    times ``factor``; both in place."""
     for r in prange(scores.shape[0]):
         first, last = seen_within(r, place)
         if lse[r] == -np.inf:
@@ -211,7 +210,7 @@ def _gradient(scores: Array, ds: Array, lse: Array, delta: Array, place: Any) ->
         for j in range(first, last):
             p = exp32(scores[r, j] - lse[r])
             scores[r, j] = p
-            ds[r, j] = p * (ds[r, j] - delta[r])
+            ds[r, j] = factor * p * (ds[r, j] - delta[r])
         scores[r, :first] = 0
         scores[r, last:] = 0
         ds[r, :first] = 0

@@ -11,7 +11,14 @@ import numpy as np
 from fp8kit.arrays import ArrayView, as_view
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.backends.reference._numpy import Array, Float32, quiet, store
-from fp8kit.backends.reference.attention import heads_of, over_group, put_heads, within
+from fp8kit.backends.reference.attention import (
+    gradient,
+    heads_of,
+    offset_gradient,
+    over_group,
+    put_heads,
+    within,
+)
 from fp8kit.backends.reference.attention_rules import (
     Block,
     Scores,
@@ -105,24 +112,6 @@ def _softmax(
         scores[r, last:] = 0
 
 
-@njit(parallel=True, fastmath={"contract"})
-def _gradient(scores: Array, ds: Array, lse: Array, delta: Array, place: Any, factor: Any) -> None:
-    """Scores become probabilities and ds, which holds the probabilities' gradients, those of q k^T, both
-    unrounded and in place; ``factor``: the scores'."""
-    for r in prange(scores.shape[0]):
-        first, last = seen_within(r, place)
-        if lse[r] == -np.inf:
-            last = first
-        for j in range(first, last):
-            p = exp32(scores[r, j] - lse[r])
-            scores[r, j] = p
-            ds[r, j] = factor * p * (ds[r, j] - delta[r])
-        scores[r, :first] = 0
-        scores[r, last:] = 0
-        ds[r, :first] = 0
-        ds[r, last:] = 0
-
-
 @njit(parallel=True)
 def _round(x: Array, how: Any, table: Array, scale: Any, scale_inv: Any) -> None:
     """All rows of x (rows, columns) rounded, in place."""
@@ -201,7 +190,7 @@ class _Backward:
                 ds *= factors
             rows = p.reshape(-1, at.width), ds.reshape(-1, at.width)
             statistics = self.sums[at.rows].reshape(-1), self.delta[at.rows].reshape(-1)
-            _gradient(*rows, *statistics, at.place, self.factor)
+            gradient(*rows, *statistics, at.place, self.factor)
             yield at, p, ds, factors
 
     def _factors(self, at: Block, random: Dropout | None) -> Float32 | None:
@@ -234,7 +223,7 @@ def quantized_attention_bwd(
     """See ``Kernels.quantized_attention_bwd``: one pass over the blocks for the amax of dS, one for the
     products."""
     call = _Backward((do, q, k, v, o), lse, extras, spec)
-    groups, sizes, sums = call.keys.shape[1], call.sizes, call.sums
+    groups = call.keys.shape[1]
     queries, upstream = (heads_of(view, spec, groups) for view in (q_rows, do_rows))
     keys = heads_of(k_rows, spec)
     bias = None if dbias is None else np.zeros(dbias.shape, np.float32)
@@ -260,7 +249,4 @@ def quantized_attention_bwd(
     if dbias is not None and bias is not None:
         store(dbias, bias * (call.scores.bias_factor / call.factor))
     if doffset is not None:
-        some = sums != -np.inf
-        weights = np.exp(call.scores.sinks(sizes) - np.where(some, sums, np.float32(0))) * call.delta[..., 0]
-        inside = np.where(within(extras, sizes) & some, weights, np.float32(0))
-        store(doffset, -np.add.reduce(inside, axis=(0, 3)).reshape(-1))
+        offset_gradient(doffset, call.sums, call.delta, call.scores, call.sizes, extras)

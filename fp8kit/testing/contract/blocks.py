@@ -53,7 +53,8 @@ def signs(kind: str, count: int, rng: Array | None) -> Any:
     if kind != "random":
         return kind
     at = np.arange(count, dtype=np.uint64)
-    words = philox(rng, np.uint64(rules.SIGNS_AT) + at // np.uint64(32)).astype(np.uint64)  # type: ignore[arg-type]
+    index = np.uint64(rules.SIGNS_AT) + at // np.uint64(32)
+    words = philox(rng, index).astype(np.uint64)  # type: ignore[arg-type]
     return np.where(words >> (at % np.uint64(32)) & np.uint64(1), np.float32(-1), np.float32(1))
 
 
