@@ -156,7 +156,8 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
     if (COMPILED == four_codes && how.four) {
       const u32 square = (row_here & ~(LINE - 1)) * LINES + place;
       if (how.square)
-        scale = tried_scale(how, tensor, amax, square_error(errors[1] + square) < square_error(errors[0] + square));
+        scale = tried_scale(how, tensor, amax,
+                            square_error(errors[1] + square) < square_error(errors[0] + square));
       else
         scale = chosen_scale(how, tensor, amax, nan, v);
     } else {

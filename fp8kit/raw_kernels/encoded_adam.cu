@@ -1,11 +1,11 @@
 // functions: encoded_adam, encoded_adam_amax (encoded_adam_), encoded_adam_scales (encoded_adam_)
 // variants: T=f32,bf16,f16
 //
-// Adam on states that are kept in fewer bits (fp8kit.moments). A thread has eight neighbours, so that 16 lanes
-// hold a block of 128 and a warp one of 256. Where a tensor has one factor, encoded_adam_amax makes the step
-// and keeps its amaxes, encoded_adam_scales makes factors of them, and encoded_adam makes the step again.
-// Every operation is written as one rounding (__fmul_rn and so on), which the compiler does not fuse: the CPU
-// engine (backends/reference/encoded_adam.py) has the same operations in the same order.
+// Adam on states that are kept in fewer bits (fp8kit.moments). A thread has eight neighbours, so that 16
+// lanes hold a block of 128 and a warp one of 256. Where a tensor has one factor, encoded_adam_amax makes the
+// step and keeps its amaxes, encoded_adam_scales makes factors of them, and encoded_adam makes the step
+// again. Every operation is written as one rounding (__fmul_rn and so on), which the compiler does not fuse:
+// the CPU engine (backends/reference/encoded_adam.py) has the same operations in the same order.
 
 #include "optim.cuh"
 
@@ -231,7 +231,9 @@ DEVICE void encode_state(const Form& form, void* state, float* scales, float fac
 
 // --- masters -----------------------------------------------------------------------------------------------
 
-template <int N> DEVICE u32 half_word(const u32 (&words)[N], int j) { return words[j / 2] >> (j % 2 * 16) & 0xFFFFu; }
+template <int N> DEVICE u32 half_word(const u32 (&words)[N], int j) {
+  return words[j / 2] >> (j % 2 * 16) & 0xFFFFu;
+}
 
 DEVICE void read_weights(i32 kind, const T* param, const void* master, float factor, i64 at, int valid,
                          float (&w)[8]) {
@@ -410,7 +412,8 @@ encoded_adam(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 
   float before[3], after[3];
 #pragma unroll
   for (int k = 0; k < 3; ++k) {
-    const bool shares = old != nullptr && table.scales[k][t] != nullptr && (k == 2 || forms[k % 2].by_tensor());
+    const bool shares =
+        old != nullptr && table.scales[k][t] != nullptr && (k == 2 || forms[k % 2].by_tensor());
     before[k] = shares ? old[3 * t + k] : 0.0f;
     after[k] = shares ? *table.scales[k][t] : 0.0f;
   }

@@ -1,8 +1,8 @@
 // What the flash attention kernels have in common: sizes of tiles, which tiles a block visits, and what a
-// score is. D and DV are the features of a head of q and k and of v, rounded up to what is compiled. KIND is 0
-// where rows see a band of columns (causal masks, windows, true lengths) and that is all; 1 where there is
-// dropout beside; 2 where there may be anything: a mask array, a bias, slopes, a further score, a scale that is
-// not positive, dropout.
+// score is. D and DV are the features of a head of q and k and of v, rounded up to what is compiled. KIND is
+// 0 where rows see a band of columns (causal masks, windows, true lengths) and that is all; 1 where there is
+// dropout beside; 2 where there may be anything: a mask array, a bias, slopes, a further score, a scale that
+// is not positive, dropout.
 #pragma once
 #include "attention.cuh"
 #include "tiles.cuh"
@@ -15,7 +15,9 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 struct Array {
   T* at;
   i64 batch, head, row;
-  __device__ __forceinline__ T* rows(int b, int h, int i) const { return at + b * batch + h * head + i * row; }
+  __device__ __forceinline__ T* rows(int b, int h, int i) const {
+    return at + b * batch + h * head + i * row;
+  }
 };
 
 // 2^x, within 2 ulp; results below 2^-126 are 0.
@@ -84,8 +86,9 @@ DEVICE Row row_at(const Rules& rules, const Span& span, int batch, int head, int
 // What a made score is multiplied by for units of log 2.
 DEVICE float unit_of(const Rules& rules) { return GENERAL ? LOG2E : (float)rules.scale * LOG2E; }
 
-// q k^T to scores, -Inf where a row does not see a column; without the scale unless GENERAL. The accumulator's
-// first element is of row `row0` and column `column0`; TRANSPOSED: its rows are columns of scores.
+// q k^T to scores, -Inf where a row does not see a column; without the scale unless GENERAL. The
+// accumulator's first element is of row `row0` and column `column0`; TRANSPOSED: its rows are columns of
+// scores.
 template <bool TRANSPOSED, int M, int N>
 DEVICE void make_scores(Sums<M, N>& p, const Rules& rules, const Span& span, int batch, int head, int row0,
                         int column0) {

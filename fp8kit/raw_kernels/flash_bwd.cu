@@ -1,5 +1,5 @@
-// Gradients of attention without its scores in memory (Dao et al., FlashAttention, 2022, appendix B). P is made
-// anew from q, k and the log-sum-exp:
+// Gradients of attention without its scores in memory (Dao et al., FlashAttention, 2022, appendix B). P is
+// made anew from q, k and the log-sum-exp:
 //
 //   dv = P'^T do        ds = P * (dropout(do v^T) - sum(do * o)) * scale       dk = ds^T q        dq = ds k
 //
@@ -51,7 +51,8 @@ extern "C" __global__ void flash_bwd_dot(Backward job) {
   }
 }
 
-// P' and ds of one element in place of its score and do v^T; `kept`: dropout's factor; `lse` in units of log 2.
+// P' and ds of one element in place of its score and do v^T; `kept`: dropout's factor. `lse` is in units of
+// log 2.
 DEVICE void weight_and_slope(float& score, float unit, float lse, float dot, float kept, float scale,
                              float& dp) {
   const float weight = exp2_fast(score * unit - lse);
@@ -143,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
         float factor = 1.0f;
         if (drops(rules))
           factor = is_kept<KEYS>(kept, row, key) ? (float)rules.inverse_keep : 0.0f;
-        weight_and_slope(p.at[0][m][e], unit, row_lse[s][row], row_dot[s][row], factor, scale, ds.at[0][m][e]);
+        float &score = p.at[0][m][e], &slope = ds.at[0][m][e];
+        weight_and_slope(score, unit, row_lse[s][row], row_dot[s][row], factor, scale, slope);
       }
     if constexpr (GROUPS == 1) {
       multiply_sums(more, p, upstream(s));
@@ -200,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_queries(Backward
   constexpr int STAGE = Keys::bytes + Values::bytes;
   auto keys = [&](int s) { return Keys{upstream.base + Upstream::bytes + s * STAGE}; };
   auto values = [&](int s) { return Values{keys(s).base + Keys::bytes}; };
-  const T *k = job.k.rows(batch, head / (int)job.repeat, 0), *v = job.v.rows(batch, head / (int)job.repeat, 0);
+  const int group = head / (int)job.repeat;
+  const T *k = job.k.rows(batch, group, 0), *v = job.v.rows(batch, group, 0);
   auto load_columns = [&](int tile) {
     const int j = tile * STEP;
     const int s = tile % STAGES;

@@ -48,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
   constexpr int STAGE = Keys::bytes + Values::bytes;
   auto keys = [&](int tile) { return Keys{base + Queries::bytes + tile % 2 * STAGE}; };
   auto values = [&](int tile) { return Values{keys(tile).base + Keys::bytes}; };
-  const T *k = job.k.rows(batch, head / (int)job.repeat, 0), *v = job.v.rows(batch, head / (int)job.repeat, 0);
+  const int group = head / (int)job.repeat;
+  const T *k = job.k.rows(batch, group, 0), *v = job.v.rows(batch, group, 0);
 
   const int first = span.first_column(row0) / COLUMNS;
   const int end = tiles_of(span.last_column(min(span.rows, row0 + BLOCK_ROWS)), COLUMNS);
@@ -116,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
           }
         sum[m][half] = sum[m][half] * correction + more;
 #pragma unroll
-        for (int n = 0; n < DV / 8; ++n) o.at[m][n][2 * half] *= correction, o.at[m][n][2 * half + 1] *= correction;
+        for (int n = 0; n < DV / 8; ++n)
+          o.at[m][n][2 * half] *= correction, o.at[m][n][2 * half + 1] *= correction;
       }
     multiply_sums(o, p, values(tile));
     __syncthreads();  // the tiles are free for what is loaded next
@@ -149,6 +151,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
   const Tile<BLOCK_ROWS, DV> out{base};
   put(o, out, warp_row);
   __syncwarp();
-  store_rows<16 * M>(out, warp_row, job.o.rows(batch, head, row0 + warp_row), job.o.row, in_array() - warp_row,
-                     job.dim_v);
+  T* to = job.o.rows(batch, head, row0 + warp_row);
+  store_rows<16 * M>(out, warp_row, to, job.o.row, in_array() - warp_row, job.dim_v);
 }

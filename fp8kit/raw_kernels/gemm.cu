@@ -7,9 +7,9 @@
 // variants: T=f16; B=f16
 #include "common.cuh"
 
-// out[i, j] = product[i, j] * (a_scale[i] * b_scale[j]) + bias[j] + addend[i, j], rounded once. product (null:
-// zeros), the scales (1), bias and addend may be null; a scale's step is 0 where it is one number. Strides in
-// elements, addend's as out's. product and addend may be out's own memory.
+// out[i, j] = product[i, j] * (a_scale[i] * b_scale[j]) + bias[j] + addend[i, j], rounded once. product
+// (null: zeros), the scales (1), bias and addend may be null; a scale's step is 0 where it is one number.
+// Strides in elements, addend's as out's. product and addend may be out's own memory.
 extern "C" __global__ void __launch_bounds__(256)
 finish(const float* product, const B* bias, const T* addend, T* out, i64 rows, i64 columns,
        i64 product_stride, i64 out_stride, const float* a_scale, const float* b_scale,

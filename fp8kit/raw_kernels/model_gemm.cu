@@ -153,7 +153,8 @@ model_gemm(const u8* a, const u8* b, T* out, Job job) {
               split(c[i][j], fraction, exponent);
               most[i][j] = max(most[i][j], exponent);
               const int shift = most[i][j] - exponent + MANTISSA - bits;
-              const Sum own = shift >= 0 ? (Sum)((Bits)fraction >> min(shift, LAST)) : (Sum)fraction << -shift;
+              const Sum own =
+                  shift >= 0 ? (Sum)((Bits)fraction >> min(shift, LAST)) : (Sum)fraction << -shift;
               terms[i][j] = c[i][j] < 0.0f ? -own : own;
             }
         }

@@ -1,5 +1,5 @@
-// What steps of optimisers share: how tensors are cut into pieces, whether a step is skipped, the correction of
-// moments, and gradients of any type.
+// What steps of optimisers share: how tensors are cut into pieces, whether a step is skipped, the correction
+// of moments, and gradients of any type.
 #pragma once
 #include "rows.cuh"
 

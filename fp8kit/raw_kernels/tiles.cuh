@@ -33,10 +33,12 @@ DEVICE void copy_async(u32 to, const void* from, bool exists) {
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most N of this thread's committed groups are on their way.
-template <int N> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+template <int N> DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
-// A tile of rows that lie `stride` elements apart, by THREADS threads, eight of them to a row of a panel. Rows
-// from `rows` on and columns from `columns` (a multiple of 8) on become 0 and are not read.
+// A tile of rows that lie `stride` elements apart, by THREADS threads, eight of them to a row of a panel.
+// Rows from `rows` on and columns from `columns` (a multiple of 8) on become 0 and are not read.
 template <int THREADS, typename TILE>
 DEVICE void load_tile(TILE to, const T* from, i64 stride, int rows, int columns) {
   constexpr int STEP = THREADS / 8;
@@ -126,7 +128,8 @@ DEVICE void multiply_rows(Sums<M, N>& c, A a, int row, B b) {
 }
 
 // c += a b: a, an accumulator, rounded to T; the first 8 * N columns of b's rows, 8 * K of them.
-template <int M, int N, int K, typename B> DEVICE void multiply_sums(Sums<M, N>& c, const Sums<M, K>& a, B b) {
+template <int M, int N, int K, typename B>
+DEVICE void multiply_sums(Sums<M, N>& c, const Sums<M, K>& a, B b) {
   static_assert(8 * K <= B::rows && 8 * N <= B::columns && N % 2 == 0 && K % 2 == 0, "");
 #pragma unroll
   for (int k = 0; k < K; k += 2) {

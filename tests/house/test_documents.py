@@ -107,7 +107,10 @@ def test_what_is_named_exists(document: Path) -> None:
     assert not wrong, wrong
 
 
-@by_document
+KERNELS = sorted((ROOT / "fp8kit/raw_kernels").glob("*.cu*"))
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *KERNELS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_fit(document: Path) -> None:
     """Rows of tables and addresses, which cannot be broken, aside."""
     long = [
