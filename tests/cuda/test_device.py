@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from fp8kit import arrays, formats
-from fp8kit.arrays import CPU, Device
+from fp8kit.arrays import CPU, ArrayView, Device
+from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import launch, support
 from fp8kit.backends.cuda.device import CudaProvider
 from fp8kit.backends.protocol import KERNELS, SPECS
 from fp8kit.errors import BackendError
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import float32, int64, uint8
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import get, put
 
@@ -105,6 +106,29 @@ def test_a_copy_to_the_device_does_not_need_its_source_afterwards() -> None:
     view = arrays.to(arrays.as_view(host), GPU)
     host[:] = -1
     assert_same_bits("copy", get(view), np.arange(1 << 20, dtype=np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [uint8, float32, int64])
+def test_an_array_over_two_allocations_is_copied(dtype: formats.DType) -> None:
+    """Weights that lie side by side are one array for kernels, where they are several allocations too."""
+    calls, nbytes = launch.runtime(), 64 << 20
+    pieces = sorted(calls.malloc(nbytes) for _ in range(16))
+    try:
+        start = next(a for a, b in zip(pieces, pieces[1:], strict=False) if b == a + nbytes)
+        half = nbytes // dtype.itemsize
+        parts = [ArrayView(start + i * nbytes, (half,), dtype, GPU, None) for i in range(2)]
+        for i, part in enumerate(parts):
+            arrays.copy(part, put(np.full(half, i + 1, dtype.numpy), GPU))
+        both = ArrayView(start, (2 * half,), dtype, GPU, None)
+        out = arrays.empty(both.shape, dtype, GPU)
+        dispatch.kernels(GPU).copy(both, out, arrays.current_stream(GPU))
+        found = get(out)
+        assert (found[:half] == 1).all()
+        assert (found[half:] == 2).all()
+    finally:
+        for piece in pieces:
+            calls.free(piece)
 
 
 @pytest.mark.gpu

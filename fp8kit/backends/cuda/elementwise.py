@@ -7,12 +7,11 @@ import struct
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.cuda import launch, recorded
+from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import TYPE_CODES, ceil_div, column_sums, column_sums_bytes, kernel
 from fp8kit.errors import BackendError
 
 _LAYOUT = struct.Struct("=16q")  # raw_kernels/layout.cuh
-_DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class _Merged(NamedTuple):
@@ -63,12 +62,10 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     merged = _merge(y.shape, x.strides, y.strides)
     itemsize = y.dtype.itemsize
     if x.dtype is y.dtype:
-        if merged.dense:
-            move = functools.partial(
-                launch.runtime().memcpyAsync, y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE
-            )
-            recorded.put(y.device.index, stream, "copy", move)
-            return
+        # never cudaMemcpyAsync: it refuses what lies in two allocations side by side, as joined weights may
+        if merged.dense and itemsize > 4:
+            itemsize, size = 4, size * itemsize // 4
+            merged = _merge((size,), (1,), (1,))
         if itemsize > 4:
             raise BackendError("copy", "dtype", y.dtype, "elements of 1, 2 or 4 bytes")
         unit = 8 // itemsize if merged.step * itemsize >= 8 and (x.ptr | y.ptr) % 8 == 0 else 1
