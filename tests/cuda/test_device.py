@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import subprocess
 import sys
 import threading
@@ -115,7 +116,7 @@ def test_an_array_over_two_allocations_is_copied(dtype: formats.DType) -> None:
     calls, nbytes = launch.runtime(), 64 << 20
     pieces = sorted(calls.malloc(nbytes) for _ in range(16))
     try:
-        start = next(a for a, b in zip(pieces, pieces[1:], strict=False) if b == a + nbytes)
+        start = next(a for a, b in itertools.pairwise(pieces) if b == a + nbytes)
         half = nbytes // dtype.itemsize
         parts = [ArrayView(start + i * nbytes, (half,), dtype, GPU, None) for i in range(2)]
         for i, part in enumerate(parts):
