@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from fp8kit.graphs import graph
     from fp8kit.lab.overrides import override
+    from fp8kit.lru import cache_info
     from fp8kit.nn.random import draw_from, manual_seed
     from fp8kit.nn.recompute import checkpoint
     from fp8kit.ops.registry import register_operation
@@ -114,6 +115,7 @@ _PUBLIC = {
     "uint8": "formats",
     "graph": "graphs",
     "override": "lab.overrides",
+    "cache_info": "lru",
     "matmul": "quantized_matmul",
     "draw_from": "nn.random",
     "manual_seed": "nn.random",

@@ -4,6 +4,8 @@ fp8kit`` is the same."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
 import platform
 import shlex
@@ -36,6 +38,7 @@ from fp8kit.commands import (
     warmup,
 )
 from fp8kit.errors import Fp8kitError
+from fp8kit.lru import cache_info
 from fp8kit.models.presets import PRESETS, preset
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it
@@ -79,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help=f"only: who computes such an attention on each device, and why "
         f"the others do not; keys: {', '.join(attention_info.KEYS)}",
+    )
+    info.add_argument(
+        "--caches",
+        action="store_true",
+        help="only: what is kept on disk, and the caches by shape with their limits; "
+        "fk.cache_info() shows how full those of a running program are",
     )
 
     sizes = "; ".join(
@@ -233,6 +242,9 @@ def _info(options: argparse.Namespace) -> int:
     if options.attention is not None:
         _print_attention(" ".join(options.attention))
         return 0
+    if options.caches:
+        _print_caches()
+        return 0
     sections: dict[str, list[tuple[str, str, str]]] = {
         "machine": [
             ("python", "", platform.python_version()),
@@ -328,6 +340,20 @@ def _print_attention(words: str = "") -> None:
     about = attention_info.question(words)
     print(f"attention asked about\n  {about.text}")
     _print(attention_info.sections(about))
+
+
+def _print_caches() -> None:
+    """What is on disk, by folder, and the limits of the caches by shape of installed frontends."""
+    for name in ("fp8kit.nn", "fp8kit.backends.cuda.attention", "fp8kit_torch", "fp8kit_jax"):
+        with contextlib.suppress(ImportError):  # a frontend whose framework is not installed
+            importlib.import_module(name)
+    rows = []
+    for name in cache.FOLDERS:
+        files = [path for path in (settings.cache_dir() / name).rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files) / 2**20
+        rows.append((name, "", f"{len(files)} files, {size:.1f} MiB"))
+    shapes = [(name, "", f"limit {info['limit']}") for name, info in cache_info().items()]
+    _print({f"on disk, {_said(_cache)}": rows, "by shape, in a process": shapes}.items())
 
 
 def _said(ask: Callable[[], str]) -> str:

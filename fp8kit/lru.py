@@ -1,7 +1,8 @@
-"""``LRU``: a bounded cache that forgets what was not asked for longest."""
+"""Bounded caches that forget what was not asked for longest, and how each does (``cache_info``)."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -9,6 +10,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+F = TypeVar("F", bound=Callable[..., Any])
+
+SHAPES = 16384  # entries of a cache by shape: a training on text meets thousands of lengths
 
 
 class Info(NamedTuple):
@@ -24,9 +28,10 @@ class LRU(Generic[K, V]):
     """At most ``limit`` values by key. Threads may ask at once.
 
     ``retire(key, value)`` is told of each value that is forgotten, after which nothing here refers to it.
+    ``name``: what ``cache_info`` calls it; without one it is not listed.
     """
 
-    def __init__(self, limit: int, retire: Callable[[K, V], Any] | None = None) -> None:
+    def __init__(self, limit: int, retire: Callable[[K, V], Any] | None = None, name: str = "") -> None:
         self.limit = limit
         self.misses = 0
         self._hits = 0
@@ -34,6 +39,8 @@ class LRU(Generic[K, V]):
         self._values: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
         self._making = threading.Lock()
+        if name:
+            listed(name, lambda: self.info)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -79,3 +86,36 @@ class LRU(Generic[K, V]):
         """Forget everything."""
         with self._lock:
             self._values.clear()
+
+
+_LISTED: dict[str, Callable[[], Info]] = {}
+
+
+def listed(name: str, info: Callable[[], Info]) -> None:
+    """Have ``cache_info`` list a cache under this name."""
+    _LISTED[name] = info
+
+
+def memoized(name: str, limit: int = SHAPES) -> Callable[[F], F]:
+    """``functools.lru_cache(limit)``, listed by ``cache_info``."""
+
+    def wrap(function: F) -> F:
+        kept = functools.lru_cache(limit)(function)
+
+        def info() -> Info:
+            hits, misses, _, size = kept.cache_info()
+            return Info(size, limit, hits, misses)
+
+        listed(name, info)
+        return kept  # type: ignore[return-value]
+
+    return wrap
+
+
+def cache_info() -> dict[str, dict[str, int]]:
+    """How this process's caches by shape do: name -> ``{"size", "limit", "hits", "misses"}``.
+
+    Listed are the caches of what has been imported. A cache whose size stands at its limit, and whose misses
+    grow in every step, is too small for the program.
+    """
+    return {name: info()._asdict() for name, info in sorted(_LISTED.items())}

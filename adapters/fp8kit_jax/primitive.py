@@ -27,6 +27,7 @@ from jax.interpreters import ad, batching, mlir
 from fp8kit import formats
 from fp8kit.arrays import CPU, Device
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
+from fp8kit.lru import memoized
 from fp8kit.spec import Meta
 from fp8kit_jax import calls, manual, sharding
 from fp8kit_jax.program import Named, Program, XlaOp
@@ -59,7 +60,7 @@ def _several() -> bool:
     return max(counts, default=1) > 1
 
 
-@functools.lru_cache(maxsize=1024)
+@memoized("JAX: split programs", 1024)
 def _split(program: Program, mesh: Any, wide: bool) -> Any:
     """The split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64 bits
     (``wire``)."""
@@ -121,7 +122,7 @@ def _no_tangents(primals: Any, tangents: Any, *, program: Program, split: Any) -
 ad.primitive_jvps[call_p] = _no_tangents
 
 
-@functools.lru_cache(maxsize=1024)
+@memoized("JAX: compiled calls", 1024)
 def _compiled(program: Program) -> Callable[..., Any]:
     return jax.jit(functools.partial(bind, program=program))
 

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.errors import Fp8kitError
+from fp8kit.lru import memoized
 from fp8kit.ops.partition import Partition, part_of
 from fp8kit_jax import manual, shared_amaxes
 from fp8kit_jax.program import Program
@@ -47,13 +48,13 @@ class Chosen(NamedTuple):
     results: Dims
 
 
-@functools.lru_cache(maxsize=4096)
+@memoized("JAX: partitions")
 def partitions(program: Program) -> tuple[Partition, ...]:
     """The partitions of a program, those that cost no sum over devices first."""
     return program.op.partitions(program.spec, dict(program.metas), dict(program.views))
 
 
-@functools.lru_cache(maxsize=4096)
+@memoized("JAX: parts")
 def part(program: Program, made: Made) -> Program | None:
     """The program of one part; None where there is none."""
     found = part_of(program.op, program.spec, dict(program.metas), dict(program.views), made)
@@ -97,7 +98,7 @@ def _found(program: Program, partition: Partition) -> tuple[Dims, Dims] | None:
     return next((dims for n in _FACTORS if (dims := dims_of(program, partition, n)) is not None), None)
 
 
-@functools.lru_cache(maxsize=1024)
+@memoized("JAX: partitioned programs", 1024)
 def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
     """The program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one device;
     ``wide``: with 64 bits, which XLA does not know when it asks for a part."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8kit.errors import Fp8kitError
 from fp8kit.execution.chain import ChainSpec, chain
-from fp8kit.lru import LRU
+from fp8kit.lru import LRU, SHAPES
 from fp8kit.spec import Operation
 from fp8kit_torch.bound import TorchOp
 from fp8kit_torch.call import prepare, run
@@ -26,7 +26,7 @@ from fp8kit_torch.state import NO_STATE, StateBinding
 
 # key: the operations' names, the identities of their specs, and the sources; the value holds the specs, so
 # that no other object gets their identity
-_specs: LRU[Any, ChainSpec] = LRU(1024)
+_specs: LRU[Any, ChainSpec] = LRU(SHAPES, name="torch: chains")
 # for each layer the bindings of its last call; a call uses its own, whatever other threads put here meanwhile
 _bindings: weakref.WeakKeyDictionary[Any, tuple[TorchOp, list[StateBinding], StateBinding]]
 _bindings = weakref.WeakKeyDictionary()

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.library import custom_op
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.layers.inference import InferenceParams
+from fp8kit.lru import memoized
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit_torch.bound import addresses
 from fp8kit_torch.library import StaticCall, call_by, described, policy_now
@@ -79,7 +79,7 @@ def _(inputs: Sequence[Tensor], k_cache: Tensor, v_cache: Tensor, longest: Tenso
     return inputs[0].new_empty(meta.shape, dtype=dtype_of(meta.dtype))
 
 
-@lru_cache(maxsize=1024)
+@memoized("torch: lengths of compiled decoding")
 def _with_lengths(text: str, rows: int, columns: int) -> StaticCall:
     """The call of that text with these lengths."""
     name, spec, *rest = decode(text)

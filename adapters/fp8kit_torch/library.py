@@ -37,6 +37,7 @@ from fp8kit.execution.codec import decode, encode
 from fp8kit.execution.memory import Layout
 from fp8kit.execution.refusals import signature_of, want_spec
 from fp8kit.formats import float32
+from fp8kit.lru import memoized
 from fp8kit.ops.registry import OPERATIONS, each_operation
 from fp8kit.quantization import AmaxHistory
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
@@ -118,7 +119,7 @@ class StaticCall:
 
 
 _kind = attrgetter("shape", "dtype", "device")
-call_by = lru_cache(maxsize=4096)(StaticCall)
+call_by = memoized("torch: calls of compiled models")(StaticCall)
 
 
 def text_of(

@@ -20,6 +20,7 @@ from torch import Tensor
 from fp8kit.arguments import flag
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.execution.codec import decode, encode
+from fp8kit.lru import memoized
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_emulated import EmulatedProduct
@@ -340,7 +341,7 @@ def _of_values(fp8: Quantization) -> Quantization:
     return fp8.map(lambda own: replace(own, scale_source="current"))
 
 
-@lru_cache(maxsize=1024)
+@memoized("torch: casts of weights")
 def _cast_spec(rows: int, columns: int, fp8: Quantization) -> LinearSpec:
     return LinearSpec(ProductSpec(columns, (rows,), bias="none", fp8=fp8))
 

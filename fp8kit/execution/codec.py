@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import lru_cache
 from typing import Any
 
 from fp8kit import formats, recipe
@@ -16,6 +15,7 @@ from fp8kit.accumulation import Accumulation
 from fp8kit.arguments import shown
 from fp8kit.backends.policy import SelectionPolicy, policy_from_text
 from fp8kit.errors import FormatError, Fp8kitError
+from fp8kit.lru import memoized
 from fp8kit.ops.registry import SPECS
 from fp8kit.spec import Meta
 
@@ -28,14 +28,14 @@ _NAMED: dict[type, tuple[str, Any]] = {
 _TABLES = dict(_NAMED.values())
 
 
-@lru_cache(maxsize=4096)
+@memoized("encoded specs")
 def encode(value: Any) -> str:
     """The text of a spec, a recipe, a meta, a policy, or a tuple of these and of plain values. FormatError
     for anything else; ``fk.register_operation`` makes the dataclasses of a user's own spec known."""
     return json.dumps(_packed(value), separators=(",", ":"))
 
 
-@lru_cache(maxsize=4096)
+@memoized("decoded specs")
 def decode(text: str) -> Any:
     """What ``encode`` wrote; the same object for the same text. FormatError for another text, and for one
     that names what this process does not know."""

@@ -9,11 +9,12 @@ from typing import Any
 from fp8kit.execution.bound import BoundOp
 from fp8kit.execution.memory import Memory
 from fp8kit.execution.refusals import signature_of
-from fp8kit.lru import LRU
+from fp8kit.lru import LRU, SHAPES
 from fp8kit.spec import Meta, Operation
 
-plans: LRU[Any, BoundOp] = LRU(16384)
-_validated: LRU[Any, Any] = LRU(16384)  # -> the spec, held so that its identity stays its own
+plans: LRU[Any, BoundOp] = LRU(SHAPES, name="plans")
+# -> the spec, held so that its identity stays its own
+_validated: LRU[Any, Any] = LRU(SHAPES, name="validated calls")
 
 
 def key_of(

@@ -21,7 +21,7 @@ from fp8kit.layers.attention_inputs import (
 from fp8kit.layers.base import Branch, Init, child_name, picked
 from fp8kit.layers.dot_product_attention import CORE_SETTINGS
 from fp8kit.layers.rope import as_angles
-from fp8kit.lru import LRU
+from fp8kit.lru import LRU, SHAPES
 from fp8kit.ops.rope import check_tokens, rope
 from fp8kit.ops.split_heads import split_heads
 
@@ -31,7 +31,7 @@ _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout q
     window_size bottom_right_diagonal layer_number attention_type softmax_type softmax_scale device"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
 _SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
-_PREPARED: LRU[Any, PreparedCall] = LRU(16384)  # such calls, once they were checked
+_PREPARED: LRU[Any, PreparedCall] = LRU(SHAPES, name="attention calls")  # checked ones
 
 
 class MultiheadAttention(AttentionBase):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,6 +10,7 @@ from fp8kit import formats
 from fp8kit.arguments import Rule
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
+from fp8kit.lru import memoized
 from fp8kit.ops.registry import SPECS
 from fp8kit.spec import Operation
 
@@ -47,7 +47,7 @@ def branch_of(outputs: Mapping[str, Any]) -> Branch:
     return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
 
 
-@lru_cache(maxsize=4096)
+@memoized("specs")
 def spec_object(kind: str, *fields: Any) -> Any:
     """The spec of class ``kind`` with these plain fields, dtypes by their names; the same object for the same
     fields: plans are found by it."""

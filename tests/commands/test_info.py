@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fp8kit import cli
+from fp8kit import cache, cli
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import support
 from fp8kit.backends.manager import OpManager
+from fp8kit.lru import SHAPES
 
 
 def test_info_names_every_engine_and_attention(capsys):
@@ -48,6 +49,15 @@ def test_info_says_once_that_there_is_no_driver(monkeypatch, capsys):
     assert cli.main(["info"]) == 0
     row = rows_of(capsys.readouterr().out)["engine cuda"]["driver"]
     assert row == "missing  no NVIDIA driver; install NVIDIA's driver, 580 or newer"
+
+
+def test_caches_and_their_limits(capsys):
+    assert cli.main(["info", "--caches"]) == 0
+    disk, shapes = rows_of(capsys.readouterr().out).values()
+    assert set(disk) == set(cache.FOLDERS)
+    assert all("MiB" in row for row in disk.values())
+    assert {"plans", "attention calls", "torch: calls of compiled models"} <= set(shapes)
+    assert shapes["plans"] == f"limit {SHAPES}"
 
 
 EXAMPLE = (

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+import fp8kit
+from fp8kit import lru
 from fp8kit.backends.cuda import algorithms, cublaslt, cudnn_sdpa, launch, recorded
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.errors import BackendError
 from fp8kit.formats import float32
-from fp8kit.lru import LRU
+from fp8kit.lru import LRU, SHAPES, cache_info, memoized
 
 
 def test_the_least_recently_used_goes() -> None:
@@ -34,6 +36,24 @@ def test_the_least_recently_used_goes() -> None:
     assert gone == [(2, "2"), (3, "3")]
     assert len(cache) == 2
     assert cache.info == (2, 2, 2, 4)
+
+
+def test_named_caches_are_listed() -> None:
+    cache: LRU[int, int] = LRU(2, name="test of a cache")
+
+    @memoized("test of a function", 3)
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert [cache.make(key, lambda key: key) for key in (1, 2, 3, 3)] == [1, 2, 3, 3]
+    assert [double(x) for x in (1, 2, 1)] == [2, 4, 2]
+    listed = fp8kit.cache_info()
+    assert listed["test of a cache"] == {"size": 2, "limit": 2, "hits": 1, "misses": 3}
+    assert listed["test of a function"] == {"size": 2, "limit": 3, "hits": 1, "misses": 2}
+    assert listed["plans"]["limit"] == SHAPES
+    for name in ("test of a cache", "test of a function"):
+        del lru._LISTED[name]
+    assert list(cache_info()) == sorted(cache_info())
 
 
 def test_an_error_is_passed_on_and_not_kept() -> None:
@@ -220,7 +240,7 @@ def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytes
     cublaslt.plan.cache_clear()
     try:
         first = cublaslt.plan(MatmulKey(1, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
-        for m in range(2, cublaslt.KEPT + 3):
+        for m in range(2, SHAPES + 3):
             cublaslt.plan(MatmulKey(m, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
         gc.collect()
         assert destroyed == [2, 10, 11, 12]  # the first went too, but is used here

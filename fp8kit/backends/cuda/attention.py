@@ -40,7 +40,8 @@ _TOO_SMALL = "too small to be worth a graph"
 _SMALL, _LARGE = 2e9, 6e10
 # problems of middle size that cuDNN builds graphs for: a training with one length, or few
 _GRAPHS = 4
-_worth: LRU[tuple[Problem, int], bool] = LRU(65536)  # whether a problem's graphs are worth to be built
+# whether a problem's graphs are worth to be built
+_worth: LRU[tuple[Problem, int], bool] = LRU(65536, name="attention choices")
 _taken: dict[int, int] = {}  # problems by device that graphs were built for
 _LOCK = threading.Lock()
 

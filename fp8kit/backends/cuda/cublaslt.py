@@ -20,10 +20,10 @@ from typing import Any, Literal
 from fp8kit.backends.cuda import candidates, launch
 from fp8kit.errors import BackendError, install
 from fp8kit.formats import DType, float32
+from fp8kit.lru import memoized
 
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
-KEPT = 16384  # plans: a training with lengths of its own in every batch meets ever new ones
 _COMPUTE_32F = 68  # float32 throughout: no TF32
 _FLOAT32 = float32.cuda
 
@@ -374,7 +374,7 @@ class Bound:
             raise plan.error(error) from error
 
 
-@functools.lru_cache(KEPT)
+@memoized("cuBLASLt plans")
 def plan(key: MatmulKey, device_index: int) -> Plan:
     """The plan of a problem on a device, made at its first use and kept while it is among the most recently
     used. Its descriptors are destroyed with the last reference to it: cuBLASLt reads them during a call only.

@@ -411,7 +411,7 @@ def _retire(key: Key, plan: Plan) -> None:
 def _plans(device: int) -> LRU[Key, Plan]:
     """The plans of a device, apart from others': to make or retire one waits for the device, which may be at
     a collective (``Locks``)."""
-    return LRU(_KEPT, _retire)
+    return LRU(_KEPT, _retire, f"cuDNN graphs, cuda:{device}")
 
 
 def _plan(key: Key) -> Plan:

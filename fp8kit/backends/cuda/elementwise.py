@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import TYPE_CODES, ceil_div, column_sums, column_sums_bytes, kernel
 from fp8kit.errors import BackendError
+from fp8kit.lru import memoized
 
 _LAYOUT = struct.Struct("=16q")  # raw_kernels/layout.cuh
 
@@ -25,7 +25,7 @@ class _Merged(NamedTuple):
     dense: bool
 
 
-@functools.lru_cache(maxsize=4096)
+@memoized("copies")
 def _merge(shape: Shape, source: Shape, target: Shape) -> _Merged:
     """Dimensions of size 1 dropped, neighbours that both sides walk alike made one."""
     merged: list[tuple[int, int, int]] = []

@@ -9,17 +9,17 @@ instead of the first (``algorithms``).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import algorithms, elementwise, launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
-from fp8kit.backends.cuda.cublaslt import KEPT, WORKSPACE, MatmulKey, Plan, Scaling, plan
+from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan, Scaling, plan
 from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType, Format, float32
+from fp8kit.lru import memoized
 
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
@@ -159,7 +159,7 @@ def fp8_gemm(
         _finish(0, 0, bias, out, out, stream)
 
 
-@functools.lru_cache(KEPT)
+@memoized("cuBLASLt plans by call")
 def _plan(index: int, *fields: Any) -> Plan:
     """The plan of ``MatmulKey(*fields)``. A call finds it by what it knows, without making a key; it is held
     here as long as it is among the last used, too."""
