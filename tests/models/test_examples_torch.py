@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -41,3 +42,14 @@ def test_fine_tune(printed):
     assert before == after
     assert losses[-2] < 0.7 * losses[0]
     assert abs(losses[-1] - losses[-2]) < 0.2 * losses[0]
+
+
+def test_packed_text(printed):
+    text = printed("torch_packed_text", "25")
+    losses, tokens = numbers(r"loss ([\d.]+)", text), numbers(r"(\d+) tokens", text)
+    assert losses[-1] < 0.7 * losses[0]
+    assert len(set(tokens)) > 2
+    first, second = map(ast.literal_eval, text.splitlines()[-2:])
+    assert first.startswith("def ")
+    assert "\n    # " in first
+    assert len(second) == len("    return ") + 24
