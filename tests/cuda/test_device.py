@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from fp8kit import arrays, formats
-from fp8kit.arrays import CPU, Device
-from fp8kit.backends.cuda import launch, support
+from fp8kit.arrays import CPU, ArrayView, Device
+from fp8kit.backends.cuda import elementwise, launch, support
 from fp8kit.backends.cuda.device import CudaProvider
 from fp8kit.backends.protocol import KERNELS, SPECS
 from fp8kit.errors import BackendError
@@ -97,6 +97,39 @@ def test_copies_there_and_back(dtype: str) -> None:
     assert view.ptr % 256 == 0
     assert_same_bits("copy", get(again), host)
     assert_same_bits("zeros", get(arrays.zeros((5, 3), view.dtype, GPU)), np.zeros((5, 3), host.dtype))
+
+
+@pytest.mark.parametrize("dtype", [uint8, formats.bfloat16, float32])
+def test_copies_of_arrays_that_lie_densely_are_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: formats.DType
+) -> None:
+    """Segments of a weight may lie side by side in allocations of their own: a kernel reads across,
+    cudaMemcpyAsync refuses."""
+    launched: list[str] = []
+    monkeypatch.setattr(launch, "kernel", lambda source, name, index, **values: name)
+    monkeypatch.setattr(launch, "launch", lambda name, *how: launched.append(name))
+    x, y = ArrayView(4096, (32, 48), dtype, GPU), ArrayView(8192, (32, 48), dtype, GPU)
+    elementwise.copy(x, y, 0)
+    assert launched == [f"move{dtype.itemsize}"]
+
+
+@pytest.mark.gpu
+def test_a_copy_across_two_allocations() -> None:
+    calls, size = launch.runtime(), 32 << 20
+    blocks = sorted(calls.malloc(size) for _ in range(16))
+    try:
+        start = next(at for at in blocks if at + size in blocks)
+        whole = ArrayView(start, (2 * size // 4,), float32, GPU)
+        out = arrays.empty(whole.shape, float32, GPU)
+        stream = arrays.current_stream(GPU)
+        halves = np.arange(2 * size // 4, dtype=np.float32)
+        for at, half in zip((start, start + size), np.split(halves, 2), strict=True):
+            arrays.copy(ArrayView(at, half.shape, float32, GPU), arrays.as_view(half))
+        elementwise.copy(whole, out, stream)
+        assert_same_bits("copy", get(out), halves)
+    finally:
+        for at in blocks:
+            calls.free(at)
 
 
 @pytest.mark.gpu

@@ -63,14 +63,16 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     merged = _merge(y.shape, x.strides, y.strides)
     itemsize = y.dtype.itemsize
     if x.dtype is y.dtype:
-        if merged.dense:
+        if itemsize > 4:
+            if not merged.dense:
+                raise BackendError("copy", "dtype", y.dtype, "elements of 1, 2 or 4 bytes")
             move = functools.partial(
                 launch.runtime().memcpyAsync, y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE
             )
             recorded.put(y.device.index, stream, "copy", move)
             return
-        if itemsize > 4:
-            raise BackendError("copy", "dtype", y.dtype, "elements of 1, 2 or 4 bytes")
+        # dense ones too: an array may be segments of a weight that lie side by side in allocations of their
+        # own, which cudaMemcpyAsync refuses
         unit = 8 // itemsize if merged.step * itemsize >= 8 and (x.ptr | y.ptr) % 8 == 0 else 1
         function = launch.kernel("elementwise.cu", f"move{itemsize}", y.device.index, T="f32")
         scalars: tuple[int, ...] = (size // unit,)
