@@ -68,6 +68,9 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
                 if value not in known:
                     wanted = f"{' or '.join(map(str, known))}: no kernel does another"
                     raise unsupported(f"{name}.{place}.{field}", value, wanted)
+        if not isinstance(gemm.how, bool) and gemm.how.group:
+            wanted = "one without group: fk.matmul has sums of scaled groups, layers have not"
+            raise unsupported(f"{name}.accumulation", gemm.accumulation, wanted)
         if gemm.a.format == gemm.b.format == E5M2:
             raise unsupported(f"{name}.a, b", "E5M2 for both", "E4M3 for at least one")
     for pair in readers.values():
