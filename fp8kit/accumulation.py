@@ -24,6 +24,7 @@ FLOAT32_BITS = 23
 # exponents of float32's smallest normal numbers: that of an accumulator of 0
 LOWEST = -126
 _MOST_EXPONENT_BITS = 5
+_MOST_GROUPED = 3  # sums of a group are integers of 64 bits
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Accumulation:
     * ``chunk``: products that an instruction takes, 1 to 256.
     * ``promote``: after so many products, a multiple of ``chunk``, the sum is added to a float32 sum and
       starts again at 0; None: never.
+    * ``group``: 0, products are summed as codes, and the scales multiply the sum of each block. n, a divisor
+      of ``chunk`` at most 16: n neighbours that share their scales are summed exactly, and times these they
+      are one term: scales of blocks are part of what is aligned (below).
 
     One instruction, with an accumulator c and its products p = a b ::
 
@@ -42,6 +46,10 @@ class Accumulation:
               sum of its factors' exponents, a subnormal factor's that of the smallest normal one
         sum = c and all p, each cut off toward zero to a multiple of 2^(E - F), added exactly
         c   = sum, cut off toward zero to min(F, 23) bits after its leading one
+
+    With ``group`` a term is t = p s, with the two scales' product s, and its exponent that of s, each scale's
+    by itself; with ``group`` 1 that of p besides. Scales are those of E8M0 or E4M3. The sum then goes on from
+    block to block.
 
     The products are taken in ascending order, ``chunk`` at a time. Promoted sums are added in float32, to
     nearest even, in ascending order. Exact sums are rounded to float32 once, to nearest even. NaN, Inf times
@@ -53,8 +61,13 @@ class Accumulation:
     fraction_bits: int | None = None
     chunk: int = 32
     promote: int | None = None
+    group: int = 0
 
     def __post_init__(self) -> None:
+        integer("Accumulation", "group", self.group, 0, 16)
+        if self.group and (self.exact or self.chunk % self.group):
+            wanted = f"0, or a divisor of chunk, {self.chunk}, with fraction_bits"
+            raise ArgumentError("Accumulation", "group", self.group, wanted)
         if self.fraction_bits is not None:
             integer("Accumulation", "fraction_bits", self.fraction_bits, 1, 40)
         integer("Accumulation", "chunk", self.chunk, 1, 256)
@@ -73,13 +86,15 @@ class Accumulation:
         if self.exact:
             return "exact"
         promoted = "" if self.promote is None else f", promoted every {self.promote}"
-        return f"{self.fraction_bits} fraction bits, {self.chunk} products at a time{promoted}"
+        scaled = f", scaled in groups of {self.group}" if self.group else ""
+        return f"{self.fraction_bits} fraction bits, {self.chunk} products at a time{scaled}{promoted}"
 
 
-# the chips' arithmetic for operands of 8 bits whose scales are multiplied afterwards. "hopper_split" is what
-# cuBLASLt makes of "hopper_fast" without fast accumulation; these two were compared with the chip, the others
-# are MMA-Sim's models, unverified here: Ada's instruction of 32 products in two halves, Hopper's mma.sync,
-# Blackwell's tcgen05 without scales of blocks
+# the chips' arithmetic. "hopper_split" is what cuBLASLt makes of "hopper_fast" without fast accumulation;
+# these two were compared with the chip, the others are MMA-Sim's models (arXiv 2511.10909), unverified here:
+# Ada's instruction of 32 products in two halves; Hopper's mma.sync; Blackwell's tcgen05 without scales of
+# blocks, with E8M0 scales of 32 (kind mxf8f6f4), and of E2M1 with scales of 16 or 32 (mxf4, mxf4nvf4).
+# Whether cuBLASLt promotes or splits sums on Blackwell is not published, nor are Blackwell Ultra's sums
 ACCUMULATIONS = {
     "exact": Accumulation(),
     "hopper_fast": Accumulation(13, 32),
@@ -87,7 +102,10 @@ ACCUMULATIONS = {
     "ada_fast": Accumulation(13, 16),
     "hopper_mma": Accumulation(25, 32),
     "blackwell": Accumulation(25, 32),
+    "blackwell_mx": Accumulation(25, 32, group=1),
+    "blackwell_fp4": Accumulation(35, 64, group=16),
 }
+SCALE_BITS = 3  # fraction bits of the scales of blocks that groups are multiplied by
 
 
 def accumulation(operation: str, argument: str, value: Any, known: Iterable[str] = ()) -> Accumulation:
@@ -100,11 +118,13 @@ def accumulation(operation: str, argument: str, value: Any, known: Iterable[str]
     return ACCUMULATIONS[choice(operation, argument, value, known or ACCUMULATIONS)]
 
 
-def check_formats(operation: str, *formats: Format) -> None:
-    """FormatError for a format whose products the models do not take: more than 5 exponent bits."""
+def check_formats(operation: str, *formats: Format, group: int = 0) -> None:
+    """FormatError for a format whose products the models do not take: more than 5 exponent bits, 3 where
+    ``group`` products are summed before they are scaled."""
+    most = _MOST_GROUPED if group > 1 else _MOST_EXPONENT_BITS
     for fmt in formats:
-        if fmt.exponent_bits > _MOST_EXPONENT_BITS:
-            wanted = f"at most {_MOST_EXPONENT_BITS} exponent bits"
+        if fmt.exponent_bits > most:
+            wanted = f"at most {most} exponent bits"
             raise FormatError(operation, "format", f"{fmt}, {fmt.exponent_bits} exponent bits", wanted)
 
 

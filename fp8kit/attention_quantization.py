@@ -76,8 +76,8 @@ class AttentionQuantization:
                 continue
             if not isinstance(own, Quantizer):
                 self._refuse(name, shown(own), "a Quantizer")
-            if own.stochastic_bits or own.hadamard:
-                wanted = "codes rounded to nearest, and no rotation but the field 'rotation'"
+            if own.stochastic_bits or own.hadamard or own.levers:
+                wanted = "codes rounded to nearest even, and no rotation but the field 'rotation'"
                 self._refuse(name, str(own), wanted)
             source = "static" if name == "p" else "current"
             if own.scale_source != source:

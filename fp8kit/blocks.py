@@ -6,7 +6,8 @@ for bit; the engines' fused cast (``Kernels.cast_blocks``) is tested against the
 
 Sources: OCP Microscaling Formats 1.0, section 6.3 (floor); torchao's ``ScaleCalculationMode`` (ceil, even);
 cuBLAS's documentation, "1D Block Quantization" (rceil); NVIDIA, Pretraining Large Language Models with NVFP4,
-arXiv 2509.25149, and Transformer Engine (NVFP4's two levels, the fixed signs); Cook et al. 2025, Four Over
+arXiv 2509.25149, and Transformer Engine (NVFP4's two levels, the fixed signs); Quartet and Quartet II, below;
+Cook et al. 2025, Four Over
 Six, arXiv 2512.02010, and Transformer Engine (its choice between two scales).
 """
 
@@ -20,7 +21,7 @@ from fp8kit import codec
 from fp8kit.arguments import choice, shown
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
-from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, Quantizer
+from fp8kit.quantization import EDEN, FOUR_OVER_SIX, GAUSS, MX_RULES, Quantizer
 
 Array = np.ndarray[Any, Any]
 
@@ -31,17 +32,28 @@ TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], 
 SIGNS_AT = 1 << 63
 
 # kind of granularity -> its scale rules
-_RULES = {"mx": MX_RULES, "nvfp4": ("exact", *FOUR_OVER_SIX), "block": ("exact", "power_2")}
+_RULES = {
+    "mx": (*MX_RULES, GAUSS),
+    "nvfp4": ("exact", *FOUR_OVER_SIX, EDEN),
+    "block": ("exact", "power_2"),
+    "moss": MX_RULES,
+}
+# the largest magnitude that a normal variable's best cast to E2M1 keeps, in deviations, and what is added to
+# them (Quartet)
+GAUSS_MOST, GAUSS_LEAST = 2.92247856, 1e-8
 _NAN_BYTE, _MOST_BYTE = 0xFF, 0xFE
 _FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def kind_of(quantizer: Quantizer) -> str:
     """What kind of scales a quantizer's blocks have: "mx", E8M0, "nvfp4", E4M3 below a scale of the tensor,
-    or "block", float32. RecipeError where it has no blocks, or a rule that its kind does not have."""
+    "moss", E8M0 below one, or "block", float32. RecipeError where it has no blocks, or a rule that its kind
+    does not have."""
     kind = quantizer.granularity.partition("_")[0]
     if kind not in _RULES:
-        raise RecipeError("Quantizer", "granularity", quantizer.granularity, "mx_*, nvfp4_* or block_*")
+        raise RecipeError(
+            "Quantizer", "granularity", quantizer.granularity, "mx_*, nvfp4_*, moss_* or block_*"
+        )
     if quantizer.scale_rule not in _RULES[kind]:
         got = f"{quantizer.scale_rule!r} with {quantizer.granularity}"
         raise RecipeError("Quantizer", "scale_rule", got, f"one of {', '.join(_RULES[kind])}")
@@ -114,9 +126,96 @@ def scales_of_bytes(scale_codes: Any) -> tuple[Array, Array]:
     return np.ldexp(one, -exponent), np.ldexp(one, exponent)
 
 
+def gauss_bytes(blocks: Any) -> Array:
+    """E8M0 scales of E2M1 by the rule "gauss" (Castro et al. 2025, Quartet, arXiv 2505.14669, and its code):
+    uint8 (n,) of blocks (n, k), float32, k 16, 32, 64 or 128; what a block at the end lacks is 0.
+
+    2^floor(log2(2.92247856 / 6 * deviation + 1e-8)), the power of two nearest below the scale that casts a
+    normal variable with the least squared error: codes clip what is larger. deviation^2 = sum x^2 / k - (sum
+    x / k)^2, at least 0. Each step in float32; the sums go from left to right over 16 neighbours each, and
+    those are added as a tree: i and i + 1, then pairs of these. 255 where that is not finite.
+    """
+    x = np.asarray(blocks, np.float32)
+    with np.errstate(all="ignore"):
+        share = np.float32(1 / x.shape[1])
+        squares, mean = _line_sums(x * x) * share, _line_sums(x) * share
+        deviation = np.sqrt(np.maximum(squares - mean * mean, np.float32(0)))
+        scale = np.float32(GAUSS_MOST / E2M1.max) * deviation + np.float32(GAUSS_LEAST)
+    found = scale.view(np.uint32) >> np.uint32(23)
+    return np.where(np.isfinite(scale), found, _NAN_BYTE).astype(np.uint8)
+
+
+def _line_sums(x: Array) -> Array:
+    """(n,): sums of blocks (n, k) in the order that ``gauss_bytes`` says."""
+    lines = x.reshape(len(x), x.shape[1] // 16, 16)
+    total: Array = np.zeros(lines.shape[:2], np.float32)
+    for column in range(16):
+        total = total + lines[..., column]
+    while total.shape[1] > 1:
+        total = total[:, 0::2] + total[:, 1::2]
+    return total[:, 0]
+
+
 def scale_bound(rule: str) -> float:
-    """The largest scale of a block that NVFP4's scale of the tensor allows for, by a rule: 448 or 256."""
-    return 256.0 if rule.endswith("_256") else E4M3.max
+    """The largest scale of a block that NVFP4's scale of the tensor allows for, by a rule: 448, 256, or,
+    where it may grow afterwards, 255.99."""
+    return 255.99 if rule == EDEN else 256.0 if rule.endswith("_256") else E4M3.max
+
+
+def tensor_bound(quantizer: Quantizer) -> float:
+    """Likewise by a quantizer; the scales of "moss" are at most 1."""
+    return scale_bound(quantizer.scale_rule) if quantizer.granularity.startswith("nvfp4") else 1.0
+
+
+def factor_inverse(quantizer: Quantizer) -> Any:
+    """1 / ``factor`` in float32."""
+    return np.float32(1) / np.float32(quantizer.factor)
+
+
+def eden(
+    x: Any, tensor_amax: Any, words: Any, group: int, epsilon: float = 0.0, factor: float = 1.0
+) -> tuple[Array, Array, Array]:
+    """NVFP4's scales by the rule "eden" (Panferov et al. 2026, Quartet II, arXiv 2601.22813, and its code):
+    (codes, scale, value) of x (R, C), float32 that was rotated along its rows, in blocks of 16, each (R,
+    ceil(C / 16)). tensor_amax: float32, one; words: uint32 like the results; group: 16, 32, 64 or 128, what
+    was rotated together. Each step in float32, S and D by ``nvfp4_tensor_scale`` with 255.99 for 448 ::
+
+        c     = E4M3(min(amax * (S * (1 / 6)), 448)), nearest even; 1 where that is 0; amax at least epsilon
+        scale = min(1 / (c * D), float32's largest value) * factor
+        q     = E2M1(x * scale)                      to nearest even: what the codes will be
+        t     = sum v^2 / sum (v * q), v = x * scale, of a group; 1 where that is not finite and positive
+        codes = E4M3(min(c * t, 448))                stochastically, by the block's word
+        value = of codes; the codes q stand for q * value * D / factor
+
+    The sums go as in ``gauss_bytes``. The rounding to nearest shortens what it rounds, and t makes up for it:
+    over random rotations the values' mean is x. (The authors' code breaks ties of q upwards.)
+    """
+    given = np.asarray(x, np.float32)
+    rows, columns = given.shape
+    across, per = -(-columns // 16), group // 16
+    groups = -(-across // per)
+    padded = np.zeros((rows, groups * group), np.float32)
+    padded[:, :columns] = given
+    blocks = padded.reshape(rows, groups * per, 16)
+    tensor_scale, tensor_inverse = nvfp4_tensor_scale(
+        np.asarray(tensor_amax).reshape(()), E2M1, scale_bound(EDEN)
+    )
+    with np.errstate(all="ignore"):
+        amax = np.maximum(np.abs(blocks).max(2), np.float32(epsilon))
+        base = np.minimum(amax * (tensor_scale * (np.float32(1) / np.float32(6))), np.float32(E4M3.max))
+        first = codec.decode(codec.encode(base, E4M3), E4M3).astype(np.float32)
+        first = np.where(first == 0, np.float32(1), first)
+        scale = np.minimum(np.float32(1) / (first * tensor_inverse), _FLOAT32_MAX) * np.float32(factor)
+        v = blocks * scale[..., None]
+        q = codec.decode(codec.encode(v, E2M1), E2M1).astype(np.float32)
+        squares, products = (
+            _line_sums(part.reshape(rows * groups, group)).reshape(rows, groups) for part in (v * v, v * q)
+        )
+        ratio = squares / products
+        ratio = np.where((ratio > 0) & np.isfinite(ratio), ratio, np.float32(1))
+        corrected = np.minimum(first * np.repeat(ratio, per, 1), np.float32(E4M3.max))[:, :across]
+    codes = codec.encode(corrected, E4M3, "stochastic", True, np.asarray(words, np.uint32), 32)
+    return codes, scale[:, :across], codec.decode(codes, E4M3).astype(np.float32)
 
 
 def nvfp4_tensor_scale(tensor_amax: Any, fmt: Format = E2M1, bound: float = E4M3.max) -> tuple[Any, Any]:

@@ -224,7 +224,7 @@ def _by_rule(
             kernels.rotate(rows, None, amax, quantizer.hadamard, quantizer.signs, along, random, stream)
     drawn = state if quantizer.stochastic_bits else random
     results = codes, scale_inv, scale_codes, None, amax, tensor_scale
-    kernels.cast_blocks(rows, *results, quantizer, along, 0, drawn, stream)
+    kernels.cast_blocks(rows, *results, quantizer, along, 0, drawn, None, stream)
     if scale_codes is not None and not rows.size:  # no tile, but its scale: that of zeros
         arrays.zero_(scale_codes)
         inverse = 0.0 if two_levels else 2.0**-127

@@ -37,16 +37,21 @@ TILES = {
     "nvfp4_16x16": (16, 16),
     "nvfp4_row_1x16": (1, 16),
 }
+# those of operands of layers: "moss" has E8M0 below a float32 scale of the tensor
+GRANULARITIES = {**TILES, "moss_1x32": (1, 32)}
 _SOURCES = ("current", "delayed", "amax", "static")
 # rules of scales that are powers of two in E8M0, and those of all
 MX_RULES = ("floor", "ceil", "even", "rceil", "te")
 # rules of NVFP4's scales besides "exact": the better of two scales for each block, by the mean absolute or
 # squared error, scales of blocks up to 448 or 256
 FOUR_OVER_SIX = ("4over6_mae", "4over6_mse", "4over6_mae_256", "4over6_mse_256")
-SCALE_RULES = ("exact", "power_2", *MX_RULES, *FOUR_OVER_SIX)
+# rules of E2M1 alone: E8M0 by a block's standard deviation, and NVFP4's that makes a cast unbiased
+GAUSS, EDEN = "gauss", "eden"
+SCALE_RULES = ("exact", "power_2", *MX_RULES, *FOUR_OVER_SIX, GAUSS, EDEN)
 ROTATIONS = (16, 32, 64, 128)  # neighbours that a Hadamard matrix rotates
 COMPUTES = ("quantized", "dequantized", "high_precision")  # how a GEMM is computed
 SIGNS = ("plus", "te", "random")
+TIES = ("even", "down")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Quantizer:
         scale_inv = 1 / scale
 
     * ``format``: of the codes. ``granularity``: which elements share a scale: "tensor", "row",
-      "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16" and others: a key of ``TILES``.
+      "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16", "moss_1x32" and others: a key of
+      ``GRANULARITIES``.
     * ``scale_source``: "current", the amax is taken from the tile itself; "amax", likewise, but somebody else
       has taken it (devices share theirs): it is an input; "delayed", the scale is an input that follows from
       the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output; "static",
@@ -68,11 +74,17 @@ class Quantizer:
     * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; "floor", "ceil", "even", "rceil",
       "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3); "4over6_mae",
       "4over6_mse", "4over6_mae_256", "4over6_mse_256": NVFP4's choice between two scales
-      (``fp8kit.blocks.four_over_six``), of E2M1 to nearest even, without a rotation.
+      (``fp8kit.blocks.four_over_six``), of E2M1 to nearest even, without a rotation; "gauss": of MX with
+      E2M1, by the block's standard deviation (``fp8kit.blocks.gauss_bytes``); "eden": of NVFP4 with E2M1 to
+      nearest even, scales that are corrected and rounded stochastically (``fp8kit.blocks.eden``).
     * ``epsilon``: the least amax. ``static_scale``: positive and finite in float32, as its inverse; 1 unless
       the source is "static".
-    * ``stochastic_bits``: 0, codes are rounded to nearest even; n, stochastically by n random bits, at most
-      32.
+    * ``stochastic_bits``: 0, codes are rounded to nearest; n, stochastically by n random bits, at most 32.
+      ``ties``: to nearest "even", or "down", toward zero, of blocks.
+    * ``factor``: what x * scale is multiplied by before it becomes a code, and codes are divided by: less
+      than 1 keeps room above, more than 1 clips. Positive; of blocks, with scales of the data.
+    * ``clip_gradient``: of fprop's operands, cast by blocks. An element whose code was clipped (|x| * scale
+      more than the format's largest value), in the rotated operand where it is rotated, has the gradient 0.
     * ``hadamard``: 0, the operand as it is; 16, 32, 64 or 128: so many neighbours along the contraction are
       first rotated by a Hadamard matrix. ``signs`` of its columns: "plus", "te" (the 16 of Transformer
       Engine, repeated) or "random" (drawn for each call).
@@ -89,14 +101,22 @@ class Quantizer:
     stochastic_bits: int = 0
     hadamard: int = 0
     signs: str = "plus"
+    ties: str = "even"
+    factor: float = 1.0
+    clip_gradient: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise RecipeError(
                 "Quantizer", "format", shown(self.format), "a fp8kit.Format, such as fp8kit.E4M3"
             )
-        words = {"granularity": TILES, "scale_source": _SOURCES, "scale_rule": SCALE_RULES, "signs": SIGNS}
-        for name, known in words.items():
+        words = {
+            "granularity": GRANULARITIES,
+            "scale_source": _SOURCES,
+            "scale_rule": SCALE_RULES,
+            "signs": SIGNS,
+        }
+        for name, known in {**words, "ties": TIES}.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)
         integer("Quantizer", "stochastic_bits", self.stochastic_bits, 0, 32, RecipeError)
         with np.errstate(all="ignore"):
@@ -114,11 +134,44 @@ class Quantizer:
             raise RecipeError("Quantizer", "scale_rule", f"{self.scale_rule!r} of {self}", wanted)
         if self.hadamard not in (0, *ROTATIONS):
             raise RecipeError("Quantizer", "hadamard", shown(self.hadamard), f"one of {(0, *ROTATIONS)}")
+        self._want_levers()
+
+    def _want_levers(self) -> None:
+        """RecipeError for levers of blocks that do not fit the rest."""
+        if not (isinstance(self.factor, int | float) and 2.0**-10 <= self.factor <= 2.0**10):
+            raise RecipeError("Quantizer", "factor", shown(self.factor), "a number from 2^-10 to 2^10")
+        if not isinstance(self.clip_gradient, bool):
+            raise RecipeError("Quantizer", "clip_gradient", shown(self.clip_gradient), "a bool")
+        for name in self.levers:
+            if self.granularity in ("tensor", "row") or self.static or self.scale_rule in FOUR_OVER_SIX:
+                got = f"{getattr(self, name)!r} of {self.granularity}, {self.scale_source}, {self.scale_rule}"
+                wanted = "scales of blocks, of the data, without a choice between two"
+                raise RecipeError("Quantizer", name, got, wanted)
+        if self.ties != "even" and self.stochastic_bits:
+            raise RecipeError("Quantizer", "ties", repr(self.ties), "'even' with stochastic_bits: no ties")
+        one = self.format == E2M1 and self.tile[0] == 1
+        if self.scale_rule == GAUSS and not (one and self.granularity.startswith("mx")):
+            raise RecipeError("Quantizer", "scale_rule", f"'gauss' of {self}", "E2M1 by mx_1xN")
+        plain = not self.stochastic_bits and self.ties == "even"
+        if self.scale_rule == EDEN and not (one and plain and self.granularity == "nvfp4_1x16"):
+            raise RecipeError(
+                "Quantizer", "scale_rule", f"'eden' of {self}", "E2M1 by nvfp4_1x16, to nearest"
+            )
+
+    @property
+    def levers(self) -> tuple[str, ...]:
+        """The fields of casts by blocks alone that have another value than their default."""
+        pulled = {
+            "factor": self.factor != 1,
+            "ties": self.ties != "even",
+            "clip_gradient": self.clip_gradient,
+        }
+        return tuple(name for name, own in pulled.items() if own)
 
     @property
     def tile(self) -> tuple[int, int]:
         """(rows, columns) of the elements that share a scale; 0 is all of them."""
-        return TILES[self.granularity]
+        return GRANULARITIES[self.granularity]
 
     @property
     def needs_state(self) -> bool:
@@ -148,7 +201,13 @@ class Quantizer:
     @property
     def two_level(self) -> bool:
         """Whether the tensor, or each row, has a scale besides those of its blocks."""
-        return self.granularity.startswith("nvfp4")
+        return self.granularity.startswith(("nvfp4", "moss"))
+
+    @property
+    def scaled_after(self) -> bool:
+        """Whether something multiplies the products of the blocks' values: such a scale, or 1 / ``factor``
+        of MX, which its values do not have."""
+        return self.two_level or (self.factor != 1 and self.granularity.startswith("mx"))
 
     @property
     def row_scaled(self) -> bool:
@@ -158,7 +217,8 @@ class Quantizer:
     @property
     def needs_rng(self) -> bool:
         """Whether the cast draws random bits."""
-        return bool(self.stochastic_bits) or (bool(self.hadamard) and self.signs == "random")
+        random_signs = bool(self.hadamard) and self.signs == "random"
+        return bool(self.stochastic_bits) or random_signs or self.scale_rule == EDEN
 
     @property
     def power_2(self) -> bool:
@@ -172,9 +232,11 @@ class Quantizer:
     def __str__(self) -> str:
         """For example ``E4M3 by block_1x128, current, power_2``."""
         more = {"stochastic": self.stochastic_bits, "hadamard": self.hadamard, "epsilon": self.epsilon}
+        more |= {"factor": self.factor if self.factor != 1 else 0}
         source = f"{self.scale_source} {self.static_scale:g}" if self.static else self.scale_source
         words = [source, *(() if self.scale_rule == "exact" else (self.scale_rule,))]
         words += [f"{name} {value:g}" for name, value in more.items() if value]
+        words += ["ties down"] * (self.ties == "down") + ["clip_gradient"] * self.clip_gradient
         return f"{self.format} by {self.granularity}, {', '.join(words)}"
 
 
@@ -187,6 +249,8 @@ class Gemm:
       every device (``fp8kit.accumulation``).
     * ``compute``: "quantized" multiplies the codes; "dequantized" their values, in high precision;
       "high_precision" the operands as they are.
+    * ``recast``: of dgrad and wgrad, ``b`` is not cast from the weight or the input, but from the values of
+      fprop's codes, rounded to the layer's dtype.
 
     RecipeError for another word.
     """
@@ -195,12 +259,16 @@ class Gemm:
     b: Quantizer
     accumulation: str | Accumulation = "split"
     compute: str = "quantized"
+    recast: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulation, Accumulation):
             known = ("split", "fast", *ACCUMULATIONS)
             choice("Gemm", "accumulation", self.accumulation, known, RecipeError)
         choice("Gemm", "compute", self.compute, COMPUTES, RecipeError)
+        if not isinstance(self.recast, bool) or (self.recast and self.compute != "quantized"):
+            got = f"{shown(self.recast)} with {self.compute!r}"
+            raise RecipeError("Gemm", "recast", got, "a bool, False unless compute is 'quantized'")
         if self.compute == "quantized" and self.a.rotation != self.b.rotation:
             got = f"{self.a.rotation} for a, {self.b.rotation} for b"
             raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")
@@ -279,12 +347,19 @@ class Quantization:
         """Whether the weight's cast draws random bits: such a weight is cast anew in each microbatch, since
         signs that are drawn for it are drawn for what it is multiplied by, too."""
         used = [gemm for gemm in (self.fprop, self.dgrad) if gemm.compute == "quantized"]
-        return any(gemm.b.needs_rng for gemm in used)
+        return any(gemm.b.needs_rng for gemm in used if not gemm.recast)
 
     @cached_property
     def two_level(self) -> bool:
         """Whether an operand's tensor has a scale besides those of its blocks."""
         return any(operand.two_level for operand in self._cast)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether casts see all of an operand: random bits know their place, tensors' scales all of the
+        tensor, and what fprop multiplied, or did not clip, is read by another GEMM."""
+        again = any(gemm.recast for gemm in self.gemms.values())
+        return self.needs_rng or self.two_level or again or any(own.clip_gradient for own in self._cast)
 
     @property
     def _cast(self) -> list[Quantizer]:

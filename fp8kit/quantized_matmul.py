@@ -22,8 +22,8 @@ def matmul(
 
     * ``accumulate``: "fp32", as ``a @ b``: the device's own product with sums promoted to float32, whose last
       bits differ from device to device. Or a sum with the same bits on every device: "exact"; the arithmetic
-      of a chip, "hopper_fast", "hopper_split", "ada_fast", "hopper_mma", "blackwell"; or any
-      ``fk.Accumulation``.
+      of a chip, "hopper_fast", "hopper_split", "ada_fast", "hopper_mma", "blackwell", and, with scales of
+      blocks in E8M0 or E4M3, "blackwell_mx" and "blackwell_fp4"; or any ``fk.Accumulation``.
     * ``dtype``: float32, bfloat16 or float16; the float32 result is rounded to it once.
 
     With scales of tensors or rows the sum of codes is multiplied by both scales at the end, in float32. With
@@ -49,7 +49,11 @@ def matmul(
     if a.device != b.device:
         raise FormatError(op, "b", b.device, f"an array on {a.device}")
     quantized_product.check_rotations(a, b)
-    models.check_formats(op, a.format, b.format)
+    models.check_formats(op, a.format, b.format, group=how.group)
+    for tensor in (a, b):
+        if how.group and not tensor.scaling.startswith(("mx", "nvfp4")):
+            wanted = "scales of blocks in E8M0 or E4M3: mx_* or nvfp4_*"
+            raise FormatError(op, "scaling", f"{tensor.scaling!r} with {accumulate}", wanted)
     operands = [_operand(name, value) for name, value in (("a", a), ("b", b.T))]
     widths = {tile[1] for _, _, tile in operands if tile[1]}
     if len(widths) > 1:

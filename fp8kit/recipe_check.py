@@ -17,7 +17,8 @@ are not 0.
 A recipe whose scales follow from earlier steps is checked in its second step, on the data of the first: the
 scales are those of the data's own amaxes, and what a scale that is a step late costs is not in the errors.
 
-Of an operand that is rotated before its cast all four are those of the rotated operand; a rotation is
+Of an operand that is cast from the values that fprop multiplied, the errors are against these. Of an operand
+that is rotated before its cast all four are those of the rotated operand; a rotation is
 orthogonal, so that the first two are those of the operand itself, too.
 """
 
@@ -167,7 +168,11 @@ def check(
                 casts[place] = casts["fprop", matrix]
             elif own.compute == "quantized":
                 number, along = _CASTS[place]
-                source = arrays.to(arrays.as_view(matrices[matrix]), where)
+                given = matrices[matrix]
+                fprop = casts["fprop", matrix] if own.recast and matrix != "g" else None
+                if fprop is not None:
+                    given = fprop.values.astype((float32 if kind is formats.float16 else kind).numpy)
+                source = arrays.to(arrays.as_view(given), where)
                 casts[place] = _cast(source, quantizer, along, number, words, scales.get(matrix))
             else:
                 casts[place] = None
@@ -263,7 +268,7 @@ def _cast(
         random = rng if quantizer.needs_rng else None
         known = amax if two_level else None
         targets = codes, scale_inv, None, None, known, inverse
-        k.cast_blocks(matrix, *targets, quantizer, along, number, random, stream)
+        k.cast_blocks(matrix, *targets, quantizer, along, number, random, None, stream)
     each = _host(scale_inv).astype(np.float64)
     each = each.repeat(tile[0], 0)[: shape[0]].repeat(tile[1], 1)[:, : shape[1]]
     values = codec.decode(_host(codes), quantizer.format).astype(np.float64) * each

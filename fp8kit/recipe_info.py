@@ -99,8 +99,9 @@ def devices() -> list[Device]:
 
 def operand_facts(gemm: Gemm, quantizer: Quantizer) -> dict[str, Any]:
     """How an operand of a GEMM is cast, by name, values that JSON has: ``format``, ``granularity``, ``scale``
-    (source and rule), ``rounding_bits`` (0: to nearest even), ``rotation`` (None, or neighbours and signs),
-    ``epsilon``. An operand that is not cast has none of them."""
+    (source and rule), ``rounding_bits`` (0: to nearest), ``rotation`` (None, or neighbours and signs),
+    ``epsilon``, and, where they are not the defaults, ``ties``, ``factor`` and ``clip_gradient``. An operand
+    that is not cast has none of them."""
     if gemm.compute == "high_precision":
         return {}
     rotated = f"hadamard {quantizer.hadamard}, signs {quantizer.signs}" if quantizer.hadamard else None
@@ -111,13 +112,14 @@ def operand_facts(gemm: Gemm, quantizer: Quantizer) -> dict[str, Any]:
         "rounding_bits": quantizer.stochastic_bits,
         "rotation": rotated,
         "epsilon": quantizer.epsilon,
+        **{name: getattr(quantizer, name) for name in quantizer.levers},
     }
 
 
 def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """GEMM -> ``compute``, ``accumulation``, and ``operands``: matrix -> ``operand_facts``. Of a GEMM that
-    computes with the values which fprop multiplied ("dequantized") x and w are cast as fprop has them, g is
-    not."""
+    """GEMM -> ``compute``, ``accumulation``, ``recast``, and ``operands``: matrix -> ``operand_facts``. Of a
+    GEMM that computes with the values which fprop multiplied ("dequantized") x and w are cast as fprop has
+    them, g is not."""
     fprop = recipe.quantization.fprop
     cast = {"x": fprop.a, "w": fprop.b}
     found: dict[str, dict[str, Any]] = {}
@@ -128,7 +130,8 @@ def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
                 operands[matrix] = operand_facts(fprop, cast[matrix]) if matrix in cast else {}
             else:
                 operands[matrix] = operand_facts(gemm, quantizer)
-        found[name] = {"compute": gemm.compute, "accumulation": gemm.accumulation, "operands": operands}
+        how = {"compute": gemm.compute, "accumulation": gemm.accumulation, "recast": gemm.recast}
+        found[name] = how | {"operands": operands}
     return found
 
 

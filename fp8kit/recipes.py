@@ -38,6 +38,13 @@ _ROW = Quantizer(E4M3, "row", scale_rule="power_2", epsilon=1e-12)
 _MX4 = Quantizer(E2M1, "mx_1x32", scale_rule="floor")
 _LINE = Quantizer(E4M3, "block_1x128", epsilon=1e-4)
 _NV4 = Quantizer(E2M1, "nvfp4_1x16")
+_NV4_TO_SIX = replace(_NV4, scale_rule="4over6_mse")
+_MOSS = Quantizer(E4M3, "moss_1x32", scale_rule="rceil")
+# Quartet: forward by the deviation, with the gradients of what was clipped left out; backward stochastically,
+# with room for the largest value
+_QUARTET_FORWARD = replace(_MX4, scale_rule="gauss", ties="down", hadamard=32, clip_gradient=True)
+_QUARTET_BACKWARD = replace(_MX4, stochastic_bits=32, hadamard=32, signs="random", factor=0.75)
+_EDEN = replace(_NV4, scale_rule="eden", hadamard=128, signs="random", factor=16 / 17 / 0.93)
 _POWER_2 = Quantizer(formats.E4M3_240, scale_rule="power_2")
 _STATIC = Quantizer(E4M3, scale_source="static")
 _FLASH = replace(attention_of(Quantizer(E4M3), Quantizer(E5M2)), rows_per_block=128, rotation=128, signs="te")
@@ -159,6 +166,36 @@ NAMED: dict[str, Named] = {
         ),
         "FP4 All the Way, arXiv 2505.19115: to nearest forward, stochastically what backward and update cast "
         "anew; without its change to higher precision at the end",
+    ),
+    "quartet": Named(
+        DataRecipe(
+            Quantization(
+                Gemm(_QUARTET_FORWARD, _QUARTET_FORWARD),
+                Gemm(_QUARTET_BACKWARD, _QUARTET_BACKWARD, recast=True),
+                Gemm(_QUARTET_BACKWARD, _QUARTET_BACKWARD, recast=True),
+            ),
+            "quartet",
+        ),
+        "Quartet, arXiv 2505.14669, algorithm 1, and its code: backward casts what forward multiplied anew",
+    ),
+    "quartet_2": Named(
+        DataRecipe(
+            Quantization(
+                Gemm(_NV4_TO_SIX, _NV4_TO_SIX),
+                Gemm(_EDEN, _EDEN, recast=True),
+                Gemm(_EDEN, _EDEN, recast=True),
+            ),
+            "quartet_2",
+        ),
+        "Quartet II, arXiv 2601.22813, and its code: four over six forward, MS-EDEN backward, of 128 rotated "
+        "values; amaxes here of the tensor itself, there also of the step before",
+    ),
+    "moss": Named(
+        DataRecipe(
+            Quantization.of(_MOSS, Quantizer(E4M3), replace(_MOSS, format=E5M2), fprop="split"), "moss"
+        ),
+        "MOSS, arXiv 2511.05811: activations and gradients in two levels; the weight's scale here of its own "
+        "amax, there predicted from the learning rate, which no recipe knows",
     ),
     "nvfp4_fwd_mxfp8_bwd": Named(
         DataRecipe(

@@ -62,7 +62,7 @@ def _packed(value: Any) -> Any:
     if isinstance(value, SelectionPolicy):
         return {"policy": policy_from_text(value.text).text}  # where it has overrides, it is kept from now on
     if isinstance(value, Accumulation):
-        return {"accumulation": [value.fraction_bits, value.chunk, value.promote]}
+        return {"accumulation": [value.fraction_bits, value.chunk, value.promote, value.group]}
     if SPECS.get(type(value).__name__) is type(value):
         fields: Any = dataclasses.fields(value)  # type: ignore[arg-type]
         parts = {field.name: _packed(getattr(value, field.name)) for field in fields if field.init}

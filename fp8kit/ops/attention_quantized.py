@@ -170,7 +170,7 @@ class QuantizedCall:
                 continue
             for along in uses[group[0]]:
                 values = ws.scratch[f"{'wide' if along else 'rows'}_{group[0]}"]
-                k.cast_blocks(source, None, None, None, values, None, None, own, along, 0, None, stream)
+                k.cast_blocks(source, None, None, None, values, None, None, own, along, 0, None, None, stream)
 
     def _round(
         self,

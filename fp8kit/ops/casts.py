@@ -170,7 +170,7 @@ class Quantize(Operation):
         codes, scale_inv, scale_codes, tensor_scale_inv = out
         assert codes is not None
         targets = codes.rows(), scale_inv, scale_codes, None, amax, tensor_scale_inv
-        ws.kernels.cast_blocks(x, *targets, own, s.along, 0, ws.inputs.get("rng"), ws.stream)
+        ws.kernels.cast_blocks(x, *targets, own, s.along, 0, ws.inputs.get("rng"), None, ws.stream)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _unpadded(
     fp8 = next((p.fp8 for p in parts if p.fp8 is not None), None)
     if fp8 is None or not kinds:
         return True
-    if fp8.needs_rng or fp8.two_level:  # random bits know their place, and tensors' scales all of the tensor
+    if fp8.whole:
         return False
     used = [gemm for gemm in fp8.gemms.values() if gemm.compute == "quantized"]
     if any(not isinstance(gemm.how, bool) for gemm in used):  # sums of parts are other sums

@@ -51,15 +51,30 @@ class Cast(NamedTuple):
     along: int
 
 
+class Back(NamedTuple):
+    """How a gradient gets back to the tensor as it is: the rotation of fprop's operand; ``turned``: whether
+    the product is the rotated operand's gradient already; the name of the mask of what was not clipped, ""
+    for none."""
+
+    rotation: tuple[int, str]
+    turned: bool
+    mask: str
+
+
 class EmulatedProduct(Product):
     """``Product`` on values: operand ``x_q`` of fprop, ``x_qt`` of wgrad and so on, each like the matrix that
     it is made of, and for NVFP4 ``x_q_inv``, the tensor's scale_inv, float32 [1], or those of its rows.
 
     An operand of a GEMM in high precision is the matrix itself. One that fprop's operand can stand for, since
-    its tiles are squares or backward is to have fprop's values, is made once.
+    its tiles are squares or backward is to have fprop's values, is made once. One that is cast from fprop's
+    values (``Gemm.recast``) is made in backward. Where these are of a rotated tensor, or elements that were
+    clipped have no gradient, the product is brought ``Back``.
     """
 
-    kernels = ("cast_blocks", "gemm", "rotate", "amax", "scale_from_amax", "quantize", "dequantize")
+    kernels = (
+        *("cast_blocks", "gemm", "rotate", "rotate_back", "amax", "scale_from_amax", "quantize"),
+        *("dequantize", "scale_product"),
+    )
     capability = (0, 0)
     described = "emulated products"
 
@@ -71,6 +86,7 @@ class EmulatedProduct(Product):
         # operand -> the array that holds it; operands in high precision are not there
         self.arrays: dict[str, str] = {}
         self.casts: dict[str, Cast] = {}
+        self.recasts: dict[str, Cast] = {}
         for name, operands in GEMMS.items():
             for operand, quantizer in zip(operands, (gemms[name].a, gemms[name].b), strict=True):
                 source, along = _OPERANDS[operand]
@@ -78,10 +94,24 @@ class EmulatedProduct(Product):
                     self.arrays[operand] = _FPROP[operand]
                 elif gemms[name].compute == "quantized":
                     cast = Cast(source, quantizer, along if source != "w" or self.oi else 1 - along)
+                    if gemms[name].recast and operand in _FPROP:
+                        self.recasts[operand], self.arrays[operand] = cast, operand
+                        continue
                     self.arrays[operand] = next(
                         (other for other, made in self.casts.items() if _alike(made, cast)), operand
                     )
                     self.casts.setdefault(self.arrays[operand], cast)
+        # matrix -> the mask of fprop's operand
+        self.masks = {
+            source: f"{spec.prefix}{source}_q_inside"
+            for source in "xw"
+            if f"{source}_q" in self.casts and self.casts[f"{source}_q"].quantizer.clip_gradient
+        }
+        self.backs = {
+            gemm: back
+            for gemm, source in (("dgrad", "x"), ("wgrad", "w"))
+            if (back := self._back(gemm, source))
+        }
         self.widened = self.dtype is float16
         values = float32 if self.widened else self.dtype
         self.matrices = {
@@ -97,15 +127,10 @@ class EmulatedProduct(Product):
     @classmethod
     def check_supported(cls, gemms: Iterable[tuple[str, Gemm]]) -> None:
         """UnsupportedError for named GEMMs that are not emulated."""
-        known = dict(gemms)
-        for name, gemm in known.items():
-            # the values that fprop multiplied are those of a rotated tensor
-            turned = known["fprop"].a.hadamard
-            if gemm.compute == "dequantized" and turned:
-                raise unsupported("fprop.hadamard", turned, f"0 with {name} dequantized")
+        for name, gemm in gemms:
             for place, own in (("a", gemm.a), ("b", gemm.b)):
                 if own.static and own.granularity not in _LINES and gemm.compute == "quantized":
-                    wanted = "tensor or row, with a static scale"
+                    wanted = "tensor, with a static scale: all blocks would have the same"
                     raise unsupported(f"{name}.{place}.granularity", own.granularity, wanted)
 
     # --- what there is --------------------------------------------------------------------------------------
@@ -120,17 +145,24 @@ class EmulatedProduct(Product):
 
     @property
     def needs_rng(self) -> bool:
-        return any(cast.quantizer.needs_rng for cast in self.casts.values())
+        made = (*self.casts.values(), *self.recasts.values())
+        return any(cast.quantizer.needs_rng for cast in made)
 
     def weight_outputs(self) -> dict[str, Meta]:
-        return self._metas(self._made("w"))
+        return self._metas(self._made("w")) | self._mask("w")
 
     def saved(self) -> dict[str, Meta]:
-        return self._metas(name for name in self._backward() if not self._is_cached(name))
+        own = self._metas(name for name in self._backward() if not self._is_cached(name))
+        own |= self._mask("x") if self.needs_x else {}
+        return own | (self._mask("w") if self.needs_w and not self.spec.weight_cached else {})
 
     def kept(self) -> tuple[str, ...]:
         cached = self._metas(name for name in self._backward() if self._is_cached(name))
+        cached |= self._mask("w") if self.needs_w and self.spec.weight_cached else {}
         drawn = any(self.casts[name].quantizer.needs_rng for name in self._made("g") if self._wanted(name))
+        drawn |= any(self.recasts[name].quantizer.needs_rng for name in self._recast())
+        wanted = ("dgrad",) * self.needs_x + ("wgrad",) * self.needs_w
+        drawn |= any(self.backs[gemm].rotation[1] == "random" for gemm in wanted if gemm in self.backs)
         return (*(self.weights if self.needs_x and self.reads_w else ()), *cached, *(("rng",) * drawn))
 
     def weight_names(self) -> tuple[str, ...]:
@@ -153,7 +185,7 @@ class EmulatedProduct(Product):
         return self._weight_buffer() | self._amaxes()
 
     def backward_scratch(self) -> dict[str, Meta]:
-        wanted = [name for name in self._made("g") if self._wanted(name)]
+        wanted = [*(name for name in self._made("g") if self._wanted(name)), *self._recast()]
         out = self._metas(wanted) | self._grad_buffers() | self._amaxes()
         if self.needs_x:
             out |= self._sums("dgrad", (self.m, self.k))
@@ -173,7 +205,7 @@ class EmulatedProduct(Product):
         self._cast(ws, "g", g, (ws.scratch, ws.scratch))
 
     def save_weight(self, ws: WorkingSet) -> None:
-        if self.needs_x and not self.spec.weight_cached:
+        if (self.needs_x or (self.needs_w and "w" in self.masks)) and not self.spec.weight_cached:
             self._cast(ws, "w", self._whole_weight(ws), ({}, ws.saved))
 
     # --- products -------------------------------------------------------------------------------------------
@@ -191,13 +223,15 @@ class EmulatedProduct(Product):
         self._free(ws.scratch, "x_q", "w_q")
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+        self._cast_again(ws, "w_qt")
         left = self._operand(ws, "g_q", g)
         right = self._operand(ws, "w_qt", self._whole_weight(ws) if self.reads_w else None)
         self._multiply(ws, "dgrad", left, right, dx, "nn" if self.oi else "nt")
         del left, right
-        self._free(ws.scratch, "g_q")
+        self._free(ws.scratch, "g_q", *self.recasts)
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        self._cast_again(ws, "x_qt")
         left, right = self._operand(ws, "g_qt", g), self._operand(ws, "x_qt", x)
         (first,) = list(self.weights)[:1]
         whole = f"{self.spec.prefix}dweight"
@@ -222,7 +256,29 @@ class EmulatedProduct(Product):
     def _backward(self) -> list[str]:
         """The arrays of forward that backward reads."""
         wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
-        return [self.arrays[operand] for operand in wanted if operand in self.arrays]
+        read = (_FPROP[operand] if operand in self.recasts else operand for operand in wanted)
+        return [self.arrays[operand] for operand in read if operand in self.arrays]
+
+    def _recast(self) -> list[str]:
+        """The operands of backward that are cast from fprop's values."""
+        wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
+        return [operand for operand in wanted if operand in self.recasts]
+
+    def _mask(self, source: str) -> dict[str, Meta]:
+        """The mask of fprop's operand "x" or "w", where there is one."""
+        return {self.masks[source]: Meta(self.matrices[source].shape, uint8)} if source in self.masks else {}
+
+    def _back(self, gemm: str, source: str) -> Back | None:
+        """How the gradient of a matrix gets back, None where it is one already."""
+        fprop, own, mask = self.fp8.fprop, self.fp8.gemms[gemm], self.masks.get(source, "")
+        of_values = own.recast or own.compute == "dequantized"
+        if fprop.compute != "quantized" or not (mask or (of_values and fprop.a.hadamard)):
+            return None
+        return Back(fprop.a.rotation, of_values, mask)
+
+    def _how(self, array: str) -> Cast:
+        """How an array is made."""
+        return self.casts[array] if array in self.casts else self.recasts[array]
 
     def _wanted(self, name: str) -> bool:
         """Whether a GEMM that is wanted reads the array of g."""
@@ -239,9 +295,9 @@ class EmulatedProduct(Product):
         """Arrays by the operation's names."""
         made: dict[str, Meta] = {}
         for name in names:
-            cast = self.casts[name]
+            cast = self._how(name)
             made[self._name(name)] = self.matrices[cast.source]
-            if cast.quantizer.two_level:
+            if cast.quantizer.scaled_after:
                 made[f"{self._name(name)}_inv"] = Meta((self._lines(cast),), float32)
         return made
 
@@ -252,21 +308,21 @@ class EmulatedProduct(Product):
     def _amaxes(self) -> dict[str, Meta]:
         """Where amaxes are taken before a cast, and what one with scales of lines leaves in between."""
         made: dict[str, Meta] = {}
+        casts = [*self.casts.values(), *self.recasts.values()]
         if self.fp8.two_level:
-            most = max(1, *(self._lines(cast) for cast in self.casts.values()))
+            most = max(1, *map(self._lines, casts))
             made[self._name("amax")] = Meta((most,), float32)
         if self.widened:
             most = max(math.prod(matrix.shape) for matrix in self.matrices.values())
             made[self._name("wide")] = Meta((most,), float32)
-        sizes = [
-            self.matrices[cast.source].shape
-            for cast in self.casts.values()
-            if cast.quantizer.granularity in _LINES
-        ]
-        turned = [self.matrices[cast.source].shape for cast in self.casts.values() if _turned(cast.quantizer)]
+        sizes = [self.matrices[cast.source].shape for cast in casts if cast.quantizer.granularity in _LINES]
+        turned = [self.matrices[cast.source].shape for cast in casts if _turned(cast.quantizer)]
         if turned:
             made[self._name("turned")] = Meta((max(m * n for m, n in turned),), float32)
-        crossed = [self.matrices[self.casts[_FPROP[o]].source] for o in _FPROP if self._is_crossed(o)]
+        scaled = {o for o in self.recasts if self.casts[self.arrays[_FPROP[o]]].quantizer.scaled_after}
+        crossed = [
+            self.matrices[self.casts[_FPROP[o]].source] for o in _FPROP if self._is_crossed(o) or o in scaled
+        ]
         if crossed:
             most = max(math.prod(matrix.shape) for matrix in crossed)
             made[self._name("crossed")] = Meta((most,), crossed[0].dtype)
@@ -278,9 +334,10 @@ class EmulatedProduct(Product):
 
     def _sums(self, gemm: str, shape: tuple[int, ...]) -> dict[str, Meta]:
         """Where a GEMM's float32 sums lie that are multiplied by scales, or are to become float16."""
-        casts = [self.casts[self.arrays[operand]] for operand in GEMMS[gemm] if operand in self.arrays]
-        apart = any(self.widened or cast.quantizer.two_level for cast in casts)
-        return {self._name(f"{gemm}_sums"): Meta(shape, float32)} if apart else {}
+        casts = [self._how(self.arrays[operand]) for operand in GEMMS[gemm] if operand in self.arrays]
+        apart = any(self.widened or cast.quantizer.scaled_after for cast in casts)
+        back = {self._name(f"{gemm}_back"): Meta(shape, float32)} if gemm in self.backs else {}
+        return {self._name(f"{gemm}_sums"): Meta(shape, float32)} | back if apart or back else {}
 
     def _wide(self, ws: WorkingSet, matrix: ArrayView) -> ArrayView:
         """A float16 matrix as float32, until the next one is."""
@@ -294,14 +351,27 @@ class EmulatedProduct(Product):
         if self.widened and made:
             matrix = self._wide(ws, matrix)
         for name in made:
-            own = self._name(name)
-            views = next((views for views in into if views.get(own) is not None), None)
-            if views is not None:
-                self._cast_one(ws, name, matrix, views[own], views.get(f"{own}_inv"))
+            own, mask = self._name(name), None
+            views: Any = next((views for views in into if views.get(own) is not None), {})
+            if self.masks.get(source) == f"{own}_inside":
+                masks = [views for views in into if views.get(f"{own}_inside") is not None]
+                mask = masks[0][f"{own}_inside"] if masks else None
+            if views or mask is not None:
+                self._cast_one(ws, name, matrix, views.get(own), views.get(f"{own}_inv"), mask)
+
+    def _cast_again(self, ws: WorkingSet, operand: str) -> None:
+        """Make an operand that is cast from fprop's values."""
+        if operand not in self.recasts:
+            return
+        array, own = self.arrays[_FPROP[operand]], self._name(operand)
+        values, inverse = self._values(ws, array)
+        if inverse is not None:
+            values = self._by_line(ws, array, values, inverse)
+        self._cast_one(ws, operand, values, ws.scratch[own], ws.scratch.get(f"{own}_inv"), None)
 
     def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView) -> None:
         """``values`` of a cast with one scale for the tensor or for each line along the contraction."""
-        k, stream, (_, own, along) = ws.kernels, ws.stream, self.casts[name]
+        k, stream, (_, own, along) = ws.kernels, ws.stream, self._how(name)
         rng, matrix = ws.inputs.get("rng"), self._rotated(ws, name, matrix)
         tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
         if own.granularity != "tensor" and not along:
@@ -324,7 +394,7 @@ class EmulatedProduct(Product):
 
     def _rotated(self, ws: WorkingSet, name: str, matrix: ArrayView) -> ArrayView:
         """The matrix as a cast rotates it, float32; itself where it does not."""
-        _, own, along = self.casts[name]
+        _, own, along = self._how(name)
         if not own.hadamard:
             return matrix
         turned = ws.scratch[self._name("turned")].slice(0, 0, matrix.size).reshape(*matrix.shape)
@@ -333,15 +403,22 @@ class EmulatedProduct(Product):
         return turned
 
     def _cast_one(
-        self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView, inverse: ArrayView | None
+        self,
+        ws: WorkingSet,
+        name: str,
+        matrix: ArrayView,
+        values: Any,
+        inverse: ArrayView | None,
+        mask: ArrayView | None,
     ) -> None:
-        _, quantizer, along = self.casts[name]
+        cast = self._how(name)
+        _, quantizer, along = cast
         if quantizer.granularity in _LINES:
             self._cast_lines(ws, name, matrix, values)
             return
         k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
         if quantizer.two_level:
-            amax = ws.scratch[self._name("amax")].slice(0, 0, self._lines(self.casts[name]))
+            amax = ws.scratch[self._name("amax")].slice(0, 0, self._lines(cast))
             arrays.provider(amax.device).fill_zero(amax, stream)
             if quantizer.row_scaled:
                 lying = (1, matrix.shape[1]) if along else (matrix.shape[0], 1)
@@ -350,7 +427,7 @@ class EmulatedProduct(Product):
                 k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
             else:
                 k.amax(matrix, amax, matrix.shape, stream)
-        how = quantizer, along, self._draw(name), rng if quantizer.needs_rng else None
+        how = quantizer, along, self._draw(name), rng if quantizer.needs_rng else None, mask
         k.cast_blocks(matrix, None, None, None, values, amax, inverse, *how, stream)
 
     def _draw(self, name: str) -> int:
@@ -365,14 +442,18 @@ class EmulatedProduct(Product):
             # the other operand of a widened product is wide, too
             both = self.widened and any(operand in pair and pair & self.arrays.keys() for pair in _PAIRS)
             return self._wide(ws, matrix) if both and matrix is not None else matrix, None
-        name = self._name(array)
-        views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
-        values, inverse = views[name], views.get(f"{name}_inv")
+        values, inverse = self._values(ws, array)
         return (
             (self._by_line(ws, array, values, inverse), None)
             if self._is_crossed(operand)
             else (values, inverse)
         )
+
+    def _values(self, ws: WorkingSet, array: str) -> tuple[Any, Any]:
+        """An array's values, and what multiplies products of them, None for 1."""
+        name = self._name(array)
+        views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
+        return views[name], views.get(f"{name}_inv")
 
     def _is_crossed(self, operand: str) -> bool:
         """Whether a GEMM multiplies fprop's values along another dimension than fprop, and each line has a
@@ -406,12 +487,46 @@ class EmulatedProduct(Product):
         (a, a_inv), (b, b_inv), space = left, right, ws.scratch["workspace"]
         if out.device.kind != "cpu":
             _say_slow(out.device.kind)
+        if gemm in self.backs:
+            sums = ws.scratch[self._name(f"{gemm}_sums")]
+            ws.kernels.gemm(a, b, sums, layout, None, None, space, ws.stream)
+            self._bring_back(ws, gemm, a_inv, b_inv, sums, out, addend)
+            return
         if a_inv is None and b_inv is None and not (self.widened and a.dtype is float32):
             ws.kernels.gemm(a, b, out, layout, bias, addend, space, ws.stream)
             return
         sums = ws.scratch[self._name(f"{gemm}_sums")]
         ws.kernels.gemm(a, b, sums, layout, None, None, space, ws.stream)
         ws.kernels.scale_product(sums, out, a_inv, b_inv, bias, addend, ws.stream)
+
+    def _bring_back(
+        self,
+        ws: WorkingSet,
+        gemm: str,
+        a_inv: Any,
+        b_inv: Any,
+        sums: ArrayView,
+        out: ArrayView,
+        addend: ArrayView | None,
+    ) -> None:
+        """out = the sums times their scales, masked and rotated back (+ addend)."""
+        k, stream, back = ws.kernels, ws.stream, self.backs[gemm]
+        other, (n, signs) = ws.scratch[self._name(f"{gemm}_back")], back.rotation
+        along = 1 if gemm == "dgrad" or self.oi else 0
+        rng = ws.inputs.get("rng") if n and signs == "random" else None
+        if a_inv is not None or b_inv is not None:
+            k.scale_product(sums, other, a_inv, b_inv, None, None, stream)
+            sums, other = other, sums
+        if n and not back.turned:
+            k.rotate(sums, other, None, n, signs, along, rng, stream)
+            sums, other = other, sums
+        mask = None
+        if back.mask:
+            mask = next(
+                views[back.mask] for views in (ws.saved, ws.inputs) if views.get(back.mask) is not None
+            )
+        k.rotate_back(sums, other, mask, n, signs, along, rng, stream)
+        k.scale_product(other, out, None, None, None, addend, stream)
 
     def _free(self, views: Any, *operands: str) -> None:
         for operand in operands:

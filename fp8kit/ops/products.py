@@ -34,6 +34,9 @@ _SUPPORTED = {
     "scale_rule": ("exact", "power_2"),
     "stochastic_bits": (0,),
     "hadamard": (0,),
+    "ties": ("even",),
+    "factor": (1,),
+    "clip_gradient": (False,),
 }
 
 
@@ -68,6 +71,11 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
                 if value not in known:
                     wanted = f"{' or '.join(map(str, known))}: no kernel does another"
                     raise unsupported(f"{name}.{place}.{field}", value, wanted)
+        if gemm.recast:
+            raise unsupported(f"{name}.recast", True, "False: no kernel casts codes anew")
+        if not isinstance(gemm.how, bool) and gemm.how.group:
+            wanted = "one without group: fk.matmul has sums of scaled groups, layers have not"
+            raise unsupported(f"{name}.accumulation", gemm.accumulation, wanted)
         if gemm.a.format == gemm.b.format == E5M2:
             raise unsupported(f"{name}.a, b", "E5M2 for both", "E4M3 for at least one")
     for pair in readers.values():
@@ -95,8 +103,10 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
 def _want_fprop_quantized(quantization: Quantization) -> None:
     """Refuse GEMMs that multiply fprop's values where fprop casts none."""
     for name, gemm in quantization.gemms.items():
-        if gemm.compute == "dequantized" and (name == "fprop" or quantization.fprop.compute != "quantized"):
-            got = f"{quantization.fprop.compute!r}, and {name} dequantized"
+        of_values = gemm.compute == "dequantized" or gemm.recast
+        if of_values and (name == "fprop" or quantization.fprop.compute != "quantized"):
+            how = "dequantized" if gemm.compute == "dequantized" else "recast"
+            got = f"{quantization.fprop.compute!r}, and {name} {how}"
             raise unsupported("fprop.compute", got, '"quantized", whose operands are decoded')
 
 

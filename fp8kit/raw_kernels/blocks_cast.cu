@@ -2,15 +2,15 @@
 // square blocks a second one over what the first has brought into the caches.
 //
 // functions: cast_lines (cast_blocks), cast_columns (cast_blocks)
-// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,e2m1,steps,any,four
+// variants: T=f32,bf16,f16; ROUTE=e4m3,e5m2,e2m1,steps,any,four,levers
 #include "blocks_cast.cuh"
 
 constexpr int ROWS = 256 / LINES, TURNS = SPAN / ROWS;
 constexpr int PEAKS = SPAN / LINE * SPAN / LINE;  // square blocks of a block's region, at most
 
 // Blocks that a multiprocessor should hold at least: as many as leave registers enough.
-constexpr int LINES_BLOCKS = KNOWS_ROWS || sizeof(T) == 4 ? 2 : __CUDA_ARCH__ == 900 ? 4 : 3;
-constexpr int COLUMNS_BLOCKS = KNOWS_ROWS ? 2 : 3;
+constexpr int LINES_BLOCKS = LEVERS ? 1 : KNOWS_ROWS || sizeof(T) == 4 ? 2 : __CUDA_ARCH__ == 900 ? 4 : 3;
+constexpr int COLUMNS_BLOCKS = LEVERS ? 1 : KNOWS_ROWS ? 2 : 3;
 
 DEVICE void clear_peaks(u32* peaks) {
   if (threadIdx.x < PEAKS) peaks[threadIdx.x] = 0;
@@ -34,7 +34,8 @@ DEVICE void write_scale(const Scale& scale, i64 at, float* scale_inv, u8* scale_
 
 DEVICE void write_tensor_scale(const BlockCast& how, TensorScale tensor, float* tensor_scale_inv) {
   if (KNOWS_ROWS && how.by_row) return;  // each with its line
-  if (tensor_scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *tensor_scale_inv = tensor.inverse;
+  const float inverse = LEVERS ? __fmul_rn(tensor.inverse, how.inverse_factor) : tensor.inverse;
+  if (tensor_scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *tensor_scale_inv = inverse;
 }
 
 // --- the contraction is the last dimension -----------------------------------------------------------------
@@ -61,7 +62,7 @@ DEVICE void to_line(const Pair& in, float (&v)[LINE]) {
 // Codes of neighbours, element `index` and on of the matrix, by their words.
 DEVICE void random_codes(const BlockCast& how, const i64* rng, u64 index, const float (&v)[LINE],
                          u32 (&words)[LINE / 4]) {
-  const Rng key = load_rng(rng);
+  const Rng key = rng_of(how, rng);
   const Steps steps = steps_of(how);
   const u32 skip = (u32)index & 3u;  // words of the first group that belong to elements before
   float rest[LINE];
@@ -91,7 +92,8 @@ DEVICE void random_codes(const BlockCast& how, const i64* rng, u64 index, const 
 // outputs each may be null.
 extern "C" __global__ void __launch_bounds__(256, LINES_BLOCKS)
 cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, const float* tensor_amax,
-           float* tensor_scale_inv, const i64* rng, i64 rows, i64 columns, i64 draw, BlockCast how) {
+           float* tensor_scale_inv, const i64* rng, u8* inside, i64 rows, i64 columns, i64 draw,
+           BlockCast how) {
   start_early();
   __shared__ u32 peaks[PEAKS];
   __shared__ float errors[2][COMPILED == four_codes ? SPAN * LINES : 1];
@@ -160,19 +162,29 @@ cast_lines(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, cons
                             square_error(errors[1] + square) < square_error(errors[0] + square));
       else
         scale = chosen_scale(how, tensor, amax, nan, v);
+    } else if (LEVERS) {
+      scale = lever_scale(how, tensor, amax, nan, v, rng, ((u64)draw << 48) + (u64)(row * columns + column));
     } else {
       scale = block_scale(how, tensor, amax);
     }
     if (KNOWS_ROWS && how.by_row && tensor_scale_inv != nullptr && column == 0 && row < rows)
-      tensor_scale_inv[row] = tensor.inverse;
+      tensor_scale_inv[row] = LEVERS ? __fmul_rn(tensor.inverse, how.inverse_factor) : tensor.inverse;
     if (row >= rows || column >= columns) continue;
     if (!(place * LINE & (how.tile - 1)) && (!how.square || !(row_here & (how.tile - 1))))
       write_scale(scale, (how.square ? row >> log : row) * tiles + (column >> log), scale_inv, scale_codes);
-    if (q == nullptr && values == nullptr) continue;
+    if (q == nullptr && values == nullptr && (!LEVERS || inside == nullptr)) continue;
 #pragma unroll
     for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
     u32 words[LINE / 4] = {};
-    if (COMPILED == any_codes && how.format.random_bits)
+    if (LEVERS && inside != nullptr) {
+#pragma unroll
+      for (int i = 0; i < LINE; ++i) words[i / 4] |= (u32)(fabsf(v[i]) <= how.max) << (8 * (i % 4));
+      write_codes<LINE>(inside + row * columns + column, (int)min64(columns - column, LINE),
+                        rows_aligned<16>(inside, columns), words);
+#pragma unroll
+      for (int w = 0; w < LINE / 4; ++w) words[w] = 0;
+    }
+    if (ANY && how.format.random_bits)
       random_codes(how, rng, ((u64)draw << 48) + (u64)(row * columns + column), v, words);
     else
       nearest_codes(how, v, nan || scale.scale != scale.scale, words);
@@ -232,7 +244,7 @@ DEVICE void next_row(float (&v)[LINE], u32 (&words)[LINE / 4], u32 code) {
 DEVICE void random_pair(const BlockCast& how, const i64* rng, u64 zero, i64 row, i64 column, i64 columns,
                         float (&low)[LINE], float (&high)[LINE], u32 (&low_words)[LINE / 4],
                         u32 (&high_words)[LINE / 4]) {
-  const Rng key = load_rng(rng);
+  const Rng key = rng_of(how, rng);
   const Steps steps = steps_of(how);
   const bool grouped = columns % 4 == 0, second = line_pair() % 2;
 #pragma unroll 1
@@ -272,7 +284,8 @@ DEVICE void column_values(const BlockCast& how, Panel<T>& panel, u32 place, u32 
 // A block takes 128 rows and 64 columns; of square blocks 128 columns, 64 at a time.
 extern "C" __global__ void __launch_bounds__(256, COLUMNS_BLOCKS)
 cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, const float* tensor_amax,
-             float* tensor_scale_inv, const i64* rng, i64 rows, i64 columns, i64 draw, BlockCast how) {
+             float* tensor_scale_inv, const i64* rng, u8* inside, i64 rows, i64 columns, i64 draw,
+           BlockCast how) {
   start_early();
   __shared__ Panel<T> panel;
   __shared__ Codes codes;
@@ -310,7 +323,7 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
 #pragma unroll 1
   for (u32 part = 0; part < width; part += PANEL) {
     read_panel(panel, x, rows, columns, top, left + part);
-    const bool random = COMPILED == any_codes && how.format.random_bits;
+    const bool random = ANY && how.format.random_bits;
     // of the pair's first column: codes, what values are of them, and, where both are drawn at once, v
     u32 first[LINE / 4] = {};
     float first_value = 0.0f, kept[LINE] = {};
@@ -327,10 +340,16 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
       else
         amax = shared_amax(how, amax);
       const TensorScale tensor = line_scale(how, whole_tensor, tensor_amax, column, columns);
-      const Scale scale = COMPILED == four_codes && how.four ? chosen_scale(how, tensor, amax, nan, v)
-                                                             : block_scale(how, tensor, amax);
+      Scale scale;
+      if (COMPILED == four_codes && how.four)
+        scale = chosen_scale(how, tensor, amax, nan, v);
+      else if (LEVERS)
+        scale = lever_scale(how, tensor, amax, nan, v, rng,
+                            ((u64)draw << 48) + (u64)(row * columns + column));
+      else
+        scale = block_scale(how, tensor, amax);
       if (KNOWS_ROWS && how.by_row && tensor_scale_inv != nullptr && row == 0 && column < columns)
-        tensor_scale_inv[column] = tensor.inverse;
+        tensor_scale_inv[column] = LEVERS ? __fmul_rn(tensor.inverse, how.inverse_factor) : tensor.inverse;
       const bool leader =
           !(place * LINE & (how.tile - 1)) && (!how.square || !(column_here & (how.tile - 1)));
       if (leader && row < rows && column < columns)
@@ -338,6 +357,11 @@ cast_columns(const T* x, u8* q, float* scale_inv, u8* scale_codes, T* values, co
                     scale_codes);
 #pragma unroll
       for (int i = 0; i < LINE; ++i) v[i] *= scale.scale;
+      if (LEVERS && inside != nullptr && column < columns) {
+#pragma unroll
+        for (int i = 0; i < LINE; ++i)
+          if (row + i < rows) inside[(row + i) * columns + column] = (u8)(fabsf(v[i]) <= how.max);
+      }
       u32 words[LINE / 4] = {};
       if (!random)
         nearest_codes(how, v, nan || scale.scale != scale.scale, words);

@@ -2,21 +2,23 @@
 #pragma once
 #include "blocks.cuh"
 
-enum Kind { MX, NVFP4, FLOATS };
+enum Kind { MX, NVFP4, FLOATS, MOSS };
 // What makes codes to nearest even, and values of codes: the hardware, steps of equal width (below), or
 // fp8.cuh's general functions.
 enum Route { E4M3, E5M2, STEPS, GENERAL };
 
 // The define ROUTE names what is compiled: one of the first three to nearest even, with E2M1's steps by
 // themselves, and again with a choice between two scales, `four`; or `any` route, rounding and sign. The last
-// two know scales of rows, too.
-enum Compiled { e4m3_codes, e5m2_codes, steps_codes, e2m1_codes, any_codes, four_codes };
+// two know scales of rows, too. `levers` is any, and what few casts ask for: two-level scales in E8M0, scales
+// by the deviation or corrected ones, ties toward zero, a factor, and which elements were not clipped.
+enum Compiled { e4m3_codes, e5m2_codes, steps_codes, e2m1_codes, any_codes, four_codes, levers_codes };
 enum Four { ALWAYS_SIX, BY_MAE, BY_MSE };
 #define JOINED_(a, b) a##b
 #define JOINED(a, b) JOINED_(a, b)
 constexpr Compiled COMPILED = JOINED(ROUTE, _codes);
 constexpr bool E2M1_STEPS = COMPILED == e2m1_codes || COMPILED == four_codes;
-constexpr bool KNOWS_ROWS = COMPILED == any_codes || COMPILED == four_codes;
+constexpr bool LEVERS = COMPILED == levers_codes, ANY = COMPILED == any_codes || LEVERS;
+constexpr bool KNOWS_ROWS = ANY || COMPILED == four_codes;
 
 // How a matrix is cast (fp8kit.quantization.Quantizer), as the host passes it by value.
 struct BlockCast {
@@ -35,10 +37,15 @@ struct BlockCast {
   i32 power_2;    // float32 scales: whether they are powers of two
   i32 by_row;     // NVFP4: whether each line along the contraction has what a tensor has
   i32 four;       // NVFP4: how one of two scales is chosen
+  i32 ties_down;  // to nearest, ties toward zero: as with random words of a half
+  i32 gauss;      // MX: whether scales follow from deviations
+  i32 eden;       // NVFP4: whether scales are corrected
   float max, inverse_max;  // of the format
   float epsilon;           // the least amax
   float for_inf;           // a float32 scale that overflows
   float tensor_max;        // NVFP4: the largest scale of a block times the format's largest value
+  float factor, inverse_factor;  // what x * scale is multiplied by, and 1 / that
+  float gauss_most, gauss_least; // a scale is the first times the deviation plus the second
 };
 
 // A block's: before the cast, its reciprocal, what codes are times to give values, and the scale's code.
@@ -79,7 +86,8 @@ struct TensorScale {
 };
 
 DEVICE TensorScale tensor_scale(const BlockCast& how, const float* amax) {
-  if (how.kind != NVFP4 || amax == nullptr) return TensorScale{1.0f, 1.0f, 0.0f};
+  const bool has_one = how.kind == NVFP4 || (LEVERS && how.kind == MOSS);
+  if (!has_one || amax == nullptr) return TensorScale{1.0f, 1.0f, 0.0f};
   float scale = __fdiv_rn(how.tensor_max, *amax);
   if (!(*amax > 0.0f && *amax < INF)) scale = 1.0f;
   if (scale > FLT_MAX) scale = FLT_MAX;
@@ -117,6 +125,11 @@ DEVICE Scale block_scale(const BlockCast& how, TensorScale tensor, float amax) {
   if (amax < how.epsilon) amax = how.epsilon;
   if (how.kind == MX) return mx_scale(how, amax);
   if (how.kind == NVFP4) return nvfp4_scale(how, tensor, amax);
+  if (LEVERS && how.kind == MOSS) {
+    const Scale own = mx_scale(how, __fmul_rn(amax, tensor.scale));
+    return Scale{__fmul_rn(own.scale, tensor.scale), __fmul_rn(own.inverse, tensor.inverse), own.value,
+                 own.code};
+  }
   const float scale = scale_of(amax, how.max, how.epsilon, how.for_inf, how.power_2 != 0);
   const float inverse = __fdiv_rn(1.0f, scale);
   return Scale{scale, inverse, inverse, 0};
@@ -141,7 +154,7 @@ DEVICE float line_amax(const BlockCast& how, const float (&v)[LINE], bool& nan) 
 // normal one, codes are steps of equal width.
 
 DEVICE i32 route_of(const BlockCast& how) {
-  if (COMPILED == any_codes) return how.route;
+  if (ANY) return how.route;
   return COMPILED == e4m3_codes ? E4M3 : COMPILED == e5m2_codes ? E5M2 : STEPS;
 }
 
@@ -186,10 +199,10 @@ DEVICE u32 nearest_four(const BlockCast& how, Steps steps, const float* v) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     codes[i] = nearest_code(steps, v[i]);
-    if (COMPILED == any_codes) codes[i] = signed_code(how, codes[i], v[i]);
+    if (ANY) codes[i] = signed_code(how, codes[i], v[i]);
   }
   const u32 word = four_bytes(codes[0], codes[1], codes[2], codes[3], 0);
-  if (COMPILED == any_codes) return word;
+  if (ANY) return word;
   const u32 high = four_bytes(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                               __float_as_uint(v[3]), 3);
   return word | (high >> (__clz((int)steps.sign) - 24) & steps.sign * 0x01010101u);
@@ -248,6 +261,7 @@ DEVICE void nearest_codes(const BlockCast& how, const float (&v)[LINE], bool nan
 
 // The code of one value, stochastically.
 DEVICE u32 random_code(const BlockCast& how, Steps steps, float v, u32 word) {
+  if (LEVERS && how.ties_down) word = 0x80000000u;
   if (how.route == GENERAL) return encode(how.format, v, word);
   return v != v ? (u32)how.format.nan_code : stochastic_code(how, steps, v, word);
 }
@@ -272,7 +286,7 @@ DEVICE void decode_line(const BlockCast& how, const u32 (&words)[LINE / 4], floa
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 code = words[w] >> (8 * i) & 0xFFu;
-        const bool twos = COMPILED == any_codes && how.format.twos;
+        const bool twos = ANY && how.format.twos;
         const u32 magnitude = twos && code & sign ? 2 * sign - code : code & mask;
         const float value = __uint_as_float(magnitude << steps.shift) * unit;
         four[i] = (i32)magnitude >= nan_from ? __uint_as_float(0x7FC00000u) : code & sign ? -value : value;
@@ -330,4 +344,92 @@ DEVICE Scale chosen_scale(const BlockCast& how, TensorScale tensor, float amax, 
                           const float (&v)[LINE]) {
   const Scale six = tried_scale(how, tensor, amax, false), four = tried_scale(how, tensor, amax, true);
   return line_error(how, tensor, four, nan, v) < line_error(how, tensor, six, nan, v) ? four : six;
+}
+
+// --- levers ------------------------------------------------------------------------------------------------
+
+DEVICE Rng rng_of(const BlockCast& how, const i64* rng) {
+  return LEVERS && how.ties_down ? Rng{} : load_rng(rng);
+}
+
+// The sum of the lines of `length` values along the contraction, as a tree; all lanes call.
+DEVICE float shared_sum(i32 length, float sum) {
+#pragma unroll 1
+  for (u32 d = 1; LINE * d < length; d *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+  return sum;
+}
+
+// E8M0 by the deviation of a block; all lanes call.
+DEVICE Scale gauss_scale(const BlockCast& how, const float (&v)[LINE]) {
+  float squares = 0.0f, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LINE; ++i)
+    squares = __fadd_rn(squares, __fmul_rn(v[i], v[i])), sum = __fadd_rn(sum, v[i]);
+  const float share = 1.0f / (float)how.tile;
+  squares = __fmul_rn(shared_sum(how.tile, squares), share);
+  const float mean = __fmul_rn(shared_sum(how.tile, sum), share);
+  float variance = __fsub_rn(squares, __fmul_rn(mean, mean));
+  if (variance < 0.0f) variance = 0.0f;  // a NaN stays
+  const float scale = __fadd_rn(__fmul_rn(how.gauss_most, __fsqrt_rn(variance)), how.gauss_least);
+  const u32 byte = scale < INF ? __float_as_uint(scale) >> 23 : 255u;
+  const float inverse = power(byte);
+  return Scale{power(byte == 255 ? 255u : 254u - byte), inverse, inverse, byte};
+}
+
+// E4M3 of a value that is not negative, stochastically by a word.
+DEVICE u32 random_e4m3(float v, u32 word) {
+  if (v != v) return 0x7Fu;
+  const u32 field = __float_as_uint(v) & 0x7F800000u, lowest = 121u << 23;
+  const u32 binade = field > lowest ? field : lowest;
+  const float count = v * __uint_as_float(((254u + 3u) << 23) - binade);
+  const u32 whole = __float_as_uint(__fadd_rz(count, 8388608.0f)) - 0x4B000000u;
+  const float place = (count - (float)whole) * 4294967296.0f;
+  return (binade >> 20) - (lowest >> 20) + whole + (word < __float2uint_ru(place));
+}
+
+// NVFP4's scale of a block that makes up for what rounding takes away in its group; all lanes call.
+DEVICE Scale eden_scale(const BlockCast& how, TensorScale tensor, float amax, bool nan,
+                        const float (&v)[LINE], u32 word) {
+  if (amax < how.epsilon) amax = how.epsilon;
+  float base = __fmul_rn(amax, __fmul_rn(tensor.scale, how.inverse_max));
+  if (base > e4m3::MAX) base = e4m3::MAX;  // a NaN stays
+  float first = decode<e4m3>((u8)encode<e4m3>(base));
+  if (first == 0.0f) first = 1.0f;
+  float scale = __fdiv_rn(1.0f, __fmul_rn(first, tensor.inverse));
+  if (scale > FLT_MAX) scale = FLT_MAX;
+  scale = __fmul_rn(scale, how.factor);
+  float cast[LINE], squares = 0.0f, products = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) cast[i] = __fmul_rn(v[i], scale);
+  u32 words[LINE / 4] = {};
+  nearest_codes(how, cast, nan || scale != scale, words);
+  decode_line(how, words, cast);
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) {
+    const float own = __fmul_rn(v[i], scale);
+    squares = __fadd_rn(squares, __fmul_rn(own, own));
+    products = __fadd_rn(products, __fmul_rn(own, cast[i]));
+  }
+  const i32 group = how.rotation.n;
+  const float ratio = __fdiv_rn(shared_sum(group, squares), shared_sum(group, products));
+  float corrected = __fmul_rn(first, ratio > 0.0f && ratio < INF ? ratio : 1.0f);
+  if (corrected > e4m3::MAX) corrected = e4m3::MAX;
+  const u32 code = random_e4m3(corrected, word);
+  const float value = decode<e4m3>((u8)code);
+  return Scale{scale, value * tensor.inverse, value, code};
+}
+
+// The scale of a line's block; `element`: the number of the line's first element. All lanes call.
+DEVICE Scale lever_scale(const BlockCast& how, TensorScale tensor, float amax, bool nan,
+                         const float (&v)[LINE], const i64* rng, u64 element) {
+  Scale scale;
+  if (how.eden) {
+    scale = eden_scale(how, tensor, amax, nan, v, philox_word(load_rng(rng), element));
+  } else {
+    scale = how.gauss ? gauss_scale(how, v) : block_scale(how, tensor, amax);
+    scale.scale = __fmul_rn(scale.scale, how.factor);
+  }
+  scale.inverse = __fmul_rn(scale.inverse, how.inverse_factor);
+  if (how.kind == FLOATS) scale.value = scale.inverse;
+  return scale;
 }

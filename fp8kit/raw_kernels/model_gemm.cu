@@ -1,6 +1,6 @@
 // The product that sums as another chip's tensor cores do, bit for bit, in integers.
 //
-// functions: model_gemm, model_gemm_exact (model_gemm)
+// functions: model_gemm, model_gemm_exact (model_gemm), model_gemm_scaled (model_gemm)
 // variants: T=f32,bf16,f16; WIDE=0,1
 #include "fp8.cuh"
 
@@ -27,7 +27,7 @@ struct Job {
   const float *a_scale, *b_scale;
   const T *bias, *addend;
   i64 m, n, k, a_tile_rows, b_tile_rows, a_down, b_down, a_across, b_across, block, order;
-  i64 fraction_bits, product_bits, chunk, promote, lowest_bit;
+  i64 fraction_bits, product_bits, chunk, promote, lowest_bit, group;
 };
 
 // A code as significand * 2^(exponent - mantissa_bits), the exponent of 0 so low that it is never the
@@ -114,6 +114,15 @@ DEVICE float cut(Sum sum, i32 exponent, i32 bits) {
   // at most 24 bits of it are left, so the conversion is exact
   const float value = magnitude ? (float)magnitude * power_of_2(exponent - bits) : 0.0f;
   return sum < 0 ? -value : value;
+}
+
+// Likewise a sum of 64 bits.
+DEVICE float cut_wide(i64 sum, i32 exponent, i32 bits) {
+  u64 magnitude = sum < 0 ? -(u64)sum : (u64)sum;
+  const int drop = max(63 - __clzll((i64)magnitude) - min(bits, MANTISSA), 0);
+  magnitude = magnitude >> drop << drop;
+  const double value = magnitude ? ldexp((double)magnitude, exponent - bits) : 0.0;
+  return sum < 0 ? -(float)value : (float)value;
 }
 
 // A 64 x 64 tile of the result a block, 4 x 4 of it a thread, rows and columns 16 apart.
@@ -306,5 +315,89 @@ model_gemm_exact(const u8* a, const u8* b, T* out, Job job) {
     if (blocked) result = __double2float_rn(total);
     if (special) result += special_sum(job, a, b, row, column);
     put(job, out, row, column, result);
+  }
+}
+
+// --- scaled groups -----------------------------------------------------------------------------------------
+
+constexpr int SCALE_BITS = 3;  // fraction bits of a scale's significand that count
+
+// A scale as significand * 2^(exponent - SCALE_BITS); 0 for what is not finite, which `nan` says of NaN.
+DEVICE i32 scale_fields(float scale, i32& exponent, bool& nan) {
+  nan |= scale != scale;
+  exponent = 0;
+  if (!(scale > 0.0f && scale < INF)) return 0;
+  const bool tiny = scale < 1.17549435e-38f;
+  const u32 pattern = __float_as_uint(tiny ? scale * 16777216.0f : scale);
+  exponent = (i32)(pattern >> MANTISSA) - 127 - (tiny ? 24 : 0);
+  return (i32)((pattern & 0x7FFFFFu) | 0x800000u) >> (MANTISSA - SCALE_BITS);
+}
+
+// One term of an instruction: the products from `from` on, `group` of them or up to `end`, and their scales.
+// Returns it in units of 2^(exponent + unit - 2 SCALE_BITS).
+DEVICE i64 scaled_term(const Job& job, const u8* a, const u8* b, i64 row, i64 column, i64 from, i64 end,
+                       i32& exponent, bool& special) {
+  const i64 block = from / job.block;
+  const i64 last = min64(from + job.group, end);
+  i32 left_exponent, right_exponent, ea = 0, eb = 0, sa, sb;
+  const i32 left = scale_fields(a_scale(job, row, block), left_exponent, special),
+            right = scale_fields(b_scale(job, column, block), right_exponent, special);
+  i64 term = 0;
+  for (i64 k = from; k < last; ++k) {
+    const bool odd = fields_of(job.a_format, a[row * job.k + k], sa, ea);
+    special |= fields_of(job.b_format, b[column * job.k + k], sb, eb) || odd;
+    const i64 product = (i64)sa * sb;
+    if (job.group == 1) term = product;
+    else if (product) {
+      const int up = (int)(ea + eb - job.product_bits - job.lowest_bit);
+      term += product < 0 ? -(-product << up) : product << up;
+    }
+  }
+  exponent = left_exponent + right_exponent + (job.group == 1 ? ea + eb : 0);
+  return term * left * right;
+}
+
+// A thread an element. Terms and sums have 64 bits, whatever WIDE says.
+extern "C" __global__ void __launch_bounds__(THREADS)
+model_gemm_scaled(const u8* a, const u8* b, T* out, Job job) {
+  const i32 bits = (i32)job.fraction_bits;
+  const i32 unit = (i32)(job.group == 1 ? -job.product_bits : job.lowest_bit);
+  for (i64 at = first(); at < job.m * job.n; at += step()) {
+    const i64 row = at / job.n, column = at % job.n;
+    float total = 0.0f, c = 0.0f;
+    bool special = false;
+    for (i64 start = 0; start < job.k;) {
+      const i64 promoted = min64((start / job.promote + 1) * job.promote, job.k);
+      const i64 stop = min64(start + job.chunk, promoted);
+      i32 fraction, own, exponent;
+      split(c, fraction, own);
+      i32 most = own;
+      for (i64 k = start; k < stop; k += job.group)
+        if (scaled_term(job, a, b, row, column, k, stop, exponent, special)) most = max(most, exponent);
+      const int shift = most - own + MANTISSA - bits;
+      i64 sum = shift >= 0 ? (i64)fraction >> min(shift, 63) : (i64)fraction << -shift;
+      if (c < 0.0f) sum = -sum;
+      for (i64 k = start; k < stop; k += job.group) {
+        const i64 term = scaled_term(job, a, b, row, column, k, stop, exponent, special);
+        if (!term) continue;
+        const int up = unit - 2 * SCALE_BITS + bits - (most - exponent);
+        const u64 magnitude = (u64)(term < 0 ? -term : term);
+        const i64 cut_off = (i64)(up >= 0 ? magnitude << up : magnitude >> min(-up, 63));
+        sum += term < 0 ? -cut_off : cut_off;
+      }
+      c = cut_wide(sum, most, bits);
+      if (stop == promoted) total = __fadd_rn(total, c), c = 0.0f;
+      start = stop;
+    }
+    if (special) {
+      bool nan = false;
+      i32 unused;
+      for (i64 block = 0; block * job.block < job.k; ++block) {
+        scale_fields(a_scale(job, row, block), unused, nan);
+        scale_fields(b_scale(job, column, block), unused, nan);
+      }
+      total = nan ? __uint_as_float(0x7FC00000u) : total + special_sum(job, a, b, row, column);
+    }
+    put(job, out, row, column, total);
   }
 }

@@ -16,7 +16,7 @@ import pytest
 from fp8kit import arrays, formats
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import launch, support
+from fp8kit.backends.cuda import elementwise, launch, support
 from fp8kit.backends.cuda.device import CudaProvider
 from fp8kit.backends.protocol import KERNELS, SPECS
 from fp8kit.errors import BackendError
@@ -107,6 +107,20 @@ def test_a_copy_to_the_device_does_not_need_its_source_afterwards() -> None:
     view = arrays.to(arrays.as_view(host), GPU)
     host[:] = -1
     assert_same_bits("copy", get(view), np.arange(1 << 20, dtype=np.float32))
+
+
+@pytest.mark.parametrize("dtype", [uint8, formats.bfloat16, float32])
+def test_copies_of_arrays_that_lie_densely_are_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: formats.DType
+) -> None:
+    """Segments of a weight may lie side by side in allocations of their own: a kernel reads across,
+    cudaMemcpyAsync refuses."""
+    launched: list[str] = []
+    monkeypatch.setattr(launch, "kernel", lambda source, name, index, **values: name)
+    monkeypatch.setattr(launch, "launch", lambda name, *how: launched.append(name))
+    x, y = ArrayView(4096, (32, 48), dtype, GPU), ArrayView(8192, (32, 48), dtype, GPU)
+    elementwise.copy(x, y, 0)
+    assert launched == [f"move{dtype.itemsize}"]
 
 
 @pytest.mark.gpu

@@ -172,6 +172,7 @@ CALLS: dict[str, Call] = {
             along,
             0,
             None,
+            None,
             0,
         )
         for along in (1, 0)

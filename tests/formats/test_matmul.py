@@ -109,6 +109,29 @@ def test_refusals() -> None:
             call()
 
 
+def test_blackwells_scales_are_part_of_what_is_aligned() -> None:
+    """Two blocks of one product each, 2^26 of the first block's scale away from each other: 25 bits keep the
+    small one only where its sum is made apart."""
+    x, y = np.zeros((2, 1, 64), np.float32)
+    x[0, 0], y[0, 0], x[0, 32], y[0, 32] = 2.0**13, 2.0**13, 1, 1.5
+    a, b = (fk.quantize(each, scaling="mx_1x32", scale_rule="floor") for each in (x, y))
+    assert fk.matmul(a, b.T, accumulate="blackwell_mx") == 2.0**26
+    assert fk.matmul(a, b.T, accumulate="exact") == np.float32(2.0**26 + 1.5)
+    # NVFP4: the scales of both tensors, 1 / 448 in float32, multiply the sum
+    sixes = fk.quantize(np.full((1, 64), 6, np.float32), scaling="nvfp4_1x16")
+    assert abs(fk.matmul(sixes, sixes.T, accumulate="blackwell_fp4") / (64 * 36) - 1) < 2.0**-22
+    halves = fk.quantize(np.full((64, 3), 0.5, np.float32), fk.E2M1, scaling="mx_1x32", along=0)
+    left = fk.quantize(np.full((2, 64), 3, np.float32), fk.E2M1, scaling="mx_1x32")
+    assert np.array_equal(fk.matmul(left, halves, accumulate="blackwell_fp4"), np.full((2, 3), 96.0))
+    wide = fk.quantize(np.ones((1, 64), np.float32), scaling="mx_1x32")
+    with pytest.raises(fk.FormatError, match="3 exponent bits"):
+        fk.matmul(wide, wide.T, accumulate="blackwell_fp4")
+    with pytest.raises(fk.FormatError, match="E8M0 or E4M3"):
+        fk.matmul(_codes((1, 64), True, 0), wide.T, accumulate="blackwell_mx")
+    with pytest.raises(fk.ArgumentError, match="divisor of chunk"):
+        fk.Accumulation(25, 32, group=5)
+
+
 def test_the_names_of_the_chips() -> None:
     assert str(accumulation.ACCUMULATIONS["hopper_split"]) == (
         "13 fraction bits, 32 products at a time, promoted every 128"

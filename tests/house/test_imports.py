@@ -18,7 +18,15 @@ PACKAGES = {
         for name in (
             *("errors", "arguments", "settings", "slowness", "cache", "formats", "arrays", "devices"),
             *("dlpack", "codec", "lru"),
-            *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
+            *(
+                "buffers",
+                "checkpoint_format",
+                "recipe",
+                "recipe_fields",
+                "recipes",
+                "block_recipes",
+                "layer_recipes",
+            ),
             *("attention_quantization", "quantization", "blocks", "accumulation", "autocast", "packing"),
             *("printing", "tiles", "scoped"),
             *("moments", "raw_kernels"),

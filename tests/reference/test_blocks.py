@@ -61,7 +61,9 @@ def cast(
             kernels.amax(source, amax, x.shape, stream)
         out["tensor_scale_inv"] = arrays.empty((1,), float32, device)
     views = [out.get(name) for name in ("q", "scale_inv", "scale_codes", "values")]
-    kernels.cast_blocks(source, *views, amax, out.get("tensor_scale_inv"), quantizer, along, 0, state, stream)
+    kernels.cast_blocks(
+        source, *views, amax, out.get("tensor_scale_inv"), quantizer, along, 0, state, None, stream
+    )
     found = {name: host(view) for name, view in out.items()}
     found["decoded"] = found["values"].astype(np.float64) * found.get("tensor_scale_inv", 1.0)
     return found

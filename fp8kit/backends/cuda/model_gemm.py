@@ -43,7 +43,7 @@ def model_gemm(
         narrow(a_format, True)
         + narrow(b_format, True)
         + struct.pack(
-            "=20q",
+            "=21q",
             a_scale_inv.ptr,
             b_scale_inv.ptr,
             address(bias),
@@ -62,12 +62,15 @@ def model_gemm(
             bits,
             a_format.mantissa_bits + b_format.mantissa_bits,
             accumulation.chunk,
-            accumulation.promote or block,
+            accumulation.promote or (max(k, 1) if accumulation.group else block),
             models.lowest_bit(a_format, b_format),
+            accumulation.group,
         )
     )
     function, grid = "model_gemm", ceil_div(m, _TILE) * ceil_div(n, _TILE)
-    if accumulation.exact:
+    if accumulation.group:
+        function, grid = "model_gemm_scaled", launch.blocks(m * n, _THREADS, out.device.index)
+    elif accumulation.exact:
         function, grid = "model_gemm_exact", launch.blocks(m * n, _THREADS, out.device.index)
     how = kernel("model_gemm.cu", function, out, WIDE=str(int(bits > _NARROW_BITS)))
     launch.launch(how, grid, _THREADS, (a.ptr, b.ptr, out.ptr, job), stream)

@@ -42,5 +42,9 @@ class ModelledProducts(Protocol):
         both: out = (sum * b's) * a's. A tile with columns on one side or both (the same number, then): each
         block of K is summed by itself, ``promote`` or not, and added in float32 in ascending order, total =
         fma(sum, a's * b's, total), or, where both tiles are of one row, fma(sum * a's, b's, total). These are
-        cuBLASLt's orders on Hopper. Exact sums of blocks: total in float64 instead, rounded to float32
-        once."""
+        cuBLASLt's orders on Hopper. Exact sums of blocks: total in float64 instead, rounded to float32 once.
+
+        An ``accumulation`` with a ``group`` takes both operands in tiles with columns, whose number it
+        divides; of a scale_inv, at least 0, the first four bits count (E8M0 and E4M3 have no others). NaN
+        among the scales of a row makes its results NaN. Formats of a ``group`` of more than 1 have at most 3
+        exponent bits. The sum of the instructions is the result."""

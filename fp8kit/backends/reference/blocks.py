@@ -18,7 +18,7 @@ from fp8kit.backends.reference.quantize import table32
 from fp8kit.backends.reference.scales import accumulate, scale_from_amax, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import E4M3, Format
-from fp8kit.quantization import FOUR_OVER_SIX, Quantizer
+from fp8kit.quantization import EDEN, FOUR_OVER_SIX, GAUSS, Quantizer
 
 Array = np.ndarray[Any, Any]
 
@@ -90,15 +90,21 @@ def _random_flips(rng_seed: Any, rng_offset: Any, flips: Any) -> None:
 
 def _rotated(x: Float32, n: int, signs: str, rng: ArrayView | None) -> Float32:
     """A copy of x, float32 (R, C), rotated along its rows."""
-    values, flips = x.copy(), np.zeros(x.shape[1], np.uint32)
+    values = x.copy()
+    _rotate(values, n, _flips(x.shape[1], signs, rng), np.float32(1 / np.sqrt(n)))
+    return values
+
+
+def _flips(count: int, signs: str, rng: ArrayView | None) -> Array:
+    """uint32 (count,): the sign bit where the sign of an index is minus."""
+    flips = np.zeros(count, np.uint32)
     if signs == "random":
         assert rng is not None
         seed, offset = rng.numpy()
         _random_flips(seed, offset, flips)
     else:
-        flips[rules.signs_of(signs, flips.size) < 0] = _SIGN
-    _rotate(values, n, flips, np.float32(1 / np.sqrt(n)))
-    return values
+        flips[rules.signs_of(signs, count) < 0] = _SIGN
+    return flips
 
 
 def _lying(x: Array, along: int) -> Array:
@@ -127,6 +133,33 @@ def rotate(
         accumulate(found, len(found), amax)
     if out is not None:
         store(out, values if along else values.T)
+
+
+@quiet
+def rotate_back(
+    x: ArrayView,
+    out: ArrayView,
+    inside: ArrayView | None,
+    n: int,
+    signs: str,
+    along: int,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``Kernels.rotate_back``."""
+    if not x.size:
+        return
+    values = f32(x)
+    if inside is not None:
+        values = np.where(inside.numpy() != 0, values, np.float32(0))
+    values = _lying(values, along)
+    if n:
+        flips, values = _flips(values.shape[1], signs, rng), values.copy()
+        _rotate(values, n, np.zeros_like(flips), np.float32(1 / np.sqrt(n)))
+        whole = values.shape[1] // n * n
+        bits = values.view(np.uint32)
+        bits[:, :whole] ^= flips[:whole]
+    store(out, values if along else values.T)
 
 
 # --- scales -------------------------------------------------------------------------------------------------
@@ -177,10 +210,53 @@ def _four_over_six(x: Float32, quantizer: Quantizer, amax: Array, along: int) ->
     return _Scales(scale, inverse, codes, table32(E4M3)[codes])
 
 
+def _blocks_of(x: Float32, columns: int) -> Array:
+    """The blocks of x's rows, (R * across, columns), with zeros where they end behind it."""
+    across = -(-x.shape[1] // columns)
+    padded = np.zeros((len(x), across * columns), np.float32)
+    padded[:, : x.shape[1]] = x
+    return padded.reshape(-1, columns)
+
+
+def _eden(x: Float32, quantizer: Quantizer, amax: Array, along: int, draw: int, rng: ArrayView) -> _Scales:
+    """The scales of x's tiles by ``blocks.eden``, each by the word of its first element."""
+    shape = x.shape if along else x.shape[::-1]
+    random = np.empty(shape, np.uint32)
+    seed, offset = rng.numpy()
+    _draw(seed, offset, draw << 48, random)
+    first = _lying(random, along)[:, ::16]
+    group = max(quantizer.hadamard, 16)
+    codes, scale, value = rules.eden(x, amax, first, group, quantizer.epsilon, quantizer.factor)
+    inverse = rules.nvfp4_tensor_scale(amax.reshape(()), quantizer.format, rules.tensor_bound(quantizer))[1]
+    return _Scales(scale, value * inverse * rules.factor_inverse(quantizer), codes, value)
+
+
 def _scales(
+    x: Float32,
+    quantizer: Quantizer,
+    tensor_amax: ArrayView | None,
+    inf: float,
+    along: int,
+    draw: int,
+    rng: ArrayView | None,
+) -> _Scales:
+    """The scales of x's tiles, ``quantizer.factor`` among them. ``inf``: ``value_for_inf``."""
+    if quantizer.scale_rule == EDEN:
+        assert tensor_amax is not None and rng is not None
+        return _eden(x, quantizer, tensor_amax.numpy(), along, draw, rng)
+    found = _plain_scales(x, quantizer, tensor_amax, inf, along)
+    if quantizer.factor == 1:
+        return found
+    inverse = found.inverse * rules.factor_inverse(quantizer)
+    # values of MX and NVFP4 stay exact: the tensor's scale has the factor
+    value = inverse if found.codes is None else found.value
+    return _Scales(found.scale * np.float32(quantizer.factor), inverse, found.codes, value)
+
+
+def _plain_scales(
     x: Float32, quantizer: Quantizer, tensor_amax: ArrayView | None, inf: float, along: int
 ) -> _Scales:
-    """The scales of x's tiles. ``inf``: ``value_for_inf``."""
+    """The same without a factor."""
     if quantizer.scale_rule in FOUR_OVER_SIX:
         assert tensor_amax is not None
         return _four_over_six(x, quantizer, tensor_amax.numpy().reshape(-1, 1), along)
@@ -189,10 +265,20 @@ def _scales(
     _row_amax(x.view(np.uint32), columns, _INF if kind == "block" else _MAGNITUDE, lines)
     found = lines if rows == 1 else np.maximum.reduceat(lines, np.arange(0, len(x), rows), axis=0)
     amax = np.maximum(found.view(np.float32), np.float32(quantizer.epsilon))
+    if quantizer.scale_rule == GAUSS:
+        codes = rules.gauss_bytes(_blocks_of(x, columns)).reshape(amax.shape)
+        scale, inverse = rules.scales_of_bytes(codes)
+        return _Scales(scale, inverse, codes, inverse)
     if kind == "mx":
         codes = rules.scale_bytes(amax, fmt, quantizer.scale_rule)
         scale, inverse = rules.scales_of_bytes(codes)
         return _Scales(scale, inverse, codes, inverse)
+    if kind == "moss":
+        assert tensor_amax is not None
+        own, own_inverse = rules.nvfp4_tensor_scale(tensor_amax.numpy().reshape(()), fmt, 1.0)
+        codes = rules.scale_bytes(amax * own, fmt, quantizer.scale_rule)
+        scale, inverse = rules.scales_of_bytes(codes)
+        return _Scales(scale * own, inverse * own_inverse, codes, inverse)
     if kind == "nvfp4":
         assert tensor_amax is not None
         codes, scale, inverse, _ = rules.nvfp4_scales(amax, tensor_amax.numpy().reshape(-1, 1), fmt)
@@ -304,7 +390,10 @@ def _codes(
     across); q: uint8 (R, C)."""
     (rows, columns), fmt, bits = quantizer.tile, quantizer.format, quantizer.stochastic_bits
     random = np.empty((1, x.shape[1]), np.uint32)
-    if bits:
+    if quantizer.ties == "down":  # up where the place between two codes is more than a half
+        bits = 32
+        random = np.full(x.shape, 1 << 31, np.uint32)
+    elif bits:
         assert rng is not None
         drawn = np.empty(x.shape if along else x.shape[::-1], np.uint32)
         seed, offset = rng.numpy()
@@ -334,6 +423,16 @@ def _values(q: Any, table: Any, factor: Any, rows: Any, columns: Any, out: Any) 
                 out[i, j] = table[q[i, j]] * by
 
 
+@njit(parallel=True)
+def _inside(x: Any, scale: Any, rows: Any, columns: Any, most: Any, out: Any) -> None:
+    """out = |x * scale| <= most. x: float32 (R, C); scale: float32 (down, across); out: uint8 (R, C)."""
+    for i in prange(x.shape[0]):
+        for t in range(scale.shape[1]):
+            by = scale[i // rows, t]
+            for j in range(t * columns, min((t + 1) * columns, x.shape[1])):
+                out[i, j] = np.uint8(abs(np.float32(x[i, j] * by)) <= most)
+
+
 @quiet
 def cast_blocks(
     x: ArrayView,
@@ -347,22 +446,29 @@ def cast_blocks(
     along: int,
     draw: int,
     rng: ArrayView | None,
+    inside: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``Kernels.cast_blocks``."""
     if tensor_scale_inv is not None:
-        assert tensor_amax is not None
-        how = quantizer.format, rules.scale_bound(quantizer.scale_rule)
-        tensor_scale_inv.numpy()[...] = rules.nvfp4_tensor_scale(tensor_amax.numpy(), *how)[1]
+        own = np.float32(1)
+        if tensor_amax is not None:
+            how = quantizer.format, rules.tensor_bound(quantizer)
+            own = rules.nvfp4_tensor_scale(tensor_amax.numpy(), *how)[1]
+        tensor_scale_inv.numpy()[...] = own * rules.factor_inverse(quantizer)
     if not x.size:
         return
     source = _lying(f32(x), along)
     if quantizer.hadamard:
         source = _rotated(source, quantizer.hadamard, quantizer.signs, rng)
-    found = _scales(source, quantizer, tensor_amax, x.dtype.max, along)
+    found = _scales(source, quantizer, tensor_amax, x.dtype.max, along, draw, rng)
     for view, array in ((scale_inv, found.inverse), (scale_codes, found.codes)):
         if view is not None and array is not None:
             view.numpy().reshape(-1)[:] = (array if along else array.T).reshape(-1)
+    if inside is not None:
+        kept = np.empty(source.shape, np.uint8)
+        _inside(source, found.scale, *quantizer.tile, np.float32(quantizer.format.max), kept)
+        inside.numpy()[...] = kept if along else kept.T
     if q is None and values is None:
         return
     codes = q.numpy() if q is not None and along else np.empty(source.shape, np.uint8)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8kit import accumulation as models
 from fp8kit import codec
-from fp8kit.accumulation import FLOAT32_BITS, LOWEST, Accumulation
+from fp8kit.accumulation import FLOAT32_BITS, LOWEST, SCALE_BITS, Accumulation
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import Array, f32, quiet, store
 from fp8kit.backends.reference.threads import njit, prange
@@ -48,7 +48,14 @@ def model_gemm(
     exact = accumulation.exact
     total: Array = np.zeros((m, n), np.float64 if exact and blocked else np.float32)
     product_bits = a_format.mantissa_bits + b_format.mantissa_bits
-    for i, start in enumerate(starts):
+    if accumulation.group and k:
+        own = (*_fields_of_scales(scales_a), *_fields_of_scales(scales_b))
+        how: Any = accumulation.fraction_bits, product_bits, models.lowest_bit(a_format, b_format), block
+        steps = accumulation.group, accumulation.chunk, accumulation.promote or k
+        _scaled(*left, *right, *own, *how, *steps, total)
+        nan = np.logical_or.outer(np.isnan(scales_a).any(axis=1), np.isnan(scales_b).any(axis=1))
+        total[nan] = np.nan
+    for i, start in enumerate(() if accumulation.group else starts):
         part = slice(start, start + block)
         sa, ea, sb, eb = (np.ascontiguousarray(field[:, part]) for field in (*left, *right))
         sums: Array = np.zeros((m, n), total.dtype if blocked else np.float32)
@@ -116,6 +123,14 @@ def _sums_of_specials(left: Array, right: Array, special: Array) -> Array:
     return found
 
 
+def _fields_of_scales(scales: Array) -> tuple[Array, Array]:
+    """Scales as significand * 2^(exponent - SCALE_BITS): int32 like them. NaN and Inf are 0."""
+    finite = np.where(np.isfinite(scales), scales, np.float32(0))
+    fraction, exponent = np.frexp(finite)
+    significand = np.floor(np.ldexp(fraction, models.SCALE_BITS + 1)).astype(np.int32)
+    return significand, (exponent - 1).astype(np.int32)
+
+
 @njit
 def _step(c: Any, sa: Any, ea: Any, sb: Any, eb: Any, bits: Any, f: Any) -> Any:
     """The accumulator after one instruction. ``f``: fraction bits of a product's significand."""
@@ -139,7 +154,12 @@ def _step(c: Any, sa: Any, ea: Any, sb: Any, eb: Any, bits: Any, f: Any) -> Any:
         shift = min(most - (np.int64(ea[k]) + np.int64(eb[k])) + down, 63)
         magnitude = (abs(p) << up) >> shift
         total += -magnitude if p < 0 else magnitude
-    # cut off what lies below the accumulator's last bit
+    return _cut(total, most, bits)
+
+
+@njit
+def _cut(total: Any, most: Any, bits: Any) -> Any:
+    """total * 2^(most - bits), without what lies below the accumulator's last bit."""
     magnitude = abs(total)
     length, rest = 0, magnitude
     while rest:
@@ -149,6 +169,88 @@ def _step(c: Any, sa: Any, ea: Any, sb: Any, eb: Any, bits: Any, f: Any) -> Any:
     magnitude = (magnitude >> drop) << drop
     value = np.ldexp(np.float64(magnitude), most - bits)
     return np.float32(-value if total < 0 else value)
+
+
+@njit
+def _scaled_step(
+    c: Any, sa: Any, ea: Any, sb: Any, eb: Any, p: Any, ep: Any, q: Any, eq: Any, first: Any, how: Any
+) -> Any:
+    """The accumulator after one instruction whose terms are scaled groups. p, ep, q, eq: the scales of the
+    blocks of both rows; ``first``: the index of its first product."""
+    bits, f, lowest, block, group = how
+    fraction, exponent = np.int64(0), np.int64(LOWEST)
+    if c != 0.0:
+        pattern = np.int64(np.float32(abs(c)).view(np.uint32))
+        field = max(pattern >> FLOAT32_BITS, np.int64(1))
+        exponent = field - 127
+        fraction = (pattern & 0x7FFFFF) | (np.int64(pattern >= 0x800000) << FLOAT32_BITS)
+    count = -(-sa.size // group)
+    terms, exponents = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    most = exponent
+    for t in range(count):
+        at = (first + t * group) // block
+        own = np.int64(ep[at]) + np.int64(eq[at])
+        if group == 1:
+            terms[t] = np.int64(sa[t]) * np.int64(sb[t])
+            own += np.int64(ea[t]) + np.int64(eb[t])
+        else:  # in units of the lowest bit that a product may have
+            for k in range(t * group, min((t + 1) * group, sa.size)):
+                product = np.int64(sa[k]) * np.int64(sb[k])
+                if product != 0:
+                    terms[t] += product << (np.int64(ea[k]) + np.int64(eb[k]) - f - lowest)
+        terms[t] *= np.int64(p[at]) * np.int64(q[at])
+        exponents[t] = own
+        if terms[t] != 0:
+            most = max(most, own)
+    shift = most - exponent + FLOAT32_BITS - bits
+    total = fraction >> min(shift, 63) if shift >= 0 else fraction << -shift
+    if c < 0:
+        total = -total
+    unit = -f if group == 1 else lowest  # the exponent of a term's last bit, the scales' aside
+    for t in range(count):
+        up = unit - 2 * SCALE_BITS + bits - (most - exponents[t])
+        magnitude = abs(terms[t])
+        magnitude = magnitude << up if up >= 0 else magnitude >> min(-up, 63)
+        total += -magnitude if terms[t] < 0 else magnitude
+    return _cut(total, most, bits)
+
+
+@njit(parallel=True)
+def _scaled(
+    sa: Array,
+    ea: Array,
+    sb: Array,
+    eb: Array,
+    p: Array,
+    ep: Array,
+    q: Array,
+    eq: Array,
+    bits: Any,
+    f: int,
+    lowest: int,
+    block: int,
+    group: int,
+    chunk: int,
+    promote: int,
+    sums: Array,
+) -> None:
+    """sums = the sums of all scaled groups of rows of a and b. p, ep: int32 (M, blocks), the scales of a's
+    rows; q, eq: those of b's."""
+    how, terms = (bits, f, lowest, block, group), sa.shape[1]
+    for i in prange(sa.shape[0]):
+        for j in range(sb.shape[0]):
+            total = np.float32(0)
+            for top in range(0, terms, promote):
+                c = np.float32(0)
+                end = min(top + promote, terms)
+                for k in range(top, end, chunk):
+                    last = min(k + chunk, end)
+                    left, right = (sa[i, k:last], ea[i, k:last]), (sb[j, k:last], eb[j, k:last])
+                    c = _scaled_step(
+                        c, left[0], left[1], right[0], right[1], p[i], ep[i], q[j], eq[j], k, how
+                    )
+                total = np.float32(total + c)
+            sums[i, j] = total
 
 
 @njit(parallel=True)

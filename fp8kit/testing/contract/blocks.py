@@ -10,8 +10,8 @@ import numpy as np
 from fp8kit import blocks as rules
 from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
-from fp8kit.formats import E2M1, E4M3, FORMATS, DType, bfloat16, float16, float32, uint8
-from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, Quantizer
+from fp8kit.formats import E2M1, E4M3, E5M2, FORMATS, DType, bfloat16, float16, float32, uint8
+from fp8kit.quantization import EDEN, FOUR_OVER_SIX, GAUSS, MX_RULES, Quantizer
 from fp8kit.testing.contract import (
     Arguments,
     Array,
@@ -112,10 +112,13 @@ def cast_blocks(
     amax: float | None = None,
     strewn: bool = True,
     draw: int = 0,
+    ties: str = "even",
+    factor: float = 1.0,
+    inside: bool = False,
 ) -> Arguments:
-    """``rule``: rceil for mx_* and exact for others where it is not named; ``size``, ``kind``: of a rotation;
-    ``only``: the outputs, else all; ``amax``: the tensor's."""
-    usual = "rceil" if granularity.startswith("mx") else "exact"
+    """``rule``: rceil for mx_* and moss_*, and exact for others where it is not named; ``size``, ``kind``: of
+    a rotation; ``only``: the outputs, else all but ``inside``; ``amax``: the tensor's."""
+    usual = "rceil" if granularity.startswith("m") else "exact"
     quantizer = Quantizer(
         fmt,
         granularity,
@@ -124,16 +127,18 @@ def cast_blocks(
         stochastic_bits=bits,
         hadamard=size,
         signs=kind,
+        ties=ties,
+        factor=factor,
     )
     tile = rules.tile_of(quantizer, along)
     tiles = -(-m // tile[0]) * -(-n // tile[1])
-    two_levels = granularity.startswith("nvfp4")
+    two_levels = quantizer.two_level
     outputs: dict[str, Callable[[], ArrayView | None]] = {
         "q": lambda: s.output(m, n, dtype=uint8),
         "scale_inv": lambda: s.output(tiles, dtype=float32),
         "scale_codes": lambda: None if granularity.startswith("block") else s.output(tiles, dtype=uint8),
         "values": lambda: s.output(m, n),
-        "tensor_scale_inv": lambda: s.output(lines, dtype=float32) if two_levels else None,
+        "tensor_scale_inv": lambda: s.output(lines, dtype=float32) if quantizer.scaled_after else None,
     }
     lines = (m if along else n) if quantizer.row_scaled else 1
     if strewn:
@@ -148,8 +153,45 @@ def cast_blocks(
         "quantizer": quantizer,
         "along": along,
         "draw": draw,
-        "rng": s.rng() if bits or (size and kind == "random") else None,
+        "rng": s.rng() if quantizer.needs_rng else None,
+        "inside": s.output(m, n, dtype=uint8) if inside else None,
     }
+
+
+def rotate_back(
+    s: Sampler,
+    m: int,
+    n: int,
+    size: int = 16,
+    kind: str = "plus",
+    along: int = 1,
+    out: str = "x",
+    mask: bool = False,
+    strewn: bool = True,
+) -> Arguments:
+    """``mask``: whether some elements count as 0; else as ``rotate``."""
+    return {
+        "x": s.put(drawn(s, m, n, s.dtype)) if strewn else s.normal(m, n),
+        "out": s.output(m, n, dtype=float32 if out == "float32" else s.dtype),
+        "inside": s.put((s.random.random((m, n)) > 0.2).astype(np.uint8), uint8) if mask else None,
+        "n": size,
+        "signs": kind,
+        "along": along,
+        "rng": s.rng() if size and kind == "random" else None,
+    }
+
+
+def rotate_back_oracle(a: Any) -> Results:
+    """The rotation without signs is its own reverse; theirs follows."""
+    x = a.x.astype(np.float32)
+    x = x if a.inside is None else np.where(a.inside != 0, x, np.float32(0))
+    values = rotated(x, a.n, "plus", a.along, None)
+    whole = values.shape[a.along] // a.n * a.n if a.n else 0
+    own = signs(a.signs, whole, a.rng)
+    factors = rules.signs_of(own, whole)
+    values = values if a.along else values.T
+    values[:, :whole] *= factors
+    return {"out": (values if a.along else values.T).astype(a.out.dtype)}
 
 
 def _amaxes(s: Sampler, amax: float, lines: int) -> ArrayView:
@@ -177,6 +219,36 @@ def _tried(x: Array, a: Any, tile: Tile) -> Any:
     return rules.four_over_six(np.array(found), amax, how.scale_rule, how.epsilon)[:3]
 
 
+def _lines(x: Array, a: Any, tile: Tile) -> list[Array]:
+    """The blocks of x, row-major, along their length, with zeros behind the matrix."""
+    found = []
+    for i in range(0, x.shape[0], tile[0]):
+        for j in range(0, x.shape[1], tile[1]):
+            block = np.zeros(max(tile), np.float32)
+            part = x[i : i + tile[0], j : j + tile[1]].reshape(-1)
+            block[: part.size] = part
+            found.append(block)
+    return found
+
+
+def _corrected(x: Array, a: Any, tile: Tile) -> Any:
+    """(codes, scale, scale_inv, D) of the blocks of x, row-major, by ``blocks.eden``, line by line."""
+    how: Quantizer = a.quantizer
+    _, tensor_inverse = rules.nvfp4_tensor_scale(a.tensor_amax, E2M1, 255.99)
+    grid = tuple(-(-size // t) for size, t in zip(x.shape, tile, strict=True))
+    codes, scale, value = (np.zeros(grid, kind) for kind in (np.uint8, np.float32, np.float32))
+    for line in range(x.shape[1 - a.along]):
+        at = (line, slice(None)) if a.along else (slice(None), line)
+        first = np.arange(0, x.shape[a.along], 16)
+        places = line * x.shape[1] + first if a.along else first * x.shape[1] + line
+        words = philox(a.rng, (a.draw << 48) + places).astype(np.uint32)
+        own = rules.eden(
+            x[at][None], a.tensor_amax, words[None], max(how.hadamard, 16), how.epsilon, how.factor
+        )
+        codes[at], scale[at], value[at] = (each[0] for each in own)
+    return codes.reshape(-1), scale.reshape(-1), value.reshape(-1) * tensor_inverse, tensor_inverse
+
+
 def tile_amax(x: Array, tile: Tile, keep_nan: bool) -> Array:
     """The amax of every tile, row-major, the slow and obvious way."""
     parts = [
@@ -194,8 +266,19 @@ def cast_blocks_oracle(a: Any) -> Results:
     kind, tile, fmt = rules.kind_of(how), rules.tile_of(how, a.along), how.format
     x = rotated(a.x, how.hadamard, how.signs, a.along, a.rng)
     amax = np.maximum(tile_amax(x, tile, kind != "block"), np.float32(how.epsilon))
-    codes, tensor_inverse = None, np.float32(1)
-    if kind == "mx":
+    codes, tensor_inverse, r = None, np.float32(1), rules.factor_inverse(how)
+    value = None
+    if how.scale_rule == EDEN:
+        codes, scale, inverse, tensor_inverse = _corrected(x, a, tile)
+    elif how.scale_rule == GAUSS:
+        codes = rules.gauss_bytes(np.array(_lines(x, a, tile), np.float32).reshape(-1, how.tile[1]))
+        scale, inverse = rules.scales_of_bytes(codes)
+    elif kind == "moss":
+        own, tensor_inverse = rules.nvfp4_tensor_scale(a.tensor_amax.reshape(()), fmt, 1.0)
+        codes = rules.scale_bytes(amax * own, fmt, how.scale_rule)
+        scale, value = rules.scales_of_bytes(codes)
+        scale, inverse = scale * own, value * tensor_inverse
+    elif kind == "mx":
         codes = rules.scale_bytes(amax, fmt, how.scale_rule)
         scale, inverse = rules.scales_of_bytes(codes)
     elif kind == "nvfp4":
@@ -216,20 +299,27 @@ def cast_blocks_oracle(a: Any) -> Results:
     def spread(per_tile: Array) -> Array:
         return each(per_tile, x.shape, tile) if x.size else np.zeros(x.shape, np.float32)
 
+    value = codec.decode(codes, E4M3) if kind == "nvfp4" and codes is not None else value
+    value = (inverse if kind == "mx" else inverse * r) if value is None else value
+    if how.scale_rule != EDEN:
+        scale = scale * np.float32(how.factor)
     values = scaled(x, spread(scale))
-    if how.stochastic_bits:
+    if how.ties == "down":
+        q = codec.encode(values, fmt, "stochastic", True, np.full(x.shape, 1 << 31, np.uint32))
+    elif how.stochastic_bits:
         at = (a.draw << 48) + np.arange(x.size).reshape(x.shape)
         words = philox(a.rng, at).astype(np.uint32)
         q = codec.encode(values, fmt, "stochastic", True, words, how.stochastic_bits)
     else:
         q = codec.encode(values, fmt)
-    by = codec.decode(codes, E4M3).astype(np.float32) if kind == "nvfp4" and codes is not None else inverse
-    found: Results = {
-        "q": q,
-        "scale_inv": inverse,
-        "values": scaled(codec.decode(q, fmt), spread(by)).astype(a.x.dtype),
-        "tensor_scale_inv": np.reshape(tensor_inverse, -1),
-    }
+    with np.errstate(all="ignore"):
+        found: Results = {
+            "q": q,
+            "scale_inv": inverse * r,
+            "values": scaled(codec.decode(q, fmt), spread(value.astype(np.float32))).astype(a.x.dtype),
+            "tensor_scale_inv": np.reshape(tensor_inverse * r, -1),
+            "inside": (np.abs(values) <= np.float32(fmt.max)).astype(np.uint8),
+        }
     return found if codes is None else {**found, "scale_codes": codes}
 
 
@@ -374,6 +464,67 @@ _CAST = {
             granularity="block_1x32",
         )
     ),
+    **typed(
+        product(
+            "{rule}-along{along}-{case}",
+            {
+                "rule": {
+                    "gauss": {"rule": GAUSS, "granularity": "mx_1x32", "size": 32, "ties": "down"},
+                    "gauss128": {"rule": GAUSS, "granularity": "mx_1x128"},
+                    "eden": {"rule": EDEN, "granularity": "nvfp4_1x16", "size": 128, "kind": "random"},
+                    "moss": {"granularity": "moss_1x32"},
+                },
+                "along": _BOTH,
+                "case": sized(_SHAPES),
+            },
+            fmt=E2M1,
+            inside=True,
+        )
+    ),
+    **product(
+        "eden{size}-factor{factor}-amax{amax}",
+        {"size": (0, 32), "factor": (1.0, 0.99), "amax": (0.0, 1e-45, 3e38, np.inf, 2.0)},
+        m=33,
+        n=80,
+        rule=EDEN,
+        granularity="nvfp4_1x16",
+        fmt=E2M1,
+        draw=3,
+        epsilon=2.0**-20,
+    ),
+    **product(
+        "moss-{fmt}-{rule}-amax{amax}",
+        {"fmt": (E4M3, E5M2, E2M1), "rule": MX_RULES, "amax": (0.0, 3e38, np.inf, 2.0)},
+        m=20,
+        n=70,
+        granularity="moss_1x32",
+    ),
+    **product(
+        "factor{factor}-{kind}-along{along}",
+        {
+            "factor": (0.75, 1.5),
+            "kind": {
+                **_LINES,
+                "moss": {"granularity": "moss_1x32"},
+                "rows": {"granularity": "nvfp4_row_1x16", "fmt": E2M1},
+                "random": {"granularity": "mx_1x32", "rule": "floor", "bits": 32, "fmt": E2M1, "size": 32},
+            },
+            "along": _BOTH,
+        },
+        m=70,
+        n=140,
+        dtype=bfloat16,
+        inside=True,
+    ),
+    **product("{fmt}-ties", {"fmt": _FORMATS}, m=40, n=160, ties="down"),
+    **product(
+        "ties-inside-{kind}-along{along}",
+        {"kind": _LINES, "along": _BOTH},
+        m=70,
+        n=140,
+        ties="down",
+        inside=True,
+    ),
     **product(
         "{only}-only-along{along}",
         {"only": ("q", "scale_inv", "scale_codes", "values", "q values"), "along": _BOTH},
@@ -382,7 +533,38 @@ _CAST = {
     ),
 }
 
+_BACK = {
+    **typed(
+        product(
+            "along{along}-{case}",
+            {"along": (1, 0), "case": sized(_SHAPES)},
+            size=32,
+            kind="random",
+            mask=True,
+        )
+    ),
+    **product(
+        "along{along}-{rotation}-{mask}",
+        {
+            "along": (1, 0),
+            "rotation": {**_ROTATIONS, "none": {"size": 0}},
+            "mask": {"masked": {"mask": True}, "all": {}},
+        },
+        m=150,
+        n=264,
+    ),
+    **product(
+        "{dtype.name}-along{along}-float32",
+        {"dtype": (bfloat16, float16), "along": (1, 0)},
+        m=150,
+        n=200,
+        out="float32",
+        mask=True,
+    ),
+}
+
 TESTS = (
     KernelTest("rotate", rotate, rotate_oracle, _ROTATE, {"strewn": False}),
+    KernelTest("rotate_back", rotate_back, rotate_back_oracle, _BACK, {"strewn": False}),
     KernelTest("cast_blocks", cast_blocks, cast_blocks_oracle, _CAST, {"strewn": False}),
 )

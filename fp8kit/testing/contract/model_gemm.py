@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
-from fp8kit.formats import E2M1, E4M3, E5M2, HIGH_PRECISION, Format, float32, uint8
+from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, HIGH_PRECISION, Format, float32, uint8
 from fp8kit.testing.contract import Arguments, Array, KernelTest, Options, Results, Sampler, product
 from fp8kit.testing.contract.gemm import ADDED, joined
 
@@ -29,8 +29,10 @@ def model_gemm(
     special: bool = False,
     bias: bool = False,
     add: str = "",
+    scales: Format | None = None,
 ) -> Arguments:
-    """Codes of values over many binades, zeros among them; without ``special`` no NaN and no Inf."""
+    """Codes of values over many binades, zeros among them; without ``special`` no NaN and no Inf.
+    ``scales``: a format that all scales have."""
     k = n if k is None else k
     made: Arguments = {"a_format": a, "b_format": b, "accumulation": accumulation}
     for name, fmt, rows, tile in (("a", a, m, tiles[0]), ("b", b, n, tiles[1])):
@@ -42,7 +44,11 @@ def model_gemm(
                 codes.flat[s.random.integers(0, codes.size, 3)] = fmt.inf_code | fmt.sign_code
         grid = [max(1, -(-size // (t or max(size, 1)))) for size, t in zip((rows, k), tile, strict=True)]
         made[name] = s.put(codes, uint8)
-        made[f"{name}_scale_inv"] = s.put(s.random.uniform(0.01, 0.1, grid), float32)
+        drawn = s.random.uniform(0.01, 0.1, grid)
+        if scales is not None:
+            wide = drawn * np.exp2(s.random.integers(-6, 12, grid)) * (s.random.random(grid) > 0.05)
+            drawn = codec.decode(codec.encode(wide, scales), scales)
+        made[f"{name}_scale_inv"] = s.put(drawn, float32)
         made[f"{name}_tile"] = tile
     return made | joined(s, m, n, s.dtype, bias, add)
 
@@ -67,6 +73,29 @@ def _step(c: Fraction, products: list[tuple[Fraction, int]], bits: int) -> Fract
     return _cut(total, Fraction(2) ** (_exponent(total) - min(bits, 23))) if total else total
 
 
+def _scaled_sum(
+    a: Any, terms: list[tuple[Fraction, int]], scales: tuple[list[Any], list[Any]], block: int
+) -> Any:
+    """The sum of scaled groups."""
+    how, total = a.accumulation, np.float32(0)
+    if any(np.isnan(scale) for own in scales for scale in own):
+        return np.float32(np.nan)
+    for first in range(0, len(terms), how.promote or max(len(terms), 1)):
+        part = terms[first : first + (how.promote or len(terms))]
+        c = Fraction(0)
+        for at in range(0, len(part), how.chunk):
+            step = []
+            for start in range(at, min(at + how.chunk, len(part)), how.group):
+                members = part[start : min(start + how.group, at + how.chunk)]
+                pair = [Fraction(float(own[(first + start) // block])) for own in scales]
+                value = sum((value for value, _ in members), Fraction(0)) * pair[0] * pair[1]
+                exponent = sum(_exponent(scale) for scale in pair if scale)
+                step.append((value, exponent + (members[0][1] if how.group == 1 else 0)))
+            c = _step(c, step, how.fraction_bits)
+        total = total + np.float32(float(c))
+    return total
+
+
 def _nearest(value: Fraction) -> np.float32:
     """To nearest even, once."""
     if not value:
@@ -89,6 +118,8 @@ def _element(a: Any, row: tuple[Array, Array], scales: tuple[list[Any], list[Any
         for x, y in zip(*map(np.ndarray.tolist, values), strict=True)
     ]
     how, blocked = a.accumulation, a.a_tile[1] or a.b_tile[1]
+    if how.group:
+        return float(_scaled_sum(a, terms, scales, block))
     total, result = np.float64(0), np.float32(0)
     for i, start in enumerate(range(0, len(terms), block)):
         own = terms[start : start + block]
@@ -146,8 +177,12 @@ _BLOCKS: dict[str, tuple[Tile, Tile]] = {
     "16x16-row": ((16, 16), (1, 0)),
 }
 _PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2), (E2M1, E4M3), (Format("E3M4", 3, 4), E5M2))
+_SCALED = {name: how for name, how in ACCUMULATIONS.items() if how.group} | {
+    "groups-of-4": Accumulation(20, 12, 24, 4),
+    "products-promoted": Accumulation(25, 16, 64, 1),
+}
 _HOW = {
-    **ACCUMULATIONS,
+    **{name: how for name, how in ACCUMULATIONS.items() if not how.group},
     "f35": Accumulation(35, 64),
     "f4": Accumulation(4, 7, 21),
     "chunk-100": Accumulation(13, 100),
@@ -183,6 +218,32 @@ _CASES: dict[str, Options] = {
         n=3,
         k=300,
     ),
+    **product(
+        "{accumulation}-{tiles}",
+        {
+            "accumulation": {
+                f"{name}-{a}-{b}": {"accumulation": how, "a": a, "b": b}
+                for name, how in _SCALED.items()
+                for a, b in ((E2M1, E2M1), (E4M3, E5M2) if how.group == 1 else (E3M2, E2M3))
+            },
+            "tiles": {
+                "1x32": {"tiles": ((1, 32), (1, 32)), "scales": E8M0},
+                "16x16": {"tiles": ((1, 16), (16, 16)), "scales": E4M3},
+            },
+        },
+        m=5,
+        n=4,
+        k=200,
+    ),
+    "blackwell_mx-special": {
+        "accumulation": ACCUMULATIONS["blackwell_mx"],
+        "tiles": ((1, 32), (1, 32)),
+        "scales": E8M0,
+        "special": True,
+        "m": 5,
+        "n": 6,
+        "k": 96,
+    },
     **product("special-{a}-{b}", {"a b": _PAIRS[:3]}, m=5, n=6, k=40, special=True),
     **product("{dtype.name}", {"dtype": HIGH_PRECISION}, m=5, n=3, k=64),
     **product("{dtype.name}-bias-{add}", {"dtype": HIGH_PRECISION, "add": ADDED}, m=5, n=3, k=64, bias=True),

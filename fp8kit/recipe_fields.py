@@ -1,0 +1,156 @@
+"""What recipes are made of, by Transformer Engine's names: a recipe's formats, how one operand is quantised,
+how one GEMM accumulates, and the base of all these values, which is strict. ``fp8kit.recipe`` has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+from fp8kit import formats
+from fp8kit.accumulation import ACCUMULATIONS, Accumulation
+from fp8kit.errors import RecipeError, meant
+
+_Self = TypeVar("_Self", bound="Strict")
+
+
+class FormatLimits(NamedTuple):
+    """Largest finite value of the forward and of the backward format."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+_PAIRS = {  # formats of inputs and weights, and of output gradients
+    "E2M1": (formats.E2M1, formats.E2M1),
+    "E4M3": (formats.E4M3, formats.E4M3),
+    "E5M2": (formats.E5M2, formats.E5M2),
+    "HYBRID": (formats.E4M3, formats.E5M2),
+}
+
+
+class Format(Enum):
+    """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient)
+    take: a recipe's ``fp8_format``, by Transformer Engine's name. The number formats themselves, as
+    ``fk.quantize`` takes them, are ``fp8kit.Format``s: ``fk.E4M3``.
+
+    HYBRID is E4M3 forward and E5M2 backward: gradients need range more than precision (Micikevicius et al.
+    2022, section 3). ``value.max_fwd`` and ``value.max_bwd`` are the largest finite values; ``forward`` and
+    ``backward`` the formats themselves.
+    """
+
+    E2M1 = FormatLimits(formats.E2M1.max, formats.E2M1.max)
+    E4M3 = FormatLimits(formats.E4M3.max, formats.E4M3.max)
+    E5M2 = FormatLimits(formats.E5M2.max, formats.E5M2.max)
+    HYBRID = FormatLimits(formats.E4M3.max, formats.E5M2.max)
+
+    forward: formats.Format
+    backward: formats.Format
+
+    def __init__(self, *limits: float) -> None:
+        # attributes, since an enumeration is slow to say its name
+        self.forward, self.backward = _PAIRS[self._name_]
+
+
+class Strict:
+    """Base of the values below: arguments that are no field are a RecipeError that names the nearest
+    field."""
+
+    def __new__(cls: type[_Self], *args: object, **kwargs: object) -> _Self:
+        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
+        for name in kwargs:
+            if name not in known:
+                raise RecipeError(
+                    cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"
+                )
+        if len(args) > len(known):
+            raise RecipeError(
+                cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}"
+            )
+        for name in known[: len(args)]:
+            if name in kwargs:
+                raise RecipeError(cls.__name__, name, "a value by position and by name", "one value")
+        return super().__new__(cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what is derived from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    def _refuse(self, field: str, wanted: str) -> RecipeError:
+        return RecipeError(type(self).__name__, field, repr(getattr(self, field)), wanted)
+
+    def _want(self, kind: type, *names: str) -> None:
+        """Refuse fields whose value is not a ``kind`` (a bool is no int here)."""
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                wanted = {
+                    bool: "a bool",
+                    int: "an int",
+                    Format: "one of fp8kit.recipe.Format, such as Format.HYBRID",
+                }
+                raise self._refuse(name, wanted.get(kind, f"an instance of {kind.__name__}"))
+
+    def _want_defaults(self, **only: object) -> None:
+        """Refuse fields that have another value than the only one that is supported."""
+        for name, value in only.items():
+            if getattr(self, name) is not value:
+                raise self._refuse(name, f"{value!r}: nothing else is supported yet")
+
+
+@dataclass(frozen=True)
+class MMParams(Strict):
+    """How one GEMM accumulates.
+
+    * ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores
+      accumulate in their own width (Hopper: 14 mantissa bits), faster and good enough for fprop
+      (``fast_accumulate`` of the kernel contract).
+    * ``accumulation``: None; or the name of a chip's arithmetic, "hopper_fast", "hopper_split" and others of
+      ``fp8kit.accumulation.ACCUMULATIONS``, or an ``fk.Accumulation``, that the sums are made by on every
+      device, bit for bit. Slow: for studies, and for a CPU that is to train with Hopper's sums.
+    """
+
+    use_split_accumulator: bool = True
+    accumulation: str | Accumulation | None = None
+
+    def __post_init__(self) -> None:
+        self._want(bool, "use_split_accumulator")
+        own = self.accumulation
+        named = isinstance(own, str) and own in ACCUMULATIONS
+        if not (own is None or named or isinstance(own, Accumulation)):
+            raise self._refuse("accumulation", f"None, an Accumulation or one of {', '.join(ACCUMULATIONS)}")
+
+    @property
+    def how(self) -> str | Accumulation:
+        """As ``Gemm.accumulation`` says it."""
+        return self.accumulation or ("split" if self.use_split_accumulator else "fast")
+
+
+@dataclass(frozen=True)
+class QParams(Strict):
+    """How one operand is quantised under current and block scaling.
+
+    * ``power_2_scale``: scales are rounded down to a power of two, so that scaling itself rounds nothing.
+    * ``amax_epsilon``: float >= 0 and finite in float32, the least amax a scale is computed from.
+    * ``random_hadamard_transform``, ``stochastic_rounding``, ``fp4_2d_quantization``: refused unless False;
+      not yet supported.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        self._want(bool, "power_2_scale")
+        epsilon = self.amax_epsilon
+        if (
+            isinstance(epsilon, bool)
+            or not isinstance(epsilon, int | float)
+            or not 0 <= epsilon <= formats.float32.max
+        ):
+            raise self._refuse("amax_epsilon", "a finite float32 >= 0")
+        self._want_defaults(
+            random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False
+        )
