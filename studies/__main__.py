@@ -33,7 +33,7 @@ from fp8kit.commands import (
 from fp8kit.errors import Fp8kitError
 from studies import cases, corpus, files
 
-PARTS = ("speed", "train")
+PARTS = ("speed", "train", "explain")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,8 +102,12 @@ def convergence(options: argparse.Namespace) -> int:
             from studies.speed import measure
 
             complete &= measure(out, size, text, device, names, end)
-        else:
+        elif part == "train":
             complete &= _train(options, size, text, names, end)
+        else:
+            from studies.explain import explain
+
+            complete &= explain(out, size, text, device, names, end)
     if files.runs(out):
         from studies.table import write
 
