@@ -35,6 +35,7 @@ from fp8kit_torch.availability import (
     is_nvfp4_available,
 )
 from fp8kit_torch.call import apply
+from fp8kit_torch.capture import capture
 from fp8kit_torch.convert import convert, revert
 from fp8kit_torch.cross_entropy import parallel_cross_entropy
 from fp8kit_torch.dot_product_attention import DotProductAttention
@@ -98,6 +99,7 @@ __all__ = [
     "as_transformer_engine",
     "as_view",
     "autocast",
+    "capture",
     "checkpoint",
     "checkpoint_contexts",
     "common",

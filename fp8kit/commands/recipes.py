@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8kit import recipe_info
-from fp8kit.commands import add_device, command, device_of, positive, seed, table
+from fp8kit.commands import add_device, command, device_of, positive, recipes_compare, seed, table
 from fp8kit.errors import ArgumentError, Fp8kitError, meant
 
 _SHAPE = (256, 512, 512)
@@ -68,6 +68,7 @@ def add(commands: Any) -> None:
         "--seed", type=seed, default=0, metavar="N", help="of all that is drawn (%(default)s)"
     )
     add_device(checking)
+    recipes_compare.add(actions)
     for action in actions.choices.values():
         action.add_argument("--json", action="store_true", help="print JSON")
 

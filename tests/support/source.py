@@ -93,7 +93,9 @@ def public(name: str) -> Iterator[tuple[str, Definition, ast.ClassDef | None]]:
 @cache
 def texts() -> tuple[Path, ...]:
     """Every text file that the project wrote."""
-    folders = (ROOT / name for name in ("fp8kit", "adapters", "tests", "examples", "benchmarks", "docs"))
+    folders = (
+        ROOT / name for name in ("fp8kit", "adapters", "tests", "examples", "benchmarks", "studies", "docs")
+    )
     found = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in TEXTS]
     return (*found, *(p for p in sorted(ROOT.glob("*")) if p.suffix in TEXTS or p.name == "Makefile"))
 

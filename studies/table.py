@@ -1,0 +1,146 @@
+"""The runs of a folder as a Markdown table, as CSV and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8kit.errors import ArgumentError
+from fp8kit.models.plots import figure, smoothed
+from studies import files, gaps
+from studies.cases import CASES
+
+COLUMNS = ("case", "what", "seeds", "validation loss", "spread", "gap %", "gap / spread", "tokens/s")
+
+
+def rows(folder: Path) -> list[tuple[str, ...]]:
+    """The table's rows, a case each, in the order of ``cases.CASES``."""
+    runs = files.runs(folder)
+    path = folder / "speed.json"
+    speeds = files.read(path)["cases"] if path.exists() else {}
+    found = []
+    for name, case in CASES.items():
+        own = gaps.result(runs, name)
+        if not own.seeds and not own.diverged:
+            continue
+        losses = "diverged" if own.mean is None else f"{own.mean:.4f}"
+        if own.mean is not None and own.diverged:
+            losses += f", {len(own.diverged)} diverged"
+        speed = speeds.get(name, {}).get("tokens_per_second")
+        found.append(
+            (
+                f"`{name}`",
+                case.about + (f", against `{case.against}`" if case.against not in ("", "bf16") else ""),
+                str(len(own.seeds) + len(own.diverged)),
+                losses,
+                "" if own.deviation is None else f"{own.deviation:.4f}",
+                "" if own.percent is None else f"{own.percent:+.2f}",
+                _units(own),
+                "" if speed is None else f"{speed:,.0f}",
+            )
+        )
+    return found
+
+
+def _units(own: gaps.Result) -> str:
+    if own.units is None:
+        return ""
+    return f"{own.units:+.1f}" if abs(own.units) > 1 else f"0 ({own.units:+.1f})"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def write(folder: Path) -> str:
+    """Write ``table.md``, ``curves.csv`` and ``curves.png`` from the folder's runs, and ``run.json`` and
+    ``losses.jsonl``, of which ``fp8kit report`` makes a page; returns the table. ArgumentError where there
+    is no run."""
+    runs = files.runs(folder)
+    if not runs:
+        raise ArgumentError("studies", "DIR", str(folder), "a folder with finished runs")
+    text = markdown(COLUMNS, rows(folder)) + "\n\n" + _words(runs) + "\n"
+    explained = folder / "explain.json"
+    if explained.exists():
+        sentences = files.read(explained)["cases"]
+        text += "\n" + "\n".join(
+            f"- `{name}`: {sentences[name]['sentence']}" for name in CASES if name in sentences
+        )
+        text += "\n"
+    (folder / "table.md").write_text(text)
+    _curves(folder, runs)
+    _run_folder(folder, runs)
+    return text
+
+
+def _words(runs: gaps.Runs) -> str:
+    """What the columns mean, and where the runs were made."""
+    one = next(iter(runs.values()))
+    size, machines = one["settings"]["size"], sorted({own["machine"] for own in runs.values()})
+    return (
+        f"{one['parameters'] / 1e6:.1f} M parameters, {size['steps']} steps of {size['sequences']} x "
+        f"{size['context']} bytes on {', '.join(machines)}. Validation loss: nats a byte, mean over the "
+        "seeds; spread: their standard deviation. Gap: the mean over the seeds of loss less the yardstick's "
+        "from the same seed, in percent of the yardstick's and in its spread over the seeds; a gap below the "
+        "spread counts as 0. tokens/s: each case alone."
+    )
+
+
+def _curves(folder: Path, runs: gaps.Runs) -> None:
+    names = [f"{name}.{seed}" for name, seed in runs]
+    with (folder / "curves.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *names])
+        columns = itertools.zip_longest(*(own["losses"] for own in runs.values()))
+        for step, row in enumerate(columns, 1):
+            writer.writerow([step, *("" if loss is None else f"{loss:.5f}" for loss in row)])
+    picture = figure(figsize=(11, 9))
+    upper, lower = picture.subplots(2, 1)
+    means = {name: _mean(runs, name) for name in CASES if any(key[0] == name for key in runs)}
+    for i, (name, losses) in enumerate(means.items()):
+        style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.1}
+        steps = np.arange(1, len(losses) + 1)
+        upper.plot(steps, smoothed(losses, 20), label=name, **style)
+        base = means.get(CASES[name].against)
+        if base is not None and name != CASES[name].against:
+            both = min(len(base), len(losses))
+            share = np.asarray(losses[:both]) / np.asarray(base[:both]) - 1
+            lower.plot(steps[:both], 100 * smoothed(share, 50), label=name, **style)
+    upper.set(ylabel="training loss, nats a byte (mean of 20 steps)")
+    lower.set(xlabel="step", ylabel="gap to the yardstick, % (mean of 50 steps)")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=7, ncol=2, loc="upper left", bbox_to_anchor=(1, 1))
+    picture.savefig(folder / "curves.png", dpi=120)
+
+
+def _mean(runs: gaps.Runs, case: str) -> list[float]:
+    """The mean over a case's seeds at each step that any of them has."""
+    own = [run["losses"] for (name, _), run in runs.items() if name == case]
+    return [statistics.fmean(loss for loss in row if loss is not None) for row in itertools.zip_longest(*own)]
+
+
+def _run_folder(folder: Path, runs: gaps.Runs) -> None:
+    one: Any = next(iter(runs.values()))
+    kept = {name: one[name] for name in ("versions", "device")}
+    files.write(
+        folder / "run.json",
+        {"model": one["settings"]["size"], "recipe": None, "settings": {"parameters": one["parameters"]}}
+        | kept,
+    )
+    with (folder / "losses.jsonl").open("w") as file:
+        for (name, seed), own in runs.items():
+            series = f"{name} seed {seed}"
+            for step, loss in enumerate(own["losses"], 1):
+                file.write(json.dumps({"step": step, "loss": loss, "series": series}) + "\n")
+            if own["validation_loss"] is not None:
+                last = {"step": len(own["losses"]), "loss": own["validation_loss"], "series": series}
+                file.write(json.dumps(last | {"validation": True}) + "\n")

@@ -1,0 +1,45 @@
+"""``fp8kit_torch.capture``: the operands that the native frontend captures from the same model."""
+
+from __future__ import annotations
+
+import fp8kit_torch as te
+import numpy as np
+import pytest
+import torch
+
+import fp8kit as fk
+from fp8kit.errors import ArgumentError
+from fp8kit.numerics import capture
+from fp8kit.testing import assert_same_bits
+
+
+def test_the_operands_of_the_native_layer():
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    twin = fk.nn.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    twin.load_state_dict({name: p.detach().numpy() for name, p in layer.named_parameters()})
+    x = torch.randn(8, 2, 64)
+    kept = torch.ones(64)
+    next(p for p in layer.parameters() if p.shape == (64,)).grad = kept
+    got = te.capture(layer, x, lambda y: te.cross_entropy(y.reshape(16, 64), torch.zeros(16).long()))
+    assert next(p for p in layer.parameters() if p.shape == (64,)).grad is kept
+
+    def loss(y):
+        return fk.nn.cross_entropy(y.reshape(16, 64), fk.tensor(np.zeros(16, np.int64)))
+
+    wanted = capture(twin, fk.tensor(x.numpy()), loss)
+    assert list(got.gemms) == list(wanted.gemms)
+    assert len(got.gemms) == 4
+    for name, own in wanted.gemms.items():
+        for operand, array in own._asdict().items():
+            assert_same_bits(f"{name} {operand}", getattr(got.gemms[name], operand), array)
+
+
+def test_refusals():
+    layer = te.Linear(16, 16, device="cpu")
+    with pytest.raises(ArgumentError, match=r"loss: got shape \(4, 16\)"):
+        te.capture(layer, torch.randn(4, 16))
+    with pytest.raises(ArgumentError, match="model: got a str"):
+        te.capture("model", torch.randn(4, 16))
+    with pytest.raises(ArgumentError, match="multiplied no parameter"):
+        te.capture(torch.nn.Linear(16, 1), torch.randn(1, 16))
