@@ -1,5 +1,5 @@
-"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels and recipes. ``python -m
-fp8kit`` is the same."""
+"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels, recipes and alias.
+``python -m fp8kit`` is the same."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from fp8kit.commands import (
     FAILED,
     Parser,
     add_device,
+    alias,
     bench,
     command,
     device_of,
@@ -148,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
 
-    for own in (doctor, bench, warmup, plugins, kernels, recipes):
+    for own in (doctor, bench, warmup, plugins, kernels, recipes, alias):
         own.add(commands)
     return parser
 

@@ -17,6 +17,8 @@ FP8KIT_PER_OP                order for single kernels: ``gemm=impl:cuda.gemm|ref
 FP8KIT_PLUGIN_MODULES        comma-separated modules whose ``register(registry)`` is called, besides
                              installed plugins (none)
 FP8KIT_REPLAYS               0: run every call anew, none from a recording; to find faults (1)
+FP8KIT_ALIAS                 0: leave a process out where ``fp8kit alias install`` has made
+                             ``transformer_engine`` a name of fp8kit_torch (1)
 FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's
                              logging says)
 ===========================  ================================================================================
@@ -57,6 +59,7 @@ _NAMES = (
     "PER_OP",
     "PLUGIN_MODULES",
     "REPLAYS",
+    "ALIAS",
     "LOG_LEVEL",
     "PROPERTIES",
 )

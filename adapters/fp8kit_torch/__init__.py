@@ -62,8 +62,8 @@ from fp8kit_torch.quantized import Float8Tensor, QuantizedTensor, fp8_model_init
 from fp8kit_torch.recompute import checkpoint, checkpoint_contexts
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8kit_torch.te_compat.names import as_transformer_engine, modules_within
-from fp8kit_torch.te_compat.unsupported import get_cpu_offload_context, mark_not_offload, missing, onnx_export
+from fp8kit_torch.te_compat.names import as_transformer_engine, found_in, modules_within
+from fp8kit_torch.te_compat.unsupported import get_cpu_offload_context, mark_not_offload, onnx_export
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 
@@ -144,8 +144,9 @@ _TorchLayer.frontend = _sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Any:
-    """``unit_scaling``, when it is first used. AttributeError otherwise, which for a name of Transformer
-    Engine that there is nothing for says why."""
+    """``unit_scaling``, and a few names of Transformer Engine, when they are first used. AttributeError
+    otherwise, which for a name of Transformer Engine that there is nothing for says why; under Transformer
+    Engine's name such a name is there and says it when it is called."""
     if name == "unit_scaling":
         return _importlib.import_module(f"{__name__}.{name}")
-    raise missing(__name__, name, globals())
+    return found_in(__name__, name, globals())

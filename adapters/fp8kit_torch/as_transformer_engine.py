@@ -1,8 +1,11 @@
 """``python -m fp8kit_torch.as_transformer_engine script.py args...`` (or ``-m module args...``): run a
-program written for Transformer Engine with this frontend under that name, unchanged."""
+program written for Transformer Engine with this frontend under that name, unchanged. So it is in the Python
+processes that the program starts (workers of a DataLoader, say): PYTHONPATH gets ``te_compat/startup``, whose
+``sitecustomize`` they run."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -22,6 +25,9 @@ def main(arguments: list[str]) -> int:
         print(f"{program[0]}: no such file\n{usage}" if program else usage, file=sys.stderr)
         return 2
     as_transformer_engine()
+    startup = str(Path(__file__).parent / "te_compat" / "startup")
+    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    os.environ["PYTHONPATH"] = os.pathsep.join([startup, *(place for place in known if place != startup)])
     sys.argv = program
     if module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)

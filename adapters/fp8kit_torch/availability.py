@@ -28,7 +28,7 @@ def _place() -> Device:
     return Device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else arrays.CPU
 
 
-def _missing_for(recipe: Recipe) -> str:
+def missing_for(recipe: Recipe) -> str:
     """Why the products of a recipe cannot run, "" where they can."""
     kind = product_class(recipe.quantization)
     return _missing(kind.kernels, kind.capability)
@@ -83,24 +83,24 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 
     ``return_reason``: answer (available, what is missing), the latter "" where nothing is.
     """
-    return _answer(_missing_for(DelayedScaling()), return_reason)
+    return _answer(missing_for(DelayedScaling()), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
     """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 9.0.
     ``return_reason`` as for FP8."""
-    return _answer(_missing_for(Float8BlockScaling()), return_reason)
+    return _answer(missing_for(Float8BlockScaling()), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
     """Whether MXFP8BlockScaling runs here: yes, on a CPU and on CUDA, with emulated products.
     ``return_reason`` as for FP8."""
-    return _answer(_missing_for(MXFP8BlockScaling()), return_reason)
+    return _answer(missing_for(MXFP8BlockScaling()), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
     """Whether NVFP4BlockScaling runs here: yes, emulated, as MXFP8 does. ``return_reason`` as for FP8."""
-    return _answer(_missing_for(NVFP4BlockScaling()), return_reason)
+    return _answer(missing_for(NVFP4BlockScaling()), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> Answer:

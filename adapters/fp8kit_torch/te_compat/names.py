@@ -2,9 +2,11 @@
 
 The modules within ``transformer_engine.pytorch`` are attributes of the frontend as it is imported
 (``te.quantization``, ``te.ops``); only the call makes names in ``sys.modules``. Nothing but names changes:
-``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of Transformer Engine that there is
-nothing for are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why
-(``unsupported``).
+``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``, and modules say so in ``__module__``.
+
+From then on every public name of Transformer Engine 2.20 (``public_names.txt``) can be imported, in whatever
+module it has it: programs import more than they call. What there is nothing for says why when it is called
+(``public``). Before the call such names are not there: ``hasattr`` says no (``unsupported``).
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from torch.nn import Module
+from torch.optim import Optimizer
+
 from fp8kit import recipe as recipes
 from fp8kit.errors import BackendError, RecipeError
+from fp8kit_torch.te_compat.public import public_names, refused
 from fp8kit_torch.te_compat.unsupported import WHY, missing
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
-_OF_FP8 = (
-    "fp8kit_torch.autocast fp8kit_torch.availability fp8kit_torch.quantized "
-    "fp8kit_torch.te_compat.global_state"
-)
+_OF_FP8 = "fp8kit_torch.te_compat.quantization"
+_QUANTIZED = "fp8kit_torch.quantized"
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
     "optimizers": "fp8kit_torch.optimizers",
@@ -37,21 +41,24 @@ _SAME = {
     "tensor.utils": "",
     "float8_tensor": "fp8kit_torch.quantized",
     "quantized_tensor": "fp8kit_torch.quantized",
-    "distributed": "fp8kit_torch.recompute fp8kit_torch.rng",
-    "graph": "fp8kit_torch.graphs",
+    "constants": "fp8kit_torch.te_compat.dtypes",
+    "distributed": "fp8kit_torch.recompute fp8kit_torch.rng fp8kit_torch.te_compat.parallel",
+    "graph": "fp8kit_torch.graphs fp8kit_torch.te_compat.capture",
+    "jit": "fp8kit_torch.te_compat.capture",
     "cross_entropy": "fp8kit_torch.cross_entropy",
     "permutation": "fp8kit_torch.moe",
     "router": "",
     "ep": "",
     "cpu_offload": "fp8kit_torch.te_compat.unsupported",
     "export": "fp8kit_torch.te_compat.unsupported",
-    "utils": "fp8kit_torch.availability",
+    "utils": "fp8kit_torch.te_compat.utilities",
+    "torch_version": "fp8kit_torch.te_compat.capture",
     "cpp_extensions": "fp8kit_torch.te_compat.gemms",
     "cpp_extensions.gemm": "fp8kit_torch.te_compat.gemms",
     "ops": "fp8kit_torch.fusible",
     "ops.basic": "fp8kit_torch.fusible",
     "module": "fp8kit_torch",
-    "module.base": "fp8kit_torch.module",
+    "module.base": "fp8kit_torch.module fp8kit_torch.te_compat.parallel",
     "module.linear": "fp8kit_torch.linear",
     "module.grouped_linear": "fp8kit_torch.grouped_linear",
     "module.layernorm": "fp8kit_torch.norm",
@@ -67,6 +74,15 @@ _SAME = {
     "attention.inference": "fp8kit_torch.inference",
     "transformer": "fp8kit_torch",
 }
+# names of ``transformer_engine.pytorch`` -> the module here that has them; found when they are first used
+_LATER = {
+    "CPLoadBalancingStrategy": "dtypes",
+    "DType": "dtypes",
+    "UserBufferQuantizationMode": "dtypes",
+    "deinterleave_glu_tensor": "utilities",
+    "interleave_glu_tensor": "utilities",
+}
+_BASE = "transformer_engine.pytorch"
 _NEUTRAL = {"interval": 1, "override_linear_precision": (False, False, False)}
 
 
@@ -102,14 +118,29 @@ def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
     made.__spec__ = ModuleSpec(name, None, is_package=True)
     made.__path__ = []
     for part in parts:
+        made.__dict__.setdefault("__file__", part.__file__)
         for key in getattr(part, "__all__", None) or [key for key in vars(part) if not key.startswith("_")]:
             setattr(made, key, getattr(part, key))
 
-    def lacking(key: str) -> Any:
-        raise missing(name, key, vars(made))
-
-    made.__getattr__ = lacking  # type: ignore[method-assign]
+    made.__getattr__ = lambda key: found_in(name, key, vars(made))  # type: ignore[method-assign]
     return made
+
+
+def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
+    """A ``name`` that the ``module`` of Transformer Engine does not have among those that are ``known``: one
+    of ``transformer_engine.pytorch`` that is made at its first use; as that name is under Transformer
+    Engine's, what a module around it has, or what says why there is nothing. AttributeError otherwise."""
+    if name in _LATER and module in (_BASE, "fp8kit_torch"):
+        return getattr(importlib.import_module(f"fp8kit_torch.te_compat.{_LATER[name]}"), name)
+    whole = sys.modules.get("transformer_engine")
+    at = _BASE if module == "fp8kit_torch" else module
+    if isinstance(getattr(whole, "__fp8kit__", None), _Finder) and name in public_names().get(at, ()):
+        above = at
+        while above := above.rpartition(".")[0]:
+            if name in public_names().get(above, ()):
+                return getattr(sys.modules[above], name)
+        return refused(at, name)
+    raise missing(module, name, known)
 
 
 def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
@@ -147,6 +178,11 @@ class _Distribution(importlib.metadata.Distribution):
         raise FileNotFoundError(f"transformer-engine: {path}: this is fp8kit_torch under another name")
 
 
+def distributions() -> list[importlib.metadata.Distribution]:
+    """What ``importlib.metadata`` finds as "transformer-engine"."""
+    return [_Distribution()]
+
+
 class _Finder:
     """Answers for ``transformer_engine``: its modules are in ``sys.modules`` already, and any other name of
     it is refused, lest a file of fp8kit_torch be loaded a second time, or parts of an installed Transformer
@@ -169,26 +205,37 @@ class _Finder:
     def find_distributions(self, context: Any) -> Iterable[importlib.metadata.Distribution]:
         """The one distribution, when it is asked for."""
         asked = (context.name or "").replace("_", "-").lower()
-        return [_Distribution()] if asked == "transformer-engine" else []
+        return distributions() if asked == "transformer-engine" else []
 
 
 def modules_within(top: ModuleType) -> dict[str, ModuleType]:
     """The modules within ``transformer_engine.pytorch``, name -> module, made attributes of ``top``, which
     stands for it."""
     made = {
-        name: _module(f"transformer_engine.pytorch.{name}", map(importlib.import_module, targets.split()))
+        name: _module(f"{_BASE}.{name}", map(importlib.import_module, targets.split()))
         for name, targets in _SAME.items()
     }
     _hang(top, made)
     return made
 
 
+def _name_classes(made: dict[str, ModuleType]) -> None:
+    """Let modules and optimisers say in ``__module__`` where Transformer Engine has them: programs go by
+    that."""
+    for name in sorted(public_names(), key=lambda name: name.count(".")):
+        for key in public_names()[name]:
+            kind = getattr(made[name], key)
+            if isinstance(kind, type) and issubclass(kind, Module | Optimizer) and kind.__name__ == key:
+                kind.__module__ = name
+
+
 def as_transformer_engine() -> ModuleType:
-    """Make ``transformer_engine``, ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``
-    importable names of this frontend, in this process; returns ``transformer_engine``. Calling it again
-    changes nothing.
+    """Make ``transformer_engine`` and all that is in it importable names of this frontend, in this process:
+    ``transformer_engine.pytorch``, ``transformer_engine.common.recipe``, ``transformer_engine_torch``.
+    Returns ``transformer_engine``. Calling it again changes nothing.
 
     An installed Transformer Engine is left out from then on. BackendError where it was imported already.
+    ``fp8kit alias`` does the same for every process of an environment.
     """
     known = sys.modules.get("transformer_engine")
     if known is not None:
@@ -205,9 +252,23 @@ def as_transformer_engine() -> ModuleType:
     for name in ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):  # which load at first use there
         setattr(recipe, name, getattr(recipes, name))
     whole, common = (_module(name, []) for name in ("transformer_engine", "transformer_engine.common"))
-    top, base = sys.modules["fp8kit_torch"], "transformer_engine.pytorch"
-    made = {module.__name__: module for module in (whole, common, recipe)} | {base: top}
-    made |= {f"{base}.{name}": module for name, module in top.__dict__["_within"].items()}
+    top = sys.modules["fp8kit_torch"]
+    within: dict[str, ModuleType] = top.__dict__["_within"]
+    for name in sorted(public_names()):
+        inner = name.removeprefix(f"{_BASE}.")
+        if inner != name and inner not in within:  # of which there is nothing but names
+            within[inner] = _module(name, [])
+            _hang(top, {inner: within[inner]} | {key: within[key] for key in within if inner.startswith(key)})
+    made = {module.__name__: module for module in (whole, common, recipe)} | {_BASE: top}
+    made |= {f"{_BASE}.{name}": module for name, module in within.items()}
+    extension = importlib.import_module("fp8kit_torch.te_compat.extension")
+    made["transformer_engine_torch"] = _module("transformer_engine_torch", [extension])
+    made["transformer_engine.common.utils"] = common.utils = _module(  # type: ignore[attr-defined]
+        "transformer_engine.common.utils", []
+    )
+    for name, module in made.items():
+        if name in public_names() and module is not top:
+            module.__all__ = list(public_names()[name])  # type: ignore[attr-defined]
     whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
     common.recipe = recipe  # type: ignore[attr-defined]
     whole.common, whole.pytorch, top.common = common, top, common  # type: ignore[attr-defined]
@@ -215,4 +276,5 @@ def as_transformer_engine() -> ModuleType:
     whole.__fp8kit__ = finder  # type: ignore[attr-defined]
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     sys.modules.update(made)
+    _name_classes(made)
     return whole

@@ -1,6 +1,7 @@
-"""Names of Transformer Engine that fp8kit has nothing for. They are not there, so that a program that asks
-(``hasattr``, an import within ``try``) takes its other path; the error of one that does not ask says why. And
-functions of which the neutral arguments can be served.
+"""Names of Transformer Engine that fp8kit has nothing for, and why. In ``fp8kit_torch`` they are not there,
+so that a program that asks (``hasattr``, an import within ``try``) takes its other path; the error of one
+that does not ask says why. Under Transformer Engine's name they can be imported and say it when called
+(``public``). And functions of which the neutral arguments can be served.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _MASTERS = "FusedAdam(master_weights=True) casts its masters to weights in FP8"
 
 # why -> names; a name means the same in whatever module of Transformer Engine it is
 _NAMES = {
-    _PARALLEL: """initialize_ub destroy_ub UserBufferQuantizationMode gather_along_first_dim
-        reduce_scatter_along_first_dim symmetric_all_reduce prepare_te_modules_for_fsdp AllGather
-        AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer""",
-    _QUANTIZER: """DType Quantizer Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer
+    _PARALLEL: """initialize_ub destroy_ub fill_userbuffers_buffer_for_all_gather get_ub AllGather
+        AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer
+        FullyShardedDataParallel""",
+    _QUANTIZER: """Quantizer Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer
         HybridQuantizer IdentityQuantizer QuantizerRole QuantizerRequest DelayedScalingRequest
         HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
         QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage
@@ -51,9 +52,9 @@ _NAMES = {
         fused_compute_score_for_moe_aux_loss fused_moe_aux_loss""",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
     "activations are not offloaded": "ManualOffloadSynchronizer",
-    "weights are not interleaved": "interleave_glu_tensor deinterleave_glu_tensor",
-    "it is an inner part of Transformer Engine": """jit constants TE_DType get_fp8_te_dtype
-        set_jit_fusion_options no_torch_dynamo bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused
+    "te.distributed.checkpoint recomputes FP8 layers as they were": """activation_recompute_forward
+        get_activation_recompute_contexts use_reentrant_activation_recompute""",
+    "it is an inner part of Transformer Engine": """jit bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused
         get_bias_dropout_add""",
 }
 WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
@@ -101,4 +102,30 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     yield
 
 
-__all__ = ["get_cpu_offload_context", "mark_not_offload", "onnx_export"]
+def is_cpu_offload_enabled() -> bool:
+    """Whether layers offload what they keep for backward: never."""
+    return False
+
+
+def mark_activation_offload(*tensors: Tensor) -> None:
+    """Accepted: nothing is offloaded."""
+
+
+def start_offload(*tensors: Tensor, offload_base_tensor: bool = False) -> None:
+    """Accepted: nothing is offloaded."""
+
+
+def is_in_onnx_export_mode() -> bool:
+    """Whether ``onnx_export`` is on: never."""
+    return False
+
+
+__all__ = [
+    "get_cpu_offload_context",
+    "is_cpu_offload_enabled",
+    "is_in_onnx_export_mode",
+    "mark_activation_offload",
+    "mark_not_offload",
+    "onnx_export",
+    "start_offload",
+]

@@ -70,6 +70,8 @@ PARTS = {
         assert not early, "import alone must not do it"
         before = fp8kit_torch.__spec__
         assert fp8kit_torch.common.recipe is fp8kit_torch.recipe
+        for name in ("HybridQuantizer", "initialize_ub"):  # so that a program that asks takes its other path
+            assert not hasattr(fp8kit_torch, name)
         whole = fp8kit_torch.as_transformer_engine()
         assert fp8kit_torch.as_transformer_engine() is whole
         assert importlib.util.find_spec("transformer_engine") is not None
@@ -89,7 +91,7 @@ PARTS = {
             assert "interval" in str(error)
         else:
             raise AssertionError("interval=2 was taken")
-        for name in ("transformer_engine.jax", "transformer_engine.pytorch.moe", "transformer_engine_torch"):
+        for name in ("transformer_engine.jax", "transformer_engine.pytorch.moe", "transformer_engine.x"):
             try:
                 __import__(name)
             except ModuleNotFoundError as error:
@@ -145,38 +147,43 @@ PARTS = {
             else:
                 raise AssertionError(module)
     """,
-    # ``hasattr``, ``getattr`` with a default, and imports within ``try`` lead to a program's other path; who
-    # does not ask is told why
-    "probes say no where there is nothing": """
+    # programs import more than they call; before, ``hasattr`` says what there is
+    "what there is nothing for says why when it is called": """
         import importlib
+        import torch
         import fp8kit_torch as ft
-        assert not hasattr(ft, "MXFP8Tensor")
         ft.as_transformer_engine()
         import transformer_engine.pytorch as te
         for module, name, word in (
-            ("transformer_engine.common.recipe", "MXFP8Tensor", "are emulated"),
             ("transformer_engine.pytorch", "initialize_ub", "no tensor parallelism"),
-            ("transformer_engine.pytorch", "Float8Quantizer", "recipes say"),
             ("transformer_engine.pytorch.ops", "AllReduce", "no tensor parallelism"),
             ("transformer_engine.pytorch.ops", "register_forward_fusion", "as they are written"),
             ("transformer_engine.pytorch.router", "fused_topk_with_score_function", "router"),
-            ("transformer_engine.pytorch.tensor", "MXFP8Tensor", "are emulated"),
-            ("transformer_engine.pytorch", "jit", "inner part"),
-            ("transformer_engine.pytorch.quantization", "get_fp8_te_dtype", "inner part"),
             ("transformer_engine.pytorch.tensor.utils", "cast_master_weights_to_fp8", "master_weights=True"),
+            ("transformer_engine.pytorch.jit", "warmup_jit_bias_gelu", "inner part"),
+            ("transformer_engine_torch", "fused_attn_fwd", "C++ library"),
         ):
             found = importlib.import_module(module)
-            assert not hasattr(found, name) and getattr(found, name, None) is None, name
-            for error, probe in (
-                (AttributeError, f"found.{name}"),
-                (ImportError, f"from {module} import {name}"),
-            ):
+            scope = {}
+            exec(f"from {module} import {name}", scope)
+            assert scope[name] is getattr(found, name)
+            class Heir(scope[name]):
+                pass
+            assert not isinstance(torch.ones(1), scope[name])
+            for called in (scope[name], Heir):
                 try:
-                    exec(probe)
-                except error as said:
-                    assert word in str(said) and name in str(said), said
+                    called(1, word=2)
+                except NotImplementedError as said:
+                    assert word in str(said), said
                 else:
-                    raise AssertionError(probe)
+                    raise AssertionError(name)
+            try:
+                scope[name].attribute
+            except AttributeError as said:
+                assert word in str(said), said
+            else:
+                raise AssertionError(name)
+        assert not hasattr(te, "nonsense")
         try:
             from transformer_engine.pytorch import nonsense
         except ImportError as said:
@@ -188,6 +195,55 @@ PARTS = {
             assert getattr(te, kind.__name__) is kind is getattr(te.recipe, kind.__name__)
         from transformer_engine.pytorch import fp8, attention
         assert attention.DotProductAttention is ft.DotProductAttention
+    """,
+    "every public name can be imported": """
+        import importlib
+        import fp8kit_torch as ft
+        ft.as_transformer_engine()
+        from fp8kit_torch.te_compat.public import is_refused, public_names, why_not
+        there = 0
+        for module, names in public_names().items():
+            found = importlib.import_module(module)
+            scope = {}
+            if names:
+                exec(f"from {module} import {', '.join(names)}", scope)
+            for name in names:
+                assert scope[name] is getattr(found, name), (module, name)
+                if is_refused(scope[name]):
+                    assert len(why_not(module, name)) > 10
+                else:
+                    there += 1
+        assert there > 300
+        scope = {}
+        exec("from transformer_engine.pytorch.utils import *", scope)
+        assert scope["divide"](6, 3) == 2
+    """,
+    "modules say where Transformer Engine has them": """
+        import pickle
+        import fp8kit_torch as ft
+        ft.as_transformer_engine()
+        import transformer_engine.pytorch as te
+        for kind, module in (
+            (te.Linear, "module.linear"),
+            (te.LayerNormMLP, "module.layernorm_mlp"),
+            (te.RMSNorm, "module.rmsnorm"),
+            (te.DotProductAttention, "attention.dot_product_attention.dot_product_attention"),
+            (te.MultiheadAttention, "attention.multi_head_attention"),
+            (te.TransformerLayer, "transformer"),
+            (te.ops.Linear, "ops.linear"),
+            (te.ops.Bias, "ops.basic.bias"),
+            (te.optimizers.FusedAdam, "optimizers.fused_adam"),
+        ):
+            assert kind.__module__ == f"transformer_engine.pytorch.{module}", kind.__module__
+            assert pickle.loads(pickle.dumps(kind)) is kind
+    """,
+    "what is installed": """
+        import importlib.metadata, importlib.util
+        import fp8kit_torch as ft
+        ft.as_transformer_engine()
+        for name in ("transformer_engine", "transformer-engine"):
+            assert importlib.metadata.version(name) == "2.20.0"
+        assert importlib.util.find_spec("transformer_engine_torch") is not None
     """,
 }
 RUN = """

@@ -1,0 +1,200 @@
+"""What programs ask about processes and checkpoints (``transformer_engine.pytorch.distributed``): answered
+for one process, refused for groups of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.autocast import current
+from fp8kit_torch import recompute
+from fp8kit_torch.checks import module, of_one
+from fp8kit_torch.layer import TorchLayer
+from fp8kit_torch.te_compat.dtypes import UserBufferQuantizationMode
+
+
+def get_distributed_world_size(group: Any = None) -> int:
+    """Processes of ``group``, None all of them; 1 where torch.distributed is not set up."""
+    known = torch.distributed
+    return known.get_world_size(group) if known.is_available() and known.is_initialized() else 1
+
+
+def get_distributed_rank(group: Any = None) -> int:
+    """This process's place in ``group``, None among all; 0 where torch.distributed is not set up."""
+    known = torch.distributed
+    return known.get_rank(group) if known.is_available() and known.is_initialized() else 0
+
+
+def gather_along_first_dim(
+    inp: Tensor, process_group: Any, async_op: bool = False, quantizer: Any = None
+) -> tuple[Tensor, None]:
+    """(``inp``, cast by ``quantizer`` where there is one, None): what one process gathers. UnsupportedError
+    for a group of several."""
+    of_one("gather_along_first_dim", "process_group", process_group)
+    return (inp if quantizer is None else quantizer(inp)), None
+
+
+def reduce_scatter_along_first_dim(inp: Tensor, tp_group: Any, async_op: bool = False) -> tuple[Tensor, None]:
+    """(``inp``, None): what is left to one process. UnsupportedError for a group of several."""
+    of_one("reduce_scatter_along_first_dim", "tp_group", tp_group)
+    return inp, None
+
+
+def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, None]:
+    """(``inp``, None): the sum over one process. UnsupportedError for a group of several."""
+    of_one("allreduce", "tp_group", tp_group)
+    return inp, None
+
+
+def symmetric_all_reduce(
+    inp: Tensor, tp_group: Any = None, async_op: bool = False, all_reduce_type: str = "multimem_all_reduce"
+) -> tuple[Tensor, None]:
+    """(``inp``, None): the sum over one process. UnsupportedError for a group of several."""
+    of_one("symmetric_all_reduce", "tp_group", tp_group)
+    return inp, None
+
+
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, tp_group: Any, new_buffer: bool = False) -> Tensor:
+    """``tensor`` flat, the one process's chunk; a copy with ``new_buffer``. UnsupportedError for a group of
+    several."""
+    of_one("split_tensor_into_1d_equal_chunks", "tp_group", tp_group)
+    flat = tensor.reshape(-1)
+    return flat.clone() if new_buffer else flat
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: Any) -> Tensor:
+    """``tensor``, the only chunk. UnsupportedError for a group of several."""
+    of_one("gather_split_1d_tensor", "tp_group", tp_group)
+    return tensor
+
+
+def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """The attributes by which Megatron knows how a parameter is split among processes."""
+    for name, value in (
+        ("tensor_model_parallel", is_parallel),
+        ("partition_dim", dim),
+        ("partition_stride", stride),
+    ):
+        setattr(tensor, name, value)
+
+
+def initialize_affine_weight_gpu(
+    weight: Tensor,
+    init_method: Callable[[Tensor], Any],
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    partition_dim: int = 0,
+    stride: int = 1,
+    set_tp_attributes: bool = True,
+) -> None:
+    """Fill ``weight``, with the tracker's random numbers where one is given, and set the attributes of tensor
+    parallelism."""
+    if set_tp_attributes:
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    forked = nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork()
+    with torch.no_grad(), forked:
+        init_method(weight)
+
+
+def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
+    """Nothing: ``fully_shard`` takes the layers as they are."""
+    module("prepare_te_modules_for_fsdp", "fsdp_root", fsdp_root)
+
+
+def get_te_classes() -> list[type]:
+    """The classes by which ``has_te_modules`` knows a layer."""
+    return [TorchLayer]
+
+
+def has_te_modules(network: Any) -> bool:
+    """Whether a module has a layer of this frontend within; True for what is no module, since nobody can look
+    into a function."""
+    if not isinstance(network, torch.nn.Module):
+        return True
+    return any(isinstance(module, TorchLayer) for module in network.modules())
+
+
+def get_all_rng_states() -> dict[str, Any]:
+    """Random states that checkpoints must bring back beside torch's own: none."""
+    return {}
+
+
+def set_all_rng_states(states: Any) -> None:
+    """The inverse of ``get_all_rng_states``: nothing."""
+
+
+def graph_safe_rng_available() -> bool:
+    """Whether ``CudaRNGStatesTracker`` keeps generators that CUDA graphs capture: it keeps tensors."""
+    return False
+
+
+def is_graph_safe_rng_state(state: Any) -> bool:
+    """Whether a random state is a generator rather than a tensor."""
+    return isinstance(state, torch.Generator)
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Whether this runs within a checkpointed function, in its first or a later pass, with FP8 on."""
+    state = current()
+    return state is not None and state.enabled and not recompute.idle()
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether this runs in a later pass of a checkpointed function."""
+    return recompute.later()
+
+
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """A tensor (shape) that stands for a weight's gradient where the real one is in ``main_grad``:
+    undefined, or zeros with ``zero``."""
+    return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=_device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def get_workspace() -> Tensor:
+    """A workspace for ``general_gemm``, which takes none: (0,)."""
+    return torch.empty(0, dtype=torch.uint8, device=_device())
+
+
+def is_ub_initialized() -> bool:
+    """Whether communication overlaps products: never."""
+    return False
+
+
+def using_cublasmp_backend() -> bool:
+    """Whether cuBLASMp does: never."""
+    return False
+
+
+__all__ = [
+    "UserBufferQuantizationMode",
+    "allreduce",
+    "gather_along_first_dim",
+    "gather_split_1d_tensor",
+    "get_all_rng_states",
+    "get_distributed_rank",
+    "get_distributed_world_size",
+    "get_dummy_wgrad",
+    "get_te_classes",
+    "get_workspace",
+    "graph_safe_rng_available",
+    "has_te_modules",
+    "in_fp8_activation_recompute_phase",
+    "initialize_affine_weight_gpu",
+    "is_fp8_activation_recompute_enabled",
+    "is_graph_safe_rng_state",
+    "is_ub_initialized",
+    "prepare_te_modules_for_fsdp",
+    "reduce_scatter_along_first_dim",
+    "set_all_rng_states",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_into_1d_equal_chunks",
+    "symmetric_all_reduce",
+    "using_cublasmp_backend",
+]

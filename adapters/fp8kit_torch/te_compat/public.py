@@ -1,0 +1,95 @@
+"""The public names of Transformer Engine, and what stands for those that there is nothing for: a class that
+can be imported, subclassed and asked about with ``isinstance``, and that says why when it is called."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fp8kit.errors import UnsupportedError
+from fp8kit_torch.te_compat.unsupported import WHY
+
+# the beginning of a module's name -> why there is nothing for a name of it that ``WHY`` does not have; the
+# longest that fits
+_MODULES = {
+    "transformer_engine": "it is an inner part of Transformer Engine",
+    "transformer_engine_torch": (
+        "it is a function of Transformer Engine's C++ library; the modules and functions of "
+        "transformer_engine.pytorch are what fp8kit_torch has"
+    ),
+    "transformer_engine.pytorch.cpp_extensions": (
+        "it is a function of Transformer Engine's C++ library; the modules and functions of "
+        "transformer_engine.pytorch are what fp8kit_torch has"
+    ),
+    "transformer_engine.pytorch.attention": (
+        "it is an inner part of Transformer Engine's attention; DotProductAttention is what is here"
+    ),
+    "transformer_engine.pytorch.attention.linear_attention": "linear attention is not there",
+    "transformer_engine.pytorch.cpu_offload": "activations are not offloaded",
+    "transformer_engine.pytorch.custom_recipes": (
+        "quantizers of a CustomRecipe are fp8kit.quantization.Quantizer values here"
+    ),
+    "transformer_engine.pytorch.distributed": "there is no tensor parallelism",
+    "transformer_engine.pytorch.distributed_weight": "weights are not distributed by the layers",
+    "transformer_engine.pytorch.dynamo": "torch.compile needs no such registration here",
+    "transformer_engine.pytorch.ep": "there is no expert parallelism",
+    "transformer_engine.pytorch.numerics_debug": "fp8kit.lab and fp8kit recipes check compare numbers",
+    "transformer_engine.pytorch.onnx_extensions": "no operation here has an ONNX form",
+    "transformer_engine.pytorch.ops": "layers are fused as they are written",
+    "transformer_engine.pytorch.optimizers.newton_schulz": "the solver is not there",
+    "transformer_engine.pytorch.permutation": "moe_permute and moe_unpermute are what is here",
+    "transformer_engine.pytorch.router": "the router is not there; plain torch computes it",
+    "transformer_engine.pytorch.triton": "there are no Triton kernels here",
+}
+
+
+@cache
+def public_names() -> dict[str, tuple[str, ...]]:
+    """Module of Transformer Engine 2.20 -> its public names, sorted."""
+    found: dict[str, tuple[str, ...]] = {}
+    module = ""
+    for line in Path(__file__).with_name("public_names.txt").read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        names = line
+        if not line.startswith(" "):
+            module, _, names = line.partition(":")
+        found[module] = (*found.get(module, ()), *names.split())
+    return found
+
+
+def why_not(module: str, name: str) -> str:
+    """Why there is nothing for that name of a module of Transformer Engine."""
+    if name in WHY:
+        return WHY[name]
+    fitting = [known for known in _MODULES if f"{module}.".startswith(f"{known}.")]
+    return _MODULES[max(fitting, key=len)]
+
+
+class _Refused(type):
+    """Calls are an UnsupportedError with the reason, attributes an AttributeError with it."""
+
+    why: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{cls.__module__}.{cls.__qualname__} is not supported by fp8kit: {cls.why}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        of = f"{cls.__module__}.{cls.__qualname__}"
+        raise AttributeError(f"{of} has no {name}: it is not supported by fp8kit: {cls.why}", name=name)
+
+
+@cache
+def refused(module: str, name: str) -> type:
+    """What stands for that name: the same class each time."""
+    why = why_not(module, name)
+    text = f"Not supported by fp8kit: {why}. A call raises UnsupportedError."
+    return _Refused(name, (), {"__module__": module, "__doc__": text, "why": why})
+
+
+def is_refused(value: object) -> bool:
+    """Whether it is what ``refused`` makes, or a subclass."""
+    return isinstance(value, _Refused)
