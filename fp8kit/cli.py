@@ -1,5 +1,5 @@
-"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels and recipes. ``python -m
-fp8kit`` is the same."""
+"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels, recipes and
+report. ``python -m fp8kit`` is the same."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from fp8kit.commands import (
     plugins,
     positive,
     recipes,
+    report,
     said,
     seed,
     status_of,
@@ -139,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
 
-    for own in (doctor, bench, warmup, plugins, kernels, recipes):
+    for own in (doctor, bench, warmup, plugins, kernels, recipes, report):
         own.add(commands)
     return parser
 

@@ -39,6 +39,7 @@ PACKAGES = {
     "native": tuple(
         f"fp8kit.{name}" for name in ("autograd", "nn", "optim", "serialization", "graphs", "captured")
     ),
+    "numerics": ("fp8kit.numerics",),
     "testing": ("fp8kit.testing",),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
@@ -48,13 +49,13 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("attention_info", "recipe_info", "recipe_check"),
-            *("lab", "bench", "commands", "cli", "warmup", "__main__"),
+            *("lab", "bench", "commands", "cli", "warmup", "__main__", "numerics.report", "numerics.plots"),
         )
     ),
 }
 ORDER = list(PACKAGES)
 LESS = {"dispatch": {"engines"}, "ops": {"engines"}, "execution": {"engines"}, "layers": {"engines"}}
-LESS |= {"native": {"engines"}, "testing": {"engines"}, "models": {"engines"}}
+LESS |= {"native": {"engines"}, "numerics": {"engines"}, "testing": {"engines"}, "models": {"engines"}}
 LESS |= {"torch": {"engines", "native"}, "jax": {"engines", "native", "torch"}}
 
 
