@@ -39,6 +39,7 @@ PACKAGES = {
     "native": tuple(
         f"fp8kit.{name}" for name in ("autograd", "nn", "optim", "serialization", "graphs", "captured")
     ),
+    "numerics": ("fp8kit.numerics",),
     "testing": ("fp8kit.testing",),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
@@ -54,7 +55,7 @@ PACKAGES = {
 }
 ORDER = list(PACKAGES)
 LESS = {"dispatch": {"engines"}, "ops": {"engines"}, "execution": {"engines"}, "layers": {"engines"}}
-LESS |= {"native": {"engines"}, "testing": {"engines"}, "models": {"engines"}}
+LESS |= {"native": {"engines"}, "numerics": {"engines"}, "testing": {"engines"}, "models": {"engines"}}
 LESS |= {"torch": {"engines", "native"}, "jax": {"engines", "native", "torch"}}
 
 
@@ -212,7 +213,8 @@ import types
 import fp8kit, fp8kit.nn, fp8kit.optim, fp8kit.serialization, fp8kit.nn.recompute
 for name in fp8kit.__all__:
     value = getattr(fp8kit, name)
-    rooms = {'autograd', 'nn', 'optim', 'recipe', 'recipes', 'testing', 'formats', 'arrays', 'plugins'}
+    rooms = {'autograd', 'nn', 'numerics', 'optim', 'recipe', 'recipes', 'testing', 'formats', 'arrays'}
+    rooms.add('plugins')
     assert isinstance(value, types.ModuleType) == (name in rooms), name
 assert fp8kit.nn.unit_scaling.Linear
 """
