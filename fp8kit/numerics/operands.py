@@ -11,10 +11,8 @@ import numpy as np
 
 from fp8kit.errors import Fp8kitError
 from fp8kit.numerics.run_folder import HostArray, Key, Series
+from fp8kit.numerics.whatif import CAST, cast_of, quantization_of, recipe_names
 from fp8kit.quantization import Quantizer
-from fp8kit.recipes import NAMED
-
-_OPERANDS = {"activation": "x", "weight": "w", "gradient": "g"}
 
 
 class Range(NamedTuple):
@@ -27,25 +25,24 @@ class Range(NamedTuple):
     scale: str
 
 
-@lru_cache(maxsize=256)
-def quantizer_of(recipe: str | None, tensor: str) -> Quantizer | None:
-    """How a published recipe casts a tensor of a log; None for no recipe, for one that has another name, and
-    for tensors that it does not cast."""
-    if recipe not in NAMED or tensor not in _OPERANDS:
+@lru_cache(maxsize=1024)
+def quantizer_of(recipe: str | None, tensor: str, stat: str = "") -> Quantizer | None:
+    """How a published recipe, by one of ``whatif.recipe_names``, casts a tensor of a log, in the orientation
+    of ``stat``; None for no recipe, for one that has another name, and for what it does not cast."""
+    if recipe is None or recipe not in recipe_names() or tensor not in CAST:
         return None
     try:
-        quantization = NAMED[recipe].recipe.quantization
-    except Fp8kitError:  # of a recipe that asks a function
+        quantization = quantization_of(recipe)
+        return cast_of(stat, tensor, quantization, stat.endswith("_columnwise"), False)[0]
+    except Fp8kitError:  # the recipe asks a function, or the GEMM is one in high precision
         return None
-    found: Quantizer = getattr(quantization, _OPERANDS[tensor])
-    return found
 
 
 def prefixes(stat: str) -> tuple[str | None, str]:
     """The recipe that a what-if statistic's name begins with, the longest that fits, None where there is
     none; and the rest, without the orientation."""
     stat = stat.removesuffix("_columnwise")
-    names = [name for name in NAMED if stat.startswith(f"{name}_")]
+    names = [name for name in recipe_names() if stat.startswith(f"{name}_")]
     if not names:
         return None, stat
     name = max(names, key=len)
