@@ -56,8 +56,8 @@ def range_of(
 
     The scale is the logged one: the least ``scale_inv`` for the low end, the largest for the high end.
     Without it that of current scaling: from the logged amax, or from the histogram's largest exponent,
-    ``counts``, int64 (257,). ``what_if``: the run has another recipe, and only statistics
-    with this recipe's name before theirs are of it.
+    ``counts``, int64 (257,). ``what_if``: the run has another recipe, and only statistics with this recipe's
+    name before theirs are of it.
     """
     quantizer = quantizer_of(recipe, key.tensor)
     if quantizer is None:

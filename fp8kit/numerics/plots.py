@@ -2,7 +2,8 @@
 
 ``rows`` is a log: dicts with step, layer, tensor, stat and value, as the inspector's ``log.rows()`` gives
 them, or the lines of a RUN folder's statistics.jsonl. ``losses`` likewise: dicts with step, loss and series.
-Every function returns a matplotlib Figure, which ``figure.savefig(path)`` writes, and which a notebook shows.
+Every function returns a matplotlib Figure: ``figure.savefig(path)`` writes it, and a notebook shows it after
+``%matplotlib inline``.
 """
 
 from __future__ import annotations
