@@ -6,6 +6,8 @@
 #   make test-clients  transformers, accelerate and peft on fp8kit_torch
 #   make test-combinations  the tests that go through combinations of parameters, where make test runs some
 #   make test-programs  the tests that run whole programs: pages' code, examples, further processes
+#   make test-report   a report in a real browser: the packages chromium and chromium-driver (Debian)
+#   make notebooks  the notebooks, run from top to bottom
 #   make campaign   kills of savers, damaged files and odd calls, thousands of each   (some minutes)
 #   make docs       the documents and the API reference as a site                          (site/)
 #   make test-gpu   the tests that need a GPU
@@ -25,6 +27,7 @@ GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
 DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
 DOCS := $(VENV)/.installed-docs
+NOTEBOOKS := $(VENV)/.installed-notebooks
 
 # XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without
 # LLVM's expensive passes, and without the emitters of fused loops that set up MLIR anew for each
@@ -35,8 +38,8 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.
 TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-.PHONY: a-gpu demo test test-kernels test-clients test-combinations test-programs campaign docs test-gpu \
-        test-gpu2 bench info size clean
+.PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-report notebooks \
+        campaign docs test-gpu test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -60,12 +63,23 @@ test-combinations: $(TEST)
 test-programs: $(TEST)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "programs and not gpu" -n 2 --dist worksteal
 
+test-report: a-browser $(TEST)
+	$(TESTING) $(BIN)/python -m pytest -m report tests/numerics
+
+notebooks: $(NOTEBOOKS)
+	$(TESTING) $(BIN)/python -m pytest -m notebooks -n 2 tests/notebooks
+
 campaign: $(TEST)
 	$(TESTING) $(BIN)/python -m tests.campaign
 
 # warnings are errors; the variable silences the theme's own notice about another version of mkdocs
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+a-browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  (echo "make test-report: chromium or chromedriver is missing: apt-get install chromium chromium-driver"; \
+	  exit 1)
 
 a-gpu:
 	@$(if $(GPU),true,echo "make $(MAKECMDGOALS): nvidia-smi finds no GPU" && exit 1)
@@ -99,6 +113,10 @@ $(DEMO): pyproject.toml | $(BIN)/python
 
 $(TEST): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test$(if $(GPU),$(comma)$(GPU))]'
+	@touch $@
+
+$(NOTEBOOKS): $(TEST)
+	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
 	@touch $@
 
 $(DOCS): pyproject.toml | $(BIN)/python

@@ -1,5 +1,5 @@
-"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels, recipes and alias.
-``python -m fp8kit`` is the same."""
+"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels, recipes, report and
+alias. ``python -m fp8kit`` is the same."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from fp8kit.commands import (
     plugins,
     positive,
     recipes,
+    report,
     said,
     seed,
     status_of,
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
 
-    for own in (doctor, bench, warmup, plugins, kernels, recipes, alias):
+    for own in (doctor, bench, warmup, plugins, kernels, recipes, report, alias):
         own.add(commands)
     return parser
 

@@ -20,7 +20,7 @@ gc.set_threshold(100_000, 50, 100)
 
 
 # marks of tests that run only where ``-m`` names them
-ASKED_FOR = ("gpu2", "kernels", "clients", "combinations", "programs")
+ASKED_FOR = ("gpu2", "kernels", "clients", "combinations", "programs", "report", "notebooks")
 # files with nothing but tests of clients
 CLIENTS = ("test_huggingface.py",)
 

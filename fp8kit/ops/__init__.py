@@ -22,5 +22,6 @@ fp8_gemm                the product of two matrices of FP8 codes                
 cross_entropy           softmax cross entropy                                        cross_entropy.py
 line_scales             largest magnitudes of rows or columns                        scale_lines.py
 scale_lines             rows, columns or all scaled, forward and backward apart      scale_lines.py
+statistics              counts and sums of a tensor, its casts and its blocks        statistics.py
 ======================  ===========================================================  =====================
 """

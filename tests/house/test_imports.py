@@ -57,7 +57,8 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("attention_info", "recipe_info", "recipe_check"),
-            *("lab", "bench", "commands", "cli", "warmup", "__main__", "numerics.compare"),
+            *("lab", "bench", "commands", "cli", "warmup", "__main__"),
+            *("numerics.compare", "numerics.report", "numerics.plots"),
         )
     ),
 }

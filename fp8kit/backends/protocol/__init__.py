@@ -63,6 +63,7 @@ from fp8kit.backends.protocol.rope import Ropes
 from fp8kit.backends.protocol.scales import Scales
 from fp8kit.backends.protocol.sequences import Sequences
 from fp8kit.backends.protocol.spec import SPECS, KernelSpec, Output, map_arrays, views
+from fp8kit.backends.protocol.statistics import Statistics
 from fp8kit.backends.protocol.xielu import LearnedActivations
 
 __all__ = [
@@ -112,6 +113,7 @@ class Kernels(
     Optimizers,
     EncodedAdams,
     Elementwise,
+    Statistics,
     Protocol,
 ):
     """The contract. ``fp8kit.backends.dispatch.kernels(device)`` gives one object with all of these, each

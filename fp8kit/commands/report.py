@@ -1,0 +1,45 @@
+"""``fp8kit report``: a run's losses and statistics as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fp8kit.commands import command, writable
+
+_WORDS = (
+    "RUN holds run.json, losses.jsonl and statistics.jsonl, which an inspector's JSON-lines sink and a "
+    "training write. The page needs no network and no other file."
+)
+
+
+def add(commands: Any) -> None:
+    """Register the subcommand; ``commands`` is what ``ArgumentParser.add_subparsers`` returned."""
+    what = "a run's losses, statistics and settings as one HTML page"
+    parser = command(commands, "report", what, _report, epilog=_WORDS)
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page's file (RUN/report.html)")
+    parser.add_argument(
+        "--reference",
+        metavar="NAME",
+        help="the losses that others are compared with, without the seed (run.json's settings.reference, "
+        "else a high precision's)",
+    )
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fp8kit.numerics import report
+    from fp8kit.numerics.run_folder import read
+
+    run = read(options.folder)
+    out = options.output or options.folder / "report.html"
+    text = report.page(report.digest(run, options.reference)).encode()
+    writable("--output", out)
+    out.write_bytes(text)
+    layers = len({key.layer for key in run.statistics})
+    print(
+        f"{out}: {len(text) / 1e6:.2f} MB; {len(run.curves)} loss curves, "
+        f"{len(run.statistics)} statistics of {layers} layers"
+    )
+    return 0

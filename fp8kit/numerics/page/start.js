@@ -1,0 +1,31 @@
+// All of it, drawn, and drawn anew in another size or other colours.
+
+byId("title").textContent = document.title;
+const last = Math.max(
+  0,
+  ...data.losses.groups.map((group) => group.steps[group.steps.length - 1] || 0),
+  ...data.maps.map((map) => map.to[map.to.length - 1] || 0),
+);
+byId("summary").textContent = [
+  `${last} steps`,
+  `${layers.length} layers with statistics`,
+  `on ${data.about.device}`,
+].join(", ");
+function redraw() {
+  drawLosses();
+  panels.forEach((panel) => panel.draw());
+  drawHistogram();
+  drawTime();
+}
+fillLosses();
+fillBreaks();
+setUpMaps();
+fillSettings();
+setUpLayer();
+drawLosses();
+let waiting = 0;
+addEventListener("resize", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(redraw, 60);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

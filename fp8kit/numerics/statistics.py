@@ -1,0 +1,326 @@
+"""Statistics of tensors, as every frontend has them: what is wanted (``request``), counts and sums on the
+tensor's device (``collect``), those of several tensors together (``merge``), and numbers (``values``).
+
+All are NumPy's in float64 of the same array. So NaN in it makes every statistic of values NaN, and Inf makes
+the mean, the norms and the largest value Inf, the standard deviation NaN; counts and histograms hold in any
+case. Of an empty tensor min, max, mean, std, kurtosis, crest factor, SQNR and scales are NaN, the rest is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8kit import arrays, formats
+from fp8kit.arguments import shown
+from fp8kit.arrays import ArrayView
+from fp8kit.autograd.call import apply
+from fp8kit.autograd.tensors import Tensor
+from fp8kit.backends.protocol.statistics import EXPONENTS
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.numerics.names import Needs, Operand, Stat, request
+from fp8kit.numerics.sums import Sums, merged, unpacked
+from fp8kit.ops.statistics import statistics as operation
+from fp8kit.quantization import Quantization
+from fp8kit.recipe import Recipe
+from fp8kit.recipes import named
+
+__all__ = [
+    "Codes",
+    "Needs",
+    "Operand",
+    "collect",
+    "inputs",
+    "merge",
+    "operation",
+    "request",
+    "tensor_statistics",
+    "values",
+]
+
+
+class Codes(NamedTuple):
+    """A cast that a layer used: ``q``, uint8 codes that lie as x does, of x rotated where the recipe rotates;
+    ``scale_inv``, float32, one a tile, row-major. Or ``scale`` alone, float32 (1,), of delayed scaling: x is
+    cast with it."""
+
+    q: Any = None
+    scale_inv: Any = None
+    scale: Any = None
+
+
+def inputs(
+    needs: Needs, x: Any, quantized: Codes | Mapping[str, Codes] | None = None, twin: Any = None
+) -> dict[str, Any]:
+    """The operation's inputs by name, for a frontend's ``apply(statistics.operation, needs.spec, inputs)``,
+    whose result "record" is what ``collect`` gives. Arrays are not looked at.
+
+    ArgumentError for ``quantized`` of other words than "rowwise" and "columnwise", for a twin that is missing
+    or that nothing needs."""
+    if (twin is None) == needs.spec.twin:
+        asked = [s.name for s in needs.stats if s.kind in ("cosine", "relative_error") or not s.of]
+        wanted = f"an array like x, for {', '.join(asked)}" if needs.spec.twin else "None: nothing needs it"
+        raise ArgumentError("statistics", "twin", None if twin is None else shown(twin), wanted)
+    found = {"x": x, **({"twin": twin} if needs.spec.twin else {})}
+    sides = {"rowwise": quantized} if isinstance(quantized, Codes) else dict(quantized or {})
+    used = {cast.given: cast.quantizer for cast in needs.spec.casts if cast.given}
+    for side, codes in sides.items():
+        if side not in ("rowwise", "columnwise") or not isinstance(codes, Codes):
+            got = f"{side!r}: {shown(codes)}"
+            raise ArgumentError("statistics", "quantized", got, "Codes for rowwise and columnwise")
+        quantizer = used.get(side)
+        if quantizer is None:
+            continue
+        if codes.q is not None and not (quantizer.hadamard and quantizer.signs == "random"):
+            found |= {f"q_{side}": codes.q, f"scale_inv_{side}": codes.scale_inv}
+        elif codes.scale is not None and quantizer.needs_state:
+            found[f"scale_{side}"] = codes.scale
+    return found
+
+
+def collect(
+    x: Any, needs: Needs, quantized: Codes | Mapping[str, Codes] | None = None, twin: Any = None
+) -> ArrayView:
+    """The counts and sums of a tensor: uint8 (n,) on its device, queued on its stream; nothing waits.
+
+    * ``x``: a Tensor, an ArrayView or an array of any library, float32, bfloat16 or float16 (..., N).
+    * ``needs``: of ``request``.
+    * ``quantized``: the casts that the layer used, "rowwise" as the first GEMM reads it, "columnwise" as the
+      second; a ``Codes`` alone is "rowwise". What is not there, and every what-if, is cast here from x, with
+      the same kernels and so the same codes; delayed scaling then takes the scale that x's own amax gives,
+      and what is drawn at random (stochastic rounding, signs) is drawn anew, always alike.
+    * ``twin``: for "cosine" and "relative_error", and "sqnr" of what a GEMM makes: the same in high
+      precision, an array like x.
+
+    Raises FormatError and ShapeError for arrays that do not fit, ArgumentError as ``inputs``.
+    """
+    given = inputs(needs, x, quantized, twin)
+    views = {name: _view(value, name) for name, value in given.items()}
+    return apply(operation, needs.spec, views)["record"].view
+
+
+def _view(value: Any, name: str) -> ArrayView:
+    if isinstance(value, ArrayView):
+        return value
+    return value.view if isinstance(value, Tensor) else arrays.as_view(value, "statistics", name)
+
+
+def merge(needs: Needs, a: Any, b: Any) -> np.ndarray[Any, Any]:
+    """The counts and sums of two tensors together, uint8 on the host, as ``collect`` gives them: of several
+    micro-batches, or of the parts that ranks have. ``a``, ``b``: arrays on the host, or bytes. Exact: counts
+    are int64, deviations about a common mean are made of those about each (``fp8kit.numerics.sums``).
+    ShapeError for other sizes than these needs have."""
+    return merged(needs.spec, a, b)
+
+
+def values(needs: Needs, sums: Any) -> dict[str, Any]:
+    """The statistics by name, in the order in which they were asked for: floats, ints for counts, lists of
+    257 ints for histograms. ``sums``: what ``collect`` or ``merge`` gave, on the host, or bytes. ShapeError
+    for another size."""
+    parts = unpacked(needs.spec, sums)
+    return {stat.name: _VALUES[stat.kind](parts, stat) for stat in needs.stats}
+
+
+def tensor_statistics(
+    x: Any,
+    stats: Iterable[str | Mapping[str, Any]] = ("min", "max", "mean", "std", "cur_amax"),
+    *,
+    tensor: str = "activation",
+    recipe: Recipe | Quantization | str | None = None,
+    twin: Any = None,
+    quantized: Codes | Mapping[str, Codes] | None = None,
+) -> dict[str, Any]:
+    """Statistics of an array by name: ``tensor_statistics(x, ("min", "mxfp8_sqnr"))``.
+
+    * ``x``: array of NumPy, CuPy, PyTorch, JAX or another library with DLPack, or a Tensor; float32, bfloat16
+      or float16 (..., N), whose last dimension is the contraction of the first GEMM that reads it.
+    * ``stats``: names and options, as ``request`` has them.
+    * ``tensor``: what it is to a layer, "activation", "weight" (out, in), "gradient", "output", "dgrad" or
+      "wgrad": recipes treat them differently. ``recipe``, or its name: whose casts names without a recipe's
+      are of.
+    * ``twin``, ``quantized``: see ``collect``.
+
+    Returns {name: float, int or list of ints}; waits for the device. Raises ArgumentError for unknown names,
+    FormatError and ShapeError for arrays that do not fit.
+    """
+    rule: Any = named(recipe) if isinstance(recipe, str) else recipe
+    if isinstance(rule, Recipe):
+        rule = rule.quantization
+    needs = request(stats, Operand(tensor, rule))
+    source = _view(x, "x")
+    if source.dtype not in formats.HIGH_PRECISION:
+        raise FormatError("statistics", "x", source.dtype.name, "float32, bfloat16 or float16")
+    if twin is not None and tuple(twin.shape) != source.shape:
+        raise ShapeError("statistics", "twin", f"shape {tuple(twin.shape)}", f"{source.shape}, as x")
+    return values(needs, collect(source, needs, quantized, twin).numpy())
+
+
+# --- numbers ------------------------------------------------------------------------------------------------
+# of a tensor: (number of all, of NaN, Inf, -Inf, moments) -> value
+
+
+class _Tensor(NamedTuple):
+    size: int
+    nan: int
+    inf: int
+    minus_inf: int
+    moments: list[float]
+
+    @property
+    def odd(self) -> int:
+        """How many NaN and Inf there are."""
+        return self.nan + self.inf + self.minus_inf
+
+
+def _tensor(parts: Sums) -> _Tensor:
+    counts = parts["tensor", 0, "counts"]
+    nan, inf, minus_inf = counts[EXPONENTS:].tolist()
+    return _Tensor(int(counts[:EXPONENTS].sum()), nan, inf, minus_inf, parts["tensor", 0, "moments"].tolist())
+
+
+def _of_tensor(value: Callable[[_Tensor], float], empty: float = math.nan) -> Callable[[Sums, Stat], float]:
+    """NaN with NaN, ``empty`` of nothing."""
+
+    def found(parts: Sums, stat: Stat) -> float:
+        t = _tensor(parts)
+        return empty if not t.size else math.nan if t.nan else float(value(t))
+
+    return found
+
+
+def _min(t: _Tensor) -> float:
+    return -math.inf if t.minus_inf else t.moments[0]
+
+
+def _max(t: _Tensor) -> float:
+    return math.inf if t.inf else t.moments[1]
+
+
+def _mean(t: _Tensor) -> float:
+    if t.inf and t.minus_inf:
+        return math.nan
+    return math.inf if t.inf else -math.inf if t.minus_inf else t.moments[6]
+
+
+def _range(t: _Tensor) -> float:
+    """0 of zeros alone, as Transformer Engine's of blocks."""
+    largest = _amax(t)
+    return math.log2(largest) - math.log2(t.moments[2]) if 0 < largest < math.inf else largest
+
+
+def _amax(t: _Tensor) -> float:
+    return max(_max(t), -_min(t))
+
+
+def _kurtosis(t: _Tensor) -> float:
+    """E[x^4] / E[x^2]^2, not about the mean, as in FOG (arXiv 2505.20524); 3 of normal values of mean 0."""
+    squares = t.moments[4]
+    return math.nan if t.odd or not squares else t.size * (t.moments[5] / squares / squares)
+
+
+def _norm(value: Callable[[Any], float]) -> Callable[[_Tensor], float]:
+    return lambda t: math.inf if t.odd else value(t.moments)
+
+
+def _crest(parts: Sums, stat: Stat) -> float:
+    ratio = float(parts["tile", stat.of[0], "ratios"][0])
+    return math.nan if _tensor(parts).odd or not ratio else math.sqrt(ratio)
+
+
+def _block_range(parts: Sums, stat: Stat) -> float:
+    t = _tensor(parts)
+    ratio = max(float(parts["tile", number, "ratios"][1]) for number in stat.of)
+    return math.nan if t.nan else math.inf if t.odd else math.log2(ratio) if ratio else 0.0
+
+
+# of a cast: (elements, values that are not 0, codes that are not 0, saturated, overflowed), sums -> value
+
+
+def _share(value: Callable[[Any], int]) -> Callable[[Sums, Stat], float]:
+    """100 counts / elements; 0 of nothing."""
+
+    def found(parts: Sums, stat: Stat) -> float:
+        counts = parts["cast", stat.of[0], "counts"][EXPONENTS:].tolist()
+        return 100.0 * value(counts) / counts[0] if counts[0] else 0.0
+
+    return found
+
+
+def _scale(place: int) -> Callable[[Sums, Stat], float]:
+    def found(parts: Sums, stat: Stat) -> float:
+        scale = float(parts["cast", stat.of[0], "sums"][place])
+        many = parts["cast", stat.of[0], "counts"][EXPONENTS]
+        return scale if many and math.isfinite(scale) else math.nan
+
+    return found
+
+
+def _mse(parts: Sums, stat: Stat) -> float:
+    many = int(parts["cast", stat.of[0], "counts"][EXPONENTS])
+    return float(parts["cast", stat.of[0], "sums"][0]) / many if many else 0.0
+
+
+def _decibel(squares: float, errors: float, empty: bool) -> float:
+    """10 log10(squares / errors): Inf without an error, NaN of nothing."""
+    if empty or math.isnan(squares + errors) or (math.isinf(squares) and math.isinf(errors)):
+        return math.nan
+    if not errors:
+        return math.inf
+    return 10 * (math.log10(squares) - math.log10(errors)) if squares else -math.inf
+
+
+def _sqnr(parts: Sums, stat: Stat) -> float:
+    if not stat.of:  # of what a GEMM makes: its twin is the signal
+        _, _, squares, errors = parts["pair", 0, "sums"].tolist()
+        return _decibel(squares, errors, False)
+    errors, squares, *_ = parts["cast", stat.of[0], "sums"].tolist()
+    return _decibel(squares, errors, not parts["cast", stat.of[0], "counts"][EXPONENTS])
+
+
+# of a tensor and its twin
+
+
+def _cosine(parts: Sums, stat: Stat) -> float:
+    """sum x t / (|x| |t|); NaN where one is 0."""
+    both, own, others, _ = parts["pair", 0, "sums"].tolist()
+    size = math.sqrt(own) * math.sqrt(others)
+    return both / size if size else math.nan
+
+
+def _relative(parts: Sums, stat: Stat) -> float:
+    """|x - t| / |t|; of a twin of zeros 0 where x is, too, else Inf."""
+    *_, others, apart = parts["pair", 0, "sums"].tolist()
+    if others:
+        return math.sqrt(apart) / math.sqrt(others)
+    return 0.0 if apart == 0 else math.inf
+
+
+_VALUES: dict[str, Callable[[Sums, Stat], Any]] = {
+    "min": _of_tensor(_min),
+    "max": _of_tensor(_max),
+    "mean": _of_tensor(_mean),
+    "std": _of_tensor(lambda t: math.nan if t.odd else math.sqrt(t.moments[7] / t.size)),
+    "l1_norm": _of_tensor(_norm(lambda moments: moments[3]), 0.0),
+    "l2_norm": _of_tensor(_norm(lambda moments: math.sqrt(moments[4])), 0.0),
+    "cur_amax": _of_tensor(_amax, 0.0),
+    "dynamic_range": _of_tensor(_range, 0.0),
+    "kurtosis": _of_tensor(_kurtosis),
+    "nan_count": lambda parts, stat: _tensor(parts).nan,
+    "inf_count": lambda parts, stat: _tensor(parts).inf + _tensor(parts).minus_inf,
+    "exponents": lambda parts, stat: parts["tensor", 0, "counts"][:EXPONENTS].tolist(),
+    "max_blockwise_dynamic_range": _block_range,
+    "crest_factor": _crest,
+    "underflows%": _share(lambda counts: counts[1] - counts[2]),
+    "overflows%": _share(lambda counts: counts[4]),
+    "saturated%": _share(lambda counts: counts[3]),
+    "scale_inv_min": _scale(2),
+    "scale_inv_max": _scale(3),
+    "scales": lambda parts, stat: parts["cast", stat.of[0], "counts"][:EXPONENTS].tolist(),
+    "mse": _mse,
+    "sqnr": _sqnr,
+    "cosine": _cosine,
+    "relative_error": _relative,
+}

@@ -1,0 +1,83 @@
+"""What ``collect`` leaves, on the host: counts and sums that are put together over micro-batches and ranks.
+
+Counts are added as int64, sums as float64; means and sums of squared deviations by the rule of Chan, Golub
+and LeVeque (1983, Algorithms for Computing the Sample Variance), which adds what the means are apart ::
+
+    n = n1 + n2    d = mean2 - mean1    mean = mean1 + d n2 / n    M = M1 + M2 + d^2 n1 n2 / n
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arguments import shown
+from fp8kit.backends.protocol.statistics import EXPONENTS
+from fp8kit.errors import ShapeError
+from fp8kit.ops.statistics import StatisticsSpec, nbytes, sections
+
+Array = np.ndarray[Any, Any]
+Sums = dict[tuple[str, int, str], Array]
+INF_OR_NAN = 255  # the bin of exponents that holds them
+
+
+def unpacked(spec: StatisticsSpec, record: Any) -> Sums:
+    """The parts of a record by (kernel, call, name): int64 or float64 (n,), copies. ``record``: the uint8
+    array of a spec, or bytes, on the host. ShapeError for another size."""
+    raw = np.frombuffer(record, np.uint8) if isinstance(record, bytes) else np.asarray(record)
+    raw = np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+    if raw.size != nbytes(spec):
+        got = f"{raw.size} bytes" if raw.size else shown(record)
+        raise ShapeError("statistics", "sums", got, f"{nbytes(spec)} bytes, as collect gives them for these")
+    words = np.array(raw).view(np.int64)
+    return {
+        (s.kernel, s.call, s.name): words[s.start : s.start + s.many].view(s.dtype.numpy)
+        for s in sections(spec)
+    }
+
+
+def finite(counts: Array) -> int:
+    """How many finite values a tensor's counts are of."""
+    return int(counts[:EXPONENTS].sum() - counts[INF_OR_NAN])
+
+
+def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
+    """The record of two tensors together, uint8, of the records of each, on the host."""
+    words = np.empty(nbytes(spec) // 8, np.int64)
+    out = unpacked(spec, words)
+    first, second = unpacked(spec, a), unpacked(spec, b)
+    for key, total in out.items():
+        kernel, _, name = key
+        one, other = first[key], second[key]
+        if name == "moments":
+            many = [finite(sums["tensor", 0, "counts"]) for sums in (first, second)]
+            total[:] = _moments(one, other, *many)
+        elif name == "ratios":
+            total[:] = np.maximum(one, other)
+        else:
+            total[:] = one + other
+            if (kernel, name) == ("cast", "sums"):
+                total[2:] = _scales(
+                    one, other, *(int(s[(*key[:2], "counts")].sum()) for s in (first, second))
+                )
+    return np.concatenate([part.view(np.uint8) for part in out.values()]) if out else np.empty(0, np.uint8)
+
+
+def _scales(one: Array, other: Array, many: int, more: int) -> tuple[float, float]:
+    """The least and the largest scale_inv of two casts; of no elements there are none."""
+    if not many or not more:
+        return tuple((one if many else other)[2:])
+    return min(one[2], other[2]), max(one[3], other[3])
+
+
+def _moments(one: Array, other: Array, many: int, more: int) -> Array:
+    """Moments of two tensors together."""
+    if not many or not more:
+        return one if many else other
+    total = one + other
+    total[:3] = min(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2])
+    apart, share = other[6] - one[6], more / (many + more)
+    total[6] = one[6] + apart * share
+    total[7] = one[7] + other[7] + apart * apart * many * share
+    return total

@@ -1,0 +1,55 @@
+"""Which cast a statistic is of: an operand's own, by the layer's recipe, or one by another recipe."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from fp8kit.errors import ArgumentError
+from fp8kit.quantization import OPERANDS, Quantization, Quantizer
+from fp8kit.recipes import NAMED
+
+TENSORS = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
+# tensor -> the operand whose rules it has. The three results have one for what-ifs: what such a tensor would
+# be as the next layer's operand
+_SOURCES = {"activation": "x", "weight": "w", "gradient": "g", "output": "x", "dgrad": "g", "wgrad": "g"}
+CAST = ("activation", "weight", "gradient")  # the tensors that a layer casts
+# Transformer Engine's names of recipes that have another here
+TE_RECIPES = {
+    "fp8_delayed_scaling": "delayed",
+    "fp8_current_scaling": "current",
+    "fp8_block_scaling": "block",
+}
+
+
+@cache
+def recipe_names() -> tuple[str, ...]:
+    """What a statistic's name may begin with: every name of ``fp8kit.recipes.NAMED``, and Transformer
+    Engine's."""
+    return (*NAMED, *TE_RECIPES)
+
+
+def quantization_of(recipe: str) -> Quantization:
+    """The rules of a recipe by one of ``recipe_names``."""
+    return NAMED[TE_RECIPES.get(recipe, recipe)].recipe.quantization
+
+
+def cast_of(
+    stat: str, tensor: str, quantization: Quantization, columnwise: bool, transposed: bool
+) -> tuple[Quantizer, int]:
+    """(quantizer, dimension along which it lies) of a tensor as the first GEMM that reads it casts it, or,
+    ``columnwise``, the second: fprop and wgrad of an activation, fprop and dgrad of a weight, dgrad and wgrad
+    of a gradient. ``transposed``: the weight lies as (in, out). ArgumentError, of ``stat``, where that GEMM
+    does not cast it."""
+    source = _SOURCES[tensor]
+    readers = [(name, pair.index(source)) for name, pair in OPERANDS.items() if source in pair]
+    name, place = readers[columnwise]
+    gemm, along = quantization.gemms[name], 1 - columnwise
+    if gemm.compute == "dequantized" and source != "g":  # as the first GEMM casts it
+        (first, place), along = readers[0], 1
+        gemm = quantization.gemms[first]
+    if gemm.compute != "quantized":
+        wanted = f"a GEMM that multiplies codes of the {tensor}: {name} is computed {gemm.compute!r}"
+        raise ArgumentError("statistics", "stats", repr(stat), wanted)
+    if transposed and tensor == "weight":
+        along = 1 - along
+    return (gemm.a, gemm.b)[place], along

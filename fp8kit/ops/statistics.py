@@ -1,0 +1,255 @@
+"""``statistics``: what there is to know of a tensor, its casts, and it beside another, as one small array of
+counts and sums that can be put together over micro-batches and ranks; no gradient.
+
+``sections`` says what the array holds, and ``fp8kit.numerics`` makes numbers of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fp8kit import arrays, formats
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends.protocol.statistics import CAST_COUNTS, TENSOR_COUNTS
+from fp8kit.blocks import kind_of, tile_of
+from fp8kit.errors import FormatError
+from fp8kit.formats import DType, float32, float64, int64, uint8
+from fp8kit.ops.casts import grid, meta_of, no_gradient, whole
+from fp8kit.ops.product import want
+from fp8kit.quantization import Quantizer
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, WorkingSet, workspace
+
+_WORD = 8  # bytes of a count or a sum
+_LINES = ("tensor", "row")  # granularities whose scales belong to whole lines, or to all
+MOMENTS, RATIOS, CAST_SUMS, PAIR_SUMS = 8, 2, 4, 4
+
+
+@dataclass(frozen=True)
+class CastStatistics:
+    """One cast of x: by a ``quantizer``, along its last dimension (1) or its rows (0). ``given``: "rowwise"
+    or "columnwise", where its codes may be inputs (``Statistics``)."""
+
+    quantizer: Quantizer
+    along: int = 1
+    given: str = ""
+
+
+@dataclass(frozen=True)
+class StatisticsSpec:
+    """``tensor``: counts and moments of x. ``tiles``: (rows, columns) of blocks whose ratios are taken, as
+    many as there are. ``casts`` of x. ``twin``: whether x is compared with the input "twin"."""
+
+    tensor: bool = True
+    tiles: tuple[tuple[int, int], ...] = ()
+    casts: tuple[CastStatistics, ...] = ()
+    twin: bool = False
+
+
+class Section(NamedTuple):
+    """A part of the array: ``many`` int64 or float64 numbers of dtype from word ``start`` on; ``kernel``:
+    whose ``counts``, ``moments``, ``ratios`` or ``sums`` they are, and of which of its calls."""
+
+    kernel: str
+    call: int
+    name: str
+    dtype: DType
+    start: int
+    many: int
+
+
+def sections(spec: StatisticsSpec) -> tuple[Section, ...]:
+    """What the array of a spec holds, in its order."""
+    found: list[Section] = []
+    for kernel, call, name, dtype, count in _parts(spec):
+        start = found[-1].start + found[-1].many if found else 0
+        found.append(Section(kernel, call, name, dtype, start, count))
+    return tuple(found)
+
+
+def _parts(spec: StatisticsSpec) -> Iterator[tuple[str, int, str, DType, int]]:
+    if spec.tensor:
+        yield "tensor", 0, "counts", int64, TENSOR_COUNTS
+        yield "tensor", 0, "moments", float64, MOMENTS
+    for call in range(len(spec.tiles)):
+        yield "tile", call, "ratios", float64, RATIOS
+    for call in range(len(spec.casts)):
+        yield "cast", call, "counts", int64, CAST_COUNTS
+        yield "cast", call, "sums", float64, CAST_SUMS
+    if spec.twin:
+        yield "pair", 0, "sums", float64, PAIR_SUMS
+
+
+def nbytes(spec: StatisticsSpec) -> int:
+    """Bytes of the array of a spec."""
+    return _WORD * sum(count for *_, count in _parts(spec))
+
+
+def tile_on(quantizer: Quantizer, along: int) -> tuple[int, int]:
+    """(rows, columns) of a quantizer's tiles on a matrix whose contraction is its dimension ``along``, 0 is
+    all of them."""
+    if quantizer.granularity == "row":
+        return (1, 0) if along else (0, 1)
+    return tile_of(quantizer, along)
+
+
+class Statistics(Operation):
+    """Counts and sums of x. Inputs: x h (..., N); twin, h like x, where the spec says so. Of a cast with
+    ``given``, "rowwise" say, there may be q_rowwise uint8 like x and scale_inv_rowwise float32 (tiles,), the
+    codes that something else was computed with; of one whose scale follows from earlier steps there may be
+    scale_rowwise float32 (1,). Without these x is cast here, with the scale that its own amax gives; random
+    bits are those of seed 0, offset 0. A rotated cast is compared with x as it is rotated; q is then of
+    that. Output: record, uint8, the bytes of what ``sections`` says."""
+
+    name = "statistics"
+    results = ("record",)
+
+    def infer(self, spec: StatisticsSpec, metas: Metas, needs: Needs) -> Signature:
+        no_gradient(self.name, needs)
+        x = self._matrix(metas, "x")
+        if spec.twin:
+            other = self._matrix(metas, "twin")
+            want(self.name, "twin", metas, x.shape, other.dtype)
+        for cast in spec.casts:
+            tiles = grid(x.shape, tile_on(cast.quantizer, cast.along))
+            codes, inverse, scale = (f"{name}_{cast.given}" for name in ("q", "scale_inv", "scale"))
+            if cast.given and metas.get(codes) is not None:
+                want(self.name, codes, metas, x.shape, uint8)
+                want(self.name, inverse, metas, tiles, float32)
+            if cast.given and cast.quantizer.needs_state and metas.get(scale) is not None:
+                want(self.name, scale, metas, tiles, float32)
+        return Signature({"record": Meta((nbytes(spec),), uint8)})
+
+    def _matrix(self, metas: Metas, name: str) -> Meta:
+        x = meta_of(self.name, name, metas)
+        if x.dtype not in formats.HIGH_PRECISION:
+            raise FormatError(self.name, name, x.dtype.name, "float32, bfloat16 or float16")
+        return x
+
+    def plan(self, spec: StatisticsSpec, metas: Metas, needs: Needs, kernels: object) -> Plan:
+        signature, x = self.infer(spec, metas, needs), self._matrix(metas, "x")
+        rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.shape else 1
+        scratch = workspace(kernels.statistics_workspace(rows, columns))  # type: ignore[attr-defined]
+        size = rows * columns
+        made = [cast for cast in spec.casts if not cast.given or metas.get(f"q_{cast.given}") is None]
+        if size and made:
+            tiles = [math.prod(grid(x.shape, tile_on(c.quantizer, c.along))) for c in made]
+            scratch["codes"] = Meta((size,), uint8)
+            scratch["scale_inv"] = Meta((max(tiles),), float32)
+            scratch["scale_codes"] = Meta((max(tiles),), uint8)
+            lines = [t for t, c in zip(tiles, made, strict=True) if c.quantizer.granularity in _LINES]
+            scratch["amax"] = Meta((max([rows, columns, *lines]),), float32)
+            scratch["scale"] = Meta((max([rows, columns, *lines]),), float32)
+        if size and any(cast.quantizer.hadamard for cast in spec.casts):
+            scratch["turned"] = Meta((size,), float32)
+        if size and any(cast.quantizer.needs_rng for cast in spec.casts):
+            scratch["rng"] = Meta((2,), int64)
+        return Plan(spec, signature, kernels, scratch, extra=sections(spec))
+
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        spec: StatisticsSpec = plan.spec
+        record, x, k, space = ws.outputs["record"], ws.inputs["x"].rows(), ws.kernels, ws.scratch["workspace"]
+        arrays.provider(record.device).fill_zero(record, ws.stream)
+        parts = {(s.kernel, s.call, s.name): _numbers(record, s) for s in plan.extra}
+        if spec.tensor:
+            own = parts["tensor", 0, "counts"], parts["tensor", 0, "moments"]
+            k.tensor_statistics(x, *own, space, ws.stream)
+        for call, tile in enumerate(spec.tiles):
+            k.tile_statistics(x, parts["tile", call, "ratios"], whole(x.shape, tile), ws.stream)
+        if spec.twin:
+            k.pair_statistics(x, ws.inputs["twin"].rows(), parts["pair", 0, "sums"], space, ws.stream)
+        rng = ws.scratch.get("rng")
+        if rng is not None:
+            arrays.provider(rng.device).fill_zero(rng, ws.stream)
+        for call, cast in enumerate(spec.casts):
+            if x.size:
+                source, codes, scale_inv = self._cast(cast, ws, x)
+                own = parts["cast", call, "counts"], parts["cast", call, "sums"]
+                tile = whole(x.shape, tile_on(cast.quantizer, cast.along))
+                k.cast_statistics(
+                    source, codes, scale_inv, *own, cast.quantizer.format, tile, space, ws.stream
+                )
+
+    def _cast(
+        self, cast: CastStatistics, ws: WorkingSet, x: ArrayView
+    ) -> tuple[ArrayView, ArrayView, ArrayView]:
+        """(x as it is compared, its codes, their scale_invs)."""
+        own, k, rng = cast.quantizer, ws.kernels, ws.scratch.get("rng")
+        if own.hadamard:
+            turned = ws.scratch["turned"].slice(0, 0, x.size).reshape(*x.shape)
+            random = rng if own.signs == "random" else None
+            k.rotate(x, turned, None, own.hadamard, own.signs, cast.along, random, ws.stream)
+            x, own = turned, replace(own, hadamard=0, signs="plus")
+        given = ws.inputs.get(f"q_{cast.given}") if cast.given else None
+        if given is not None:
+            return x, given.rows(), ws.inputs[f"scale_inv_{cast.given}"]
+        codes = ws.scratch["codes"].slice(0, 0, x.size).reshape(*x.shape)
+        tile = tile_on(own, cast.along)
+        scale_inv = ws.scratch["scale_inv"].slice(0, 0, math.prod(grid(x.shape, tile)))
+        drawn = rng if own.stochastic_bits else None
+        if own.granularity in _LINES:
+            self._by_lines(cast, own, ws, x, (codes, scale_inv), drawn)
+        else:
+            self._by_blocks(cast, own, ws, x, (codes, scale_inv), drawn)
+        return x, codes, scale_inv
+
+    def _by_lines(
+        self,
+        cast: CastStatistics,
+        own: Quantizer,
+        ws: WorkingSet,
+        x: ArrayView,
+        into: tuple[ArrayView, ArrayView],
+        rng: ArrayView | None,
+    ) -> None:
+        """One scale for all, or for each line along the contraction."""
+        k, (codes, scale_inv), tile = ws.kernels, into, whole(x.shape, tile_on(own, cast.along))
+        scale = ws.inputs.get(f"scale_{cast.given}") if cast.given else None
+        if scale is None:
+            scale = ws.scratch["scale"].slice(0, 0, scale_inv.size)
+            amax = ws.scratch["amax"].slice(0, 0, scale_inv.size)
+            arrays.provider(amax.device).fill_zero(amax, ws.stream)
+            if own.static:  # as for an amax of 1 in a format with that largest value
+                rule = own.static_scale, False, 1.0, float32.max
+            else:
+                k.amax(x, amax, tile, ws.stream)
+                rule = own.format.max, own.power_2, own.epsilon, float32.max
+            k.scale_from_amax(amax, scale, scale_inv, *rule, ws.stream)
+        how = own.format, tile, True, own.stochastic_bits, 0, rng
+        k.quantize(x, codes, scale, scale_inv, None, *how, ws.stream)
+
+    def _by_blocks(
+        self,
+        cast: CastStatistics,
+        own: Quantizer,
+        ws: WorkingSet,
+        x: ArrayView,
+        into: tuple[ArrayView, ArrayView],
+        rng: ArrayView | None,
+    ) -> None:
+        """Scales of blocks, and of NVFP4 those of the tensor or of its lines."""
+        k, (codes, scale_inv) = ws.kernels, into
+        lying: Shape = x.shape
+        scale_codes = amax = tensor_scale_inv = None
+        if kind_of(own) != "block":
+            scale_codes = ws.scratch["scale_codes"].slice(0, 0, scale_inv.size)
+        if own.two_level:
+            count = x.shape[1 - cast.along] if own.row_scaled else 1
+            if own.row_scaled:
+                lying = (1, x.shape[1]) if cast.along else (x.shape[0], 1)
+            amax, tensor_scale_inv = (ws.scratch[name].slice(0, 0, count) for name in ("amax", "scale"))
+            arrays.provider(amax.device).fill_zero(amax, ws.stream)
+            k.amax(x, amax, lying, ws.stream)
+        targets = codes, scale_inv, scale_codes, None, amax, tensor_scale_inv
+        k.cast_blocks(x, *targets, own, cast.along, 0, rng, ws.stream)
+
+
+def _numbers(record: ArrayView, section: Section) -> ArrayView:
+    """A section of the array as numbers."""
+    at = record.ptr + _WORD * section.start
+    return ArrayView(at, (section.many,), section.dtype, record.device, record.owner)
+
+
+statistics = Statistics()
