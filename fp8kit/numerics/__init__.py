@@ -17,8 +17,18 @@ from fp8kit.numerics.names import STATS, Operand
 from fp8kit.numerics.statistics import Codes, Needs, collect, merge, request, tensor_statistics, values
 
 __all__ = [
-    *("STATS", "Codes", "Dump", "GemmOperands", "Needs", "Operand"),
-    *("capture", "collect", "merge", "request", "tensor_statistics", "values"),
+    "STATS",
+    "Codes",
+    "Dump",
+    "GemmOperands",
+    "Needs",
+    "Operand",
+    "capture",
+    "collect",
+    "merge",
+    "request",
+    "tensor_statistics",
+    "values",
 ]
 
 # modules that are imported when they are first asked for
