@@ -42,7 +42,7 @@ _RULES = {
 # them (Quartet)
 GAUSS_MOST, GAUSS_LEAST = 2.92247856, 1e-8
 _NAN_BYTE, _MOST_BYTE = 0xFF, 0xFE
-_FLOAT32_MAX = np.finfo(np.float32).max
+FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def kind_of(quantizer: Quantizer) -> str:
@@ -181,7 +181,7 @@ def eden(
     was rotated together. Each step in float32, S and D by ``nvfp4_tensor_scale`` with 255.99 for 448 ::
 
         c     = E4M3(min(amax * (S * (1 / 6)), 448)), nearest even; 1 where that is 0; amax at least epsilon
-        scale = min(1 / (c * D), float32's largest value) * factor
+        scale = min(1 / (c * D), float32's largest value) * factor, at most that value
         q     = E2M1(x * scale)                      to nearest even: what the codes will be
         t     = sum v^2 / sum (v * q), v = x * scale, of a group; 1 where that is not finite and positive
         codes = E4M3(min(c * t, 448))                stochastically, by the block's word
@@ -205,7 +205,8 @@ def eden(
         base = np.minimum(amax * (tensor_scale * (np.float32(1) / np.float32(6))), np.float32(E4M3.max))
         first = codec.decode(codec.encode(base, E4M3), E4M3).astype(np.float32)
         first = np.where(first == 0, np.float32(1), first)
-        scale = np.minimum(np.float32(1) / (first * tensor_inverse), _FLOAT32_MAX) * np.float32(factor)
+        scale = np.minimum(np.float32(1) / (first * tensor_inverse), FLOAT32_MAX)
+        scale = np.minimum(scale * np.float32(factor), FLOAT32_MAX)
         v = blocks * scale[..., None]
         q = codec.decode(codec.encode(v, E2M1), E2M1).astype(np.float32)
         squares, products = (
@@ -223,7 +224,7 @@ def nvfp4_tensor_scale(tensor_amax: Any, fmt: Format = E2M1, bound: float = E4M3
     amax, at most float32's largest value; 1 where the amax is 0, Inf or NaN. D = 1 / S."""
     amax = np.asarray(tensor_amax, np.float32)
     with np.errstate(all="ignore"):
-        scale = np.minimum(np.float32(bound * fmt.max) / amax, _FLOAT32_MAX)
+        scale = np.minimum(np.float32(bound * fmt.max) / amax, FLOAT32_MAX)
         scale = np.where((amax > 0) & np.isfinite(amax), scale, np.float32(1))
         return scale, np.float32(1) / scale
 
@@ -248,7 +249,7 @@ def nvfp4_scales(block_amax: Any, tensor_amax: Any, fmt: Format = E2M1) -> tuple
     with np.errstate(all="ignore"):
         codes = codec.encode(np.minimum(amax * factor, np.float32(E4M3.max)), E4M3)
         scale_inv = codec.decode(codes, E4M3).astype(np.float32) * tensor_scale_inv
-        scale = np.minimum(np.float32(1) / scale_inv, _FLOAT32_MAX)
+        scale = np.minimum(np.float32(1) / scale_inv, FLOAT32_MAX)
     return codes, scale, scale_inv, tensor_scale_inv
 
 
@@ -282,7 +283,7 @@ def four_over_six(
             codes = codec.encode(np.minimum(base * np.float32(factor), np.float32(E4M3.max)), E4M3)
             value = codec.decode(codes, E4M3).astype(np.float32)
             scale_inv = value * tensor_scale_inv
-            scale = np.minimum(np.float32(1) / scale_inv, _FLOAT32_MAX)
+            scale = np.minimum(np.float32(1) / scale_inv, FLOAT32_MAX)
             q = codec.decode(codec.encode(x * scale[:, None, None], E2M1), E2M1).astype(np.float32)
             by_block = [each.reshape(-1, 1, 1) for each in (value, largest)]
             values = q * by_block[0] * by_block[1] / np.float32(E2M1.max * bound)

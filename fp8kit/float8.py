@@ -101,7 +101,7 @@ def quantize(
     if not saturate and format.nan_code is None:
         raise FormatError("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True")
     rule = _rule(scale_rule, kind)
-    _want_rotation(hadamard, signs)
+    want_rotation(hadamard, signs)
     where, random = view.device, bool(hadamard) and signs == "random"
     state = _rng(rounding, rng, random, where)
     bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
@@ -165,7 +165,8 @@ def _rule(rule: Any, kind: str) -> str:
     return choice("quantize", "scale_rule", rule, known, FormatError)
 
 
-def _want_rotation(hadamard: Any, signs: Any) -> None:
+def want_rotation(hadamard: Any, signs: Any) -> None:
+    """FormatError for a rotation that there is not."""
     if not isinstance(hadamard, int) or isinstance(hadamard, bool) or hadamard not in (0, *ROTATIONS):
         raise FormatError("quantize", "hadamard", shown(hadamard), f"one of {(0, *ROTATIONS)}")
     choice("quantize", "signs", signs, SIGNS, FormatError)

@@ -14,6 +14,7 @@ from fp8kit import formats
 from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError
+from fp8kit.float8 import want_rotation
 from fp8kit.formats import E2M1, E4M3, E5M2, Format
 from fp8kit.ops import casts
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
@@ -40,6 +41,8 @@ class ScaledTensor:
       none. ``scale_inv``: float32, one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r),
       ceil(N / c)) for r x c blocks, all leading dimensions flattened into rows.
     * ``format``, ``scaling``, ``along``: static; see ``quantize``.
+    * ``hadamard``, ``signs``: static, of its rotation; ``rng``: what its random signs were drawn from, or
+      None.
     * ``scale_codes``, ``tensor_scale_inv``: as ``fp8kit.QuantizedArray`` has them, of scales by the rules of
       MX and of NVFP4; else None.
     """
@@ -51,6 +54,9 @@ class ScaledTensor:
     scale_codes: Any = None
     tensor_scale_inv: Any = None
     along: int = field(default=1, metadata={"static": True})
+    hadamard: int = field(default=0, metadata={"static": True})
+    signs: str = field(default="plus", metadata={"static": True})
+    rng: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,6 +80,8 @@ def quantize(
     stochastic_bits: int = 32,
     scale_rule: str | None = None,
     along: int = -1,
+    hadamard: int = 0,
+    signs: str = "plus",
 ) -> ScaledTensor:
     """``encode(x * scale)`` as a ScaledTensor; the same codes and scales as ``fp8kit.quantize``.
 
@@ -82,8 +90,10 @@ def quantize(
       blocks. In a shard_map the amax of "tensor" is that of all devices.
     * ``scaling``: "tensor", "row", "block_1x128", "mx_1x32", "nvfp4_1x16" or another of
       ``fp8kit.quantize``'s, and so are ``scale_rule`` and ``along``, of blocks. ``rounding``: "nearest", or
-      "stochastic" with ``key``, by ``stochastic_bits`` random bits, 1 to 32. Rotations are
-      ``fp8kit.quantize``'s alone.
+      "stochastic" with ``key``, by ``stochastic_bits`` random bits, 1 to 32.
+    * ``hadamard``, ``signs``: a rotation before the cast, as ``fp8kit.quantize`` has it; "random" signs are
+      drawn with ``key``, too. ``dequantize`` rotates back, and so does ``gemm`` but for operands that were
+      rotated alike (random signs: by one and the same ``ScaledTensor.rng``).
     * ``saturate``: beyond the largest finite value, and Inf, become it.
 
     No gradient: wrap it for a straight-through estimate. Raises FormatError or ShapeError.
@@ -92,42 +102,63 @@ def quantize(
     kind = str(scaling).partition("_")[0]
     format = (E2M1 if kind == "nvfp4" else E4M3) if format is None else format
     native = _native("quantize", format)
-    if not isinstance(rounding, str) or rounding != ("nearest" if key is None else "stochastic"):
-        raise FormatError("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key')
+    want_rotation(hadamard, signs)
+    random = bool(hadamard) and signs == "random"
+    known = isinstance(rounding, str) and rounding in ("nearest", "stochastic")
+    if not known or (key is None) != (rounding == "nearest" and not random):
+        wanted = '"nearest", or "stochastic" with a key, which random signs want, too'
+        raise FormatError("quantize", "rounding", repr(rounding), wanted)
+    if not hadamard and signs != "plus":
+        raise FormatError("quantize", "signs", f"{signs!r} with hadamard=0", "hadamard=16 or more")
     lies = 1 if type(along) is int and along == -1 else along_of("quantize", along)
     grid = _grid("quantize", scaling, x.shape, lies)
     largest = formats.float32.max
     for_inf = min(primitive.meta_of(x).dtype.max, largest) if scaling.startswith("block") else largest
     saturate = flag("quantize", "saturate", saturate)
     bits = integer("quantize", "stochastic_bits", stochastic_bits, 1, 32, FormatError)
-    if key is None and bits != 32:
+    if rounding == "nearest" and bits != 32:
         got, wanted = f"{bits} with rounding 'nearest'", "rounding='stochastic', which takes it"
         raise FormatError("quantize", "stochastic_bits", got, wanted)
     rule = _rule(scale_rule, kind)
-    if rule in (*MX_RULES, *FOUR_OVER_SIX) or kind == "nvfp4" or not lies:
-        _want_blocks(scale, saturate, scaling, rule, format, key)
+    bits = bits if rounding == "stochastic" else 0
+    turn = {"hadamard": hadamard, "signs": signs, "rng": rng_inputs(key)["rng"] if random else None}
+    fused = bool(hadamard) and kind in ("block", "mx") and scale is None and saturate
+    if rule in (*MX_RULES, *FOUR_OVER_SIX) or kind == "nvfp4" or not lies or fused:
+        _want_blocks(scale, saturate, scaling, rule, format, bool(bits or hadamard))
         quantizer = Quantizer(
             format,
             scaling if rule != "power_2" else f"block{scaling[len(kind) :]}",
             scale_rule=rule,
-            stochastic_bits=0 if key is None else bits,
+            stochastic_bits=bits,
+            hadamard=hadamard,
+            signs=signs,
         )
-        return _by_blocks(x, quantizer, scaling, lies, grid, key)
+        return replace(_by_blocks(x, quantizer, scaling, lies, grid, key), **turn)
+    if hadamard and x.size:
+        x = _rotated(x, hadamard, signs, lies, turn["rng"])
     if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
         whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
-        return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
+        return ScaledTensor(
+            jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling, **turn
+        )
     source, tile = "current" if scale is None else "scale", TILES[scaling]
-    spec = casts.QuantizeSpec(
-        format, tile, saturate, rule == "power_2", for_inf, source, 0 if key is None else bits
-    )
-    inputs = {"x": x} | (rng_inputs(key) if key is not None else {})
+    spec = casts.QuantizeSpec(format, tile, saturate, rule == "power_2", for_inf, source, bits)
+    inputs = {"x": x} | (rng_inputs(key) if bits else {})
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
         if jnp.iscomplexobj(scales):
             raise FormatError("quantize", "scale", scales.dtype, "float32")
         inputs["scale"] = scales.astype(jnp.float32).reshape(-1)
     out = apply(casts.quantize, spec, inputs)
-    return ScaledTensor(_typed(out["q"], native), out["scale_inv"].reshape(grid), format, scaling)
+    return ScaledTensor(_typed(out["q"], native), out["scale_inv"].reshape(grid), format, scaling, **turn)
+
+
+def _rotated(
+    x: Any, n: int, signs: str, along: int, rng: Any, back: bool = False, dtype: Any = "float32"
+) -> Any:
+    """x rotated, or rotated back."""
+    spec = casts.RotateSpec(n, signs, along, back, dtype)
+    return apply(casts.rotate, spec, {"x": x} | ({} if rng is None else {"rng": rng}))["out"]
 
 
 def _by_blocks(
@@ -151,7 +182,7 @@ def _by_blocks(
     spec = casts.QuantizeSpec(
         fmt, tile, stochastic_bits=quantizer.stochastic_bits, blocks=quantizer, along=along
     )
-    out = apply(casts.quantize, spec, {"x": x} | (rng_inputs(key) if key is not None else {}))
+    out = apply(casts.quantize, spec, {"x": x} | (rng_inputs(key) if quantizer.needs_rng else {}))
     codes = out.get("scale_codes")
     return ScaledTensor(
         _typed(out["q"], _native("quantize", fmt)),
@@ -170,7 +201,7 @@ def _rule(rule: Any, kind: str) -> str:
     return choice("quantize", "scale_rule", rule, _RULES.get(kind, ("exact", "power_2")), FormatError)
 
 
-def _want_blocks(scale: Any, saturate: bool, scaling: str, rule: str, format: Format, key: Any) -> None:
+def _want_blocks(scale: Any, saturate: bool, scaling: str, rule: str, format: Format, levers: bool) -> None:
     """Refuse what casts by blocks of any rule do not have."""
     if scaling in ("tensor", "row"):
         raise FormatError("quantize", "along", 0, f"-1 with scaling {scaling!r}")
@@ -178,8 +209,9 @@ def _want_blocks(scale: Any, saturate: bool, scaling: str, rule: str, format: Fo
         raise FormatError("quantize", "scale", shown(scale), f"None with scales by {rule!r} of {scaling}")
     if not saturate:
         raise FormatError("quantize", "saturate", "False", f"True with scales by {rule!r} of {scaling}")
-    if rule in FOUR_OVER_SIX and (key is not None or format != E2M1):
-        raise FormatError("quantize", "scale_rule", f"{rule!r} with {format}", "E2M1, to nearest")
+    if rule in FOUR_OVER_SIX and (levers or format != E2M1):
+        wanted = "E2M1, to nearest, without a rotation"
+        raise FormatError("quantize", "scale_rule", f"{rule!r} with {format}", wanted)
 
 
 def _typed(codes: Any, native: Any) -> Any:
@@ -194,6 +226,9 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
     _grid("dequantize", q.scaling, q.shape, q.along)
     if not math.prod(q.shape):
         return jnp.zeros(q.shape, kind.numpy)
+    if q.hadamard:
+        values = dequantize(replace(q, hadamard=0, signs="plus", rng=None))
+        return _rotated(values, q.hadamard, q.signs, q.along, q.rng, True, kind.name)
     inputs = {"q": _codes(q), "scale_inv": q.scale_inv.reshape(-1)}
     tile = TILES[q.scaling] if q.along else TILES[q.scaling][::-1]
     return apply(casts.dequantize, casts.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
@@ -218,10 +253,14 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     fast_accumulate = flag("gemm", "fast_accumulate", fast_accumulate)
     if len(b.shape) != 2 or not a.shape or a.shape[-1] != b.shape[1]:
         raise ShapeError("gemm", "shapes", f"{a.shape}, {b.shape}", "(..., K), (N, K)")
+    alike = (a.hadamard, a.signs, a.along) == (b.hadamard, b.signs, b.along) and a.rng is b.rng
+    if (a.hadamard or b.hadamard) and alike and a.along:  # they cancel
+        a, b = (replace(each, hadamard=0, signs="plus", rng=None) for each in (a, b))
     pair = (a.scaling, b.scaling)
     by_blocks = set(pair) <= _NATIVE_BLOCKS and pair != ("block_128x128",) * 2 and a.along == b.along == 1
     codes = not {a.format, b.format} - {E4M3, E5M2} and not a.format == b.format == E5M2
-    if not codes or not (by_blocks or pair in (("tensor",) * 2, ("row",) * 2)):
+    plain = not (a.hadamard or b.hadamard)
+    if not codes or not plain or not (by_blocks or pair in (("tensor",) * 2, ("row",) * 2)):
         return _decoded_gemm(a, b, kind, fast_accumulate)
     if by_blocks and fast_accumulate:
         raise FormatError("gemm", "fast_accumulate", True, "False for blocks")
@@ -266,7 +305,7 @@ def _values(q: ScaledTensor) -> tuple[Any, Any]:
     """The float32 values; of NVFP4 without the scale of the tensor, or of its rows where they lie along the
     contraction, and that."""
     whole = q.tensor_scale_inv
-    if whole is None or (whole.size > 1 and not q.along):
+    if whole is None or q.hadamard or (whole.size > 1 and not q.along):
         return dequantize(q), None
     spec = casts.DequantizeSpec(E4M3, (0, 0), "float32")
     blocks = apply(casts.dequantize, spec, {"q": q.scale_codes, "scale_inv": jnp.ones(1)})["x"]

@@ -110,7 +110,7 @@ class Quantize(Operation):
         x, tiles = self._checked(spec, metas)
         if spec.source != "current":
             want(self.name, "scale" if spec.source == "scale" else "amax_in", metas, tiles, float32)
-        if spec.stochastic_bits:
+        if spec.stochastic_bits or (spec.blocks is not None and spec.blocks.needs_rng):
             want(self.name, "rng", metas, (2,), formats.int64)
         made = {"q": Meta(x.shape, uint8), "scale_inv": Meta(tiles, float32)}
         kinds = self.outputs(spec)
@@ -137,6 +137,8 @@ class Quantize(Operation):
         scratch = {} if spec.source == "scale" or spec.blocks else {"scale": Meta(tiles, float32)}
         if "tensor_scale_inv" in self.outputs(spec):
             scratch["amax"] = self._lines(spec, x)
+            if spec.blocks is not None and spec.blocks.hadamard and spec.blocks.row_scaled:
+                scratch["turned"] = Meta(x.shape, float32)
         tile = whole(x.shape, spec.tile)
         return Plan(spec, self.infer(spec, metas, needs), kernels, scratch, extra=tile)
 
@@ -159,18 +161,63 @@ class Quantize(Operation):
         k.quantize(x.rows(), q.rows(), scale, inverse, None, *how, ws.stream)
 
     def _by_blocks(self, s: QuantizeSpec, own: Quantizer, ws: WorkingSet) -> None:
-        x, amax = ws.inputs["x"].rows(), ws.scratch.get("amax")
+        x, amax, rng = ws.inputs["x"].rows(), ws.scratch.get("amax"), ws.inputs.get("rng")
         if amax is not None:
             arrays.provider(amax.device).fill_zero(amax, ws.stream)
-            lying = x.shape
+            signs = own.hadamard, own.signs, s.along, rng if own.signs == "random" else None
+            lying, source = x.shape, x
             if own.row_scaled:
                 lying = (1, x.shape[1]) if s.along else (x.shape[0], 1)
-            ws.kernels.amax(x, amax, lying, ws.stream)
+            if own.hadamard and own.row_scaled:
+                source = ws.scratch["turned"].rows()
+                ws.kernels.rotate(x, source, None, *signs, ws.stream)
+            if own.hadamard and not own.row_scaled:
+                ws.kernels.rotate(x, None, amax, *signs, ws.stream)
+            else:
+                ws.kernels.amax(source, amax, lying, ws.stream)
         out = [ws.outputs.get(name) for name in ("q", "scale_inv", "scale_codes", "tensor_scale_inv")]
         codes, scale_inv, scale_codes, tensor_scale_inv = out
         assert codes is not None
         targets = codes.rows(), scale_inv, scale_codes, None, amax, tensor_scale_inv
-        ws.kernels.cast_blocks(x, *targets, own, s.along, 0, ws.inputs.get("rng"), None, ws.stream)
+        ws.kernels.cast_blocks(x, *targets, own, s.along, 0, rng, None, ws.stream)
+
+
+@dataclass(frozen=True)
+class RotateSpec:
+    """``n`` neighbours along the last dimension of x (..., N), or along its rows with ``along`` 0, are
+    rotated by a Hadamard matrix with ``signs``, "plus", "te" or "random"; ``back``: the other way round; name
+    of the result's ``dtype``."""
+
+    n: int
+    signs: str = "plus"
+    along: int = 1
+    back: bool = False
+    dtype: str = "float32"
+
+
+class Rotate(Operation):
+    """out = x rotated. Inputs: x h (..., N), rng int64 (2,) of random signs; out: like x, ``spec.dtype``."""
+
+    name = "rotate"
+    results = ("out",)
+
+    def infer(self, spec: RotateSpec, metas: Metas, needs: Needs) -> Signature:
+        no_gradient(self.name, needs)
+        x = meta_of(self.name, "x", metas)
+        if x.dtype not in formats.HIGH_PRECISION:
+            raise FormatError(self.name, "x", x.dtype.name, "float32, bfloat16 or float16")
+        if spec.signs == "random":
+            want(self.name, "rng", metas, (2,), formats.int64)
+        return Signature({"out": Meta(x.shape, formats.dtype(spec.dtype))})
+
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        s: RotateSpec = plan.spec
+        x, out = ws.inputs["x"].rows(), ws.outputs["out"].rows()
+        how = s.n, s.signs, s.along, ws.inputs.get("rng") if s.signs == "random" else None
+        if s.back:
+            ws.kernels.rotate_back(x, out, None, *how, ws.stream)
+        else:
+            ws.kernels.rotate(x, out, None, *how, ws.stream)
 
 
 @dataclass(frozen=True)
@@ -207,4 +254,5 @@ class Dequantize(Operation):
 
 
 quantize = Quantize()
+rotate = Rotate()
 dequantize = Dequantize()

@@ -127,8 +127,9 @@ DEVICE Scale block_scale(const BlockCast& how, TensorScale tensor, float amax) {
   if (how.kind == NVFP4) return nvfp4_scale(how, tensor, amax);
   if (LEVERS && how.kind == MOSS) {
     const Scale own = mx_scale(how, __fmul_rn(amax, tensor.scale));
-    return Scale{__fmul_rn(own.scale, tensor.scale), __fmul_rn(own.inverse, tensor.inverse), own.value,
-                 own.code};
+    float scale = __fmul_rn(own.scale, tensor.scale);
+    if (scale > FLT_MAX) scale = FLT_MAX;
+    return Scale{scale, __fmul_rn(own.inverse, tensor.inverse), own.value, own.code};
   }
   const float scale = scale_of(amax, how.max, how.epsilon, how.for_inf, how.power_2 != 0);
   const float inverse = __fdiv_rn(1.0f, scale);
@@ -398,6 +399,7 @@ DEVICE Scale eden_scale(const BlockCast& how, TensorScale tensor, float amax, bo
   float scale = __fdiv_rn(1.0f, __fmul_rn(first, tensor.inverse));
   if (scale > FLT_MAX) scale = FLT_MAX;
   scale = __fmul_rn(scale, how.factor);
+  if (scale > FLT_MAX) scale = FLT_MAX;
   float cast[LINE], squares = 0.0f, products = 0.0f;
 #pragma unroll
   for (int i = 0; i < LINE; ++i) cast[i] = __fmul_rn(v[i], scale);
@@ -428,6 +430,7 @@ DEVICE Scale lever_scale(const BlockCast& how, TensorScale tensor, float amax, b
   } else {
     scale = how.gauss ? gauss_scale(how, v) : block_scale(how, tensor, amax);
     scale.scale = __fmul_rn(scale.scale, how.factor);
+    if (how.factor != 1.0f && scale.scale > FLT_MAX) scale.scale = FLT_MAX;
   }
   scale.inverse = __fmul_rn(scale.inverse, how.inverse_factor);
   if (how.kind == FLOATS) scale.value = scale.inverse;

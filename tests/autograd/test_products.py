@@ -206,12 +206,15 @@ REFUSED = {
         DELAYED.x, Quantizer(formats.E2M1, scale_source="delayed"), DELAYED.g
     ),
     "dgrad.a.granularity: got mx_1x32": Quantization.of(DELAYED.x, DELAYED.w, LINES),
-    "dgrad.a.granularity: got mx_1x32, expected tensor or row, with a static": Quantization.of(
+    "dgrad.a.granularity: got mx_1x32, expected tensor, with a static": Quantization.of(
         X, X, Quantizer(formats.E4M3, "mx_1x32", scale_source="static", scale_rule="te")
     ),
     "dgrad.a.stochastic_bits: got 8": DELAYED.map(lambda own: replace(own, stochastic_bits=8), "g"),
-    "fprop.hadamard: got 32, expected 0 with wgrad dequantized": Quantization(
-        Gemm(TURNED, TURNED), Gemm(LINES, LINES), Gemm(LINES, LINES, compute="dequantized")
+    "fprop.compute: got 'high_precision', and wgrad recast": Quantization(
+        Gemm(LINES, LINES, compute="high_precision"), Gemm(LINES, LINES), Gemm(LINES, LINES, recast=True)
+    ),
+    "fprop.accumulation: got blackwell_mx, expected one without group": Quantization.of(
+        X, X, X, "blackwell_mx"
     ),
     "fprop.a.granularity: got mx_1x32": Quantization.of(LINES, LINES, LINES, "hopper_fast"),
     "fprop.compute: got 'high_precision', and wgrad dequantized": Quantization(

@@ -87,12 +87,12 @@ class BlockCasts(Protocol):
           rotation as the group, 16 without one.
         * moss_*, rules floor, ceil, even, rceil, te: tensor_amax as of nvfp4_*; S, D by
           ``blocks.nvfp4_tensor_scale`` with the bound 1; code = ``blocks.scale_bytes(amax * S)``, scale and
-          scale_inv those of mx_* times S and D.
+          scale_inv those of mx_* times S and D, scale at most float32's largest value.
         * block_*, rules exact and power_2: ``scale_from_amax`` with value_for_inf = the largest finite value
           of x's dtype; NaN is ignored in the amax. No code.
 
-        With ``quantizer.factor`` f scale is multiplied by f, scale_inv and tensor_scale_inv by r =
-        float32(1 / f); of mx_* tensor_scale_inv, float32 [1], may be given: r.
+        With ``quantizer.factor`` f scale is multiplied by f, up to float32's largest value, scale_inv and
+        tensor_scale_inv by r = float32(1 / f); of mx_* tensor_scale_inv, float32 [1], may be given: r.
 
         Then q = encode(x * scale), saturating, as ``quantize``: nearest, even or, with ``quantizer.ties``
         "down", toward zero where both codes are as near, or stochastic by

@@ -250,7 +250,8 @@ def _scales(
     inverse = found.inverse * rules.factor_inverse(quantizer)
     # values of MX and NVFP4 stay exact: the tensor's scale has the factor
     value = inverse if found.codes is None else found.value
-    return _Scales(found.scale * np.float32(quantizer.factor), inverse, found.codes, value)
+    scale = np.minimum(found.scale * np.float32(quantizer.factor), rules.FLOAT32_MAX)
+    return _Scales(scale, inverse, found.codes, value)
 
 
 def _plain_scales(
@@ -278,7 +279,7 @@ def _plain_scales(
         own, own_inverse = rules.nvfp4_tensor_scale(tensor_amax.numpy().reshape(()), fmt, 1.0)
         codes = rules.scale_bytes(amax * own, fmt, quantizer.scale_rule)
         scale, inverse = rules.scales_of_bytes(codes)
-        return _Scales(scale * own, inverse * own_inverse, codes, inverse)
+        return _Scales(np.minimum(scale * own, rules.FLOAT32_MAX), inverse * own_inverse, codes, inverse)
     if kind == "nvfp4":
         assert tensor_amax is not None
         codes, scale, inverse, _ = rules.nvfp4_scales(amax, tensor_amax.numpy().reshape(-1, 1), fmt)

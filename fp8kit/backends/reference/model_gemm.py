@@ -49,10 +49,11 @@ def model_gemm(
     total: Array = np.zeros((m, n), np.float64 if exact and blocked else np.float32)
     product_bits = a_format.mantissa_bits + b_format.mantissa_bits
     if accumulation.group and k:
-        own: Any = (*_fields_of_scales(scales_a), *_fields_of_scales(scales_b))
-        how: Any = accumulation.fraction_bits, product_bits, models.lowest_bit(a_format, b_format), block
+        own = (*_fields_of_scales(scales_a), *_fields_of_scales(scales_b))
+        how = accumulation.fraction_bits, product_bits, models.lowest_bit(a_format, b_format), block
         steps = accumulation.group, accumulation.chunk, accumulation.promote or k
-        _scaled(*left, *right, *own, *how, *steps, total)
+        given: list[Any] = [*left, *right, *own, *how, *steps, total]
+        _scaled(*given)
         nan = np.logical_or.outer(np.isnan(scales_a).any(axis=1), np.isnan(scales_b).any(axis=1))
         total[nan] = np.nan
     for i, start in enumerate(() if accumulation.group else starts):

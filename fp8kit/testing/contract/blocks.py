@@ -277,7 +277,8 @@ def cast_blocks_oracle(a: Any) -> Results:
         own, tensor_inverse = rules.nvfp4_tensor_scale(a.tensor_amax.reshape(()), fmt, 1.0)
         codes = rules.scale_bytes(amax * own, fmt, how.scale_rule)
         scale, value = rules.scales_of_bytes(codes)
-        scale, inverse = scale * own, value * tensor_inverse
+        with np.errstate(over="ignore"):
+            scale, inverse = np.minimum(scale * own, np.finfo(np.float32).max), value * tensor_inverse
     elif kind == "mx":
         codes = rules.scale_bytes(amax, fmt, how.scale_rule)
         scale, inverse = rules.scales_of_bytes(codes)
@@ -302,7 +303,9 @@ def cast_blocks_oracle(a: Any) -> Results:
     value = codec.decode(codes, E4M3) if kind == "nvfp4" and codes is not None else value
     value = (inverse if kind == "mx" else inverse * r) if value is None else value
     if how.scale_rule != EDEN:
-        scale = scale * np.float32(how.factor)
+        with np.errstate(over="ignore"):
+            grown = scale * np.float32(how.factor)
+        scale = grown if how.factor == 1 else np.minimum(grown, np.finfo(np.float32).max)
     values = scaled(x, spread(scale))
     if how.ties == "down":
         q = codec.encode(values, fmt, "stochastic", True, np.full(x.shape, 1 << 31, np.uint32))

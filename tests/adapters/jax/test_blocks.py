@@ -126,3 +126,58 @@ def test_what_does_not_fit():
     with pytest.raises(FormatError, match="fast_accumulate"):
         fj.gemm(q, q, fast_accumulate=True)
     assert codec.decode(np.asarray(q.data), E2M1).max() == 6
+
+
+ROTATED = [
+    ("tensor", None, "plus"),
+    ("row", None, "te"),
+    ("block_1x128", None, "random"),
+    ("mx_1x32", "rceil", "random"),
+    ("mx_1x32", "power_2", "te"),
+    ("nvfp4_1x16", None, "random"),
+    ("nvfp4_row_1x16", None, "te"),
+]
+
+
+@pytest.mark.parametrize("along", [-1, 0])
+@pytest.mark.parametrize(("scaling", "rule", "signs"), ROTATED)
+def test_rotations_are_those_of_the_native_cast(scaling, rule, signs, along):
+    """Codes, scales and what is rotated back, bit for bit, within ``jit`` too; and stochastically by the same
+    key."""
+    if along == 0 and scaling in ("tensor", "row"):
+        along = -1
+    x = np.random.default_rng(0).standard_normal((70, 140)).astype(np.float32)
+    x[:, 3] *= 50
+    key = jax.random.key(5)
+    seed = fj.dropout_seed(key)
+    for rounding in ("nearest", "stochastic"):
+        drawn = signs == "random" or rounding == "stochastic"
+        how = {"scaling": scaling, "scale_rule": rule, "rounding": rounding, "along": along}
+        how |= {"hadamard": 32, "signs": signs}
+        native = fk.quantize(x, fk.E4M3, **how, rng=seed if drawn else None)
+        own = key if drawn else None
+        for call in (fj.quantize, jax.jit(fj.quantize, static_argnames=(*how, "format"))):
+            got = call(jnp.asarray(x), fk.E4M3, **how, key=own)
+            assert_same_bits("codes", np.asarray(got.data).view(np.uint8), native.data)
+            assert_same_bits("scale_inv", np.asarray(got.scale_inv).reshape(-1), native.scale_inv.reshape(-1))
+        assert_same_bits("values", np.asarray(got.dequantize()), native.dequantize())
+
+
+def test_products_of_rotated_arrays():
+    """Rotated alike they are the products of the rotated values, else of those that are rotated back."""
+    x, y = (np.random.default_rng(i).standard_normal((40, 128)).astype(np.float32) for i in range(2))
+    exact, key = x.astype(np.float64) @ y.T.astype(np.float64), jax.random.key(1)
+    for signs, keys in (("te", (None, None)), ("random", (key, key)), ("random", (key, jax.random.key(2)))):
+        a, b = (
+            fj.quantize(jnp.asarray(z), hadamard=64, signs=signs, key=k)
+            for z, k in zip((x, y), keys, strict=True)
+        )
+        for other in (b, fj.quantize(jnp.asarray(y))):
+            got = np.asarray(fj.gemm(a, other))
+            assert np.linalg.norm(got - exact) < 0.06 * np.linalg.norm(exact)
+    with pytest.raises(FormatError, match="key"):
+        fj.quantize(jnp.asarray(x), hadamard=16, signs="random")
+    with pytest.raises(FormatError, match="hadamard"):
+        fj.quantize(jnp.asarray(x), hadamard=24)
+    with pytest.raises(FormatError, match="signs"):
+        fj.quantize(jnp.asarray(x), signs="te")
