@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fp8kit.lab.overrides import override
     from fp8kit.nn.random import draw_from, manual_seed
     from fp8kit.nn.recompute import checkpoint
+    from fp8kit.numerics.inspect import inspect
     from fp8kit.ops.registry import register_operation
     from fp8kit.quantized_matmul import matmul
     from fp8kit.serialization import load, save
@@ -114,6 +115,7 @@ _PUBLIC = {
     "int64": "formats",
     "uint8": "formats",
     "graph": "graphs",
+    "inspect": "numerics.inspect",
     "override": "lab.overrides",
     "matmul": "quantized_matmul",
     "draw_from": "nn.random",

@@ -20,7 +20,7 @@ PACKAGES = {
             *("dlpack", "codec", "lru"),
             *("buffers", "checkpoint_format", "recipe", "recipes", "block_recipes", "layer_recipes"),
             *("attention_quantization", "quantization", "blocks", "accumulation", "autocast", "packing"),
-            *("printing", "tiles", "scoped"),
+            *("printing", "tiles", "scoped", "inspection"),
             *("moments", "raw_kernels"),
         )
     ),
@@ -82,6 +82,9 @@ THIRD_PARTY = {
     "safetensors": (),
     "matplotlib": ("fp8kit.models.plots",),
     "rich": ("fp8kit.models.progress",),
+    "yaml": ("fp8kit.numerics.config",),
+    "tensorboardX": ("fp8kit.numerics.sinks",),
+    "wandb": ("fp8kit.numerics.sinks",),
     "cupy": ("fp8kit.backends.cuda",),
     "cupyx": ("fp8kit.backends.cuda",),
     "cuda": ("fp8kit.backends.cuda",),
@@ -94,7 +97,7 @@ THIRD_PARTY = {
     "jax_tvm_ffi": ("fp8kit_jax",),
     "tvm_ffi": ("fp8kit_jax",),
 }
-LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib"}
+LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib", "yaml", "tensorboardX", "wandb"}
 
 
 def within(module: str, prefixes: tuple[str, ...]) -> bool:

@@ -48,6 +48,7 @@ ELSEWHERE = {
     "autograd.validate": "likewise; tests/nn/test_refusals.py",
     "register_operation": "likewise; tests/adapters/torch/test_own_operation.py",
     "nn.Module.arrays_used": "takes nothing; tests/cuda/test_graphs.py",
+    "inspect": "takes a model and a configuration; tests/numerics/test_inspect.py, test_config.py",
     "graph": "takes a function, and runs it on CUDA; tests/cuda/test_graphs.py",
     "DType": "compared by identity; the instances of the table are the only ones",
     "testing.check_implementation": "a checker; tests/plugins/test_check.py",
