@@ -170,7 +170,7 @@ def cast_statistics(
     stream: int,
 ) -> None:
     """See ``Kernels.cast_statistics``."""
-    scales = np.ascontiguousarray(scale_inv.numpy()).reshape(-1)
+    scales = np.array(scale_inv.numpy()).reshape(-1)
     total, made = counts.numpy(), sums.numpy()
     exponents = scales.view(np.uint32) >> _23 & _255
     total[:EXPONENTS] += np.bincount(np.where(scales == 0, 256, exponents), minlength=EXPONENTS)
