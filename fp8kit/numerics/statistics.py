@@ -105,7 +105,11 @@ def collect(
 def _view(value: Any, name: str) -> ArrayView:
     if isinstance(value, ArrayView):
         return value
-    return value.view if isinstance(value, Tensor) else arrays.as_view(value, "statistics", name)
+    if isinstance(value, Tensor):
+        return value.view
+    if getattr(value, "requires_grad", False):  # PyTorch hands none over that a gradient is wanted of
+        value = value.detach()
+    return arrays.as_view(value, "statistics", name)
 
 
 def merge(needs: Needs, a: Any, b: Any) -> np.ndarray[Any, Any]:
