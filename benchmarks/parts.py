@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks import arithmetic, error, named, paths, shapes, torch_cases, torch_kernels, train
+from benchmarks import arithmetic, error, inspector, named, paths, shapes, torch_cases, torch_kernels, train
 from fp8kit.bench.breakeven import breakeven_part
 from fp8kit.bench.gemms import gemm_part
 from fp8kit.bench.kernels import kernels_part
@@ -57,6 +57,7 @@ PARTS = (
     ),
     Part("paths", "attention by cuDNN and by our kernels, over lengths and heads", paths.paths_part),
     Part("recipes", "a layer under every published recipe beside bfloat16", named.recipes_part, usual=False),
+    Part("inspect", "what the inspector costs a step, by how often it looks", inspector.inspect_part),
     Part("shapes", "a layer over batches of ever other lengths: first and later visits", shapes.shapes_part),
     Part("train", "training in bfloat16 and FP8 from several seeds; minutes", train.train_part, usual=False),
 )

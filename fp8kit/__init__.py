@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fp8kit.lru import cache_info
     from fp8kit.nn.random import draw_from, manual_seed
     from fp8kit.nn.recompute import checkpoint
+    from fp8kit.numerics.inspect import inspect
     from fp8kit.ops.registry import register_operation
     from fp8kit.quantized_matmul import matmul
     from fp8kit.serialization import load, save
@@ -115,6 +116,7 @@ _PUBLIC = {
     "int64": "formats",
     "uint8": "formats",
     "graph": "graphs",
+    "inspect": "numerics.inspect",
     "override": "lab.overrides",
     "cache_info": "lru",
     "matmul": "quantized_matmul",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8kit import arguments, arrays, captured
+from fp8kit import arguments, arrays, captured, inspection
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
@@ -98,6 +98,8 @@ class Graph:
         given = (args, options)
         with self._lock:
             views = self._looked_at(given)
+            if inspection.inspector is not None:  # which looks at what Python does
+                return _mapped(self._call(given, views), _detached)
             if self._left:
                 out = self._call(given, views)
                 self._left -= 1

@@ -251,6 +251,8 @@ class Gemm:
       "high_precision" the operands as they are.
     * ``recast``: of dgrad and wgrad, ``b`` is not cast from the weight or the input, but from the values of
       fprop's codes, rounded to the layer's dtype.
+    * ``plain``: "a" or "b": that operand of a "quantized" GEMM is multiplied as it is, by the values of the
+      other one's codes; "": neither.
 
     RecipeError for another word.
     """
@@ -260,6 +262,7 @@ class Gemm:
     accumulation: str | Accumulation = "split"
     compute: str = "quantized"
     recast: bool = False
+    plain: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulation, Accumulation):
@@ -269,9 +272,20 @@ class Gemm:
         if not isinstance(self.recast, bool) or (self.recast and self.compute != "quantized"):
             got = f"{shown(self.recast)} with {self.compute!r}"
             raise RecipeError("Gemm", "recast", got, "a bool, False unless compute is 'quantized'")
-        if self.compute == "quantized" and self.a.rotation != self.b.rotation:
+        choice("Gemm", "plain", self.plain, ("", "a", "b"), RecipeError)
+        if self.plain and (self.compute != "quantized" or self.cast[0].hadamard):
+            wanted = '"", or a quantized GEMM whose other operand is not rotated'
+            raise RecipeError("Gemm", "plain", shown(self.plain), wanted)
+        if self.compute == "quantized" and not self.plain and self.a.rotation != self.b.rotation:
             got = f"{self.a.rotation} for a, {self.b.rotation} for b"
             raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")
+
+    @property
+    def cast(self) -> tuple[Quantizer, ...]:
+        """How those operands are cast that it multiplies the codes of, a's first."""
+        if self.compute != "quantized":
+            return ()
+        return tuple(own for name, own in (("a", self.a), ("b", self.b)) if name != self.plain)
 
     @property
     def fast(self) -> bool:
@@ -347,7 +361,7 @@ class Quantization:
         """Whether the weight's cast draws random bits: such a weight is cast anew in each microbatch, since
         signs that are drawn for it are drawn for what it is multiplied by, too."""
         used = [gemm for gemm in (self.fprop, self.dgrad) if gemm.compute == "quantized"]
-        return any(gemm.b.needs_rng for gemm in used if not gemm.recast)
+        return any(gemm.b.needs_rng for gemm in used if not gemm.recast and gemm.plain != "b")
 
     @cached_property
     def two_level(self) -> bool:
@@ -364,8 +378,7 @@ class Quantization:
     @property
     def _cast(self) -> list[Quantizer]:
         """The operands of the GEMMs that multiply codes: the others cast none of their own."""
-        used = [gemm for gemm in self.gemms.values() if gemm.compute == "quantized"]
-        return [operand for gemm in used for operand in (gemm.a, gemm.b)]
+        return [operand for gemm in self.gemms.values() for operand in gemm.cast]
 
     def map(self, change: Callable[[Quantizer], Quantizer], operands: str = "xwg") -> Quantization:
         """The same with ``change(quantizer)`` for those ``operands``."""

@@ -35,6 +35,7 @@ from fp8kit_jax.functional import (
     rope_frequencies,
     softmax,
 )
+from fp8kit_jax.inspection import inspect
 from fp8kit_jax.keys import dropout_seed
 from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
@@ -62,6 +63,7 @@ __all__ = [
     "dropout_seed",
     "fused_cross_entropy",
     "gemm",
+    "inspect",
     "l2norm",
     "layernorm",
     "layernorm_dense",

@@ -24,6 +24,7 @@ from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit.ops.smooth import LINES
 from fp8kit_jax.activations import activation_of, alphas_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, want_alike
+from fp8kit_jax.inspection import named, watched
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
@@ -43,6 +44,7 @@ def dense(
     return_bias: bool = False,
     *,
     residual: Any = None,
+    name: str | None = None,
 ) -> Any:
     """y = x kernel + bias (+ residual).
 
@@ -58,6 +60,7 @@ def dense(
     * ``residual``: like y, or None; the product adds it, and its gradient is y's own. Not with
       ``return_bias``: the bias is added with it. In a ``shard_map`` of your own that splits what is summed
       over, every device adds it, as it does a bias.
+    * ``name``: what ``fj.inspect`` calls the layer; None is as ``quantizer_set`` says.
 
     Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError, RecipeError
     or ArgumentError when it is traced.
@@ -68,7 +71,7 @@ def dense(
     check_fused("dense", residual is not None, "a residual", return_bias=deferred)
     want_alike("dense", x, kernel=kernel, bias=bias, residual=residual)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
-    found = resolve("dense", quantizer_set)
+    found = named(resolve("dense", quantizer_set), "dense", name)
     features = shape[matrix.ndim - 1 :] or (1,)
     product = _product(weight, layout, found, bias, deferred=deferred)
     if residual is not None and residual.shape != shape:
@@ -101,6 +104,8 @@ def layernorm_dense(
     return_layernorm_output: bool = False,
     kernel_layout: str = "io",
     return_residual: bool = False,
+    *,
+    name: str | None = None,
 ) -> Any:
     """y = norm(x) kernel + bias, in one operation.
 
@@ -108,7 +113,7 @@ def layernorm_dense(
       ...), further dimensions come out; ``bias``: h of kernel's shape without K, or None. ``norm_type``:
       "layernorm" or "rmsnorm".
     * ``kernel_layout``: "io", or "oi": kernel is (N, K), as PyTorch has it.
-    * ``quantizer_set``: see ``dense``.
+    * ``quantizer_set``, ``name``: see ``dense``.
     * ``return_residual``: x itself comes back too, for a residual connection to start at: its gradient is
       then added to x's within the norm's kernel, in float32 and without a pass of its own.
 
@@ -119,7 +124,7 @@ def layernorm_dense(
     beside = _beside(op, return_layernorm_output, return_residual)
     x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
     want_alike(op, x, kernel=kernel, gamma=gamma, beta=beta, bias=bias)
-    found = resolve(op, quantizer_set)
+    found = named(resolve(op, quantizer_set), op, name)
     io = choice(op, "kernel_layout", kernel_layout, ("io", "oi"), FormatError) == "io"
     if kernel.ndim < 2:
         raise ShapeError(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions")
@@ -164,6 +169,8 @@ def layernorm_mlp(
     join_residual: bool = False,
     smooth_swiglu: str | None = None,
     alphas: Sequence[Any] | None = None,
+    *,
+    name: str | None = None,
 ) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
@@ -173,7 +180,8 @@ def layernorm_mlp(
       "channel", "token" or None, as ``fp8kit.nn.LayerNormMLP``; such a call is not split over devices.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``:
-      bias2 is not added, as in ``dense``. The rest: as ``layernorm_dense``.
+      bias2 is not added, as in ``dense``. ``name``: as in ``dense``; the products are NAME.fc1 and NAME.fc2.
+      The rest: as ``layernorm_dense``.
     * ``join_residual``: x is added to y, within the second product, as ``dense`` adds a residual (in a
       ``shard_map`` of your own too), and y's gradient to x's within the norm's kernel; neither
       ``return_residual`` nor ``return_bias`` then.
@@ -207,7 +215,10 @@ def layernorm_mlp(
     if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
         wanted = f"(hidden, {parts}, intermediate)" if io else f"({parts}, intermediate, hidden)"
         raise ShapeError(op, "kernels[0]", f"shape {k1.shape}", wanted)
-    first, second = (resolve(op, one) for one in quantizer_sets)
+    first, second = (
+        named(resolve(op, one), op, name, ending)
+        for one, ending in zip(quantizer_sets, (".fc1", ".fc2"), strict=True)
+    )
     if first.recipe != second.recipe:
         raise FormatError(op, "quantizer_sets", "two recipes", "the same recipe for both")
     fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
@@ -282,7 +293,8 @@ def _product(
         raise ShapeError("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions")
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
     mode = "none" if bias is None else "deferred" if deferred else "add"
-    return ProductSpec(k, (math.prod(features),), layout, mode, fp8_of(found), prefix=prefix)
+    fp8, watch = watched(found, prefix, layout)
+    return ProductSpec(k, (math.prod(features),), layout, mode, fp8, prefix=prefix, watch=watch)
 
 
 def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:

@@ -21,8 +21,10 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import SelectionPolicy
 from fp8kit.backends.policy import policy_context
 from fp8kit.errors import BackendError
+from fp8kit.execution import watching
 from fp8kit.execution.bound import BoundOp, Interface, views_at
 from fp8kit.execution.codec import decode, encode
+from fp8kit.inspection import Entry
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.spec import Meta, Operation
 
@@ -88,10 +90,17 @@ class Program:
         """The arrays that go out, in order, scratch not counted."""
         i = self.interface
         if self.face == "backward":
-            return (*i.grads.items(), *i.grad_amaxes.items())
+            return (*i.grads.items(), *i.grad_amaxes.items(), *i.grad_watched.items())
         if self.face == "measure":
             return tuple(i.amaxes.items())
-        return (*i.outputs.items(), *i.amaxes.items(), *i.signature.saved.items())
+        return (*i.outputs.items(), *i.amaxes.items(), *i.watched.items(), *i.signature.saved.items())
+
+    @cached_property
+    def watched(self) -> dict[str, Entry]:
+        """What those results hold that are for the inspector."""
+        i = self.interface
+        names = {"forward": i.watched, "backward": i.grad_watched}.get(self.face, {})
+        return watching.entries(self.op, self.spec, names)
 
     def seen(self, kind: str) -> list[tuple[str, Shape]]:
         """Names and shapes of "arguments" or "results" as JAX has them, int64 as the operation has it."""
@@ -157,15 +166,18 @@ class XlaOp(BoundOp):
             incoming = dict(zip(self.cotangents, some(self.cotangents), strict=True))
             grads, amaxes = views(self.grads, some(self.grads)), some(self.grad_amaxes)
             views(self.grad_amaxes, amaxes)
+            amaxes += some(self.grad_watched)
             cotangents = [incoming.get(name) for name in self.results]
             self.run_backward(kept, scales, held, cotangents, grads, amaxes, scratch(), stream)
             return
         inputs, outputs = some(self.inputs), some(self.outputs) if self.face == "forward" else []
         amaxes = some(self.amaxes)
         views(self.amaxes, amaxes)
+        watched = some(self.watched) if self.face == "forward" else []
         if self.face == "measure":
             self.run_measure(inputs, amaxes, scratch(), stream)
         else:
+            amaxes += watched
             self.run_forward(inputs, outputs, amaxes, views(saved, some(saved)), scratch(), stream)
 
 

@@ -23,13 +23,14 @@ from fp8kit_jax.state import Slot
 @dataclass(frozen=True)
 class QuantizerSet:
     """A pytree. ``x``, ``kernel``, ``grad``: slots of the input, the weight and the output gradient with
-    delayed scaling, else None; ``recipe``: static, None for high precision. The cotangent of a set is the set
-    after the step."""
+    delayed scaling, else None; ``recipe``: static, None for high precision; ``layer``: static, the product's
+    name for the inspector, "" for none. The cotangent of a set is the set after the step."""
 
     x: Slot | None = None
     kernel: Slot | None = None
     grad: Slot | None = None
     recipe: Recipe | None = field(default=None, metadata={"static": True})
+    layer: str = field(default="", metadata={"static": True})
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """The slots by their name in an operation."""
@@ -47,9 +48,9 @@ def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
     }
 
 
-def from_variables(recipe: Recipe | None, values: Sequence[Any]) -> QuantizerSet:
+def from_variables(recipe: Recipe | None, values: Sequence[Any], layer: str = "") -> QuantizerSet:
     """A set of ``state_variables``'s arrays."""
-    return QuantizerSet(*(Slot(*values[i : i + 2]) for i in (0, 2, 4)), recipe)
+    return QuantizerSet(*(Slot(*values[i : i + 2]) for i in (0, 2, 4)), recipe, layer)
 
 
 noop_quantizer_set = QuantizerSet()

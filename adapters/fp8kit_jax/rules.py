@@ -26,7 +26,7 @@ from fp8kit.execution.refusals import want_call
 from fp8kit.formats import int64
 from fp8kit.quantization import AmaxHistory
 from fp8kit.spec import Meta, Operation
-from fp8kit_jax import manual, primitive, sharding, shared_amaxes
+from fp8kit_jax import inspection, manual, primitive, sharding, shared_amaxes
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.program import Program
 from fp8kit_jax.state import State, next_state
@@ -163,6 +163,7 @@ def _forward(
     program, arguments = _program(static, inputs, state, needs)
     results = _bound(program, list(arguments.values()), static)
     passes = {name: arguments[source] for name, source in program.interface.passes.items()}
+    inspection.show(program, results)
     return program, arguments, results | passes
 
 
@@ -215,6 +216,7 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
         scales = {f"{key}_scale": slot.scale for key, slot in state.items()}
         backward = replace(program, face="backward", cotangents=incoming)
         found = _bound(backward, backward.ordered(kept.read | scales, g), static)
+        inspection.show(backward, found)
     grads = {
         name: found[name] if passed is None else g.get(own.results[passed])
         for name, (_, passed) in zip(program.needs, own.gradients, strict=True)

@@ -50,7 +50,10 @@ class Chosen(NamedTuple):
 
 @memoized("JAX: partitions")
 def partitions(program: Program) -> tuple[Partition, ...]:
-    """The partitions of a program, those that cost no sum over devices first."""
+    """The partitions of a program, those that cost no sum over devices first; none where the inspector looks
+    at whole tensors."""
+    if program.watched:
+        return ()
     return program.op.partitions(program.spec, dict(program.metas), dict(program.views))
 
 

@@ -133,6 +133,8 @@ def _backward(program: Program, have: Arrays, incoming: Arrays, reduced: Reduce,
             whole = component.grad_amaxes.get(name, name)
             if name in own.grads:
                 grads[sources[name]] = result
+            elif name in own.grad_watched:
+                grads[name] = result
             elif f"{whole}_in" not in have:
                 have[f"{whole}_in"] = reduced(result)
         for name, passed in own.signature.grad_passes.items():

@@ -43,6 +43,7 @@ from fp8kit_torch.functional import cross_entropy, dropout_add, dropout_seed, em
 from fp8kit_torch.graphs import make_graphed_callables
 from fp8kit_torch.grouped_linear import GroupedLinear
 from fp8kit_torch.inference import InferenceParams
+from fp8kit_torch.inspection import inspect
 from fp8kit_torch.layer import TorchLayer as _TorchLayer
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import TransformerEngineBaseModule
@@ -116,6 +117,7 @@ __all__ = [
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
+    "inspect",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

@@ -11,12 +11,13 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8kit import inspection
 from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import BackendError, RecipeError, UnsupportedError
@@ -101,6 +102,7 @@ def make_graphed_callables(
     if found.history is not None and stateful:
         for layer in (layer for part in layers for layer in part):
             layer.prepare(found.history.length)
+    plain = [module.forward for module in given]
     with _unchanged(layers), held(), scope, uncollected(), warnings.catch_warnings():
         # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another stream
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
@@ -115,7 +117,21 @@ def make_graphed_callables(
         for module, own in zip(given, layers, strict=True):
             if own:
                 module.forward = _updating(module, module.forward, own, found)  # type: ignore[method-assign]
+    for module, own_forward in zip(given, plain, strict=True):
+        module.forward = _shown(module.forward, own_forward, (on, watching, found))  # type: ignore[method-assign]
     return modules
+
+
+def _shown(graphed: Forward, plain: Forward, scope: tuple[bool, bool, Recipe]) -> Forward:
+    """``graphed``, but ``plain`` in a step that the inspector looks at: a replay shows it nothing."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if inspection.inspector is None:
+            return graphed(*args, **kwargs)
+        with nullcontext() if current() is not None else autocast(*scope):
+            return plain(*args, **kwargs)
+
+    return forward
 
 
 _RULES = {

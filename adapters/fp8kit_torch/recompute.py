@@ -126,6 +126,11 @@ def first() -> bool:
     return any(again.reentrant for again in _firsts())
 
 
+def later() -> bool:
+    """Whether this is a later pass: what it computes, a first pass has computed before."""
+    return _passes.running is not None
+
+
 def recall(owner: object) -> Kept | None:
     """What this call of ``owner`` found in the first pass that is being recomputed; None where none is."""
     later = _passes.running

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, streamed
 from fp8kit.errors import AutogradError
+from fp8kit.execution import watching
 from fp8kit.execution.memory import Arena, Layout, Memory
 from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import replays
 from fp8kit.formats import DType
+from fp8kit.inspection import is_watched
 from fp8kit.spec import Meta, Operation, Signature, Views, WorkingSet
 
 Addresses = Sequence[int]
@@ -58,6 +60,7 @@ class Interface:
       (the gradients' scales).
     * ``grads``: input name -> meta of what backward fills; ``grad_amaxes``: name -> meta of the maxima that
       it updates.
+    * ``watched``, ``grad_watched``: name -> meta of what forward and backward fill for the inspector.
     * ``gradients``: where to find the gradient of each of ``needs``: (index in ``grads``, None), or (None,
       index in ``results``) where it is that result's cotangent.
 
@@ -76,13 +79,18 @@ class Interface:
         self.operation, self.spec, self.needs = operation, spec, needs
         self.signature = s = signature or signature_of(operation, spec, metas, frozenset(needs))
         self.inputs = dict(metas)
-        self.outputs = {name: meta for name, meta in s.outputs.items() if not meta.zero}
-        self.amaxes = {name: meta for name, meta in s.outputs.items() if meta.zero}
+        # what is for the inspector stands apart
+        self.watched = {name: meta for name, meta in s.outputs.items() if is_watched(name)}
+        self.grad_watched = {name: meta for name, meta in s.grads.items() if is_watched(name)}
+        made = {name: meta for name, meta in s.outputs.items() if name not in self.watched}
+        self.outputs = {name: meta for name, meta in made.items() if not meta.zero}
+        self.amaxes = {name: meta for name, meta in made.items() if meta.zero}
         self.passes = dict(s.passes)
         self.results = (*self.outputs, *s.passes)
         self.result_metas = self.outputs | {name: self.inputs[source] for name, source in s.passes.items()}
         self.grads = {name: meta for name, meta in s.grads.items() if name in metas}
-        self.grad_amaxes = {name: meta for name, meta in s.grads.items() if name not in metas}
+        other = {name: meta for name, meta in s.grads.items() if name not in metas}
+        self.grad_amaxes = {name: meta for name, meta in other.items() if name not in self.grad_watched}
         if any(meta.shape != (1,) for meta in self.grad_amaxes.values()):
             raise AutogradError(
                 f"{operation.name}: backward fills {list(self.grad_amaxes)}, which are no inputs"
@@ -139,18 +147,21 @@ class BoundOp(Interface):
         self.memory: Any = memory
         self.device: Device = memory if isinstance(memory, Device) else memory.device
         self.kernels = kernels  # held: the plan's key has their identity
-        streaming = streaming and operation.streams
+        # what is looked at must outlive its use; and the inspector is asked anew at each call
+        self.entries = watching.entries(operation, spec, self.watched | self.grad_watched)
+        streaming = streaming and operation.streams and not self.entries
         self.streamed_grads = streamed(self.grads) if streaming else {}
         self.saved = Layout(s.saved, streaming and not save_in_block)
         self.scratch = Layout(plan.scratch, streaming)
         self.backward_scratch = Layout(plan.backward_scratch, streaming)
         self.measure_scratch = Layout(plan.measure_scratch)
         self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
-        self._filled_parts = [*self._forward_parts[1], *self._forward_parts[2]]
+        self._filled_parts = [*self._forward_parts[1], *self._forward_parts[2], *_parts(self.watched)]
         self._read_parts = _parts(self.kept_metas | self.backward_inputs)
         self._result_parts = _parts(self.result_metas)
-        self._grad_parts, self._grad_amax_parts = _parts(self.grads), _parts(self.grad_amaxes)
-        fixed = not self.saved.streamed
+        self._grad_parts = _parts(self.grads)
+        self._grad_amax_parts = _parts(self.grad_amaxes | self.grad_watched)
+        fixed = not (self.saved.streamed or self.entries)
         self._forward_replays = replays(kernels) if fixed and not self.scratch.streamed else None
         fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
         self._backward_replays = replays(kernels) if fixed and s.grads else None
@@ -161,6 +172,9 @@ class BoundOp(Interface):
         """Fill the outputs and maximise the amaxes. Returns what was saved for backward, as arrays of the
         frontend: the block, where there is one, then each streamed buffer."""
         memory, nbytes = self.memory, self.saved.nbytes
+        if self.watched:
+            shown = [memory.maker(meta)() for meta in self.watched.values()]
+            amaxes = [*amaxes, *map(memory.address, shown)]
         stream = memory.stream()
         saved = [memory.block(nbytes)] if nbytes else []
         block = memory.address(saved[0]) if nbytes else 0
@@ -176,6 +190,8 @@ class BoundOp(Interface):
         else:  # nothing is streamed then
             key = (stream, arena.address, block, *inputs, *outputs, *amaxes)
             self._forward_replays.run(key, self._forward, *addresses, arena, stream)
+        if self.watched:
+            watching.take(self.entries, self.watched, shown)
         return saved
 
     def _working_set(
@@ -232,6 +248,9 @@ class BoundOp(Interface):
         after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
         """
         memory = self.memory
+        if self.grad_watched:
+            shown = [memory.maker(meta)() for meta in self.grad_watched.values()]
+            amaxes = [*amaxes, *map(memory.address, shown)]
         stream = memory.stream()
         zeros = None
         if cotangents[0] is None:  # operations need an array for the first output's cotangent
@@ -241,7 +260,10 @@ class BoundOp(Interface):
         arena = memory.arena(self.backward_scratch.nbytes, stream)
         given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream)
         if self._backward_replays is None:
-            return self._backward(*given)
+            made = self._backward(*given)
+            if self.grad_watched:
+                watching.take(self.entries, self.grad_watched, shown)
+            return made
         key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
         self._backward_replays.run(key, self._backward, *given)
         return {}

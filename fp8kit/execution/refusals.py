@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, ShapeError, meant
+from fp8kit.inspection import is_watched
 from fp8kit.ops.registry import spec_classes
 from fp8kit.spec import Meta, Needs, Operation, Plan, Signature
 
@@ -121,7 +122,8 @@ def want_signature(operation: Operation, spec: Any, given: GivenMetas, signature
             if not isinstance(meta, Meta):
                 got = f"{key!r}: {shown(meta)}"
                 raise ArgumentError(name, field, got, "Meta(shape, dtype) for each name")
-    results = *(key for key, meta in signature.outputs.items() if not meta.zero), *signature.passes
+    made = [key for key, meta in signature.outputs.items() if not (meta.zero or is_watched(key))]
+    results = *made, *signature.passes
     declared = tuple(operation.outputs(spec))
     if declared != results:
         wanted = f"{results}, as infer says: declare `results = {results}` in {type(operation).__name__}"

@@ -9,8 +9,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from fp8kit import inspection
 from fp8kit.autocast import AutocastState, current
 from fp8kit.errors import ArgumentError
+from fp8kit.inspection import Watch
 from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.base import Layer, spec_object
 from fp8kit.layers.recompute import Kept
@@ -49,6 +51,10 @@ def layer_spec(
         for name in names
     }
     changes[names[-1]] = dataclasses.replace(changes[names[-1]], bias=bias)
+    watch = dict(more).get("watch")
+    for prefix, own in () if watch is None else watch.changed:
+        name = next(name for name in names if changes[name].prefix == prefix)
+        changes[name] = dataclasses.replace(changes[name], fp8=own)
     return dataclasses.replace(spec, **changes, **dict(options))
 
 
@@ -103,7 +109,7 @@ class FP8Layer(Layer):
     name: str | None = None
     # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
     _own: tuple[Recipe, str | None, Recipe | None] | None = None
-    # the frontend's module of checkpoints: idle, first, recall
+    # the frontend's module of checkpoints: idle, first, later, recall
     recomputation: ClassVar[Any]
     # the binding of a call that uses no state
     no_binding: ClassVar[Any]
@@ -248,7 +254,12 @@ class FP8Layer(Layer):
         state = current()
         if state is not None and state.recipe.by_layer:
             state = self.own_state(state)
+        inspector = inspection.inspector
+        watch = None if inspector is None else inspector.of_layer(self, state)
         operands = self.open_operands(inputs, state, first)
+        if watch is not None:
+            operands = operands._replace(fields=(*operands.fields, ("watch", self._watched(watch))))
+            first = None if watch.changed else first
         if state is None or not (state.enabled or state.calibrating):
             self.note_pass(False, False)
             spec = self._spec_for(None, False, bias, options, operands.fields)
@@ -332,6 +343,11 @@ class FP8Layer(Layer):
             own = state.recipe.for_layer(self.layer_name, self.name or "")
             self._own = known = (state.recipe, self.name, own)
         return None if known[2] is None else state._replace(recipe=known[2])
+
+    def _watched(self, watch: Watch) -> Watch:
+        """What this call shows: in a checkpoint's later pass no more than its backward, since the first pass
+        has shown the rest."""
+        return watch.only(forward=False) if self.recomputation.later() else watch
 
     def _fp8_of(self, recipe: Recipe) -> Quantization:
         known = self._fp8

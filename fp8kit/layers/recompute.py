@@ -63,6 +63,13 @@ class Passes(threading.local):
         running = self.running
         return running is not None and running.first
 
+    def later(self) -> bool:
+        """Whether this is a later pass, or within one: what it computes, a first pass has computed before."""
+        running = self.running
+        while running is not None and running.first:
+            running = running.above
+        return running is not None
+
     def recall(self, owner: object) -> Kept | None:
         """What this call of ``owner`` found in the first pass that is being recomputed; None where none
         is."""

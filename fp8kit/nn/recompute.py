@@ -25,7 +25,7 @@ from fp8kit.layers.recompute import Kept, Pass, Passes
 from fp8kit.nn import random
 
 _passes = Passes()
-first, recall = _passes.first, _passes.recall
+first, later, recall = _passes.first, _passes.later, _passes.recall
 
 
 def idle() -> bool:

@@ -18,6 +18,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import DType, int64
+from fp8kit.inspection import Watch
 from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta, Metas, WorkingSet
 
@@ -32,7 +33,7 @@ class ProductSpec:
     does), but its gradient, the column sums of g, is made here. ``fp8``: None for high precision.
     ``weight_cached``: the FP8 weight is an input (``weight_cast``'s outputs). ``prefix`` of names.
     ``input_cached``: so is the FP8 input, under the names and in the shapes that the weight would have, x for
-    w: ``linear`` alone takes it.
+    w: ``linear`` alone takes it. ``watch``: what the inspector wants to see of it (``product_watched``).
 
     ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a
     dtype, "float32" or the weights' own: that of the buffers which the frontend hands to ``backward`` under
@@ -52,6 +53,7 @@ class ProductSpec:
     main_grad: str | None = None
     overwrite_grad: bool = False
     input_cached: bool = False
+    watch: Watch | None = None
 
     @property
     def out_features(self) -> int:

@@ -5,7 +5,7 @@ What a recipe asks for and no product carries out is refused here, by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 
 from fp8kit import slowness
@@ -26,6 +26,9 @@ PRODUCTS: dict[str, type[QuantizedProduct]] = {
     "block_1x128": BlockProduct,
     "block_128x128": BlockProduct,
 }
+# of a class of products that which shows what they work on; ``product_watched``, which needs operations that
+# need this file, puts its function here
+WATCHED: list[Callable[..., type[Product]]] = []
 # field of a quantizer -> the values that are carried out
 _SUPPORTED = {
     "format": (E4M3, E5M2),
@@ -50,9 +53,9 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
     except UnsupportedError as refusal:
         why = refusal
     used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
-    operands = [operand for gemm in used for operand in (gemm.a, gemm.b)]
+    operands = [operand for gemm in used for operand in gemm.cast]
     modelled = any(not isinstance(gemm.how, bool) for gemm in used)
-    known = ("current", "static")
+    known = ("current", "static", "delayed")
     if not operands or modelled or any(operand.scale_source not in known for operand in operands):
         raise why
     EmulatedProduct.check_supported(quantization.gemms.items())
@@ -64,6 +67,8 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
     used = {name: gemm for name, gemm in quantization.gemms.items() if gemm.compute == "quantized"}
     readers: dict[str, list[tuple[str, Quantizer]]] = {"x": [], "w": [], "g": []}
     for name, gemm in used.items():
+        if gemm.plain:
+            raise unsupported(f"{name}.plain", gemm.plain, '"": tensor cores multiply codes by codes')
         for source, place, quantizer in zip(OPERANDS[name], "ab", (gemm.a, gemm.b), strict=True):
             readers[source].append((f"{name}.{place}", quantizer))
             for field, known in _SUPPORTED.items():
@@ -133,4 +138,6 @@ def product_of(
     kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
     if spec.fp8 is not None and kind is EmulatedProduct:
         _say_emulated(spec.fp8)
+    if spec.watch is not None:
+        kind = WATCHED[0](kind)
     return kind(spec, rows, dtype, needs_x, needs)

@@ -146,7 +146,7 @@ class Smoothing:
             self.product.wgrad(ws, g, act)
             return
         made, out = ws.scratch["smooth_dweight"], ws.outputs[self.weight]
-        self.product.wgrad(ws._replace(outputs={self.weight: made}), g, act)
+        self.product.wgrad(ws._replace(outputs={**ws.outputs, self.weight: made}), g, act)
         target = made if self._adds else out
         ws.kernels.scale_lines(made, self._s(ws), target, self._weight_axis, 1.0, False, ws.stream)
         if self._adds:

@@ -28,7 +28,7 @@ PACKAGES = {
                 "layer_recipes",
             ),
             *("attention_quantization", "quantization", "blocks", "accumulation", "autocast", "packing"),
-            *("printing", "tiles", "scoped"),
+            *("printing", "tiles", "scoped", "inspection"),
             *("moments", "raw_kernels"),
         )
     ),
@@ -91,6 +91,9 @@ THIRD_PARTY = {
     "safetensors": (),
     "matplotlib": ("fp8kit.models.plots",),
     "rich": ("fp8kit.models.progress",),
+    "yaml": ("fp8kit.numerics.config",),
+    "tensorboardX": ("fp8kit.numerics.sinks",),
+    "wandb": ("fp8kit.numerics.sinks",),
     "cupy": ("fp8kit.backends.cuda",),
     "cupyx": ("fp8kit.backends.cuda",),
     "cuda": ("fp8kit.backends.cuda",),
@@ -103,7 +106,7 @@ THIRD_PARTY = {
     "jax_tvm_ffi": ("fp8kit_jax",),
     "tvm_ffi": ("fp8kit_jax",),
 }
-LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib"}
+LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib", "yaml", "tensorboardX", "wandb"}
 
 
 def within(module: str, prefixes: tuple[str, ...]) -> bool:

@@ -140,6 +140,9 @@ def constrained(x: Any, axes: Any) -> Any:
     return nn.with_logical_constraint(x, tuple(axes), rules=_rules()) if constrains(axes) else x
 
 
+# names of a module's products for the inspector, by their state's postfix
+_ENDINGS = {"": "", "_0": ".fc1", "_1": ".fc2"}
+
 # --- parameters and state -----------------------------------------------------------------------------------
 
 
@@ -147,10 +150,11 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
     """The set of one product by the autocast in force; with delayed scaling its slots are the module's
     variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and ``grad``
     (Transformer Engine's names), in the collection that they are found in."""
-    recipe = recipe_in_force(type(module).__name__, ".".join(map(str, module.path)))
+    path = ".".join(map(str, module.path))
+    recipe, layer = recipe_in_force(type(module).__name__, path), f"{path}{_ENDINGS[postfix]}"
     history = history_of(recipe)
     if history is None:
-        return QuantizerSet(recipe=recipe)
+        return QuantizerSet(recipe=recipe, layer=layer)
     names, first = (FP8_COLLECTION_NAME, FORMER_COLLECTION_NAME), f"x{postfix}_scale"
     collection = next((name for name in names if module.has_variable(name, first)), None)
     if collection is None:
@@ -160,7 +164,7 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
             raise RecipeError(type(module).__name__, collection, "none of this layer", wanted)
     variables = state_variables(history, postfix).items()
     values = [module.variable(collection, name, lambda v=v: v).value for name, v in variables]
-    return from_variables(recipe, values)
+    return from_variables(recipe, values, layer)
 
 
 def fan_in(features: int) -> Any:

@@ -31,10 +31,10 @@ def update_fp8(module: nnx.Module, grads: Any) -> None:
 
 class _Quantizers(nnx.Module):
     """The slots of one product of a module of class ``kind``, where the recipe in force keeps state.
-    ``layer``: the module's name, None before ``name_layers`` gave it one."""
+    ``layer``: the module's name, None before ``name_layers`` gave it one; ``ending``: of the product's."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, ending: str = "") -> None:
+        self.kind, self.ending = kind, ending
         self.layer: str | None = None
         self.names: tuple[str, ...] = ()
         if not goes_by_names():
@@ -52,12 +52,13 @@ class _Quantizers(nnx.Module):
 
     def __call__(self) -> QuantizerSet:
         recipe = recipe_in_force(self.kind, self.layer)
+        layer = "" if self.layer is None else f"{self.layer}{self.ending}"
         if history_of(recipe) is None:
-            return QuantizerSet(recipe=recipe)
+            return QuantizerSet(recipe=recipe, layer=layer)
         if not self.names:
             wanted = "one made within an autocast with DelayedScaling"
             raise RecipeError("fp8kit_jax.nnx", "Fp8Meta", "none of this module", wanted)
-        return from_variables(recipe, [getattr(self, name)[...] for name in self.names])
+        return from_variables(recipe, [getattr(self, name)[...] for name in self.names], layer)
 
 
 def name_layers(model: Any) -> Any:
@@ -241,7 +242,9 @@ class LayerNormMLP(nnx.Module):
         self.learned = tuple(ALL[name].learned)
         for key, start in ALL[name].learned.items():
             setattr(self, key, nnx.Param(jnp.full((1,), start, dtype)))
-        self.quantizers_0, self.quantizers_1 = (_Quantizers(type(self).__name__) for _ in range(2))
+        self.quantizers_0, self.quantizers_1 = (
+            _Quantizers(type(self).__name__, ending) for ending in (".fc1", ".fc2")
+        )
 
     def __call__(
         self, x: Any, *, return_residual: bool = False, return_bias: bool = False, join_residual: bool = False

@@ -197,7 +197,7 @@ class _Finder:
         top, module, last = name.partition(".")[0], *name.rpartition(".")[::2]
         if last in WHY and (top == "transformer_engine" or module == "fp8kit_torch"):
             raise ImportError(f"{missing(module, last)}", name=module)
-        if top in ("transformer_engine", "transformer_engine_torch"):
+        if top in ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect"):
             raise ModuleNotFoundError(
                 f"{name}: fp8kit_torch, which stands for transformer_engine here, does not have it", name=name
             )
@@ -229,24 +229,31 @@ def _name_classes(made: dict[str, ModuleType]) -> None:
                 kind.__module__ = name
 
 
+def _debug_modules() -> dict[str, ModuleType]:
+    """``nvdlfw_inspect``, by which Transformer Engine's debug features are used."""
+    api = importlib.import_module("fp8kit_torch.te_compat.debug_api")
+    whole, logs = _module("nvdlfw_inspect", []), _module("nvdlfw_inspect.logging", [])
+    logs.BaseLogger = api.BaseLogger  # type: ignore[attr-defined]
+    whole.api, whole.logging = api, logs  # type: ignore[attr-defined]
+    return {"nvdlfw_inspect": whole, "nvdlfw_inspect.api": api, "nvdlfw_inspect.logging": logs}
+
+
 def as_transformer_engine() -> ModuleType:
     """Make ``transformer_engine`` and all that is in it importable names of this frontend, in this process:
-    ``transformer_engine.pytorch``, ``transformer_engine.common.recipe``, ``transformer_engine_torch``.
-    Returns ``transformer_engine``. Calling it again changes nothing.
+    ``transformer_engine.pytorch``, ``transformer_engine.common.recipe``, ``transformer_engine_torch``, and
+    ``nvdlfw_inspect.api``, by which Transformer Engine's debug features are used. Returns
+    ``transformer_engine``. Calling it again changes nothing.
 
     An installed Transformer Engine is left out from then on. BackendError where it was imported already.
     ``fp8kit alias`` does the same for every process of an environment.
     """
     known = sys.modules.get("transformer_engine")
-    if known is not None:
-        if isinstance(getattr(known, "__fp8kit__", None), _Finder):
-            return known
-        raise BackendError(
-            "as_transformer_engine",
-            "transformer_engine",
-            "imported already",
-            "a call before its first import",
-        )
+    if isinstance(getattr(known, "__fp8kit__", None), _Finder):
+        return known  # type: ignore[return-value]
+    for name in ("transformer_engine", "nvdlfw_inspect"):
+        if name in sys.modules:
+            wanted = "a call before its first import"
+            raise BackendError("as_transformer_engine", name, "imported already", wanted)
     recipe = _module("transformer_engine.common.recipe", [recipes])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
     for name in ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):  # which load at first use there
@@ -272,6 +279,7 @@ def as_transformer_engine() -> ModuleType:
     whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
     common.recipe = recipe  # type: ignore[attr-defined]
     whole.common, whole.pytorch, top.common = common, top, common  # type: ignore[attr-defined]
+    made |= _debug_modules()
     finder = _Finder()
     whole.__fp8kit__ = finder  # type: ignore[attr-defined]
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]

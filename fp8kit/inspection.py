@@ -1,0 +1,101 @@
+"""Where the inspector hooks in: what layers, operations and frontends know of it.
+
+``inspector`` is None unless something is to be looked at in this step, so that all others pay one look at
+it. A ``Watch`` says what a layer's call is to show. It is a part of the call's spec, and so the call has a
+plan of its own (``ops.product_watched``), which fills one more small array for each tensor that is looked at.
+The frontend hands these arrays to the inspector when they have been filled. ``fp8kit.numerics`` has the
+inspector itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+# between the prefix of a product and the tensor, in names of what a watched call fills besides
+WATCHED = "watched_"
+FORWARD = ("activation", "weight", "output")
+BACKWARD = ("gradient", "dgrad", "wgrad")
+TENSORS = FORWARD + BACKWARD
+# tensor -> the GEMM that makes it
+MADE_BY = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}
+
+
+@dataclass(frozen=True)
+class TensorWatch:
+    """What is wanted of one tensor. ``statistics``: the spec of the operation ``statistics`` of it, None for
+    none; a twin is what the same GEMM makes in high precision. ``dump``: the tensor itself."""
+
+    tensor: str
+    statistics: Any = None
+    dump: bool = False
+
+
+@dataclass(frozen=True)
+class ProductWatch:
+    """What is wanted of one product: ``layer`` is its name, ``prefix`` that of the operation's names.
+    ``tensors``: of which something is wanted."""
+
+    layer: str
+    prefix: str
+    tensors: tuple[TensorWatch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a layer's call is to show. ``products``: of each of its products. ``changed``: pairs of a prefix
+    and the ``Quantization`` that the product has instead of the layer's, None for high precision."""
+
+    products: tuple[ProductWatch, ...]
+    changed: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, prefix: str) -> ProductWatch:
+        """That of the product with this prefix; one that wants nothing where there is none."""
+        return next((own for own in self.products if own.prefix == prefix), ProductWatch("", prefix))
+
+    def only(self, forward: bool) -> Watch:
+        """The same with the tensors of one direction: those of a forward pass, or those of backward."""
+        names = FORWARD if forward else BACKWARD
+        return Watch(
+            tuple(
+                ProductWatch(own.layer, own.prefix, tuple(t for t in own.tensors if t.tensor in names))
+                for own in self.products
+            ),
+            self.changed,
+        )
+
+
+class Entry(NamedTuple):
+    """What one array of a watched call holds: of which layer and tensor. ``kind``: "sums" or
+    "dump". ``part``: the number of a weight's segment. ``spec``: of the statistics."""
+
+    layer: str
+    tensor: str
+    kind: str
+    part: int
+    spec: Any
+
+
+class Inspector(Protocol):
+    """What layers and frontends ask of the inspector."""
+
+    def of_layer(self, layer: Any, state: Any) -> Watch | None:
+        """What a layer's call within the autocast ``state`` is to show; None for nothing."""
+
+    def of_products(
+        self, names: tuple[tuple[str, str], ...], base: Any, transposed: bool = False
+    ) -> Watch | None:
+        """Likewise for products by (name, prefix), whose ``Quantization`` is ``base``; ``transposed``:
+        whether their weights lie as (in, out)."""
+
+    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
+        """Take the arrays of a call, in the order of ``entries``; they may not be filled yet."""
+
+
+inspector: Inspector | None = None
+
+
+def is_watched(name: str) -> bool:
+    """Whether an operation's output or gradient of this name is for the inspector."""
+    return WATCHED in name

@@ -1,0 +1,375 @@
+"""What to look at and what to change, as data: the files of Transformer Engine's debug features (sections of
+``nvdlfw_inspect``), read strictly.
+
+A section names layers and the features that they have::
+
+    any_name:
+      enabled: True
+      layers: {layer_name_regex_pattern: ".*(fc1|fc2)"}
+      transformer_engine:
+        LogTensorStats: {enabled: True, tensors: [activation], stats: [max, std], freq: 10}
+
+What is misspelt is an ArgumentError, which is a ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8kit.arguments import choice, flag, integer, shown
+from fp8kit.errors import ArgumentError, install, meant
+from fp8kit.inspection import TENSORS
+from fp8kit.numerics.names import Operand, request
+from fp8kit.quantization import OPERANDS
+from fp8kit.recipes import NAMED
+
+_ASKED = "inspect"
+_NAMESPACES = ("transformer_engine", "fp8kit")
+_STEPS = ("freq", "start_step", "end_step", "start_end_list")
+_SELECTIONS = ("layer_name_regex_pattern", "exact_layer_names", "layer_numbers", "layer_types")
+# formats of FakeQuant: Transformer Engine's names -> a named recipe's
+FAKE_FORMATS = ("FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2")
+_OPERAND_TENSORS = {"x": "activation", "w": "weight", "g": "gradient"}
+_READ = tuple(_OPERAND_TENSORS.values())  # by GEMMs, so that features can change them
+# what each feature does, and its own options besides those of steps
+FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "LogTensorStats": ("Logs statistics of tensors.", ("tensors", "tensors_struct", "stats")),
+    "LogFp8TensorStats": (
+        "Logs statistics of tensors' casts, by the layer's recipe or the one that a name begins with.",
+        ("tensors", "tensors_struct", "stats"),
+    ),
+    "LogNvfp4TensorStats": (
+        "Logs statistics of tensors' casts to NVFP4.",
+        ("tensors", "tensors_struct", "stats"),
+    ),
+    "FakeQuant": (
+        "Computes GEMMs in high precision, on values that were rounded to a format by one scale a tensor.",
+        ("gemms", "gemms_struct", "tensors", "tensors_struct", "quant_format"),
+    ),
+    "PerTensorScaling": (
+        "Takes scales of the tensors themselves, where the recipe takes them of earlier steps.",
+        ("gemms", "gemms_struct", "tensors", "tensors_struct"),
+    ),
+    "DisableQuantizationGEMM": ("Computes GEMMs in high precision.", ("gemms", "gemms_struct")),
+    "DisableQuantizationLayer": ("Computes layers in high precision.", ()),
+    "DumpTensors": (
+        "Writes tensors to files, as they are and as the layer casts them.",
+        ("tensors", "tensors_struct", "high_precision_tensor", "quantized_tensor"),
+    ),
+}
+ALIASES = {"disablefp8gemm": "DisableQuantizationGEMM", "disablefp8layer": "DisableQuantizationLayer"}
+ALIASES |= {"fakequantfp8": "FakeQuant"} | {name.lower(): name for name in FEATURES}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Every ``freq``-th step of the ``intervals``, whose ends belong to them."""
+
+    freq: int = 1
+    intervals: tuple[tuple[float, float], ...] = ((0, math.inf),)
+
+    def hold(self, step: int) -> bool:
+        """Whether a step is among them."""
+        return step % self.freq == 0 and any(first <= step <= last for first, last in self.intervals)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Statistics of one tensor. ``stats``: names, or pairs of a name and its options."""
+
+    tensor: str
+    stats: tuple[Any, ...]
+    steps: Steps
+
+    def names(self) -> list[Any]:
+        """The statistics as ``request`` takes them."""
+        return [stat if isinstance(stat, str) else {stat[0]: dict(stat[1])} for stat in self.stats]
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A tensor that is written to a file: as it is (``plain``), and as the layer casts it (``cast``)."""
+
+    tensor: str
+    plain: bool
+    cast: bool
+    steps: Steps
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A change of one GEMM. ``kind``: "high_precision", "fake" or "current"; ``tensors``: pairs of a tensor
+    and a format."""
+
+    kind: str
+    gemm: str
+    tensors: tuple[tuple[str, str], ...]
+    steps: Steps
+
+
+@dataclass(frozen=True)
+class Section:
+    """Layers and what they have."""
+
+    name: str
+    layers: Mapping[str, Any]
+    logged: tuple[Logged, ...] = ()
+    dumped: tuple[Dumped, ...] = ()
+    effects: tuple[Effect, ...] = ()
+
+    def steps(self) -> Iterator[Steps]:
+        """When something of it is to be done."""
+        yield from (own.steps for own in self.logged)
+        yield from (own.steps for own in self.dumped)
+        yield from (own.steps for own in self.effects)
+
+    def has(self, layer: str) -> bool:
+        """Whether a layer of this name is among its own, by the rules of ``nvdlfw_inspect``: a pattern is
+        searched, a type is a part of the name, a number stands in it between dots. ArgumentError where layers
+        are chosen by number and the name has several."""
+        own = self.layers
+        if "exact_layer_names" in own:
+            return layer in own["exact_layer_names"]
+        if "layer_name_regex_pattern" in own:
+            return own["layer_name_regex_pattern"].search(layer) is not None
+        found = True
+        if "layer_types" in own:
+            found = "all" in own["layer_types"] or any(kind in layer for kind in own["layer_types"])
+        if found and own.get("layer_numbers") is not None:
+            numbers = [int(part) for part in layer.split(".") if part.isdecimal()]
+            if len(numbers) > 1:
+                wanted = "a name with one number, or another way to choose layers"
+                raise ArgumentError(_ASKED, f"{self.name}: layer_numbers", repr(layer), wanted)
+            found = bool(numbers) and numbers[0] in own["layer_numbers"]
+        return found
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sections that are enabled."""
+
+    sections: tuple[Section, ...]
+
+    def section(self, layer: str) -> Section | None:
+        """The section of a layer, None where it is in none. ArgumentError where it is in several."""
+        found = [section for section in self.sections if section.has(layer)]
+        if len(found) > 1:
+            names = ", ".join(section.name for section in found)
+            raise ArgumentError(_ASKED, f"layer {layer}", f"in the sections {names}", "one section at most")
+        return found[0] if found else None
+
+
+def read(config: Any) -> Config:
+    """A configuration: a mapping, the path of a YAML file, or None for one without sections. ArgumentError
+    for what is none; FileNotFoundError where there is no such file."""
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, str | os.PathLike):
+        config = _loaded(Path(config))
+    if config is None:
+        return Config(())
+    if not isinstance(config, Mapping):
+        raise ArgumentError(_ASKED, "config", shown(config), "a mapping of sections, or a YAML file's path")
+    sections = [_section(str(name), own) for name, own in config.items()]
+    return Config(tuple(section for section in sections if section is not None))
+
+
+def _loaded(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    try:
+        import yaml
+    except ImportError:
+        raise ArgumentError(_ASKED, "config", f"{path}, without PyYAML", install("inspect")) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ArgumentError(_ASKED, "config", f"{path}: {error}", "a YAML file") from None
+
+
+def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ArgumentError(_ASKED, where, shown(value), "a mapping")
+    return value
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple) or not value:
+        raise ArgumentError(_ASKED, where, shown(value), "a list that is not empty")
+    return list(value)
+
+
+def _known(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in names:
+            wanted = f"one of {', '.join(names)}{meant(name, names)}"
+            raise ArgumentError(_ASKED, where, repr(name), wanted)
+
+
+def _section(name: str, value: Any) -> Section | None:
+    own = _mapping(name, value)
+    if "enabled" not in own:
+        raise ArgumentError(_ASKED, f"{name}.enabled", None, "True or False")
+    if not flag(_ASKED, f"{name}.enabled", own["enabled"]):
+        return None
+    layers = _layers(f"{name}.layers", own.get("layers"))
+    logged: list[Logged] = []
+    dumped: list[Dumped] = []
+    effects: list[Effect] = []
+    for feature, options in _features(name, own):
+        where = f"{name}.{feature}"
+        if not flag(_ASKED, f"{where}.enabled", options.get("enabled", True)):
+            continue
+        rest = {key: option for key, option in options.items() if key != "enabled"}
+        _known(where, rest, (*FEATURES[feature][1], *_STEPS))
+        if feature.startswith("Log"):
+            logged += _logged(where, feature, rest)
+        elif feature == "DumpTensors":
+            dumped += _dumped(where, rest)
+        else:
+            effects += _effects(where, feature, rest)
+    return Section(name, layers, tuple(logged), tuple(dumped), tuple(effects))
+
+
+def _features(name: str, own: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for key, value in own.items():
+        if key in ("enabled", "layers"):
+            continue
+        inside = _mapping(f"{name}.{key}", value) if key in _NAMESPACES else {key: value}
+        for feature, options in inside.items():
+            found = ALIASES.get(str(feature).lower())
+            if found is None:
+                wanted = f"a feature: {', '.join(FEATURES)}{meant(feature, FEATURES)}"
+                raise ArgumentError(_ASKED, name, repr(feature), wanted)
+            yield found, _mapping(f"{name}.{feature}", options)
+
+
+def _layers(where: str, value: Any) -> Mapping[str, Any]:
+    own = dict(_mapping(where, value))
+    _known(where, own, _SELECTIONS)
+    if not own:
+        raise ArgumentError(_ASKED, where, "nothing", f"one of {', '.join(_SELECTIONS)}")
+    for key, chosen in own.items():
+        if key == "layer_name_regex_pattern":
+            try:
+                own[key] = re.compile(chosen)
+            except (re.error, TypeError) as error:
+                got = f"{shown(chosen)}: {error}"
+                raise ArgumentError(_ASKED, f"{where}.{key}", got, "a regular expression") from None
+        elif key == "layer_numbers":
+            own[key] = _numbers(f"{where}.{key}", chosen)
+        else:
+            own[key] = tuple(map(str, _list(f"{where}.{key}", chosen)))
+    return own
+
+
+def _numbers(where: str, value: Any) -> frozenset[int] | None:
+    """Numbers of layers; "2-5" are four of them, None is all."""
+    found: set[int] = set()
+    for part in value if isinstance(value, list | tuple) else [value]:
+        if part == "all":
+            return None
+        ends = re.fullmatch(r"(\d+)-(\d+)", part) if isinstance(part, str) else None
+        if ends is not None:
+            found |= set(range(int(ends[1]), int(ends[2]) + 1))
+        else:
+            found.add(integer(_ASKED, where, part, 0))
+    return frozenset(found)
+
+
+def _steps(where: str, own: Mapping[str, Any]) -> Steps:
+    freq = integer(_ASKED, f"{where}.freq", own.get("freq", 1), 1)
+    given = own.get("start_end_list")
+    if given is None:
+        first, last = own.get("start_step"), own.get("end_step")
+        given = [(0 if first is None else first, -1 if last is None else last)]
+    intervals = []
+    for pair in _list(f"{where}.start_end_list", given):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ArgumentError(_ASKED, f"{where}.start_end_list", shown(pair), "pairs of steps")
+        first, last = (integer(_ASKED, f"{where}: step", step, -1) for step in pair)
+        intervals.append((first, math.inf if last == -1 else last))
+    return Steps(freq, tuple(intervals))
+
+
+def _items(where: str, own: Mapping[str, Any], kind: str, known: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """What a feature says of each tensor, or of each GEMM: its own options, and those of ``tensors_struct``
+    or ``gemms_struct``."""
+    several, struct = f"{kind}s", f"{kind}s_struct"
+    common = {key: value for key, value in own.items() if key not in (several, struct)}
+    if (several in own) == (struct in own):
+        raise ArgumentError(_ASKED, where, "both" if several in own else None, f"{several} or {struct}")
+    if several in own:
+        for name in _list(f"{where}.{several}", own[several]):
+            yield {**common, kind: choice(_ASKED, f"{where}.{several}", name, known)}
+        return
+    for item in _list(f"{where}.{struct}", own[struct]):
+        more = _mapping(f"{where}.{struct}", item)
+        if kind not in more:
+            raise ArgumentError(_ASKED, f"{where}.{struct}", shown(item), f"a mapping with {kind!r}")
+        choice(_ASKED, f"{where}.{struct}", more[kind], known)
+        yield {**common, **more}
+
+
+def _logged(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Logged]:
+    for item in _items(where, own, "tensor", TENSORS):
+        _known(where, item, ("tensor", "stats", *_STEPS))
+        stats = _list(f"{where}.stats", item.get("stats"))
+        if feature == "LogNvfp4TensorStats":
+            stats = [stat if str(stat).startswith("nvfp4_") else f"nvfp4_{stat}" for stat in stats]
+        # of a layer that casts; in another one that misses some, the log says so
+        request(stats, Operand(item["tensor"], NAMED["current"].recipe.quantization))
+        frozen = tuple(stat if isinstance(stat, str) else _frozen(stat) for stat in stats)
+        yield Logged(item["tensor"], frozen, _steps(where, item))
+
+
+def _frozen(stat: Mapping[str, Mapping[str, Any]]) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    ((name, options),) = stat.items()
+    return name, tuple(options.items())
+
+
+def _dumped(where: str, own: Mapping[str, Any]) -> Iterator[Dumped]:
+    for item in _items(where, own, "tensor", TENSORS):
+        _known(where, item, ("tensor", "high_precision_tensor", "quantized_tensor", *_STEPS))
+        plain, cast = (
+            flag(_ASKED, f"{where}.{name}", item.get(name, False))
+            for name in ("high_precision_tensor", "quantized_tensor")
+        )
+        if not (plain or cast):
+            wanted = "high_precision_tensor or quantized_tensor: True"
+            raise ArgumentError(_ASKED, where, f"neither for {item['tensor']}", wanted)
+        yield Dumped(item["tensor"], plain, cast, _steps(where, item))
+
+
+def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effect]:
+    steps, gemms = _steps(where, own), tuple(OPERANDS)
+    if feature == "DisableQuantizationLayer":
+        for gemm in gemms:
+            yield Effect("high_precision", gemm, (), steps)
+        return
+    fake = feature == "FakeQuant"
+    nested = "gemms_struct" in own
+    for item in _items(where, own, "gemm", gemms):
+        gemm = item["gemm"]
+        if feature == "DisableQuantizationGEMM":
+            _known(where, item, ("gemm", *_STEPS))
+            yield Effect("high_precision", gemm, (), steps)
+            continue
+        found = []
+        for part in _items(f"{where}.{gemm}" if nested else where, item, "tensor", _READ):
+            _known(where, part, ("gemm", "tensor", *(("quant_format",) if fake else ()), *_STEPS))
+            form = ""
+            if fake:
+                form = choice(_ASKED, f"{where}.quant_format", part.get("quant_format"), FAKE_FORMATS)
+            found.append((part["tensor"], form))
+        yield Effect("fake" if fake else "current", gemm, tuple(found), steps)
+
+
+def operands_of(gemm: str) -> dict[str, str]:
+    """The tensors that a GEMM reads, with the side of each, "a" or "b"."""
+    return {_OPERAND_TENSORS[own]: side for own, side in zip(OPERANDS[gemm], "ab", strict=True)}

@@ -1,0 +1,113 @@
+"""``inspect``: look at the tensors of a training, and change some layers' recipe, by a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arguments import flag
+from fp8kit.errors import ArgumentError
+from fp8kit.layers.fp8_layer import FP8Layer
+from fp8kit.numerics.config import read
+from fp8kit.numerics.dumps import Dumps, on_host
+from fp8kit.numerics.log import Inspector
+from fp8kit.numerics.sinks import LogFile, sinks_of
+
+Names = Callable[[Any], str | None]
+
+
+def layer_names(model: Any) -> Names:
+    """The names of a model's layers: that under which ``named_modules()`` has each, its own ``name`` where it
+    is the model. ArgumentError for what is no module."""
+    if not callable(getattr(model, "named_modules", None)):
+        raise ArgumentError("inspect", "model", f"a {type(model).__name__}", "a module")
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FP8Layer):
+            found[id(module)] = path or module.name or module.layer_name
+    return lambda layer: found.get(id(layer))
+
+
+def save_numpy(arrays: Mapping[str, Any], path: Path) -> None:
+    """Arrays by name as a ``.npz`` file."""
+    host: dict[str, Any] = {name: np.asarray(on_host(array), np.float32) for name, array in arrays.items()}
+    np.savez(path, **host)
+
+
+@contextmanager
+def opened(inspector: Inspector) -> Iterator[Inspector]:
+    """The block of an inspector."""
+    inspector.open()
+    try:
+        yield inspector
+    except BaseException:
+        inspector.close(failed=True)
+        raise
+    inspector.close()
+
+
+def made(
+    config: Any,
+    names: Names,
+    sinks: Any,
+    log_dir: str | os.PathLike[str] | None,
+    first_step: int,
+    keep: bool,
+    rank: int = 0,
+    save: tuple[Callable[..., None], str] = (save_numpy, ".npz"),
+    **more: Any,
+) -> Inspector:
+    """The inspector of a frontend. ArgumentError for a configuration or a sink that is none."""
+    found = read(config)
+    where = "." if log_dir is None else log_dir
+    files = [] if log_dir is None else [LogFile(log_dir, rank)]
+    return Inspector(
+        found,
+        names,
+        [*files, *sinks_of(sinks)],
+        first=first_step,
+        keep=flag("inspect", "keep", keep),
+        dumps=Dumps(where, *save, rank),
+        **more,
+    )
+
+
+def inspect(
+    model: Any,
+    config: Any,
+    *,
+    sinks: Any = (),
+    log_dir: str | os.PathLike[str] | None = None,
+    first_step: int = 0,
+    keep: bool = True,
+) -> Any:
+    """A context manager: within it the layers of ``model`` show and do what ``config`` says::
+
+        with fk.inspect(model, "config.yaml", sinks="run/statistics.jsonl") as log:
+            for batch in data:
+                train(model, batch)
+                log.step()
+        log.rows()   # [{"step": 0, "layer": "blocks.0.proj", "tensor": "activation", "stat": "max", ...}]
+
+    * ``model``: a module; its layers are called as ``named_modules()`` calls them, their products with
+      Transformer Engine's endings (``layernorm_mlp.fc1``).
+    * ``config``: a mapping, or the path of a YAML file, as Transformer Engine's debug features have them
+      (docs/inspector.md).
+    * ``sinks``: where rows go (dicts of int, str, and float or arrays of int as lists), one or several: paths
+      of ``.jsonl`` and ``.csv`` files, functions of the rows of a step, writers of TensorBoard, runs of
+      Weights & Biases (``fp8kit.numerics.sinks``).
+    * ``log_dir``: a folder for the log that Transformer Engine writes; None writes none. Dumped tensors go
+      there, too, by default to the working directory.
+    * ``first_step``: the number of the first step. ``keep``: whether ``log.rows()`` keeps all rows.
+
+    ``log.step()`` ends a step: what micro-batches have shown since the last one is put together. In steps
+    that nothing is asked of, and outside of the block, calls are as without it. There is one inspector in a
+    process. Raises ArgumentError, a ValueError, for a configuration or a sink that is none and, at a layer's
+    first call, where several sections choose it.
+    """
+    return opened(made(config, layer_names(model), sinks, log_dir, first_step, keep))

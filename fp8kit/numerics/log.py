@@ -1,0 +1,314 @@
+"""The inspector: what the calls of this step show, the rows that become of it, and where they go.
+
+A call leaves small arrays on its device and waits for nothing. ``step`` fetches them, puts those of one
+tensor together (micro-batches, a weight's segments, ranks), and makes rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8kit import inspection
+from fp8kit.arguments import integer
+from fp8kit.errors import ArgumentError
+from fp8kit.inspection import MADE_BY, Entry, ProductWatch, TensorWatch, Watch
+from fp8kit.numerics.config import Config, Dumped, Logged, Section
+from fp8kit.numerics.dumps import Dumps, on_host
+from fp8kit.numerics.effects import active, changed
+from fp8kit.numerics.names import Needs, Operand, request
+from fp8kit.numerics.sinks import Row, Sink
+from fp8kit.numerics.statistics import merge, values
+from fp8kit.quantization import Quantization
+
+log = logging.getLogger("fp8kit")
+Record = np.ndarray[Any, Any]
+Key = tuple[str, str, Any]  # layer, tensor, the spec of its statistics
+Records = dict[Key, Record]
+Gather = Callable[[Records], Sequence[Records]]
+
+
+class _Asked(NamedTuple):
+    """What is wanted of a product in a step: (tensor, its needs) and dumps; what the product's rules are."""
+
+    needs: tuple[tuple[str, Needs], ...]
+    dumped: tuple[Dumped, ...]
+    quantization: Quantization | None
+    is_changed: bool
+
+
+class _Like(NamedTuple):
+    """What steps have in common in which the same is asked for."""
+
+    watches: dict[Any, Watch | None]
+    asked: dict[Key, Needs]
+    dumped: dict[tuple[str, str], tuple[Dumped, Quantization | None]]
+
+
+@lru_cache(maxsize=4096)
+def _needs(
+    logged: tuple[Logged, ...], quantization: Quantization | None, transposed: bool
+) -> tuple[tuple[tuple[str, Needs], ...], tuple[str, ...]]:
+    """(tensor, needs) of what is logged of a product with these rules, and what there is none of."""
+    by_tensor: dict[str, list[Any]] = {}
+    for own in logged:
+        by_tensor.setdefault(own.tensor, []).extend(own.names())
+    found, missing = [], []
+    for tensor, stats in by_tensor.items():
+        operand, there = Operand(tensor, quantization, transposed and tensor == "weight"), []
+        for stat in stats:
+            try:
+                request([stat], operand)
+                there.append(stat)
+            except ArgumentError as error:
+                missing.append(f"{tensor} {stat}: {error}")
+        if there:
+            found.append((tensor, request(there, operand)))
+    return tuple(found), tuple(missing)
+
+
+class Inspector:
+    """``inspection.Inspector``, and what the user of a ``with`` block has: ``step``, ``rows``.
+
+    * ``names``: layer -> its name, None for a layer that is not inspected. ``sinks``: where rows go.
+    * ``gather``: of the records of this rank, by (layer, tensor), those of all ranks; None for one rank.
+    * ``first``: the number of the first step. ``keep``: whether ``rows`` keeps them. ``switched``: called
+      when that changes with what the step that begins shows, None for nothing. ``wait``: called before what a
+      step has shown is read.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        names: Callable[[Any], str | None],
+        sinks: Sequence[Sink] = (),
+        *,
+        first: int = 0,
+        keep: bool = True,
+        gather: Gather | None = None,
+        dumps: Dumps | None = None,
+        switched: Callable[[Any], None] | None = None,
+        wait: Callable[[], Any] | None = None,
+    ) -> None:
+        self.config, self.names, self.sinks, self.gather = config, names, list(sinks), gather
+        self.number = integer("inspect", "first_step", first, 0)
+        self._keep, self._dumps, self._switched, self._wait = keep, dumps, switched, wait
+        self._rows: list[Row] = []
+        self._lock = threading.Lock()
+        self._taken: list[tuple[Entry, Any]] = []
+        self._known: dict[str, Section | None] = {}  # by the product's name
+        # what is asked for in steps like this one: by the names and rules of a layer's products what its call
+        # shows, by layer and tensor the needs and the dumps
+        self._like: dict[Any, _Like] = {}
+        self._now = _Like({}, {}, {})
+        self._said: set[tuple[str, str]] = set()
+        self._open, self._serial = False, next(_SERIAL)
+        self._looked_at: Any = None
+
+    # --- the user's ----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End a step: its rows are made, which waits for the device where something was looked at, and go to
+        the sinks. What comes until the next call is the next step's."""
+        if not self._open:
+            raise ArgumentError("inspect", "step", "a call outside of the block", "one within it")
+        self._finish()
+        self.number += 1
+        self._begin()
+
+    def go_to(self, number: int) -> None:
+        """Let the step that runs have this number."""
+        self.number = integer("inspect", "step", number, 0)
+        self._begin()
+
+    def rows(self) -> list[Row]:
+        """The rows of all steps that have ended: dicts with step, layer, tensor, stat, value, and gemm where
+        a statistic belongs to one."""
+        return list(self._rows)
+
+    # --- the block -----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin. ArgumentError where another inspector has begun: there is one in a process."""
+        if _current[0] is not None:
+            raise ArgumentError("inspect", "block", "one within another", "one at a time in a process")
+        _current[0], self._open = self, True
+        self._begin()
+
+    def close(self, failed: bool = False) -> None:
+        """End. What a step has shown that did not end is written, too, unless it ``failed``."""
+        try:
+            if self._wait is not None and self._looked_at is not None:
+                self._wait()
+            if self._taken and not failed:
+                self._finish()
+        finally:
+            self._taken, self._open, _current[0] = [], False, None
+            self._switch(None)
+            for sink in self.sinks:
+                sink.close()
+        for section in self.config.sections if not failed else ():
+            if section not in self._known.values():
+                log.warning("inspect: no layer was found for the section %s", section.name)
+
+    def _begin(self) -> None:
+        """Begin a step."""
+        holding = tuple(steps.hold(self.number) for own in self.config.sections for steps in own.steps())
+        if not any(holding):
+            self._switch(None)
+            return
+        self._now = self._like.setdefault(holding, _Like({}, {}, {}))
+        self._switch((self._serial, holding))
+
+    def _switch(self, looked_at: Any) -> None:
+        """Let layers see the inspector, or not."""
+        inspection.inspector = None if looked_at is None else self
+        if self._switched is not None and looked_at != self._looked_at:
+            self._switched(looked_at)
+        self._looked_at = looked_at
+
+    # --- what layers ask -----------------------------------------------------------------------------------
+
+    def of_layer(self, layer: Any, state: Any) -> Watch | None:
+        """What a call of a layer is to show within the autocast ``state``."""
+        name = self.names(layer)
+        if name is None:
+            return None
+        on = state is not None and state.enabled
+        products = tuple((product_name(name, prefix), prefix) for prefix in layer.gemms)
+        return self.of_products(products, state.recipe.quantization if on else None)
+
+    def of_products(
+        self, names: tuple[tuple[str, str], ...], base: Quantization | None, transposed: bool = False
+    ) -> Watch | None:
+        """What the products of a layer are to show, whose rules are ``base``. ``names``: of each its name and
+        prefix. ``transposed``: whether their weights lie as (in, out). None for nothing."""
+        key = names, base, transposed
+        with self._lock:
+            known = self._now.watches
+            if key not in known:
+                known[key] = self._watch(*key)
+            return known[key]
+
+    def _watch(
+        self, names: tuple[tuple[str, str], ...], base: Quantization | None, transposed: bool
+    ) -> Watch | None:
+        products, other = [], []
+        for name, prefix in names:
+            asked = self._wanted(name, base, transposed)
+            if asked is None:
+                continue
+            if asked.is_changed:
+                other.append((prefix, asked.quantization))
+            own = {tensor: TensorWatch(tensor, needs.spec) for tensor, needs in asked.needs}
+            for tensor, needs in asked.needs:
+                self._now.asked[name, tensor, needs.spec] = needs
+            for dump in asked.dumped:
+                known = own.get(dump.tensor, TensorWatch(dump.tensor))
+                own[dump.tensor] = TensorWatch(known.tensor, known.statistics, True)
+                self._now.dumped[name, dump.tensor] = dump, asked.quantization
+            products.append(ProductWatch(name, prefix, tuple(own.values())))
+        return Watch(tuple(products), tuple(other)) if products else None
+
+    def _wanted(self, name: str, base: Quantization | None, transposed: bool) -> _Asked | None:
+        """What is wanted of a product in this step; None for nothing."""
+        if name not in self._known:
+            self._known[name] = self.config.section(name)
+        section = self._known[name]
+        if section is None:
+            return None
+        logged = tuple(own for own in section.logged if own.steps.hold(self.number))
+        dumped = tuple(own for own in section.dumped if own.steps.hold(self.number))
+        effects = active(section.effects, self.number)
+        if not (logged or dumped or effects):
+            return None
+        own = changed(base, effects) if effects else base
+        found, missing = _needs(logged, own, transposed)
+        for what in missing:
+            if (name, what) not in self._said:
+                self._said.add((name, what))
+                log.warning("inspect: %s: left out: %s", name, what)
+        return _Asked(found, dumped, own, bool(effects) and own is not base)
+
+    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
+        """Keep what a call shows until the step ends."""
+        with self._lock:
+            self._taken += zip(entries.values(), arrays, strict=True)
+
+    # --- rows ----------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Make the rows of the step."""
+        if self._looked_at is None:
+            return
+        if self._wait is not None:
+            self._wait()
+        with self._lock:
+            taken, self._taken = self._taken, []
+        records: Records = {}
+        for entry, array in taken:
+            key = entry.layer, entry.tensor, entry.spec
+            if entry.kind == "dump":
+                known = self._now.dumped.get(key[:2])
+                if self._dumps is not None and known is not None:
+                    self._dumps.write(self.number, entry, array, *known)
+                continue
+            if key not in self._now.asked:
+                continue  # of a forward pass in an earlier step
+            if key in records and entry.tensor == "weight":
+                continue  # the same in every micro-batch
+            record, needs = on_host(array), self._now.asked[key]
+            records[key] = merge(needs, records[key], record) if key in records else record
+        if self.gather is not None:
+            records = self._of_all_ranks(records)
+        made = [row for key in sorted(records, key=_order) for row in self._rows_of(key, records[key])]
+        if self._keep:
+            self._rows += made
+        if made:
+            for sink in self.sinks:
+                sink.write(made)
+
+    def _of_all_ranks(self, own: Records) -> Records:
+        """The records of all ranks together, the weights' as this rank has them."""
+        assert self.gather is not None
+        total: Records = {}
+        for records in self.gather({key: record for key, record in own.items() if key[1] != "weight"}):
+            for key, record in records.items():
+                if key in self._now.asked:
+                    total[key] = merge(self._now.asked[key], total[key], record) if key in total else record
+        return total | {key: record for key, record in own.items() if key[1] == "weight"}
+
+    def _rows_of(self, key: Key, record: Record) -> list[Row]:
+        (layer, tensor, _), needs = key, self._now.asked[key]
+        kinds, found = {stat.name: stat for stat in needs.stats}, values(needs, record)
+        made = []
+        for name, value in found.items():
+            row: Row = {"step": self.number, "layer": layer, "tensor": tensor, "stat": name, "value": value}
+            own = kinds[name]
+            if tensor in MADE_BY and not own.of and own.kind in ("sqnr", "cosine", "relative_error"):
+                row["gemm"] = MADE_BY[tensor]
+            made.append(row)
+        return made
+
+
+_current: list[Inspector | None] = [None]
+_SERIAL = itertools.count()
+
+
+def _order(key: Key) -> tuple[str, int]:
+    return key[0], inspection.TENSORS.index(key[1])
+
+
+def product_name(layer: str, prefix: str) -> str:
+    """The name of a layer's product, with Transformer Engine's endings: ``layernorm_mlp.fc1``,
+    ``experts.gemm_0``; the layer's own where it has one."""
+    ending = prefix.rstrip("_")
+    if not ending:
+        return layer
+    return f"{layer}.gemm_{ending}" if ending.isdecimal() else f"{layer}.{ending}"

@@ -1,0 +1,214 @@
+"""Products that show their tensors: any ``Product``, with one more small array for each tensor that is looked
+at. The only place where the inspector touches the products.
+
+A watched product makes its operands in high precision before it casts them, where a fused kernel would
+otherwise write codes alone: the same codes, by one more pass. Next to each of its steps it collects what its
+``ProductWatch`` asks for. What it makes of the call is what the product makes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import UnsupportedError
+from fp8kit.inspection import BACKWARD, FORWARD, WATCHED, Entry, TensorWatch
+from fp8kit.ops.collect import Collector
+from fp8kit.ops.product import Product, ProductSpec
+from fp8kit.ops.products import WATCHED as WATCHED_CLASS
+from fp8kit.spec import Meta, Metas, WorkingSet
+
+_OPERANDS = {"activation": "x", "weight": "w", "gradient": "g"}
+
+
+class WatchedProduct(Product):
+    """Goes before a product's class. ``entries``: what each array holds, by its name among the outputs, or
+    among what backward fills."""
+
+    fuses_cast = False
+
+    def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:
+        super().__init__(spec, *of_the_call)
+        assert spec.watch is not None
+        own = spec.watch.of(spec.prefix)
+        self.entries: dict[str, Entry] = {}
+        self.shown_metas: dict[str, Meta] = {}
+        self.collectors: dict[str, Collector] = {}
+        self.twins: set[str] = set()  # tensors that are made again in high precision
+        for watch in own.tensors:
+            self._add(own.layer, watch)
+        if "output" in self.twins:
+            self.fprop_reads_x = True
+        if "wgrad" in self.twins:
+            self.wgrad_reads_x = True
+        if self.twins & {"dgrad", "wgrad"}:
+            self.reads_g = True
+
+    def _add(self, layer: str, watch: TensorWatch) -> None:
+        tensor = watch.tensor
+        shapes = {
+            "activation": (self.m, self.k),
+            "output": (self.m, self.n),
+            "gradient": (self.m, self.n),
+            "dgrad": (self.m, self.k),
+        }
+        parts = [shapes[tensor]] if tensor in shapes else [(n, self.k) for n in self.spec.segments]
+        if tensor == "weight":
+            parts = [(self.n, self.k)]
+        dtype = self.grad_dtype if tensor == "wgrad" else self.dtype
+        for i, (rows, columns) in enumerate(parts):
+            # a weight lies as it is, and so does its gradient
+            shape = (columns, rows) if tensor in ("weight", "wgrad") and not self.oi else (rows, columns)
+            if watch.statistics is not None:
+                name = self._entry(layer, tensor, "sums", i, watch.statistics)
+                self.collectors[name] = Collector(watch.statistics, shape, dtype)
+                self.shown_metas[name] = self.collectors[name].meta
+            if watch.dump:
+                self.shown_metas[self._entry(layer, tensor, "dump", i, None)] = Meta(shape, dtype)
+        if watch.statistics is not None and watch.statistics.twin:
+            self.twins.add(tensor)
+
+    def _entry(self, layer: str, tensor: str, kind: str, part: int, spec: Any) -> str:
+        name = f"{self.spec.prefix}{WATCHED}{tensor}_{kind}{part}"
+        self.entries[name] = Entry(layer, tensor, kind, part, spec)
+        return name
+
+    # --- what there is --------------------------------------------------------------------------------------
+
+    @property
+    def scales_known(self) -> bool:
+        return False
+
+    def check(self, operation: str, metas: Metas) -> None:
+        super().check(operation, metas)
+        for operand in "xw":  # a layer gives them for all its products, also for one that takes none
+            metas.get(f"{self.spec.prefix}{operand}_scale")
+        metas.get("rng")
+
+    def _metas_of(self, tensors: tuple[str, ...]) -> dict[str, Meta]:
+        return {name: meta for name, meta in self.shown_metas.items() if self.entries[name].tensor in tensors}
+
+    def outputs(self) -> dict[str, Meta]:
+        return super().outputs() | self._metas_of(FORWARD)
+
+    def grads(self) -> dict[str, Meta]:
+        wanted = {"gradient": self.needs_x or self.needs_w, "dgrad": self.needs_x, "wgrad": self.needs_w}
+        return super().grads() | self._metas_of(tuple(name for name in BACKWARD if wanted[name]))
+
+    def kept(self) -> tuple[str, ...]:
+        again = tuple(self.weights) if "dgrad" in self.twins and self.needs_x else ()
+        return tuple(dict.fromkeys((*super().kept(), *again)))
+
+    def scratch(self) -> dict[str, Meta]:
+        own = super().scratch() | self._weight_buffer()
+        if "output" in self.twins:
+            own |= {self._shown("again"): Meta((self.m, self.n), self.dtype)} | self._bias_buffer()
+        if self._arrays_of("output"):
+            own[self._shown("y")] = Meta((self.m, self.n), self.dtype)
+        return own
+
+    def backward_scratch(self) -> dict[str, Meta]:
+        own = super().backward_scratch()
+        sizes = [self.m * self.k] * ("dgrad" in self.twins) + [self.n * self.k] * ("wgrad" in self.twins)
+        if sizes:
+            wider = max(self.dtype, self.grad_dtype, key=lambda dtype: dtype.itemsize)
+            own |= {self._shown("again"): Meta((max(sizes),), wider)} | self._weight_buffer()
+        return own
+
+    def workspace(self, k: Any) -> int:
+        return max(super().workspace(k), *(own.workspace(k) for own in self.collectors.values()), 0)
+
+    # --- what it does ---------------------------------------------------------------------------------------
+
+    def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
+        super().cast_x(ws, x, amax_known)
+        self._look(ws, "activation", x)
+
+    def fprop(
+        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
+    ) -> None:
+        if self._sees(ws, "weight"):
+            self._look(ws, "weight", self._weight_to_see(ws))
+        looked_at = self._sees(ws, "output")
+        alone = y
+        if addend is not None and looked_at:
+            alone = ws.scratch[self._shown("y")]
+            super().fprop(ws, x, alone, None)
+        super().fprop(ws, x, y, addend)
+        twin = None
+        if looked_at and "output" in self.twins:
+            twin = ws.scratch[self._shown("again")]
+            Product.fprop(self, ws, x, twin, None)
+        self._look(ws, "output", alone, twin)
+
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
+        super().cast_g(ws, g, with_bias, amax_known)
+        self._look(ws, "gradient", g)
+
+    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+        super().dgrad(ws, g, dx)
+        twin = None
+        if "dgrad" in self.twins and self._sees(ws, "dgrad"):
+            twin = self._made_again(ws, dx)
+            Product.dgrad(self, ws, g, twin)
+        self._look(ws, "dgrad", dx, twin)
+
+    def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        super().wgrad(ws, g, x)
+        for i, (weight, (start, n)) in enumerate(self.weights.items() if self._sees(ws, "wgrad") else ()):
+            out, twin = ws.outputs[weight], None
+            if "wgrad" in self.twins:
+                assert g is not None
+                part = g if len(self.weights) == 1 else g.slice(1, start, n)
+                twin, (a, b) = self._made_again(ws, out), (part, x) if self.oi else (x, part)
+                ws.kernels.gemm(a, b, twin, "tn", None, None, ws.scratch["workspace"], ws.stream)
+            self._look(ws, "wgrad", out, twin, i)
+
+    # --- helpers --------------------------------------------------------------------------------------------
+
+    def _shown(self, buffer: str) -> str:
+        return f"{self.spec.prefix}{WATCHED}{buffer}"
+
+    def _arrays_of(self, tensor: str) -> list[str]:
+        """The arrays of a tensor."""
+        return [name for name, own in self.entries.items() if own.tensor == tensor]
+
+    def _sees(self, ws: WorkingSet, tensor: str) -> bool:
+        """Whether this pass has a place for what is collected of a tensor; a recomputed one has none."""
+        return any(name in ws.outputs for name in self._arrays_of(tensor))
+
+    def _look(
+        self, ws: WorkingSet, tensor: str, view: ArrayView, twin: ArrayView | None = None, part: int = 0
+    ) -> None:
+        """Collect what is wanted of a tensor, beside its ``twin`` where it has one."""
+        for name in self._arrays_of(tensor):
+            entry, out = self.entries[name], ws.outputs.get(name)
+            if out is None or entry.part != part:
+                continue
+            if entry.kind == "dump":
+                ws.kernels.copy(view, out, ws.stream)
+            else:
+                scale = ws.inputs.get(f"{self.spec.prefix}{_OPERANDS.get(tensor)}_scale")
+                self.collectors[name].run(ws, view, out, twin, scale)
+
+    def _weight_to_see(self, ws: WorkingSet) -> ArrayView:
+        whole = self._whole_weight(ws)
+        if not whole.ptr and whole.size:
+            got = "a weight that is held in FP8, of quantized_model_init"
+            raise UnsupportedError("inspect", "weight", got, "a weight in high precision, or other tensors")
+        return whole
+
+    def _made_again(self, ws: WorkingSet, like: ArrayView) -> ArrayView:
+        """Where a gradient is made once more."""
+        whole = ws.scratch[self._shown("again")]
+        return ArrayView(whole.ptr, like.shape, like.dtype, whole.device, whole.owner)
+
+
+@lru_cache(maxsize=64)
+def watched(kind: type[Product]) -> type[Product]:
+    """The class of products that shows what those of ``kind`` work on."""
+    return type(f"Watched{kind.__name__}", (WatchedProduct, kind), {})
+
+
+WATCHED_CLASS.append(watched)

@@ -1,0 +1,166 @@
+"""The inspector for JAX: the native one's rows, from within jit, by static choice."""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from fp8kit_jax import flax as fl
+from fp8kit_jax import nnx as fn
+
+import fp8kit as fk
+from fp8kit import recipe
+from tests.numerics.test_inspect import STATS, TWIN_STATS
+from tests.support.inspected import HIDDEN, INNER, OUT, W1, W2, W3, G, Native, X, by_name, logged, section
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "high precision": None,
+}
+CONFIG = section(logged(STATS) | {"LogFp8TensorStats": TWIN_STATS})
+WEIGHTS = jnp.asarray(W1)[None], jnp.asarray(W2), jnp.asarray(W3)
+
+
+def loss(x, weights, sets, g=G):
+    """The model of ``tests.support.inspected``, whose output gradient is ``g``."""
+    ones, zeros = jnp.ones(HIDDEN), jnp.zeros(HIDDEN)
+    h = fj.layernorm_mlp(
+        *(x, ones, zeros, weights[:2]), epsilon=1e-6, quantizer_sets=sets[:2], kernel_layout="oi", name="mlp"
+    )
+    y = fj.dense(h, weights[2], contracting_dims=((-1,), (1,)), quantizer_set=sets[2], name="out")
+    return (y * g).sum()
+
+
+def sets_of(name):
+    return fj.create_set(RECIPES[name], 3) if RECIPES[name] is not None else (fj.noop_quantizer_set,) * 3
+
+
+def same(rows, wanted, rel=1e-6):
+    assert [{**row, "value": 0} for row in rows] == [{**row, "value": 0} for row in wanted]
+    for row, want in zip(rows, wanted, strict=True):
+        exact = isinstance(want["value"], list | int)
+        assert row["value"] == (
+            want["value"] if exact else pytest.approx(want["value"], rel=rel, nan_ok=True)
+        )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_same_rows_as_natively(name):
+    native = Native()
+    with fk.inspect(native, CONFIG) as want:
+        native.train_step(RECIPES[name])
+        want.step()
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2), allow_int=True))
+    plain = step(jnp.asarray(X), WEIGHTS, sets_of(name))
+    with fj.inspect(CONFIG) as log:
+        looked_at = step(jnp.asarray(X), WEIGHTS, sets_of(name))
+        log.step()
+    same(log.rows(), want.rows())
+    assert all(map(np.array_equal, jax.tree.leaves(plain), jax.tree.leaves(looked_at)))
+
+
+def test_only_steps_that_are_looked_at_are_another_program():
+    traced = []
+
+    @jax.jit
+    def step(x):
+        traced.append(x)
+        return jax.grad(loss)(x, WEIGHTS, sets_of("mxfp8"))
+
+    x = jnp.asarray(X)
+    step(x)
+    with fj.inspect(section(logged(["max"], ("activation", "gradient"), freq=3))) as log:
+        for _ in range(7):
+            step(x)
+            log.step()
+    step(x)
+    assert len(traced) == 2
+    assert [row["step"] for row in log.rows() if row["layer"] == "out"] == [0, 0, 3, 3, 6, 6]
+
+
+def test_scan_vmap_and_devices():
+    """What is traced once and runs several times is put together; a tensor that lies on several devices is
+    one."""
+    config = section(logged(["l1_norm", "max"], ("activation",)), {"exact_layer_names": ["out"]})
+    weight = jnp.asarray(W3)
+
+    def one(x):
+        return fj.dense(x, weight, contracting_dims=((-1,), (1,)), name="out").sum()
+
+    parts = jnp.asarray(X).reshape(4, 8, HIDDEN)
+    ways = {
+        "scan": lambda: jax.jit(lambda p: jax.lax.scan(lambda c, x: (c + one(x), None), 0.0, p)[0])(parts),
+        "vmap": lambda: jax.jit(jax.vmap(one))(parts),
+        "once": lambda: jax.jit(one)(jnp.asarray(X)),
+    }
+    mesh = jax.make_mesh((4,), ("data",))
+    split = jax.device_put(jnp.asarray(X), jax.NamedSharding(mesh, jax.P("data")))
+    ways["devices"] = lambda: jax.jit(one)(split)
+    mapped = jax.shard_map(
+        lambda x: one(x)[None], mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False
+    )
+    ways["shard_map"] = lambda: jax.jit(mapped)(split)
+    for name, run in ways.items():
+        with fj.inspect(config) as log:
+            run()
+            log.step()
+        found = by_name(log.rows())
+        want = float(np.abs(X.astype(np.float64)).sum())
+        assert found["out", "activation", "l1_norm"] == pytest.approx(want, rel=1e-6), name
+        assert found["out", "activation", "max"] == X.max(), name
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x, _ = fl.LayerNormMLP(intermediate_dim=INNER, name="mlp")(x)
+        return fl.DenseGeneral(OUT, name="out")(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.mlp = fn.LayerNormMLP(HIDDEN, INNER, rngs=rngs)
+        self.out = fn.DenseGeneral(HIDDEN, OUT, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.mlp(x))
+
+
+def test_names_of_flax():
+    x = jnp.asarray(X)
+    model = Linen()
+    variables = model.init(jax.random.key(0), x)
+    named = fn.name_layers(Nnx())
+    for run in (lambda: model.apply(variables, x), lambda: named(x)):
+        with fj.inspect(section(logged(["max"], ("activation",)))) as log:
+            with fj.autocast(enabled=True, recipe=RECIPES["mxfp8"]):
+                run()
+            log.step()
+        assert {row["layer"] for row in log.rows()} == {"mlp.fc1", "mlp.fc2", "out"}
+
+
+def test_changes_of_the_recipe():
+    """A layer in high precision beside others, also where it has a state: that stays as it is."""
+    off = section({"DisableFP8Layer": {"enabled": True}})
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2), allow_int=True))
+    want = step(jnp.asarray(X), WEIGHTS, sets_of("high precision"))
+    for name in ("current", "mxfp8", "delayed"):
+        sets = sets_of(name)
+        with fj.inspect(off) as log:
+            got = step(jnp.asarray(X), WEIGHTS, sets)
+            log.step()
+        assert all(map(np.array_equal, jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]))), name
+        if name == "delayed":
+            kept = jax.tree.leaves(got[2])
+            assert all(map(np.array_equal, kept, jax.tree.leaves(sets)))
+
+
+def test_names():
+    with pytest.raises(ValueError, match="name"):
+        fj.dense(jnp.asarray(X), jnp.asarray(W3.T), name=3)

@@ -1,0 +1,151 @@
+"""Where rows go."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit.errors import ArgumentError
+from fp8kit.numerics.sinks import TensorBoard, name_of, text_of
+from tests.support.inspected import Native, logged, section
+
+CONFIG = section(logged(["max", "nan_count", "exponents"], ("activation", "wgrad")))
+
+
+def run(sinks, **more):
+    model = Native()
+    with fk.inspect(model, CONFIG, sinks=sinks, **more) as log:
+        for _ in range(2):
+            model.train_step()
+            log.step()
+    assert len(log.rows()) == (0 if more.get("keep") is False else 36)
+    return log.rows()
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "run" / "statistics.jsonl"
+    rows = run(path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    run(str(path))  # a second run goes on
+    assert len(path.read_text().splitlines()) == 2 * len(rows)
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "statistics.csv"
+    rows = run([path])
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["stat"] for row in found] == [row["stat"] for row in rows]
+    assert [json.loads(row["value"]) for row in found] == [row["value"] for row in rows]
+    assert found[0]["gemm"] == ""
+    assert found[0]["step"] == "0"
+
+
+def test_callback():
+    steps = []
+    rows = run(steps.append)
+    assert [row for own in steps for row in own] == rows
+    assert len(steps) == 2
+    run(steps.append, keep=False)
+    assert len(steps) == 4
+
+
+class Writer:
+    """A SummaryWriter's methods."""
+
+    def __init__(self):
+        self.scalars, self.histograms = {}, {}
+
+    def add_scalar(self, tag, value, step):
+        self.scalars[tag, step] = value
+
+    def add_histogram_raw(self, tag, **how):
+        self.histograms[tag, how["global_step"]] = how
+
+
+def test_tensorboard():
+    writer = Writer()
+    rows = run(writer)
+    want = {f"{r['layer']}/{r['tensor']}/{r['stat']}": r["value"] for r in rows if r["step"] == 1}
+    for tag, value in want.items():
+        if not isinstance(value, list):
+            assert writer.scalars[tag, 1] == value
+            continue
+        own = writer.histograms[tag, 1]
+        assert own["bucket_counts"] == value[:256]
+        assert own["num"] == sum(value[:256])
+        assert own["bucket_limits"][0] == -126
+        assert own["min"] < own["max"]
+
+
+class FileWriter(Writer):
+    """What ``tensorboardX.SummaryWriter`` is, where it is not installed."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.path = Path(folder) / "events.out"
+
+    def close(self):
+        self.path.write_text(repr((self.scalars, self.histograms)))
+
+
+def test_tensorboard_files(tmp_path, monkeypatch):
+    """By the real package, where it is installed: a file of events."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        stand_in = types.ModuleType("tensorboardX")
+        stand_in.SummaryWriter = FileWriter
+        monkeypatch.setitem(sys.modules, "tensorboardX", stand_in)
+    run(TensorBoard(tmp_path))
+    assert sum(path.stat().st_size for path in tmp_path.glob("events*")) > 1000
+
+
+def test_tensorboard_without_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ArgumentError, match="tensorboard"):
+        TensorBoard(tmp_path)
+
+
+def test_weights_and_biases(monkeypatch):
+    made = types.ModuleType("wandb")
+    made.Histogram = lambda np_histogram: ("histogram", np_histogram)
+    monkeypatch.setitem(sys.modules, "wandb", made)
+    logged_ = []
+    run_ = types.SimpleNamespace(log=lambda values, step: logged_.append((step, values)))
+    rows = run(run_)
+    assert [step for step, _ in logged_] == [0, 1]
+    kind, (counts, edges) = logged_[0][1]["out/activation/exponents"]
+    assert kind == "histogram"
+    assert len(edges) == len(counts) + 1
+    number = next(r["value"] for r in rows if name_of(r) == "out_activation_max")
+    assert logged_[0][1]["out/activation/max"] == number
+
+
+def test_the_log_of_transformer_engine(tmp_path):
+    """Its place, its names, and values with all digits: a small scale is no 0.0000."""
+    rows = run((), log_dir=tmp_path)
+    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    lines = path.read_text().splitlines()
+    line = re.compile(r"(\S+) \t iteration=(\d{6}) \t value=(\S+)")
+    found = [line.fullmatch(text).groups() for text in lines]
+    assert [(name, int(step)) for name, step, _ in found] == [(name_of(row), row["step"]) for row in rows]
+    assert text_of(1e-6) == "1e-06"
+    assert float(text_of(0.1)) == pytest.approx(0.1, rel=1e-7)
+    assert text_of(3) == "3"
+    assert text_of([1, 2]) == "[1,2]"
+    for (*_, text), row in zip(found, rows, strict=True):
+        if isinstance(row["value"], float):
+            assert np.float32(text) == np.float32(row["value"])
+
+
+def test_what_is_no_sink():
+    with pytest.raises(ArgumentError, match="sinks"), fk.inspect(Native(), None, sinks="file.txt"):
+        pass
