@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8kit.numerics.operands import quantizer_of
+from fp8kit.numerics.operands import prefixes, quantizer_of
 from fp8kit.numerics.run_folder import HostArray, Key, Series, layer_order
+from fp8kit.numerics.whatif import TE_RECIPES
 
 RECENT = 0.2  # of a statistic's values: those that say where it is now
 TREND = 0.5  # of them: those that say where it goes
@@ -66,7 +67,8 @@ def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
     """A verdict for each tensor of each layer that a limit is for, the first to break first. ``recipe``: of
     the run, a name of ``fp8kit.recipes.NAMED``."""
     best: dict[tuple[str, str], tuple[tuple[float, ...], Verdict]] = {}
-    for key, series in log.items():
+    for logged, series in log.items():
+        key = logged._replace(stat=own_name(logged.stat, recipe))
         limit = limit_of(key, recipe)
         if limit is None or not series.steps.size:
             continue
@@ -76,6 +78,13 @@ def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
             best[place] = order, verdict
     ranked = sorted(best.values(), key=lambda pair: (pair[0], layer_order(pair[1].layer), pair[1].tensor))
     return [verdict for _, verdict in ranked]
+
+
+def own_name(stat: str, recipe: str | None) -> str:
+    """A statistic's name without the run's own recipe before it, which it may have as a what-if has."""
+    before, rest = prefixes(stat)
+    own = before is not None and recipe is not None and TE_RECIPES.get(before, before) == recipe
+    return rest if own and not stat.endswith("_columnwise") else stat
 
 
 def limit_of(key: Key, recipe: str | None) -> Limit | None:

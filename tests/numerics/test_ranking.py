@@ -10,7 +10,7 @@ import pytest
 
 from fp8kit.formats import E2M1, E4M3, E5M2
 from fp8kit.numerics.operands import prefixes, quantizer_of, range_of
-from fp8kit.numerics.ranking import LOST, limit_of, rank, slope_of
+from fp8kit.numerics.ranking import LOST, limit_of, own_name, rank, slope_of
 from fp8kit.numerics.run_folder import Key, Series, series_of
 
 STEPS = np.arange(0, 200, 2)
@@ -74,6 +74,17 @@ def test_a_tensor_has_one_row_the_worst() -> None:
     rows |= log(a=("activation", "overflows%", np.full(100, 2.0)))
     (found,) = rank(rows, "current")
     assert (found.stat, found.state) == ("overflows%", "beyond")
+
+
+def test_the_runs_own_recipe_may_stand_before_a_name() -> None:
+    rows = log(a=("activation", "nvfp4_underflows%", np.full(100, 30.0)))
+    rows |= log(b=("activation", "mxfp8_underflows%", np.full(100, 30.0)))
+    assert [(each.layer, each.stat, each.state) for each in rank(rows, "nvfp4")] == [
+        ("a", "underflows%", "beyond")
+    ]
+    assert own_name("fp8_current_scaling_sqnr", "current") == "sqnr"
+    assert own_name("fp8_current_scaling_sqnr", "delayed") == "fp8_current_scaling_sqnr"
+    assert own_name("sqnr", None) == "sqnr"
 
 
 def test_noise_is_no_trend() -> None:
