@@ -187,6 +187,8 @@ class Gemm:
       every device (``fp8kit.accumulation``).
     * ``compute``: "quantized" multiplies the codes; "dequantized" their values, in high precision;
       "high_precision" the operands as they are.
+    * ``plain``: "a" or "b": that operand of a "quantized" GEMM is multiplied as it is, by the values of the
+      other one's codes; "": neither.
 
     RecipeError for another word.
     """
@@ -195,15 +197,27 @@ class Gemm:
     b: Quantizer
     accumulation: str | Accumulation = "split"
     compute: str = "quantized"
+    plain: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulation, Accumulation):
             known = ("split", "fast", *ACCUMULATIONS)
             choice("Gemm", "accumulation", self.accumulation, known, RecipeError)
         choice("Gemm", "compute", self.compute, COMPUTES, RecipeError)
-        if self.compute == "quantized" and self.a.rotation != self.b.rotation:
+        choice("Gemm", "plain", self.plain, ("", "a", "b"), RecipeError)
+        if self.plain and (self.compute != "quantized" or self.cast[0].hadamard):
+            wanted = '"", or a quantized GEMM whose other operand is not rotated'
+            raise RecipeError("Gemm", "plain", shown(self.plain), wanted)
+        if self.compute == "quantized" and not self.plain and self.a.rotation != self.b.rotation:
             got = f"{self.a.rotation} for a, {self.b.rotation} for b"
             raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")
+
+    @property
+    def cast(self) -> tuple[Quantizer, ...]:
+        """How those operands are cast that it multiplies the codes of, a's first."""
+        if self.compute != "quantized":
+            return ()
+        return tuple(own for name, own in (("a", self.a), ("b", self.b)) if name != self.plain)
 
     @property
     def fast(self) -> bool:
@@ -279,7 +293,7 @@ class Quantization:
         """Whether the weight's cast draws random bits: such a weight is cast anew in each microbatch, since
         signs that are drawn for it are drawn for what it is multiplied by, too."""
         used = [gemm for gemm in (self.fprop, self.dgrad) if gemm.compute == "quantized"]
-        return any(gemm.b.needs_rng for gemm in used)
+        return any(gemm.b.needs_rng for gemm in used if gemm.plain != "b")
 
     @cached_property
     def two_level(self) -> bool:
@@ -289,8 +303,7 @@ class Quantization:
     @property
     def _cast(self) -> list[Quantizer]:
         """The operands of the GEMMs that multiply codes: the others cast none of their own."""
-        used = [gemm for gemm in self.gemms.values() if gemm.compute == "quantized"]
-        return [operand for gemm in used for operand in (gemm.a, gemm.b)]
+        return [operand for gemm in self.gemms.values() for operand in gemm.cast]
 
     def map(self, change: Callable[[Quantizer], Quantizer], operands: str = "xwg") -> Quantization:
         """The same with ``change(quantizer)`` for those ``operands``."""

@@ -25,6 +25,7 @@ from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
 
 ONE = Meta((1,), float32)
+AMAX = Meta((1,), float32, zero=True)
 # operand -> the tensor that it is made of, and whether its contraction is that matrix's last dimension; the
 # weight's as PyTorch has it, (out, in)
 _OPERANDS = {
@@ -72,11 +73,12 @@ class EmulatedProduct(Product):
         self.arrays: dict[str, str] = {}
         self.casts: dict[str, Cast] = {}
         for name, operands in GEMMS.items():
-            for operand, quantizer in zip(operands, (gemms[name].a, gemms[name].b), strict=True):
+            sides = ("a", gemms[name].a), ("b", gemms[name].b)
+            for operand, (place, quantizer) in zip(operands, sides, strict=True):
                 source, along = _OPERANDS[operand]
                 if gemms[name].compute == "dequantized" and operand in _FPROP:
                     self.arrays[operand] = _FPROP[operand]
-                elif gemms[name].compute == "quantized":
+                elif gemms[name].compute == "quantized" and gemms[name].plain != place:
                     cast = Cast(source, quantizer, along if source != "w" or self.oi else 1 - along)
                     self.arrays[operand] = next(
                         (other for other, made in self.casts.items() if _alike(made, cast)), operand
@@ -104,7 +106,11 @@ class EmulatedProduct(Product):
             if gemm.compute == "dequantized" and turned:
                 raise unsupported("fprop.hadamard", turned, f"0 with {name} dequantized")
             for place, own in (("a", gemm.a), ("b", gemm.b)):
-                if own.static and own.granularity not in _LINES and gemm.compute == "quantized":
+                if place == gemm.plain or gemm.compute != "quantized":
+                    continue
+                if own.needs_state and own.granularity != "tensor":
+                    raise unsupported(f"{name}.{place}.granularity", own.granularity, "tensor, delayed")
+                if own.static and own.granularity not in _LINES:
                     wanted = "tensor or row, with a static scale"
                     raise unsupported(f"{name}.{place}.granularity", own.granularity, wanted)
 
@@ -117,13 +123,36 @@ class EmulatedProduct(Product):
         if self.spec.weight_cached:
             for name, meta in self.weight_outputs().items():
                 want(operation, name, metas, meta.shape, meta.dtype)
+        for operand in "xw":
+            if self._delayed(operand):
+                want(operation, self._name(f"{operand}_scale"), metas, (1,), float32)
+
+    def _delayed(self, operand: str) -> bool:
+        """Whether an array of "x", "w" or "g" has the scale that follows from earlier steps."""
+        return any(self.casts[name].quantizer.needs_state for name in self._made(operand))
+
+    def outputs(self) -> dict[str, Meta]:
+        kept = "w" * self.spec.weight_cached
+        return {self._name(f"{o}_amax"): AMAX for o in "xw" if self._delayed(o) and o not in kept}
+
+    def scalars(self) -> dict[str, str]:
+        names = [self._name(f"{operand}_scale") for operand in "xw" if self._delayed(operand)]
+        return {name: name for name in names}
+
+    def grads(self) -> dict[str, Meta]:
+        own = {self._name("g_amax"): AMAX} if self._delayed("g") else {}
+        return super().grads() | own
+
+    def backward_inputs(self) -> dict[str, Meta]:
+        return {self._name("g_scale"): ONE} if self._delayed("g") else {}
 
     @property
     def needs_rng(self) -> bool:
         return any(cast.quantizer.needs_rng for cast in self.casts.values())
 
     def weight_outputs(self) -> dict[str, Meta]:
-        return self._metas(self._made("w"))
+        own = {self._name("w_amax"): AMAX} if self._delayed("w") else {}
+        return self._metas(self._made("w")) | own
 
     def saved(self) -> dict[str, Meta]:
         return self._metas(name for name in self._backward() if not self._is_cached(name))
@@ -311,16 +340,30 @@ class EmulatedProduct(Product):
         amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
         codes = ws.scratch[self._name("codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
         arrays.provider(amax.device).fill_zero(amax, stream)
-        if own.static:  # as for an amax of 1 in a format with that largest value
-            rule = own.static_scale, False, 1.0, float32.max
+        if own.needs_state:
+            scale = self._recorded(ws, name, matrix, inverse, scale)
         else:
-            k.amax(matrix, amax, tile, stream)
-            rule = own.format.max, own.power_2, own.epsilon, float32.max
-        k.scale_from_amax(amax, scale, inverse, *rule, stream)
+            if own.static:  # as for an amax of 1 in a format with that largest value
+                rule = own.static_scale, False, 1.0, float32.max
+            else:
+                k.amax(matrix, amax, tile, stream)
+                rule = own.format.max, own.power_2, own.epsilon, float32.max
+            k.scale_from_amax(amax, scale, inverse, *rule, stream)
         bits = own.stochastic_bits
         random = bits, self._draw(name), rng if bits else None
         k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, *random, stream)
         k.dequantize(codes, values, inverse, own.format, tile, stream)
+
+    def _recorded(
+        self, ws: WorkingSet, name: str, matrix: ArrayView, inverse: ArrayView, spare: ArrayView
+    ) -> ArrayView:
+        """The scale that follows from earlier steps; its inverse is written, and the amax recorded."""
+        source = self.casts[name].source
+        scale, record = ws.inputs[self._name(f"{source}_scale")], ws.outputs.get(self._name(f"{source}_amax"))
+        if record is not None:
+            ws.kernels.amax(matrix, record, matrix.shape, ws.stream)
+        ws.kernels.scale_from_amax(scale, inverse, spare, 1.0, False, 0.0, float32.max, ws.stream)
+        return scale
 
     def _rotated(self, ws: WorkingSet, name: str, matrix: ArrayView) -> ArrayView:
         """The matrix as a cast rotates it, float32; itself where it does not."""
