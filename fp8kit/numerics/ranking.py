@@ -15,7 +15,7 @@ RECENT = 0.2  # of a statistic's values: those that say where it is now
 TREND = 0.5  # of them: those that say where it goes
 LEAST = 8  # values, for a trend
 MOST = 60  # values that a trend is taken of
-CLEAR = 2.0  # a trend counts where it moves so many times the scatter around it
+CLEAR = 4.0  # a trend counts where it moves so many times the scatter around it
 
 # of the elements, in %: one scale for a tensor or a row clips its largest, blocks clip a little everywhere
 CLIPPED, CLIPPED_BLOCKS = 0.1, 1.0
@@ -133,6 +133,8 @@ def _judge(key: Key, series: Series, limit: Limit, recipe: str | None) -> tuple[
     past = limit.sign * (now - limit.value)
     towards = limit.sign * slope
     left = -past / towards if towards > 0 and past <= 0 else math.inf
+    if left > int(steps[-1] - steps[0]):  # no forecast is longer than what it follows from
+        left = math.inf
     state = "beyond" if past > 0 else "moving" if left < math.inf else "holds"
     why = _sentence(key, now, slope, limit, left, state, recipe, int(steps[-1]))
     verdict = Verdict(*place, state, now, limit.value, 0.0 if past > 0 else left, why)
@@ -184,7 +186,7 @@ def _sentence(
         by = f"{moves} by {100 * abs(slope):.2g}{unit} in 100 steps"
         return f"{what} and {by}: it passes {whose} near step {_round(last + left):,}."
     side = "below" if limit.sign > 0 else "above"
-    return f"{what}, {side} {whose}, and does not move towards it."
+    return f"{what}, {side} {whose}, and will not reach it soon."
 
 
 def _round(step: float) -> int:
