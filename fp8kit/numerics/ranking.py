@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8kit.numerics.operands import quantizer_of
+from fp8kit.numerics.operands import prefixes, quantizer_of
 from fp8kit.numerics.run_folder import HostArray, Key, Series, layer_order
+from fp8kit.numerics.whatif import TE_RECIPES
 
 RECENT = 0.2  # of a statistic's values: those that say where it is now
 TREND = 0.5  # of them: those that say where it goes
 LEAST = 8  # values, for a trend
 MOST = 60  # values that a trend is taken of
-CLEAR = 2.0  # a trend counts where it moves so many times the scatter around it
+CLEAR = 4.0  # a trend counts where it moves so many times the scatter around it
 
 # of the elements, in %: one scale for a tensor or a row clips its largest, blocks clip a little everywhere
 CLIPPED, CLIPPED_BLOCKS = 0.1, 1.0
@@ -66,7 +67,8 @@ def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
     """A verdict for each tensor of each layer that a limit is for, the first to break first. ``recipe``: of
     the run, a name of ``fp8kit.recipes.NAMED``."""
     best: dict[tuple[str, str], tuple[tuple[float, ...], Verdict]] = {}
-    for key, series in log.items():
+    for logged, series in log.items():
+        key = logged._replace(stat=own_name(logged.stat, recipe))
         limit = limit_of(key, recipe)
         if limit is None or not series.steps.size:
             continue
@@ -76,6 +78,13 @@ def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
             best[place] = order, verdict
     ranked = sorted(best.values(), key=lambda pair: (pair[0], layer_order(pair[1].layer), pair[1].tensor))
     return [verdict for _, verdict in ranked]
+
+
+def own_name(stat: str, recipe: str | None) -> str:
+    """A statistic's name without the run's own recipe before it, which it may have as a what-if has."""
+    before, rest = prefixes(stat)
+    own = before is not None and recipe is not None and TE_RECIPES.get(before, before) == recipe
+    return rest if own and not stat.endswith("_columnwise") else stat
 
 
 def limit_of(key: Key, recipe: str | None) -> Limit | None:
@@ -124,6 +133,8 @@ def _judge(key: Key, series: Series, limit: Limit, recipe: str | None) -> tuple[
     past = limit.sign * (now - limit.value)
     towards = limit.sign * slope
     left = -past / towards if towards > 0 and past <= 0 else math.inf
+    if left > int(steps[-1] - steps[0]):  # no forecast is longer than what it follows from
+        left = math.inf
     state = "beyond" if past > 0 else "moving" if left < math.inf else "holds"
     why = _sentence(key, now, slope, limit, left, state, recipe, int(steps[-1]))
     verdict = Verdict(*place, state, now, limit.value, 0.0 if past > 0 else left, why)
@@ -175,7 +186,7 @@ def _sentence(
         by = f"{moves} by {100 * abs(slope):.2g}{unit} in 100 steps"
         return f"{what} and {by}: it passes {whose} near step {_round(last + left):,}."
     side = "below" if limit.sign > 0 else "above"
-    return f"{what}, {side} {whose}, and does not move towards it."
+    return f"{what}, {side} {whose}, and will not reach it soon."
 
 
 def _round(step: float) -> int:

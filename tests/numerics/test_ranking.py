@@ -10,7 +10,7 @@ import pytest
 
 from fp8kit.formats import E2M1, E4M3, E5M2
 from fp8kit.numerics.operands import prefixes, quantizer_of, range_of
-from fp8kit.numerics.ranking import LOST, limit_of, rank, slope_of
+from fp8kit.numerics.ranking import LOST, limit_of, own_name, rank, slope_of
 from fp8kit.numerics.run_folder import Key, Series, series_of
 
 STEPS = np.arange(0, 200, 2)
@@ -26,13 +26,13 @@ def log(**layers: Any) -> dict[Key, Series]:
 
 
 def test_a_falling_sqnr_is_followed_to_its_limit() -> None:
-    values = 30.0 - 0.01 * STEPS
+    values = 31.0 - 0.03 * STEPS
     (found,) = rank(log(a=("activation", "sqnr", values)), "current")
     assert found.state == "moving"
     now = float(np.median(values[-20:]))
     assert found.limit == pytest.approx(E4M3_LIMIT)
-    assert found.left == pytest.approx((now - E4M3_LIMIT) / 0.01)
-    assert found.why.startswith("Its SQNR is 28.2 dB and falls by 1 dB in 100 steps: it passes the limit of ")
+    assert found.left == pytest.approx((now - E4M3_LIMIT) / 0.03)
+    assert found.why.startswith("Its SQNR is 25.6 dB and falls by 3 dB in 100 steps: it passes the limit of ")
     assert found.why.endswith(f"for E4M3 near step {float(f'{198 + found.left:.2g}'):,.0f}.")
 
 
@@ -44,8 +44,8 @@ def test_the_order_is_that_of_the_rule() -> None:
         log(
             far=("activation", "sqnr", flat + 5),
             near=("activation", "sqnr", flat),
-            moving=("activation", "sqnr", 30 - 0.02 * STEPS),
-            slower=("activation", "sqnr", 30 - 0.01 * STEPS),
+            moving=("activation", "sqnr", 30 - 0.04 * STEPS),
+            slower=("activation", "sqnr", 30 - 0.03 * STEPS),
             beyond=("gradient", "underflows%", np.full(100, 6.0)),
             far_beyond=("gradient", "underflows%", np.full(100, 20.0)),
             nan=("weight", "nan_count", nan),
@@ -66,7 +66,7 @@ def test_the_order_is_that_of_the_rule() -> None:
     ]
     assert found[0].why == "3 of its elements are NaN at step 120, the first time."
     assert found[1].why == "20 % of its elements become 0, above the limit of 5 % for E5M2."
-    assert found[5].why.endswith("dB for E4M3, and does not move towards it.")
+    assert found[5].why.endswith("dB for E4M3, and will not reach it soon.")
 
 
 def test_a_tensor_has_one_row_the_worst() -> None:
@@ -76,6 +76,17 @@ def test_a_tensor_has_one_row_the_worst() -> None:
     assert (found.stat, found.state) == ("overflows%", "beyond")
 
 
+def test_the_runs_own_recipe_may_stand_before_a_name() -> None:
+    rows = log(a=("activation", "nvfp4_underflows%", np.full(100, 30.0)))
+    rows |= log(b=("activation", "mxfp8_underflows%", np.full(100, 30.0)))
+    assert [(each.layer, each.stat, each.state) for each in rank(rows, "nvfp4")] == [
+        ("a", "underflows%", "beyond")
+    ]
+    assert own_name("fp8_current_scaling_sqnr", "current") == "sqnr"
+    assert own_name("fp8_current_scaling_sqnr", "delayed") == "fp8_current_scaling_sqnr"
+    assert own_name("sqnr", None) == "sqnr"
+
+
 def test_noise_is_no_trend() -> None:
     noise = np.random.default_rng(0).standard_normal((20, 100))
     moving = [slope_of(STEPS, values) for values in noise]
@@ -83,6 +94,12 @@ def test_noise_is_no_trend() -> None:
     clear = slope_of(STEPS, noise[0] * 0.1 + 0.05 * STEPS)
     assert clear == pytest.approx(0.05, rel=0.1)  # noise of 0.1 over 100 steps
     assert slope_of(STEPS[:10], np.arange(10.0)) == 0  # too few
+
+
+def test_no_forecast_is_longer_than_what_it_follows_from() -> None:
+    (found,) = rank(log(a=("activation", "sqnr", 31.0 - 0.01 * STEPS)), "current")
+    assert found.state == "holds"  # 7.6 dB at 1 dB in 100 steps, of 198 logged ones
+    assert found.left == math.inf
 
 
 def test_an_exact_cast_does_not_break() -> None:

@@ -72,7 +72,7 @@ function lineChart(box, {lines, bands = [], dots = [], label, height, log = fals
     y2: height - MARGIN.bottom,
   });
   draw(svg, "text", {x: width - MARGIN.right, y: height - 2, "text-anchor": "end"}, "step");
-  draw(svg, "text", {x: MARGIN.left + 6, y: MARGIN.top + 11}, label);
+  draw(svg, "text", {x: width - MARGIN.right, y: MARGIN.top + 11, "text-anchor": "end"}, label);
   const plot = draw(svg, "g", {"clip-path": `url(#${clip})`});
   for (const band of bands) {
     const there = band.steps

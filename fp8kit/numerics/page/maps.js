@@ -109,13 +109,19 @@ class Panel {
     this.draw();
   }
 
-  // the same statistic as before where the tensor has it, else another that no panel shows
+  // the same statistic as before where the tensor has it, else one of its kind, of the run's recipe if that
+  // is there, else another that no panel shows
   wanted() {
     const there = this.maps.map(key);
-    const same =
-      there.find((name) => name === this.stat) ||
-      this.maps.filter((map) => map.stat === this.stat.split("|")[0]).map(key)[0];
-    return same || there[this.index % Math.max(1, there.length)];
+    const name = this.stat.split("|")[0];
+    const alike = this.maps.filter((map) => stem(map.stat) === stem(name));
+    const best = [
+      alike.find((map) => key(map) === this.stat),
+      alike.find((map) => map.stat === name),
+      alike.find((map) => map.stat === `${data.about.recipe}_${stem(name)}`),
+      alike[0],
+    ].find((map) => map);
+    return best ? key(best) : there[this.index % Math.max(1, there.length)];
   }
 
   draw(at = null) {
@@ -230,7 +236,8 @@ class Panel {
 function label(context, text, at) {
   context.textAlign = "right";
   let shown = text;
-  while (shown.length > 3 && context.measureText(shown).width > LABELS - 10) shown = shown.slice(0, -2) + "…";
+  const fits = () => shown.length <= 3 || context.measureText(shown).width <= LABELS - 10;
+  while (!fits()) shown = shown.slice(0, -2) + "…";
   context.fillText(shown, LABELS - 8, at);
 }
 
