@@ -18,7 +18,7 @@ from fp8kit import arrays, formats, nn, optim
 from fp8kit.arrays import Device
 from fp8kit.autograd import Tensor, no_grad, tensor
 from fp8kit.bench.report import machine, versions
-from fp8kit.errors import BackendError
+from fp8kit.errors import Fp8kitError
 from fp8kit.models import text
 from fp8kit.models.gpt import GPT, parameter_count, precision
 from fp8kit.models.presets import Preset
@@ -135,7 +135,7 @@ def run(
     with fk.deterministic():
         try:
             found = _trained(case, size, corpus, device, seed, device.kind != "cpu", say)
-        except BackendError as error:
+        except Fp8kitError as error:
             if device.kind == "cpu":
                 raise
             say(f"steps cannot be recorded ({error}); the run begins again without")
