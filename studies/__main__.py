@@ -1,6 +1,8 @@
 """Studies of training in low precision, which anybody can make again.
 
     python -m studies convergence --out DIR [--jobs N] [--only NAMES] [--size tiny|full] [--budget SECONDS]
+    python -m studies stress --out DIR
+    python -m studies accumulator --out DIR
     python -m studies table DIR
 
 Every finished run is a file of DIR; a command that was killed goes on with those that are missing. Returns 1
@@ -33,7 +35,19 @@ from fp8kit.commands import (
 from fp8kit.errors import Fp8kitError
 from studies import cases, corpus, files
 
-PARTS = ("speed", "train", "explain")
+STUDIES = {
+    "convergence": "a GPT under every recipe, from several seeds",
+    "stress": "SwiGLU's outliers: what they cost, and what cures it",
+    "accumulator": "the sums of Hopper's tensor cores: where a loss shows them",
+}
+# part -> the studies that have it
+PARTS = {
+    "speed": ("convergence",),
+    "linear": ("accumulator",),
+    "layer": ("stress",),
+    "train": tuple(STUDIES),
+    "explain": ("convergence",),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,15 +70,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m studies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="study", required=True)
-    training = command(commands, "convergence", "a GPT under every recipe, from several seeds", convergence)
-    _common(training)
-    training.add_argument("--only", metavar="NAMES", help="cases, separated by commas")
-    training.add_argument("--part", action="append", choices=PARTS, help="some of the parts (all of them)")
-    training.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at once (1)")
-    training.add_argument(
-        "--text", type=Path, metavar="FOLDER", help="whose .py files are the text (the installed packages)"
-    )
-    training.add_argument("--megabytes", type=positive, default=32, metavar="N", help="of text at most (32)")
+    for study, what in STUDIES.items():
+        own = command(commands, study, what, _study)
+        _common(own)
+        own.add_argument("--only", metavar="NAMES", help="cases, separated by commas")
+        parts = [part for part, of in PARTS.items() if study in of]
+        own.add_argument("--part", action="append", choices=parts, help="some of the parts (all of them)")
+        own.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at once (1)")
+        own.add_argument(
+            "--text", type=Path, metavar="FOLDER", help="whose .py files are read (the installed packages)"
+        )
+        own.add_argument("--megabytes", type=positive, default=32, metavar="N", help="of text at most (32)")
     table = command(commands, "table", "the table and the curves of a folder of runs", _table)
     table.add_argument("folder", type=Path, metavar="DIR")
     one = command(commands, "run", "one run of convergence, for its processes", _run)
@@ -77,42 +93,59 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
-    parser.add_argument("--size", choices=tuple(cases.SIZES), help="of the model (full; on a CPU tiny)")
+    parser.add_argument("--size", choices=tuple(cases.SIZES), help="of the model (by study and device)")
     parser.add_argument("--steps", type=positive, metavar="N", help="of a training (the size's own)")
     parser.add_argument("--budget", type=minutes, metavar="SECONDS", help="begin nothing that ends later")
     add_device(parser)
 
 
-def convergence(options: argparse.Namespace) -> int:
-    """Speed, trainings and explanations."""
+def _study(options: argparse.Namespace) -> int:
+    """The parts of a study, in order."""
     end = time.monotonic() + (options.budget or math.inf)
-    chosen = options.only.split(",") if options.only else cases.CASES
-    names = [cases.case(name).name for name in chosen]
+    study = options.study
+    chosen = options.only.split(",") if options.only else cases.of_study(study)
+    names = [cases.case(name, study).name for name in chosen]
     device = device_of(options)
-    options.size = options.size or ("tiny" if device.kind == "cpu" else "full")
+    if options.size is None:
+        options.size = _size(study, device.kind == "cpu")
     size = cases.size(options.size, options.steps)
     out = folder(options.out)
     text = corpus.sources(options.text, options.megabytes)
     print(f"text: {text.train.size:,} bytes to train on, {text.validation.size:,} to validate")
     complete = True
-    for part in PARTS:
-        if part not in (options.part or PARTS):
+    for part, studies in PARTS.items():
+        if study not in studies or part not in (options.part or PARTS):
             continue
         if part == "speed":
             from studies.speed import measure
 
             complete &= measure(out, size, text, device, names, end)
+        elif part == "linear":
+            from studies.linear import measure as compare_sums
+
+            complete &= compare_sums(out, device, options.size == "tiny", end)
+        elif part == "layer":
+            from studies.layer import measure as teach
+
+            complete &= teach(out, device, names, end)
         elif part == "train":
             complete &= _train(options, size, text, names, end)
         else:
             from studies.explain import explain
 
             complete &= explain(out, size, text, device, names, end)
-    if files.runs(out):
+    if files.runs(out) or any((out / part).exists() for part in ("layer", "linear")):
         from studies.table import write
 
         print(write(out))
     return int(not complete)
+
+
+def _size(study: str, cpu: bool) -> str:
+    """What a study trains unless it is told: sums of tensor cores are slow on a CPU."""
+    if study == "convergence":
+        return "tiny" if cpu else "full"
+    return "tiny" if cpu and study == "accumulator" else "small"
 
 
 def _train(options: Any, size: Any, text: corpus.Text, names: list[str], end: float) -> bool:

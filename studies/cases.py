@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from fp8kit.accumulation import Accumulation
 from fp8kit.block_recipes import NVFP4BlockScaling
 from fp8kit.errors import ArgumentError, meant
 from fp8kit.formats import E4M3, E5M2
@@ -14,7 +16,7 @@ from fp8kit.models import arrangements
 from fp8kit.models.arrangements import Arrangement
 from fp8kit.models.presets import Preset
 from fp8kit.quantization import Quantization, Quantizer
-from fp8kit.recipe import Recipe
+from fp8kit.recipe import Float8CurrentScaling, MMParams, Recipe
 from fp8kit.recipes import named
 
 SEEDS = 3
@@ -39,6 +41,9 @@ class Case:
     * ``states``: of AdamW, a key of ``fp8kit.moments.PRESETS``.
     * ``main``: whether it is trained from every seed at once, or from one first.
     * ``cost``: time of a step, of the yardstick's, before it is measured.
+    * ``study``: what it belongs to, a command. ``float32``: high precision is float32 on every device.
+    * ``growth``: from a third of the steps on, one hidden channel of each block grows by this factor a step
+      (``studies.stress``); 1: none does.
     """
 
     name: str
@@ -49,6 +54,9 @@ class Case:
     states: str = "fp32"
     main: bool = False
     cost: float = 1.0
+    study: str = "convergence"
+    float32: bool = False
+    growth: float = 1.0
 
 
 def _named(name: str) -> Callable[[int], Recipe]:
@@ -87,6 +95,9 @@ ARRANGEMENTS: dict[str, Arrangement] = {
     "smooth_swiglu": arrangements.arrangement("smooth_swiglu"),
 }
 _SMOOTH = ARRANGEMENTS["smooth_swiglu"]
+ARRANGEMENTS["smooth_token"] = replace(
+    _SMOOTH, name="smooth_token", layer={**_SMOOTH.layer, "smooth_swiglu": "token"}
+)
 ARRANGEMENTS[_SWIGLU] = replace(
     _SMOOTH, name=_SWIGLU, layer={k: v for k, v in _SMOOTH.layer.items() if k != "smooth_swiglu"}
 )
@@ -144,10 +155,49 @@ CASES: dict[str, Case] = {
 }
 
 
-def case(name: str) -> Case:
-    """The case of that name; ArgumentError that lists them where there is none."""
-    if name not in CASES:
-        raise ArgumentError("studies", "--only", repr(name), f"one of {', '.join(CASES)}{meant(name, CASES)}")
+def _stress(name: str, about: str, recipe: Callable[[int], Recipe | None], **more: Any) -> Case:
+    """One of the stress study: SwiGLU with one hidden channel of each block that grows."""
+    more = {"against": "stress_float32", "arrangement": _SWIGLU, **more}
+    return Case(f"stress_{name}", about, recipe, study="stress", float32=True, growth=GROWTH, **more)
+
+
+def _sums(name: str, about: str, sums: str | Accumulation | None, **more: Any) -> Case:
+    """One of the accumulator study: ``current`` with the sums of all three products as said."""
+    how = MMParams() if sums is None else MMParams(accumulation=sums)
+    recipe = Float8CurrentScaling(fp8_gemm_fprop=how, fp8_gemm_dgrad=how, fp8_gemm_wgrad=how)
+    more = {"against": "sums_float32", **more}
+    return Case(f"sums_{name}", about, lambda layers: recipe, study="accumulator", float32=True, **more)
+
+
+GROWTH = 1.03  # of the channel's weights a step: its activation grows by the square
+# no less than float32: 30 bits below the largest of 32 products
+FLOAT32_SUMS = Accumulation(30, 32)
+for _case in (
+    _stress("float32", "the channels grow, high precision", _none, against="", main=True),
+    _stress("delayed", "delayed", _named("delayed")),
+    _stress("current", "current", _named("current")),
+    _stress("smooth_channel", "delayed, Smooth-SwiGLU by channel", _named("delayed"),
+            arrangement="smooth_swiglu"),
+    _stress("smooth_token", "delayed, Smooth-SwiGLU by token", _named("delayed"), arrangement="smooth_token"),
+    _stress("block", "a scale for 128 elements", _named("block")),
+    _stress("mxfp8", "a scale for 32 elements", _named("mxfp8")),
+    _sums("float32", "current; no bit below float32's is lost", FLOAT32_SUMS, against="", main=True),
+    _sums("hopper_split", "current, Hopper's promoted sums in all products", "hopper_split"),
+    _sums("hopper_fast", "current, Hopper's fast sums in all products", "hopper_fast"),
+):  # fmt: skip
+    CASES[_case.name] = _case
+
+
+def of_study(study: str) -> list[str]:
+    """The names of a study's cases."""
+    return [name for name, own in CASES.items() if own.study == study]
+
+
+def case(name: str, study: str | None = None) -> Case:
+    """The case of that name; ArgumentError that lists them where there is none, or none of the study."""
+    known = list(CASES) if study is None else of_study(study)
+    if name not in known:
+        raise ArgumentError("studies", "--only", repr(name), f"one of {', '.join(known)}{meant(name, known)}")
     return CASES[name]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
-from fp8kit.errors import BackendError
+from fp8kit.errors import Fp8kitError
 from fp8kit.models.gpt import GPT
 from fp8kit.models.presets import Preset
 from studies import files
@@ -55,7 +55,7 @@ def _case(case: Case, size: Preset, corpus: Text, model: GPT) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         times, recorded = _times(case, size, corpus, model, model.device.kind != "cpu")
-    except BackendError:
+    except Fp8kitError:
         if model.device.kind == "cpu":
             raise
         times, recorded = _times(case, size, corpus, model, False)

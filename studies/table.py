@@ -14,7 +14,7 @@ import numpy as np
 
 from fp8kit.errors import ArgumentError
 from fp8kit.models.plots import figure, smoothed
-from studies import files, gaps
+from studies import files, gaps, layer, linear
 from studies.cases import CASES
 
 COLUMNS = ("case", "what", "seeds", "validation loss", "spread", "gap %", "gap / spread", "tokens/s")
@@ -65,9 +65,12 @@ def write(folder: Path) -> str:
     ``losses.jsonl``, of which ``fp8kit report`` makes a page; returns the table. ArgumentError where there
     is no run."""
     runs = files.runs(folder)
-    if not runs:
+    if not runs and not any((folder / part.__name__.rpartition(".")[2]).exists() for part in (layer, linear)):
         raise ArgumentError("studies", "DIR", str(folder), "a folder with finished runs")
-    text = markdown(COLUMNS, rows(folder)) + "\n\n" + _words(runs) + "\n"
+    text = markdown(COLUMNS, rows(folder)) + "\n\n" + _words(runs) + "\n" if runs else ""
+    for part in (layer, linear):
+        if lines := part.rows(folder):
+            text += "\n" + markdown(part.COLUMNS, lines) + "\n"
     explained = folder / "explain.json"
     if explained.exists():
         sentences = files.read(explained)["cases"]
@@ -76,8 +79,9 @@ def write(folder: Path) -> str:
         )
         text += "\n"
     (folder / "table.md").write_text(text)
-    _curves(folder, runs)
-    _run_folder(folder, runs)
+    if runs:
+        _curves(folder, runs)
+        _run_folder(folder, runs)
     return text
 
 

@@ -8,17 +8,17 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 import fp8kit as fk
-from fp8kit import arrays, nn, optim
+from fp8kit import arrays, formats, nn, optim
 from fp8kit.arrays import Device
 from fp8kit.autograd import Tensor, no_grad, tensor
 from fp8kit.bench.report import machine, versions
-from fp8kit.errors import BackendError
+from fp8kit.errors import Fp8kitError
 from fp8kit.models import text
 from fp8kit.models.gpt import GPT, parameter_count, precision
 from fp8kit.models.presets import Preset
@@ -26,16 +26,19 @@ from fp8kit.models.train import VALIDATION_SEED, high_precision, loss_of
 from fp8kit.recipe import Recipe
 from studies.cases import ARRANGEMENTS, Case
 from studies.corpus import Text
+from studies.stress import Growth
 
 READ_EVERY = 25  # steps between two readings of losses: reading waits for the device
 BETAS = (0.9, 0.95)
+NO_CLIP = 1e9
 Say = Callable[[str], None]
 
 
 def model_of(case: Case, size: Preset, device: Device, seed: int) -> GPT:
     """A fresh model with the seed's weights, its layers named."""
     nn.manual_seed(seed)
-    model = GPT(size, high_precision(device), device, ARRANGEMENTS[case.arrangement])
+    dtype = formats.float32 if case.float32 else high_precision(device)
+    model = GPT(size, dtype, device, ARRANGEMENTS[case.arrangement])
     return nn.name_layers(model)  # type: ignore[no-any-return]
 
 
@@ -111,6 +114,8 @@ def settings_of(case: Case, size: Preset, seed: int) -> dict[str, Any]:
         "case": case.name,
         "recipe": None if recipe is None else recipe.short_name(),
         "arrangement": case.arrangement,
+        "float32": case.float32,
+        "growth": case.growth,
         "states": case.states,
         "seed": seed,
         "size": asdict(size),
@@ -130,7 +135,7 @@ def run(
     with fk.deterministic():
         try:
             found = _trained(case, size, corpus, device, seed, device.kind != "cpu", say)
-        except BackendError as error:
+        except Fp8kitError as error:
             if device.kind == "cpu":
                 raise
             say(f"steps cannot be recorded ({error}); the run begins again without")
@@ -144,11 +149,17 @@ def _trained(
 ) -> dict[str, Any]:
     recipe = case.recipe(size.layers)
     model = model_of(case, size, device, seed)
+    growing = case.growth != 1
+    # the gradients of channels that are held grow with them, and would decide the norm of all
+    size = replace(size, clip=NO_CLIP) if growing else size
     trainer = Trainer(model, size, recipe, case.states, recorded)
     losses: list[float] = []
     waiting: list[Tensor] = []
+    growth = Growth(model, case.growth, size.steps // 3) if growing else None
     parent, start, diverged = os.getppid(), 0.0, None
     for number in range(size.steps):
+        if growth is not None:
+            growth.apply(number)
         waiting.append(trainer.step(corpus.train, seed, number))
         if number == 0 or len(waiting) == READ_EVERY or number == size.steps - 1:
             losses += [loss.item() for loss in waiting]
