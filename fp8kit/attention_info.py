@@ -17,7 +17,8 @@ from fp8kit import arrays, formats
 from fp8kit.arrays import Device, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, ShapeError, meant
-from fp8kit.formats import DType
+from fp8kit.formats import E4M3, E5M2, DType, Format
+from fp8kit.ops import attention_native
 from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.spec import Meta
@@ -83,6 +84,7 @@ KEYS: dict[str, Key] = {
     "softmax": _choice("vanilla", SOFTMAX_TYPES),
     "dropout": Key("0", _dropout, "a probability in [0, 1)"),
     "layout": _choice("sbhd", FORMATS),
+    "fp8": _choice("none", {"none": None, "hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}),
 }
 # of the spec -> its key
 _FIELDS = {
@@ -106,7 +108,7 @@ _SAME = {"groups": "heads", "head_dim_v": "head_dim", "sequence_kv": "sequence"}
 @dataclass(frozen=True)
 class Question:
     """An attention to ask about: ``spec``, ``dtype``, shapes of ``q``, ``k`` and ``v`` as the kernels see
-    them, and ``text``, the question with every key."""
+    them, ``text``, the question with every key, and ``fp8``, the formats of a recipe's ``fp8_dpa``."""
 
     spec: AttentionSpec
     dtype: DType
@@ -114,6 +116,7 @@ class Question:
     k: Shape
     v: Shape
     text: str
+    fp8: tuple[Format, Format] | None = None
 
 
 def question(text: str = "") -> Question:
@@ -173,12 +176,15 @@ def _checked(of: dict[str, Any], text: str) -> Question:
             argument, wanted = argument.replace(field, key), wanted.replace(field, key)
         raise ShapeError(_OP, argument, error.got, wanted) from None
     dense = parts("bshd" if spec.packed else spec.qkv_format)
-    return Question(spec, kind, dense["q"], dense["k"], dense["v"], text)
+    return Question(spec, kind, dense["q"], dense["k"], dense["v"], text, of["fp8"])
 
 
 def sections(about: Question) -> Iterator[tuple[str, list[Row]]]:
     """(title, rows) of every device: who takes the attention there, and why the others do not."""
-    yield "attention on cpu", _implementations(arrays.CPU)
+    if about.fp8 is None:
+        yield "attention on cpu", _implementations(arrays.CPU)
+    else:
+        yield "attention on cpu", [(name, "runs", "emulated") for name in ("forward", "backward")]
     count = arrays.provider(Device("cuda")).count()
     for index in range(count):
         yield f"attention on {Device('cuda', index)}", _cuda(about, Device("cuda", index))
@@ -207,6 +213,8 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
 
     # unpacked before the kernels
     spec = dataclasses.replace(about.spec, qkv_format="bshd") if about.spec.packed else about.spec
+    if about.fp8 is not None:
+        return _fp8(about, about.fp8, spec, device)
     asked = about.q, about.k, about.dtype, spec, about.v
     if device is not None:
         usable, _ = dispatch.candidates("attention_fwd", device)
@@ -226,6 +234,31 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         if device is None:
             taken = f"{runs}; on one {taken} would be asked"
         taken += f", not {passed}" if passed else ""
+        rows.append((direction, "missing" if device is None else "runs", taken))
+    return rows
+
+
+def _fp8(
+    about: Question, formats: tuple[Format, Format], spec: AttentionSpec, device: Device | None
+) -> list[Row]:
+    """Which directions of an attention in FP8 cuDNN takes. A call that is trained is cuDNN's where it takes
+    both."""
+    from fp8kit.backends.cuda import fp8_attention as engine
+    from fp8kit.backends.cuda import launch
+
+    def heads_first(shape: Shape) -> Shape:
+        first, second, heads, features = shape
+        batch, length = (second, first) if spec.qkv_format == "sbhd" else (first, second)
+        return batch, heads, length, features
+
+    q, k, v = (heads_first(shape) for shape in (about.q, about.k, about.v))
+    small = attention_native.work(q, k, v, spec) < attention_native.LEAST
+    with contextlib.nullcontext() if device is None else launch.current_device(device.index):
+        answer = engine.explain(q, k, v, spec, formats)
+    rows: list[Row] = []
+    for direction, why in answer:
+        reason = "too small to be worth a graph" if small else _line(why)
+        taken = engine.NAME if reason == "runs" else f"{engine.EMULATED}, not {engine.NAME}: {reason}"
         rows.append((direction, "missing" if device is None else "runs", taken))
     return rows
 

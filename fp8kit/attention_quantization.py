@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fp8kit.arguments import choice, integer, shown
+from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.blocks import kind_of
 from fp8kit.errors import RecipeError
 from fp8kit.formats import E4M3
@@ -52,6 +52,8 @@ class AttentionQuantization:
       processing). ``signs``: of the matrix's columns, "plus", "te", or "random", drawn for each call.
     * ``joint``: q, k and v that lie in one array have one scale.
     * ``o``, ``dqkv``: None; or how o, and the gradients of q, k and v, are rounded before they are handed on.
+    * ``emulated``: False; or True: never by FP8 kernels (``fp8kit.ops.attention_native``), which round o and
+      those gradients in any case.
 
     RecipeError for what the kernels do not do.
     """
@@ -68,6 +70,7 @@ class AttentionQuantization:
     joint: bool = False
     o: Quantizer | None = None
     dqkv: Quantizer | None = None
+    emulated: bool = False
 
     def __post_init__(self) -> None:
         operands = {name: getattr(self, name) for name in ("q", "k", "v", "do", "ds", "p", "o", "dqkv")}
@@ -99,6 +102,7 @@ class AttentionQuantization:
         integer("AttentionQuantization", "rows_per_block", self.rows_per_block, 0, _MOST_ROWS, RecipeError)
         if self.rotation not in (0, *ROTATIONS):
             self._refuse("rotation", shown(self.rotation), f"one of {(0, *ROTATIONS)}")
+        flag("AttentionQuantization", "emulated", self.emulated, RecipeError)
         choice("AttentionQuantization", "signs", self.signs, SIGNS, RecipeError)
         whole = all(operands[name].granularity == "tensor" for name in ("q", "k", "v", "do"))
         if self.rows_per_block and not whole:
@@ -148,6 +152,7 @@ class AttentionQuantization:
         words += [f"{self.rows_per_block} rows a block"] if self.rows_per_block else []
         words += [f"rotation {self.rotation}, signs {self.signs}"] if self.rotation else []
         words += ["one scale for q, k and v of one array"] if self.joint else []
+        words += ["emulated everywhere"] if self.emulated else []
         return "; ".join(words)
 
 

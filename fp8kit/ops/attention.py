@@ -19,6 +19,7 @@ from typing import Any
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.ops.attention_checks import check_extras, check_inputs
+from fp8kit.ops.attention_native import quantized_call
 from fp8kit.ops.attention_quantized import QuantizedCall
 from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check
 from fp8kit.ops.attention_views import (
@@ -71,7 +72,8 @@ class Attention(Operation):
       first ones are, and how many heads that has. On CUDA the unfused path takes it.
 
     With ``spec.quantized`` the operands of all products are rounded to narrow formats
-    (``fp8kit.attention_quantization``), on every device by the same emulation.
+    (``fp8kit.attention_quantization``), by an emulation, or by the engine's FP8 kernels
+    (``fp8kit.ops.attention_native``).
 
     Batch, lengths and t may be 0: without keys o is 0, and where nothing is attended to or by, gradients are.
     Heads and features may not.
@@ -173,7 +175,8 @@ class Attention(Operation):
     def _quantized_plan(
         self, spec: AttentionSpec, signature: Signature, dense: Dense, metas: Metas, kernels: Any
     ) -> Plan:
-        call, kind, bias = QuantizedCall(dense), signature.outputs["o"].dtype, metas.get("bias")
+        kind, bias = signature.outputs["o"].dtype, metas.get("bias")
+        call = quantized_call(dense, kind, kernels, bool(signature.saved))
         shape, dbias = None if bias is None else bias.shape, "bias" in signature.grads
         whole = dense.shapes | {"o": dense.o}
         padded = {f"dense_{name}": Meta(shape, kind) for name, shape in whole.items() if spec.packed}

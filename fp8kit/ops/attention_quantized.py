@@ -137,11 +137,15 @@ class QuantizedCall:
 
     # --- casts ----------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _clear(ws: WorkingSet, view: ArrayView) -> None:
+        arrays.provider(view.device).fill_zero(view, ws.stream)
+
     def _gather(self, ws: WorkingSet, name: str, layer: ArrayView, into: ArrayView) -> None:
         """An operand's values in float32, zeros in padding. ``layer``: in the order of the inputs."""
         matrix, spec = self.matrices[name], self.dense.spec
         if matrix.padded > matrix.length:
-            arrays.provider(into.device).fill_zero(into, ws.stream)
+            self._clear(ws, into)
         ws.kernels.copy(layer, matrix.of(into, spec.qkv_format), ws.stream)
         if spec.padded and not spec.zero_padded:
             sums = ws.inputs[f"cu_seqlens_{'q' if name == 'do' else side_of(name)}"]
@@ -185,7 +189,7 @@ class QuantizedCall:
         scales, first = ws.scratch["scales"], pairs[0][0]
         count = first.shape[0] // tile[0] if tile else 1
         amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
-        arrays.provider(amax.device).fill_zero(amax, stream)
+        self._clear(ws, amax)
         for source, _ in pairs:
             k.amax(source, amax, tile or source.shape, stream)
         rule = own.format.max, own.power_2, own.epsilon, float32.max

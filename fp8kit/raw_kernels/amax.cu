@@ -1,6 +1,6 @@
 // The largest magnitude of a matrix, whole and by tiles.
 //
-// functions: amax_tensor (amax, quantize), amax_tiles (amax, quantize)
+// functions: amax_tensor (amax, quantize, fp8_attention_bwd), amax_tiles (amax, quantize)
 // variants: T=f32,bf16,f16,f64
 #include "rows.cuh"
 

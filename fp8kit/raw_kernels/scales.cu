@@ -1,6 +1,7 @@
 // Scaling factors: current scaling's rule and delayed scaling's update.
 //
-// functions: scale_from_amax (scale_from_amax, quantized_attention_bwd), update_delayed
+// functions: scale_from_amax (scale_from_amax, quantized_attention_bwd, fp8_attention_fwd, fp8_attention_bwd)
+// functions: update_delayed
 // variants: STATES=8,96
 #include "scale.cuh"
 

@@ -109,6 +109,40 @@ def test_info_explains_an_attention(asked, monkeypatch, capsys):
     )
 
 
+DROPS = "cuDNN would drop other weights than the emulation does"
+FP8_QUESTIONS = {
+    "fp8=hybrid sequence=100": ("too small to be worth a graph",) * 2,
+    "fp8=e4m3": ("no usable CUDA device",) * 2,
+    "fp8=hybrid head_dim=64": ("no usable CUDA device", "head_dim 64: cuDNN's backward takes 128"),
+    "fp8=hybrid dropout=0.1": (f"dropout: {DROPS}", f"dropout: {DROPS}"),
+    "fp8=hybrid head_dim=40": (
+        "head_dim 40: cuDNN takes multiples of 16 up to 256",
+        "head_dim 40: cuDNN's backward takes 128",
+    ),
+    "fp8=hybrid mask=no_mask window=64,64 layout=bshd": (
+        "a window: cuDNN's FP8 attention is used without, or causal",
+    )
+    * 2,
+    "fp8=hybrid mask=causal_bottom_right sequence_kv=4096": (
+        "a diagonal that ends at the last row and column: cuDNN takes it from Blackwell on",
+    )
+    * 2,
+}
+
+
+@pytest.mark.parametrize("asked", FP8_QUESTIONS)
+def test_info_explains_an_attention_in_fp8(asked, monkeypatch, capsys):
+    monkeypatch.setattr(cli.arrays.provider(cli.arrays.device("cuda")), "count", lambda: 0, raising=False)
+    assert cli.main(["info", "--attention", asked]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert found["attention on cpu"] == dict.fromkeys(("forward", "backward"), "runs     emulated")
+    forward, backward = (
+        f"missing  emulation in float32, not cuDNN in FP8: {why}" for why in FP8_QUESTIONS[asked]
+    )
+    wanted = {"forward": forward, "backward": backward, "deterministic backward": backward}
+    assert found["attention on cuda"] == wanted
+
+
 def test_info_reads_words_together_or_apart(capsys):
     printed = []
     for words in ([EXAMPLE], EXAMPLE.split()):
@@ -123,7 +157,7 @@ REFUSED = {
     "heads": "'heads': got no =, expected key=value",
     "head=8": (
         "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, "
-        "sequence_kv, batch, dtype, mask, window, bottom_right, bias, softmax, dropout, layout; "
+        "sequence_kv, batch, dtype, mask, window, bottom_right, bias, softmax, dropout, layout, fp8; "
         "did you mean heads?"
     ),
     "heads=8 heads=4": "heads: got two values, expected one",

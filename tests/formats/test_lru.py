@@ -207,13 +207,13 @@ def test_devices_wait_apart(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cudnn_sdpa, "_build", build)
     cudnn_sdpa._plans.cache_clear()
     try:
-        thread = threading.Thread(target=cudnn_sdpa._plan, args=(KEY,))
+        thread = threading.Thread(target=cudnn_sdpa.plan_of, args=(KEY,))
         thread.start()
         assert begun.wait(30)
-        assert cudnn_sdpa._plan(KEY._replace(device=1)).graph == 1
+        assert cudnn_sdpa.plan_of(KEY._replace(device=1)).graph == 1
         ended.set()
         thread.join(30)
-        assert cudnn_sdpa._plan(KEY).graph == 0
+        assert cudnn_sdpa.plan_of(KEY).graph == 0
     finally:
         ended.set()
         cudnn_sdpa._plans.cache_clear()

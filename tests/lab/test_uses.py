@@ -50,6 +50,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
         gemm, "_plan", lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
     )
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
+    monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
+    monkeypatch.setattr("fp8kit.backends.cuda.cudnn_sdpa.put", lambda *arguments: None)
     with launch.launching_by(note):
         yield found
 
@@ -64,7 +66,7 @@ class _Here:
     def __getattr__(self, name: str) -> Any:
         if name != self.operation:
             # that one asks for a device
-            own = name.endswith("_workspace") and not name.startswith("attention")
+            own = name.endswith("_workspace") and not name.startswith(("attention", "fp8_attention"))
             return implementation(name) if own else getattr(dispatch.kernels(CPU), name)
 
         def there(view: ArrayView) -> ArrayView:
@@ -73,7 +75,7 @@ class _Here:
         def call(*args: Any, **named: Any) -> None:
             arguments = SPECS[name].bind(*args, **named)
             arguments = {key: map_arrays(value, there) for key, value in arguments.items()}
-            if name.startswith("attention"):
+            if name.startswith(("attention", "fp8_attention")):
                 arguments["workspace"] = ArrayView(1 << 20, (1 << 40,), uint8, GPU)
             implementation(name)(**arguments)
 

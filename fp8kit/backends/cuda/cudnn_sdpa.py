@@ -56,13 +56,16 @@ _CLEANED = {False: ("k", "v"), True: ("q", "k", "v", "d_o")}
 
 
 class Key(NamedTuple):
-    """What a graph depends on. ``strides``: of the forward's or the backward's arrays, order b, h, s, d."""
+    """What a graph depends on. ``strides``: of the forward's or the backward's arrays, order b, h, s, d.
+    ``formats``: of an attention in FP8 (``cudnn_fp8``) the names of the forward's and the backward's
+    format."""
 
     problem: Problem
     device: int
     backward: bool
     deterministic: bool
     strides: tuple[Strides, ...]
+    formats: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -118,8 +121,8 @@ def why_not(problem: Problem, backward: bool, deterministic: bool, device: int |
     if not available():
         return missing()
     try:
-        _plan(_asked_key(problem, backward, deterministic, device))
-    except _Declined as error:
+        plan_of(_asked_key(problem, backward, deterministic, device))
+    except Declined as error:
         return f"cuDNN has no kernel for it: {error or 'it gives no reason'}"
     return None
 
@@ -158,7 +161,7 @@ def workspace(problem: Problem, backward: bool, deterministic: bool, device: int
     """Bytes of workspace of a call."""
     return (
         _workspace_layout(problem, backward)["end"]
-        + _plan(_asked_key(problem, backward, deterministic, device)).workspace
+        + plan_of(_asked_key(problem, backward, deterministic, device)).workspace
     )
 
 
@@ -236,7 +239,7 @@ def _run(
     key = Key(problem, device, backward, deterministic, tuple(strides))
     layout = _workspace_layout(problem, backward)
     start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
-    _check_workspace(given - layout["end"], _plan(key))
+    _check_workspace(given - layout["end"], plan_of(key))
 
     pointers = {_UIDS[name]: view.ptr for name, view in views.items()}
     pointers[_UIDS["stats"]] = lse.ptr
@@ -260,15 +263,7 @@ def _run(
             )
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
-    call = (key, pointers, start + layout["end"], given - layout["end"])
-    recorded.put(
-        device,
-        stream,
-        "attention",
-        functools.partial(_execute, *call),
-        functools.partial(_captured, *call),
-        slow=True,
-    )
+    put(key, pointers, start + layout["end"], given - layout["end"], stream)
 
 
 def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
@@ -279,7 +274,7 @@ def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, st
             _library().set_stream(handle, stream)
         launched = False
         while not launched:
-            plan = _plan(key)
+            plan = plan_of(key)
             _check_workspace(nbytes, plan)
             launched = _launched(plan, pointers, workspace, handle, stream)
 
@@ -326,7 +321,7 @@ def _check_aligned(places: int) -> None:
 # --- graphs -------------------------------------------------------------------------------------------------
 
 
-class _Declined(Fp8kitError):
+class Declined(Fp8kitError):
     """cuDNN has no kernel for a graph."""
 
 
@@ -369,14 +364,14 @@ def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: in
 
 
 def _build(key: Key) -> Plan:
-    """The plan for ``key``. _Declined where cuDNN has no kernel; BackendError when building fails
+    """The plan for ``key``. Declined where cuDNN has no kernel; BackendError when building fails
     otherwise."""
     for stride in key.strides:
-        _check_aligned(_ITEM * (stride[0] | stride[1] | stride[2]))
+        _check_aligned((1 if key.formats else _ITEM) * (stride[0] | stride[1] | stride[2]))
     cudnn = _library()
     try:
         with launch.current_device(key.device), _handle(key.device) as handle:
-            graph = describe(key, handle)
+            graph = _describe_any(key, handle)
             graph.validate()
             graph.build_operation_graph()
             # the frontend's own Python kernels would need CUTLASS at run time: cuDNN's engines only
@@ -385,7 +380,7 @@ def _build(key: Key) -> Plan:
             graph.check_support()
             graph.build_plans()
     except (cudnn.cudnnGraphNotSupportedError, NotImplementedError) as error:
-        raise _Declined(str(error).strip()) from error
+        raise Declined(str(error).strip()) from error
     except (RuntimeError, ValueError) as error:
         raise BackendError(f"attention: cuDNN cannot build a graph for {key}: {error}") from error
     return Plan(graph, int(graph.get_workspace_size()))
@@ -414,8 +409,30 @@ def _plans(device: int) -> LRU[Key, Plan]:
     return LRU(_KEPT, _retire, f"cuDNN graphs, cuda:{device}")
 
 
-def _plan(key: Key) -> Plan:
+def plan_of(key: Key) -> Plan:
     return _plans(key.device).make(key, _build)
+
+
+def _describe_any(key: Key, handle: Any) -> Any:
+    if key.formats:
+        from fp8kit.backends.cuda import cudnn_fp8
+
+        return cudnn_fp8.describe(key, handle)
+    return describe(key, handle)
+
+
+def put(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
+    """Launch the graph of a key, or record that: its arrays' addresses by uid, and ``nbytes`` of workspace at
+    an address."""
+    call = (key, pointers, workspace, nbytes)
+    recorded.put(
+        key.device,
+        stream,
+        "attention",
+        functools.partial(_execute, *call),
+        functools.partial(_captured, *call),
+        slow=True,
+    )
 
 
 def describe(key: Key, handle: Any) -> Any:

@@ -50,6 +50,7 @@ from fp8kit.backends.protocol.dropout import Dropouts
 from fp8kit.backends.protocol.elementwise import Elementwise
 from fp8kit.backends.protocol.embedding import Embeddings
 from fp8kit.backends.protocol.encoded_adam import EncodedAdams
+from fp8kit.backends.protocol.fp8_attention import Fp8Attentions
 from fp8kit.backends.protocol.gemm import Layout, Products
 from fp8kit.backends.protocol.kv_cache import Caches
 from fp8kit.backends.protocol.lines import Lines
@@ -104,6 +105,7 @@ class Kernels(
     DropPaths,
     Attentions,
     QuantizedAttentions,
+    Fp8Attentions,
     Sequences,
     Caches,
     Ropes,

@@ -1,0 +1,150 @@
+"""Attention in FP8: decoded operands through ``quantized_attention.py``, results rounded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arrays import ArrayView, as_view
+from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
+from fp8kit.backends.reference import quantized_attention
+from fp8kit.backends.reference._numpy import Float32, quiet
+from fp8kit.backends.reference.quantize import dequantize, quantize
+from fp8kit.backends.reference.scales import scale_from_amax
+from fp8kit.formats import Format, float32
+from fp8kit.quantization import Quantizer
+
+
+def _decoded(codes: ArrayView, scale_invs: ArrayView, i: int, fmt: Format) -> Float32:
+    """An operand's values, (b, h, s, d). ``scale_invs``: its is the i-th."""
+    values = np.empty(codes.shape, np.float32)
+    whole = codes.size // codes.shape[-1], codes.shape[-1]
+    into = as_view(values.reshape(whole))
+    dequantize(codes.reshape(*whole), into, scale_invs.slice(0, i, 1), fmt, whole, 0)
+    return values
+
+
+def _rounded(arrays: list[Float32], how: Quantizer) -> list[Float32]:
+    """Values of the quantizer's format with one scale for all of them."""
+    amax, scale, inverse = (np.zeros(1, np.float32) for _ in range(3))
+    amax[0] = max((np.fmax.reduce(np.abs(x), axis=None, initial=0) for x in arrays), default=0)
+    rule = how.format.max, how.power_2, how.epsilon, float32.max
+    scale_from_amax(as_view(amax), as_view(scale), as_view(inverse), *rule, 0)
+    found = []
+    for x in arrays:
+        whole = x.size // x.shape[-1], x.shape[-1]
+        codes, values = np.empty(whole, np.uint8), np.empty(whole, np.float32)
+        rows = as_view(np.ascontiguousarray(x).reshape(whole))
+        quantize(
+            rows,
+            as_view(codes),
+            as_view(scale),
+            as_view(inverse),
+            None,
+            how.format,
+            whole,
+            True,
+            0,
+            0,
+            None,
+            0,
+        )
+        dequantize(as_view(codes), as_view(values), as_view(inverse), how.format, whole, 0)
+        found.append(values.reshape(x.shape))
+    return found
+
+
+def _turned(x: Float32) -> ArrayView:
+    """(b, h, s, d) as a view of (b, s, h, d)."""
+    return as_view(x.transpose(0, 2, 1, 3))
+
+
+def _in_batches(spec: AttentionSpec) -> Any:
+    """The spec of those views."""
+    return dataclasses.replace(spec, qkv_format="bshd", zero_padded=True)  # type: ignore[type-var]
+
+
+@quiet
+def fp8_attention_fwd(
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    scale_invs: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    extras: AttentionExtras,
+    spec: AttentionSpec,
+    p: Quantizer,
+    out: Quantizer,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``Kernels.fp8_attention_fwd``."""
+    queries, keys, values = (_turned(_decoded(x, scale_invs, i, p.format)) for i, x in enumerate((q, k, v)))
+    made = np.empty(o.shape, np.float32)
+    quantized_attention.quantized_attention_fwd(
+        queries, keys, values, _turned(made), lse, extras, _in_batches(spec), p, None, 0
+    )
+    (o.numpy()[...],) = _rounded([made], out)
+
+
+@quiet
+def fp8_attention_bwd(
+    do: ArrayView,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    scale_invs: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    dq: ArrayView,
+    dk: ArrayView,
+    dv: ArrayView,
+    extras: AttentionExtras,
+    spec: AttentionSpec,
+    p: Quantizer,
+    out: Quantizer,
+    ds: Quantizer,
+    dqkv: Quantizer,
+    groups: tuple[int, int, int],
+    deterministic: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``Kernels.fp8_attention_bwd``."""
+    upstream = _turned(_decoded(do, scale_invs, 0, ds.format))
+    queries, keys, values = (
+        _turned(_decoded(x, scale_invs, i + 1, p.format)) for i, x in enumerate((q, k, v))
+    )
+    (given,) = _rounded([o.numpy()], out)
+    made = [np.empty(x.shape, np.float32) for x in (dq, dk, dv)]
+    dqueries, dkeys, dvalues = map(_turned, made)
+    quantized_attention.quantized_attention_bwd(
+        upstream,
+        queries,
+        keys,
+        values,
+        _turned(given),
+        lse,
+        upstream,
+        queries,
+        keys,
+        dqueries,
+        dkeys,
+        dvalues,
+        None,
+        None,
+        extras,
+        _in_batches(spec),
+        p,
+        ds,
+        None,
+        0,
+    )
+    views = dq, dk, dv
+    for group in sorted(set(groups)):
+        own = [i for i in range(3) if groups[i] == group]
+        for i, results in zip(own, _rounded([made[i] for i in own], dqkv), strict=True):
+            views[i].numpy()[...] = results
