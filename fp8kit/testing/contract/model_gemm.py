@@ -1,9 +1,8 @@
-"""The product with another chip's arithmetic against Python's exact fractions, bit for bit."""
+"""The product with another chip's arithmetic against Python's exact integers, bit for bit."""
 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -47,32 +46,46 @@ def model_gemm(
     return made | joined(s, m, n, s.dtype, bias, add)
 
 
-def _exponent(value: Fraction) -> int:
+# Exact numbers are Python's integers, in units of 2^-400: less than a product of float32's least values.
+_ONE = 400
+
+
+def _exact(value: float | np.floating[Any]) -> int:
+    top, bottom = float(value).as_integer_ratio()
+    return top << (_ONE + 1 - bottom.bit_length())
+
+
+def _float(value: int) -> float:
+    return value / (1 << _ONE)  # to nearest even
+
+
+def _exponent(value: int) -> int:
     """floor(log2 |value|)."""
-    found = value.numerator.bit_length() - value.denominator.bit_length()
-    return found if abs(value) >= Fraction(2) ** found else found - 1
+    return abs(value).bit_length() - 1 - _ONE
 
 
-def _cut(value: Fraction, unit: Fraction) -> Fraction:
-    """Toward zero to a multiple of ``unit``."""
-    return int(value / unit) * unit
+def _cut(value: int, exponent: int) -> int:
+    """Toward zero to a multiple of 2^exponent."""
+    shift = exponent + _ONE
+    found = abs(value) >> shift << shift
+    return found if value > 0 else -found
 
 
-def _step(c: Fraction, products: list[tuple[Fraction, int]], bits: int) -> Fraction:
+def _step(c: int, products: list[tuple[int, int]], bits: int) -> int:
     """One instruction: ``products`` and the sums of their factors' exponents."""
     own = max(_exponent(c), -126) if c else -126
     most = max([own, *(exponent for value, exponent in products if value)])
-    unit = Fraction(2) ** (most - bits)
-    total = _cut(c, unit) + sum(_cut(value, unit) for value, _ in products)
-    return _cut(total, Fraction(2) ** (_exponent(total) - min(bits, 23))) if total else total
+    total = _cut(c, most - bits) + sum(_cut(value, most - bits) for value, _ in products)
+    return _cut(total, _exponent(total) - min(bits, 23)) if total else total
 
 
-def _nearest(value: Fraction) -> np.float32:
+def _nearest(value: int) -> np.float32:
     """To nearest even, once."""
-    if not value:
-        return np.float32(0)
-    unit = Fraction(2) ** (max(_exponent(abs(value)), -126) - 23)
-    return np.float32(float(round(value / unit) * unit))
+    shift = max(_exponent(value), -126) - 23 + _ONE if value else 1
+    found, rest = divmod(value, 1 << shift)
+    half = 1 << (shift - 1)
+    found += rest > half or (rest == half and found & 1)
+    return np.float32(_float(found << shift))
 
 
 def _element(a: Any, row: tuple[Array, Array], scales: tuple[list[Any], list[Any]], block: int) -> float:
@@ -83,7 +96,7 @@ def _element(a: Any, row: tuple[Array, Array], scales: tuple[list[Any], list[Any
     lowest = [math.frexp(f.smallest_normal)[1] - 1 for f in (a.a_format, a.b_format)]
     terms = [
         (
-            Fraction(x) * Fraction(y),
+            _exact(x * y),  # of so few bits, float64's product is exact
             max(math.frexp(x)[1] - 1, lowest[0]) + max(math.frexp(y)[1] - 1, lowest[1]),
         )
         for x, y in zip(*map(np.ndarray.tolist, values), strict=True)
@@ -94,26 +107,26 @@ def _element(a: Any, row: tuple[Array, Array], scales: tuple[list[Any], list[Any
         own = terms[start : start + block]
         left, right = scales[0][i], scales[1][i]
         if how.exact and blocked:
-            exact = float(sum((value for value, _ in own), Fraction(0)))
+            exact = _float(sum(value for value, _ in own))
             total = total + np.float64(exact) * np.float64(left * right)
             continue
         summed, promote = np.float32(0), how.promote or block
         if how.exact:
-            summed = _nearest(sum((value for value, _ in own), Fraction(0)))
+            summed = _nearest(sum(value for value, _ in own))
         else:
             for first in range(0, len(own), promote):
-                c = Fraction(0)
+                c = 0
                 part = own[first : first + promote]
                 for at in range(0, len(part), how.chunk):
                     c = _step(c, part[at : at + how.chunk], how.fraction_bits)
-                summed = summed + np.float32(float(c))
+                summed = summed + np.float32(_float(c))
         if not blocked:
             by_rows = a.a_tile[0] or a.b_tile[0]
             result = summed * right * left if by_rows else summed * (left * right)
         else:
             by_rows = a.a_tile[0] == a.b_tile[0] == 1
             x, y = (summed * left, right) if by_rows else (summed, left * right)
-            result = _nearest(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(result)))
+            result = _nearest((_exact(x) * _exact(y) >> _ONE) + _exact(result))
     return float(np.float32(total)) if how.exact and blocked else float(result)
 
 
