@@ -13,6 +13,7 @@ from fp8kit.models import text
 from fp8kit.models.presets import preset
 from fp8kit.models.train import loss_of, train
 from fp8kit.recipes import NAMED
+from tests.support.combinations import combinations
 
 SIZE = replace(
     preset("tiny"), hidden=64, steps=24, warmup=3, learning_rate=8e-3, accumulate=1, validation_batches=1
@@ -26,6 +27,7 @@ BOUNDS = {3: (0.01, 0.08), 2: (0.015, 0.15), 1: (0.03, 0.25)}
 # scales that are always the same want a model of unit variance, which this one is not: half of its gradients
 # lie below E5M2's least value
 STATIC = (0.15, 1.0)
+USUAL = ("delayed", "rowwise", "deepseek_v3", "static", "mxfp8", "fp4_all_the_way")
 
 
 def bounds(recipe):
@@ -54,7 +56,8 @@ def gradients(model, corpus, recipe):
     return np.concatenate([p.grad.numpy().astype(np.float64).reshape(-1) for p in matrices])
 
 
-@pytest.mark.parametrize("name", NAMED)
+# one of each kind of scales; what they compute, and in which frontend, other tests compare bit for bit
+@combinations({"name": NAMED.keys()}, usual=USUAL)
 def test_it_trains_as_in_high_precision(name, corpus, high):
     recipe = NAMED[name].recipe
     run = train(SIZE, corpus, recipe, name, CPU, 0, io.StringIO())
