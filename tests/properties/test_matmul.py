@@ -144,8 +144,8 @@ def test_modelled_sums_have_the_bits_of_fractions(mnk, pair, how, fit, seed):
         given_[f"{name}_scale_inv"] = np.asarray(scales).reshape(grid)
     with np.errstate(all="ignore"):
         want = model_gemm_oracle(SimpleNamespace(**given_))["out"]
-        for q in (a, b):
-            want = want if q.tensor_scale_inv is None else want * q.tensor_scale_inv[0]
+        for q, shape in ((a, (-1, 1)), (b, (1, -1))):  # of the tensor, or of each row
+            want = want if q.tensor_scale_inv is None else want * q.tensor_scale_inv.reshape(shape)
     assert_same_bits(f"{how}", got, want)
 
 
