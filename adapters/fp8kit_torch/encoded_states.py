@@ -14,8 +14,9 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, FormatError, UnsupportedError
 from fp8kit.formats import DTYPES, DType
 from fp8kit.moments import MomentFormat, StateFormats
+from fp8kit_torch.fused_optimizer import AdamNumbers
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.views import as_view, dtype_of
+from fp8kit_torch.views import as_view, dtype_of, optional_view
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _HALF = MomentFormat("float16", power_2=True)
@@ -94,51 +95,25 @@ def values(formats: StateFormats, param: Tensor, name: str, state: Mapping[str, 
 def adam_(
     formats: StateFormats,
     entries: Sequence[tuple[Tensor, Tensor, Mapping[str, Tensor]]],
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    decoupled: bool,
-    count: int | Tensor,
-    inv_scale: Tensor | None,
-    found_inf: Tensor | None,
+    numbers: AdamNumbers,
 ) -> None:
-    """One step on (values of a parameter, its gradient, its states), contiguous, of one device; the others:
-    see ``fused_optimizer.adam_``."""
-
-    def view(t: Tensor | None) -> Any:
-        return None if t is None else as_view(t)
-
-    params = [as_view(data) for data, *_ in entries]
+    """One step on (values of a parameter, its gradient, its states), contiguous, of one device."""
+    tensors = [data for data, *_ in entries]
+    params = [as_view(data) for data in tensors]
     place = params[0].device
-    there = isinstance(lr, Tensor) and lr.device == entries[0][0].device
-    rate = as_view(lr.float().reshape(1)) if there else float(lr)  # type: ignore[union-attr]
     kernels = dispatch.kernels(place)
-    names = (
-        "exp_avg",
-        "exp_avg_scale",
-        "exp_avg_sq",
-        "exp_avg_sq_scale",
-        "master_param",
-        "master_param_scale",
-    )
-    lists = [[view(state.get(name)) for *_, state in entries] for name in names]
+    names = (f"{name}{end}" for name in (*MOMENTS, "master_param") for end in ("", "_scale"))
+    lists = [[optional_view(state.get(name)) for *_, state in entries] for name in names]
     space = kernels.encoded_adam_workspace([param.size for param in params], formats)
-    workspace = torch.empty(space, dtype=torch.uint8, device=entries[0][0].device) if space else None
+    workspace = torch.empty(space, dtype=torch.uint8, device=tensors[0].device) if space else None
     kernels.encoded_adam_(
         params,
         [as_view(grad) for _, grad, _ in entries],
         *lists,
         formats,
-        decoupled,
-        rate,
-        *map(float, betas),
-        float(eps),
-        [decay] * len(params),
-        as_view(count) if isinstance(count, Tensor) else count,
-        view(inv_scale),
-        view(found_inf),
-        view(workspace),
+        numbers.decoupled,
+        *numbers.of_kernel(tensors),
+        optional_view(workspace),
         arrays.current_stream(place),
     )
 

@@ -17,9 +17,9 @@ from fp8kit_torch import encoded_states as encoded
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check, tensor
-from fp8kit_torch.fused_optimizer import NO_CORRECTION, Entry, Fused, adam_, written
+from fp8kit_torch.fused_optimizer import NO_CORRECTION, AdamNumbers, Entry, Fused, adam_, written
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.views import as_view
+from fp8kit_torch.views import as_view, optional_view
 
 
 class FusedAdam(Fused):
@@ -237,17 +237,18 @@ class FusedAdam(Fused):
         if self.capturable:
             if step is None:
                 step = group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
-            where, skipping = as_view(step), None if skip is None else as_view(skip)
+            where, skipping = as_view(step), optional_view(skip)
             kernels, stream = dispatch.kernels(where.device), arrays.current_stream(where.device)
             kernels.count_(where, skipping, stream)
         for param, *_ in entries:
             if "exp_avg" not in self.state[param]:
                 self.initialize_state(param)
         count = step if group["bias_correction"] else NO_CORRECTION
-        numbers = group["lr"], group["betas"], group["eps"], float(group["weight_decay"]), self.adam_w_mode
+        of_group = group["lr"], group["betas"], group["eps"], float(group["weight_decay"])
+        numbers = AdamNumbers(*of_group, self.adam_w_mode, count, by, skip)
         if self.formats is not None:
             rows = [(data, grad, self.state[param]) for param, data, grad in entries]
-            encoded.adam_(self.formats, rows, *numbers, count, by, skip)
+            encoded.adam_(self.formats, rows, numbers)
             for param, data, _ in entries:
                 written(param, data)
             return
@@ -259,10 +260,7 @@ class FusedAdam(Fused):
             [grad for *_, grad in entries],
             (means, squares),
             masters,
-            *numbers,
-            count,
-            by,
-            skip,
+            numbers,
         )
         for (param, data, _), *updated in zip(entries, means, squares, masters, strict=True):
             written(param, data if updated[-1] is None else updated[-1])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitErr
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.views import FLOATS, as_view
+from fp8kit_torch.views import FLOATS, as_view, optional_view
 
 Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contiguous gradient
 # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
@@ -194,41 +194,52 @@ def want_contiguous(operation: str, data: Tensor) -> None:
         raise ShapeError(operation, "params", f"strides {data.stride()}", "contiguous parameters")
 
 
+class AdamNumbers(NamedTuple):
+    """What a step of Adam takes beside its tensors, see ``FusedAdam``. ``count``, int64, ``inv_scale`` and
+    ``found_inf``, float32: (1,) on the device."""
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+    decoupled: bool
+    count: int | Tensor
+    inv_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def of_kernel(self, params: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The kernels' arguments from ``lr`` to ``found_inf``."""
+        lr, count = self.lr, self.count
+        there = isinstance(lr, Tensor) and lr.device == params[0].device
+        return (
+            as_view(lr.float().reshape(1)) if there else float(lr),  # type: ignore[union-attr]
+            *map(float, self.betas),
+            float(self.eps),
+            [self.decay] * len(params),
+            as_view(count) if isinstance(count, Tensor) else count,
+            optional_view(self.inv_scale),
+            optional_view(self.found_inf),
+        )
+
+
 def adam_(
     params: list[Tensor],
     grads: list[Tensor],
     moments: Sequence[list[Tensor]],
     masters: Sequence[Tensor | None],
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    decoupled: bool,
-    count: int | Tensor,
-    inv_scale: Tensor | None,
-    found_inf: Tensor | None,
+    numbers: AdamNumbers,
 ) -> None:
-    """One step of Adam on contiguous tensors of one device, see ``FusedAdam``. ``moments``: first and second;
-    ``count``, int64, ``inv_scale`` and ``found_inf``, float32: (1,) on the device."""
-    if decay and not decoupled:
+    """One step of Adam on contiguous tensors of one device. ``moments``: first and second."""
+    decay, inv_scale = numbers.decay, numbers.inv_scale
+    if decay and not numbers.decoupled:
         wide = [g.float() if inv_scale is None else g.float() * inv_scale for g in grads]
         values = [(p if m is None else m).float() for p, m in zip(params, masters, strict=True)]
         grads = [g.add(w, alpha=decay) for g, w in zip(wide, values, strict=True)]
-        inv_scale, decay = None, 0.0
+        numbers = numbers._replace(decay=0.0, inv_scale=None)
     place = as_view(params[0]).device
-    there = isinstance(lr, Tensor) and lr.device == params[0].device
-    rate = lr.float().reshape(1) if there else None  # type: ignore[union-attr]
-    optional = [None if t is None else as_view(t) for t in (*masters, rate, inv_scale, found_inf)]
-    *some, rate_view, inv_view, found_view = optional
     dispatch.kernels(place).adamw_(
         *([as_view(t) for t in kept] for kept in (params, grads, *moments)),
-        some,
-        float(lr) if rate_view is None else rate_view,
-        *map(float, betas),
-        float(eps),
-        [decay] * len(params),
-        as_view(count) if isinstance(count, Tensor) else count,
-        inv_view,
-        found_view,
+        [*map(optional_view, masters)],
+        *numbers.of_kernel(params),
         arrays.current_stream(place),
     )

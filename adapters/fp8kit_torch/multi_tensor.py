@@ -21,7 +21,7 @@ from fp8kit.arguments import flag, function, integer, number
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import Rule, check, is_scalar, named, optional, probability, shown
-from fp8kit_torch.fused_optimizer import NO_CORRECTION, adam_
+from fp8kit_torch.fused_optimizer import NO_CORRECTION, AdamNumbers, adam_
 from fp8kit_torch.views import FLOATS
 
 Lists = Sequence[Sequence[Tensor]]
@@ -208,11 +208,7 @@ def multi_tensor_adam(
     count: Any = NO_CORRECTION
     if bias_correction:
         count = step.reshape(1).to(torch.int64) if isinstance(step, Tensor) else step
-    adam_(
-        params,
-        grads,
-        (means, squares),
-        masters,
+    numbers = AdamNumbers(
         lr,
         (beta1, beta2),
         epsilon,
@@ -222,6 +218,7 @@ def multi_tensor_adam(
         None if inv_scale is None else inv_scale.float().reshape(1),
         (noop_flag.reshape(-1)[:1] != 0).float(),
     )
+    adam_(params, grads, (means, squares), masters, numbers)
     for tensor, rows in zip(chain(*asked[1:]), chain(*lists[1:]), strict=True):
         if rows is not tensor:
             tensor.copy_(rows)

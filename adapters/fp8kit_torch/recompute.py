@@ -109,11 +109,6 @@ def idle() -> bool:
     return False
 
 
-def later() -> bool:
-    """Whether this thread runs a later pass of a checkpoint."""
-    return _passes.running is not None
-
-
 def note() -> None:
     """What a layer calls that runs in high precision, unless all is ``idle``: so that it does in later passes
     too, whatever autocast is around backward."""

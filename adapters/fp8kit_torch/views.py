@@ -79,6 +79,11 @@ def as_view(tensor: torch.Tensor) -> ArrayView:
     return ArrayView(start, shape, kind, Device(device.type, device.index or 0), tensor, kept)
 
 
+def optional_view(tensor: torch.Tensor | None) -> ArrayView | None:
+    """``as_view``, or None of None."""
+    return None if tensor is None else as_view(tensor)
+
+
 def empty_like_metas(metas: Mapping[str, Meta], like: torch.Tensor) -> list[torch.Tensor]:
     """A tensor for each meta from torch's allocator, on the device of ``like``: undefined, or zeros where the
     meta asks for them."""

@@ -29,6 +29,7 @@ from fp8kit.recipe import (
 )
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_same_bits, relative_error
+from tests.support.combinations import combinations
 from tests.support.quantized_attention import cast
 
 B, S, HEADS, DIM = 2, 33, 4, 16
@@ -97,8 +98,7 @@ def same(what, found, want):
         assert_same_bits(f"{what}: {name}", a, b)
 
 
-@pytest.mark.parametrize("groups", [HEADS, 2])
-@pytest.mark.parametrize("name", RECIPES)
+@combinations({"name": RECIPES.keys(), "groups": [HEADS, 2]})
 def test_the_same_bits_in_three_frontends(name, groups):
     recipe, layers, g = RECIPES[name], layers_of(groups), draw(9, B, S, HEADS * DIM)
     want, exact = native(recipe, layers, g), native(None, layers, g)
@@ -129,7 +129,10 @@ def test_random_signs_in_three_frontends():
         of_jax(RANDOM, layers, g)
 
 
-@pytest.mark.parametrize("name", ["delayed mha", "current", "current mha", "mxfp8", "flash attention 3"])
+@combinations(
+    {"name": ["delayed mha", "current", "current mha", "mxfp8", "flash attention 3"]},
+    usual=["delayed mha", "mxfp8"],
+)
 def test_layers_with_projections(name):
     """``TransformerLayer``: two training steps, torch eager and compiled as native."""
     recipe, options = RECIPES[name], {"hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -146,6 +146,7 @@ def test_products(recipe, compiled):
         assert relative_error(np.asarray(a), b) < 1e-5  # sums in another order
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("package", ["fp8kit.nn", "fp8kit_torch", "fp8kit_jax"])
 def test_it_is_there_when_it_is_first_used(package: str) -> None:
     there = f"assert '{package}.unit_scaling' not in sys.modules\n{package}.unit_scaling.gelu"

@@ -16,6 +16,7 @@ from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, MXINT8
 from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, TILES, Quantizer
 from fp8kit.testing.compare import assert_close, sum_slack
 from fp8kit.tiles import Rotation
+from tests.support.combinations import combinations
 
 VECTORS = Path(__file__).parent / "data" / "torchao_layouts.npz"
 BY_BLOCKS = [name for name in TILES if name not in ("tensor", "row")]
@@ -24,6 +25,9 @@ BY_BLOCKS = [name for name in TILES if name not in ("tensor", "row")]
 def _x(*shape, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * np.exp2(rng.integers(-3, 3, shape))).astype(dtype)
+
+
+DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.float64]
 
 
 def _tile(scaling, shape, along):
@@ -42,9 +46,7 @@ def _amax(x, tile):
     return np.maximum.reduceat(inner, range(0, x.shape[1], tile[1]), axis=1)
 
 
-@pytest.mark.parametrize("along", [-1, 0])
-@pytest.mark.parametrize("rule", MX_RULES)
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M2, E2M3, E2M1, MXINT8], ids=str)
+@combinations({"fmt": [E4M3, E5M2, E3M2, E2M3, E2M1, MXINT8], "rule": MX_RULES, "along": [-1, 0]})
 def test_mx_by_every_rule(fmt, rule, along):
     x = _x(70, 100)
     for scaling in ("mx_1x32", "mx_32x32", "mx_1x16"):
@@ -60,9 +62,7 @@ def test_mx_by_every_rule(fmt, rule, along):
         assert (q.along, q.T.along, q.scale_rule) == (abs(along), 1 - abs(along), rule)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
-@pytest.mark.parametrize("scaling", ["nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"])
-@pytest.mark.parametrize("along", [-1, 0])
+@combinations({"scaling": ["nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"], "along": [-1, 0], "dtype": DTYPES})
 def test_nvfp4(scaling, along, dtype):
     x = _x(40, 52, dtype=dtype)
     q = fk.quantize(x, scaling=scaling, along=along)
@@ -136,8 +136,7 @@ def test_the_constructor_takes_what_quantize_makes(scaling):
     np.testing.assert_array_equal(other.dequantize(), before)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
-@pytest.mark.parametrize("scaling", [name for name in TILES if name != "tensor"])
+@combinations({"scaling": [name for name in TILES if name != "tensor"], "dtype": DTYPES})
 def test_along_the_first_dimension_is_the_transposed_matrix(scaling, dtype):
     """To the bit, also where an amax is 0, NaN, Inf or so small that its scale overflows."""
     x = _x(140, 160, dtype=dtype)
@@ -164,10 +163,14 @@ def test_codes_of_scales_are_worked_out_and_refused_where_they_are_none():
     assert fk.quantize(_x(4, 64), scaling="block_1x32").scale_codes is None
 
 
-@pytest.mark.parametrize("signs", ["plus", "te", "random"])
-@pytest.mark.parametrize("n", [16, 32, 64, 128])
-@pytest.mark.parametrize("along", [-1, 0])
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x32", "mx_1x32", "nvfp4_1x16"])
+@combinations(
+    {
+        "scaling": ["tensor", "row", "block_1x32", "mx_1x32", "nvfp4_1x16"],
+        "along": [-1, 0],
+        "n": [16, 32, 64, 128],
+        "signs": ["plus", "te", "random"],
+    }
+)
 def test_rotation(scaling, along, n, signs):
     """What is cast are the rotated values; dequantised they are rotated back; products of operands that
     are rotated alike approximate the product."""

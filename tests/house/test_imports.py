@@ -282,6 +282,7 @@ for body in {bodies!r}:
 """
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("absent", dict.fromkeys(absent for absent, _ in WANTED))
 def test_who_needs_what_is_not_installed_names_the_extra(absent):
     """One interpreter for all that needs a package: an import that failed leaves nothing behind."""

@@ -3,7 +3,6 @@ does."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from fp8kit.backends.cuda import cublaslt, gemm, implementation, launch
 from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
 from fp8kit.formats import uint8
 from fp8kit.raw_kernels import manifest
-from fp8kit.testing.contract import cases
+from fp8kit.testing.contract import SampleCall, cases
 
 GPU = Device("cuda", 0)
 
@@ -86,8 +85,8 @@ class _Here:
 def test_an_operation_launches_what_the_sources_say(operation: str, launched: set[tuple[str, str]]) -> None:
     found = list(cases(operation))
     for case in found[:: max(1, len(found) // 60)]:
-        with contextlib.suppress(AssertionError):  # nothing was computed
-            case.run(_Here(operation), CPU)  # type: ignore[arg-type]
+        kernels = _Here(operation)
+        SampleCall(case, kernels, CPU).run(kernels)  # nothing is computed, and nothing compared
     known = {
         (source, function) for source, functions in manifest.uses(operation).items() for function in functions
     }

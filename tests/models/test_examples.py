@@ -145,6 +145,7 @@ def test_attention(printed):
     assert max(numbers(r"largest difference ([\d.e-]+)", text)) < 2.0**-14
 
 
+@pytest.mark.programs
 def test_recompute(printed):
     text = printed("recompute")
     kept, less = numbers(r"([\d.]+) MiB", text)
@@ -216,6 +217,7 @@ def test_kernel_lab(printed, tmp_path, monkeypatch):
         printed("kernel_lab", "1", str(tmp_path))
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(200)
 def test_train_gpt(printed):
     losses = numbers(r"step \d+: ([\d.]+)", printed("train_gpt", "6"))

@@ -234,6 +234,7 @@ def test_verdict():
     assert demo.Verdict(2.31, 2.6, 3.0, judged=False).failures == []
 
 
+@pytest.mark.programs
 def test_demo_writes_its_results(tmp_path, capsys, monkeypatch, corpus):
     monkeypatch.setattr(demo, "SAMPLE_BYTES", 8)
     verdict = demo.run_demo(TINY, tmp_path, CPU, steps=4)

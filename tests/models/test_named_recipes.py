@@ -13,6 +13,7 @@ from fp8kit.models import text
 from fp8kit.models.presets import preset
 from fp8kit.models.train import loss_of, train
 from fp8kit.recipes import NAMED
+from tests.support.combinations import combinations
 
 SIZE = replace(
     preset("tiny"), hidden=64, steps=24, warmup=3, learning_rate=8e-3, accumulate=1, validation_batches=1
@@ -29,6 +30,7 @@ STATIC = (0.15, 1.0)
 # where elements that were clipped have no gradient: of normal values Quartet's scale clips what is beyond
 # 1.46 to 2.92 deviations, 14 % at most, whose gradients are missing besides the rounding
 MASKED = 0.25 + 0.14**0.5
+USUAL = ("delayed", "rowwise", "deepseek_v3", "static", "mxfp8", "fp4_all_the_way")
 
 
 def bounds(recipe):
@@ -59,7 +61,8 @@ def gradients(model, corpus, recipe):
     return np.concatenate([p.grad.numpy().astype(np.float64).reshape(-1) for p in matrices])
 
 
-@pytest.mark.parametrize("name", NAMED)
+# one of each kind of scales; what they compute, and in which frontend, other tests compare bit for bit
+@combinations({"name": NAMED.keys()}, usual=USUAL)
 def test_it_trains_as_in_high_precision(name, corpus, high):
     recipe = NAMED[name].recipe
     run = train(SIZE, corpus, recipe, name, CPU, 0, io.StringIO())

@@ -23,6 +23,7 @@ from fp8kit.models.train import train
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_close, assert_same_bits, relative_error
+from tests.support.combinations import combinations
 
 TOKENS, HIDDEN, CHANNELS = 1024, 256, 512
 E4M3 = Float8CurrentScaling(fp8_format=Format.E4M3)
@@ -312,7 +313,7 @@ SMALL = replace(
 )
 
 
-@pytest.mark.parametrize("name", ARRANGEMENTS)
+@combinations({"name": ARRANGEMENTS.keys()}, usual=["fog"])
 def test_an_arrangement_trains_in_fp8(name, monkeypatch):
     """A tiny GPT, made in a line, under delayed scaling as in high precision, loss by loss."""
     corpus = text.standard_library(max_bytes=2 << 20)

@@ -79,7 +79,10 @@ def run(how, recipe, device, micro):
     return seen, bits(net.state_dict()), bits(nn.get_rng_state())
 
 
-@combinations({"recipe": RECIPES.keys(), "micro": {"": False, "microbatches": True}})
+@combinations(
+    {"recipe": RECIPES.keys(), "micro": {"": False, "microbatches": True}},
+    usual=["delayed-", "current-microbatches"],
+)
 def test_same_bits_as_without(device, recipe, micro):
     with fk.deterministic():
         plain = run("plain", RECIPES[recipe], device, micro)

@@ -15,6 +15,7 @@ from fp8kit.optim import PRESETS, AdamW, MomentFormat, StateFormats
 from fp8kit.testing import assert_close, assert_same_bits
 from fp8kit.testing.contract.encoded_adam import decoded
 from tests.support.adamw import Model, give
+from tests.support.combinations import combinations
 from tests.support.layers import draw
 from tests.support.products import f64
 
@@ -107,7 +108,7 @@ def test_expansion_is_worth_its_numbers(exact):
     assert found["per_tensor"] >= 2 * found["coat"]
 
 
-@pytest.mark.parametrize("scheme", ALWAYS)
+@combinations({"scheme": ALWAYS.keys()}, usual=["block_128", "coat"])
 def test_error_after_many_encodings(scheme, exact):
     """Decoding and encoding again at every step costs more than once, most of it in m."""
     found, zeros = error(*encoded(SCHEMES[scheme], BETAS, gradients(), STEPS), exact)

@@ -225,6 +225,7 @@ def losses_of(corpus, recipe, steps=40):
     return losses
 
 
+@pytest.mark.programs
 def test_a_model_trains_with_casts_without_scales():
     """As in high precision, loss by loss, where a model of the usual kind has no gradients left
     (tests/models/test_named_recipes.py)."""

@@ -55,8 +55,8 @@ MOST = 6000  # elements
 
 
 def examples(count: int) -> Any:
-    """This many examples, times FP8KIT_PROPERTIES where that is set."""
-    return settings(max_examples=count * max(FACTOR, 1))
+    """Half of ``count`` examples, times FP8KIT_PROPERTIES where that is set."""
+    return settings(max_examples=(count * max(FACTOR, 1) + 1) // 2)
 
 
 def shapes(least: int = 0, most: int = 4) -> st.SearchStrategy[tuple[int, ...]]:

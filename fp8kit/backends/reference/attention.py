@@ -8,6 +8,7 @@ broadcasting of k and v over ``group``. A block computes only the columns that o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.backends.reference._numpy import Array, Float32, quiet, store
 from fp8kit.backends.reference.attention_rules import (
+    Block,
     Scores,
     Sizes,
     blocks,
@@ -45,9 +47,25 @@ def attention_fwd(
 ) -> None:
     """``o = dropout(softmax(scores)) v`` and the rows' log-sum-exp; see
     ``protocol.Kernels.attention_fwd``."""
+    forward((q, k, v, o, lse), extras, spec, _softmax, scale_first=True)
+
+
+def forward(
+    views: tuple[ArrayView, ...],
+    extras: AttentionExtras,
+    spec: AttentionSpec,
+    softmax: Callable[..., Array | None],
+    *,
+    scale_first: bool,
+) -> None:
+    """The loop over the blocks. ``views``: q, k, v, o, lse. ``softmax`` makes scores (heads * rows, columns)
+    weights, in place, writes the rows' log-sum-exp and returns what the rows' results are multiplied by, if
+    anything. ``scale_first``: the queries are scaled, not the scores."""
+    q, k, v, o, lse = views
     keys, values = heads_of(k, spec), heads_of(v, spec)
-    queries = heads_of(q, spec, keys.shape[1])
-    queries *= np.float32(spec.softmax_scale)
+    queries, scale = heads_of(q, spec, keys.shape[1]), np.float32(spec.softmax_scale)
+    if scale_first:
+        queries *= scale
     sizes = Sizes.of(queries, keys)
     out = np.zeros((*queries.shape[:4], values.shape[4]), np.float32)
     sums = lse.numpy().reshape(queries.shape[:4])
@@ -60,14 +78,18 @@ def attention_fwd(
     for at in blocks(sizes, queries.shape[4], extras, spec):
         buffer, p = at.buffers(buffer)
         np.matmul(queries[at.rows], keys[at.columns].swapaxes(-1, -2), out=p)
+        if not scale_first:
+            p *= scale
         scores.complete(p, at)
         lse_block = np.empty(p.shape[:4], np.float32)
         further = np.broadcast_to(sinks, p.shape[:4]).reshape(-1)
-        _softmax(p.reshape(-1, at.width), lse_block.reshape(-1), further, at.place)
+        factors = softmax(p.reshape(-1, at.width), lse_block.reshape(-1), further, at.place)
         sums[at.rows] = lse_block
         if random is not None:
             p *= at.factors(random, place)
         out[at.rows] = np.matmul(p, values[at.columns])
+        if factors is not None:
+            out[at.rows] *= factors.reshape(*p.shape[:4], 1)
     put_heads(o, out, spec)
 
 
@@ -96,55 +118,101 @@ def attention_bwd(
     dq = scale dS k, dk = scale dS^T q, dbias = dS (times scale where it is added before scaling), doffset =
     -sum exp(offset - lse) D.
     """
-    scale = np.float32(spec.softmax_scale)
-    keys, values = heads_of(k, spec), heads_of(v, spec)
-    queries, upstream = heads_of(q, spec, keys.shape[1]), heads_of(do, spec, keys.shape[1])
-    queries *= scale
-    sizes = Sizes.of(queries, keys)
-    delta = np.add.reduce(upstream * heads_of(o, spec, keys.shape[1]), axis=-1, keepdims=True)
-    sums = lse.numpy().reshape(queries.shape[:4])
-    dqueries, dkeys, dvalues = np.zeros_like(queries), np.zeros_like(keys), np.zeros_like(values)
+    call = Backward((do, q, k, v, o), lse, extras, spec, scale_first=True)
+    found = Gradients(call.queries, call.keys, call.values, call.upstream)
     bias = None if dbias is None else np.zeros(dbias.shape, np.float32)
-    scores = Scores(extras, spec)
-    random, place = dropout(spec.dropout, extras.rng), place_of(extras, sizes)
-    first, second = np.empty(0, np.float32), np.empty(0, np.float32)
-    for at in blocks(sizes, queries.shape[4], extras, spec):
-        first, p = at.buffers(first)
-        second, ds = at.buffers(second)
-        np.matmul(queries[at.rows], keys[at.columns].swapaxes(-1, -2), out=p)
-        scores.complete(p, at)
-        np.matmul(upstream[at.rows], values[at.columns].swapaxes(-1, -2), out=ds)
-        factors = None if random is None else at.factors(random, place)
-        if factors is not None:
-            ds *= factors
-        statistics = sums[at.rows].reshape(-1), delta[at.rows].reshape(-1)
-        gradient(p.reshape(-1, at.width), ds.reshape(-1, at.width), *statistics, at.place, np.float32(1))
-        if factors is not None:
-            p *= factors
+    for at, p, ds, factors in call.blocks():
         if bias is not None:
             at.add_to(bias, ds)
-        dvalues[at.columns] += over_group(p, upstream[at.rows])
-        dqueries[at.rows] = np.matmul(ds, keys[at.columns])
-        dkeys[at.columns] += over_group(ds, queries[at.rows])
-    dqueries *= scale
-    put_heads(dq, dqueries, spec)
-    put_heads(dk, dkeys, spec)
-    put_heads(dv, dvalues, spec)
-    if dbias is not None and bias is not None:
-        store(dbias, bias * scores.bias_factor)
-    if doffset is not None:
-        offset_gradient(doffset, sums, delta, scores, sizes, extras)
+        found.add(at, p, ds, factors)
+    found.queries *= np.float32(spec.softmax_scale)
+    found.put(dq, dk, dv, spec)
+    call.put(dbias, bias, doffset)
 
 
-def offset_gradient(
-    doffset: ArrayView, sums: Float32, delta: Float32, scores: Scores, sizes: Sizes, extras: AttentionExtras
-) -> None:
-    """The gradient of a learnable softmax_offset. ``sums``: the rows' log-sum-exp, (b, h_kv, group, s_q);
-    ``delta``: rowsum(do * o), one dimension more."""
-    some = sums != -np.inf  # a row whose offset is -Inf too and that sees nothing has no probabilities
-    weights = np.exp(scores.sinks(sizes) - np.where(some, sums, np.float32(0))) * delta[..., 0]
-    inside = np.where(within(extras, sizes) & some, weights, np.float32(0))
-    store(doffset, -np.add.reduce(inside, axis=(0, 3)).reshape(-1))
+class Backward:
+    """What a backward pass over the blocks reads. ``views``: do, q, k, v, o. ``scale_first``: the queries are
+    scaled, not their products with the keys."""
+
+    def __init__(
+        self,
+        views: tuple[ArrayView, ...],
+        lse: ArrayView,
+        extras: AttentionExtras,
+        spec: AttentionSpec,
+        *,
+        scale_first: bool,
+    ) -> None:
+        do, q, k, v, o = views
+        self.keys, self.values = heads_of(k, spec), heads_of(v, spec)
+        groups = self.keys.shape[1]
+        self.queries, self.upstream = heads_of(q, spec, groups), heads_of(do, spec, groups)
+        self.factor: np.float32 | None = np.float32(spec.softmax_scale)
+        if scale_first:
+            self.queries *= self.factor
+            self.factor = None
+        self.sizes = Sizes.of(self.queries, self.keys)
+        self.delta = np.add.reduce(self.upstream * heads_of(o, spec, groups), axis=-1, keepdims=True)
+        self.sums = lse.numpy().reshape(self.queries.shape[:4])
+        self.scores = Scores(extras, spec)
+        self.random, self.place = dropout(spec.dropout, extras.rng), place_of(extras, self.sizes)
+        self.extras, self.spec = extras, spec
+
+    def blocks(self) -> Iterator[tuple[Block, Float32, Float32, Float32 | None]]:
+        """Each block, its probabilities, gradients of its queries' and keys' products, and dropout's
+        factors."""
+        first, second = np.empty(0, np.float32), np.empty(0, np.float32)
+        for at in blocks(self.sizes, self.queries.shape[4], self.extras, self.spec):
+            first, p = at.buffers(first)
+            second, ds = at.buffers(second)
+            np.matmul(self.queries[at.rows], self.keys[at.columns].swapaxes(-1, -2), out=p)
+            if self.factor is not None:
+                p *= self.factor
+            self.scores.complete(p, at)
+            np.matmul(self.upstream[at.rows], self.values[at.columns].swapaxes(-1, -2), out=ds)
+            factors = None if self.random is None else at.factors(self.random, self.place)
+            if factors is not None:
+                ds *= factors
+            rows = p.reshape(-1, at.width), ds.reshape(-1, at.width)
+            statistics = self.sums[at.rows].reshape(-1), self.delta[at.rows].reshape(-1)
+            _gradient(*rows, *statistics, at.place, np.float32(1) if self.factor is None else self.factor)
+            yield at, p, ds, factors
+
+    def put(self, dbias: ArrayView | None, slopes: Float32 | None, doffset: ArrayView | None) -> None:
+        """Store the gradients of the bias, from the sum of the products' gradients, and of the learnable
+        softmax_offset, -sum exp(offset - lse) rowsum(do * o)."""
+        if dbias is not None and slopes is not None:
+            factor = self.scores.bias_factor
+            store(dbias, slopes * (factor if self.factor is None else factor / self.factor))
+        if doffset is not None:
+            # a row whose offset is -Inf too and that sees nothing has no probabilities
+            some = self.sums != -np.inf
+            sums = np.where(some, self.sums, np.float32(0))
+            weights = np.exp(self.scores.sinks(self.sizes) - sums) * self.delta[..., 0]
+            inside = np.where(within(self.extras, self.sizes) & some, weights, np.float32(0))
+            store(doffset, -np.add.reduce(inside, axis=(0, 3)).reshape(-1))
+
+
+class Gradients:
+    """Sums of the gradients of queries, keys and values, and the operands that they are products with."""
+
+    def __init__(self, queries: Float32, keys: Float32, values: Float32, upstream: Float32) -> None:
+        self._queries, self._keys, self._upstream = queries, keys, upstream
+        self.queries, self.keys, self.values = (np.zeros_like(x) for x in (queries, keys, values))
+
+    def add(self, at: Block, p: Float32, ds: Float32, factors: Float32 | None) -> None:
+        """A block's part: of its probabilities, which dropout's ``factors`` are put on, and slopes."""
+        if factors is not None:
+            p *= factors
+        self.values[at.columns] += over_group(p, self._upstream[at.rows])
+        self.queries[at.rows] = np.matmul(ds, self._keys[at.columns])
+        self.keys[at.columns] += over_group(ds, self._queries[at.rows])
+
+    def put(self, dq: ArrayView, dk: ArrayView, dv: ArrayView, spec: AttentionSpec) -> None:
+        """Store them."""
+        put_heads(dq, self.queries, spec)
+        put_heads(dk, self.keys, spec)
+        put_heads(dv, self.values, spec)
 
 
 def within(extras: AttentionExtras, sizes: Sizes) -> Array:
@@ -173,34 +241,41 @@ def over_group(left: Float32, right: Float32) -> Float32:
     return np.add.reduce(product, axis=2, keepdims=True) if product.shape[2] != 1 else product
 
 
+@njit(fastmath={"contract"})
+def exponentials(scores: Any, sink: Any, row: Any, place: Any) -> Any:
+    """Scores (columns,) of a row of a block at ``place`` become exp(score - largest), 0 where the row does
+    not see a column; (log-sum-exp, 1 / sum), 0 the latter where it sees nothing. ``sink``: its further
+    score."""
+    first, last = seen_within(row, place)
+    top = sink
+    for j in range(first, last):
+        top = max(top, scores[j])
+    lse, factor = top, np.float32(0)
+    if top == -np.inf:
+        last = first
+    else:
+        total = exp32(sink - top)
+        for j in range(first, last):
+            e = exp32(scores[j] - top)
+            scores[j] = e
+            total += e
+        lse = top + np.log(total)
+        factor = np.float32(1) / total
+    scores[:first] = 0
+    scores[last:] = 0
+    return lse, factor
+
+
 @njit(parallel=True, fastmath={"contract"})
 def _softmax(scores: Array, lse: Array, sinks: Array, place: Any) -> None:
-    """Scores (heads * rows, columns) of a block at ``place`` become probabilities, 0 where a row does not see
-    a column. ``sinks``: each row's further score."""
+    """Scores (heads * rows, columns) of a block become probabilities."""
     for r in prange(scores.shape[0]):
-        first, last = seen_within(r, place)
-        top = sinks[r]
-        for j in range(first, last):
-            top = max(top, scores[r, j])
-        if top == -np.inf:
-            lse[r] = top
-            last = first
-        else:
-            total = exp32(sinks[r] - top)
-            for j in range(first, last):
-                e = exp32(scores[r, j] - top)
-                scores[r, j] = e
-                total += e
-            lse[r] = top + np.log(total)
-            factor = np.float32(1) / total
-            for j in range(first, last):
-                scores[r, j] *= factor
-        scores[r, :first] = 0
-        scores[r, last:] = 0
+        lse[r], factor = exponentials(scores[r], sinks[r], r, place)
+        scores[r] *= factor
 
 
 @njit(parallel=True, fastmath={"contract"})
-def gradient(scores: Array, ds: Array, lse: Array, delta: Array, place: Any, factor: Any) -> None:
+def _gradient(scores: Array, ds: Array, lse: Array, delta: Array, place: Any, factor: Any) -> None:
     """Scores become probabilities and ds, which holds the probabilities' gradients, the scores' gradients
     times ``factor``; both in place."""
     for r in prange(scores.shape[0]):

@@ -250,14 +250,12 @@ def _corrected(x: Array, a: Any, tile: Tile) -> Any:
 
 
 def tile_amax(x: Array, tile: Tile, keep_nan: bool) -> Array:
-    """The amax of every tile, row-major, the slow and obvious way."""
-    parts = [
-        np.abs(x[i : i + tile[0], j : j + tile[1]])
-        for i in range(0, x.shape[0], tile[0])
-        for j in range(0, x.shape[1], tile[1])
-    ]
-    most = np.max if keep_nan else np.fmax.reduce
-    return np.array([most(part, axis=None, initial=np.float32(0)) for part in parts], np.float32)
+    """The amax of every tile, row-major."""
+    most = np.maximum if keep_nan else np.fmax
+    found = np.abs(x)
+    for axis in range(2):
+        found = most.reduceat(found, range(0, x.shape[axis], tile[axis]), axis=axis, dtype=np.float32)
+    return most(found, np.float32(0)).reshape(-1)  # 0 of nothing but NaN, where that is ignored
 
 
 def cast_blocks_oracle(a: Any) -> Results:

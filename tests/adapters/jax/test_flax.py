@@ -191,9 +191,7 @@ def test_relative_position_biases_and_masks():
 CAUSAL = ("causal", "causal_bottom_right", "padding_causal", "causal_padding", "padding_causal_bottom_right")
 
 
-@pytest.mark.parametrize("window", [None, (3, 0), (2, -1)])
-@pytest.mark.parametrize("rows", [8, 5])
-@pytest.mark.parametrize("kind", CAUSAL)
+@combinations({"kind": CAUSAL, "rows": [8, 5], "window": [None, (3, 0), (2, -1)]})
 def test_a_mask_adds_to_what_a_causal_type_and_a_window_hide(kind, rows, window):
     """Values of "arbitrary" with all of it in one mask; no row is changed by a token that it may not see."""
     q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 4, 16)) for i, n in enumerate((rows, 8, 8)))

@@ -12,6 +12,7 @@ import fp8kit as fk
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.optim import PRESETS, AdamW, MomentFormat, StateFormats
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.combinations import combinations
 
 MIXED = StateFormats(MomentFormat("bfloat16"), MomentFormat("E5M2", 256))
 SHAPES = {"a": (37, 11), "b": {"c": (300,), "d": (1,), "none": (0, 3)}}
@@ -33,8 +34,7 @@ def leaves_of(tree):
     return jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "codes"))
 
 
-@pytest.mark.parametrize("states", [*PRESETS, MIXED], ids=str)
-@pytest.mark.parametrize("jit", [False, True])
+@combinations({"states": [*PRESETS, MIXED], "jit": {"eager": False, "jitted": True}})
 def test_bits_of_the_native_optimizer(states, jit):
     """The states are those of ``fk.optim.AdamW`` for float32 parameters, which the gradients widened to
     float32 are given to."""
@@ -68,7 +68,7 @@ def test_bits_of_the_native_optimizer(states, jit):
     assert int(state.count) == 3
 
 
-@pytest.mark.parametrize("states", PRESETS)
+@combinations({"states": PRESETS.keys()}, usual=["coat", "fishman"])
 def test_training_follows_float32(states):
     """A regression's loss under jit, with a schedule: at its end as low as float32's, within a hundredth of
     where it began."""
@@ -119,8 +119,7 @@ MASTERS = [
 ]
 
 
-@pytest.mark.parametrize("states", MASTERS, ids=str)
-@pytest.mark.parametrize("jit", [False, True])
+@combinations({"states": MASTERS, "jit": {"eager": False, "jitted": True}})
 def test_masters_are_those_of_the_native_optimizer(states, jit):
     """16-bit parameters with masters: parameters, moments and masters after some steps, bit for bit."""
     kinds = {"a": jnp.bfloat16, "b": {"c": jnp.bfloat16, "d": jnp.float16, "none": jnp.bfloat16}}

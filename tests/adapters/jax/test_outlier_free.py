@@ -19,6 +19,7 @@ from fp8kit import autocast, nn, tensor
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.testing import assert_close, assert_same_bits, relative_error
 from tests.adapters.jax.native import RECIPES, F, K, draw, random_parameters, steps
+from tests.support.combinations import combinations
 
 pytestmark = pytest.mark.usefixtures("same_bits")
 # name -> the native layer's options, activation in JAX
@@ -28,12 +29,9 @@ MLPS = {
     "xielu": ({"activation": "xielu"}, ("xielu",)),
     "no-norm": ({"activation": "xielu", "input_layernorm": False}, ("xielu",)),
 }
-PAIRS = [(recipe, "channel") for recipe in RECIPES]
-PAIRS += [("delayed", "token"), ("current", "token"), ("high", "xielu"), ("recent", "xielu")]
-PAIRS += [("block", "no-norm"), ("delayed", "no-norm")]
 
 
-@pytest.mark.parametrize(("recipe", "kind"), PAIRS)
+@combinations({"recipe": RECIPES.keys(), "kind": MLPS.keys()})
 def test_the_function_is_the_native_layer(recipe, kind, device):
     options, types = MLPS[kind]
     module = nn.LayerNormMLP(K, F, eps=1e-5, device=device, **options)

@@ -149,7 +149,7 @@ def test_it_is_what_xla_adds():
     near(swapped[1][0], want[1][0], BITS)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "current"])
 def test_what_an_mlp_adds_is_what_xla_adds(recipe):
     """In float32: the same sums, but for their order. From the same cotangent come the same codes, and the
     same state."""
@@ -182,7 +182,7 @@ def test_what_a_product_adds_is_what_xla_adds(recipe, features):
     assert_same_bits("residual", np.asarray(got[1][3]), np.asarray(g))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["high", "block"])
 def test_a_product_rounds_the_sum_once(recipe):
     """In bfloat16: half a step of the sum, and float32's own error, though some sums are small beside the
     product. The residual alone is differentiated."""
@@ -235,7 +235,9 @@ def test_what_is_used_alone(used):
     assert not np.asarray(dkernel).any()
 
 
-@combinations({"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]})
+@combinations(
+    {"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]}, usual=["delayed-both", "current-tensor"]
+)
 def test_over_devices(recipe, axes):
     """By the tensor axis dx is a sum over devices, which x and norm(x) join once. Nothing is gathered."""
     x, gamma, k1, k2, b1, b2, sets = arguments(recipe)

@@ -9,13 +9,13 @@ import pytest
 
 from fp8kit import nn
 from tests.adapters.jax.native import RECIPES, F, K, random_parameters, steps
+from tests.support.combinations import combinations
 
 pytestmark = pytest.mark.usefixtures("same_bits")
 N = 56
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "dtype": ["float32", "bfloat16"]})
 def test_dense(recipe, dtype, device):
     module = nn.Linear(K, N, params_dtype=dtype, device=device)
 
@@ -25,8 +25,7 @@ def test_dense(recipe, dtype, device):
     steps(module, function, random_parameters(module, dtype), RECIPES[recipe], dtype, 1, device)
 
 
-@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys(), "norm": ["LayerNorm", "RMSNorm"]})
 def test_layernorm_dense(recipe, norm, device):
     module = nn.LayerNormLinear(
         K, N, normalization=norm, eps=1e-5, zero_centered_gamma=norm == "RMSNorm", device=device

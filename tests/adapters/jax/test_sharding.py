@@ -151,7 +151,7 @@ def same_bits(got, want):
         assert_same_bits("split", np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@combinations({"split": SPLITS.keys()}, usual=["both", "batches by both"])
 def test_dropped_attention_weights_are_those_of_one_device(split):
     """Every device draws the numbers of its batches and heads in the whole: bit for bit, forward and
     backward, and nothing is gathered."""
@@ -166,7 +166,10 @@ def test_dropped_attention_weights_are_those_of_one_device(split):
     assert (np.asarray(dropped(Q, K, V)) != np.asarray(fj.dot_product_attention(Q, K, V))).any()
 
 
-@pytest.mark.parametrize(("case", "wide"), [*((case, False) for case in ATTENTIONS), ("padding", True)])
+@combinations(
+    {"case": ATTENTIONS.keys(), "wide": {"32 bits": False, "64 bits": True}},
+    usual=["groups-32 bits", "mask of heads-32 bits", "padding-64 bits"],
+)
 def test_dropped_weights_beside_every_rule(case, wide):
     """``wide``: where JAX has 64 bits."""
     with jax.enable_x64(wide):

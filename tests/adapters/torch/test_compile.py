@@ -169,7 +169,7 @@ def same_as_eager(ours, call_, eager, recipe, device, **options):
 
 @combinations(
     {"kind": ["Linear", "LayerNormMLP", "TransformerLayer"], "recipe": ["delayed", "current", "block"]},
-    usual=["Linear-block", "LayerNormMLP-delayed", "LayerNormMLP-current"],
+    usual=["Linear-block", "LayerNormMLP-delayed"],
 )
 def test_microbatches(device, kind, recipe):
     ours, eager = pair(kind, device)
@@ -244,13 +244,12 @@ def test_changed_numbers_are_seen(device):
     count = CompileCounterWithBackend("aot_eager")
     call_, x = torch.compile(layer, fullgraph=True, backend=count), torch.randn(5, 3, WIDTH, device=device)
     results = []
-    for p in (0.1, 0.3, 0.2):
+    for p in (0.1, 0.3):
         layer.hidden_dropout = p
         results.append(same_numbers(call_, layer, x))
-    assert not torch.equal(results[0], results[1])
-    assert not torch.equal(results[1], results[2])
+    assert not torch.equal(*results)
     compilations = count.frame_count
-    for p in (0.1, 0.3, 0.2):
+    for p in (0.1, 0.3):
         layer.hidden_dropout = p
         same_numbers(call_, layer, x)
     assert count.frame_count == compilations
@@ -283,11 +282,11 @@ def test_packed_batches_of_other_longest_sequences(device):
 def test_attentions_of_different_scales_and_windows(device):
     qkv = [torch.randn(5, 3, 2, 8, device=device) for _ in range(3)]
     results = []
-    for scale in (0.3, 0.2, 0.1):
+    for scale in (0.3, 0.1):
         core = ft.DotProductAttention(2, 8, softmax_scale=scale, attention_dropout=0.0, device=device)
         results.append(same_numbers(compiled(core), core, *qkv))
     call_ = compiled(core)
-    for window in ((1, 0), (2, 0), (3, 0)):
+    for window in ((1, 0), (3, 0)):
         options = {"window_size": window, "attn_mask_type": "causal"}
         results.append(
             same_numbers(functools.partial(call_, **options), functools.partial(core, **options), *qkv)
@@ -298,7 +297,7 @@ def test_attentions_of_different_scales_and_windows(device):
 def test_recipes_of_different_epsilons(device):
     ours, eager = pair("Linear", device)
     call_ = compiled(ours)
-    for epsilon in (0.0, 2.0, 8.0):
+    for epsilon in (0.0, 8.0):
         recipe = Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=epsilon))
         same_as_eager(ours, call_, eager, recipe, device)
 
@@ -313,7 +312,7 @@ def test_functions_that_are_no_modules(device):
     for p in (0.1, 0.3):
         add = functools.partial(ft.dropout_add, p=p)
         same_numbers(compiled(add), add, x, residual, bias)
-    for options in ({}, {"label_smoothing": 0.1}, {"label_smoothing": 0.2}, {"reduce_loss": True}):
+    for options in ({}, {"label_smoothing": 0.2}, {"reduce_loss": True}):
         loss = functools.partial(ft.parallel_cross_entropy, **options)
         same_numbers(compiled(loss), loss, logits, targets)
 

@@ -275,13 +275,12 @@ class WeightsRMSNorm(LlamaLikeRMSNorm):
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+NORMS = (nn.LayerNorm, nn.RMSNorm, LlamaLikeRMSNorm, InputsRMSNorm, WeightsRMSNorm)
 
 
 @combinations(
-    {
-        "kind": [nn.LayerNorm, nn.RMSNorm, LlamaLikeRMSNorm, InputsRMSNorm, WeightsRMSNorm],
-        "compiled": {"eager": False, "compiled": True},
-    }
+    {"kind": NORMS, "compiled": {"eager": False, "compiled": True}},
+    usual=[*(f"{kind.__name__}-eager" for kind in NORMS), "LlamaLikeRMSNorm-compiled"],
 )
 # torch's own, of the plain module
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")

@@ -10,6 +10,7 @@ from fp8kit_torch import GroupedLinear, Linear, QuantizedTensor, autocast, quant
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
+from tests.support.combinations import combinations
 
 K, N, SPLITS = 32, 48, [16, 0, 5, 32]
 RECIPES = {
@@ -116,7 +117,7 @@ def test_parameters_come_in_transformer_engines_order():
     assert names == ["weight0", "bias0", "weight1", "bias1"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "block"])
 def test_compiled_it_is_the_same(place, recipe):
     eager, _ = pair(place)
     other, _ = pair(place)
