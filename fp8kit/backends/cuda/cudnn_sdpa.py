@@ -410,6 +410,7 @@ def _plans(device: int) -> LRU[Key, Plan]:
 
 
 def plan_of(key: Key) -> Plan:
+    """The plan of a key, which is built the first time. Declined and BackendError as ``_build``."""
     return _plans(key.device).make(key, _build)
 
 
