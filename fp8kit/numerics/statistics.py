@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8kit import arrays, formats
-from fp8kit.arguments import shown
+from fp8kit.arguments import choice, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd.call import apply
 from fp8kit.autograd.tensors import Tensor
@@ -26,7 +26,7 @@ from fp8kit.numerics.sums import Sums, merged, unpacked
 from fp8kit.ops.statistics import statistics as operation
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
-from fp8kit.recipes import named
+from fp8kit.recipes import NAMED
 
 __all__ = [
     "Codes",
@@ -58,14 +58,20 @@ def inputs(
     """The operation's inputs by name, for a frontend's ``apply(statistics.operation, needs.spec, inputs)``,
     whose result "record" is what ``collect`` gives. Arrays are not looked at.
 
-    ArgumentError for ``quantized`` of other words than "rowwise" and "columnwise", for a twin that is missing
-    or that nothing needs."""
+    None of them may want a gradient: detach them. ArgumentError for ``needs`` that ``request`` has not made,
+    for ``quantized`` of other words than "rowwise" and "columnwise", for a twin that is missing or that
+    nothing needs."""
+    _want_needs(needs)
     if (twin is None) == needs.spec.twin:
         asked = [s.name for s in needs.stats if s.kind in ("cosine", "relative_error") or not s.of]
         wanted = f"an array like x, for {', '.join(asked)}" if needs.spec.twin else "None: nothing needs it"
         raise ArgumentError("statistics", "twin", None if twin is None else shown(twin), wanted)
     found = {"x": x, **({"twin": twin} if needs.spec.twin else {})}
-    sides = {"rowwise": quantized} if isinstance(quantized, Codes) else dict(quantized or {})
+    sides: Any = {"rowwise": quantized} if isinstance(quantized, Codes) else quantized
+    if sides is None:
+        sides = {}
+    if not isinstance(sides, Mapping):
+        raise ArgumentError("statistics", "quantized", shown(quantized), "Codes, or a dict of them")
     used = {cast.given: cast.quantizer for cast in needs.spec.casts if cast.given}
     for side, codes in sides.items():
         if side not in ("rowwise", "columnwise") or not isinstance(codes, Codes):
@@ -79,6 +85,11 @@ def inputs(
         elif codes.scale is not None and quantizer.needs_state:
             found[f"scale_{side}"] = codes.scale
     return found
+
+
+def _want_needs(needs: Any) -> None:
+    if not isinstance(needs, Needs):
+        raise ArgumentError("statistics", "needs", shown(needs), "what request returns")
 
 
 def collect(
@@ -105,7 +116,11 @@ def collect(
 def _view(value: Any, name: str) -> ArrayView:
     if isinstance(value, ArrayView):
         return value
-    return value.view if isinstance(value, Tensor) else arrays.as_view(value, "statistics", name)
+    if isinstance(value, Tensor):
+        return value.view
+    if getattr(value, "requires_grad", False):  # PyTorch hands none over that a gradient is wanted of
+        value = value.detach()
+    return arrays.as_view(value, "statistics", name)
 
 
 def merge(needs: Needs, a: Any, b: Any) -> np.ndarray[Any, Any]:
@@ -113,6 +128,7 @@ def merge(needs: Needs, a: Any, b: Any) -> np.ndarray[Any, Any]:
     micro-batches, or of the parts that ranks have. ``a``, ``b``: arrays on the host, or bytes. Exact: counts
     are int64, deviations about a common mean are made of those about each (``fp8kit.numerics.sums``).
     ShapeError for other sizes than these needs have."""
+    _want_needs(needs)
     return merged(needs.spec, a, b)
 
 
@@ -120,6 +136,7 @@ def values(needs: Needs, sums: Any) -> dict[str, Any]:
     """The statistics by name, in the order in which they were asked for: floats, ints for counts, lists of
     257 ints for histograms. ``sums``: what ``collect`` or ``merge`` gave, on the host, or bytes. ShapeError
     for another size."""
+    _want_needs(needs)
     parts = unpacked(needs.spec, sums)
     return {stat.name: _VALUES[stat.kind](parts, stat) for stat in needs.stats}
 
@@ -146,16 +163,26 @@ def tensor_statistics(
     Returns {name: float, int or list of ints}; waits for the device. Raises ArgumentError for unknown names,
     FormatError and ShapeError for arrays that do not fit.
     """
-    rule: Any = named(recipe) if isinstance(recipe, str) else recipe
-    if isinstance(rule, Recipe):
-        rule = rule.quantization
-    needs = request(stats, Operand(tensor, rule))
+    needs = request(stats, Operand(tensor, _rules(recipe)))
     source = _view(x, "x")
     if source.dtype not in formats.HIGH_PRECISION:
         raise FormatError("statistics", "x", source.dtype.name, "float32, bfloat16 or float16")
-    if twin is not None and tuple(twin.shape) != source.shape:
-        raise ShapeError("statistics", "twin", f"shape {tuple(twin.shape)}", f"{source.shape}, as x")
-    return values(needs, collect(source, needs, quantized, twin).numpy())
+    other = None if twin is None else _view(twin, "twin")
+    if other is not None and other.shape != source.shape:
+        raise ShapeError("statistics", "twin", f"shape {other.shape}", f"{source.shape}, as x")
+    return values(needs, collect(source, needs, quantized, other).numpy())
+
+
+def _rules(recipe: Any) -> Quantization | None:
+    """The rules of a recipe, of a name of one; ArgumentError for what is none, or differs by layer."""
+    if isinstance(recipe, str):
+        recipe = NAMED[choice("statistics", "recipe", recipe, NAMED)].recipe
+    if isinstance(recipe, Recipe) and not recipe.by_layer:
+        return recipe.quantization
+    if recipe is None or isinstance(recipe, Quantization):
+        return recipe
+    wanted = "a recipe that is the same for all layers, its name, its quantization or None"
+    raise ArgumentError("statistics", "recipe", shown(recipe), wanted)
 
 
 # --- numbers ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arguments import shown
+from fp8kit import arrays
 from fp8kit.backends.protocol.statistics import EXPONENTS
 from fp8kit.errors import ShapeError
 from fp8kit.ops.statistics import StatisticsSpec, nbytes, sections
@@ -24,13 +24,18 @@ INF_OR_NAN = 255  # the bin of exponents that holds them
 
 def unpacked(spec: StatisticsSpec, record: Any) -> Sums:
     """The parts of a record by (kernel, call, name): int64 or float64 (n,), copies. ``record``: the uint8
-    array of a spec, or bytes, on the host. ShapeError for another size."""
-    raw = np.frombuffer(record, np.uint8) if isinstance(record, bytes) else np.asarray(record)
-    raw = np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
-    if raw.size != nbytes(spec):
-        got = f"{raw.size} bytes" if raw.size else shown(record)
-        raise ShapeError("statistics", "sums", got, f"{nbytes(spec)} bytes, as collect gives them for these")
-    words = np.array(raw).view(np.int64)
+    array of a spec, or bytes, on the host. ShapeError for another size, FormatError for no array."""
+    wanted = f"{nbytes(spec)} bytes on the host, as collect gives them for these needs"
+    if isinstance(record, bytes):
+        raw: Array = np.frombuffer(record, np.uint8)
+    else:
+        view = arrays.as_view(record, "statistics", "sums")
+        if view.device.kind != "cpu":
+            raise ShapeError("statistics", "sums", f"an array on {view.device}", wanted)
+        raw = view.numpy()
+    if raw.nbytes != nbytes(spec):
+        raise ShapeError("statistics", "sums", f"{raw.nbytes} bytes", wanted)
+    words = np.array(raw, order="C").reshape(-1).view(np.uint8).view(np.int64)
     return {
         (s.kernel, s.call, s.name): words[s.start : s.start + s.many].view(s.dtype.numpy)
         for s in sections(spec)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, autograd, formats, nn, optim, recipe, serialization, testing
+from fp8kit import arrays, autograd, formats, nn, numerics, optim, recipe, serialization, testing
 from tests.support.calls import CALLS
 from tests.support.source import ROOT
 
@@ -20,6 +20,7 @@ ROOMS = {
     "autograd": autograd,
     "formats": formats,
     "nn": nn,
+    "numerics": numerics,
     "optim": optim,
     "recipe": recipe,
     "serialization": serialization,
@@ -49,6 +50,8 @@ ELSEWHERE = {
     "register_operation": "likewise; tests/adapters/torch/test_own_operation.py",
     "nn.Module.arrays_used": "takes nothing; tests/cuda/test_graphs.py",
     "graph": "takes a function, and runs it on CUDA; tests/cuda/test_graphs.py",
+    "numerics.Codes": "a tuple that collect looks into; tests/numerics/test_statistics.py",
+    "numerics.Needs": "what request returns; tests/numerics/test_statistics.py",
     "DType": "compared by identity; the instances of the table are the only ones",
     "testing.check_implementation": "a checker; tests/plugins/test_check.py",
     "testing.ContractReport": "what it returns",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fp8kit as fk
-from fp8kit import arrays, autograd, formats, nn, optim, recipe, serialization, testing
+from fp8kit import arrays, autograd, formats, nn, numerics, optim, recipe, serialization, testing
 from fp8kit.arrays import CPU
 
 X = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
@@ -121,6 +121,14 @@ def module(make: Callable[..., nn.Module], call: Callable[[], tuple[Any, ...]], 
 
 def always(value: Any) -> Callable[[], Any]:
     return lambda: value
+
+
+def min_of() -> numerics.Needs:
+    return numerics.request(["min"])
+
+
+def sums_of(x: Any) -> Any:
+    return numerics.collect(x, min_of()).numpy()
 
 
 def stepped() -> optim.AdamW:
@@ -311,6 +319,30 @@ CALLS: dict[str, Call] = {
     ),
     "load": plain(fk.load, path=saved, module=lambda: {"x": np.zeros_like(X)}, strict=always(True)),
     "save": plain(fk.save, path=fresh_path, module=lambda: {"x": X}, metadata=lambda: {"a": "b"}),
+    "numerics.tensor_statistics": plain(
+        numerics.tensor_statistics,
+        x=lambda: X,
+        stats=always(("min", "sqnr", "mxfp8_mse", "cosine")),
+        tensor=always("weight"),
+        recipe=always("current"),
+        twin=lambda: X + 1,
+        quantized=always(None),
+    ),
+    "numerics.Operand": plain(
+        numerics.Operand, tensor=always("weight"), quantization=always(None), transposed=always(True)
+    ),
+    "numerics.request": plain(
+        numerics.request, stats=always(["min", "mxfp8_mse"]), operand=lambda: numerics.Operand("gradient")
+    ),
+    "numerics.collect": plain(
+        numerics.collect,
+        x=lambda: X,
+        needs=lambda: numerics.request(["min", "cosine"]),
+        quantized=always(None),
+        twin=lambda: X + 1,
+    ),
+    "numerics.merge": plain(numerics.merge, needs=min_of, a=lambda: sums_of(X), b=lambda: sums_of(X)),
+    "numerics.values": plain(numerics.values, needs=min_of, sums=lambda: sums_of(X)),
     "QuantizedArray": plain(
         fk.QuantizedArray,
         data=lambda: np.zeros((3, 4), np.uint8),

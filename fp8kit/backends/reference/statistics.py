@@ -15,12 +15,17 @@ from fp8kit.backends.reference.scales import tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format
 
-_PARTS = 64  # of a tensor, side by side
+_PARTS = 64  # of a tensor, side by side, at most
+_PART = 1 << 14  # elements of a part, at least
 _RUN = 4096  # elements whose mean is taken first
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _23, _31, _255 = np.uint32(23), np.uint32(31), np.uint32(255)
 _NAN, _INF, _MINUS_INF = EXPONENTS, EXPONENTS + 1, EXPONENTS + 2
 _ELEMENTS, _VALUES, _CODES, _SATURATED, _OVERFLOWED = range(EXPONENTS, CAST_COUNTS)
+
+
+def _parts(size: int) -> int:
+    return max(1, min(_PARTS, size // _PART))
 
 
 @njit
@@ -81,8 +86,8 @@ def tensor_statistics(
     x: ArrayView, counts: ArrayView, moments: ArrayView, workspace: ArrayView | None, stream: int
 ) -> None:
     """See ``Kernels.tensor_statistics``. Parts' means and deviations are put together by Chan's rule."""
-    own = np.zeros((_PARTS, TENSOR_COUNTS), np.int64)
-    found = np.zeros((_PARTS, 9))
+    parts = _parts(x.size)
+    own, found = np.zeros((parts, TENSOR_COUNTS), np.int64), np.zeros((parts, 9))
     _tensor(bits(x).reshape(-1), own, found)
     counts.numpy()[:] += own.sum(0)
     count = mean = apart = 0.0
@@ -137,23 +142,29 @@ def _cast(
     step = -(-len(x) // parts)
     for part in prange(parts):
         errors, squares = 0.0, 0.0
+        values, nonzero = np.int64(0), np.int64(0)
+        saturated, overflowed = np.int64(0), np.int64(0)
         for row in range(part * step, min((part + 1) * step, len(x))):
-            for column in range(x.shape[1]):
-                inverse = scales[row // height, column // width]
-                wide = float32_bits(x[row, column])
-                value = np.float64(np.uint32(wide).view(np.float32))
-                code = table[q[row, column]]
-                made = np.float64(np.float32(code * inverse))
-                errors += (value - made) * (value - made)
-                squares += value * value
-                counts[part, _VALUES] += value != 0
-                if inverse != 0:
-                    limit = np.float64(top) * np.float64(inverse)
+            for tile in range(scales.shape[1]):
+                inverse = scales[row // height, tile]
+                used = inverse != 0
+                limit = np.float64(top) * np.float64(inverse)
+                for column in range(tile * width, min((tile + 1) * width, x.shape[1])):
+                    value = np.float64(np.uint32(float32_bits(x[row, column])).view(np.float32))
+                    code = table[q[row, column]]
+                    made = np.float64(np.float32(code * inverse))
+                    errors += (value - made) * (value - made)
+                    squares += value * value
+                    values += value != 0
                     magnitude = abs(value)
-                    counts[part, _CODES] += code != 0
-                    counts[part, _SATURATED] += abs(code) == top
+                    nonzero += used and code != 0
+                    saturated += used and abs(code) == top
                     beyond = magnitude * (1 - OVERFLOW_SLACK) > limit and magnitude < np.inf
-                    counts[part, _OVERFLOWED] += beyond
+                    overflowed += used and beyond
+        counts[part, _VALUES] = values
+        counts[part, _CODES] = nonzero
+        counts[part, _SATURATED] = saturated
+        counts[part, _OVERFLOWED] = overflowed
         sums[part] = (errors, squares)
 
 
@@ -170,7 +181,7 @@ def cast_statistics(
     stream: int,
 ) -> None:
     """See ``Kernels.cast_statistics``."""
-    scales = np.ascontiguousarray(scale_inv.numpy()).reshape(-1)
+    scales = np.array(scale_inv.numpy()).reshape(-1)
     total, made = counts.numpy(), sums.numpy()
     exponents = scales.view(np.uint32) >> _23 & _255
     total[:EXPONENTS] += np.bincount(np.where(scales == 0, 256, exponents), minlength=EXPONENTS)
@@ -181,7 +192,8 @@ def cast_statistics(
     rows, columns = x.shape
     height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
     grid = scales.reshape(*tiles((rows, columns), (height, width)))
-    own, found = np.zeros((_PARTS, CAST_COUNTS), np.int64), np.zeros((_PARTS, 2))
+    parts = _parts(x.size)
+    own, found = np.zeros((parts, CAST_COUNTS), np.int64), np.zeros((parts, 2))
     table = codec.table(format).astype(np.float32)
     codes = np.array(q.numpy())
     _cast(bits(x), codes, grid, height, width, table, np.float32(format.max), own, found)
