@@ -53,7 +53,7 @@ def _changed(gemm: Gemm, effect: Effect, base: Quantization | None) -> Gemm:
             return Gemm(gemm.a, gemm.b, gemm.accumulation, "high_precision")
         own = {side: _FAKE[form] for side, form in sides.items()}
         plain = "".join(side for side in "ab" if side not in own)
-        return Gemm(own.get("a", _PLAIN), own.get("b", _PLAIN), "split", "quantized", plain)
+        return Gemm(own.get("a", _PLAIN), own.get("b", _PLAIN), "split", "quantized", plain=plain)
     if base is None or not base.fprop.a.needs_state:
         wanted = "DelayedScaling around the layer: others take no scales of earlier steps"
         raise UnsupportedError("inspect", "PerTensorScaling", "another recipe", wanted)
