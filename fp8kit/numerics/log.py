@@ -103,6 +103,7 @@ class Inspector:
         self._lock = threading.Lock()
         self._taken: list[tuple[Entry, Any]] = []
         self._known: dict[str, Section | None] = {}  # by the product's name
+        self._due: list[Section] = []  # those of which something was to be done
         # what is asked for in steps like this one: by the names and rules of a layer's products what its call
         # shows, by layer and tensor the needs and the dumps
         self._like: dict[Any, _Like] = {}
@@ -153,13 +154,15 @@ class Inspector:
             self._switch(None)
             for sink in self.sinks:
                 sink.close()
-        for section in self.config.sections if not failed else ():
+        for section in self._due if not failed else ():
             if section not in self._known.values():
                 log.warning("inspect: no layer was found for the section %s", section.name)
 
     def _begin(self) -> None:
         """Begin a step."""
         holding = tuple(steps.hold(self.number) for own in self.config.sections for steps in own.steps())
+        due = [own for own in self.config.sections if any(steps.hold(self.number) for steps in own.steps())]
+        self._due += [own for own in due if own not in self._due]
         if not any(holding):
             self._switch(None)
             return

@@ -15,17 +15,21 @@ from fp8kit import inspection, nn, recipe
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.inspection import TENSORS
 from fp8kit.numerics import tensor_statistics
-from tests.support.inspected import LAYERS, W3, G, Native, X, by_name, logged, section
-
-RECIPES = {
-    "delayed": recipe.DelayedScaling(),
-    "current": recipe.Float8CurrentScaling(),
-    "block": recipe.Float8BlockScaling(),
-    "mxfp8": recipe.MXFP8BlockScaling(),
-    "high precision": None,
-}
-STATS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "kurtosis", "exponents"]
-TWINS = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}
+from tests.support.inspected import (
+    LAYERS,
+    RECIPES,
+    STATS,
+    TWIN_STATS,
+    TWINS,
+    W3,
+    G,
+    Native,
+    X,
+    assert_product,
+    by_name,
+    logged,
+    section,
+)
 
 
 def inspected(config, steps=1, model=None, **how):
@@ -50,9 +54,6 @@ def test_no_bit_changes(name, dtype):
     assert got == want
     assert {row["layer"] for row in rows} == set(LAYERS)
     assert {row["tensor"] for row in rows} == set(TENSORS)
-
-
-TWIN_STATS = {"enabled": True, "tensors": list(TWINS), "stats": ["sqnr", "cosine", "relative_error"]}
 
 
 def test_rows_are_those_of_the_arrays():
@@ -237,7 +238,7 @@ def test_one_gemm_in_high_precision():
             y = model.out(fk.tensor(X))
         y.backward(fk.tensor(G))
         log.step()
-    np.testing.assert_allclose(model.out.weight.grad.numpy(), G.T @ X, rtol=1e-5, atol=1e-4)
+    assert_product(model.out.weight.grad, G.T, X)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -252,7 +253,7 @@ def test_fake_quantization(name):
             y = model.out(fk.tensor(X))
         log.step()
     rounded = fk.quantize(X, fk.E5M2).dequantize()
-    np.testing.assert_allclose(y.view.numpy(), rounded @ W3.T, rtol=1e-5, atol=1e-5)
+    assert_product(y.view, rounded, W3.T)
 
 
 def test_fake_quantization_in_micro_scales():
@@ -262,7 +263,7 @@ def test_fake_quantization_in_micro_scales():
     with fk.inspect(model, section({"FakeQuant": features}, OUT_LAYER)):
         y = model.out(fk.tensor(X))
     a, b = (fk.quantize(v, fk.E4M3, scaling="mx_1x32", scale_rule="te").dequantize() for v in (X, W3))
-    np.testing.assert_allclose(y.view.numpy(), a @ b.T, rtol=1e-5, atol=1e-5)
+    assert_product(y.view, a, b.T)
 
 
 def test_per_tensor_scaling():

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 import fp8kit as fk
-from fp8kit import nn
+from fp8kit import nn, recipe
 from fp8kit.inspection import TENSORS
+from fp8kit.testing.compare import assert_close
 
 ROWS, HIDDEN, INNER, OUT = 32, 64, 128, 96
 _rng = np.random.default_rng(7)
@@ -16,6 +17,16 @@ G = _rng.standard_normal((ROWS, OUT)).astype(np.float32)
 W1 = (_rng.standard_normal((INNER, HIDDEN)) * 0.05).astype(np.float32)
 W2 = (_rng.standard_normal((HIDDEN, INNER)) * 0.05).astype(np.float32)
 W3 = (_rng.standard_normal((OUT, HIDDEN)) * 0.05).astype(np.float32)
+RECIPES = {
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "high precision": None,
+}
+STATS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "kurtosis", "exponents"]
+TWINS = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}
+TWIN_STATS = {"enabled": True, "tensors": list(TWINS), "stats": ["sqnr", "cosine", "relative_error"]}
 LAYERS = ("mlp.fc1", "mlp.fc2", "out")
 
 
@@ -63,3 +74,10 @@ class Native(nn.Module):
 def by_name(rows):
     """Values by (layer, tensor, stat) of rows of one step."""
     return {(row["layer"], row["tensor"], row["stat"]): row["value"] for row in rows}
+
+
+def assert_product(got, a, b):
+    """A float32 product of two float32 matrices: every sum of K terms has an error of K roundings at most."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    slack = a.shape[1] * 2.0**-24 * (np.abs(a) @ np.abs(b))
+    assert_close("product", got.numpy(), a @ b, "float32", slack)

@@ -43,7 +43,7 @@ class BaseLogger:
     """Base of loggers of your own: ``initialize(statistics_logger=...)`` calls ``log_scalar``."""
 
     def initialize(self, **kwargs: Any) -> None:
-        """Nothing."""
+        """Called by nobody here: a logger is handed over ready for use."""
 
     def log_scalar(self, name: str, value: float | int, iteration: int, **kwargs: Any) -> None:
         """Take LAYER_TENSOR_STAT's value at a step."""

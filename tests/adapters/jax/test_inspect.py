@@ -12,16 +12,24 @@ from fp8kit_jax import flax as fl
 from fp8kit_jax import nnx as fn
 
 import fp8kit as fk
-from fp8kit import recipe
-from tests.numerics.test_inspect import STATS, TWIN_STATS
-from tests.support.inspected import HIDDEN, INNER, OUT, W1, W2, W3, G, Native, X, by_name, logged, section
+from tests.support.inspected import (
+    HIDDEN,
+    INNER,
+    OUT,
+    RECIPES,
+    STATS,
+    TWIN_STATS,
+    W1,
+    W2,
+    W3,
+    G,
+    Native,
+    X,
+    by_name,
+    logged,
+    section,
+)
 
-RECIPES = {
-    "delayed": recipe.DelayedScaling(),
-    "current": recipe.Float8CurrentScaling(),
-    "mxfp8": recipe.MXFP8BlockScaling(),
-    "high precision": None,
-}
 CONFIG = section(logged(STATS) | {"LogFp8TensorStats": TWIN_STATS})
 WEIGHTS = jnp.asarray(W1)[None], jnp.asarray(W2), jnp.asarray(W3)
 
@@ -49,7 +57,7 @@ def same(rows, wanted, rel=1e-6):
         )
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", "high precision"])
 def test_same_rows_as_natively(name):
     native = Native()
     with fk.inspect(native, CONFIG) as want:

@@ -19,16 +19,25 @@ from fp8kit_torch.te_compat import debug_api
 import fp8kit as fk
 from fp8kit import inspection, recipe
 from fp8kit.errors import ArgumentError, UnsupportedError
-from tests.numerics.test_config import EXAMPLES
-from tests.numerics.test_inspect import STATS, TWIN_STATS
-from tests.support.inspected import HIDDEN, INNER, OUT, W1, W2, W3, G, Native, X, by_name, logged, section
+from tests.support.debug_examples import EXAMPLES
+from tests.support.inspected import (
+    HIDDEN,
+    INNER,
+    OUT,
+    RECIPES,
+    STATS,
+    TWIN_STATS,
+    W1,
+    W2,
+    W3,
+    G,
+    Native,
+    X,
+    by_name,
+    logged,
+    section,
+)
 
-RECIPES = {
-    "delayed": recipe.DelayedScaling(),
-    "current": recipe.Float8CurrentScaling(),
-    "mxfp8": recipe.MXFP8BlockScaling(),
-    "high precision": None,
-}
 CONFIG = section(logged([*STATS, "mxfp8_mse"]) | {"LogFp8TensorStats": TWIN_STATS})
 
 
@@ -57,7 +66,7 @@ def step(model, name="current", rows=slice(None)):
     return y
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", "high precision"])
 def test_same_rows_as_natively(name):
     native, model = Native(), Model()
     with fk.inspect(native, CONFIG) as want:
