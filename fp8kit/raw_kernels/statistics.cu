@@ -4,9 +4,11 @@
 // functions: tile_ratios (tile_statistics), cast_parts (cast_statistics), pair_parts (pair_statistics)
 // functions: sums_total (cast_statistics, pair_statistics)
 // variants: T=f32,bf16,f16
+// spills: 16
 //
 // Counts are added with integer atomics. Sums are float64: each block leaves its own in `parts` (kind k of
-// block b at k * gridDim.x + b), and one block adds them in a fixed order.
+// block b at k * gridDim.x + b), and one block adds them in a fixed order. What cast_parts keeps over its
+// loop, the compiler puts 16 bytes of into memory on some architectures.
 #include "rows.cuh"
 
 constexpr u32 BINS = 257, KINDS = 260, COPIES = 8;  // copies of the counts in shared memory, by lane
@@ -54,6 +56,25 @@ DEVICE i64 quotient(i64 a, i64 b) {
   return ((u64)a | (u64)b) >> 32 ? a / b : (i64)((u32)a / (u32)b);
 }
 
+// The rows, eight columns at a time, that a thread takes; divisions are slow, and stand before the loop.
+struct Walk {
+  i64 row, eight, rows_on, eights_on;
+  __device__ __forceinline__ explicit Walk(i64 eights) {
+    row = eights >> 32 ? 0 : part_of(first(), eights);  // grids are far below 2^32
+    eight = first() - row * eights;
+    rows_on = eights >> 32 ? 0 : part_of(step(), eights);
+    eights_on = step() - rows_on * eights;
+  }
+  __device__ __forceinline__ void next(i64 eights) {
+    row += rows_on;
+    eight += eights_on;
+    if (eight >= eights) {
+      eight -= eights;
+      ++row;
+    }
+  }
+};
+
 // --- the matrix by itself ----------------------------------------------------------------------------------
 
 // The mean of 256 of the finite values, or 0: near enough to their mean that differences from it lose
@@ -88,9 +109,9 @@ tensor_parts(const T* x, u64* counts, f64* parts, i64 rows, i64 columns, i64 str
   float low = INF, high = -INF;
   u32 least = INF_BITS;
   const bool wide = rows_aligned<16>(x, stride);
-  const i64 eights = ceil_div(columns, 8);
-  for (i64 job = first(); job < rows * eights; job += step()) {
-    const i64 row = rows == 1 ? 0 : quotient(job, eights), column = (job - row * eights) * 8;
+  const i64 eights = max64(ceil_div(columns, 8), 1);
+  for (Walk at(eights); at.row < rows; at.next(eights)) {
+    const i64 row = at.row, column = at.eight * 8;
     const int valid = columns_left(column, columns);
     const Eight<T> eight = read8(x + row * stride + column, valid, wide);
 #pragma unroll
@@ -254,9 +275,10 @@ cast_parts(const T* x, const u8* q, const float* scale_inv, u64* counts, f64* pa
   u32 values = 0, codes = 0, saturated = 0, overflowed = 0;
   const bool wide = rows_aligned<16>(x, stride), wide_q = rows_aligned<8>(q, q_stride);
   const bool shares = width % 8 == 0 || width >= columns;  // whether eight neighbours have one scale
-  const i64 eights = ceil_div(columns, 8), across = ceil_div(columns, width);
-  for (i64 job = first(); job < rows * eights; job += step()) {
-    const i64 row = rows == 1 ? 0 : quotient(job, eights), column = (job - row * eights) * 8;
+  const i64 eights = max64(ceil_div(columns, 8), 1);
+  const i64 across = width >= columns ? 1 : part_of(columns + width - 1, width);
+  for (Walk at(eights); at.row < rows; at.next(eights)) {
+    const i64 row = at.row, column = at.eight * 8;
     const int valid = columns_left(column, columns);
     const Eight<T> eight = read8(x + row * stride + column, valid, wide);
     const float* line = scale_inv + part_of(row, height) * across;
@@ -309,9 +331,9 @@ template <typename X>
 DEVICE void pair_sums(const T* x, const X* twin, i64 rows, i64 columns, i64 stride, i64 twin_stride,
                       f64 (&sums)[4]) {
   const bool wide = rows_aligned<16>(x, stride), wide_twin = rows_aligned<16>(twin, twin_stride);
-  const i64 eights = ceil_div(columns, 8);
-  for (i64 job = first(); job < rows * eights; job += step()) {
-    const i64 row = rows == 1 ? 0 : quotient(job, eights), column = (job - row * eights) * 8;
+  const i64 eights = max64(ceil_div(columns, 8), 1);
+  for (Walk at(eights); at.row < rows; at.next(eights)) {
+    const i64 row = at.row, column = at.eight * 8;
     const int valid = columns_left(column, columns);
     const Eight<T> a = read8(x + row * stride + column, valid, wide);
     const Eight<X> b = read8(twin + row * twin_stride + column, valid, wide_twin);
