@@ -154,6 +154,20 @@ TARGETS = (
         "s",
         part="start",
     ),
+    Target(
+        "a step that the inspector looks at now and then / one without",
+        1.02,
+        1.01,
+        lambda r: figure(r, "inspect", "frequency 100", "ratio"),
+        part="inspect",
+    ),
+    Target(
+        "a step with five statistics of every operand / one without",
+        1.25,
+        1.10,
+        lambda r: figure(r, "inspect", "frequency 1", "ratio"),
+        part="inspect",
+    ),
 )
 
 

@@ -49,6 +49,7 @@ def recorded():
     ]
     found = {
         "layer": layer,
+        "inspect": [row("frequency 100", ratio=1.01), row("frequency 1", ratio=1.2)],
         "host": [row(targets.NATIVE, host_us=150.0), row(targets.TORCH, host_us=301.0)],
         "kernels": [row("all passes", of_copy=0.9)],
         "start": [row("empty cache", seconds=7.0), row("warm cache", seconds=2.0)],
@@ -61,7 +62,7 @@ def recorded():
 
 def test_verdicts_by_hand():
     found = {r["what"]: r for r in targets.evaluate(recorded())}
-    assert len(found) == 15
+    assert len(found) == 17
     first = found["native FP8 delayed layer / torch eager bf16"]
     assert (first["verdict"], first["value"]) == ("goal", pytest.approx(0.54))
     assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(
@@ -115,6 +116,14 @@ def test_a_wrong_result_or_a_missing_one_is_no_figure():
     assert {r["verdict"] for r in targets.evaluate(run)} == {"not measured"}
 
 
+def test_the_inspector_in_small(tmp_path):
+    out = tmp_path / "run"
+    assert command.main(["inspect", *QUICK, "--out", str(out)]) == 0
+    rows = reports.read(out / command.FILE).rows("inspect")
+    assert [row["case"] for row in rows] == ["off", "frequency 4", "frequency 1"]
+    assert all(row["status"] == "ok" and row["ratio"] > 0 for row in rows)
+
+
 def test_a_run_in_small(tmp_path, capsys):
     out = tmp_path / "deep" / "results"
     assert command.main(["gemm", "error", "memory", *QUICK, "--out", str(out)]) == 0
@@ -122,7 +131,7 @@ def test_a_run_in_small(tmp_path, capsys):
     assert list(made.parts) == ["gemm", "memory", "error"]
     assert {"transformer_engine", "torchao", "torch"} <= set(made.about["versions"])
     assert len(made.rows("error")) == 4
-    assert len(made.targets) == 15
+    assert len(made.targets) == 17
     assert (out / "roofline.png").exists()
     said = capsys.readouterr().out
     assert "torch._scaled_mm FP8" in said
