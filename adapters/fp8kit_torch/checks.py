@@ -45,9 +45,13 @@ def is_group(value: object) -> bool:
 
 
 def of_one(operation: str, name: str, group: object) -> None:
-    """None, or a process group of one. ArgumentError for what is no group, or one without this process,
-    NotImplementedError for one of several."""
+    """None, a process group of one, or a list of such. ArgumentError for what is no group, or one without
+    this process, NotImplementedError for one of several."""
     if group is None:
+        return
+    if isinstance(group, list) and group:  # several, for hierarchical context parallelism
+        for each in group:
+            of_one(operation, name, each)
         return
     if not is_group(group) or (count := torch.distributed.get_world_size(group)) < 1:
         raise ArgumentError(
@@ -127,6 +131,9 @@ CONSTRUCTED: dict[str, Rule] = {
     **named(optional(init), "init_method output_layer_init_method"),
     **named(optional(dtype), "params_dtype dtype"),
     "device": optional(device),
+    **named(of_one, "tp_group cp_group"),
+    "get_rng_state_tracker": optional(function),
+    "delay_wgrad_compute": flag,
 }
 
 # of modules' calls, and of functions

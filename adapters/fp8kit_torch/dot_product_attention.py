@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8kit import layers
@@ -11,11 +12,16 @@ from fp8kit.layers.attention_inputs import ResolvedCall
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.kv_cache import trace_cached
 from fp8kit_torch.layer import next_rng
-from fp8kit_torch.parameters import ParameterModule
+from fp8kit_torch.parameters import ParameterModule, placed
 
 
 class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterModule):
     __doc__ = layers.DotProductAttention.__doc__
+
+    def add_offset(self, zeros: bool, device: Any) -> None:
+        where = placed(self.layer_name, device) if zeros else None
+        offset = torch.zeros(self.num_attention_heads, device=where) if zeros else None
+        self.register_buffer("softmax_offset", offset, persistent=False)
 
     def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Tensor:
         if not self.is_compiling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch.arguments import defaults, not_compiled, refuse, want_input
+from fp8kit_torch.arguments import defaults, not_compiled, only, refuse, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
@@ -75,7 +76,9 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
         refuse("GroupedLinear", CONSTRUCTOR, locals())
+        only("GroupedLinear", {"use_grouped_tensor": (use_grouped_tensor or None, None)})
         super().__init__()
+        self.take_further(SimpleNamespace(**locals()))
         self.num_gemms = num_gemms = int(num_gemms)
         self.in_features, self.out_features = in_features, out_features = int(in_features), int(out_features)
         self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
@@ -161,9 +164,4 @@ class GroupedLinear(TransformerEngineBaseModule):
         return made
 
 
-CONSTRUCTOR = defaults(
-    GroupedLinear.__init__,
-    """sequence_parallel tp_group tp_size get_rng_state_tracker rng_tracker_name parallel_mode ub_overlap_rs
-    ub_overlap_ag ub_name delay_wgrad_compute save_original_input single_grouped_weight single_grouped_bias
-    use_grouped_tensor""",
-)
+CONSTRUCTOR = defaults(GroupedLinear.__init__, "tp_size single_grouped_weight single_grouped_bias")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from fp8kit.errors import Fp8kitError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Layer
 from fp8kit.spec import Operation
-from fp8kit_torch.arguments import autocast_dtype, want_input
+from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_input
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.call import apply
 from fp8kit_torch.chains import Call, Pending, chained
@@ -36,6 +38,26 @@ class TorchLayer(Layer, torch.nn.Module):
     array_name = "a tensor"
     constructor_rules = CONSTRUCTED
     call_rules = CALLED
+    rng_tracker: Callable[[], Any] | None = None  # the constructor's get_rng_state_tracker
+    rng_tracker_name: str | None = None
+    delay_wgrad_compute = False
+
+    def take_further(self, arguments: SimpleNamespace) -> None:
+        tracker = getattr(arguments, "get_rng_state_tracker", None)
+        if tracker is not None:
+            self.rng_tracker = tracker
+            self.rng_tracker_name = getattr(arguments, "rng_tracker_name", None)
+        if getattr(arguments, "delay_wgrad_compute", False):
+            self.delay_wgrad_compute = True
+
+    def forked(self) -> AbstractContextManager[Any]:
+        """Within, random numbers are drawn from the tracker's state, where there is a tracker."""
+        if self.rng_tracker is None:
+            return nullcontext()
+        if self.is_compiling():
+            raise not_compiled("get_rng_state_tracker")
+        name, tracker = self.rng_tracker_name, self.rng_tracker()
+        return tracker.fork() if name is None else tracker.fork(name)  # type: ignore[no-any-return]
 
     def as_input(
         self, argument: str, value: Any, features: int | None = None, qkv_format: str | None = None
@@ -103,7 +125,8 @@ class TorchLayer(Layer, torch.nn.Module):
         return autocast_dtype(x) or x.dtype
 
     def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:
-        return checkpoint(function, use_reentrant=False, **arguments)
+        tracker = self.rng_tracker
+        return checkpoint(function, use_reentrant=False, get_rng_state_tracker=tracker, **arguments)
 
     def is_grad_enabled(self) -> bool:
         return torch.is_grad_enabled()

@@ -7,8 +7,9 @@ backward pass ends (backward).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.constants import exporting
+from fp8kit_torch.delayed_gradients import Waiting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
@@ -89,6 +91,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         codes = None
         if type(tensors["x"]) is QuantizedTensor:
             codes = self._codes(tensors, state)
+        # a gradient that goes to main_grad is added there, early
+        early = bool(weights) or self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
+        if self.delay_wgrad_compute and not early:
+            tensors |= {name: self.waiting.held(weight) for name, weight in self.weight_inputs().items()}
         tensors = self.autocast_inputs(tensors)
         if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled()):
             return Operands(tensors, None, (), weights, codes)
@@ -187,12 +193,65 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if type(tensors["x"]) is QuantizedTensor:
             raise not_compiled("an input in FP8")
         tensors = self.autocast_inputs(tensors)
-        for name, asked in {"fuse_wgrad_accumulation": self.fuse_wgrad_accumulation, **in_fp8}.items():
+        own = {name: getattr(self, name) for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute")}
+        for name, asked in {**own, **in_fp8}.items():
             if asked:
                 raise not_compiled(name)
         state = traced_state()
         off = state is None or not (state.enabled or state.calibrating)
         return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
+
+    # --- what programs and subclasses call, under Transformer Engine's names --------------------------------
+
+    @cached_property
+    def waiting(self) -> Waiting:
+        """Gradients that ``backward_dw`` hands over."""
+        return Waiting()
+
+    def need_backward_dw(self) -> bool:
+        """Whether weights' gradients wait for ``backward_dw``: with ``delay_wgrad_compute``."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Add the weights' gradients that wait to ``grad``; nothing where none does."""
+        self.waiting.hand_over()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
+        """A function without arguments that ``backward_dw`` calls once the gradients are there."""
+        self.waiting.hooks.append(wgrad_accumulation_and_reduce_hook)
+
+    def prepare_forward(
+        self,
+        inp: Tensor,
+        num_gemms: int = 1,
+        allow_non_contiguous: bool = False,
+        allow_different_data_and_param_types: bool = False,
+    ) -> Tensor:
+        """``inp``, contiguous unless it need not be: what a subclass' own ``forward`` begins with. State is
+        prepared where a pass needs it."""
+        x = self.as_input("inp", inp)
+        return x if allow_non_contiguous else x.contiguous()
+
+    @contextmanager
+    def prepare_forward_ctx(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        """``prepare_forward`` and ``end_forward`` around a block, which gets the input."""
+        yield self.prepare_forward(*args, **kwargs)
+        self.end_forward()
+
+    def end_forward(self) -> None:
+        """What a subclass' own ``forward`` ends with: nothing."""
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute that is no parameter, buffer or module."""
+        self.__dict__[name] = value
+
+    def set_activation_dtype(self, inp: Tensor) -> None:
+        """Note what ``torch.autocast`` casts to, else the dtype of ``inp``, as ``activation_dtype``."""
+        self.__dict__["activation_dtype"] = autocast_dtype(inp) or inp.dtype
+
+    def is_debug_iter(self) -> bool:
+        """Whether Transformer Engine's debug features look at this call: there are none here."""
+        return False
 
     # --- operands -------------------------------------------------------------------------------------------
 

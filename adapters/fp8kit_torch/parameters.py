@@ -79,7 +79,7 @@ class ParameterModule(TorchLayer):
             init = normal_init if init is None else partial(torch.nn.init.constant_, val=init)
         self._inits[name] = init
         if where.type != "meta":
-            with torch.no_grad():
+            with torch.no_grad(), self.forked():
                 init(self._parameters[name])  # type: ignore[arg-type]
 
     def host_array(self, value: Any) -> Any:
@@ -126,5 +126,5 @@ class ParameterModule(TorchLayer):
                 device = default_device()
                 fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)
                 self._parameters[name] = Parameter(fresh, old.requires_grad)
-            with torch.no_grad():
+            with torch.no_grad(), self.forked():
                 init(self._parameters[name])  # type: ignore[arg-type]

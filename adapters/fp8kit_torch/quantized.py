@@ -30,7 +30,6 @@ from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit.scoped import Scoped
 from fp8kit_torch import checks, torch_compat
-from fp8kit_torch.arguments import only
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import check, shown
 from fp8kit_torch.state import NO_STATE, StateBinding
@@ -64,6 +63,7 @@ class QuantizedTensor(torch.Tensor):
     _parts: dict[str, Tensor]
     _fp8: Quantization  # its ``w`` says how this tensor is held
     _high: Tensor | None
+    _quantizer: Any = None  # what it was cast by, where that was one of Transformer Engine's quantizers
 
     @staticmethod
     def __new__(
@@ -107,16 +107,69 @@ class QuantizedTensor(torch.Tensor):
             )
         return _Decode.apply(self, dtype)
 
-    def quantize_(self, tensor: Tensor, *, noop_flag: None = None) -> QuantizedTensor:
-        """Cast a tensor of this shape over what is held, unrecorded; returns self. NotImplementedError for a
-        ``noop_flag``."""
-        only("QuantizedTensor.quantize_", {"noop_flag": (noop_flag, None)})
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+        """Cast a tensor of this shape over what is held, unrecorded; returns self. ``noop_flag``: a tensor of
+        one element; where it is not 0, nothing changes. Nothing waits for the device."""
+        if noop_flag is not None and not checks.is_scalar(noop_flag):
+            wanted = "a tensor of one element, or None"
+            raise ArgumentError("QuantizedTensor.quantize_", "noop_flag", shown(noop_flag), wanted)
+        if self._quantizer is not None and not isinstance(tensor, QuantizedTensor):
+            return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)  # type: ignore[no-any-return]
         checks.tensor("QuantizedTensor.quantize_", "tensor", tensor)
         if tensor.shape != self.shape:
             raise ShapeError("QuantizedTensor.quantize_", "tensor", shown(tensor), tuple(self.shape))
         with torch.no_grad():
-            self.copy_(tensor)
+            if noop_flag is None:
+                self.copy_(tensor)
+            else:
+                fresh = self._like(torch.clone)
+                fresh.copy_(tensor)
+                self.take_parts(fresh, noop_flag)
         return self
+
+    def take_parts(self, other: QuantizedTensor, noop_flag: Tensor | None = None) -> None:
+        """Take over the codes and scales of one of this shape; not where ``noop_flag`` is not 0."""
+        with torch.no_grad():
+            for name, part in self._parts.items():
+                fresh = other._parts[name]
+                part.copy_(fresh if noop_flag is None else torch.where(noop_flag.view(()) != 0, part, fresh))
+
+    @property
+    def _rowwise_data(self) -> Tensor:
+        """The codes, uint8 of this shape."""
+        codes, k = self._parts["w_q"].view(torch.uint8), self.shape[-1]
+        return codes[: self.numel() // max(k, 1), :k].reshape(self.shape)
+
+    @property
+    def _data(self) -> Tensor:
+        """Another name of them."""
+        return self._rowwise_data
+
+    @property
+    def _rowwise_scale_inv(self) -> Tensor:
+        """float32: of the tensor (1,), or as blocks lie in memory."""
+        return self.side(False)[1]
+
+    @property
+    def _scale_inv(self) -> Tensor:
+        """Another name of it."""
+        return self._rowwise_scale_inv
+
+    @property
+    def _columnwise_data(self) -> Tensor:
+        """The codes of the transposed matrix, uint8 (K, N)."""
+        codes, k = self._parts["w_qt"].view(torch.uint8), self.shape[-1]
+        return codes[:k, : self.numel() // max(k, 1)]
+
+    @property
+    def _transpose(self) -> Tensor:
+        """Another name of them."""
+        return self._columnwise_data
+
+    @property
+    def _columnwise_scale_inv(self) -> Tensor:
+        """``_rowwise_scale_inv`` of the transposed matrix."""
+        return self.side(True)[1]
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values that it was first cast from, on the CPU; None where they were not kept or were

@@ -78,6 +78,27 @@ def fraction(operation: str, name: str, value: Any) -> float:
     return number(operation, name, value, 1.0 + 2.0**-52, above=0.0)
 
 
+def text(operation: str, name: str, value: Any) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise ArgumentError(operation, name, shown(value), "a string")
+    return value
+
+
+def margin(operation: str, name: str, value: Any) -> int:
+    """A number of multiprocessors."""
+    return integer(operation, name, value, 0, 2**31 - 1)
+
+
+_CP_COMMUNICATION = one("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def cp_communication(operation: str, name: str, value: Any) -> None:
+    """One of context parallelism's ways to communicate, or a list of them, for layers in turn."""
+    for each in value if isinstance(value, list | tuple) else (value,):
+        _CP_COMMUNICATION(operation, name, each)
+
+
 _MASK = one(*MASKS, *MASK_ALIASES)
 
 # of constructors
@@ -87,9 +108,16 @@ CONSTRUCTED: dict[str, Rule] = {
         """bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output checkpoint
         input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved qk_norm_before_rope
         apply_residual_connection_post_layernorm output_layernorm parallel_attention_mlp interleaved
-        set_parallel_mode accumulate_into_main_grad is_paged learned qk_norm_learned""",
+        set_parallel_mode accumulate_into_main_grad is_paged learned qk_norm_learned ub_overlap_ag
+        ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad ub_tp_comm_overlap save_original_input
+        return_layernorm_output_gathered""",
     ),
-    **named(optional(flag), "bottom_right_diagonal enc_dec_bottom_right_diagonal"),
+    **named(optional(flag), "bottom_right_diagonal enc_dec_bottom_right_diagonal sequence_parallel"),
+    **named(optional(text), "ub_name rng_tracker_name"),
+    "parallel_mode": optional(one("row", "column")),
+    "symmetric_ar_type": optional(one("multimem_all_reduce", "two_shot", "one_shot")),
+    "sm_margin": margin,
+    "cp_comm_type": cp_communication,
     **named(
         size,
         """in_features out_features hidden_size ffn_hidden_size num_attention_heads num_gemms dim size

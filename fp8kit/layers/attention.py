@@ -28,7 +28,8 @@ from fp8kit.ops.split_heads import split_heads
 _NO_NAMES: Mapping[str, str] = {}
 # arguments that are those of the core attention
 _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
-    window_size bottom_right_diagonal layer_number attention_type softmax_type softmax_scale device"""
+    window_size bottom_right_diagonal layer_number attention_type softmax_type softmax_scale device
+    get_rng_state_tracker"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
 _SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
 _PREPARED: LRU[Any, PreparedCall] = LRU(SHAPES, name="attention calls")  # checked ones
@@ -149,7 +150,7 @@ class MultiheadAttention(AttentionBase):
 
         q, kv = heads * channels, groups * channels
         split = {"query": q, "key": kv, "value": kv}
-        shared = picked(arguments, "bias params_dtype device fuse_wgrad_accumulation")
+        shared = picked(arguments, "bias params_dtype device fuse_wgrad_accumulation get_rng_state_tracker")
 
         def sized(child: str, *parts: str) -> dict[str, Any]:
             sizes = {part: split[part] for part in parts}

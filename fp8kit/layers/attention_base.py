@@ -69,6 +69,10 @@ class AttentionBase(Layer):
         """Whether a call of ``part`` may begin with somebody else's code, which may supply its parameters."""
         return False
 
+    def add_offset(self, zeros: bool, device: Any) -> None:
+        """Make ``softmax_offset`` of an attention that learns none, where this frontend has that attribute:
+        ``zeros``, or None."""
+
     # --- arrays ---------------------------------------------------------------------------------------------
 
     def dtype_of(self, kind: DType) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -107,9 +108,19 @@ class Layer:
         on with. Fp8kitError kinds for those that are out of their range, UnsupportedError for a value other
         than the one that is supported."""
         found = checked(self.layer_name, self.constructor_rules, arguments)
-        refuse(self.layer_name, CONSTRUCTOR.get(self.layer_name, {}), arguments)
+        table = CONSTRUCTOR.get(self.layer_name, {})
+        own = self.constructor_rules
+        refuse(self.layer_name, {name: table[name] for name in table if name not in own}, arguments)
+        self.take_further(found)
         self.check_supported(arguments)
         return found
+
+    def take_further(self, arguments: SimpleNamespace) -> None:
+        """Keep what this frontend alone has of the constructor's ``arguments``."""
+
+    def forked(self) -> AbstractContextManager[Any]:
+        """Where random numbers are drawn from the tracker's states."""
+        return nullcontext()
 
     def keep(self, arguments: SimpleNamespace, names: str) -> None:
         """Attributes of the arguments with these names."""

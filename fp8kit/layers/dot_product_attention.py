@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so
 # max_seqlen_q, max_seqlen_kv of a cached step within torch.compile: known when it runs
 TRACED_LENGTHS = (1, 1)
 NO_WINDOW = (-1, -1)
+_NO_FORK = nullcontext()
 
 
 class DotProductAttention(AttentionBase):
@@ -45,7 +47,8 @@ class DotProductAttention(AttentionBase):
       see ``fp8kit.ops.attention_spec.AttentionSpec``.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
       the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0.
-      ``device``: where that lies.
+      ``device``: where that lies. In torch ``softmax_offset`` is None with "vanilla", and zeros with
+      "off-by-one".
     * ``layer_number``: the layer's place in ``inference_params``. ``name``: what recipes by name know it by.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` its products are quantised
@@ -112,6 +115,8 @@ class DotProductAttention(AttentionBase):
         if softmax_type == "learnable":
             shape = (self.num_attention_heads,)
             self.add_parameter("softmax_offset", shape, 0.0, self.dtype_of(float32), device)
+        else:
+            self.add_offset(softmax_type != "vanilla", device)
 
     def forward(
         self,
@@ -154,17 +159,20 @@ class DotProductAttention(AttentionBase):
         * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v);
           with "bshd" b comes first, with "thd" t stands for s and b. Or ``kv_layer`` (s_kv, b, g (d + d_v)):
           k's features, then v's. Or ``qkv_layer``: q's too (``qkv_interleave_dim`` -3), or head after head,
-          each q, k, v (-2; only where g = h).
+          each q, k, v (-2; only where g = h). Both also with their dimensions apart: (..., 3, h, d) or
+          (..., 2, g, d) with -3, (..., h, 3, d) or (..., g, 2, d) with -2.
         * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, for padding
           masks; with "thd" ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` say where the sequences start,
-          if there are gaps (``pad_between_seqs``). They start at 0, never fall and end at most at t; no
+          if there are gaps (``pad_between_seqs``: False is right beside them where there are none). Other
+          masks and formats do not look at them. They start at 0, never fall and end at most at t; no
           sequence is longer than s or ``max_seqlen_q``. On the CPU other values are an ArgumentError; on a
           GPU nobody looks at them: then rows may come out wrong, but nothing out of bounds is read or
           written.
         * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device,
           and rounds up to 64.
         * ``attention_mask``: True masks out. With "arbitrary": bool (1 | b, 1 | h, 1 | s_q, s_kv). With a
-          padding mask and no cu_seqlens: bool (b, 1, 1, s) of q, or a pair for q and k, padding last.
+          padding mask and no cu_seqlens: bool (b, 1, 1, s) of q, or a pair for q and k, padding last. Not
+          looked at in other cases, as in Transformer Engine.
         * ``core_attention_bias_type``: "no_bias"; "pre_scale_bias" or "post_scale_bias" with
           ``core_attention_bias`` h (1 | b, 1 | h, 1 | s_q, s_kv), differentiable; "alibi", with
           ``alibi_slopes`` float32 (h,) or (b, h), or the paper's.
@@ -184,6 +192,12 @@ class DotProductAttention(AttentionBase):
         Fp8kitError kinds.
         """
         op = self.layer_name
+        if qkv_layer is not None or kv_layer is not None:
+            form = self.qkv_format if qkv_format is None else qkv_format
+            unpacked = self._unpacked(form, qkv_layer, kv_layer, qkv_interleave_dim)
+            qkv_layer, kv_layer = unpacked[:2]
+            if len(unpacked) > 2 and key_layer is None and value_layer is None:
+                (key_layer, value_layer), qkv_interleave_dim = unpacked[2:], -3
         layers = {
             "query_layer": query_layer,
             "key_layer": key_layer,
@@ -238,7 +252,8 @@ class DotProductAttention(AttentionBase):
         dtype = next(iter(inputs.values())).dtype
         inputs.update(prepared.beside)
         if inference_params is None:
-            return self.call(prepared.operation, prepared.spec, inputs, prepared.draws)["o"]
+            with self.forked() if prepared.draws else _NO_FORK:
+                return self.call(prepared.operation, prepared.spec, inputs, prepared.draws)["o"]
         kind = self.kind_of(dtype)
         inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind))
         return self.call_cached(prepared, inputs, inference_params, prepared.draws)
@@ -248,6 +263,28 @@ class DotProductAttention(AttentionBase):
         o = self.call(prepared.operation, prepared.spec, inputs, rng)["o"]
         cache.stepped(self.layer_number)
         return o
+
+    def _unpacked(self, form: Any, qkv: Any, kv: Any, at: Any) -> tuple[Any, ...]:
+        """``qkv_layer`` and ``kv_layer`` with the three dimensions at their end as one, where they are apart:
+        views. Where keys and values lie head by head there is no such view, and they come as two further
+        values."""
+        if not isinstance(form, str) or form not in FORMATS:
+            return qkv, kv  # refused later
+        apart = len(form) + 1
+        if len(getattr(qkv, "shape", ())) == apart:
+            qkv = self._joined("qkv_layer", qkv, 3, at)
+        if len(getattr(kv, "shape", ())) == apart:
+            if at == -2 and kv.shape[-2] == 2:
+                return qkv, None, kv[..., 0, :], kv[..., 1, :]
+            kv = self._joined("kv_layer", kv, 2, at)
+        return qkv, kv
+
+    def _joined(self, argument: str, layer: Any, parts: int, at: Any) -> Any:
+        shape = tuple(layer.shape)
+        if at not in (-3, -2) or shape[at] != parts:
+            wanted = f"{parts} in dimension qkv_interleave_dim, -3 or -2, not {at}"
+            raise ShapeError(self.layer_name, argument, f"shape {shape}", wanted)
+        return layer.reshape(*shape[:-3], shape[-3] * shape[-2] * shape[-1])
 
     @property
     def _dims(self) -> tuple[int, int]:
@@ -290,10 +327,9 @@ class DotProductAttention(AttentionBase):
             of("cu_seqlens_q_padded") is not None or of("cu_seqlens_kv_padded") is not None,
             of("pad_between_seqs"),
         )
-        if declared is not None and declared != gaps:
-            raise ArgumentError(
-                op, "pad_between_seqs", declared, "True with cu_seqlens_*_padded, False without, or None"
-            )
+        if declared and not gaps:
+            wanted = "False or None without cu_seqlens_*_padded, which say where the gaps are"
+            raise ArgumentError(op, "pad_between_seqs", declared, wanted)
         corner, window = of("bottom_right_diagonal"), of("window_size")
         corner = self.bottom_right_diagonal if corner is None else bool(corner)
         window = self.window_size if window is None else (int(window[0]), int(window[1]))
@@ -351,9 +387,10 @@ class DotProductAttention(AttentionBase):
         self, form: str, mask: str, bias: str, layers: Mapping[str, Any], options: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The operation's inputs beside the layers."""
-        op, of = self.layer_name, options.get
-        first = next(iter(layers.values()))
-        found = {name: options[name] for name in (*_SUMS, "alibi_slopes") if of(name) is not None}
+        op, of, first = self.layer_name, options.get, next(iter(layers.values()))
+        # Transformer Engine looks at lengths where the mask or the format asks for them, and at no others
+        sums = _SUMS if form == "thd" or "padding" in mask or of("inference_params") is not None else ()
+        found = {name: options[name] for name in (*sums, "alibi_slopes") if of(name) is not None}
         arguments = {}
         padding = of("attention_mask")
         if padding is not None:
@@ -361,14 +398,8 @@ class DotProductAttention(AttentionBase):
                 found.update(self._sums_of_masks(padding, form, layers))
             elif mask == "arbitrary":
                 found["mask"], arguments["mask"] = padding, "attention_mask"
-            else:
-                raise ArgumentError(
-                    op,
-                    "attention_mask",
-                    self.array_name,
-                    f"None with attn_mask_type {mask!r}: 'arbitrary' takes one, and so do the padding types "
-                    "without cu_seqlens",
-                )
+            elif not all(hasattr(each, "shape") for each in pair_of(op, "attention_mask", padding)):
+                raise ArgumentError(op, "attention_mask", shown(padding), f"{self.array_name} or None")
         found = {
             name: self.constant(arguments.get(name, name), value, first) for name, value in found.items()
         }

@@ -3,6 +3,7 @@ share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fp8kit.arguments import listed, shown
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers.arguments import size
 from fp8kit.layers.base import Layer
 from fp8kit.ops.norm import NormSpec, norm
@@ -19,16 +20,24 @@ from fp8kit.ops.norm import NormSpec, norm
 NORM_INPUTS = [("norm_weight", "layer_norm_weight"), ("norm_bias", "layer_norm_bias")]
 
 
-def add_norm(layer: Layer, prefix: str, features: int, kind: str, arguments: SimpleNamespace) -> NormSpec:
-    """Parameters ``{prefix}weight`` and ``{prefix}bias`` as the constructor's ``arguments`` say: gamma starts
-    at ``gain``, 1 where there is no such argument (stored less 1 with zero_centered_gamma), beta at 0;
-    RMSNorm has no bias. Returns the norm."""
+def add_norm(
+    layer: Layer,
+    prefix: str,
+    features: int,
+    kind: str,
+    arguments: SimpleNamespace,
+    shape: tuple[int, ...] | None = None,
+) -> NormSpec:
+    """Parameters ``{prefix}weight`` and ``{prefix}bias`` as the constructor's ``arguments`` say, (features,)
+    or of a ``shape`` of as many elements: gamma starts at ``gain``, 1 where there is no such argument (stored
+    less 1 with zero_centered_gamma), beta at 0; RMSNorm has no bias. Returns the norm."""
     spec = NormSpec(features, kind, arguments.eps, arguments.zero_centered_gamma)
     dtype, device = arguments.params_dtype, arguments.device
     start = getattr(arguments, "gain", 1.0) - (1.0 if spec.zero_centered_gamma else 0.0)
-    layer.add_parameter(f"{prefix}weight", (features,), start, dtype, device)
+    extents = (features,) if shape is None else shape
+    layer.add_parameter(f"{prefix}weight", extents, start, dtype, device)
     if spec.centered:
-        layer.add_parameter(f"{prefix}bias", (features,), 0.0, dtype, device)
+        layer.add_parameter(f"{prefix}bias", extents, 0.0, dtype, device)
     else:
         layer.add_no_parameter(f"{prefix}bias")
     return spec
@@ -40,6 +49,7 @@ class Norm(Layer):
     layer_name: ClassVar[str]
     weight: Any
     bias: Any
+    normalized_shape: tuple[int, ...]
 
     def __init__(
         self,
@@ -57,10 +67,9 @@ class Norm(Layer):
         learned: bool = True,
     ) -> None:
         super().__init__()
-        operation, wanted = self.layer_name, "an int, or a sequence of one"
-        # of the two sizes one may be missing; a sequence_parallel of False is as None
-        parallel = None if sequence_parallel is False else sequence_parallel
-        arguments = self.checked({**locals(), "hidden_size": 1, "sequence_parallel": parallel})
+        operation, wanted = self.layer_name, "an int, or a sequence of ints"
+        # of the two sizes one may be missing
+        arguments = self.checked({**locals(), "hidden_size": 1})
         if params_dtype is not None and dtype is not None:
             raise ArgumentError(operation, "dtype", dtype, "None beside params_dtype, its other name")
         if (normalized_shape is None) == (hidden_size is None):
@@ -73,23 +82,32 @@ class Norm(Layer):
             raise ArgumentError(operation, "normalized_shape", shown(extent), wanted)
         else:
             shape = listed(operation, "normalized_shape", extent, wanted)
-        if len(shape) != 1:
-            raise UnsupportedError(
-                operation, "normalized_shape", tuple(shape), "one dimension: nothing else is supported yet"
-            )
+        if not shape:
+            raise ArgumentError(operation, "normalized_shape", (), wanted)
         arguments.params_dtype = dtype if params_dtype is None else params_dtype
-        features = size(operation, "normalized_shape", shape[0])
-        self.set_spec(add_norm(self, "", features, operation, arguments))
+        self.normalized_shape = tuple([size(operation, "normalized_shape", each) for each in shape])
+        features = size(operation, "normalized_shape", math.prod(self.normalized_shape))
+        self.set_spec(add_norm(self, "", features, operation, arguments, self.normalized_shape))
         if not arguments.learned:
             for name in self._spec.inputs():
                 self.freeze(name.removeprefix("norm_"))
 
     def forward(self, inp: Any) -> Any:
-        """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype.
-        ShapeError for another last dimension, FormatError for another dtype than the parameters'."""
-        x = self.as_input("inp", inp, self._spec.features)
-        inputs = self.autocast_inputs({"x": x, "norm_weight": self.weight, "norm_bias": self.bias})
-        return self.call(norm, self.own_spec(), inputs)["y"]
+        """``inp``: h (..., N), normalised over the last dimension, or over as many last dimensions as
+        ``normalized_shape`` has. Returns the same shape and dtype. ShapeError for other last dimensions,
+        FormatError for another dtype than the parameters'."""
+        last = len(self.normalized_shape)
+        x = self.as_input("inp", inp, self.normalized_shape[-1])
+        weight, bias, shape = self.weight, self.bias, tuple(x.shape)
+        if last > 1:
+            if shape[-last:] != self.normalized_shape:
+                wanted = f"last dimensions of {self.normalized_shape}"
+                raise ShapeError(self.layer_name, "inp", f"shape {shape}", wanted)
+            x = x.reshape(*shape[:-last], self._spec.features)
+            weight, bias = (None if own is None else own.reshape(-1) for own in (weight, bias))
+        inputs = self.autocast_inputs({"x": x, "norm_weight": weight, "norm_bias": bias})
+        y = self.call(norm, self.own_spec(), inputs)["y"]
+        return y.reshape(*shape) if last > 1 else y
 
 
 class LayerNorm(Norm):
@@ -97,8 +115,9 @@ class LayerNorm(Norm):
 
     ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters
     ``weight``, ``bias`` (N,), in ``params_dtype`` or ``dtype``, two names of one argument. ``gain``: what the
-    factor starts at; ``learned``: False keeps both parameters as they start. ``sm_margin``: 0 only.
-    ArgumentError for both or neither of the sizes, UnsupportedError for more than one dimension.
+    factor starts at; ``learned``: False keeps both parameters as they start. ``normalized_shape`` of several
+    dimensions: these are normalised as one, and parameters have that shape. ``sequence_parallel``,
+    ``sm_margin``: accepted, without effect. ArgumentError for both or neither of the sizes.
     """
 
     layer_name = "LayerNorm"

@@ -29,7 +29,7 @@ _OF_ATTENTIONS = """kv_channels attention_dropout layernorm_epsilon layer_number
     fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved softmax_type qk_norm_type qk_norm_eps
     qk_norm_before_rope qk_norm_learned softmax_scale seq_length micro_batch_size"""
 _OF_BRANCHES = """init_method output_layer_init_method bias normalization zero_centered_gamma params_dtype
-    device fuse_wgrad_accumulation"""
+    device fuse_wgrad_accumulation get_rng_state_tracker"""
 # what some arguments go with: (argument, its value) -> others, and their values
 _GOES_WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("parallel_attention_mlp", True): {

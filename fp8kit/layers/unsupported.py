@@ -10,44 +10,54 @@ import numpy as np
 from fp8kit.arguments import shown
 from fp8kit.errors import UnsupportedError
 
-_GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
-_OVERLAP = {
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-}
-_WEIGHT = _GROUP | _OVERLAP | {"delay_wgrad_compute": False, "symmetric_ar_type": None}
-_WHOLE = _GROUP | {"set_parallel_mode": False}
+_GROUP = {"tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
+_WEIGHT = _GROUP | {"delay_wgrad_compute": False}
 
-# constructor -> its arguments
+# constructor -> its arguments; a frontend that has a rule for one of them (``Layer.constructor_rules``) goes
+# by that
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "Linear": _WEIGHT
-    | {"ub_name": None, "rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
-    "LayerNorm": {"sequence_parallel": None, "sm_margin": 0},
-    "RMSNorm": {"sequence_parallel": None, "sm_margin": 0},
-    "LayerNormLinear": _WEIGHT
-    | {"ub_name": None, "parallel_mode": None, "return_layernorm_output_gathered": False},
-    "LayerNormMLP": _WEIGHT | {"set_parallel_mode": False, "return_layernorm_output_gathered": False},
-    "DotProductAttention": _GROUP
-    | {
-        "return_max_logit": False,
-        "cp_group": None,
-        "cp_global_ranks": None,
-        "cp_stream": None,
-        "cp_comm_type": "p2p",
-    },
-    "MultiheadAttention": _WHOLE | _OVERLAP,
-    "TransformerLayer": _WHOLE
-    | {
-        "ub_tp_comm_overlap": False,
-        "ub_overlap_ag": True,
-        "ub_overlap_rs": True,
-        "ub_overlap_rs_dgrad": False,
-        "ub_bulk_dgrad": True,
-        "ub_bulk_wgrad": True,
-    },
+    "Linear": _WEIGHT,
+    "LayerNormLinear": _WEIGHT,
+    "LayerNormMLP": _WEIGHT,
+    "DotProductAttention": _GROUP | {"return_max_logit": False, "cp_group": None},
+    "MultiheadAttention": _GROUP,
+    "TransformerLayer": _GROUP,
+}
+
+_OVERLAP = "communication that overlaps products is that of tensor parallelism, which one process has none of"
+_ONE = "one process has the whole of each tensor"
+# arguments of constructors that change nothing where one process works -> why; their rules are in
+# ``fp8kit.layers.arguments``
+WITHOUT_EFFECT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "ub_overlap_ag",
+            "ub_overlap_rs",
+            "ub_overlap_rs_dgrad",
+            "ub_bulk_dgrad",
+            "ub_bulk_wgrad",
+            "ub_tp_comm_overlap",
+            "ub_name",
+            "symmetric_ar_type",
+        ),
+        _OVERLAP,
+    ),
+    **dict.fromkeys(
+        (
+            "sequence_parallel",
+            "parallel_mode",
+            "set_parallel_mode",
+            "return_layernorm_output_gathered",
+            "cp_global_ranks",
+            "cp_stream",
+            "cp_comm_type",
+        ),
+        _ONE,
+    ),
+    "sm_margin": "kernels take the multiprocessors that the GPU gives them",
+    "save_original_input": "what is kept for backward follows from the recipe; the numbers are the same",
+    "seq_length": "a hint for a warm-up that there is no need of",
+    "micro_batch_size": "a hint for a warm-up that there is no need of",
 }
 
 # a ``forward`` that takes more than its own arguments -> these
@@ -64,6 +74,23 @@ FORWARD: dict[str, dict[str, Any]] = {
 }
 
 
+_SCORES = "the kernels of attention do not call functions; core_attention_bias and masks change scores"
+# why no other value is there
+REASONS: dict[str, str] = {
+    **dict.fromkeys(("tp_group", "tp_size"), "there is no tensor parallelism"),
+    "cp_group": "there is no context parallelism",
+    "get_rng_state_tracker": "only the PyTorch frontend has random states by name",
+    "delay_wgrad_compute": "only the PyTorch frontend hands gradients over later",
+    "return_max_logit": "the kernels of attention keep the rows' log-sum-exp alone",
+    "fp8_output": "attention gives its output in high precision",
+    "bf16_backward": "backward computes in the dtype of its inputs, or as the recipe's attention says",
+    "num_splits": "kernels choose their own splits",
+    **dict.fromkeys(
+        ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"), _SCORES
+    ),
+}
+
+
 def refuse(operation: str, table: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """UnsupportedError for arguments of ``table``, name -> the one supported value, that have another one.
     ``arguments``: all of the call by name, its ``locals()`` say."""
@@ -75,6 +102,6 @@ def refuse_others(operation: str, values: Mapping[str, tuple[Any, Any]]) -> None
     for name, (value, supported) in values.items():
         plain = isinstance(value, str | int | float | np.generic | None)
         if value is not supported and not (plain and value == supported):
-            raise UnsupportedError(
-                operation, name, shown(value), f"{supported!r}: nothing else is supported yet"
-            )
+            why = f"; {REASONS[name]}" if name in REASONS else ""
+            wanted = f"{supported!r}: nothing else is supported yet{why}"
+            raise UnsupportedError(operation, name, shown(value), wanted)

@@ -64,7 +64,6 @@ BIASED = {"core_attention_bias_type": "post_scale_bias"}
 
 # of self attention, "sbhd", causal
 SELF = {
-    "a mask that nothing asks for": {"attention_mask": LAST},
     "no mask where one is asked for": {"attn_mask_type": "arbitrary"},
     "a mask of a wrong shape": {
         "attn_mask_type": "arbitrary",
@@ -91,7 +90,6 @@ SELF = {
     "padding that comes first": {"attn_mask_type": "padding", "attention_mask": ~LAST},
     "three padding masks": {"attn_mask_type": "padding", "attention_mask": (LAST,) * 3},
     "padding without lengths": {"attn_mask_type": "padding"},
-    "lengths without padding": THD,
     "an unknown kind of mask": {"attn_mask_type": "none"},
     "a window of three": {"window_size": (1, 1, 1)},
     "a window below -1": {"window_size": (-2, 0)},
@@ -177,7 +175,6 @@ ACROSS_OWN = {
     "a kind of mask": {"attn_mask_type": "none"},
     "a window": {"window_size": (-2, 0)},
     "a corner": {"bottom_right_diagonal": "yes"},
-    "a mask that nothing asks for": {"attention_mask": LAST},
 }
 
 # of self attention, "thd", with a padding mask; beside THD

@@ -1,9 +1,11 @@
-"""Methods of Transformer Engine's modules for which there is nothing to do here: accepted where that is
-right, else refused by name."""
+"""Methods of Transformer Engine's modules for which there is little to do here: accepted where that is right,
+else refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from torch.nn import Module
 
 from fp8kit_torch.checks import of_one
 
@@ -28,9 +30,15 @@ class TransformerEngineMethods:
         for group in cp_group if isinstance(cp_group, list | tuple) else [cp_group]:
             of_one(type(self).__name__, "cp_group", group)
 
+    def _within(self) -> list[TransformerEngineMethods]:
+        parts = self.children() if isinstance(self, Module) else ()
+        return [part for part in parts if isinstance(part, TransformerEngineMethods)]
+
     def need_backward_dw(self) -> bool:
-        """False: backward never leaves a weight's gradient for later (``delay_wgrad_compute`` is False)."""
-        return False
+        """Whether weights' gradients wait for ``backward_dw`` in a part."""
+        return any(part.need_backward_dw() for part in self._within())
 
     def backward_dw(self) -> None:
-        """Nothing: all gradients are there when backward has ended."""
+        """``backward_dw`` of all parts."""
+        for part in self._within():
+            part.backward_dw()

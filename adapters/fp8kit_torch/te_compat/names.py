@@ -29,18 +29,18 @@ from fp8kit_torch.te_compat.unsupported import WHY, missing
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
 _OF_FP8 = "fp8kit_torch.te_compat.quantization"
-_QUANTIZED = "fp8kit_torch.quantized"
+_QUANTIZED = "fp8kit_torch.quantized fp8kit_torch.te_compat.quantizers"
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
     "optimizers": "fp8kit_torch.optimizers",
     "fp8": _OF_FP8,
     "quantization": _OF_FP8,
-    "tensor": "fp8kit_torch.quantized",
-    "tensor.float8_tensor": "fp8kit_torch.quantized",
-    "tensor.quantized_tensor": "fp8kit_torch.quantized",
+    "tensor": _QUANTIZED,
+    "tensor.float8_tensor": _QUANTIZED,
+    "tensor.quantized_tensor": _QUANTIZED,
     "tensor.utils": "",
-    "float8_tensor": "fp8kit_torch.quantized",
-    "quantized_tensor": "fp8kit_torch.quantized",
+    "float8_tensor": _QUANTIZED,
+    "quantized_tensor": _QUANTIZED,
     "constants": "fp8kit_torch.te_compat.dtypes",
     "distributed": "fp8kit_torch.recompute fp8kit_torch.rng fp8kit_torch.te_compat.parallel",
     "graph": "fp8kit_torch.graphs fp8kit_torch.te_compat.capture",
@@ -79,7 +79,13 @@ _LATER = {
     "CPLoadBalancingStrategy": "dtypes",
     "DType": "dtypes",
     "UserBufferQuantizationMode": "dtypes",
+    "Float8BlockQuantizer": "quantizers",
+    "Float8CurrentScalingQuantizer": "quantizers",
+    "Float8Quantizer": "quantizers",
+    "Quantizer": "quantizers",
     "deinterleave_glu_tensor": "utilities",
+    "prepare_for_saving": "quantizers",
+    "restore_from_saved": "quantizers",
     "interleave_glu_tensor": "utilities",
 }
 _BASE = "transformer_engine.pytorch"

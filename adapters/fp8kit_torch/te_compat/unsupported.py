@@ -31,11 +31,10 @@ _NAMES = {
     _PARALLEL: """initialize_ub destroy_ub fill_userbuffers_buffer_for_all_gather get_ub AllGather
         AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer
         FullyShardedDataParallel""",
-    _QUANTIZER: """Quantizer Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer
-        HybridQuantizer IdentityQuantizer QuantizerRole QuantizerRequest DelayedScalingRequest
+    _QUANTIZER: """HybridQuantizer IdentityQuantizer QuantizerRole QuantizerRequest DelayedScalingRequest
         HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
         QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage
-        GroupedTensor GroupedTensorStorage prepare_for_saving restore_from_saved restore_from_func_ctx
+        GroupedTensor GroupedTensorStorage restore_from_func_ctx
         Quantize""",
     _EMULATED: "MXFP8Quantizer NVFP4Quantizer MXFP8Tensor MXFP8TensorStorage NVFP4Tensor NVFP4TensorStorage",
     _MASTERS: (

@@ -271,7 +271,7 @@ def test_modules_within_are_attributes_of_the_door():
     with pytest.raises(AttributeError, match=r"'autocst'; did you mean autocast\?"):
         ft.quantization.autocst  # noqa: B018
     with pytest.raises(AttributeError, match="recipes say how"):
-        ft.DType  # noqa: B018
+        ft.HybridQuantizer  # noqa: B018
     with pytest.raises(AttributeError, match="no tensor parallelism"):
         ft.ops.AllReduce  # noqa: B018
 

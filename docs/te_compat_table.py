@@ -1,0 +1,164 @@
+"""Writes the lists of Transformer Engine's names and arguments in docs/te_compat.md, from the code alone ::
+
+    PYTHONPATH=.:adapters python docs/te_compat_table.py
+
+``tests/adapters/torch/test_te_compat_page.py`` fails where the page has others. Names are asked in this
+process under Transformer Engine's name; arguments are those of ``tests/adapters/torch/te_signatures.txt``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import fp8kit_torch
+from fp8kit_torch import fusible, graphs, grouped_linear
+from fp8kit_torch.te_compat import gemms
+from fp8kit_torch.te_compat.public import is_refused, public_names, why_not
+
+from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, REASONS, WITHOUT_EFFECT
+
+PAGE = Path(__file__).with_name("te_compat.md")
+SIGNATURES = Path(__file__).parents[1] / "tests" / "adapters" / "torch" / "te_signatures.txt"
+BEGIN, END = "<!-- te_compat -->", "<!-- /te_compat -->"
+_TENSOR_PARALLEL = "there is no tensor parallelism"
+_GROUPED = "each group has a weight of its own"
+_WHY = {
+    "single_grouped_weight": _GROUPED,
+    "single_grouped_bias": _GROUPED,
+    "use_grouped_tensor": _GROUPED,
+    "out": "layers make their own outputs",
+    "dgrad_out": "layers make their own outputs",
+    "custom_cache_manager": "keys and values lie as is_paged says",
+    "_graph": "make_graphed_callables captures",
+    "enabled": "there is nothing to turn on",
+    "amsgrad": "the moments are Adam's",
+    "materialize_master_grads": "gradients are read as they are",
+    "cache_quantized_input": "what is kept for backward follows from the recipe",
+    "glu_interleave_size": "deinterleave_glu_tensor reorders weights",
+    "op_kwargs": "operations take tensors alone",
+}
+_ACTIVATION = {"cache_quantized_input": False, "glu_interleave_size": None}
+# what has one value where it is called -> its arguments, where no table of the layers has them
+_REFUSED: dict[str, dict[str, object]] = {
+    "GroupedLinear": grouped_linear.CONSTRUCTOR | {"use_grouped_tensor": None},
+    "GroupedLinear.forward": grouped_linear._FORWARD,
+    "InferenceParams": {"custom_cache_manager": None},
+    "apply_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},
+    "apply_fused_qkv_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},
+    "autocast": {"_graph": False},
+    "fp8_autocast": {"_graph": False},
+    "optimizers.FusedAdam": {"amsgrad": False},
+    "optimizers.FusedSGD": {"materialize_master_grads": True},
+    "ops.Sequential.forward": {"op_kwargs": None},
+    "get_cpu_offload_context": {"enabled": False},
+    "onnx_export": {"enabled": False},
+    "make_graphed_callables": graphs._NEUTRAL,
+    "cpp_extensions.general_gemm": gemms._NEUTRAL,
+    "ops.Linear": fusible._PARALLEL,
+    "ops.BasicLinear": fusible._PARALLEL | {"userbuffers_options": None},
+    "ops.Bias": {"tensor_parallel": False, "tensor_parallel_group": None},
+    "ops.LayerNorm": {"sm_margin": 0},
+    "ops.RMSNorm": {"sm_margin": 0},
+}
+
+
+def signatures() -> dict[str, list[str]]:
+    """Class, method or function of Transformer Engine -> its arguments."""
+    found = {}
+    for line in re.sub(r"\n +", " ", SIGNATURES.read_text("utf-8")).splitlines():
+        name, _, rest = line.partition("(")
+        inner = rest.rpartition(")")[0]
+        flat = re.sub(r"\([^()]*\)", "", inner)
+        found[name] = [each.partition("=")[0].strip() for each in flat.split(",") if each.strip(" *")]
+    return found
+
+
+def state_of(name: str, argument: str) -> tuple[str, str]:
+    """("works" | "ignored" | "refused", why) of an argument."""
+    own = fp8kit_torch.Linear.constructor_rules
+    owner, _, method = name.rpartition(".")
+    if name in CONSTRUCTOR or name in ("LayerNorm", "RMSNorm", "GroupedLinear"):
+        if argument in WITHOUT_EFFECT:
+            return "ignored", WITHOUT_EFFECT[argument]
+        if argument in ("tp_group", "cp_group"):
+            return "ignored", "None and a group of one process; larger groups are refused"
+    for table in (
+        {key: value for key, value in CONSTRUCTOR.get(name, {}).items() if key not in own},
+        FORWARD.get(owner, {}) if method == "forward" else {},
+        _REFUSED.get(name, {}),
+        _ACTIVATION if name.startswith("ops.") else {},
+    ):
+        if argument in table:
+            parallel = "parallel" in argument or argument.startswith(("tp_", "cp_"))
+            why = REASONS.get(argument, _WHY.get(argument, _TENSOR_PARALLEL if parallel else ""))
+            return "refused", f"{table[argument]!r} only" + (f": {why}" if why else "")
+    if argument in ("fast_zero_fill", "seq_length", "micro_batch_size"):
+        return "ignored", WITHOUT_EFFECT.get(argument, "outputs of no row are always 0")
+    return "works", ""
+
+
+def arguments() -> list[str]:
+    """A list for each signature."""
+    lines = []
+    for name, names in signatures().items():
+        states: dict[tuple[str, str], list[str]] = {}
+        for argument in names:
+            states.setdefault(state_of(name, argument.lstrip("*")), []).append(f"`{argument}`")
+        if not names:
+            states["works", ""] = ["no arguments"]
+        said = [
+            f"{state}: {', '.join(known)}" + (f" ({why})" if why else "")
+            for (state, why), known in states.items()
+        ]
+        lines += _item(f"`{name}`: {'; '.join(said)}.")
+    return lines
+
+
+def names() -> list[str]:
+    """A list for each module: what works, and what is refused by its reason."""
+    lines = []
+    for module, known in public_names().items():
+        if not known:
+            continue
+        found = importlib.import_module(module)
+        refused: dict[str, list[str]] = {}
+        there = []
+        for name in known:
+            if is_refused(getattr(found, name)):
+                refused.setdefault(why_not(module, name), []).append(f"`{name}`")
+            else:
+                there.append(f"`{name}`")
+        said = [f"works: {', '.join(there)}"] if there else []
+        said += [f"refused: {', '.join(each)} ({why})" for why, each in refused.items()]
+        lines += _item(f"**{module}**: {'; '.join(said)}.")
+    return lines
+
+
+def _item(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, 110, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def lists() -> str:
+    """Both lists, with their headings."""
+    return "\n".join(["## Arguments", "", *arguments(), "", "## Names", "", *names()])
+
+
+def page(text: str) -> str:
+    """The page's text with the lists in their place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{lists()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    fp8kit_torch.as_transformer_engine()
+    text = PAGE.read_text("utf-8")
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(page(text) != text)
+    PAGE.write_text(page(text), "utf-8")

@@ -1,0 +1,123 @@
+"""How Transformer Engine's programs call attention: masks and lengths that are not looked at, packed layers
+in every layout, redundant arguments, the softmax's offset."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+
+from fp8kit.errors import ArgumentError, ShapeError
+
+S, B, H, D = 6, 2, 4, 8
+
+
+def sums(*lengths, device="cpu"):
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ends.to(device)
+
+
+def layers(device, *lead):
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return torch.randn(*lead, 3, H, D, dtype=dtype, device=device)
+
+
+def core(device, **more):
+    return ft.DotProductAttention(H, D, **{"device": device, **more})
+
+
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "causal_bottom_right"])
+def test_masks_and_lengths_beside_a_mask_that_needs_none_are_not_looked_at(device, mask):
+    attend, (q, k, v) = core(device, attn_mask_type=mask), layers(device, S, B).unbind(-3)
+    want = attend(q, k, v)
+    hidden = torch.ones(B, 1, 1, S, dtype=torch.bool, device=device)
+    lengths = {"cu_seqlens_q": sums(3, 2, device=device), "cu_seqlens_kv": sums(3, 2, device=device)}
+    assert torch.equal(attend(q, k, v, attention_mask=hidden), want)
+    assert torch.equal(attend(q, k, v, **lengths), want)
+    assert torch.equal(attend(q, k, v, attention_mask=hidden, **lengths), want)
+
+
+def test_lengths_go_before_a_padding_mask(device):
+    attend, (q, k, v) = core(device, attn_mask_type="padding"), layers(device, S, B).unbind(-3)
+    hidden = torch.arange(S, device=device) >= torch.tensor([[3], [2]], device=device)
+    hidden = hidden[:, None, None]
+    lengths = {"cu_seqlens_q": sums(3, 2, device=device), "cu_seqlens_kv": sums(3, 2, device=device)}
+    want = attend(q, k, v, attention_mask=hidden)
+    assert torch.equal(attend(q, k, v, **lengths), want)
+    assert torch.equal(attend(q, k, v, attention_mask=hidden, **lengths), want)
+    assert not torch.equal(attend(q, k, v, attn_mask_type="no_mask"), want)
+
+
+FORMS = {"sbhd": (S, B), "bshd": (B, S), "thd": (S * B,)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_layers_in_every_layout(device, form):
+    """Transformer Engine's ten layouts of one or two tensors, and views of them, give the bits of separate
+    layers, gradients too."""
+    x = layers(device, *FORMS[form]).requires_grad_()
+    mask = "padding_causal" if form == "thd" else "causal"
+    attend = core(device, qkv_format=form, attn_mask_type=mask)
+    more = {}
+    if form == "thd":
+        more = {"cu_seqlens_q": sums(S, S, device=device), "cu_seqlens_kv": sums(S, S, device=device)}
+        more |= {"max_seqlen_q": S, "max_seqlen_kv": S}
+    want = attend(*(part.contiguous() for part in x.unbind(-3)), **more)
+    g = torch.randn_like(want)
+    (dx,) = torch.autograd.grad(want, x, g)
+    y = x.detach().transpose(-3, -2).contiguous().requires_grad_()  # (..., h, 3, d)
+    for name, of, got in (
+        ("3hd", x, attend(qkv_layer=x, **more)),
+        ("h3d", y, attend(qkv_layer=y, qkv_interleave_dim=-2, **more)),
+        ("hd_2hd", x, attend(x[..., 0, :, :], kv_layer=x[..., 1:, :, :], **more)),
+        ("hd_h2d", y, attend(y[..., 0, :], kv_layer=y[..., 1:, :], qkv_interleave_dim=-2, **more)),
+        ("views of 3hd", x, attend(*x.unbind(-3), **more)),
+        ("views of h3d", y, attend(*y.unbind(-2), **more)),
+    ):
+        assert torch.equal(got, want), name
+        (own,) = torch.autograd.grad(got, of, g)
+        assert torch.equal(own if of is x else own.transpose(-3, -2), dx), name
+
+
+def test_a_packed_layer_of_another_order_is_refused():
+    x = torch.zeros(S, B, H, 3, D)
+    with pytest.raises(ShapeError, match=r"qkv_layer: got shape .*expected 3 in dimension"):
+        core("cpu")(qkv_layer=x)
+    with pytest.raises(ShapeError, match=r"kv_layer: got shape .*expected 2 in dimension"):
+        core("cpu")(x[..., 0, :], kv_layer=x)
+
+
+def test_no_gaps_between_sequences_is_right_beside_equal_starts():
+    attend, x = core("cpu", qkv_format="thd", attn_mask_type="padding_causal"), layers("cpu", S * B)
+    q, k, v = x.unbind(-3)
+    ends = sums(S, S)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": S, "max_seqlen_kv": S}
+    padded = {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
+    want = attend(q, k, v, **lengths)
+    for said in (None, False, True):
+        assert torch.equal(attend(q, k, v, **lengths, **padded, pad_between_seqs=said), want)
+    assert torch.equal(attend(q, k, v, **lengths, pad_between_seqs=False), want)
+    with pytest.raises(ArgumentError, match="pad_between_seqs: got True"):
+        attend(q, k, v, **lengths, pad_between_seqs=True)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
+def test_the_softmaxs_offset_is_an_attribute(kind):
+    attend = core("cpu", softmax_type=kind)
+    if kind == "vanilla":
+        assert attend.softmax_offset is None
+    else:
+        assert torch.equal(attend.softmax_offset.detach(), torch.zeros(H))
+    learned = kind == "learnable"
+    assert isinstance(attend.softmax_offset, torch.nn.Parameter) is learned
+    assert list(attend.state_dict()) == ["softmax_offset"] * learned
+
+
+@pytest.mark.parametrize(
+    ("argument", "word"), [("score_mod", "do not call functions"), ("num_splits", "own")]
+)
+def test_what_is_refused_says_why(argument, word):
+    q = torch.zeros(S, B, H, D)
+    with pytest.raises(NotImplementedError, match=f"{argument}: .*{word}"):
+        core("cpu")(q, q, q, **{argument: 3})

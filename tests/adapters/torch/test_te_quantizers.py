@@ -1,0 +1,156 @@
+"""Transformer Engine's quantizers of FP8, and the tensors that they make."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+
+from fp8kit.errors import ArgumentError, ShapeError
+
+E4M3, E5M2 = ft.DType.kFloat8E4M3, ft.DType.kFloat8E5M2
+TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+@pytest.fixture
+def x(device):
+    torch.manual_seed(0)
+    return torch.randn(32, 48, device=device)
+
+
+def codes(values, dtype):
+    return values.to(TORCH[dtype]).view(torch.uint8)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_current_scaling(x, dtype, most):
+    held = ft.Float8CurrentScalingQuantizer(dtype, x.device)(x)
+    scale = most / x.abs().max()
+    assert torch.equal(held._data, codes(x * scale, dtype))
+    assert torch.equal(held._rowwise_data, held._data)
+    assert torch.equal(held._columnwise_data, held._data.t())
+    # one rounding of the quotient, one of its inverse
+    torch.testing.assert_close(held._scale_inv.view(()), 1 / scale, rtol=2.0**-22, atol=0)
+
+
+def test_scales_that_are_powers_of_two(x):
+    held = ft.Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=True)(x)
+    scale = 2.0 ** torch.floor(torch.log2(448 / x.abs().max()))
+    assert held._scale_inv.item() == 1 / scale
+    assert torch.equal(held._data, codes(x * scale, E4M3))
+
+
+def test_the_least_amax(x):
+    held = ft.Float8CurrentScalingQuantizer(E4M3, amax_epsilon=56.0)(x)
+    assert held._scale_inv.item() == 0.125
+    assert torch.equal(held._data, codes(x * 8, E4M3))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_scale_that_is_given_and_the_amax_that_is_taken(x, dtype):
+    scale, amax = torch.full((1,), 8.0, device=x.device), torch.zeros(1, device=x.device)
+    quantizer = ft.Float8Quantizer(scale, amax, dtype)
+    held = quantizer(x)
+    assert torch.equal(held._data, codes(x * 8, dtype))
+    assert held._scale_inv.item() == 0.125
+    assert amax.item() == x.abs().max()
+    quantizer(x / 2)
+    assert amax.item() == x.abs().max()  # the larger one stays
+    scale.fill_(4.0)
+    held.quantize_(x)
+    assert torch.equal(held._data, codes(x * 4, dtype))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_blocks(dim):
+    torch.manual_seed(0)
+    w = torch.randn(256, 128)
+    quantizer = ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
+    held = quantizer(w)
+    tiles = w.view(256, 1, 128) if dim == 1 else w.view(2, 128, 128)
+    most = tiles.abs().amax((1, 2)) if dim == 2 else tiles.abs().amax(2)[:, 0]
+    scale = 2.0 ** torch.floor(torch.log2(448 / most))
+    whole = scale.repeat_interleave(256 // len(scale))[:, None]
+    assert torch.equal(held._rowwise_data, codes(w * whole, E4M3))
+    assert torch.equal(held.dequantize(), held._rowwise_data.view(TORCH[E4M3]).float() / whole)
+
+
+def test_nothing_changes_where_the_flag_is_set(x):
+    for quantizer in (
+        ft.Float8CurrentScalingQuantizer(E4M3),
+        ft.Float8Quantizer(torch.ones(1, device=x.device), torch.zeros(1, device=x.device), E4M3),
+    ):
+        held = quantizer(x)
+        before = held.dequantize().clone()
+        held.quantize_(2 * x, noop_flag=torch.ones(1, device=x.device))
+        assert torch.equal(held.dequantize(), before)
+        held.quantize_(2 * x, noop_flag=torch.zeros(1, device=x.device))
+        assert torch.equal(held.dequantize(), quantizer(2 * x).dequantize())
+
+
+def test_a_weight_of_a_model_that_holds_fp8_takes_the_flag():
+    with ft.quantized_model_init(recipe=ft.Float8CurrentScaling()):
+        weight = ft.Linear(32, 16, device="cpu").weight
+    before = weight.dequantize().clone()
+    weight.quantize_(torch.ones(16, 32), noop_flag=torch.ones(1))
+    assert torch.equal(weight.dequantize(), before)
+    weight.quantize_(torch.ones(16, 32), noop_flag=torch.zeros(1))
+    assert torch.equal(weight.dequantize(), torch.ones(16, 32))
+
+
+def test_over_what_another_tensor_holds(x):
+    quantizer = ft.Float8CurrentScalingQuantizer(E4M3)
+    out = quantizer.make_empty((32, 48), device=x.device)
+    assert not out.dequantize().any()
+    assert quantizer.quantize(x, out=out) is out
+    assert torch.equal(out._data, quantizer(x)._data)
+    with pytest.raises(ShapeError, match="src: got shape"):
+        quantizer.update_quantized(x[:16], out)
+    with pytest.raises(ArgumentError, match="dst: got"):
+        quantizer.update_quantized(x, x)
+
+
+def test_the_gradient_passes_through(x):
+    x.requires_grad_()
+    ft.Float8CurrentScalingQuantizer(E4M3)(x).dequantize().sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_a_layer_multiplies_the_codes_as_they_are(x):
+    layer = ft.Linear(48, 16, device=x.device)
+    with ft.autocast(recipe=ft.Float8CurrentScaling()):
+        assert torch.equal(layer(ft.Float8CurrentScalingQuantizer(E4M3)(x)), layer(x))
+
+
+def test_taken_apart_and_put_together(x):
+    held = ft.Float8CurrentScalingQuantizer(E4M3)(x)
+    saved, shells = ft.prepare_for_saving(held, None, x)
+    assert all(each is None or type(each) is torch.Tensor for each in saved)
+    (again, nothing, plain), left = ft.restore_from_saved(shells, [*saved, x], return_saved_tensors=True)
+    assert torch.equal(again.dequantize(), held.dequantize())
+    assert nothing is None
+    assert plain is x
+    assert left == [x]
+
+
+def test_usages_and_copies():
+    quantizer = ft.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=False)
+    twin = quantizer.copy()
+    twin.set_usage(columnwise=True)
+    assert quantizer.get_usages() == {"rowwise": True, "columnwise": False}
+    assert twin.get_usages() == {"rowwise": True, "columnwise": True}
+    assert quantizer.dtype == E4M3
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: ft.Float8CurrentScalingQuantizer(ft.DType.kFloat32), "fp8_dtype"),
+        (lambda: ft.Float8Quantizer(torch.ones(2), torch.zeros(1), E4M3), "scale"),
+        (lambda: ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=3), "dim"),
+        (lambda: ft.Float8CurrentScalingQuantizer(E4M3, rowwise="no"), "rowwise"),
+    ],
+)
+def test_wrong_arguments(make, word):
+    with pytest.raises(ArgumentError, match=word):
+        make()
