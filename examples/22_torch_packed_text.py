@@ -20,6 +20,8 @@ from fp8kit.commands import positional, positive
 
 HIDDEN, HEADS, LONGEST, DOCUMENTS = 64, 4, 1024, 3
 RECIPE = te.Float8CurrentScaling()
+OPTIONS = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "normalization": "RMSNorm"}
+OPTIONS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def documents() -> list[bytes]:
@@ -37,18 +39,7 @@ class GPT(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(256, HIDDEN, device=device)
         self.layers = torch.nn.ModuleList(
-            te.TransformerLayer(
-                HIDDEN,
-                4 * HIDDEN,
-                HEADS,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                attn_input_format="thd",
-                self_attn_mask_type="padding_causal",
-                normalization="RMSNorm",
-                layer_number=number,
-                device=device,
-            )
+            te.TransformerLayer(HIDDEN, 4 * HIDDEN, HEADS, layer_number=number, device=device, **OPTIONS)
             for number in (1, 2)
         )
         self.head = te.LayerNormLinear(HIDDEN, 256, normalization="RMSNorm", device=device)

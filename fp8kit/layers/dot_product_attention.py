@@ -271,9 +271,9 @@ class DotProductAttention(AttentionBase):
         if not isinstance(form, str) or form not in FORMATS:
             return qkv, kv  # refused later
         apart = len(form) + 1
-        if len(getattr(qkv, "shape", ())) == apart:
+        if _dimensions(qkv) == apart:
             qkv = self._joined("qkv_layer", qkv, 3, at)
-        if len(getattr(kv, "shape", ())) == apart:
+        if _dimensions(kv) == apart:
             if at == -2 and kv.shape[-2] == 2:
                 return qkv, None, kv[..., 0, :], kv[..., 1, :]
             kv = self._joined("kv_layer", kv, 2, at)
@@ -485,3 +485,9 @@ def _leading(inputs: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
     """Shapes of what holds the queries and of what holds the keys."""
     first, *others = inputs.values()
     return first.shape, (others or [first])[0].shape
+
+
+def _dimensions(value: Any) -> int:
+    """Of an array; 0 of anything else, which is refused later."""
+    shape = getattr(value, "shape", ())
+    return len(shape) if isinstance(shape, tuple) else 0

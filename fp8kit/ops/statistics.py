@@ -243,7 +243,7 @@ class Statistics(Operation):
             arrays.provider(amax.device).fill_zero(amax, ws.stream)
             k.amax(x, amax, lying, ws.stream)
         targets = codes, scale_inv, scale_codes, None, amax, tensor_scale_inv
-        k.cast_blocks(x, *targets, own, cast.along, 0, rng, ws.stream)
+        k.cast_blocks(x, *targets, own, cast.along, 0, rng, None, ws.stream)
 
 
 def _numbers(record: ArrayView, section: Section) -> ArrayView:

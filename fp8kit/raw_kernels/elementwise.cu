@@ -1,4 +1,4 @@
-// functions: add, move1 (copy), move2 (copy), move4 (copy), rng_next
+// functions: add, move1 (copy), move2 (copy, gemm, fp8_gemm), move4 (copy, gemm, fp8_gemm), rng_next
 // variants: T=f32,bf16,f16
 //
 // Small things: sums of two arrays, copies between strided arrays (`moveN`, of N-byte elements), and

@@ -161,6 +161,12 @@ CALLS: dict[str, Call] = {
         for along in (1, 0)
     },
     **{
+        f"rotate_back along {along}": lambda k, x, r, along=along: k.rotate_back(
+            x, r.blank(ROWS, COLUMNS), None, 32, "te", along, None, 0
+        )
+        for along in (1, 0)
+    },
+    **{
         f"cast_blocks along {along}": lambda k, x, r, along=along: k.cast_blocks(
             x,
             r.blank(ROWS, COLUMNS, dtype=uint8),

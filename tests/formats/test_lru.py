@@ -158,7 +158,7 @@ def test_graphs_of_our_own_hold_no_more_plans_than_so_many(
     runtime: _Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, launched = _plan()
-    monkeypatch.setattr(cudnn_sdpa, "_plan", lambda key: plan)
+    monkeypatch.setattr(cudnn_sdpa, "plan_of", lambda key: plan)
     monkeypatch.setattr(cudnn_sdpa, "_FREE", {0: [types.SimpleNamespace(stream=0)]})
     cudnn_sdpa._captured(KEY, {}, 0, 5, 0)
     cudnn_sdpa._HELD.extend([plan] * cudnn_sdpa._KEPT)

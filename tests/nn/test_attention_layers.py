@@ -430,7 +430,6 @@ X = np.ones((4, 2, 4, 8), np.float32)
     ("call", "words"),
     [
         (lambda: nn.DotProductAttention(4, 8)(X, X), ["layers", "query_layer and key_layer"]),
-        (lambda: nn.DotProductAttention(4, 8)(X, X, X, attention_mask=X > 0), ["attention_mask", "causal"]),
         (
             lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="bias"),
             ["core_attention_bias_type"],

@@ -200,3 +200,6 @@ def describe(key: Key, handle: Any) -> Any:
     made = graph.sdpa_fp8_backward(*given, use_deterministic_algorithm=key.deterministic, **options)
     outputs(tuple(made)[:7], ("dq", "dk", "dv", *_AMAXES[True]))
     return graph
+
+
+cudnn_sdpa.DESCRIBE[True] = describe

@@ -15,7 +15,7 @@ import functools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -371,7 +371,7 @@ def _build(key: Key) -> Plan:
     cudnn = _library()
     try:
         with launch.current_device(key.device), _handle(key.device) as handle:
-            graph = _describe_any(key, handle)
+            graph = DESCRIBE[bool(key.formats)](key, handle)
             graph.validate()
             graph.build_operation_graph()
             # the frontend's own Python kernels would need CUTLASS at run time: cuDNN's engines only
@@ -412,14 +412,6 @@ def _plans(device: int) -> LRU[Key, Plan]:
 def plan_of(key: Key) -> Plan:
     """The plan of a key, which is built the first time. Declined and BackendError as ``_build``."""
     return _plans(key.device).make(key, _build)
-
-
-def _describe_any(key: Key, handle: Any) -> Any:
-    if key.formats:
-        from fp8kit.backends.cuda import cudnn_fp8
-
-        return cudnn_fp8.describe(key, handle)
-    return describe(key, handle)
 
 
 def put(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
@@ -528,3 +520,7 @@ def _workspace_layout(problem: Problem, backward: bool) -> dict[str, int]:
         sizes["stats"] = 4 * problem.batch * problem.heads * problem.rows
     sizes |= {name: _ITEM * math.prod(_size(problem, name)) for name in _cleaned(problem, backward)}
     return arranged(sizes)
+
+
+# whether an attention is in FP8 -> what describes its graph; cudnn_fp8 adds its own
+DESCRIBE: dict[bool, Callable[[Key, Any], Any]] = {False: describe}

@@ -17,7 +17,7 @@ from fp8kit.execution.codec import encode
 from fp8kit.formats import float32
 from fp8kit.ops.activation import ActivationSpec
 from fp8kit.ops.attention import AttentionSpec
-from fp8kit.ops.casts import DequantizeSpec, QuantizeSpec
+from fp8kit.ops.casts import DequantizeSpec, QuantizeSpec, RotateSpec
 from fp8kit.ops.cross_entropy import CrossEntropySpec
 from fp8kit.ops.drop_path import DropPathSpec
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
@@ -34,6 +34,8 @@ from fp8kit.ops.registry import OPERATIONS
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.scale_lines import LineScalesSpec, ScaleLinesSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
+from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
+from fp8kit.quantization import Quantizer
 from fp8kit.recipe import DelayedScaling
 from fp8kit.spec import Operation
 
@@ -120,6 +122,13 @@ def _operands(device):
         "scale_lines": (ScaleLinesSpec(2.0, 3.0, 1), {"x": r(6, 16), "scales": r(16).abs()}, "x", ()),
         "quantize": (QuantizeSpec(fk.E4M3, (6, 16)), {"x": r(6, 16)}, "", ()),
         "dequantize": (DequantizeSpec(fk.E4M3, (6, 16), "float32"), {"q": codes, "scale_inv": r(1)}, "", ()),
+        "rotate": (RotateSpec(16, "te"), {"x": r(6, 16)}, "", ()),
+        "statistics": (
+            StatisticsSpec(casts=(CastStatistics(Quantizer(fk.E4M3)),), twin=True),
+            {"x": r(6, 16), "twin": r(6, 16)},
+            "",
+            (),
+        ),
         "fp8_gemm": (
             Fp8GemmSpec(16, 16, "float32", fk.E4M3, fk.E4M3),
             {"a": codes16, "b": codes16 + 1, "a_scale_inv": r(1), "b_scale_inv": r(1)},
