@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import blocks, codec, numerics
+from fp8kit import arrays, blocks, codec, numerics
+from fp8kit.arrays import CPU
 from fp8kit.autograd import tensor
+from fp8kit.backends import dispatch
+from fp8kit.formats import float32, uint8
 from fp8kit.numerics import Codes, Operand, collect, merge, request, tensor_statistics, values
 from fp8kit.numerics.names import OF_CAST
 from fp8kit.numerics.statistics import inputs
@@ -175,8 +179,9 @@ def test_blocks_with_nan_and_inf():
 
 
 def quantised(x, own, along):
-    """(x as it is cast, its codes, their scale_invs, element by element) of a quantizer, by ``fk.quantize``
-    or, for scales of lines with rules of their own, by the codec."""
+    """(x as it is cast, its codes, their scale_invs, element by element) of a quantizer, by ``fk.quantize``;
+    for scales of lines with rules of their own, by the codec; for those that only recipes have, by the CPU
+    engine's cast, whose bits its contract holds."""
     turned = x.astype(np.float32)
     if own.hadamard:
         lying = turned if along else turned.T
@@ -190,12 +195,27 @@ def quantised(x, own, along):
             scale = np.exp2(np.floor(np.log2(scale.astype(np.float64)))).astype(np.float32)
         codes = codec.encode(turned * scale, own.format)
         return turned, codes, np.broadcast_to(np.float32(1) / scale, x.shape)
+    if own.granularity == "moss_1x32" or own.scale_rule == "gauss":
+        return (turned, *cast_by_the_engine(turned, own, along))
     q = fk.quantize(
         turned, own.format, scaling=own.granularity, scale_rule=own.scale_rule, along=-1 if along else 0
     )
     rows, columns = own.tile if along else own.tile[::-1]
     each = np.repeat(np.repeat(np.asarray(q.scale_inv), rows, 0), columns, 1)[: len(x), : x.shape[1]]
     return turned, np.asarray(q.data), each
+
+
+def cast_by_the_engine(x, own, along):
+    rows, columns = own.tile if along else own.tile[::-1]
+    grid = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
+    codes, inverse = arrays.empty(x.shape, uint8, CPU), arrays.empty(grid, float32, CPU)
+    amax, whole = (arrays.as_view(np.full(1, np.abs(x).max(), np.float32)) for _ in range(2))
+    pair = (amax, whole) if own.two_level else (None, None)
+    plain = replace(own, hadamard=0, signs="plus")
+    view = arrays.as_view(x)
+    dispatch.kernels(CPU).cast_blocks(view, codes, inverse, None, None, *pair, plain, along, 0, None, None, 0)
+    each = np.repeat(np.repeat(inverse.numpy(), rows, 0), columns, 1)[: len(x), : x.shape[1]]
+    return codes.numpy(), each
 
 
 def cast_oracle(x, own, along):
