@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def write(folder: Path) -> str:
     runs = files.runs(folder)
     if not runs and not any((folder / part.__name__.rpartition(".")[2]).exists() for part in (layer, linear)):
         raise ArgumentError("studies", "DIR", str(folder), "a folder with finished runs")
-    text = markdown(COLUMNS, rows(folder)) + "\n\n" + _words(runs) + "\n" if runs else ""
+    text = markdown(COLUMNS, rows(folder)) + "\n\n" + textwrap.fill(_words(runs), 110) + "\n" if runs else ""
     for part in (layer, linear):
         if lines := part.rows(folder):
             text += "\n" + markdown(part.COLUMNS, lines) + "\n"
