@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8kit import cli, recipe_check, recipe_info
-from fp8kit.arrays import CPU
+from fp8kit.arrays import CPU, Device
 from fp8kit.blocks import hadamard
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import E4M3
@@ -356,3 +356,15 @@ def test_a_recipe_that_does_not_run_here_says_why(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "fp8kit recipes: NAME: got block on cpu, expected a device where it runs: no tensor cores\n"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "quartet"])
+def test_a_gpu_finds_the_same_errors(name):
+    x, w, g = (draw(seed, shape) for seed, shape in enumerate([(M, K), (N, K), (M, N)]))
+    cpu, gpu = (
+        recipe_check.check(NAMED[name].recipe, x, w, g, device=where) for where in (CPU, Device("cuda", 0))
+    )
+    for key in ("y", "dx", "dw"):
+        # what the order of sums moves, of errors that are 2^-5 and larger
+        assert gpu.results[key].relative_error == pytest.approx(cpu.results[key].relative_error, rel=0.01)
