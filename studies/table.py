@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from fp8kit.errors import ArgumentError
 from fp8kit.models.plots import figure, smoothed
+from fp8kit.numerics import run_folder
 from studies import files, gaps, layer, linear
 from studies.cases import CASES
 
@@ -62,9 +62,8 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def write(folder: Path) -> str:
-    """Write ``table.md``, ``curves.csv`` and ``curves.png`` from the folder's runs, and ``run.json`` and
-    ``losses.jsonl``, of which ``fp8kit report`` makes a page; returns the table. ArgumentError where there
-    is no run."""
+    """Write ``table.md``, ``curves.csv`` and ``curves.png`` from the folder's runs, and the three files of
+    which ``fp8kit report`` makes a page; returns the table. ArgumentError where there is no run."""
     runs = files.runs(folder)
     if not runs and not any((folder / part.__name__.rpartition(".")[2]).exists() for part in (layer, linear)):
         raise ArgumentError("studies", "DIR", str(folder), "a folder with finished runs")
@@ -134,18 +133,20 @@ def _mean(runs: gaps.Runs, case: str) -> list[float]:
 
 
 def _run_folder(folder: Path, runs: gaps.Runs) -> None:
+    """What ``fp8kit report`` reads: the losses, without statistics of layers."""
     one: Any = next(iter(runs.values()))
-    kept = {name: one[name] for name in ("versions", "device")}
-    files.write(
-        folder / "run.json",
-        {"model": one["settings"]["size"], "recipe": None, "settings": {"parameters": one["parameters"]}}
-        | kept,
+    own = {f"{name} seed {seed}": run for (name, seed), run in runs.items()}
+    run_folder.write(
+        folder,
+        recipe=None,
+        losses={series: dict(enumerate(run["losses"], 1)) for series, run in own.items()},
+        validation={
+            series: {len(run["losses"]): run["validation_loss"]}
+            for series, run in own.items()
+            if run["validation_loss"] is not None
+        },
+        model=one["settings"]["size"],
+        settings={"parameters": one["parameters"]},
+        versions=one["versions"],
+        device=one["device"],
     )
-    with (folder / "losses.jsonl").open("w") as file:
-        for (name, seed), own in runs.items():
-            series = f"{name} seed {seed}"
-            for step, loss in enumerate(own["losses"], 1):
-                file.write(json.dumps({"step": step, "loss": loss, "series": series}) + "\n")
-            if own["validation_loss"] is not None:
-                last = {"step": len(own["losses"]), "loss": own["validation_loss"], "series": series}
-                file.write(json.dumps(last | {"validation": True}) + "\n")

@@ -9,8 +9,8 @@ from typing import Any
 from fp8kit.commands import command, writable
 
 _WORDS = (
-    "RUN holds run.json, losses.jsonl and statistics.jsonl, which an inspector's JSON-lines sink and a "
-    "training write. The page needs no network and no other file."
+    "RUN holds statistics.jsonl, a sink of fk.inspect, and run.json and losses.jsonl, which "
+    "fk.numerics.run_folder.write makes. The page needs no network and no other file."
 )
 
 

@@ -17,7 +17,8 @@ LEAST = 8  # values, for a trend
 MOST = 60  # values that a trend is taken of
 CLEAR = 4.0  # a trend counts where it moves so many times the scatter around it
 
-# of the elements, in %: one scale for a tensor or a row clips its largest, blocks clip a little everywhere
+# of the elements, in %: one scale for a tensor or a row clips its largest, blocks clip a little everywhere;
+# NVFP4's scales are rounded to the nearest E4M3, half of them down, and such a block clips its largest
 CLIPPED, CLIPPED_BLOCKS = 0.1, 1.0
 FLUSHED, FLUSHED_4_BITS = 5.0, 25.0
 DECIBEL_A_BIT, DECIBEL = 6.02, 13.5  # SQNR of normal values in a format of m mantissa bits: 6.02 m + 13.5
@@ -26,7 +27,8 @@ NOISE = 3**-0.5  # of a gradient, relative: FP4 All the Way, arXiv 2505.19115
 
 RULE = (
     f"Each tensor of each layer has limits. NaN or Inf: none. Overflow: {CLIPPED:g} % of the elements, "
-    f"{CLIPPED_BLOCKS:g} % with scales of blocks. Underflow: {FLUSHED:g} %, {FLUSHED_4_BITS:g} % in 4 bits. "
+    f"{CLIPPED_BLOCKS:g} % with scales of blocks, with NVFP4's one element of each block. "
+    f"Underflow: {FLUSHED:g} %, {FLUSHED_4_BITS:g} % in 4 bits. "
     f"SQNR: {LOST:g} dB below what the format gives normal values, {DECIBEL_A_BIT:g} m + {DECIBEL:g} dB with "
     "m mantissa bits. Relative error of a gradient: 1/sqrt(3). "
     f"Where a statistic is now is the median of the last {RECENT:.0%} of its values. Where it goes is the "
@@ -98,6 +100,8 @@ def limit_of(key: Key, recipe: str | None) -> Limit | None:
         return None
     if key.stat == "overflows%":
         value = CLIPPED if quantizer.granularity in ("tensor", "row") else CLIPPED_BLOCKS
+        if quantizer.granularity.startswith("nvfp4"):
+            value = max(value, 100 / math.prod(quantizer.tile))
         return Limit(value, 1, value)
     if key.stat == "underflows%":
         value = FLUSHED_4_BITS if quantizer.format.bits <= 4 else FLUSHED

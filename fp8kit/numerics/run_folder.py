@@ -1,4 +1,4 @@
-"""A RUN folder: what a training and its inspector left, read and checked.
+"""A RUN folder: what a training and its inspector left, written, read and checked.
 
 ====================  ========================================================================================
 ``run.json``          an object: ``model`` and ``settings`` (objects), ``recipe`` (a name of
@@ -15,7 +15,9 @@ Of two lines for the same thing at the same step the later one counts: a resumed
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8kit.arguments import choice, shown
 from fp8kit.errors import ArgumentError, Fp8kitError
 
 HostArray = np.ndarray[Any, Any]
@@ -31,6 +34,7 @@ TENSORS = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
 GEMMS = ("fprop", "dgrad", "wgrad")
 BINS = 257  # of a histogram: the 256 exponents of float32, then the zeros
 HISTOGRAMS = ("exponents", "scales")
+_LIBRARIES = ("fp8kit", "numpy", "cupy", "torch", "jax")
 _SEED = re.compile(r"^(.*?),?\s+seed[ =](\d+)$")
 # parts of a transformer layer's name, in the order in which they compute
 _ORDER = (
@@ -94,6 +98,90 @@ def read(path: str | Path) -> RunFolder:
     losses = list(_lines(folder / "losses.jsonl", _check_loss))
     statistics = series_of(_lines(folder / "statistics.jsonl", check_row))
     return RunFolder(folder, about, curves_of(losses), statistics)
+
+
+Losses = Mapping[str, Iterable[float] | Mapping[int, float]]
+
+
+def write(
+    folder: str | os.PathLike[str],
+    *,
+    recipe: str | None,
+    losses: Losses,
+    device: Any,
+    validation: Losses | None = None,
+    model: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> Path:
+    """Make a RUN folder of a training: write ``run.json`` and ``losses.jsonl`` anew; ``statistics.jsonl``,
+    which ``fk.inspect`` writes as a sink, stays, and is made where there is none::
+
+        with fk.inspect(model, config, sinks="run/statistics.jsonl") as log:
+            ...
+        run_folder.write("run", recipe="mxfp8", losses={"mxfp8 seed 0": losses}, device="cpu")
+
+    * ``folder``: is made where there is none. ``recipe``: of the training that was inspected, a name of
+      ``fp8kit recipes list``, another word, or None for high precision.
+    * ``losses``: by the name of each run, as ``bf16 seed 0``: numbers, of which the first is of step 0, as
+      the inspector counts, or {step: loss}. ``validation``: likewise, validation losses of these runs.
+    * ``device``: its name, or what ``str`` makes one of. ``model``, ``settings``: what the page shall say of
+      them, by name; what JSON has no type for is written as text. ``settings["reference"]``: the runs that
+      others are compared with.
+    * ``versions``: by name, None for those of fp8kit and of the array libraries that are loaded.
+
+    Returns the folder. Raises ArgumentError for what ``read`` would refuse, before a file is written.
+    """
+    about: dict[str, Any] = {
+        "model": {} if model is None else model,
+        "recipe": recipe,
+        "settings": {} if settings is None else settings,
+        "versions": _versions() if versions is None else versions,
+        "device": str(device),
+    }
+    for name in ("model", "settings", "versions"):
+        if not isinstance(about[name], Mapping):
+            raise ArgumentError("run_folder.write", name, shown(about[name]), "a mapping")
+        about[name] = dict(about[name])
+    fault = _fault(about)
+    if fault is not None:
+        raise ArgumentError("run_folder.write", *fault)
+    rows = [*_loss_rows("losses", losses)]
+    if validation is not None:
+        rows += _loss_rows("validation", validation)
+        for series in validation:
+            choice("run_folder.write", "validation", series, losses)
+    text = json.dumps(about, indent=2, default=str) + "\n"
+    where = Path(folder)
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "run.json").write_text(text, "utf-8")
+    (where / "losses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    (where / "statistics.jsonl").touch()
+    return where
+
+
+def _versions() -> dict[str, str]:
+    return {name: str(sys.modules[name].__version__) for name in _LIBRARIES if name in sys.modules}
+
+
+def _loss_rows(name: str, losses: Any) -> Iterator[dict[str, Any]]:
+    """The lines of losses.jsonl of one argument of ``write``; ArgumentError for what gives none."""
+    if not isinstance(losses, Mapping):
+        raise ArgumentError("run_folder.write", name, shown(losses), "losses by the name of their run")
+    for series, own in losses.items():
+        if not isinstance(own, Iterable) or isinstance(own, str):
+            raise ArgumentError("run_folder.write", name, shown(own), "numbers or {step: loss}")
+        for step, loss in own.items() if isinstance(own, Mapping) else enumerate(own):
+            row = {"step": _plain(step), "loss": _plain(loss), "series": series}
+            wanted = _check_loss(row)
+            if wanted is not None:
+                raise ArgumentError("run_folder.write", name, shown(row), wanted)
+            yield row | {"validation": True} if name == "validation" else row
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as Python's own."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 # --- rows into series ---------------------------------------------------------------------------------------
@@ -176,6 +264,16 @@ def _about(path: Path) -> dict[str, Any]:
         raise Fp8kitError("report", f"{path}, line {line}", f"no JSON ({error})", "an object") from None
     if not isinstance(found, dict):
         raise Fp8kitError("report", f"{path}, line 1", _shown(found), "an object")
+    fault = _fault(found)
+    if fault is not None:
+        name, got, wanted = fault
+        raise Fp8kitError("report", f'{path}, "{name}"', got, wanted)
+    return found
+
+
+def _fault(about: dict[str, Any]) -> tuple[str, str | None, str] | None:
+    """The first of run.json's names whose value is not what it must be: (name, what it is, what it should
+    have been); None where all are right."""
     for name, kinds, wanted in (
         ("model", dict, "an object"),
         ("settings", dict, "an object"),
@@ -183,10 +281,9 @@ def _about(path: Path) -> dict[str, Any]:
         ("recipe", str | None, "a name or null"),
         ("device", str, "a word"),
     ):
-        if name not in found or not isinstance(found[name], kinds):
-            got = _shown(found[name]) if name in found else None
-            raise Fp8kitError("report", f'{path}, "{name}"', got, wanted)
-    return found
+        if name not in about or not isinstance(about[name], kinds):
+            return name, _shown(about[name]) if name in about else None, wanted
+    return None
 
 
 def _lines(path: Path, check: Callable[[Any], str | None]) -> Iterator[dict[str, Any]]:
@@ -208,7 +305,7 @@ def _lines(path: Path, check: Callable[[Any], str | None]) -> Iterator[dict[str,
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

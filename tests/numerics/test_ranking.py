@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fp8kit.formats import E2M1, E4M3, E5M2
+from fp8kit.numerics import tensor_statistics
 from fp8kit.numerics.operands import prefixes, quantizer_of, range_of
 from fp8kit.numerics.ranking import LOST, limit_of, own_name, rank, slope_of
 from fp8kit.numerics.run_folder import Key, Series, series_of
@@ -114,6 +115,8 @@ def test_an_exact_cast_does_not_break() -> None:
         ("current", "activation", "overflows%", 0.1),
         ("rowwise", "activation", "overflows%", 0.1),
         ("mxfp8", "activation", "overflows%", 1.0),
+        ("nvfp4", "activation", "overflows%", 100 / 16),
+        ("nvfp4", "weight", "overflows%", 1.0),
         ("nvfp4", "gradient", "underflows%", 25.0),
         ("mxfp6_e3m2", "gradient", "underflows%", 5.0),
         ("nvfp4", "weight", "sqnr", 6.02 + 13.5 - LOST),
@@ -183,3 +186,14 @@ def test_a_static_scale_is_the_recipes() -> None:
     found = range_of("static", False, key, 4, counts_of(0), {})
     assert found is not None
     assert found.high == pytest.approx(math.log2(448))
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("tensor", ["activation", "weight", "gradient"])
+def test_normal_values_break_no_limit(recipe: str, tensor: str) -> None:
+    """What every cast does to the tensor it is made for is nothing to look at."""
+    x = np.random.default_rng(5).standard_normal((256, 512)).astype(np.float32)
+    found = tensor_statistics(x, ("overflows%", "underflows%", "sqnr"), tensor=tensor, recipe=recipe)
+    rows = {Key("a", tensor, "", stat): Series(STEPS, np.full(100, value)) for stat, value in found.items()}
+    (verdict,) = rank(rows, recipe)
+    assert verdict.state == "holds", verdict.why

@@ -116,6 +116,34 @@ def test_the_page_has_what_the_run_has(real: Path) -> None:
     assert data["gemms"]["fprop"]["operands"]["x"]["format"] == "E4M3"
 
 
+def test_an_inspected_training_becomes_a_page(real: Path, tmp_path: Path) -> None:
+    """From ``fk.inspect`` to the page: every heat map that a report opens with has a number of each layer at
+    each step, which is the inspector's, and every operand has its histograms."""
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(real), "-o", str(page)]) == 0
+    data = data_of(page.read_text())
+    layers = [f"layers.{i}.{part}" for i in range(2) for part in PARTS]
+    logged = {
+        (row["layer"], row["tensor"], row["stat"], row["step"]): row["value"]
+        for row in map(json.loads, (real / "statistics.jsonl").read_text().splitlines())
+    }
+    maps = {(map_["tensor"], map_["stat"]): map_ for map_ in data["maps"]}
+    for tensor in run_folder.TENSORS:
+        for stat in report.DEFAULT_PANELS:
+            map_ = maps[tensor, stat]
+            assert (map_["layers"], map_["from"]) == (layers, list(range(6)))
+            for layer, row in zip(layers, map_["rows"], strict=True):
+                assert row == [report.number(logged[layer, tensor, stat, step]) for step in range(6)]
+                assert all(isinstance(value, int | float) for value in row), (tensor, stat, layer)
+        assert min(map(min, maps[tensor, "sqnr"]["rows"])) > 10  # dB: casts to 8 bits
+        assert min(map(min, maps[tensor, "scale_inv_max"]["rows"])) > 0
+    shown = {(entry["layer"], entry["tensor"]): entry["times"] for entry in data["histograms"]["entries"]}
+    assert set(shown) == {(layer, tensor) for layer in layers for tensor in run_folder.TENSORS}
+    assert all(sum(time["shares"]) > 50 for times in shown.values() for time in times)
+    assert {each["layer"] for each in data["breaks"]} <= set(layers)
+    assert [group["steps"] for group in data["losses"]["groups"]] == [list(range(6))] * 2
+
+
 def test_the_page_asks_for_nothing() -> None:
     page = report.page(report.digest(synthetic(1, 4, 1)))
     shell = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)

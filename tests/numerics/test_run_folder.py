@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fp8kit
 from fp8kit.errors import ArgumentError, Fp8kitError
-from fp8kit.numerics.run_folder import Key, curves_of, kind_of, layer_order, read, series_of
+from fp8kit.numerics.run_folder import Key, curves_of, kind_of, layer_order, read, series_of, write
 
 ABOUT = {"model": {}, "recipe": "current", "settings": {}, "versions": {}, "device": "cpu"}
 LOSS = {"step": 1, "loss": 2.5, "series": "bf16 seed 0"}
@@ -40,6 +41,61 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.values.dtype == np.int64
     assert found.values.tolist() == [COUNTS]
     assert run.statistics[Key("0.fc1", "output", "fprop", "sqnr")].steps.tolist() == [3]
+
+
+def test_a_training_becomes_a_folder(tmp_path: Path) -> None:
+    """What ``write`` gets is what ``read`` gives; an inspector's file stays."""
+    run = tmp_path / "new" / "run"
+    losses = {"bf16 seed 0": [3.0, np.float32(2.5)], "mxfp8 seed 0": {4: 2.0, np.int64(2): float("nan")}}
+    made = write(
+        run,
+        recipe="mxfp8",
+        losses=losses,
+        validation={"bf16 seed 0": {1: 2.75}},
+        device="cpu",
+        model={"layers": 2},
+        settings={"dtype": np.dtype(np.float32)},
+    )
+    assert made == run
+    found = read(run)
+    assert {name: found.about[name] for name in ("recipe", "device", "model", "settings")} == {
+        "recipe": "mxfp8",
+        "device": "cpu",
+        "model": {"layers": 2},
+        "settings": {"dtype": "float32"},
+    }
+    assert found.about["versions"].items() >= {"fp8kit": fp8kit.__version__, "numpy": np.__version__}.items()
+    one, other = found.curves
+    assert (one.name, one.steps.tolist(), one.losses.tolist()) == ("bf16 seed 0", [0, 1], [3.0, 2.5])
+    assert one.validation == ((1, 2.75),)
+    assert other.steps.tolist() == [2, 4]
+    np.testing.assert_array_equal(other.losses, [np.nan, 2.0])
+    assert found.statistics == {}
+    (run / "statistics.jsonl").write_text(json.dumps(ROW) + "\n")
+    write(run, recipe=None, losses={}, device="cuda:0", versions={"torch": "2"})
+    again = read(run)
+    assert again.about["versions"] == {"torch": "2"}
+    assert (again.curves, len(again.statistics)) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"recipe": 3}, "recipe: got 3, expected a name or null"),
+        ({"model": "GPT"}, "model: got .*GPT.*, expected a mapping"),
+        ({"losses": [2.5]}, "losses: got .*2.5.*, expected losses by the name of their run"),
+        ({"losses": {"bf16": 2.5}}, "losses: got 2.5, expected numbers or {step: loss}"),
+        ({"losses": {"bf16": ["2.5"]}}, 'losses: got .*, expected "loss": a number'),
+        ({"losses": {"bf16": {-1: 2.5}}}, 'losses: got .*, expected "step": an int, not negative'),
+        ({"losses": {"": [2.5]}}, 'losses: got .*, expected "series": the name of a run'),
+        ({"validation": {"bf61": [2.5]}}, "validation: got 'bf61', expected .*bf16"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(tmp_path: Path, wrong: Any, said: str) -> None:
+    right: Any = {"recipe": None, "losses": {"bf16": [2.5]}, "device": "cpu"}
+    with pytest.raises(ArgumentError, match=said):
+        write(tmp_path / "run", **{**right, **wrong})
+    assert not (tmp_path / "run").exists()
 
 
 def test_curves_have_groups_and_seeds() -> None:
