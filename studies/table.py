@@ -62,9 +62,9 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def write(folder: Path) -> str:
-    """Write ``table.md``, ``curves.csv`` and ``curves.png`` from the folder's runs, and ``run.json`` and
-    ``losses.jsonl``, of which ``fp8kit report`` makes a page; returns the table. ArgumentError where there
-    is no run."""
+    """Write ``table.md``, ``curves.csv`` and ``curves.png`` from the folder's runs, and ``run.json``,
+    ``losses.jsonl`` and an empty ``statistics.jsonl``, of which ``fp8kit report`` makes a page; returns the
+    table. ArgumentError where there is no run."""
     runs = files.runs(folder)
     if not runs and not any((folder / part.__name__.rpartition(".")[2]).exists() for part in (layer, linear)):
         raise ArgumentError("studies", "DIR", str(folder), "a folder with finished runs")
@@ -149,3 +149,4 @@ def _run_folder(folder: Path, runs: gaps.Runs) -> None:
             if own["validation_loss"] is not None:
                 last = {"step": len(own["losses"]), "loss": own["validation_loss"], "series": series}
                 file.write(json.dumps(last | {"validation": True}) + "\n")
+    (folder / "statistics.jsonl").touch()

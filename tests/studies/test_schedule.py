@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from fp8kit import cli
 from fp8kit.errors import ArgumentError
 from studies import __main__ as command
 from studies import cases, files, gaps, schedule
@@ -174,6 +175,8 @@ def test_the_table_and_its_files(tmp_path, capsys):
     assert (tmp_path / "curves.csv").read_text().splitlines()[1] == "1,3.00000,3.00000,3.00000,3.00000"
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert len((tmp_path / "losses.jsonl").read_text().splitlines()) == 4 * 3
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "4 loss curves, 0 statistics" in capsys.readouterr().out
     assert command.main(["table", str(tmp_path / "none")]) == 2
     assert "a folder with finished runs" in capsys.readouterr().err
 
