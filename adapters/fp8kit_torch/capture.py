@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fp8kit.arguments import function
 from fp8kit.errors import ArgumentError
 from fp8kit.numerics.capture import Dump, Recorder, called
 from fp8kit_torch.autocast import autocast
@@ -24,6 +25,8 @@ def capture(model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tens
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError("capture", "model", f"a {type(model).__name__}", "a torch.nn.Module")
+    if loss is not None:
+        function("capture", "loss", loss)
     parameters = {name: p for name, p in model.named_parameters() if has_kind(p.dtype) and p.is_contiguous()}
     recorder = Recorder({name: as_view(p.detach()) for name, p in parameters.items()})
     args, named = called(batch)

@@ -125,9 +125,22 @@ def _show(options: argparse.Namespace) -> int:
     head = ("GEMM", "operand", "format", "granularity", "scale", "rounding", "rotation", "compute")
     table((*head, "accumulation"), rows)
     print()
+    if again := _cast_anew(gemms):
+        print(f"{again}\n")
     _show_attention(attention)
     table(("field", "value"), fields.items())
     return 0
+
+
+def _cast_anew(gemms: dict[str, Any]) -> str:
+    """Which operands are cast from what fprop multiplied, "" where none is."""
+    again = ", ".join(
+        f"{matrix} of {name}"
+        for name, own in gemms.items()
+        for matrix in own["operands"]
+        if own["recast"] and matrix != "g"
+    )
+    return again and f"cast anew, from the values of fprop's codes: {again}"
 
 
 def _show_attention(found: dict[str, Any]) -> None:
@@ -262,6 +275,8 @@ def _check(options: argparse.Namespace) -> int:
         rows.append((each["gemm"], each["operand"], how, *_errors(each), *shares))
     table(("GEMM", "operand", "cast", "relative error", "SQNR dB", "clipped", "flushed"), rows)
     print()
+    if again := _cast_anew(casts):
+        print(f"{again}; their errors are against these values\n")
     rows = []
     for name, errors in found.results.items():
         median = f"{found.row_errors[name]:.4g}" if name in found.row_errors else ""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8kit import arrays, serialization
-from fp8kit.arguments import shown
+from fp8kit.arguments import function, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Tensor
@@ -237,6 +237,8 @@ def capture(model: Any, batch: Any, loss: Callable[[Any], Any] | None = None) ->
     """
     if not callable(getattr(model, "named_parameters", None)):
         raise ArgumentError("capture", "model", f"a {type(model).__name__}", "an fk.nn.Module")
+    if loss is not None:
+        function("capture", "loss", loss)
     parameters = dict(model.named_parameters())
     recorder = Recorder({name: parameter.view for name, parameter in parameters.items()})
     args, named = called(batch)

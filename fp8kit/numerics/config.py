@@ -181,7 +181,10 @@ def read(config: Any) -> Config:
 
 
 def _loaded(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        raise ArgumentError(_ASKED, "config", f"{path}: {error}", "a YAML file") from None
     try:
         import yaml
     except ImportError:
@@ -323,7 +326,10 @@ def _logged(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Logged
         if feature == "LogNvfp4TensorStats":
             stats = [stat if str(stat).startswith("nvfp4_") else f"nvfp4_{stat}" for stat in stats]
         # of a layer that casts; in another one that misses some, the log says so
-        request(stats, Operand(item["tensor"], NAMED["current"].recipe.quantization))
+        try:
+            request(stats, Operand(item["tensor"], NAMED["current"].recipe.quantization))
+        except ArgumentError as error:
+            raise ArgumentError(_ASKED, f"{where}.stats", error.got, error.wanted) from None
         frozen = tuple(stat if isinstance(stat, str) else _frozen(stat) for stat in stats)
         yield Logged(item["tensor"], frozen, _steps(where, item))
 

@@ -176,23 +176,22 @@ class Statistics(Operation):
         self, cast: CastStatistics, ws: WorkingSet, x: ArrayView
     ) -> tuple[ArrayView, ArrayView, ArrayView]:
         """(x as it is compared, its codes, their scale_invs)."""
-        own, k, rng = cast.quantizer, ws.kernels, ws.scratch.get("rng")
+        own, k, rng, matrix = cast.quantizer, ws.kernels, ws.scratch.get("rng"), x
         if own.hadamard:
-            turned = ws.scratch["turned"].slice(0, 0, x.size).reshape(*x.shape)
+            x = ws.scratch["turned"].slice(0, 0, x.size).reshape(*x.shape)
             random = rng if own.signs == "random" else None
-            k.rotate(x, turned, None, own.hadamard, own.signs, cast.along, random, ws.stream)
-            x, own = turned, replace(own, hadamard=0, signs="plus")
+            k.rotate(matrix, x, None, own.hadamard, own.signs, cast.along, random, ws.stream)
         given = ws.inputs.get(f"q_{cast.given}") if cast.given else None
         if given is not None:
             return x, given.rows(), ws.inputs[f"scale_inv_{cast.given}"]
         codes = ws.scratch["codes"].slice(0, 0, x.size).reshape(*x.shape)
         tile = tile_on(own, cast.along)
         scale_inv = ws.scratch["scale_inv"].slice(0, 0, math.prod(grid(x.shape, tile)))
-        drawn = rng if own.stochastic_bits else None
         if own.granularity in _LINES:
-            self._by_lines(cast, own, ws, x, (codes, scale_inv), drawn)
+            drawn = rng if own.stochastic_bits else None
+            self._by_lines(cast, replace(own, hadamard=0, signs="plus"), ws, x, (codes, scale_inv), drawn)
         else:
-            self._by_blocks(cast, own, ws, x, (codes, scale_inv), drawn)
+            self._by_blocks(cast, ws, matrix, x, (codes, scale_inv))
         return x, codes, scale_inv
 
     def _by_lines(
@@ -223,14 +222,15 @@ class Statistics(Operation):
     def _by_blocks(
         self,
         cast: CastStatistics,
-        own: Quantizer,
         ws: WorkingSet,
+        matrix: ArrayView,
         x: ArrayView,
         into: tuple[ArrayView, ArrayView],
-        rng: ArrayView | None,
     ) -> None:
-        """Scales of blocks, and of NVFP4 those of the tensor or of its lines."""
-        k, (codes, scale_inv) = ws.kernels, into
+        """Scales of blocks, and of NVFP4 those of the tensor or of its lines. The kernel rotates ``matrix``
+        itself, since rule eden corrects what was rotated together; ``x``, rotated, has the amaxes."""
+        own, k, (codes, scale_inv) = cast.quantizer, ws.kernels, into
+        rng = ws.scratch.get("rng") if own.needs_rng else None
         lying: Shape = x.shape
         scale_codes = amax = tensor_scale_inv = None
         if kind_of(own) != "block":
@@ -243,7 +243,7 @@ class Statistics(Operation):
             arrays.provider(amax.device).fill_zero(amax, ws.stream)
             k.amax(x, amax, lying, ws.stream)
         targets = codes, scale_inv, scale_codes, None, amax, tensor_scale_inv
-        k.cast_blocks(x, *targets, own, cast.along, 0, rng, None, ws.stream)
+        k.cast_blocks(matrix, *targets, own, cast.along, 0, rng, None, ws.stream)
 
 
 def _numbers(record: ArrayView, section: Section) -> ArrayView:

@@ -95,6 +95,15 @@ def test_show_says_what_the_recipe_says(name, capsys):
     assert all(field in said for field in found["fields"])
 
 
+def test_operands_that_are_cast_from_fprops_codes_are_named(capsys):
+    """Else nobody could tell why the errors of dx exceed those of its operands."""
+    said = "cast anew, from the values of fprop's codes: w of dgrad, x of wgrad"
+    assert f"\n{said}\n" in ran(capsys, "show", "quartet_2")
+    small = ("--shape", "16", "32", "32", "--device", "cpu")
+    assert f"\n{said}; their errors are against these values\n" in ran(capsys, "check", "quartet_2", *small)
+    assert "cast anew" not in ran(capsys, "show", "nvfp4")
+
+
 def test_show_of_gemms_in_high_precision():
     """What ``backward_override`` does to the operands."""
     high = recipe_info.gemm_facts(MXFP8BlockScaling(backward_override="high_precision"))

@@ -105,6 +105,8 @@ def test_what_cannot_be_captured():
     model = model_of("cpu")
     with pytest.raises(ArgumentError, match=r"loss: got shape \(48, 32\), expected a function that gives"):
         capture(model, batch("cpu"))
+    with pytest.raises(ArgumentError, match="loss: got 5, expected a function"):
+        capture(model, batch("cpu"), 5)
     with pytest.raises(ArgumentError, match="model: got a function"):
         capture(lambda x: x, batch("cpu"), loss)
     with pytest.raises(ArgumentError, match="multiplied no parameter"):

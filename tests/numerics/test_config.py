@@ -79,9 +79,18 @@ def test_what_is_wrong_is_refused(name, tmp_path):
         read(config)
 
 
-def test_files():
+def test_a_wrong_statistic_is_named_with_its_section():
+    with pytest.raises(ArgumentError, match=r"section.LogTensorStats.stats: got 'maxx', .*mean max\?"):
+        read(section(logged(["maxx"])))
+
+
+def test_files(tmp_path):
     with pytest.raises(FileNotFoundError):
         read("nowhere.yaml")
+    for path in (tmp_path, tmp_path / "no_text.yaml"):
+        (tmp_path / "no_text.yaml").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ArgumentError, match="expected a YAML file"):
+            read(path)
     assert read(None).sections == read({}).sections == ()
     with pytest.raises(ArgumentError, match="a module"), fk.inspect(3, None):
         pass

@@ -291,6 +291,26 @@ def test_what_is_drawn_at_random():
     assert 14 < rotated < 18
 
 
+def test_quartet_2_is_corrected_over_what_was_rotated_together(device):
+    """MS-EDEN's error of normal values is the published one, 9.8e-3 (arXiv 2601.22813), and that of the
+    layers' own cast, whose correction is that of 128 rotated values, by the same draw."""
+    x = normal(6, 256, 512)
+    names = ("quartet_2_mse", "quartet_2_mse_columnwise")
+    found = tensor_statistics(tensor(x, device=device), names, tensor="gradient")
+    k, rng = dispatch.kernels(CPU), arrays.as_view(np.zeros(2, np.int64))
+    for name, along in zip(names, (1, 0), strict=True):
+        own: Quantizer = NAMED["quartet_2"].recipe.quantization.dgrad.a
+        turned, made = (arrays.empty(x.shape, float32, CPU) for _ in range(2))
+        amax, whole = (arrays.empty((1,), float32, CPU) for _ in range(2))
+        amax.numpy()[...] = 0
+        k.rotate(arrays.as_view(x), turned, amax, own.hadamard, own.signs, along, rng, 0)
+        how = own, along, 0, rng, None, 0
+        k.cast_blocks(arrays.as_view(x), None, None, None, made, amax, whole, *how)
+        errors = turned.numpy() - made.numpy().astype(np.float64) * whole.numpy()
+        assert found[name] == pytest.approx((errors**2).mean(), rel=1e-5)
+        assert found[name] == pytest.approx(9.8e-3, rel=0.02)
+
+
 # SQNR in dB of normal values in bfloat16 by the reference's table
 PUBLISHED = {
     "current_sqnr": 31.54,

@@ -34,7 +34,9 @@ _MODULES = {
     "transformer_engine.pytorch.distributed_weight": "weights are not distributed by the layers",
     "transformer_engine.pytorch.dynamo": "torch.compile needs no such registration here",
     "transformer_engine.pytorch.ep": "there is no expert parallelism",
-    "transformer_engine.pytorch.numerics_debug": "fp8kit.lab and fp8kit recipes check compare numbers",
+    "transformer_engine.pytorch.numerics_debug": (
+        "te.inspect and fp8kit.numerics.tensor_statistics look at tensors"
+    ),
     "transformer_engine.pytorch.onnx_extensions": "no operation here has an ONNX form",
     "transformer_engine.pytorch.ops": "layers are fused as they are written",
     "transformer_engine.pytorch.optimizers.newton_schulz": "the solver is not there",

@@ -39,6 +39,8 @@ def test_refusals():
     layer = te.Linear(16, 16, device="cpu")
     with pytest.raises(ArgumentError, match=r"loss: got shape \(4, 16\)"):
         te.capture(layer, torch.randn(4, 16))
+    with pytest.raises(ArgumentError, match="loss: got 5, expected a function"):
+        te.capture(layer, torch.randn(4, 16), 5)
     with pytest.raises(ArgumentError, match="model: got a str"):
         te.capture("model", torch.randn(4, 16))
     with pytest.raises(ArgumentError, match="multiplied no parameter"):
