@@ -68,7 +68,7 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
     readers: dict[str, list[tuple[str, Quantizer]]] = {"x": [], "w": [], "g": []}
     for name, gemm in used.items():
         if gemm.plain:
-            raise unsupported(f"{name}.plain", gemm.plain, '"": tensor cores multiply codes by codes')
+            raise unsupported(f"{name}.plain", repr(gemm.plain), '"": tensor cores multiply codes by codes')
         for source, place, quantizer in zip(OPERANDS[name], "ab", (gemm.a, gemm.b), strict=True):
             readers[source].append((f"{name}.{place}", quantizer))
             for field, known in _SUPPORTED.items():
