@@ -33,7 +33,7 @@ ADDED = {
     "kernel": Added(
         6,
         ("multiply", "elementwise"),
-        9,
+        8,
         (
             "reference/test_contract.py",
             "lab/test_uses.py",
