@@ -364,8 +364,10 @@ def _recorder(ranked: Mapping[str, list[OpImpl]]) -> Callable[[], Any] | None:
 
 
 def _largest(name: str, impls: list[OpImpl]) -> Callable[..., int]:
-    """A workspace that is enough for every one of them; no bytes where no implementation measures one."""
-    functions = [impl.fn for impl in impls]
+    """A workspace that is enough for every one of them; no bytes where no implementation measures one. Of one
+    function that is registered with options and without, the first is asked: the other would find out, at
+    length, what is not going to run."""
+    functions = list({getattr(impl.fn, "func", impl.fn): impl.fn for impl in reversed(impls)}.values())
     if len(functions) == 1:
         return functions[0]
 

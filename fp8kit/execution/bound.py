@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView, Device, Shape
-from fp8kit.buffers import Buffers, streamed
+from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.errors import AutogradError
 from fp8kit.execution import watching
 from fp8kit.execution.memory import Arena, Layout, Memory
@@ -162,9 +162,18 @@ class BoundOp(Interface):
         self._grad_parts = _parts(self.grads)
         self._grad_amax_parts = _parts(self.grad_amaxes | self.grad_watched)
         fixed = not (self.saved.streamed or self.entries)
-        self._forward_replays = replays(kernels) if fixed and not self.scratch.streamed else None
+        self._forward_replays = self._backward_replays = None
+        if fixed and not self.scratch.streamed:
+            parts = [*self._forward_parts[0], *self._forward_parts[1], *self._forward_parts[2]]
+            self._forward_replays = replays(kernels, self._sizes(self.scratch, parts))
         fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
-        self._backward_replays = replays(kernels) if fixed and s.grads else None
+        if fixed and s.grads:
+            parts = [*self._read_parts, *self._result_parts, *self._grad_parts, *self._grad_amax_parts]
+            self._backward_replays = replays(kernels, self._sizes(self.backward_scratch, parts))
+
+    def _sizes(self, scratch: Layout, parts: Sequence[Part]) -> list[int]:
+        """Bytes of what a call's key has the addresses of: the arena, the block, and these arrays."""
+        return [scratch.nbytes, self.saved.nbytes, *(nbytes_of(Meta(*part[1:])) for part in parts)]
 
     # --- forward --------------------------------------------------------------------------------------------
 

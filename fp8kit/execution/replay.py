@@ -1,75 +1,109 @@
-"""Recorded calls: what an operation put on a stream, done again by the addresses that it was given.
+"""Recorded calls: what an operation put on a stream, done again without the operation's Python.
 
 Operations are pure: what they launch on a stream follows from the plan, the stream and the addresses of
-their arrays. In a training loop allocators give the same addresses step after step, so the same launches come
-again; they are done from the recording, without the operation's Python. Nothing here keeps the arrays' memory
-alive: the caller holds them.
+their arrays. So the launches of one call, with its addresses replaced, are those of the same call on other
+arrays. Where allocators give the same addresses step after step, nothing needs to be replaced, and the
+launches become a CUDA graph. Nothing here keeps the arrays' memory alive: the caller holds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 Key = tuple[Any, ...]
+ALIGNMENT = 256  # bytes: what kernels and products are chosen by is the same for addresses that agree in it
 
 
 class Replays:
-    """The recorded calls of one function, by key (stream and addresses).
+    """The recorded calls of one function, by key (stream, then addresses; 0 or None where there is no array).
+
+    A call with known addresses is done again as it was. A call with others is a recorded one, moved: of each
+    ``form`` (stream, alignments) the first call is recorded for that. Addresses that come a second time are
+    recorded as they are.
 
     ``recorder``: makes the engine's context manager. It yields a recording, to be called later: it launches
     again what was launched within. ``complete``: whether it holds all that was launched.
+    ``moving(addresses, sizes)``: a function of other addresses that does the same there, and returns whether
+    it has; None where that cannot be. ``sizes``: bytes of the arrays at the key's addresses; without them no
+    call is moved.
     """
 
     LIMIT = 1024  # calls; beyond so many all are forgotten
     # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
     PROCESS_LIMIT = 16384
-    # while so many recorded calls of all functions have not come again, one of so many unknown calls is
-    # recorded: addresses that never come again, as in a training with another length in every batch
-    PATIENCE = 256
     total = 0  # recorded calls in the process
-    waiting = 0  # those that have not come again
-    unknown = 0  # calls that were not recorded
-    __slots__ = ("_found", "_recorder", "_waiting")
+    __slots__ = ("_found", "_moving", "_recorder", "_seen", "_sizes")
 
-    def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._recorder = recorder
+    def __init__(
+        self, recorder: Callable[[], AbstractContextManager[Any]], sizes: Sequence[int] = ()
+    ) -> None:
+        self._recorder, self._sizes = recorder, sizes
         self._found: dict[Key, Callable[[], None]] = {}
-        self._waiting: set[Key] = set()
+        self._moving: dict[Key, Callable[[Sequence[Any]], bool] | None] = {}
+        self._seen: set[int] = set()  # hashes of keys that have come once
 
     def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
-        """``function(*arguments)``, or what it did when it was called for this key before."""
+        """``function(*arguments)``, or what it did when it was called before."""
         found = self._found.get(key)
         if found is not None:
-            if self._waiting and key in self._waiting:
-                self._waiting.remove(key)
-                Replays.waiting -= 1
             found()
             return
-        if Replays.waiting >= self.PATIENCE:
-            Replays.unknown += 1
-        if Replays.total >= self.PROCESS_LIMIT or (
-            Replays.waiting >= self.PATIENCE and Replays.unknown % self.PATIENCE
-        ):
+        addresses, mark = key[1:], hash(key)
+        form = self._form(key[0], addresses) if self._sizes else None
+        again = mark in self._seen
+        if not again:
+            self._bound(self._seen)
+            self._seen.add(mark)
+        if form is None or form in self._moving:
+            moving = self._moving.get(form) if form else None
+            if not again:
+                if moving is None or not moving(addresses):
+                    function(*arguments)
+                return
+        if Replays.total >= self.PROCESS_LIMIT:
             function(*arguments)
             return
         with self._recorder() as recording:
             function(*arguments)
-        if recording.complete:
-            if len(self._found) >= self.LIMIT:
-                self.forget()
-            self._found[key] = recording
-            self._waiting.add(key)
+        if not recording.complete:
+            return
+        if form is not None and form not in self._moving:
+            self._bound(self._moving)
+            self._moving[form] = recording.moving(addresses, self._sizes)
             Replays.total += 1
-            Replays.waiting += 1
+        if again:
+            self._bound(self._found)
+            self._found[key] = recording
+            Replays.total += 1
+
+    def _form(self, stream: int, addresses: Key) -> Key:
+        """What a call must have in common with a recorded one to be it, moved: the stream, the alignment of
+        every array, which are absent or the same, and which array begins where another one ends: operations
+        take such parts of a weight as one."""
+        places = {address: i for i, address in enumerate(addresses) if address}
+        low, at = ALIGNMENT - 1, places.get
+        return (
+            stream,
+            len(places),
+            *[address and (address & low) + 1 for address in addresses],
+            *[address and at(address + size) for address, size in zip(addresses, self._sizes, strict=True)],
+        )
+
+    def _bound(self, kept: Any) -> None:
+        """Make room for one more."""
+        if len(kept) >= self.LIMIT:
+            if kept is not self._seen:
+                Replays.total -= len(kept)
+            kept.clear()
 
     def forget(self) -> None:
         """Forget every call."""
-        Replays.total -= len(self._found)
-        Replays.waiting -= len(self._waiting)
+        Replays.total -= len(self._found) + len(self._moving)
         self._found.clear()
-        self._waiting.clear()
+        self._moving.clear()
+        self._seen.clear()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -78,11 +112,12 @@ class Replays:
         self.forget()
 
 
-def replays(kernels: Any) -> Replays | None:
-    """For a function that works by these kernels (``dispatch.kernels``); None where their calls cannot be
-    recorded: on the CPU, with a plugin's or an override's kernels, and with FP8KIT_REPLAYS=0."""
+def replays(kernels: Any, sizes: Sequence[int] = ()) -> Replays | None:
+    """For a function that works by these kernels (``dispatch.kernels``), on arrays of ``sizes`` bytes; None
+    where their calls cannot be recorded: on the CPU, with a plugin's or an override's kernels, and with
+    FP8KIT_REPLAYS=0."""
     recorder = getattr(kernels, "recorder", None)
-    return None if recorder is None else Replays(recorder)
+    return None if recorder is None else Replays(recorder, sizes)
 
 
 def direct(kernels: Any) -> Replays | None:

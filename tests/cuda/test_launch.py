@@ -181,7 +181,7 @@ def test_a_kernel_is_loaded_at_its_first_launch_and_once(monkeypatch: pytest.Mon
         loads.append(launch.Loaded(known.raw, None))
         return loads[-1]
 
-    kernel = launch.Kernel("fake.cu", "fake", 0, (), "q", load)
+    kernel = launch.Kernel("fake.cu", "fake", 0, (), "q", (True,), load)
     launch.launch(kernel, 0, 32, (1,), 0)  # no blocks
     assert loads == []
     threads = [threading.Thread(target=launch.launch, args=(kernel, 1, 32, (1,), 0)) for _ in range(4)]

@@ -66,7 +66,7 @@ def test_all_steps_are_done_again_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     beside: list[int] = []
     with recorded.recording() as made:
         launch.launch(kernel, 1, 32, (1,), 0)
-        recorded.put(0, 0, "note", lambda stream: beside.append(len(driver.launches)))
+        recorded.put(0, 0, "note", lambda stream: beside.append(len(driver.launches)), ())
         launch.launch(kernel, 1, 32, (2,), 0)
     made()
     assert beside == [1, 3]
@@ -157,7 +157,7 @@ def test_work_beside_kernels_is_part_of_the_graph(aside: _Stream, monkeypatch: p
     graphs, streams = launched_graphs(monkeypatch), []
     with recorded.recording() as made:
         launch.launch(kernel, 1, 32, (1,), 0)
-        recorded.put(0, 0, "note", streams.append)
+        recorded.put(0, 0, "note", streams.append, ())
     for _ in range(3):
         made()
     assert graphs == [(501, 0)]
@@ -175,7 +175,7 @@ def test_one_step_becomes_a_graph_where_it_is_slower_than_that(
         work, captured = (
             lambda stream, name=name: done.append((name, stream)) for name in ("work", "captured")
         )
-        recorded.put(0, 9, "note", work, captured, slow=slow)
+        recorded.put(0, 9, "note", work, (), captured, slow=slow)
     for _ in range(3):
         made()
     assert done == ([("work", 9)] * 3 + [("captured", _Stream.ptr)] if slow else [("work", 9)] * 4)
@@ -222,8 +222,8 @@ def _raising() -> None:
 
 SPOILT = {
     "mark_unrecordable": lambda kernel: recorded.mark_unrecordable(),
-    "another device": lambda kernel: recorded.put(1, 0, "note", lambda stream: None),
-    "another stream": lambda kernel: recorded.put(0, 7, "note", lambda stream: None),
+    "another device": lambda kernel: recorded.put(1, 0, "note", lambda stream: None, ()),
+    "another stream": lambda kernel: recorded.put(0, 7, "note", lambda stream: None, ()),
     "a recording within": lambda kernel: recorded.recording().__enter__(),
     "a recorded call within": lambda kernel: recorded.Recording()(),
     "an allocation": lambda kernel: arrays.provider(Device("cuda")).alloc(8, Device("cuda")),
@@ -301,51 +301,27 @@ def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         done.append(number)
         launch.launch(kernel, 1, 32, (number,), 0)
 
-    for number in (1, 2, 1, 2):
+    for number in (1, 2, 1, 2, 1, 2):
         known.run((number,), work, number)
-    assert done == [1, 2]
-    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == [1, 2, 1, 2]
+    assert done == [1, 2, 1, 2]  # the second time it is recorded
+    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == [1, 2] * 3
     for number in range(3, 4 + Replays.LIMIT):
-        known.run((1,), work, 1)  # what is known makes patient
-        known.run((number,), work, number)
+        for _ in range(2):
+            known.run((number,), work, number)
     assert 0 < len(known._found) <= Replays.LIMIT
 
 
-def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_comes_again_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of another length has plans of its own, each of which is asked once; what comes again beside
+    them is recorded all the same."""
     kernel, driver = fake("q", monkeypatch)
-    monkeypatch.setattr(Replays, "waiting", 0)
-    known = Replays(recorded.recording)
-    for number in range(10 * Replays.PATIENCE):
+    known, before = Replays(recorded.recording), Replays.total
+    for number in range(3 * Replays.LIMIT):
         known.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
-    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == list(
-        range(10 * Replays.PATIENCE)
-    )
-    assert Replays.PATIENCE <= len(known._found) <= Replays.PATIENCE + 10
-    last = max(key[0] for key in known._found)
-    known.run((last,), launch.launch, kernel, 1, 32, (-1,), 0)
-    assert Replays.waiting == len(known._found) - 1
-
-
-def test_patience_is_of_all_functions_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of another length has plans of its own, each of which is asked a few times only; a function
-    whose calls come again beside them changes nothing."""
-    kernel, _ = fake("q", monkeypatch)
-    monkeypatch.setattr(Replays, "waiting", 0)
-    steady, plans = Replays(recorded.recording), [Replays(recorded.recording) for _ in range(1024)]
-    for plan in plans:
-        plan.run((1,), launch.launch, kernel, 1, 32, (1,), 0)
-        steady.run((1,), launch.launch, kernel, 1, 32, (1,), 0)
-    kept = sum(len(plan) for plan in plans)
-    assert Replays.PATIENCE <= kept <= Replays.PATIENCE + 4
-    assert len(steady) == 1
-    for plan in plans:
-        if len(plan):
-            plan.run((1,), launch.launch, kernel, 1, 32, (1,), 0)
-    assert Replays.waiting == 0
-    plans[-1].run((2,), launch.launch, kernel, 1, 32, (2,), 0)
-    assert len(plans[-1]) == 1  # calls that come again are recorded
-    del plan, plans, steady
-    assert Replays.waiting == 0
+    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == list(range(3 * Replays.LIMIT))
+    assert Replays.total == before
+    known.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
+    assert (len(known), Replays.total) == (1, before + 1)
 
 
 def test_all_plans_together_keep_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,12 +329,13 @@ def test_all_plans_together_keep_so_much(monkeypatch: pytest.MonkeyPatch) -> Non
     before = Replays.total
     monkeypatch.setattr(Replays, "PROCESS_LIMIT", before + 3)
     one, other = Replays(recorded.recording), Replays(recorded.recording)
-    for number in range(2):
+    for number in (0, 0, 1, 1):
         one.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
         other.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
     assert (len(one._found), len(other._found)) == (2, 1)
     del one
-    other.run((7,), launch.launch, kernel, 1, 32, (7,), 0)
+    for _ in range(2):
+        other.run((7,), launch.launch, kernel, 1, 32, (7,), 0)
     assert len(other._found) == 2
     other.forget()
     assert Replays.total == before

@@ -74,7 +74,6 @@ def test_known_calls_change_no_bit(name, recipe, device, monkeypatch):
         lambda self, run=recorded.Recording.__call__: (again.append(self), run(self)),
     )
     monkeypatch.setattr(recorded, "OFTEN", 2)
-    monkeypatch.setattr(replay.Replays, "waiting", 0)  # what ran before has not used patience up
     with fk.deterministic(True):
         wanted = train(name, RECIPES[recipe], device, forget=True)
         again.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -424,3 +425,24 @@ def test_a_plugin_that_calls_itself_reference_is_no_reference() -> None:
     with with_preference("reference"):
         assert np.array_equal((a + a).numpy(), [2, 2, 2])
     assert posing.calls["add"] == 1
+
+
+def test_one_function_is_asked_once_for_its_workspace() -> None:
+    """A function that takes ``timed`` is registered with it and without; of both only the one in force says
+    how much it needs, since the other may build what never runs."""
+    asked: list[object] = []
+
+    def measure(*, timed: bool = False) -> int:
+        asked.append(timed)
+        return 1 + timed
+
+    def impl(function: Any, priority: int) -> OpImpl:
+        return OpImpl(
+            "norm_bwd_workspace", f"x.{priority}", Kind.VENDOR, function, priority=priority, vendor="x"
+        )
+
+    ranked = [impl(functools.partial(measure, timed=True), 2), impl(measure, 1)]
+    assert manager._largest("norm_bwd_workspace", ranked)() == 2
+    assert asked == [True]
+    assert manager._largest("norm_bwd_workspace", ranked[::-1])() == 1
+    assert manager._largest("norm_bwd_workspace", [*ranked, impl(lambda: 7, 0)])() == 7

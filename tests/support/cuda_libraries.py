@@ -54,7 +54,8 @@ def fake(
     )
     raw = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=HANDLE), max_dynamic_shared_size_bytes=0)
     loaded = launch.Loaded(raw, Resources(32, 0, 0, 0, 0), early)
-    return launch.Kernel("fake.cu", "fake", 0, (), parameters, lambda: loaded), stand_in
+    pointers = tuple(code == "q" for code in parameters)
+    return launch.Kernel("fake.cu", "fake", 0, (), parameters, pointers, lambda: loaded), stand_in
 
 
 class Library:

@@ -125,7 +125,7 @@ class Loaded(NamedTuple):
 @dataclass(slots=True, eq=False, repr=False)
 class Kernel:
     """One function, ``name``, of one variant of a source on one device: compiled and loaded at its first
-    launch. ``parameters`` are the manifest's codes.
+    launch. ``parameters`` are the manifest's codes; ``pointers``: for each whether it is a pointer.
 
     ``pack(memory, 0, grid x, y, z, block x, y, z, shared, stream, *arguments)`` writes what a launch reads; a
     structure by value, which comes last, at a multiple of 16 bytes: ``table`` is 1 where the arguments begin
@@ -137,6 +137,7 @@ class Kernel:
     device: int
     defines: manifest.Defines
     parameters: str
+    pointers: tuple[bool, ...]
     _load: Callable[[], Loaded]
     raw: Any = field(default=None, init=False)
     handle: ctypes.c_void_p | None = field(default=None, init=False)  # a CUfunction, alive as long as ``raw``
@@ -253,7 +254,8 @@ def variant(
         early = function in entry.early and _launches_early(device_index)
         return Loaded(module.get_function(function), resources.get(function), early)
 
-    return Kernel(entry.name, function, device_index, defines, entry.parameters[function], load)
+    pointers = tuple(map(bool, entry.pointers[function]))
+    return Kernel(entry.name, function, device_index, defines, entry.parameters[function], pointers, load)
 
 
 @functools.cache
@@ -355,7 +357,8 @@ def launch(
         what = f"grid {(x, y, z)}, block {(i, j, k)}, {shared} bytes of shared memory, {kernel.resources}"
         raise BackendError(f"launch of {kernel.name}: {error_text(status)} ({what})")
     if here.recording is not None:
-        here.recording.launched(kernel, memory, pack.__self__.size, stream)
+        structure = args[-1] if kernel.parameters.endswith("s") else b""
+        here.recording.launched(kernel, memory, pack.__self__.size, stream, structure)
 
 
 def _unfit(
