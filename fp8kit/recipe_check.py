@@ -37,6 +37,7 @@ from fp8kit.autograd import tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import DType, float32
+from fp8kit.ops.emulated_casts import scale_lines_of
 from fp8kit.quantization import Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipe_info import OPERANDS
@@ -250,12 +251,9 @@ def _cast(
     if quantizer.granularity in ("tensor", "row"):
         factors = arrays.empty(grid, float32, where)
         amaxes = arrays.zeros(grid, float32, where)
-        k.amax(source, amaxes, tile, stream)
-        rule = quantizer.format.max, quantizer.power_2, quantizer.epsilon, float32.max
-        k.scale_from_amax(amaxes, factors, scale_inv, *rule, stream)
-        if scale is not None or quantizer.scale_source == "static":
-            own = np.full(grid, quantizer.static_scale if scale is None else scale[0], np.float32)
-            arrays.copy(factors, arrays.as_view(own))
+        scale_lines_of(k, source, quantizer, tile, amaxes, factors, scale_inv, stream)
+        if scale is not None:
+            arrays.copy(factors, arrays.as_view(np.full(grid, scale[0], np.float32)))
         bits = quantizer.stochastic_bits
         how = quantizer.format, tile, True, bits, number, rng if bits else None
         k.quantize(source, codes, factors, scale_inv, None, *how, stream)

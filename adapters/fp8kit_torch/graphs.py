@@ -118,7 +118,8 @@ def make_graphed_callables(
             if own:
                 module.forward = _updating(module, module.forward, own, found)  # type: ignore[method-assign]
     for module, own_forward in zip(given, plain, strict=True):
-        module.forward = _shown(module.forward, own_forward, (on, watching, found))  # type: ignore[method-assign]
+        shown = _shown(module.forward, own_forward, (on, watching, found))
+        module.forward = shown  # type: ignore[method-assign]
     return modules
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit import inspection
 from fp8kit.autocast import AutocastState, current, touch_forward, traced_state
 from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, UnsupportedError
 from fp8kit.execution.codec import encode
@@ -92,8 +93,9 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if type(tensors["x"]) is QuantizedTensor:
             codes = self._codes(tensors, state)
         # a gradient that goes to main_grad is added there, early
-        early = bool(weights) or self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
-        if self.delay_wgrad_compute and not early:
+        if self.delay_wgrad_compute and not (
+            weights or self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
+        ):
             tensors |= {name: self.waiting.held(weight) for name, weight in self.weight_inputs().items()}
         tensors = self.autocast_inputs(tensors)
         if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled()):
@@ -250,8 +252,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         self.__dict__["activation_dtype"] = autocast_dtype(inp) or inp.dtype
 
     def is_debug_iter(self) -> bool:
-        """Whether Transformer Engine's debug features look at this call: there are none here."""
-        return False
+        """Whether an inspector looks at this step (``inspect``, or Transformer Engine's debug features)."""
+        return inspection.inspector is not None
 
     # --- operands -------------------------------------------------------------------------------------------
 

@@ -114,7 +114,8 @@ class QuantizedTensor(torch.Tensor):
             wanted = "a tensor of one element, or None"
             raise ArgumentError("QuantizedTensor.quantize_", "noop_flag", shown(noop_flag), wanted)
         if self._quantizer is not None and not isinstance(tensor, QuantizedTensor):
-            return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)  # type: ignore[no-any-return]
+            quantizer: Any = self._quantizer
+            return quantizer.update_quantized(tensor, self, noop_flag=noop_flag)  # type: ignore[no-any-return]
         checks.tensor("QuantizedTensor.quantize_", "tensor", tensor)
         if tensor.shape != self.shape:
             raise ShapeError("QuantizedTensor.quantize_", "tensor", shown(tensor), tuple(self.shape))

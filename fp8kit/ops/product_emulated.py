@@ -15,41 +15,19 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from fp8kit import arrays, slowness
+from fp8kit import slowness
 from fp8kit.arrays import ArrayView
 from fp8kit.buffers import free
 from fp8kit.formats import float16, float32, uint8
-from fp8kit.ops.product import Product, ProductSpec, want, want_rng
+from fp8kit.ops.emulated_casts import FPROP, LINES, OPERANDS, Cast, EmulatedCasts
+from fp8kit.ops.product import ProductSpec, want, want_rng
 from fp8kit.ops.product_quantized import GEMMS, unsupported
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
 
 ONE = Meta((1,), float32)
 AMAX = Meta((1,), float32, zero=True)
-# operand -> the tensor that it is made of, and whether its contraction is that matrix's last dimension; the
-# weight's as PyTorch has it, (out, in)
-_OPERANDS = {
-    "x_q": ("x", 1),
-    "w_q": ("w", 1),
-    "g_q": ("g", 1),
-    "w_qt": ("w", 0),
-    "g_qt": ("g", 0),
-    "x_qt": ("x", 0),
-}
-# operands of backward's GEMMs with compute "dequantized": the values that fprop multiplied
-_FPROP = {"w_qt": "w_q", "x_qt": "x_q"}
-_LINES = ("tensor", "row")  # granularities whose scales belong to whole lines, or to all
-_DRAWS = tuple(_OPERANDS)  # the number of an operand's random words; those of a further product follow
 _PAIRS = [set(pair) for pair in GEMMS.values()]
-
-
-class Cast(NamedTuple):
-    """How an operand is made: of matrix "x", "w" or "g", by a quantizer, along its last dimension (1) or its
-    first."""
-
-    source: str
-    quantizer: Quantizer
-    along: int
 
 
 class Back(NamedTuple):
@@ -62,7 +40,7 @@ class Back(NamedTuple):
     mask: str
 
 
-class EmulatedProduct(Product):
+class EmulatedProduct(EmulatedCasts):
     """``Product`` on values: operand ``x_q`` of fprop, ``x_qt`` of wgrad and so on, each like the matrix that
     it is made of, and for NVFP4 ``x_q_inv``, the tensor's scale_inv, float32 [1], or those of its rows.
 
@@ -91,10 +69,10 @@ class EmulatedProduct(Product):
         for name, operands in GEMMS.items():
             sides = ("a", gemms[name].a), ("b", gemms[name].b)
             for operand, (place, quantizer) in zip(operands, sides, strict=True):
-                source, along = _OPERANDS[operand]
-                again = _FPROP.get(operand) in self.arrays  # not where fprop multiplies it as it is
-                if gemms[name].compute == "dequantized" and operand in _FPROP:
-                    self.arrays |= {operand: _FPROP[operand]} if again else {}
+                source, along = OPERANDS[operand]
+                again = FPROP.get(operand) in self.arrays  # not where fprop multiplies it as it is
+                if gemms[name].compute == "dequantized" and operand in FPROP:
+                    self.arrays |= {operand: FPROP[operand]} if again else {}
                 elif gemms[name].compute == "quantized" and gemms[name].plain != place:
                     cast = Cast(source, quantizer, along if source != "w" or self.oi else 1 - along)
                     if gemms[name].recast and again:
@@ -139,7 +117,7 @@ class EmulatedProduct(Product):
                 if own.needs_state and gemm.recast and place == "b":
                     wanted = "a scale of this step, for what is cast from fprop's values"
                     raise unsupported(f"{name}.b.scale_source", own.scale_source, wanted)
-                if own.static and own.granularity not in _LINES:
+                if own.static and own.granularity not in LINES:
                     wanted = "tensor, with a static scale: all blocks would have the same"
                     raise unsupported(f"{name}.{place}.granularity", own.granularity, wanted)
 
@@ -282,14 +260,10 @@ class EmulatedProduct(Product):
 
     # --- helpers --------------------------------------------------------------------------------------------
 
-    def _made(self, source: str) -> list[str]:
-        """The arrays that are made of matrix "x", "w" or "g"."""
-        return [name for name, cast in self.casts.items() if cast.source == source]
-
     def _backward(self) -> list[str]:
         """The arrays of forward that backward reads."""
         wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
-        read = (_FPROP[operand] if operand in self.recasts else operand for operand in wanted)
+        read = (FPROP[operand] if operand in self.recasts else operand for operand in wanted)
         return [self.arrays[operand] for operand in read if operand in self.arrays]
 
     def _recast(self) -> list[str]:
@@ -309,10 +283,6 @@ class EmulatedProduct(Product):
             return None
         return Back(fprop.a.rotation, of_values, mask)
 
-    def _how(self, array: str) -> Cast:
-        """How an array is made."""
-        return self.casts[array] if array in self.casts else self.recasts[array]
-
     def _wanted(self, name: str) -> bool:
         """Whether a GEMM that is wanted reads the array of g."""
         wanted = ("g_q",) * self.needs_x + ("g_qt",) * self.needs_w
@@ -320,9 +290,6 @@ class EmulatedProduct(Product):
 
     def _is_cached(self, name: str) -> bool:
         return self.spec.weight_cached and self.casts[name].source == "w"
-
-    def _name(self, array: str) -> str:
-        return f"{self.spec.prefix}{array}"
 
     def _metas(self, names: Iterable[str]) -> dict[str, Meta]:
         """Arrays by the operation's names."""
@@ -334,10 +301,6 @@ class EmulatedProduct(Product):
                 made[f"{self._name(name)}_inv"] = Meta((self._lines(cast),), float32)
         return made
 
-    def _lines(self, cast: Cast) -> int:
-        """How many scales of two-level operands there are besides those of blocks."""
-        return self.matrices[cast.source].shape[1 - cast.along] if cast.quantizer.row_scaled else 1
-
     def _amaxes(self) -> dict[str, Meta]:
         """Where amaxes are taken before a cast, and what one with scales of lines leaves in between."""
         made: dict[str, Meta] = {}
@@ -348,13 +311,13 @@ class EmulatedProduct(Product):
         if self.widened:
             most = max(math.prod(matrix.shape) for matrix in self.matrices.values())
             made[self._name("wide")] = Meta((most,), float32)
-        sizes = [self.matrices[cast.source].shape for cast in casts if cast.quantizer.granularity in _LINES]
+        sizes = [self.matrices[cast.source].shape for cast in casts if cast.quantizer.granularity in LINES]
         turned = [self.matrices[cast.source].shape for cast in casts if _turned(cast.quantizer)]
         if turned:
             made[self._name("turned")] = Meta((max(m * n for m, n in turned),), float32)
-        scaled = {o for o in self.recasts if self.casts[self.arrays[_FPROP[o]]].quantizer.scaled_after}
+        scaled = {o for o in self.recasts if self.casts[self.arrays[FPROP[o]]].quantizer.scaled_after}
         crossed = [
-            self.matrices[self.casts[_FPROP[o]].source] for o in _FPROP if self._is_crossed(o) or o in scaled
+            self.matrices[self.casts[FPROP[o]].source] for o in FPROP if self._is_crossed(o) or o in scaled
         ]
         if crossed:
             most = max(math.prod(matrix.shape) for matrix in crossed)
@@ -372,115 +335,6 @@ class EmulatedProduct(Product):
         back = {self._name(f"{gemm}_back"): Meta(shape, float32)} if gemm in self.backs else {}
         return {self._name(f"{gemm}_sums"): Meta(shape, float32)} | back if apart or back else {}
 
-    def _wide(self, ws: WorkingSet, matrix: ArrayView) -> ArrayView:
-        """A float16 matrix as float32, until the next one is."""
-        wide = ws.scratch[self._name("wide")].slice(0, 0, matrix.size).reshape(*matrix.shape)
-        ws.kernels.copy(matrix, wide, ws.stream)
-        return wide
-
-    def _cast(self, ws: WorkingSet, source: str, matrix: ArrayView, into: tuple[Any, Any]) -> None:
-        """Make those arrays of a matrix that are in ``into``."""
-        made = self._made(source)
-        if self.widened and made:
-            matrix = self._wide(ws, matrix)
-        for name in made:
-            own, mask = self._name(name), None
-            views: Any = next((views for views in into if views.get(own) is not None), {})
-            if self.masks.get(source) == f"{own}_inside":
-                masks = [views for views in into if views.get(f"{own}_inside") is not None]
-                mask = masks[0][f"{own}_inside"] if masks else None
-            if views or mask is not None:
-                self._cast_one(ws, name, matrix, views.get(own), views.get(f"{own}_inv"), mask)
-
-    def _cast_again(self, ws: WorkingSet, operand: str) -> None:
-        """Make an operand that is cast from fprop's values."""
-        if operand not in self.recasts:
-            return
-        array, own = self.arrays[_FPROP[operand]], self._name(operand)
-        values, inverse = self._values(ws, array)
-        if inverse is not None:
-            values = self._by_line(ws, array, values, inverse)
-        self._cast_one(ws, operand, values, ws.scratch[own], ws.scratch.get(f"{own}_inv"), None)
-
-    def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView) -> None:
-        """``values`` of a cast with one scale for the tensor or for each line along the contraction."""
-        k, stream, (_, own, along) = ws.kernels, ws.stream, self._how(name)
-        rng, matrix = ws.inputs.get("rng"), self._rotated(ws, name, matrix)
-        tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
-        if own.granularity != "tensor" and not along:
-            tile = (matrix.shape[0], 1)
-        count = max(1, -(-matrix.shape[0] // max(tile[0], 1)) * -(-matrix.shape[1] // max(tile[1], 1)))
-        scales = ws.scratch[self._name("scales")]
-        amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
-        codes = ws.scratch[self._name("codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
-        arrays.provider(amax.device).fill_zero(amax, stream)
-        if own.needs_state:
-            scale = self._recorded(ws, name, matrix, inverse, scale)
-        else:
-            if own.static:  # as for an amax of 1 in a format with that largest value
-                rule = own.static_scale, False, 1.0, float32.max
-            else:
-                k.amax(matrix, amax, tile, stream)
-                rule = own.format.max, own.power_2, own.epsilon, float32.max
-            k.scale_from_amax(amax, scale, inverse, *rule, stream)
-        bits = own.stochastic_bits
-        random = bits, self._draw(name), rng if bits else None
-        k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, *random, stream)
-        k.dequantize(codes, values, inverse, own.format, tile, stream)
-
-    def _recorded(
-        self, ws: WorkingSet, name: str, matrix: ArrayView, inverse: ArrayView, spare: ArrayView
-    ) -> ArrayView:
-        """The scale that follows from earlier steps; its inverse is written, and the amax recorded."""
-        source = self.casts[name].source
-        scale, record = ws.inputs[self._name(f"{source}_scale")], ws.outputs.get(self._name(f"{source}_amax"))
-        if record is not None:
-            ws.kernels.amax(matrix, record, matrix.shape, ws.stream)
-        ws.kernels.scale_from_amax(scale, inverse, spare, 1.0, False, 0.0, float32.max, ws.stream)
-        return scale
-
-    def _rotated(self, ws: WorkingSet, name: str, matrix: ArrayView) -> ArrayView:
-        """The matrix as a cast rotates it, float32; itself where it does not."""
-        _, own, along = self._how(name)
-        if not own.hadamard:
-            return matrix
-        turned = ws.scratch[self._name("turned")].slice(0, 0, matrix.size).reshape(*matrix.shape)
-        drawn = ws.inputs.get("rng") if own.signs == "random" else None
-        ws.kernels.rotate(matrix, turned, None, own.hadamard, own.signs, along, drawn, ws.stream)
-        return turned
-
-    def _cast_one(
-        self,
-        ws: WorkingSet,
-        name: str,
-        matrix: ArrayView,
-        values: Any,
-        inverse: ArrayView | None,
-        mask: ArrayView | None,
-    ) -> None:
-        cast = self._how(name)
-        _, quantizer, along = cast
-        if quantizer.granularity in _LINES:
-            self._cast_lines(ws, name, matrix, values)
-            return
-        k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
-        if quantizer.two_level:
-            amax = ws.scratch[self._name("amax")].slice(0, 0, self._lines(cast))
-            arrays.provider(amax.device).fill_zero(amax, stream)
-            if quantizer.row_scaled:
-                lying = (1, matrix.shape[1]) if along else (matrix.shape[0], 1)
-                k.amax(self._rotated(ws, name, matrix), amax, lying, stream)
-            elif quantizer.hadamard:
-                k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
-            else:
-                k.amax(matrix, amax, matrix.shape, stream)
-        how = quantizer, along, self._draw(name), rng if quantizer.needs_rng else None, mask
-        k.cast_blocks(matrix, None, None, None, values, amax, inverse, *how, stream)
-
-    def _draw(self, name: str) -> int:
-        """The number of an operand's random words."""
-        return _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
-
     def _operand(self, ws: WorkingSet, operand: str, matrix: ArrayView | None) -> tuple[Any, Any]:
         """The values of a GEMM's operand and the tensor's scale_inv, None for 1. ``matrix``: what is read in
         high precision."""
@@ -496,28 +350,11 @@ class EmulatedProduct(Product):
             else (values, inverse)
         )
 
-    def _values(self, ws: WorkingSet, array: str) -> tuple[Any, Any]:
-        """An array's values, and what multiplies products of them, None for 1."""
-        name = self._name(array)
-        views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
-        return views[name], views.get(f"{name}_inv")
-
     def _is_crossed(self, operand: str) -> bool:
         """Whether a GEMM multiplies fprop's values along another dimension than fprop, and each line has a
         scale: this one changes along the GEMM's contraction."""
         array = self.arrays.get(operand)
-        return array is not None and array == _FPROP.get(operand) and self.casts[array].quantizer.row_scaled
-
-    def _by_line(self, ws: WorkingSet, array: str, values: ArrayView, inverse: Any) -> ArrayView:
-        """Values times their lines' scales, rounded once."""
-        k, lines = ws.kernels, [inverse, None]
-        out, wide = (ws.scratch[self._name(name)] for name in ("crossed", "crossed_wide"))
-        out, wide = (each.slice(0, 0, values.size).reshape(*values.shape) for each in (out, wide))
-        k.copy(values, wide, ws.stream)
-        k.scale_product(
-            wide, out, *(lines if self.casts[array].along else lines[::-1]), None, None, ws.stream
-        )
-        return out
+        return array is not None and array == FPROP.get(operand) and self.casts[array].quantizer.row_scaled
 
     def _multiply(
         self,
@@ -584,7 +421,7 @@ class EmulatedProduct(Product):
 
 def _turned(quantizer: Quantizer) -> bool:
     """Whether a rotated copy of the matrix is made before the cast."""
-    return bool(quantizer.hadamard) and (quantizer.granularity in _LINES or quantizer.row_scaled)
+    return bool(quantizer.hadamard) and (quantizer.granularity in LINES or quantizer.row_scaled)
 
 
 def _say_slow(kind: str) -> None:
@@ -605,9 +442,3 @@ def _alike(made: Cast, cast: Cast) -> bool:
     return made.along == cast.along or (
         high == wide and not cast.quantizer.needs_rng and not cast.quantizer.hadamard
     )
-
-
-def _number(prefix: str) -> int:
-    """The number of an operation's product: that of a group, or of the second one of an MLP."""
-    digits = prefix.removeprefix("fc").partition("_")[0]
-    return int(digits) - prefix.startswith("fc") if digits.isdigit() else 0

@@ -18,6 +18,7 @@ from fp8kit.blocks import kind_of, tile_of
 from fp8kit.errors import FormatError
 from fp8kit.formats import DType, float32, float64, int64, uint8
 from fp8kit.ops.casts import grid, meta_of, no_gradient, whole
+from fp8kit.ops.emulated_casts import scale_lines_of
 from fp8kit.ops.product import want
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, WorkingSet, workspace
@@ -209,13 +210,7 @@ class Statistics(Operation):
         if scale is None:
             scale = ws.scratch["scale"].slice(0, 0, scale_inv.size)
             amax = ws.scratch["amax"].slice(0, 0, scale_inv.size)
-            arrays.provider(amax.device).fill_zero(amax, ws.stream)
-            if own.static:  # as for an amax of 1 in a format with that largest value
-                rule = own.static_scale, False, 1.0, float32.max
-            else:
-                k.amax(x, amax, tile, ws.stream)
-                rule = own.format.max, own.power_2, own.epsilon, float32.max
-            k.scale_from_amax(amax, scale, scale_inv, *rule, ws.stream)
+            scale_lines_of(k, x, own, tile, amax, scale, scale_inv, ws.stream)
         how = own.format, tile, True, own.stochastic_bits, 0, rng
         k.quantize(x, codes, scale, scale_inv, None, *how, ws.stream)
 

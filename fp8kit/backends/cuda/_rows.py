@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, E5M2
@@ -17,7 +16,7 @@ from fp8kit.formats import E4M3, E5M2
 BLOCKS = 1056
 TYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
-_CAST = struct.Struct("=13qdq")  # raw_kernels/rows.cuh, struct Cast
+_CAST = Packer("5P7qPdq")  # raw_kernels/rows.cuh, struct Cast
 _NO_CAST = bytes(_CAST.size)
 
 

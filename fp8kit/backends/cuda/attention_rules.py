@@ -3,14 +3,13 @@ raw_kernels/attention.cuh."""
 
 from __future__ import annotations
 
-import struct
-
 from fp8kit.arrays import Shape
 from fp8kit.backends.cuda._rows import address
 from fp8kit.backends.cuda.attention_problem import Problem
+from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.protocol import AttentionExtras
 
-_RULES = struct.Struct("=10qd7qd2qd4q")
+_RULES = Packer("3P3qP3qdPqP4qdPqdP3q")
 
 
 def over_scores(shape: Shape) -> tuple[int, int, int]:

@@ -93,6 +93,29 @@ def _cast(quantizer: Quantizer, dtype: DType, inside: bool) -> tuple[str, bytes]
     return "e2m1" if fmt == E2M1 else route, packed
 
 
+def _turn(
+    source: str,
+    stem: str,
+    x: ArrayView,
+    out: ArrayView | None,
+    beside: tuple[ArrayView | None, ...],
+    how: bytes,
+    along: int,
+    stream: int,
+) -> None:
+    """Launch ``STEM_lines`` or ``STEM_columns``. ``beside``: the arrays after x and out."""
+    rows, columns = x.shape
+    if not x.size:
+        return
+    if along:
+        name, grid = f"{stem}_lines", ceil_div(rows, _LINES) * ceil_div(columns, _SPAN)
+    else:
+        name, grid = f"{stem}_columns", ceil_div(rows, _SPAN) * ceil_div(columns, _PANEL)
+    function = kernel(source, name, x, OUT=launch.type_name((x if out is None else out).dtype))
+    pointers = (x.ptr, *map(address, (out, *beside)))
+    launch.launch(function, grid, _THREADS, (*pointers, rows, columns, how), stream)
+
+
 def rotate(
     x: ArrayView,
     out: ArrayView | None,
@@ -104,16 +127,7 @@ def rotate(
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
-    rows, columns = x.shape
-    if not x.size:
-        return
-    if along:
-        name, grid = "rotate_lines", ceil_div(rows, _LINES) * ceil_div(columns, _SPAN)
-    else:
-        name, grid = "rotate_columns", ceil_div(rows, _SPAN) * ceil_div(columns, _PANEL)
-    function = kernel("blocks_rotate.cu", name, x, OUT=launch.type_name((x if out is None else out).dtype))
-    pointers = (x.ptr, *map(address, (out, amax, rng)))
-    launch.launch(function, grid, _THREADS, (*pointers, rows, columns, _rotation(n, signs)), stream)
+    _turn("blocks_rotate.cu", "rotate", x, out, (amax, rng), _rotation(n, signs), along, stream)
 
 
 def rotate_back(
@@ -127,16 +141,7 @@ def rotate_back(
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
-    rows, columns = x.shape
-    if not x.size:
-        return
-    if along:
-        name, grid = "back_lines", ceil_div(rows, _LINES) * ceil_div(columns, _SPAN)
-    else:
-        name, grid = "back_columns", ceil_div(rows, _SPAN) * ceil_div(columns, _PANEL)
-    function = kernel("blocks_back.cu", name, x, OUT=launch.type_name(out.dtype))
-    pointers = x.ptr, out.ptr, address(inside), address(rng)
-    launch.launch(function, grid, _THREADS, (*pointers, rows, columns, _rotation(n, signs)), stream)
+    _turn("blocks_back.cu", "back", x, out, (inside, rng), _rotation(n, signs), along, stream)
 
 
 def cast_blocks(

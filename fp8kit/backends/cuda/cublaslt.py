@@ -14,10 +14,12 @@ import ctypes
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8kit.backends.cuda import candidates, launch
+from fp8kit.backends.cuda.steps import Step
 from fp8kit.errors import BackendError, install
 from fp8kit.formats import DType, float32
 from fp8kit.lru import memoized
@@ -320,7 +322,19 @@ class Plan:
             if run is None:
                 recording.complete = False
             else:
-                recording.add(self.device, stream, "cublaslt", functools.partial(run, stream), run)
+                arrays = a, b, out, a_scale, b_scale, bias, workspace, addend
+                recording.add(self.device, stream, self._step(run, stream, arrays, workspace_bytes))
+
+    def _step(
+        self, run: Callable[[int], None], stream: int, addresses: tuple[int, ...], workspace_bytes: int
+    ) -> Step:
+        """The product as a step of a recording: ``run(stream)`` where it was, ``Plan.run`` elsewhere."""
+
+        def work(*moved: int) -> None:
+            a, b, out, a_scale, b_scale, bias, workspace, addend, on = moved
+            self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, on, addend)
+
+        return Step("cublaslt", functools.partial(run, stream), run, work, addresses)
 
     def error(self, error: Exception | str) -> BackendError:
         """cuBLASLt's refusal of the product."""

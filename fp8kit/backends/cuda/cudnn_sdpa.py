@@ -417,13 +417,19 @@ def plan_of(key: Key) -> Plan:
 def put(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
     """Launch the graph of a key, or record that: its arrays' addresses by uid, and ``nbytes`` of workspace at
     an address."""
-    call = (key, pointers, workspace, nbytes)
+    uids = tuple(pointers)
+
+    def at(run: Callable[..., None], *given: int) -> None:
+        *addresses, start, on = given
+        run(key, dict(zip(uids, addresses, strict=True)), start, nbytes, on)
+
     recorded.put(
         key.device,
         stream,
         "attention",
-        functools.partial(_execute, *call),
-        functools.partial(_captured, *call),
+        functools.partial(at, _execute),
+        (*pointers.values(), workspace),
+        functools.partial(at, _captured),
         slow=True,
     )
 

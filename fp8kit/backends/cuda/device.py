@@ -215,12 +215,11 @@ class CudaProvider:
         if not nbytes:
             return
         calls, index = launch.runtime(), view.device.index
-        clear = functools.partial(calls.memsetAsync, view.ptr, 0, nbytes)
         if calls.getDevice() == index:
-            recorded.put(index, stream, "memset", clear)
+            recorded.clear(index, stream, view.ptr, nbytes)
         else:
             with launch.current_device(index):
-                recorded.put(index, stream, "memset", clear)
+                recorded.clear(index, stream, view.ptr, nbytes)
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``. Between host and device it waits: pageable memory may change or vanish

@@ -8,7 +8,6 @@ a fixed order. Dropout draws the unfused path's words, so those two may take a c
 from __future__ import annotations
 
 import functools
-import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import attention_rules, launch, unfused
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import Problem, arranged, bhsd
+from fp8kit.backends.cuda.structures import Packer, Structure
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError
 from fp8kit.formats import DTYPES
@@ -28,6 +28,8 @@ _WARPS, _TILE = 4, 64
 _VECTOR, _ITEM = 16, 2  # bytes read at a time, and of an element
 _LONGEST = 2**28  # positions, and sums of them and of windows, count in 32 bits
 _DOT_THREADS, _DOT_ROWS = 256, 8  # a row a warp
+# of flash.cuh's structures: an array; what follows the arrays forward, and backward
+_ARRAY, _FORWARD, _BACKWARD = Packer("P3q"), Packer("P4q"), Packer("2P5q")
 
 
 class Shape(NamedTuple):
@@ -110,8 +112,8 @@ def forward(
     """``protocol.attention_fwd``."""
     about = _shape(problem)
     tiles = ceil_div(problem.rows, about.rows)
-    job = _arrays(problem, q, k, v, o) + struct.pack(
-        "=5q", lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles
+    job = _arrays(problem, q, k, v, o) + _FORWARD.pack(
+        lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles
     )
     kernel = launch.kernel("flash_fwd.cu", "flash_fwd", q.device.index, **about.defines)
     grid, rules = tiles * problem.heads * problem.batch, attention_rules.pack(problem, extras)
@@ -145,7 +147,7 @@ def backward(
 
     def run(function: str, tiles: int, blocks: int, threads: int, shared: int) -> None:
         sizes = (problem.batch, repeat, problem.dim, problem.dim_v, tiles)
-        job = arrays + struct.pack("=7q", lse.ptr, start + layout["dot"], *sizes) + rules
+        job = arrays + _BACKWARD.pack(lse.ptr, start + layout["dot"], *sizes) + rules
         kernel = launch.kernel("flash_bwd.cu", function, q.device.index, **about.defines)
         launch.launch(kernel, blocks, threads, (job,), stream, shared)
 
@@ -160,13 +162,13 @@ def backward(
         unfused.offset_gradient(problem, d_o, o, lse, doffset, extras, start + layout["doffset"], stream)
 
 
-def _arrays(problem: Problem, *views: ArrayView) -> bytes:
+def _arrays(problem: Problem, *views: ArrayView) -> Structure:
     """``Array`` structures of flash.cuh. BackendError where one cannot be read 16 bytes at a time."""
-    packed, places = b"", 0
+    packed, places = Structure(), 0
     for view in views:
         batch, head, row, _ = bhsd(problem.qkv_format, view)
         places |= view.ptr | _ITEM * (batch | head | row)
-        packed += struct.pack("=4q", view.ptr, batch, head, row)
+        packed += _ARRAY.pack(view.ptr, batch, head, row)
     if places % _VECTOR:
         wanted = f"multiples of {_VECTOR} bytes"
         raise BackendError("attention", "arrays", "misaligned addresses or strides", wanted)

@@ -11,8 +11,6 @@ Padding holds 0; cuDNN gets the batches' true lengths, and what it leaves in pad
 
 from __future__ import annotations
 
-import functools
-
 from fp8kit import slowness
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import cudnn_fp8, cudnn_sdpa, launch, quantize, recorded, scales
@@ -120,9 +118,7 @@ class _Call:
     def clear(self, first: int, count: int) -> None:
         """Zeros in some numbers."""
         with launch.current_device(self.device.index):
-            to = self.at("numbers") + 4 * first
-            fill = functools.partial(launch.runtime().memsetAsync, to, 0, 4 * count)
-            recorded.put(self.device.index, self.stream, "memset", fill)
+            recorded.clear(self.device.index, self.stream, self.at("numbers") + 4 * first, 4 * count)
 
     def fixed_scale(self, p: Quantizer) -> None:
         """P's scale: so many, divided by an amax of at least 1, of nothing."""

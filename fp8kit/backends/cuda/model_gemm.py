@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import struct
-
 from fp8kit import accumulation as models
 from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import narrow
+from fp8kit.backends.cuda.structures import Packer
 from fp8kit.formats import Format
 
 _TILE, _THREADS = 64, 256
 _TENSORS, _ROWS, _BLOCKS_OF_ROWS, _BLOCKS = range(4)  # the order of scales (model_gemm.cu)
+_JOB = Packer("4P17q")  # of model_gemm.cu, behind the formats
 _NARROW_BITS = 19  # fraction bits up to which sums of 256 products fit into 32 bits
 
 
@@ -42,8 +42,7 @@ def model_gemm(
     job = (
         narrow(a_format, True)
         + narrow(b_format, True)
-        + struct.pack(
-            "=21q",
+        + _JOB.pack(
             a_scale_inv.ptr,
             b_scale_inv.ptr,
             address(bias),

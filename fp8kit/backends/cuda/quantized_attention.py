@@ -77,8 +77,7 @@ class _Call(unfused.Call):
     def clear(self, name: str, nbytes: int) -> None:
         """Zeros in a part of the workspace."""
         with launch.current_device(self.device):
-            fill = functools.partial(launch.runtime().memsetAsync, self.at(name), 0, nbytes)
-            recorded.put(self.device, self.stream, "memset", fill)
+            recorded.clear(self.device, self.stream, self.at(name), nbytes)
 
     def take_scale(self, ds: Quantizer) -> None:
         """dS's scale, of its amax."""

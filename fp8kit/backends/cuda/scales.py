@@ -3,17 +3,17 @@ many states in one launch."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import ceil_div, kernel
+from fp8kit.backends.cuda.structures import Packer, Structure
 
 _THREADS = 256
 _CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
 _STATES = (8, 96)  # states that one launch takes as a parameter by value: the variants of scales.cu
-_STATE = struct.Struct("=QQQiifi")  # one of them (scales.cu)
+_STATE = Packer("3Piifi")  # one of them (scales.cu)
 
 
 def tiling(x: ArrayView, tile: tuple[int, int]) -> tuple[int, int, int]:
@@ -71,7 +71,7 @@ def update_delayed_(
     factor, index = 2.0**-margin, scales[0].device.index
     for first in range(0, len(scales), _STATES[-1]):
         part = slice(first, first + _STATES[-1])
-        longest, table = 0, b""
+        longest, table = 0, Structure()
         # written anew at every call, 0.4 us a state: to know states again would keep their memory alive
         for scale, scale_inv, history, fp8_max in zip(
             scales[part], scale_invs[part], histories[part], fp8_maxes[part], strict=True
@@ -83,5 +83,9 @@ def update_delayed_(
         states = next(n for n in _STATES if count <= n)
         kernel = launch.kernel("scales.cu", "update_delayed", index, STATES=str(states))
         launch.launch(
-            kernel, (count, longest), 128, (most_recent, table.ljust(states * _STATE.size, b"\0")), stream
+            kernel,
+            (count, longest),
+            128,
+            (most_recent, table + bytes(states * _STATE.size - len(table))),
+            stream,
         )

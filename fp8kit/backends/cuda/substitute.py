@@ -92,7 +92,8 @@ def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
     """A ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of defines: its
     author's."""
     source, function = place
-    codes = manifest.source(source).parameters[function]
+    entry = manifest.source(source)
+    codes, pointers = entry.parameters[function], tuple(map(bool, entry.pointers[function]))
 
     @functools.cache
     def make(device: int, defines: manifest.Defines) -> launch.Kernel:
@@ -100,7 +101,7 @@ def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
             used = Resources(kernel.num_regs, kernel.local_size_bytes, 0, 0, kernel.shared_size_bytes)
             return launch.Loaded(kernel, used)
 
-        return launch.Kernel(source, f"{function} (cupy.RawKernel)", device, defines, codes, load)
+        return launch.Kernel(source, f"{function} (cupy.RawKernel)", device, defines, codes, pointers, load)
 
     return {place: make}
 

@@ -182,8 +182,7 @@ def backward(
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
     if dbias is not None:
         with launch.current_device(call.device):
-            clear = functools.partial(launch.runtime().memsetAsync, call.at("dbias"), 0, 4 * dbias.size)
-            recorded.put(call.device, stream, "memset", clear)
+            recorded.clear(call.device, stream, call.at("dbias"), 4 * dbias.size)
     for tile in tiles(problem, cut):
         rows, keys, upstream = call.queries(q, tile), call.keys(k, tile), call.queries(d_o, tile)
         scores, dweights, weights, dscores = (call.scores(name, tile) for name in _SCORES)

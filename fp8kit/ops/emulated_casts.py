@@ -1,0 +1,211 @@
+"""How the operands of emulated products are made: casts whose values are kept instead of codes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView
+from fp8kit.formats import float32
+from fp8kit.ops.product import Product
+from fp8kit.quantization import Quantizer
+from fp8kit.spec import Meta, WorkingSet
+
+# operand -> the tensor that it is made of, and whether its contraction is that matrix's last dimension; the
+# weight's as PyTorch has it, (out, in)
+OPERANDS = {
+    "x_q": ("x", 1),
+    "w_q": ("w", 1),
+    "g_q": ("g", 1),
+    "w_qt": ("w", 0),
+    "g_qt": ("g", 0),
+    "x_qt": ("x", 0),
+}
+# operands of backward's GEMMs with compute "dequantized": the values that fprop multiplied
+FPROP = {"w_qt": "w_q", "x_qt": "x_q"}
+LINES = ("tensor", "row")  # granularities whose scales belong to whole lines, or to all
+_DRAWS = tuple(OPERANDS)  # the number of an operand's random words; those of a further product follow
+
+
+class Cast(NamedTuple):
+    """How an operand is made: of matrix "x", "w" or "g", by a quantizer, along its last dimension (1) or its
+    first."""
+
+    source: str
+    quantizer: Quantizer
+    along: int
+
+
+class EmulatedCasts(Product):
+    """The casts of ``EmulatedProduct``. ``casts``, ``recasts``: array -> how it is made, of a matrix, or of
+    the values that fprop multiplied; ``arrays``: operand -> its array; ``masks``: matrix -> the mask of what
+    fprop's cast did not clip; ``widened``: whether matrices are float16, cast from float32; ``matrices``."""
+
+    casts: dict[str, Cast]
+    recasts: dict[str, Cast]
+    arrays: dict[str, str]
+    masks: dict[str, str]
+    widened: bool
+    matrices: dict[str, Meta]
+
+    def _name(self, array: str) -> str:
+        return f"{self.spec.prefix}{array}"
+
+    def _made(self, source: str) -> list[str]:
+        """The arrays that are made of matrix "x", "w" or "g"."""
+        return [name for name, cast in self.casts.items() if cast.source == source]
+
+    def _how(self, array: str) -> Cast:
+        """How an array is made."""
+        return self.casts[array] if array in self.casts else self.recasts[array]
+
+    def _lines(self, cast: Cast) -> int:
+        """How many scales of two-level operands there are besides those of blocks."""
+        return self.matrices[cast.source].shape[1 - cast.along] if cast.quantizer.row_scaled else 1
+
+    def _values(self, ws: WorkingSet, array: str) -> tuple[Any, Any]:
+        """An array's values, and what multiplies products of them, None for 1."""
+        name = self._name(array)
+        views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
+        return views[name], views.get(f"{name}_inv")
+
+    def _wide(self, ws: WorkingSet, matrix: ArrayView) -> ArrayView:
+        """A float16 matrix as float32, until the next one is."""
+        wide = ws.scratch[self._name("wide")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        ws.kernels.copy(matrix, wide, ws.stream)
+        return wide
+
+    def _cast(self, ws: WorkingSet, source: str, matrix: ArrayView, into: tuple[Any, Any]) -> None:
+        """Make those arrays of a matrix that are in ``into``."""
+        made = self._made(source)
+        if self.widened and made:
+            matrix = self._wide(ws, matrix)
+        for name in made:
+            own, mask = self._name(name), None
+            views: Any = next((views for views in into if views.get(own) is not None), {})
+            if self.masks.get(source) == f"{own}_inside":
+                masks = [views for views in into if views.get(f"{own}_inside") is not None]
+                mask = masks[0][f"{own}_inside"] if masks else None
+            if views or mask is not None:
+                self._cast_one(ws, name, matrix, views.get(own), views.get(f"{own}_inv"), mask)
+
+    def _cast_again(self, ws: WorkingSet, operand: str) -> None:
+        """Make an operand that is cast from fprop's values."""
+        if operand not in self.recasts:
+            return
+        array, own = self.arrays[FPROP[operand]], self._name(operand)
+        values, inverse = self._values(ws, array)
+        if inverse is not None:
+            values = self._by_line(ws, array, values, inverse)
+        self._cast_one(ws, operand, values, ws.scratch[own], ws.scratch.get(f"{own}_inv"), None)
+
+    def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView) -> None:
+        """``values`` of a cast with one scale for the tensor or for each line along the contraction."""
+        k, stream, (_, own, along) = ws.kernels, ws.stream, self._how(name)
+        rng, matrix = ws.inputs.get("rng"), self._rotated(ws, name, matrix)
+        tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
+        if own.granularity != "tensor" and not along:
+            tile = (matrix.shape[0], 1)
+        count = max(1, -(-matrix.shape[0] // max(tile[0], 1)) * -(-matrix.shape[1] // max(tile[1], 1)))
+        scales = ws.scratch[self._name("scales")]
+        amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
+        codes = ws.scratch[self._name("codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        if own.needs_state:
+            scale = self._recorded(ws, name, matrix, inverse, scale)
+        else:
+            scale_lines_of(k, matrix, own, tile, amax, scale, inverse, stream)
+        bits = own.stochastic_bits
+        random = bits, self._draw(name), rng if bits else None
+        k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, *random, stream)
+        k.dequantize(codes, values, inverse, own.format, tile, stream)
+
+    def _recorded(
+        self, ws: WorkingSet, name: str, matrix: ArrayView, inverse: ArrayView, spare: ArrayView
+    ) -> ArrayView:
+        """The scale that follows from earlier steps; its inverse is written, and the amax recorded."""
+        source = self.casts[name].source
+        scale, record = ws.inputs[self._name(f"{source}_scale")], ws.outputs.get(self._name(f"{source}_amax"))
+        if record is not None:
+            ws.kernels.amax(matrix, record, matrix.shape, ws.stream)
+        ws.kernels.scale_from_amax(scale, inverse, spare, 1.0, False, 0.0, float32.max, ws.stream)
+        return scale
+
+    def _rotated(self, ws: WorkingSet, name: str, matrix: ArrayView) -> ArrayView:
+        """The matrix as a cast rotates it, float32; itself where it does not."""
+        _, own, along = self._how(name)
+        if not own.hadamard:
+            return matrix
+        turned = ws.scratch[self._name("turned")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        drawn = ws.inputs.get("rng") if own.signs == "random" else None
+        ws.kernels.rotate(matrix, turned, None, own.hadamard, own.signs, along, drawn, ws.stream)
+        return turned
+
+    def _cast_one(
+        self,
+        ws: WorkingSet,
+        name: str,
+        matrix: ArrayView,
+        values: Any,
+        inverse: ArrayView | None,
+        mask: ArrayView | None,
+    ) -> None:
+        cast = self._how(name)
+        _, quantizer, along = cast
+        if quantizer.granularity in LINES:
+            self._cast_lines(ws, name, matrix, values)
+            return
+        k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
+        if quantizer.two_level:
+            amax = ws.scratch[self._name("amax")].slice(0, 0, self._lines(cast))
+            arrays.provider(amax.device).fill_zero(amax, stream)
+            if quantizer.row_scaled:
+                lying = (1, matrix.shape[1]) if along else (matrix.shape[0], 1)
+                k.amax(self._rotated(ws, name, matrix), amax, lying, stream)
+            elif quantizer.hadamard:
+                k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
+            else:
+                k.amax(matrix, amax, matrix.shape, stream)
+        how = quantizer, along, self._draw(name), rng if quantizer.needs_rng else None, mask
+        k.cast_blocks(matrix, None, None, None, values, amax, inverse, *how, stream)
+
+    def _draw(self, name: str) -> int:
+        """The number of an operand's random words."""
+        return _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
+
+    def _by_line(self, ws: WorkingSet, array: str, values: ArrayView, inverse: Any) -> ArrayView:
+        """Values times their lines' scales, rounded once."""
+        k, lines = ws.kernels, [inverse, None]
+        out, wide = (ws.scratch[self._name(name)] for name in ("crossed", "crossed_wide"))
+        out, wide = (each.slice(0, 0, values.size).reshape(*values.shape) for each in (out, wide))
+        k.copy(values, wide, ws.stream)
+        k.scale_product(
+            wide, out, *(lines if self.casts[array].along else lines[::-1]), None, None, ws.stream
+        )
+        return out
+
+
+def scale_lines_of(
+    k: Any,
+    x: ArrayView,
+    own: Quantizer,
+    tile: tuple[int, ...],
+    amax: ArrayView,
+    scale: ArrayView,
+    inverse: ArrayView,
+    stream: int,
+) -> None:
+    """Fill ``scale`` and ``inverse``, float32, with the scales of the tiles of x and 1 / these: by their
+    amaxes, which ``amax`` is for, or static."""
+    arrays.provider(amax.device).fill_zero(amax, stream)
+    if own.static:  # as for an amax of 1 in a format with that largest value
+        rule = own.static_scale, False, 1.0, float32.max
+    else:
+        k.amax(x, amax, tile, stream)
+        rule = own.format.max, own.power_2, own.epsilon, float32.max
+    k.scale_from_amax(amax, scale, inverse, *rule, stream)
+
+
+def _number(prefix: str) -> int:
+    """The number of an operation's product: that of a group, or of the second one of an MLP."""
+    digits = prefix.removeprefix("fc").partition("_")[0]
+    return int(digits) - prefix.startswith("fc") if digits.isdigit() else 0
