@@ -392,6 +392,10 @@ class Quantization:
         )
         return Quantization(*made)
 
+    def summed(self, how: str | Accumulation) -> Quantization:
+        """The same with all three GEMMs summed by ``how``, a ``Gemm.accumulation``."""
+        return Quantization(*(replace(gemm, accumulation=how) for gemm in self.gemms.values()))
+
     def __str__(self) -> str:
         return f"x: {self.x}; w: {self.w}; g: {self.g}"
 

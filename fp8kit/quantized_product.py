@@ -204,12 +204,10 @@ def times_tensor_scales(
     product: ArrayView, scale_a: ArrayView | None, scale_b: ArrayView | None, kernels: Any, stream: int
 ) -> None:
     """Multiply a float32 product by the scales of its NVFP4 factors' tensors, or of a's and b's rows along
-    the contraction, a's first."""
-    out = product.rows()
-    if scale_a is not None:
-        kernels.scale_product(out, out, scale_a, None, None, None, stream)
-    if scale_b is not None:
-        kernels.scale_product(out, out, None, scale_b, None, None, stream)
+    the contraction: by their product, as layers do."""
+    if scale_a is not None or scale_b is not None:
+        out = product.rows()
+        kernels.scale_product(out, out, scale_a, scale_b, None, None, stream)
 
 
 def _wide(tensor: QuantizedArray, along_k: bool) -> tuple[ArrayView, ArrayView | None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
-from fp8kit.arrays import ArrayView
-from fp8kit.formats import float32
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.blocks import tile_of
+from fp8kit.formats import E4M3, E8M0, float32
 from fp8kit.ops.product import Product
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, WorkingSet
@@ -23,6 +25,8 @@ OPERANDS = {
 }
 # operands of backward's GEMMs with compute "dequantized": the values that fprop multiplied
 FPROP = {"w_qt": "w_q", "x_qt": "x_q"}
+# kind of blocks -> the format of their scales; float32 of others
+SCALE_FORMATS = {"mx": E8M0, "moss": E8M0, "nvfp4": E4M3}
 LINES = ("tensor", "row")  # granularities whose scales belong to whole lines, or to all
 _DRAWS = tuple(OPERANDS)  # the number of an operand's random words; those of a further product follow
 
@@ -34,6 +38,30 @@ class Cast(NamedTuple):
     source: str
     quantizer: Quantizer
     along: int
+
+    def grid(self, shape: Shape) -> tuple[int, int]:
+        """Tiles of the matrix, of ``shape``, along its rows and its columns."""
+        high, wide = (
+            max(1, -(-n // (tile or max(n, 1))))
+            for n, tile in zip(shape, tile_of(self.quantizer, self.along), strict=True)
+        )
+        return high, wide
+
+
+class Target(NamedTuple):
+    """Where a cast goes, each None where nobody wants it: the operand's ``values``; ``inverse``, what
+    multiplies products of them; ``codes`` and ``scales``, one a tile, of which they are made; ``inside``, the
+    mask of what was not clipped."""
+
+    values: Any
+    inverse: Any
+    codes: Any
+    scales: Any
+    inside: Any
+
+
+# what follows an array's name in those of its parts, in their order
+PARTS = ("", "_inv", "_codes", "_scales", "_inside")
 
 
 class EmulatedCasts(Product):
@@ -63,11 +91,15 @@ class EmulatedCasts(Product):
         """How many scales of two-level operands there are besides those of blocks."""
         return self.matrices[cast.source].shape[1 - cast.along] if cast.quantizer.row_scaled else 1
 
+    def _part(self, ws: WorkingSet, array: str, part: str = "") -> Any:
+        """A part of an array, None where it has no such one."""
+        name = f"{self._name(array)}{part}"
+        held = (ws.saved, ws.scratch, ws.inputs)
+        return next((views[name] for views in held if views.get(name) is not None), None)
+
     def _values(self, ws: WorkingSet, array: str) -> tuple[Any, Any]:
         """An array's values, and what multiplies products of them, None for 1."""
-        name = self._name(array)
-        views = next(views for views in (ws.saved, ws.scratch, ws.inputs) if views.get(name) is not None)
-        return views[name], views.get(f"{name}_inv")
+        return self._part(ws, array), self._part(ws, array, "_inv")
 
     def _wide(self, ws: WorkingSet, matrix: ArrayView) -> ArrayView:
         """A float16 matrix as float32, until the next one is."""
@@ -81,13 +113,14 @@ class EmulatedCasts(Product):
         if self.widened and made:
             matrix = self._wide(ws, matrix)
         for name in made:
-            own, mask = self._name(name), None
-            views: Any = next((views for views in into if views.get(own) is not None), {})
-            if self.masks.get(source) == f"{own}_inside":
-                masks = [views for views in into if views.get(f"{own}_inside") is not None]
-                mask = masks[0][f"{own}_inside"] if masks else None
-            if views or mask is not None:
-                self._cast_one(ws, name, matrix, views.get(own), views.get(f"{own}_inv"), mask)
+            own = self._name(name)
+            found = (
+                next((views[own + part] for views in into if views.get(own + part) is not None), None)
+                for part in PARTS
+            )
+            target = Target(*found)
+            if any(part is not None for part in target):
+                self._cast_one(ws, name, matrix, target)
 
     def _cast_again(self, ws: WorkingSet, operand: str) -> None:
         """Make an operand that is cast from fprop's values."""
@@ -97,19 +130,22 @@ class EmulatedCasts(Product):
         values, inverse = self._values(ws, array)
         if inverse is not None:
             values = self._by_line(ws, array, values, inverse)
-        self._cast_one(ws, operand, values, ws.scratch[own], ws.scratch.get(f"{own}_inv"), None)
+        self._cast_one(ws, operand, values, Target(*(ws.scratch.get(own + part) for part in PARTS)))
 
-    def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, values: ArrayView) -> None:
-        """``values`` of a cast with one scale for the tensor or for each line along the contraction."""
-        k, stream, (_, own, along) = ws.kernels, ws.stream, self._how(name)
-        rng, matrix = ws.inputs.get("rng"), self._rotated(ws, name, matrix)
+    def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, target: Target) -> None:
+        """A cast with one scale for the tensor or for each line along the contraction."""
+        k, stream, cast = ws.kernels, ws.stream, self._how(name)
+        own, rng, matrix = cast.quantizer, ws.inputs.get("rng"), self._rotated(ws, name, matrix)
         tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
-        if own.granularity != "tensor" and not along:
+        if own.granularity != "tensor" and not cast.along:
             tile = (matrix.shape[0], 1)
-        count = max(1, -(-matrix.shape[0] // max(tile[0], 1)) * -(-matrix.shape[1] // max(tile[1], 1)))
-        scales = ws.scratch[self._name("scales")]
+        count = math.prod(cast.grid(matrix.shape))
+        scales, codes = ws.scratch[self._name("line_scales")], target.codes
         amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
-        codes = ws.scratch[self._name("codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        if target.scales is not None:
+            inverse = target.scales.reshape(count)
+        if codes is None:
+            codes = ws.scratch[self._name("line_codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
         if own.needs_state:
             scale = self._recorded(ws, name, matrix, inverse, scale)
         else:
@@ -117,7 +153,8 @@ class EmulatedCasts(Product):
         bits = own.stochastic_bits
         random = bits, self._draw(name), rng if bits else None
         k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, *random, stream)
-        k.dequantize(codes, values, inverse, own.format, tile, stream)
+        if target.values is not None:
+            k.dequantize(codes, target.values, inverse, own.format, tile, stream)
 
     def _recorded(
         self, ws: WorkingSet, name: str, matrix: ArrayView, inverse: ArrayView, spare: ArrayView
@@ -140,19 +177,11 @@ class EmulatedCasts(Product):
         ws.kernels.rotate(matrix, turned, None, own.hadamard, own.signs, along, drawn, ws.stream)
         return turned
 
-    def _cast_one(
-        self,
-        ws: WorkingSet,
-        name: str,
-        matrix: ArrayView,
-        values: Any,
-        inverse: ArrayView | None,
-        mask: ArrayView | None,
-    ) -> None:
+    def _cast_one(self, ws: WorkingSet, name: str, matrix: ArrayView, target: Target) -> None:
         cast = self._how(name)
         _, quantizer, along = cast
         if quantizer.granularity in LINES:
-            self._cast_lines(ws, name, matrix, values)
+            self._cast_lines(ws, name, matrix, target)
             return
         k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
         if quantizer.two_level:
@@ -165,8 +194,28 @@ class EmulatedCasts(Product):
                 k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
             else:
                 k.amax(matrix, amax, matrix.shape, stream)
-        how = quantizer, along, self._draw(name), rng if quantizer.needs_rng else None, mask
-        k.cast_blocks(matrix, None, None, None, values, amax, inverse, *how, stream)
+        scales = tile_codes = None
+        kind = SCALE_FORMATS.get(quantizer.granularity.partition("_")[0])
+        if target.scales is not None and kind is None:
+            scales = target.scales
+        elif target.scales is not None:
+            tile_codes = ws.scratch[self._name("tile_codes")].slice(0, 0, target.scales.size)
+            tile_codes = tile_codes.reshape(*target.scales.shape)
+        draws = self._draw(name), rng if quantizer.needs_rng else None
+        made = target.codes, scales, tile_codes, target.values, amax, target.inverse
+        k.cast_blocks(matrix, *made, quantizer, along, *draws, target.inside, stream)
+        if tile_codes is not None:
+            assert kind is not None
+            one = self._one(ws)
+            k.dequantize(tile_codes, target.scales, one, kind, target.scales.shape, stream)
+
+    def _one(self, ws: WorkingSet) -> ArrayView:
+        """1, float32 [1]: the rule of scales for an amax of 1 in a format with that largest value."""
+        three = ws.scratch[self._name("one")]
+        amax, one, inverse = (three.slice(0, i, 1) for i in range(3))
+        arrays.provider(three.device).fill_zero(amax, ws.stream)
+        ws.kernels.scale_from_amax(amax, one, inverse, 1.0, False, 1.0, float32.max, ws.stream)
+        return one
 
     def _draw(self, name: str) -> int:
         """The number of an operand's random words."""

@@ -166,7 +166,7 @@ class _Passes:
 
 def _known(spec: ProductSpec) -> ProductSpec:
     """The product with amaxes as inputs where it takes them itself."""
-    if spec.fp8 is None or product_class(spec.fp8) is EmulatedProduct:
+    if spec.fp8 is None or issubclass(product_class(spec.fp8), EmulatedProduct):
         return spec
     return replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
 

@@ -153,7 +153,7 @@ def _unpadded(
         return False
     if any(gemm.compute == "dequantized" for gemm in fp8.gemms.values()):  # what is saved is fprop's, padded
         return False
-    if product_class(fp8) is EmulatedProduct:
+    if issubclass(product_class(fp8), EmulatedProduct):
         tiles = [own.tile for gemm in used for own in (gemm.a, gemm.b)]
         # tensors' and rows' scales know all of their line; a weight (out, in) is saved the other way
         if any(0 in tile for tile in tiles) or any(part.layout == "oi" for part in parts):
@@ -233,9 +233,10 @@ def narrowed(product: ProductSpec, count: int, contraction: bool = False) -> Pro
 
 def with_amaxes(product: ProductSpec) -> ProductSpec | None:
     """The product with its amaxes as inputs; None where it takes none of a whole tensor now."""
-    if product.fp8 is None or product_class(product.fp8) is EmulatedProduct or not product.fp8.x.takes_amax:
+    fp8 = product.fp8
+    if fp8 is None or not fp8.x.takes_amax or issubclass(product_class(fp8), EmulatedProduct):
         return None
-    return replace(product, fp8=product.fp8.map(Quantizer.with_amax))
+    return replace(product, fp8=fp8.map(Quantizer.with_amax))
 
 
 class Products(Operation):

@@ -19,7 +19,7 @@ from fp8kit import slowness
 from fp8kit.arrays import ArrayView
 from fp8kit.buffers import free
 from fp8kit.formats import float16, float32, uint8
-from fp8kit.ops.emulated_casts import FPROP, LINES, OPERANDS, Cast, EmulatedCasts
+from fp8kit.ops.emulated_casts import FPROP, LINES, OPERANDS, PARTS, Cast, EmulatedCasts
 from fp8kit.ops.product import ProductSpec, want, want_rng
 from fp8kit.ops.product_quantized import GEMMS, unsupported
 from fp8kit.quantization import Gemm, Quantization, Quantizer
@@ -324,8 +324,8 @@ class EmulatedProduct(EmulatedCasts):
             made[self._name("crossed")] = Meta((most,), crossed[0].dtype)
             made[self._name("crossed_wide")] = Meta((most,), float32)
         if sizes:
-            made[self._name("codes")] = Meta((max(m * n for m, n in sizes),), uint8)
-            made[self._name("scales")] = Meta((3 * max(1, *(max(size) for size in sizes)),), float32)
+            made[self._name("line_codes")] = Meta((max(m * n for m, n in sizes),), uint8)
+            made[self._name("line_scales")] = Meta((3 * max(1, *(max(size) for size in sizes)),), float32)
         return made
 
     def _sums(self, gemm: str, shape: tuple[int, ...]) -> dict[str, Meta]:
@@ -368,20 +368,34 @@ class EmulatedProduct(EmulatedCasts):
         addend: ArrayView | None = None,
     ) -> None:
         """out = left right (+ bias) (+ addend), as ``layout`` says, times both tensors' scales."""
-        (a, a_inv), (b, b_inv), space = left, right, ws.scratch["workspace"]
-        if out.device.kind != "cpu":
-            _say_slow(out.device.kind)
+        (a, a_inv), (b, b_inv) = left, right
         if gemm in self.backs:
             sums = ws.scratch[self._name(f"{gemm}_sums")]
-            ws.kernels.gemm(a, b, sums, layout, None, None, space, ws.stream)
+            self._gemm(ws, gemm, a, b, sums, layout)
             self._bring_back(ws, gemm, a_inv, b_inv, sums, out, addend)
             return
         if a_inv is None and b_inv is None and not (self.widened and a.dtype is float32):
-            ws.kernels.gemm(a, b, out, layout, bias, addend, space, ws.stream)
+            self._gemm(ws, gemm, a, b, out, layout, bias, addend)
             return
         sums = ws.scratch[self._name(f"{gemm}_sums")]
-        ws.kernels.gemm(a, b, sums, layout, None, None, space, ws.stream)
+        self._gemm(ws, gemm, a, b, sums, layout)
         ws.kernels.scale_product(sums, out, a_inv, b_inv, bias, addend, ws.stream)
+
+    def _gemm(
+        self,
+        ws: WorkingSet,
+        gemm: str,
+        a: Any,
+        b: Any,
+        out: ArrayView,
+        layout: Any,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
+    ) -> None:
+        """out = a b (+ bias) (+ addend), as ``layout`` says, of what ``_operand`` gives."""
+        if out.device.kind != "cpu":
+            _say_slow(out.device.kind)
+        ws.kernels.gemm(a, b, out, layout, bias, addend, ws.scratch["workspace"], ws.stream)
 
     def _bring_back(
         self,
@@ -416,7 +430,7 @@ class EmulatedProduct(EmulatedCasts):
         for operand in operands:
             array = self.arrays.get(operand)
             if array is not None:
-                free(views, self._name(array), f"{self._name(array)}_inv")
+                free(views, *(f"{self._name(array)}{part}" for part in PARTS[:-1]))
 
 
 def _turned(quantizer: Quantizer) -> bool:

@@ -14,6 +14,7 @@ from fp8kit.formats import E4M3, E5M2, DType
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.ops.product_emulated import EmulatedProduct
+from fp8kit.ops.product_modelled import ModelledProduct
 from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
 from fp8kit.ops.product_row import RowProduct
 from fp8kit.ops.product_tensor import TensorProduct
@@ -45,8 +46,9 @@ _SUPPORTED = {
 
 @lru_cache(maxsize=256)
 def product_class(quantization: Quantization) -> type[QuantizedProduct | EmulatedProduct]:
-    """The products of operands that are cast so: the tensor cores' own where there are such, else emulated.
-    UnsupportedError, which names GEMM, operand and field, for what none carries out."""
+    """The products of operands that are cast so: the tensor cores' own where there are such, else emulated,
+    with a chip's sums where a GEMM names these. UnsupportedError, which names GEMM, operand and field, for
+    what none carries out."""
     _want_fprop_quantized(quantization)
     try:
         return _native(quantization)
@@ -54,12 +56,13 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
         why = refusal
     used = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
     operands = [operand for gemm in used for operand in gemm.cast]
-    modelled = any(not isinstance(gemm.how, bool) for gemm in used)
     known = ("current", "static", "delayed")
-    if not operands or modelled or any(operand.scale_source not in known for operand in operands):
+    if not operands or any(operand.scale_source not in known for operand in operands):
         raise why
-    EmulatedProduct.check_supported(quantization.gemms.items())
-    return EmulatedProduct
+    modelled = any(not isinstance(gemm.how, bool) for gemm in used)
+    kind = ModelledProduct if modelled else EmulatedProduct
+    kind.check_supported(quantization.gemms.items())
+    return kind
 
 
 def _native(quantization: Quantization) -> type[QuantizedProduct]:
@@ -79,7 +82,7 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
         if gemm.recast:
             raise unsupported(f"{name}.recast", True, "False: no kernel casts codes anew")
         if not isinstance(gemm.how, bool) and gemm.how.group:
-            wanted = "one without group: fk.matmul has sums of scaled groups, layers have not"
+            wanted = "one without group: codes by blocks of E8M0 or E4M3 are emulated"
             raise unsupported(f"{name}.accumulation", gemm.accumulation, wanted)
         if gemm.a.format == gemm.b.format == E5M2:
             raise unsupported(f"{name}.a, b", "E5M2 for both", "E4M3 for at least one")
@@ -136,7 +139,7 @@ def product_of(
 ) -> Product:
     """The products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
     kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
-    if spec.fp8 is not None and kind is EmulatedProduct:
+    if spec.fp8 is not None and issubclass(kind, EmulatedProduct):
         _say_emulated(spec.fp8)
     if spec.watch is not None:
         kind = WATCHED[0](kind)

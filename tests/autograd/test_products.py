@@ -209,10 +209,6 @@ REFUSED = {
     "fprop.compute: got 'high_precision', and wgrad recast": Quantization(
         Gemm(LINES, LINES, compute="high_precision"), Gemm(LINES, LINES), Gemm(LINES, LINES, recast=True)
     ),
-    "fprop.accumulation: got blackwell_mx, expected one without group": Quantization.of(
-        X, X, X, "blackwell_mx"
-    ),
-    "fprop.a.granularity: got mx_1x32": Quantization.of(LINES, LINES, LINES, "hopper_fast"),
     "fprop.compute: got 'high_precision', and wgrad dequantized": Quantization(
         Gemm(X, X, compute="high_precision"), Gemm(X, X), Gemm(X, X, "split", "dequantized")
     ),
