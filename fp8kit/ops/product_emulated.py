@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import slowness
 from fp8kit.arrays import ArrayView
@@ -50,7 +50,7 @@ class EmulatedProduct(EmulatedCasts):
     clipped have no gradient, the product is brought ``Back``.
     """
 
-    kernels = (
+    kernels: ClassVar[tuple[str, ...]] = (
         *("cast_blocks", "gemm", "rotate", "rotate_back", "amax", "scale_from_amax", "quantize"),
         *("dequantize", "scale_product"),
     )

@@ -35,6 +35,7 @@ class Coded(NamedTuple):
 
     @property
     def dtype(self) -> DType:
+        """That of its codes."""
         return self.codes.dtype
 
 
@@ -75,7 +76,7 @@ class ModelledProduct(EmulatedProduct):
                 try:
                     models.check_formats(name, own.format, group=group)
                 except FormatError as error:
-                    raise unsupported(f"{name}.{place}.format", error.got, error.wanted) from None
+                    raise unsupported(f"{name}.{place}.format", error.got, str(error.wanted)) from None
                 if group and _kind(own) not in SCALE_FORMATS:
                     wanted = f"scales of blocks in E8M0 or E4M3, with {gemm.accumulation}"
                     raise unsupported(f"{name}.{place}.granularity", own.granularity, wanted)

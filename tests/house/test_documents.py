@@ -60,7 +60,8 @@ WITH_CODE = [
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("document", WITH_CODE)
 def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
-    """All blocks of a document, one after the other, in an interpreter of their own."""
+    """All blocks of a document, one after the other, in an interpreter of their own. Lines of the failing
+    block's traceback are those of the document."""
     path = tmp_path / f"page_{document.stem}.py"  # not the name of a package that it imports
     path.write_text(script(document))
     paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
@@ -72,14 +73,16 @@ def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
         "FP8KIT_DEVICE": device,
     }
     done = subprocess.run(
-        [sys.executable, str(path)],
+        [sys.executable, "-X", "faulthandler", str(path)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    if done.returncode:
+        how = f"exit status {done.returncode}, on {device}"
+        pytest.fail(f"{document.relative_to(ROOT)}: {how}\n{done.stdout}{done.stderr}", pytrace=False)
 
 
 def references(document: Path) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,8 @@ def test_commands_run_and_print_what_is_shown(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    if done.returncode:
+        pytest.fail(f"exit status {done.returncode}\n{done.stdout}{done.stderr}", pytrace=False)
     assert done.stderr == ""
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     shown = [" ".join(line.split()) for block in blocks("text") for line in block.splitlines()]
