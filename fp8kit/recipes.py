@@ -125,12 +125,12 @@ NAMED: dict[str, Named] = {
     ),
     "mxfp8": Named(MXFP8BlockScaling(), "OCP Microscaling Formats 1.0; Transformer Engine"),
     "mxfp8_hybrid": Named(MXFP8BlockScaling(fp8_format=Format.HYBRID), "as mxfp8, gradients in E5M2"),
+    "mxfp8_2d": Named(MXFP8BlockScaling(enable_2d_quantization=True), "as mxfp8, weights by 32 x 32"),
     "mxfp8_blackwell": Named(
         DataRecipe(MXFP8BlockScaling().quantization.summed("blackwell_mx"), "mxfp8_blackwell"),
         "as mxfp8, with the sums of Blackwell's tensor cores on every device, as MMA-Sim has them: arXiv "
         "2511.10909",
     ),
-    "mxfp8_2d": Named(MXFP8BlockScaling(enable_2d_quantization=True), "as mxfp8, weights by 32 x 32"),
     "mxfp6_e3m2": Named(_of("mxfp6_e3m2", replace(_MX4, format=E3M2)), "OCP Microscaling Formats 1.0, 5.2"),
     "mxfp6_e2m3": Named(_of("mxfp6_e2m3", replace(_MX4, format=E2M3)), "OCP Microscaling Formats 1.0, 5.2"),
     "mxfp4": Named(_of("mxfp4", _MX4), "OCP Microscaling Formats 1.0, 5.2"),
