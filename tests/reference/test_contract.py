@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,23 +17,34 @@ from fp8kit.backends.protocol import KERNELS, SPECS, signature
 from fp8kit.backends.reference import IMPLEMENTATIONS
 from fp8kit.testing import epsilon
 from fp8kit.testing.contract import Case, SampleCall, cases
+from tests.support.contract import usual
 
 LAUNCHING = [name for name in KERNELS if SPECS[name].launches]
 
 
 @pytest.mark.parametrize("kernel", LAUNCHING)
 def test_contract(kernel: str) -> None:
-    """Every case of a kernel: thousands in all, which would take pytest longer than they run. Those that fail
-    are raised together, each with its name."""
+    keeps_the_contract(usual(kernel))
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("kernel", LAUNCHING)
+def test_the_other_cases(kernel: str) -> None:
+    keeps_the_contract([case for case in cases(kernel) if case not in usual(kernel)])
+
+
+def keeps_the_contract(chosen: Sequence[Case]) -> None:
+    """Thousands in all, which would take pytest longer than they run. Those that fail are raised together,
+    each with its name."""
     failed = []
-    for case in cases(kernel):
+    for case in chosen:
         try:
             case.run(dispatch.kernels(CPU), CPU)
         except Exception as error:
             error.add_note(f"in the case {case}")
             failed.append(error)
     if failed:
-        raise ExceptionGroup(f"{kernel}: {len(failed)} cases", failed)
+        raise ExceptionGroup(f"{len(failed)} cases", failed)
 
 
 def test_every_kernel_has_a_case() -> None:
@@ -61,7 +73,7 @@ def small_change(view: ArrayView) -> None:
 def test_a_slightly_wrong_element_is_found_in_every_output(kernel: str) -> None:
     spec, right = SPECS[kernel], IMPLEMENTATIONS[kernel]
     wanted, found = set(), set()
-    for case in list(cases(kernel))[:: max(1, len(list(cases(kernel))) // 20)]:
+    for case in usual(kernel):
         call = SampleCall(case, dispatch.kernels(CPU), CPU)
         for name in [output.name for output in spec.outputs(call.arguments) if output.view.size]:
             stem = name.partition("[")[0]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fp8kit.errors import Fp8kitError
-from tests.adapters.torch.junk_calls import CALLS
+from tests.adapters.torch.calls import CALLS
 from tests.support.combinations import combinations
 from tests.support.effort import FACTOR
 from tests.support.torch_state import state_of

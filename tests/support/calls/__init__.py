@@ -1,0 +1,8 @@
+"""Good calls of the public names: what ``test_arguments`` spoils one argument at a time."""
+
+from __future__ import annotations
+
+from tests.support.calls import arrays, layers, training
+from tests.support.calls.call import Call
+
+CALLS: dict[str, Call] = arrays.CALLS | layers.CALLS | training.CALLS
