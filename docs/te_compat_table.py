@@ -96,7 +96,7 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
             parallel = "parallel" in argument or argument.startswith(("tp_", "cp_"))
             why = REASONS.get(argument, _WHY.get(argument, _TENSOR_PARALLEL if parallel else ""))
             return "refused", f"{table[argument]!r} only" + (f": {why}" if why else "")
-    if argument in ("fast_zero_fill", "seq_length", "micro_batch_size"):
+    if argument in ("fast_zero_fill", "num_splits", "seq_length", "micro_batch_size"):
         return "ignored", WITHOUT_EFFECT.get(argument, "outputs of no row are always 0")
     return "works", ""
 

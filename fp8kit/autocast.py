@@ -224,7 +224,7 @@ class autocast(ContextDecorator):
     * ``enabled``: False switches FP8 off, also inside another autocast.
     * ``calibrating``: record amaxes and update scales, also with ``enabled=False`` (high-precision compute)
       and without gradients: this prepares a model for FP8 inference.
-    * ``recipe``: a Recipe; None is ``DelayedScaling()``.
+    * ``recipe``: a Recipe, which counts as it is when the block is entered; None is ``DelayedScaling()``.
     * ``check_finite``: True makes modules look at every activation, weight and gradient for Inf and NaN, in
       high precision too, and raise NonFiniteError that names the first layer and tensor with one; what the
       step recorded is dropped. For finding faults: it waits for the device after every operation. None is as
@@ -277,7 +277,7 @@ class autocast(ContextDecorator):
             above = _innermost()
         depth, outer = (1, False) if above is None else (above.value.depth + 1, above.value.check_finite)
         check = outer if self.check_finite is None else self.check_finite
-        state = AutocastState(self.enabled, self.calibrating, self.recipe, depth, check)
+        state = AutocastState(self.enabled, self.calibrating, self.recipe.fixed, depth, check)
         self._open[_Entered(self, state, self.enabled or self.calibrating, above)] = None
         return self
 

@@ -7,7 +7,7 @@ them multiplies, bit for bit; only the order of the sums is another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from fp8kit.attention_quantization import AttentionQuantization, attention_of, c
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import Format, Recipe
+from fp8kit.recipe_fields import recipe_class
 
 _SCOPES = ("none", "weights", "activations", "all")
 _NO_MHA = "the projections' operands have scales of small blocks, which attention's FP8 values do not have"
@@ -32,7 +33,7 @@ class _BlockRecipe(Recipe):
         self._want_override()
 
 
-@dataclass(frozen=True)
+@recipe_class
 class MXFP8BlockScaling(_BlockRecipe):
     """FP8 with a power of two as the scale of each block of 32 elements along the contraction (OCP
     Microscaling Formats 1.0; Transformer Engine's MXFP8BlockScaling) ::
@@ -102,7 +103,7 @@ class MXFP8BlockScaling(_BlockRecipe):
         return f"mxfp8({self.fp8_format.name}{more}{self._more()})"
 
 
-@dataclass(frozen=True)
+@recipe_class
 class NVFP4BlockScaling(_BlockRecipe):
     """FP4 with two levels of scales: E4M3 for each block of 16 elements along the contraction, and float32
     for the tensor (NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; Transformer

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -16,6 +16,7 @@ from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
+from fp8kit.recipe_fields import recipe_class
 
 log = logging.getLogger("fp8kit")
 _NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
@@ -23,7 +24,7 @@ _NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
 _DATA: dict[str, tuple[Quantization, AttentionQuantization | None]] = {}
 
 
-@dataclass(frozen=True)
+@recipe_class
 class DataRecipe(Recipe):
     """A recipe without a class of its own: how each operand of the three GEMMs is cast, and how each is
     summed.
@@ -81,13 +82,13 @@ class DataRecipe(Recipe):
         return self.name
 
 
-@dataclass(frozen=True)
+@recipe_class
 class PerLayer(Recipe):
     """Another recipe for some layers, by their names: the first and the last ones in high precision, say ::
 
         PerLayer(NVFP4BlockScaling(), (("layers.0.*", None), ("*.lm_head", None)))
 
-    * ``default``: the recipe of layers that no rule names.
+    * ``default``: the recipe of layers that no rule names. Recipes count as they are when this is made.
     * ``rules``: pairs of a pattern, as of a shell (``*``, ``?``, ``[...]``), and a recipe, or None for high
       precision; the first that fits the layer's name counts. A part's name begins with that of its layer.
 
@@ -113,7 +114,9 @@ class PerLayer(Recipe):
                 raise RecipeError(type(self).__name__, "rules", shown(rule), wanted)
         if any(isinstance(each, PerLayer) for each in (self.default, *(rule[1] for rule in self.rules))):
             raise self._refuse("rules", "recipes that are no PerLayer")
-        object.__setattr__(self, "rules", tuple((pattern, recipe) for pattern, recipe in self.rules))
+        rules = tuple((pattern, None if own is None else own.fixed) for pattern, own in self.rules)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "default", self.default.fixed)
 
     @property
     def quantization(self) -> Quantization:
@@ -181,7 +184,7 @@ class QuantizerRole(NamedTuple):
     gemm: str
 
 
-@dataclass(frozen=True)
+@recipe_class
 class CustomRecipe(Recipe):
     """Operand by operand what a function says.
 

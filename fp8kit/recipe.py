@@ -1,5 +1,5 @@
-"""Recipes: how tensors become FP8. Frozen, hashable values with Transformer Engine's names, order, defaults
-and rules.
+"""Recipes: how tensors become FP8. Hashable values with Transformer Engine's names, order, defaults and
+rules. A field that is set counts from the next ``autocast`` on.
 
 A recipe decides, for each GEMM of a layer ::
 
@@ -17,20 +17,21 @@ a RecipeError, and every field that is accepted has its effect. No environment v
 
 from __future__ import annotations
 
+import copy
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8kit import formats
 from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields, words_of
-from fp8kit.errors import meant
+from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxCompute, AmaxHistory, Quantization, Quantizer, ScaleCompute
 from fp8kit.recipe_fields import Format as Format
 from fp8kit.recipe_fields import FormatLimits as FormatLimits
 from fp8kit.recipe_fields import MMParams as MMParams
 from fp8kit.recipe_fields import QParams as QParams
-from fp8kit.recipe_fields import Strict
+from fp8kit.recipe_fields import Strict, recipe_class
 
 if TYPE_CHECKING:
     from fp8kit.block_recipes import MXFP8BlockScaling as MXFP8BlockScaling
@@ -79,6 +80,28 @@ class Recipe(Strict):
     def history(self) -> AmaxHistory | None:
         """How scales follow from the amaxes of earlier steps; None where no operand's scale does."""
         return None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field, as Transformer Engine's programs do: checked as when the recipe is made, and it counts
+        from the next ``autocast`` on. RecipeError, and nothing is changed, for what is wrong."""
+        cls, known = type(self).__name__, [field.name for field in fields(self) if field.init]  # type: ignore[arg-type]
+        if name not in known:
+            wanted = f"one of {', '.join(known)}{meant(name, known)}"
+            raise RecipeError(cls, "field", repr(name), wanted)
+        if self.__dict__.get("fixed") is self:
+            wanted = "the recipe that was given to autocast, which holds this copy"
+            raise RecipeError(cls, name, "a recipe in force", wanted)
+        made = replace(self, **{name: value})  # type: ignore[type-var]
+        self.__dict__.clear()  # with what was derived from the fields
+        self.__dict__.update(made.__dict__)
+
+    @cached_property
+    def fixed(self) -> Recipe:
+        """The recipe as it is now, in an object whose fields cannot be set: what is kept of it. The same one
+        until a field is set."""
+        made = copy.copy(self)
+        made.__dict__["fixed"] = made
+        return made
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -171,7 +194,7 @@ _NO_BLOCK_ATTENTION = (
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
-@dataclass(frozen=True)
+@recipe_class
 class DelayedScaling(Recipe):
     """Per-tensor scales from the largest absolute values of earlier steps, so that a tensor is quantised in
     one pass.
@@ -314,7 +337,7 @@ class _ScaledNow(Recipe):
         return self._quantization(*operands)
 
 
-@dataclass(frozen=True)
+@recipe_class
 class Float8CurrentScaling(_ScaledNow):
     """Per-tensor scales from the tensor itself: one pass for its amax, one for the cast ::
 
@@ -373,7 +396,7 @@ class Float8CurrentScaling(_ScaledNow):
         return f"current({self.fp8_format.name}{power_2}{self._more()})"
 
 
-@dataclass(frozen=True)
+@recipe_class
 class Float8BlockScaling(_ScaledNow):
     """A scale for each block of 128 elements along the contraction, from the block itself (DeepSeek-V3
     technical report, section 3.3.2) ::

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.errors import RecipeError, meant
 
 _Self = TypeVar("_Self", bound="Strict")
+_Class = TypeVar("_Class", bound=type[Any])
 
 
 class FormatLimits(NamedTuple):
@@ -96,6 +97,14 @@ class Strict:
         for name, value in only.items():
             if getattr(self, name) is not value:
                 raise self._refuse(name, f"{value!r}: nothing else is supported yet")
+
+
+@dataclass_transform()
+def recipe_class(cls: _Class) -> _Class:
+    """The class as a frozen dataclass, but that ``Recipe`` says what setting a field does."""
+    dataclass(frozen=True)(cls)
+    del cls.__setattr__
+    return cls
 
 
 @dataclass(frozen=True)

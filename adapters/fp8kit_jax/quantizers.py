@@ -69,6 +69,7 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     """
     recipe = recipe_in_force() if recipe is None else recipe
     check_recipe("create_set", recipe)
+    recipe = None if recipe is None else recipe.fixed
     integer("create_set", "n_quantizer_sets", n_quantizer_sets, 1, 2**16)
 
     history = history_of(recipe)

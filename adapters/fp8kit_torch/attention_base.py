@@ -50,12 +50,14 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
             recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
         return found
 
-    def attention_spec(self, quantises: bool, fields: tuple[Any, ...]) -> tuple[Any, bool]:
+    def attention_spec(
+        self, quantises: bool, fields: tuple[Any, ...], plain_backward: bool = False
+    ) -> tuple[Any, bool]:
         state = traced_state() if quantises and self.is_compiling() else None
         if state is None or not state.enabled:
-            return super().attention_spec(quantises and not self.is_compiling(), fields)
+            return super().attention_spec(quantises and not self.is_compiling(), fields, plain_backward)
         parts, name = recipe_parts(state.recipe), getattr(self, "name", None) or ""
-        return attention_text(fields, parts, name), attention_draws(parts, name)
+        return attention_text(fields, parts, name, plain_backward), attention_draws(parts, name)
 
     def check_part(self, operation: str, name: str, x: Tensor) -> None:
         if self.is_compiling():
@@ -91,6 +93,9 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
 
     def same_dtype(self, value: Tensor, like: Tensor) -> Tensor:
         return value.to(like.dtype)
+
+    def widened(self, value: Tensor) -> Tensor:
+        return value.float()
 
     def detached(self, parameter: Tensor, like: Tensor) -> Tensor:
         return parameter.detach().to(like.dtype)

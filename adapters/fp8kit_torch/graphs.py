@@ -85,7 +85,7 @@ def make_graphed_callables(
         checks.module(op, "modules", module)
     on, watching = bool(_either(asked, "enabled")), bool(_either(asked, "calibrating"))
     scope = autocast(on, watching, _either(asked, "recipe"))
-    found = scope.recipe
+    found = scope.recipe.fixed
     wanted = "a CUDA device: a CPU has no graphs"
     if not torch.cuda.is_available():
         raise BackendError(op, "device", "no CUDA device", wanted)

@@ -93,7 +93,7 @@ def trace_cached(spec: str, inputs: Mapping[str, Tensor], handle: Tensor, layer_
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
     if torch.is_grad_enabled() and wanted:
         raise AutogradError(
-            _OP, ", ".join(wanted), "a tensor that requires a gradient", "inference under no_grad()"
+            _OP, ", ".join(wanted), "a tensor that requires a gradient", "inference: eval(), or no_grad()"
         )
     names = [name for name in inputs if name not in _CACHES]
     text, _ = described(cached_attention.name, spec, (*names, *_CACHES), (), policy_now().text)

@@ -131,6 +131,9 @@ class TorchLayer(Layer, torch.nn.Module):
     def is_grad_enabled(self) -> bool:
         return torch.is_grad_enabled()
 
+    def no_grad(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
     def is_compiling(self) -> bool:
         return torch.compiler.is_compiling()
 

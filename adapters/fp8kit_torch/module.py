@@ -8,7 +8,7 @@ backward pass ends (backward).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -145,9 +145,6 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if torch.compiler.is_compiling():
             return layer_text(self._spec_text, (), False, "none", (), index)
         return super().product_spec(index)
-
-    def no_grad(self) -> AbstractContextManager[Any]:
-        return torch.no_grad()
 
     def note_pass(self, unrecorded: bool, fp8: bool) -> None:
         if fp8:

@@ -44,11 +44,12 @@ def fp8_text(recipe: tuple[Any, ...], layer: tuple[str, str]) -> str:
 
 
 @constant_result
-def attention_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], name: str) -> str:
+def attention_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], name: str, plain_backward: bool) -> str:
     """The text of an ``AttentionSpec`` of these first fields under a recipe, by its parts, for a layer that
-    is called ``name``."""
+    is called ``name``; ``plain_backward``: its field."""
     how = recipe_of(recipe).attention_for(name)
-    return encode(spec_object("AttentionSpec", *fields, *(() if how is None else (False, False, how))))
+    more = () if how is None else (False, False, how, plain_backward)
+    return encode(spec_object("AttentionSpec", *fields, *more))
 
 
 @constant_result

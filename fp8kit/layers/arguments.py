@@ -68,6 +68,11 @@ def probability(operation: str, name: str, value: Any) -> float:
     return number(operation, name, value, 1.0)
 
 
+def share(operation: str, name: str, value: Any) -> float:
+    """A number in [0, 1]."""
+    return number(operation, name, value, 1.0 + 2.0**-52)
+
+
 def positive_number(operation: str, name: str, value: Any) -> float:
     """A finite number above 0."""
     return number(operation, name, value, above=0.0)
@@ -129,7 +134,8 @@ CONSTRUCTED: dict[str, Rule] = {
         head_dim_k head_dim_v total_num_pages page_size max_ctx_len pretrained_max_position_embeddings""",
     ),
     **named(number, "eps layernorm_epsilon qk_norm_eps"),
-    **named(probability, "attention_dropout hidden_dropout drop_path_rate"),
+    **named(probability, "attention_dropout hidden_dropout"),
+    "drop_path_rate": share,
     **named(optional(window), "window_size enc_dec_window_size"),
     **named(_MASK, "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     **named(one(*FORMATS), "qkv_format attn_input_format"),
@@ -154,8 +160,8 @@ CONSTRUCTED: dict[str, Rule] = {
 CALLED: dict[str, Rule] = {
     **named(
         flag,
-        "fp8_output fp8_grad checkpoint_core_attention fast_zero_fill interleaved fused training reduce_loss "
-        "defer_init",
+        "fp8_output fp8_grad bf16_backward checkpoint_core_attention fast_zero_fill interleaved fused "
+        "training reduce_loss defer_init",
     ),
     **named(
         optional(flag),
@@ -165,7 +171,7 @@ CALLED: dict[str, Rule] = {
     **named(optional(_MASK), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     **named(optional(size), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "p label_smoothing"),
-    **named(whole, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num"),
+    **named(whole, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num num_splits"),
     "qkv_format": optional(one(*FORMATS)),
     "tensor_format": one(*FORMATS),
     "core_attention_bias_type": one(*BIASES),

@@ -343,7 +343,7 @@ class MultiheadAttention(AttentionBase):
         stand_ins = {name: self.stand_in(shape, dtype, x.device) for name, shape in shapes.items()}
         layout, names = layout_of(self.layer_name, stand_ins)
         needs: tuple[str, ...] = ()
-        if options.get("inference_params") is not None and self.is_grad_enabled():
+        if options.get("inference_params") is not None and core.training and self.is_grad_enabled():
             used = (x, *getattr(self, self._first).parameters())
             needs = tuple(names)[:1] if any(tensor.requires_grad for tensor in used) else ()
         layers = {name: stand_ins[argument] for name, argument in names.items()}

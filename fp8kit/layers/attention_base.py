@@ -33,13 +33,16 @@ class AttentionBase(Layer):
             return None
         return state.recipe.attention_for(getattr(self, "name", None) or "")
 
-    def attention_spec(self, quantises: bool, fields: tuple[Any, ...]) -> tuple[Any, bool]:
+    def attention_spec(
+        self, quantises: bool, fields: tuple[Any, ...], plain_backward: bool = False
+    ) -> tuple[Any, bool]:
         """An ``AttentionSpec`` of these first fields, as the autocast in force has it where the call
-        ``quantises``, and whether that draws random numbers besides dropout's."""
+        ``quantises``, with its ``plain_backward``, and whether that draws random numbers besides
+        dropout's."""
         found = self.attention_quantization() if quantises else None
         if found is None:
             return self.spec_for("AttentionSpec", *fields), False
-        return self.spec_for("AttentionSpec", *fields, False, False, found), found.needs_rng
+        return self.spec_for("AttentionSpec", *fields, False, False, found, plain_backward), found.needs_rng
 
     # --- layers that are parts of this one ------------------------------------------------------------------
 
@@ -90,6 +93,10 @@ class AttentionBase(Layer):
 
     def same_dtype(self, value: Any, like: Any) -> Any:
         """``value``, differentiable, in the dtype of ``like``."""
+        return value
+
+    def widened(self, value: Any) -> Any:
+        """``value``, differentiable, in float32."""
         return value
 
     def detached(self, parameter: Any, like: Any) -> Any:

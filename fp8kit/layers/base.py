@@ -244,6 +244,10 @@ class Layer:
         """Whether calls are recorded for backward."""
         raise NotImplementedError
 
+    def no_grad(self) -> AbstractContextManager[Any]:
+        """Around calls that are not recorded for backward."""
+        raise NotImplementedError
+
     def is_compiling(self) -> bool:
         """Whether ``torch.compile`` follows this call."""
         return False

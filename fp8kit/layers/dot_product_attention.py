@@ -22,6 +22,7 @@ from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
 
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_OF_A_STEP = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded")  # what a step of a cache says
 # attributes that a call without options depends on
 CORE_SETTINGS = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
     window_size bottom_right_diagonal softmax_scale softmax_type"""
@@ -46,9 +47,9 @@ class DotProductAttention(AttentionBase):
       "arbitrary". ``window_size`` (left, right), -1 unbounded, None: no window. ``bottom_right_diagonal``:
       see ``fp8kit.ops.attention_spec.AttentionSpec``.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
-      the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0.
-      ``device``: where that lies. In torch ``softmax_offset`` is None with "vanilla", and zeros with
-      "off-by-one".
+      the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0
+      and may be cast with the model. ``device``: where that lies. In torch ``softmax_offset`` is None with
+      "vanilla", and zeros with "off-by-one".
     * ``layer_number``: the layer's place in ``inference_params``. ``name``: what recipes by name know it by.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` its products are quantised
@@ -180,11 +181,13 @@ class DotProductAttention(AttentionBase):
         * ``checkpoint_core_attention``: what is saved for backward is computed once more there, the same
           bits.
         * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend
-          over their whole sequences. The step says the lengths, so cu_seqlens and padding masks are not given
-          (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no "arbitrary" mask, no cross-attention, no
-          gradient.
-        * ``fp8_output``, ``bf16_backward``, ``num_splits``, ``score_mod`` and its like: at their defaults
-          only.
+          over their whole sequences. The step says the lengths: cu_seqlens need not be given, and on the CPU
+          an ArgumentError says where they are others. "thd"'s ``cu_seqlens_q_padded`` says where the new
+          tokens start. No bias array, no "arbitrary" mask, no cross-attention, and no gradient: in
+          evaluation mode o has none, in training mode it must be under ``no_grad()``.
+        * ``bf16_backward``: backward in high precision, where the recipe quantises attention.
+          ``num_splits``: accepted; kernels choose their own. ``fp8_output``, ``score_mod`` and its like: at
+          their defaults only.
         * ``prepared``: what ``resolve`` returned for these options, where it was asked before the layers were
           there; else this asks.
 
@@ -229,16 +232,19 @@ class DotProductAttention(AttentionBase):
         if prepared is None:
             more = {
                 "fp8_output": fp8_output,
-                "bf16_backward": bf16_backward,
-                "num_splits": num_splits,
                 "score_mod": score_mod,
                 "score_mod_bprop": score_mod_bprop,
                 "score_mod_tensors": score_mod_tensors,
                 "score_mod_bprop_tensors": score_mod_bprop_tensors,
             }
             refuse(op, FORWARD[op], more)
-            recomputed = {"checkpoint_core_attention": checkpoint_core_attention}
-            self.check_arguments({**layers, **options, **recomputed})
+            options |= {"bf16_backward": True} if bf16_backward else {}
+            plain = {
+                "checkpoint_core_attention": checkpoint_core_attention,
+                "bf16_backward": bf16_backward,
+                "num_splits": num_splits,
+            }
+            self.check_arguments({**layers, **options, **plain})
         if checkpoint_core_attention:
             again: Any = self
             return self.call_checkpointed(again, **layers, **options, prepared=prepared)
@@ -246,7 +252,7 @@ class DotProductAttention(AttentionBase):
         inputs = {name: self.as_input(argument, layers[argument]) for name, argument in names.items()}
         if prepared is None:
             needs: tuple[str, ...] = ()
-            if inference_params is not None and self.is_grad_enabled():
+            if inference_params is not None and self.training and self.is_grad_enabled():
                 needs = tuple([name for name, layer in inputs.items() if layer.requires_grad])
             prepared = self.resolve(layout, inputs, options, needs)
         dtype = next(iter(inputs.values())).dtype
@@ -256,7 +262,8 @@ class DotProductAttention(AttentionBase):
                 return self.call(prepared.operation, prepared.spec, inputs, prepared.draws)["o"]
         kind = self.kind_of(dtype)
         inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind))
-        return self.call_cached(prepared, inputs, inference_params, prepared.draws)
+        with _NO_FORK if self.training else self.no_grad():
+            return self.call_cached(prepared, inputs, inference_params, prepared.draws)
 
     def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Any:
         """Attention over a cache, whose step this layer has taken then."""
@@ -376,7 +383,7 @@ class DotProductAttention(AttentionBase):
             self.softmax_type,
             *longest,
         )
-        spec, draws = self.attention_spec(cache is None, fields)
+        spec, draws = self.attention_spec(cache is None, fields, of("bf16_backward") is True)
         draws = draws or bool(dropout)
         # a draw changes the random state, a first step makes caches
         if stand_ins or draws or cache is not None:
@@ -408,12 +415,13 @@ class DotProductAttention(AttentionBase):
         if of("core_attention_bias") is not None:
             found["bias"] = self.as_input("core_attention_bias", options["core_attention_bias"])
         if self.softmax_type == "learnable":
-            found["softmax_offset"] = self.softmax_offset  # type: ignore[attr-defined]
+            found["softmax_offset"] = self.widened(self.softmax_offset)  # type: ignore[attr-defined]
         return found
 
-    def _cached_mask(self, mask: str, bias: str, inputs: Mapping[str, Any], cache: Any) -> str:
-        """The mask of new tokens over a cache that means what ``mask`` means over whole sequences.
-        Fp8kitError for what attention over a cache cannot be given."""
+    def _cached_mask(self, mask: str, bias: str, inputs: dict[str, Any], cache: Any) -> str:
+        """The mask of new tokens over a cache that means what ``mask`` means over whole sequences; the
+        lengths that the step says are taken out of ``inputs``. Fp8kitError for what attention over a cache
+        cannot be given."""
         op = self.layer_name
         if not isinstance(cache, self.frontend.InferenceParams):
             raise ArgumentError(op, "inference_params", shown(cache), "InferenceParams or None")
@@ -423,10 +431,12 @@ class DotProductAttention(AttentionBase):
             raise ArgumentError(
                 op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"
             )
-        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
-            if name in inputs:
-                wanted = "None with inference_params, whose step says the lengths"
-                raise ArgumentError(op, name, self.array_name, wanted)
+        given = {name: inputs.pop(name) for name in _OF_A_STEP if name in inputs}
+        for name, values in self.host_views(given).items():
+            own = cache.host_sums(name)
+            if own is not None and not _agree(values.numpy(), own):
+                wanted = f"None, or {own.tolist()} of inference_params' step"
+                raise ArgumentError(op, name, values.numpy().tolist(), wanted)
         if mask == "arbitrary":
             wanted = "a causal or padding mask or no_mask, with inference_params"
             raise Fp8kitError(op, "attn_mask_type", repr(mask), wanted)
@@ -485,6 +495,12 @@ def _leading(inputs: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
     """Shapes of what holds the queries and of what holds the keys."""
     first, *others = inputs.values()
     return first.shape, (others or [first])[0].shape
+
+
+def _agree(sums: np.ndarray[Any, Any], own: np.ndarray[Any, Any]) -> bool:
+    """Whether running sums are ``own``, or these and no tokens of further sequences."""
+    more = sums.size - own.size
+    return sums.ndim == 1 and more >= 0 and np.array_equal(sums, np.pad(own, (0, more), "edge"))
 
 
 def _dimensions(value: Any) -> int:

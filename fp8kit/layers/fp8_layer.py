@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -187,10 +186,6 @@ class FP8Layer(Layer):
         """``linear``'s spec of one of the layer's products in high precision; within ``torch.compile`` its
         text."""
         return spec_object("LinearSpec", layer_products(self._spec)[index])
-
-    def no_grad(self) -> AbstractContextManager[Any]:
-        """Around calls that are not recorded for backward."""
-        raise NotImplementedError
 
     def note_pass(self, unrecorded: bool, fp8: bool) -> None:
         """Called before each pass: whether it is in ``fp8`` and ``unrecorded``."""

@@ -18,6 +18,7 @@ from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
 from fp8kit.formats import DType, int32
 from fp8kit.layers.arguments import size
+from fp8kit.layers.cache_manager import CacheManager
 from fp8kit.layers.unsupported import refuse_others
 from fp8kit.spec import Meta
 
@@ -49,9 +50,9 @@ class InferenceParams:
     A sequence lives as long as every step names it. Every layer needs a ``layer_number`` of its own. With
     "sbhd" and "bshd" the new tokens of a sequence come first in its column, padding after them; with "thd"
     the sequences' new tokens lie one after the other. Masks are meant for whole sequences: "causal" lets each
-    token see its sequence up to itself. It serves inference: under ``no_grad()``. In torch a model may be
-    compiled, with ``fullgraph=True`` too: ``pre_step`` stays outside of what is, and longer sequences compile
-    nothing anew.
+    token see its sequence up to itself. It serves inference: in evaluation mode, or under ``no_grad()``. In
+    torch a model may be compiled, with ``fullgraph=True`` too: ``pre_step`` stays outside of what is, and
+    longer sequences compile nothing anew.
 
     * ``max_batch_size``: sequences in a step. ``max_sequence_length``: tokens of a sequence. ``max_ctx_len``:
       new tokens of a sequence in one step (None: ``max_sequence_length``).
@@ -63,13 +64,15 @@ class InferenceParams:
       UnsupportedError otherwise.
     * ``device``: where the caches lie; None as for parameters.
 
-    ``sequences``: id -> length, new tokens included, in the step's order.
+    ``sequences``: id -> length, new tokens included, in the step's order. ``input_qkv_format``: of the
+    layers, ``cache_qkv_format``: "bshd", of the caches.
 
     Raises Fp8kitError kinds for what does not fit. Source of names: Transformer Engine; of the pages: Kwon et
     al., PagedAttention, 2023.
     """
 
     constructor_rules: ClassVar[Mapping[str, Rule]]
+    cache_qkv_format = "bshd"
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class InferenceParams:
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
             if (value is None) == bool(is_paged):
                 raise ArgumentError(_OP, name, value, "a positive int with is_paged=True, None without")
-        self.is_paged, self.qkv_format = bool(is_paged), qkv_format
+        self.is_paged, self.qkv_format, self.input_qkv_format = bool(is_paged), qkv_format, qkv_format
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
         self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
         self.head_dim_v = head_dim_v if head_dim_v else head_dim_k
@@ -255,9 +258,19 @@ class InferenceParams:
         """The longest sequence of the step, new tokens included."""
         return self._longest
 
+    @property
+    def sequences_pre_step(self) -> dict[Hashable, int]:
+        """Id -> length without the step's new tokens, in the step's order."""
+        return {name: length - self._new[name] for name, length in self.sequences.items()}
+
+    @property
+    def cache_manager(self) -> CacheManager:
+        """The caches, by the names of Transformer Engine's managers."""
+        return CacheManager(self)
+
     def get_seqlens_pre_step(self) -> np.ndarray[Any, Any]:
         """Lengths of the step's sequences without its new tokens: int32 (batch,), on the host."""
-        return np.array([length - self._new[name] for name, length in self.sequences.items()], np.int32)
+        return np.array(list(self.sequences_pre_step.values()), np.int32)
 
     def rope_starts(self, batch: int) -> Any:
         """Position of each sequence's first new token, int32 (batch,) on the device: ``start_positions`` of
@@ -266,6 +279,11 @@ class InferenceParams:
         if integer(_OP, "batch", batch) != starts.shape[0]:
             raise ShapeError(_OP, "batch", batch, f"{starts.shape[0]}, the sequences of the last pre_step")
         return starts
+
+    def host_sums(self, name: str) -> np.ndarray[Any, Any] | None:
+        """``cu_seqlens_q`` or ``cu_seqlens_kv`` of the step on the host; None of another name."""
+        counts = {"cu_seqlens_q": self._new, "cu_seqlens_kv": self.sequences}.get(name)
+        return None if counts is None else _sums(np.array(list(counts.values()), np.int32))
 
     def _sent(self, name: str) -> Any:
         if not self._on_device:

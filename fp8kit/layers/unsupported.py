@@ -54,6 +54,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         ),
         _ONE,
     ),
+    "num_splits": "kernels choose their own splits",
     "sm_margin": "kernels take the multiprocessors that the GPU gives them",
     "save_original_input": "what is kept for backward follows from the recipe; the numbers are the same",
     "seq_length": "a hint for a warm-up that there is no need of",
@@ -64,8 +65,6 @@ WITHOUT_EFFECT: dict[str, str] = {
 FORWARD: dict[str, dict[str, Any]] = {
     "DotProductAttention": {
         "fp8_output": False,
-        "bf16_backward": False,
-        "num_splits": 1,
         "score_mod": None,
         "score_mod_bprop": None,
         "score_mod_tensors": None,
@@ -83,8 +82,6 @@ REASONS: dict[str, str] = {
     "delay_wgrad_compute": "only the PyTorch frontend hands gradients over later",
     "return_max_logit": "the kernels of attention keep the rows' log-sum-exp alone",
     "fp8_output": "attention gives its output in high precision",
-    "bf16_backward": "backward computes in the dtype of its inputs, or as the recipe's attention says",
-    "num_splits": "kernels choose their own splits",
     **dict.fromkeys(
         ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"), _SCORES
     ),

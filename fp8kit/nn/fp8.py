@@ -10,7 +10,6 @@ recipe in one kernel call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -132,9 +131,6 @@ class Fp8Module(FP8Layer, NativeLayer):
 
     def keep_pass(self, binding: Binding, weights: Any) -> None:
         recompute.keep(self, binding.scales, weights)
-
-    def no_grad(self) -> AbstractContextManager[Any]:
-        return no_grad()
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 

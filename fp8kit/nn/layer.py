@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -121,3 +122,6 @@ class NativeLayer(Layer, Module):
 
     def is_grad_enabled(self) -> bool:
         return is_grad_enabled()
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        return no_grad()

@@ -73,7 +73,7 @@ class Attention(Operation):
 
     With ``spec.quantized`` the operands of all products are rounded to narrow formats
     (``fp8kit.attention_quantization``), by an emulation, or by the engine's FP8 kernels
-    (``fp8kit.ops.attention_native``).
+    (``fp8kit.ops.attention_native``); with ``spec.plain_backward`` those of forward alone.
 
     Batch, lengths and t may be 0: without keys o is 0, and where nothing is attended to or by, gradients are.
     Heads and features may not.
@@ -176,7 +176,8 @@ class Attention(Operation):
         self, spec: AttentionSpec, signature: Signature, dense: Dense, metas: Metas, kernels: Any
     ) -> Plan:
         kind, bias = signature.outputs["o"].dtype, metas.get("bias")
-        call = quantized_call(dense, kind, kernels, bool(signature.saved))
+        plain = spec.plain_backward
+        call = quantized_call(dense, kind, kernels, bool(signature.saved) and not plain)
         shape, dbias = None if bias is None else bias.shape, "bias" in signature.grads
         whole = dense.shapes | {"o": dense.o}
         padded = {f"dense_{name}": Meta(shape, kind) for name, shape in whole.items() if spec.packed}
@@ -184,6 +185,9 @@ class Attention(Operation):
         if not signature.saved:
             lse = {"lse": Meta(lse_shape(dense), formats.float32)}
             return Plan(spec, signature, kernels, scratch | lse, {}, call)
+        if plain:
+            high = self.plan(replace(spec, quantized=None), metas, frozenset(signature.grads), kernels)
+            return Plan(spec, signature, kernels, scratch, high.backward_scratch, call)
         backward = call.scratch(kernels, True, shape, dbias) | padded
         wanted = [name for name in whole if spec.packed and name in ("o", *signature.grads)]
         backward |= {f"dense_d{name}": Meta(whole[name], kind) for name in wanted}
@@ -219,8 +223,10 @@ class Attention(Operation):
         if dense is None:
             return
         if isinstance(dense, QuantizedCall):
-            self._quantized_backward(plan, ws, cotangents)
-            return
+            if not spec.plain_backward:
+                self._quantized_backward(plan, ws, cotangents)
+                return
+            dense = dense.dense
         parts = self._parts(spec, dense, ws)
         o = heads_apart(unpacked(spec, ws, ws.inputs["o"], "o"), dense)
         do = heads_apart(unpacked(spec, ws, cotangents["o"], "do"), dense)

@@ -104,6 +104,7 @@ class AttentionSpec:
     zero_padded: bool = False
     placed: bool = False
     quantized: AttentionQuantization | None = None
+    plain_backward: bool = False
 
     def __post_init__(self) -> None:
         def resolve(name: str, value: object) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import int32
@@ -19,16 +20,16 @@ from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes,
 
 @dataclass(frozen=True)
 class DropPathSpec:
-    """``p``: probability of dropping a sample, in (0, 1). ``format``: where the samples lie: "sbhd" (s, b,
-    N), "bshd" (b, s, N), or "thd" (t, N), where ``starts`` says it."""
+    """``p``: probability of dropping a sample, in (0, 1], 1 drops them all. ``format``: where the samples
+    lie: "sbhd" (s, b, N), "bshd" (b, s, N), or "thd" (t, N), where ``starts`` says it."""
 
     features: int
     p: float
     format: str = "sbhd"
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.p < 1.0:
-            raise FormatError("drop_path", "p", self.p, "a probability in (0, 1)")
+        if not 0.0 < self.p <= 1.0:
+            raise FormatError("drop_path", "p", self.p, "a probability in (0, 1]")
         if self.format not in FORMATS:
             raise ShapeError("drop_path", "format", repr(self.format), f"one of {', '.join(FORMATS)}")
 
@@ -90,7 +91,12 @@ class DropPath(Operation):
 
     def _drop(self, plan: Plan, ws: WorkingSet, x: ArrayView, base: ArrayView | None, y: ArrayView) -> None:
         """y = base + keep / (1 - p) * x."""
-        if x.size:
+        if x.size and plan.spec.p == 1.0:
+            if base is None:
+                arrays.provider(y.device).fill_zero(y, ws.stream)
+            else:
+                ws.kernels.copy(base, y.rows(), ws.stream)
+        elif x.size:
             starts_shape_and_draw = ws.inputs.get("starts"), *plan.extra, plan.spec.p, ws.inputs["rng"]
             ws.kernels.drop_path(x.rows(), base, y.rows(), *starts_shape_and_draw, ws.stream)
 

@@ -75,7 +75,7 @@ class CachedAttention(Operation):
     def _inferred(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> tuple[Signature, _Call]:
         check(spec)
         if needs:
-            got, wanted = "an array that requires a gradient", "inference under no_grad()"
+            got, wanted = "an array that requires a gradient", "inference: eval(), or no_grad()"
             raise AutogradError(_NAME, ", ".join(sorted(needs)), got, wanted)
         if not spec.padded:
             raise ShapeError(_NAME, "mask", repr(spec.mask), "one of the padding masks")

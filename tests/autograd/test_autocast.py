@@ -149,7 +149,7 @@ def test_threads_do_not_see_each_other(log, make_state):
         thread.start()
         assert inside.wait(10)
         touch_forward(make_state("x"), recipe, True)
-        assert current().recipe is recipe
+        assert current().recipe == recipe
     assert log == [("commit", recipe, ["x"])]
     leave.set()
     thread.join()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 
 import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import codec, formats
+from fp8kit import autocast, codec, formats
+from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import Quantizer
 from fp8kit.recipe import (
@@ -297,8 +299,6 @@ def test_values_hash_copy_and_pickle():
         assert pickle.loads(pickle.dumps(value)) == value
         assert copy.deepcopy(value) == value
     assert dataclasses.replace(recipe, margin=2).margin == 2
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.margin = 3
 
 
 def test_predicates_are_class_methods():
@@ -345,3 +345,52 @@ def test_the_two_formats_are_told_apart():
         fk.FormatError, match=r"format: got <Format\.E4M3: .*expected a number format: fp8kit\.E4M3 or"
     ):
         fk.quantize(np.ones(3, np.float32), Format.E4M3)
+
+
+def test_a_field_that_is_set_counts_from_the_next_autocast_on():
+    recipe = DelayedScaling()
+    before = recipe.quantization
+    scope = autocast(recipe=recipe)
+    with scope:
+        held = current().recipe
+        recipe.margin = 3
+        recipe.fp8_format = Format.E4M3
+        assert current().recipe is held
+        assert held == DelayedScaling()
+    with scope:
+        assert current().recipe == DelayedScaling(margin=3, fp8_format=Format.E4M3)
+        assert current().recipe.history.margin == 3
+        assert current().recipe.quantization.g.format is formats.E4M3 is not before.g.format
+    assert hash(recipe) == hash(DelayedScaling(3, Format.E4M3))
+    assert pickle.loads(pickle.dumps(recipe)) == recipe == copy.deepcopy(recipe)
+
+
+def test_a_field_that_is_set_is_checked():
+    recipe = Float8CurrentScaling()
+    for field, value, words in (
+        ("fp8_format", "HYBRID", "fp8_format"),
+        ("fp8_mha", 1, "fp8_mha"),
+        ("use_power_2_scales", True, "power_2_scale=True"),  # the operands' QParams say otherwise
+        ("fp8_quant_fwd_input", QParams(), "fp8_quant_fwd_inp"),
+        ("quantization", None, "one of use_power_2_scales"),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(words)):
+            setattr(recipe, field, value)
+    assert recipe == Float8CurrentScaling()
+    recipe.fp8_quant_fwd_inp = QParams(power_2_scale=True)
+    assert recipe.quantization.x.scale_rule == "power_2"
+
+
+def test_a_recipe_in_force_cannot_be_changed():
+    recipe = DelayedScaling()
+    with autocast(recipe=recipe), pytest.raises(RecipeError, match="given to autocast"):
+        current().recipe.margin = 2
+
+
+def test_recipes_by_layer_keep_their_recipes_as_they_were():
+    inner = DelayedScaling()
+    both = PerLayer(inner, (("head", inner),))
+    inner.margin = 4
+    assert both.default == both.rules[0][1] == DelayedScaling()
+    both.default = inner
+    assert both.for_layer("Linear", "x").margin == 4

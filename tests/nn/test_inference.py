@@ -466,9 +466,9 @@ CALLS = {
     "cross": ({"attention_type": "cross"}, {}, {"a": 2}, "attention_type"),
     "lengths": (
         {"attn_mask_type": "padding"},
-        {"cu_seqlens_q": np.array([0, 2], np.int32)},
+        {"cu_seqlens_q": np.array([0, 1], np.int32)},
         {"a": 2},
-        "cu_seqlens_q: got an array",
+        "cu_seqlens_q: got \\[0, 1\\], expected None, or \\[0, 2\\]",
     ),
     "bias": ({}, {"core_attention_bias_type": "post_scale_bias"}, {"a": 2}, "core_attention_bias_type"),
     "heads": ({"num_gqa_groups": 4}, {}, {"a": 2}, "num_heads_kv: got 4, expected 2 as inference_params"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.recipe import Float8CurrentScaling
 
 S, B, H, D = 6, 2, 4, 8
 
@@ -114,10 +115,58 @@ def test_the_softmaxs_offset_is_an_attribute(kind):
     assert list(attend.state_dict()) == ["softmax_offset"] * learned
 
 
-@pytest.mark.parametrize(
-    ("argument", "word"), [("score_mod", "do not call functions"), ("num_splits", "own")]
-)
-def test_what_is_refused_says_why(argument, word):
+def test_the_softmaxs_offset_is_cast_with_the_model(device):
+    """A parameter in bfloat16 gives the bits of the same values in float32, and a gradient in bfloat16."""
+    q, k, v = layers(device, S, B).to(torch.bfloat16).unbind(-3)
+    attend = core(device, softmax_type="learnable")
+    torch.nn.init.constant_(attend.softmax_offset, 0.5)
+    want = attend(q, k, v)
+    want.sum().backward()
+    cast = core(device, softmax_type="learnable").bfloat16()
+    torch.nn.init.constant_(cast.softmax_offset, 0.5)
+    got = cast(q, k, v)
+    got.sum().backward()
+    assert torch.equal(got, want)
+    assert cast.softmax_offset.dtype == torch.bfloat16
+    assert torch.equal(cast.softmax_offset.grad, attend.softmax_offset.grad.bfloat16())
+
+
+def test_what_is_refused_says_why():
     q = torch.zeros(S, B, H, D)
-    with pytest.raises(NotImplementedError, match=f"{argument}: .*{word}"):
-        core("cpu")(q, q, q, **{argument: 3})
+    with pytest.raises(NotImplementedError, match=r"score_mod: .*do not call functions"):
+        core("cpu")(q, q, q, score_mod=3)
+
+
+def test_num_splits_changes_nothing():
+    q = layers("cpu", S, B)[..., 0, :, :]
+    assert torch.equal(core("cpu")(q, q, q, num_splits=4), core("cpu")(q, q, q))
+    with pytest.raises(ArgumentError, match="num_splits: got 'two'"):
+        core("cpu")(q, q, q, num_splits="two")
+
+
+@pytest.mark.parametrize("form", ["sbhd", "thd"])
+def test_backward_in_high_precision_behind_a_quantised_forward(form):
+    """q, k and v are integers below 8 with an amax of 7, whose scale is a power of two: their casts are
+    exact, and so is the rows' log-sum-exp. Then dv = P^T dO is high precision's; o is the quantised one."""
+    attend = core("cpu", qkv_format=form, attn_mask_type="padding" if form == "thd" else "causal")
+    torch.manual_seed(0)
+    x = torch.randint(-7, 8, (*FORMS[form], 3, H, D)).float()
+    x.view(-1, 3, H, D)[0] = 7.0
+    x.requires_grad_()
+    q, k, v = x.unbind(-3)
+    more = {} if form == "sbhd" else dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), sums(S, S))
+    more |= {} if form == "sbhd" else {"max_seqlen_q": S, "max_seqlen_kv": S}
+    g = torch.randn(*FORMS[form], H * D)
+
+    def run(fp8, **asked):
+        with ft.autocast(enabled=fp8, recipe=Float8CurrentScaling(fp8_dpa=True)):
+            o = attend(q, k, v, **more, **asked)
+        return o, torch.autograd.grad(o, v, g)[0]
+
+    (o, dv), (quantised, dv_quantised), (got, dv_got) = run(False), run(True), run(True, bf16_backward=True)
+    assert torch.equal(got, quantised)
+    assert not torch.equal(got, o)
+    # float32's rounding of scores up to 49 sqrt(D), which is relative in P, in sums of S terms below max |g|
+    assert (dv_got - dv).abs().max() <= 2 * S * 49 * D**0.5 * 2.0**-23 * g.abs().max()
+    assert (dv_quantised - dv).abs().max() > 2.0**-8 * g.abs().max()
+    assert torch.equal(run(False, bf16_backward=True)[1], dv)

@@ -1,0 +1,108 @@
+"""How Transformer Engine's programs run inference over a cache: lengths beside it, models in evaluation mode
+alone, and what they read of the cache's manager."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+
+from fp8kit.errors import ArgumentError, AutogradError
+
+WIDTH, HEADS = 32, 4
+
+
+def layer_of(form, device):
+    torch.manual_seed(0)
+    options = {"self_attn_mask_type": "padding_causal", "attn_input_format": form, "layer_number": 1}
+    return ft.TransformerLayer(WIDTH, 2 * WIDTH, HEADS, **options, device=device).eval()
+
+
+def cache_of(form, device, **more):
+    return ft.InferenceParams(3, 16, qkv_format=form, device=device, max_ctx_len=8, **more)
+
+
+def sums(*lengths, device="cpu"):
+    return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("form", ["bshd", "thd"])
+def test_a_steps_lengths_may_be_said_again(device, form):
+    """cu_seqlens beside inference_params: those of the step, also with further sequences without tokens, as
+    Transformer Engine's own buffers have them. Equal bits."""
+    layer, x = layer_of(form, device), torch.randn(5, WIDTH, device=device)
+    x = x if form == "thd" else torch.stack([x[:3], x[2:5]])
+    outputs = []
+    for said in ({}, {"cu_seqlens_q": sums(3, 2, device=device), "cu_seqlens_kv": sums(3, 2, device=device)}):
+        cache = cache_of(form, device)
+        cache.pre_step({"a": 3, "b": 2})
+        outputs.append(layer(x, inference_params=cache, **said))
+    cache = cache_of(form, device)
+    cache.pre_step({"a": 3, "b": 2})
+    more = {"cu_seqlens_q": sums(3, 2, 0, device=device), "cu_seqlens_kv": sums(3, 2, 0, device=device)}
+    outputs.append(layer(x, inference_params=cache, **more))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_other_lengths_than_the_steps_are_refused():
+    layer, cache = layer_of("bshd", "cpu"), cache_of("bshd", "cpu")
+    cache.pre_step({"a": 3, "b": 2})
+    x = torch.randn(2, 3, WIDTH)
+    with pytest.raises(ArgumentError, match=r"cu_seqlens_q: got \[0, 2, 4\], expected None, or \[0, 3, 5\]"):
+        layer(x, inference_params=cache, cu_seqlens_q=sums(2, 2))
+    with pytest.raises(ArgumentError, match="cu_seqlens_kv"):
+        layer(x, inference_params=cache, cu_seqlens_kv=sums(3))
+    layer(x, inference_params=cache)  # the step was not taken
+
+
+def test_evaluation_mode_needs_no_no_grad(device):
+    layer, x, outputs = layer_of("bshd", device), torch.randn(1, 3, WIDTH, device=device), []
+    for grad in (True, False):
+        cache = cache_of("bshd", device)
+        cache.pre_step({"a": 3})
+        with torch.set_grad_enabled(grad):
+            outputs.append(layer(x, inference_params=cache))
+    assert torch.equal(*outputs)
+    core = ft.DotProductAttention(HEADS, 8, qkv_format="bshd", layer_number=1, device=device).eval()
+    q = torch.randn(1, 3, HEADS, 8, device=device, requires_grad=True)
+    cache = cache_of("bshd", device)
+    cache.pre_step({"a": 3})
+    assert not core(q, q, q, inference_params=cache).requires_grad
+
+
+def test_training_over_a_cache_is_refused():
+    layer, cache = layer_of("bshd", "cpu").train(), cache_of("bshd", "cpu")
+    cache.pre_step({"a": 3})
+    with pytest.raises(AutogradError, match=r"inference: eval\(\), or no_grad\(\)"):
+        layer(torch.randn(1, 3, WIDTH), inference_params=cache)
+
+
+def test_what_programs_read_of_a_cache(device):
+    cache = cache_of("bshd", device, is_paged=True, total_num_pages=12, page_size=4)
+    layer_of("bshd", device)(torch.randn(2, 6, WIDTH, device=device), inference_params=_stepped(cache))
+    manager = cache.cache_manager
+    assert {number: [tuple(t.shape) for t in own] for number, own in manager.cache.items()} == {
+        1: [(12, 4, HEADS, 8)] * 2
+    }
+    assert (manager.max_pages_per_seq, manager.page_size, manager.total_num_pages) == (4, 4, 12)
+    assert (manager.max_batch_size, manager.max_seqlen, manager.num_heads) == (3, 16, None)
+    assert manager.sequences == {"a": 6, "b": 2}
+    assert manager.get_sequence_lengths() == [6, 2]
+    assert (manager.get_page_list("a"), manager.get_page_count("b")) == ([0, 1], 1)
+    assert manager.page_table.tolist() == [[0, 1, 0, 0], [2, 0, 0, 0]]
+    assert manager.free_pages == [*range(3, 12)]
+    assert manager.has_free_page()
+    cache.pre_step({"b": 1})
+    assert (manager.get_sequence_count(), manager.allocated_pages) == (1, {"b": [2]})
+    assert (cache.sequences_pre_step, cache.input_qkv_format, cache.cache_qkv_format) == (
+        {"b": 2},
+        "bshd",
+        "bshd",
+    )
+    assert not hasattr(manager, "pages")
+
+
+def _stepped(cache):
+    cache.pre_step({"a": 6, "b": 2})
+    return cache
