@@ -3,7 +3,7 @@
 #   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
 #   make test       ruff, mypy and the tests that need no GPU
 #   make test-kernels  every variant of every CUDA source compiled, without spills
-#   make test-clients  transformers, accelerate and peft on fp8kit_torch
+#   make test-clients  other projects' packages (extra clients) on fp8kit_torch and fp8kit_jax
 #   make test-combinations  the tests that go through combinations of parameters, where make test runs some
 #   make test-programs  the tests that run whole programs: pages' code, examples, further processes
 #   make test-report   a report in a real browser: the packages chromium and chromium-driver (Debian)
@@ -26,6 +26,7 @@ comma := ,
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
 DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
+CLIENTS := $(VENV)/.installed-clients
 DOCS := $(VENV)/.installed-docs
 NOTEBOOKS := $(VENV)/.installed-notebooks
 
@@ -54,8 +55,9 @@ test: $(TEST)
 test-kernels: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
 
-test-clients: $(TEST)
-	$(TESTING) $(BIN)/python -m pytest -m "clients and not gpu" -n 2 tests/adapters
+test-clients: $(CLIENTS)
+	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "clients and not gpu" -n 2 --dist loadgroup \
+	  tests/adapters tests/clients
 
 test-combinations: $(TEST)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "combinations and not gpu" -n 2 --dist loadfile
@@ -113,6 +115,10 @@ $(DEMO): pyproject.toml | $(BIN)/python
 
 $(TEST): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test$(if $(GPU),$(comma)$(GPU))]'
+	@touch $@
+
+$(CLIENTS): $(TEST)
+	$(BIN)/python -m pip install --quiet --editable '.[test,clients]'
 	@touch $@
 
 $(NOTEBOOKS): $(TEST)

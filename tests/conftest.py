@@ -21,7 +21,7 @@ gc.set_threshold(100_000, 50, 100)
 
 # marks of tests that run only where ``-m`` names them
 ASKED_FOR = ("gpu2", "kernels", "clients", "combinations", "programs", "report", "notebooks")
-# files with nothing but tests of clients
+# files with nothing but tests of clients, beside those of tests/clients
 CLIENTS = ("test_huggingface.py",)
 
 
@@ -29,7 +29,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """The clients' packages take seconds to import: only where their tests are asked for."""
     asked = config.getoption("markexpr") or ""
     wanted = "clients" in asked or asked.startswith("gpu")
-    return None if wanted or collection_path.name not in CLIENTS else True
+    found = collection_path.name in CLIENTS or collection_path.parent.name == "clients"
+    return None if wanted or not found else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

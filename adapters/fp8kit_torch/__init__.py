@@ -37,6 +37,7 @@ from fp8kit_torch.availability import (
 from fp8kit_torch.call import apply
 from fp8kit_torch.capture import capture
 from fp8kit_torch.convert import convert, revert
+from fp8kit_torch.coverage import coverage
 from fp8kit_torch.cross_entropy import parallel_cross_entropy
 from fp8kit_torch.dot_product_attention import DotProductAttention
 from fp8kit_torch.functional import cross_entropy, dropout_add, dropout_seed, embedding
@@ -105,6 +106,7 @@ __all__ = [
     "checkpoint_contexts",
     "common",
     "convert",
+    "coverage",
     "cross_entropy",
     "dropout_add",
     "dropout_seed",

@@ -17,6 +17,7 @@ from fp8kit.errors import BackendError, FormatError, ShapeError
 from fp8kit.layers.unsupported import refuse
 from fp8kit.layers.unsupported import refuse_others as only
 from fp8kit_torch.checks import tensor
+from fp8kit_torch.distributed_weights import arrived
 from fp8kit_torch.torch_compat import any_autocast
 from fp8kit_torch.views import FLOATS
 
@@ -133,6 +134,7 @@ def want_input(
     Fp8kitError kinds otherwise."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         tensor(operation, argument, value)
+    value = arrived(value)
     if value.ndim < 1 or value.shape[-1] != features:
         raise ShapeError(
             operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"

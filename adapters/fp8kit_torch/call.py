@@ -20,6 +20,7 @@ from fp8kit.execution.codec import decode
 from fp8kit.execution.refusals import want_call
 from fp8kit.spec import Operation
 from fp8kit_torch.bound import TorchOp, addresses, bind, want_no_transform
+from fp8kit_torch.distributed_weights import arrived
 from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.once import once
@@ -152,10 +153,10 @@ _record = applier(_Node)
 
 
 def _plain(grad: Tensor | None) -> Tensor | None:
-    """A gradient as backward takes it: contiguous, and by its values where a layer with ``fp8_grad`` gave it
-    in FP8."""
+    """A gradient as backward takes it: contiguous, by its values where a layer with ``fp8_grad`` gave it in
+    FP8, and once a collective of DTensor has filled it."""
     if grad is None:
         return None
-    if type(grad) is not Tensor and hasattr(grad, "held_in_fp8"):
-        grad = grad.dequantize()
+    if type(grad) is not Tensor:
+        grad = grad.dequantize() if hasattr(grad, "held_in_fp8") else arrived(grad)
     return grad if grad.is_contiguous() else grad.contiguous()

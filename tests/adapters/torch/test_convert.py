@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from fp8kit_torch import autocast, convert, revert
+from fp8kit_torch import autocast, convert, coverage, revert
 from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
+from fp8kit_torch.converted import standing_for
 from torch import nn
 from torch.nn.utils import prune
 
@@ -79,6 +81,11 @@ def model(seed=0, dtype=torch.float32):
     return Net(dtype)
 
 
+def ours_of(kind):
+    """What stands for a module of that class."""
+    return ConvertedLinear if issubclass(kind, nn.Linear) else ConvertedNorm
+
+
 def bits(t):
     return t.detach().float().cpu().numpy()
 
@@ -92,16 +99,13 @@ def test_parameters_are_the_same_objects_and_come_back_bit_for_bit():
     )
     addresses = {n: p.data_ptr() for n, p in params.items()}
     assert convert(net) is net
+    kinds = {n: type(m) for n, m in plain.items() if "." not in n and n}
     assert {n: type(m) for n, m in net.named_children()} == {
-        "norm": ConvertedNorm,
-        "up": ConvertedLinear,
-        "down": ConvertedLinear,
-        "rms": ConvertedNorm,
-        "llama": ConvertedNorm,
-        "gemma": ConvertedNorm,
-        "odd": OddRMSNorm,
-        "head": ConvertedLinear,
+        n: OddRMSNorm if n == "odd" else standing_for(ours_of(kinds[n]), kinds[n])
+        for n in ("norm", "up", "down", "rms", "llama", "gemma", "odd", "head")
     }
+    assert isinstance(net.up, nn.Linear)
+    assert isinstance(net.norm, nn.LayerNorm)
     assert net.twice is net.up
     assert dict(net.named_parameters(remove_duplicate=False)).items() == params.items()
     assert all(
@@ -162,8 +166,8 @@ def test_trains_in_fp8_under_an_optimiser_made_before(recipe):
 
 def test_filters_copies_devices_and_what_is_left_alone():
     net = convert(model(), lambda module, name: isinstance(module, nn.Linear) and name != "head")
-    assert isinstance(net.head, nn.Linear)
-    assert isinstance(net.norm, nn.LayerNorm)
+    assert type(net.head) is nn.Linear
+    assert type(net.norm) is nn.LayerNorm
     assert isinstance(net.up, ConvertedLinear)
     clone = copy.deepcopy(net)
     assert clone.up.weight is not net.up.weight
@@ -179,8 +183,8 @@ def test_filters_copies_devices_and_what_is_left_alone():
     others = nn.ModuleList(
         [
             Special(4, 4),
-            nn.LayerNorm(4, bias=False),
             nn.LayerNorm((2, 4)),
+            nn.LayerNorm(4, elementwise_affine=False),
             nn.Linear(4, 4, dtype=torch.float64),
             nn.MultiheadAttention(4, 2),
         ]
@@ -214,8 +218,139 @@ def test_weights_that_are_no_parameter_of_their_own_stay():
     for name, layer in made.items():
         net, kind, x = nn.Sequential(nn.Linear(8, 8), layer), type(layer), torch.ones(2, 8)
         convert(net)
-        assert [type(part) for part in net] == [ConvertedLinear, kind], name
+        assert isinstance(net[0], ConvertedLinear), name
+        assert type(net[1]) is kind, name
         assert net(x).shape == (2, 8)
+
+
+class Twice(nn.Linear):
+    """A subclass of its own way to compute the same, as Falcon's."""
+
+    def forward(self, x):
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Half(nn.Linear):
+    """Not the same."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def test_subclasses_of_linear_are_converted_where_that_is_asked():
+    made = nn.ModuleList([Twice(8, 4), Half(8, 4), nn.Linear(8, 4)])
+    convert(made)
+    assert [isinstance(part, ConvertedLinear) for part in made] == [False, False, True]
+    convert(made, linear_classes=[Twice, Half])
+    assert [isinstance(part, ConvertedLinear) for part in made] == [True, False, True]
+    assert isinstance(made[0], Twice)
+    x = torch.randn(3, 8)
+    assert relative_error(bits(made[0](x)), bits(made[0].plain(x))) < 2.0**-20
+    reasons = [row.why for row in coverage(made, linear_classes=[Half]).modules]
+    assert reasons == ["converted", "Half.forward does not compute x W^T + b", "converted"]
+    for wrong in ([nn.LayerNorm], [3], ["Linear"]):
+        with pytest.raises(ArgumentError, match="linear_classes"):
+            convert(nn.Sequential(nn.Linear(4, 4)), linear_classes=wrong)
+
+
+class LayerNorm1P(nn.LayerNorm):
+    """Nemotron's: (1 + weight) and a bias."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class CohereLikeLayerNorm(LlamaLikeRMSNorm):
+    """(x - mean) / std * weight, without a bias."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, x.shape[-1:], self.weight, None, self.variance_epsilon)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.LayerNorm(D, bias=False), lambda: LayerNorm1P(D), lambda: CohereLikeLayerNorm(D)],
+    ids=["no bias", "1 + weight", "cohere"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norms_without_bias_and_of_other_libraries(make, dtype):
+    torch.manual_seed(0)
+    plain = make().to(dtype)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.uniform_(0.5, 1.5)
+    net = convert(nn.Sequential(copy.deepcopy(plain)))
+    assert isinstance(net[0], ConvertedNorm)
+    assert isinstance(net[0], type(plain))
+    assert net.state_dict().keys() == {f"0.{n}" for n in plain.state_dict()}
+    x, g = torch.randn(5, D, dtype=dtype), torch.randn(5, D, dtype=dtype)
+    inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    wanted, got = plain(inputs[0]), net(inputs[1])
+    (wanted * g).sum().backward()
+    (got * g).sum().backward()
+    limit = 4 * torch.finfo(dtype).eps  # a few roundings, of which each may differ
+    assert relative_error(bits(got), bits(wanted)) < limit
+    assert relative_error(bits(inputs[1].grad), bits(inputs[0].grad)) < limit
+    for name, p in plain.named_parameters():
+        assert relative_error(bits(getattr(net[0], name).grad), bits(p.grad)) < limit, name
+
+
+def test_converted_modules_are_pickled_and_take_weights_of_another_size():
+    net = convert(nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)))
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    assert [type(part) for part in read] == [type(part) for part in net]
+    x = torch.randn(2, 8)
+    assert_same_bits("read", bits(read(x)), bits(net(x)))
+    layer = net[0]
+    layer.weight, layer.bias = nn.Parameter(torch.randn(6, 8)), None
+    wanted = x @ layer.weight.T
+    assert relative_error(bits(layer(x)), bits(wanted)) < 2.0**-20
+    assert (layer.in_features, layer.out_features) == (8, 6)
+    before = layer.weight.clone()
+    layer.reset_parameters()
+    assert (layer.weight != before).any()
+    assert revert(net)[0].bias is None
+
+
+def test_coverage_tells_of_every_module_and_why():
+    net = model()
+    before = {row.name: row for row in coverage(net).modules}
+    assert "could be" in before["up"].why
+    assert not any(row.fp8 for row in before.values())
+    convert(net, lambda module, name: name != "down")
+    net.experts, net.table = Experts(), nn.Embedding(3, 4)
+    net.conv = nn.Conv1d(4, 4, 1)
+    report = coverage(net)
+    found = {row.name: row for row in report.modules}
+    assert found["up"].fp8
+    assert found["up"].why == "converted"
+    assert found["up"].parameters == D * H + H
+    assert "asked" in found["down"].why
+    assert "neither" in found["odd"].why
+    assert "experts in one array" in found["experts"].why
+    assert "another kind" in found["conv"].why
+    assert {row.name for row in report.left} == {"", "down", "odd", "experts", "conv"}
+    assert found[""].why == "a module of its own kind, with down_tied"
+    total = sum(p.numel() for p in net.parameters())
+    assert sum(row.parameters for row in report.modules) == total
+    wanted = (D * H + H) / total  # the head's weight counts for the model, which has it first
+    assert report.fp8_share == pytest.approx(wanted)
+    assert "ConvertedLinear" in str(report)
+    assert f"{wanted:.1%}" in str(report)
+    with pytest.raises(ArgumentError, match="coverage: model"):
+        coverage(3)
+
+
+class Experts(nn.Module):
+    """Weights of experts in one array, as transformers' models have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 4, 4))
 
 
 def test_a_conversion_that_fails_replaces_nothing(monkeypatch):
@@ -244,7 +379,7 @@ def test_a_conversion_of_nothing_is_told():
     ):
         convert(some, lambda module, name: False)
     assert type(some[0]) is nn.Linear
-    assert type(convert(convert(some))[0]) is ConvertedLinear
+    assert isinstance(convert(convert(some))[0], ConvertedLinear)
 
 
 def test_hooks_and_modes_go_along():
@@ -386,7 +521,7 @@ def test_within_torchs_autocast_a_norm_has_the_plain_ones_dtype(name, place):
         torch.manual_seed(0)
         plain = NORMS[name](D).to(weight)
         net = convert(nn.Sequential(copy.deepcopy(plain))).to(place)
-        assert type(net[0]) is ConvertedNorm
+        assert isinstance(net[0], ConvertedNorm)
         plain = plain.to(place)
         rows, g = torch.randn(7, D, dtype=x, device=place), torch.randn(7, D, device=place)
         with torch.autocast(place, cast):

@@ -50,7 +50,8 @@ def _others():
     from importlib.util import module_from_spec
 
     here = os.path.dirname(os.path.abspath(__file__))
-    rest = [place for place in sys.path if os.path.abspath(place or os.curdir) != here]
+    seen = [os.path.abspath(place or os.curdir) for place in sys.path]
+    rest = sys.path[seen.index(here) + 1 :] if here in seen else []
     found = PathFinder.find_spec("sitecustomize", rest)
     if found is not None and found.loader is not None:
         found.loader.exec_module(module_from_spec(found))
