@@ -38,6 +38,13 @@ from fp8kit_jax.functional import (
 from fp8kit_jax.inspection import inspect
 from fp8kit_jax.keys import dropout_seed
 from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
+from fp8kit_jax.moe import (
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+    sort_chunks_by_index,
+    token_combine,
+    token_dispatch,
+)
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import MeshResource, autocast
@@ -62,6 +69,8 @@ __all__ = [
     "dropout_add",
     "dropout_seed",
     "fused_cross_entropy",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
     "gemm",
     "inspect",
     "l2norm",
@@ -78,6 +87,9 @@ __all__ = [
     "running_sums",
     "shape_struct",
     "softmax",
+    "sort_chunks_by_index",
+    "token_combine",
+    "token_dispatch",
     "update_collections",
 ]
 

@@ -17,6 +17,7 @@ ModuleList, Sequential     modules in a row: kept, or called one after the other
 Module, Parameter          the bases of modules of your own, and what they train
 =========================  ========================================================================
 
+``fp8kit.nn.moe`` has the functions of mixtures of experts: the router, tokens to rows by expert and back.
 ``fp8kit.nn.unit_scaling`` has ``Linear`` and functions whose outputs and gradients have a size near 1.
 
 Functions: ``cross_entropy`` (the loss), ``apply_rotary_pos_emb``. ``InferenceParams`` keeps keys and values
@@ -82,7 +83,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "unit_scaling":
+    if name in ("moe", "unit_scaling"):
         return _importlib.import_module(f"{__name__}.{name}")
     why = _errors.meant(name, __all__)
     raise AttributeError(f"module 'fp8kit.nn' has no attribute {name!r}{why}", name=name)

@@ -14,6 +14,8 @@ rope                    rotary position embedding                               
 dropout_add, add        residual + dropout(x + bias); a + b                          dropout_add.py
 drop_path               residual + x, whole samples of x dropped                     drop_path.py
 split_heads             packed queries, keys and values, each by itself              split_heads.py
+router, moe_aux_loss    which experts a token goes to; the loss of their balance     router.py
+expert_rows             the map of tokens to rows by expert                          permute.py
 permute, unpermute      tokens to rows by expert, and sums of each token's rows      permute.py
 embedding               rows of a table                                              embedding.py
 activation              gelu, silu, swiglu... alone                                  activation.py

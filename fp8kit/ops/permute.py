@@ -1,5 +1,5 @@
 """``permute``: tokens to rows of their own, such as the experts they go to; ``unpermute``: the sum of each
-token's rows.
+token's rows; ``expert_rows``: the map of tokens to experts.
 
 A map, int32 (R, 2), says for each row its (token, slot): the slot is the column of the row's probability,
 such as the expert. (-1, -1) is an empty row, and each (token, slot) stands in one row at most.
@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fp8kit.arguments import integer
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import ArgumentError
-from fp8kit.formats import HIGH_PRECISION, float32, int32
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.formats import HIGH_PRECISION, float32, int32, uint8
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
@@ -31,6 +32,35 @@ class UnpermuteSpec:
     """``tokens``: rows of the result; negative: those of ``probs``."""
 
     tokens: int = -1
+
+
+@dataclass(frozen=True)
+class ExpertRowsSpec:
+    """``experts`` E; ``rows`` R of the map; ``align``: each expert begins at a multiple of it."""
+
+    experts: int
+    rows: int
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("experts", 1), ("rows", 0), ("align", 1)):
+            integer("expert_rows", name, getattr(self, name), least, 2**31 - 1)
+
+
+def dispatch_rows(
+    routing: Any, num_out_tokens: Any, align_size: Any, num_experts: Any
+) -> tuple[int, int, int]:
+    """(experts, rows, align) of the map of ``routing``, a mask or indices; with an ``align_size`` as many
+    rows as it can need. ShapeError, ArgumentError for what they may not be."""
+    op, is_mask = "token_dispatch", getattr(routing.dtype, "name", routing.dtype) != "int32"
+    if len(routing.shape) != 2:
+        raise ShapeError(op, "routing_map", f"shape {tuple(routing.shape)}", "(tokens, experts or topk)")
+    if is_mask and num_experts not in (None, routing.shape[1]):
+        raise ArgumentError(op, "num_experts", num_experts, f"{routing.shape[1]}, as in routing_map, or None")
+    experts = integer(op, "num_experts", routing.shape[1] if is_mask else num_experts, 1, 2**31 - 1)
+    rows = integer(op, "num_out_tokens", num_out_tokens, 0, 2**31 - 1)
+    align = 1 if align_size is None else integer(op, "align_size", align_size, 1, 2**31 - 1)
+    return experts, (rows + experts * (align - 1)) // align * align, align
 
 
 class _ByMap(Operation):
@@ -134,5 +164,36 @@ class Unpermute(_ByMap):
             ws.kernels.unpermute_probs(ws.inputs["x"], dy, row_map, ws.outputs["probs"], ws.stream)
 
 
+class ExpertRows(Operation):
+    """The map of tokens to experts, without a look at the host. Inputs: routing, a mask uint8 (T, E), or
+    indices int32 (T, k). Outputs: row_map int32 (R, 2), its rows expert after expert, each padded with empty
+    rows to a multiple of ``align``; sizes int32 (E,), the rows of each expert with their padding; counts
+    int32 (E,), without. Rows beyond R are dropped. No gradient."""
+
+    name = "expert_rows"
+    results = ("row_map", "sizes", "counts")
+    arguments: ClassVar[Mapping[str, str]] = {"routing": "routing_map"}
+
+    def infer(self, spec: ExpertRowsSpec, metas: Metas, needs: Needs) -> Signature:
+        found = metas.get("routing")
+        if found is not None and found.dtype not in (uint8, int32):
+            raise FormatError(self.name, "routing", found.dtype.name, "uint8, a mask, or int32, indices")
+        is_mask = found is None or found.dtype is uint8
+        want(
+            self.name,
+            "routing",
+            metas,
+            (None, spec.experts if is_mask else None),
+            uint8 if is_mask else int32,
+        )
+        of_experts = Meta((spec.experts,), int32)
+        return Signature({"row_map": Meta((spec.rows, 2), int32), "sizes": of_experts, "counts": of_experts})
+
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        made = (ws.outputs[name] for name in self.results)
+        ws.kernels.expert_rows(ws.inputs["routing"], *made, plan.spec.align, ws.stream)
+
+
+expert_rows = ExpertRows()
 permute = Permute()
 unpermute = Unpermute()

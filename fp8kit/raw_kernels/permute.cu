@@ -1,5 +1,6 @@
 // functions: permute_rows, unpermute_rows, permute_probs
 // functions: zero_probs (unpermute_probs), row_probs (unpermute_probs)
+// functions: count_expert (expert_rows), expert_rows
 // variants: T=f32,bf16,f16; P=f32,bf16,f16
 //
 // Rows of tokens to places of their own, and back, by a map of (token, slot) for each permuted row. Sums run
@@ -117,4 +118,75 @@ row_probs(const T* rows, const T* x, const i32* map, P* out, i64 R, i64 N, i64 t
   }
   sum = warp_sum(sum);
   if (threadIdx.x == 0) out[place.token * S + place.slot] = from_float<P>(sum);
+}
+
+// --- the map -----------------------------------------------------------------------------------------------
+
+// What is routed, in its own order: pair i is token i / width, slot i % width of indices; of a mask the
+// token i alone.
+struct Routed {
+  const void* routing;
+  i64 tokens, width, is_mask;
+
+  __device__ __forceinline__ i64 pairs() const { return is_mask ? tokens : tokens * width; }
+  __device__ __forceinline__ bool goes_to(i64 i, i64 expert) const {
+    if (i >= pairs()) return false;
+    if (is_mask) return static_cast<const u8*>(routing)[i * width + expert] != 0;
+    return static_cast<const i32*>(routing)[i] == expert;
+  }
+  __device__ __forceinline__ i64 token(i64 i) const { return is_mask ? i : i / width; }
+  __device__ __forceinline__ i64 slot(i64 i, i64 expert) const { return is_mask ? expert : i % width; }
+};
+
+// counts[expert], a block each.
+extern "C" __global__ void __launch_bounds__(256)
+count_expert(const void* routing, i64 tokens, i64 width, i64 is_mask, i32* counts) {
+  __shared__ i32 sums[8];
+  const Routed routed{routing, tokens, width, is_mask};
+  i32 count = 0;
+  for (i64 i = threadIdx.x; i < routed.pairs(); i += 256) count += routed.goes_to(i, blockIdx.x);
+  count = __reduce_add_sync(~0u, count);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = count;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < 8; ++w) count += sums[w];
+    counts[blockIdx.x] = count;
+  }
+}
+
+// The rows of an expert, a block each, in the order of the pairs; the block behind the last expert's writes
+// the empty rows at the end.
+extern "C" __global__ void __launch_bounds__(256)
+expert_rows(const void* routing, i64 tokens, i64 width, i64 is_mask, const i32* counts, i32* map, i32* sizes,
+            i64 experts, i64 rows, i64 align) {
+  __shared__ i32 before[8];
+  const Routed routed{routing, tokens, width, is_mask};
+  const i64 expert = blockIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  i64 start = 0;
+  for (i64 e = 0; e < expert; ++e) start += ceil_div(counts[e], align) * align;
+  const i64 own = expert < experts ? counts[expert] : 0;
+  const i64 end = expert < experts ? min64(start + ceil_div(own, align) * align, rows) : rows;
+  if (expert < experts && threadIdx.x == 0) sizes[expert] = (i32)(end - min64(start, rows));
+
+  for (i64 r = start + own + threadIdx.x; r < end; r += 256) map[2 * r] = -1, map[2 * r + 1] = -1;
+  if (expert == experts) return;
+  i64 row = start;
+  for (i64 i0 = 0; i0 < routed.pairs(); i0 += 256) {
+    const i64 i = i0 + threadIdx.x;
+    const bool here = routed.goes_to(i, expert);
+    const u32 votes = __ballot_sync(~0u, here);
+    if (lane == 0) before[warp] = __popc(votes);
+    __syncthreads();
+    i64 r = row + __popc(votes & ((1u << lane) - 1));
+    for (int w = 0; w < 8; ++w) {
+      if (w < warp) r += before[w];
+      row += before[w];
+    }
+    if (here && r < rows) {
+      map[2 * r] = (i32)routed.token(i);
+      map[2 * r + 1] = (i32)routed.slot(i, expert);
+    }
+    __syncthreads();
+  }
 }

@@ -47,7 +47,7 @@ _SAME = {
     "jit": "fp8kit_torch.te_compat.capture",
     "cross_entropy": "fp8kit_torch.cross_entropy",
     "permutation": "fp8kit_torch.moe",
-    "router": "",
+    "router": "fp8kit_torch.router",
     "ep": "",
     "cpu_offload": "fp8kit_torch.te_compat.unsupported",
     "export": "fp8kit_torch.te_compat.unsupported",

@@ -47,8 +47,7 @@ _NAMES = {
     "the activation is not there": "ScaledSReLU SiTUGLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU",
     "layers are fused as they are written": """register_forward_fusion register_backward_fusion
         register_forward_backward_fusion FusedOperation OperationFuser""",
-    "the router is not there; plain torch computes it": """fused_topk_with_score_function
-        fused_compute_score_for_moe_aux_loss fused_moe_aux_loss""",
+    "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
     "activations are not offloaded": "ManualOffloadSynchronizer",
     "te.distributed.checkpoint recomputes FP8 layers as they were": """activation_recompute_forward

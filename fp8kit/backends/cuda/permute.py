@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
-from fp8kit.formats import float32
+from fp8kit.formats import float32, uint8
 
 _COLUMNS = 1024  # of a warp of unpermute_rows (raw_kernels/permute.cu)
 _WARPS = (32, 8)
@@ -52,3 +52,16 @@ def unpermute_probs(
     launch.launch(zeros, ceil_div(out.size, 256), 256, (out.ptr, out.size), stream)
     arguments = (rows.ptr, address(x), row_map.ptr, out.ptr, *rows.shape, *out.shape)
     launch.launch(_kernel("row_probs", rows, out), ceil_div(rows.shape[0], 8), _WARPS, arguments, stream)
+
+
+def expert_rows(
+    routing: ArrayView, row_map: ArrayView, sizes: ArrayView, counts: ArrayView, align: int, stream: int
+) -> None:
+    """See ``backends.protocol``. A block an expert: it reads all that is routed."""
+    experts, rows = counts.size, row_map.shape[0]
+    function = launch.kernel("permute.cu", "count_expert", counts.device.index, P="f32", T="f32")
+    given = routing.ptr, *routing.shape, int(routing.dtype is uint8)
+    launch.launch(function, experts, 256, (*given, counts.ptr), stream)
+    function = launch.kernel("permute.cu", "expert_rows", counts.device.index, P="f32", T="f32")
+    arguments = (*given, counts.ptr, row_map.ptr, sizes.ptr, experts, rows, align)
+    launch.launch(function, experts + 1, 256, arguments, stream)

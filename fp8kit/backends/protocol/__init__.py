@@ -61,6 +61,7 @@ from fp8kit.backends.protocol.permute import Permutations
 from fp8kit.backends.protocol.quantize import Quantization
 from fp8kit.backends.protocol.quantized_attention import QuantizedAttentions
 from fp8kit.backends.protocol.rope import Ropes
+from fp8kit.backends.protocol.router import Routers, Routing
 from fp8kit.backends.protocol.scales import Scales
 from fp8kit.backends.protocol.sequences import Sequences
 from fp8kit.backends.protocol.spec import SPECS, KernelSpec, Output, map_arrays, views
@@ -82,6 +83,7 @@ __all__ = [
     "Layout",
     "Normalization",
     "Output",
+    "Routing",
     "Rule",
     "block_shapes",
     "map_arrays",
@@ -111,6 +113,7 @@ class Kernels(
     Ropes,
     Embeddings,
     Permutations,
+    Routers,
     CrossEntropies,
     Optimizers,
     EncodedAdams,

@@ -41,3 +41,20 @@ class Permutations(Protocol):
     ) -> None:
         """out[token, slot] = the sum over columns of rows[r] * x[token], without ``x`` rows[r]; 0 where there
         is no row. rows: h (R, N), without ``x`` (R, 1); x: (T, N), of its type; out: h (T, S), any type."""
+
+    @kernel(writes="row_map sizes counts", exact=True)
+    def expert_rows(
+        self,
+        routing: ArrayView,
+        row_map: ArrayView,
+        sizes: ArrayView,
+        counts: ArrayView,
+        align: int,
+        stream: int,
+    ) -> None:
+        """The map of tokens to experts. routing: a mask, uint8 (T, E), 1 where the token goes to the expert,
+        whose slot is the expert; or indices, int32 (T, k), of experts, whose slot is the column; one out of
+        [0, E) is none. Rows lie expert after expert, and within one in the order of (token, slot); each
+        expert begins at a multiple of ``align``. row_map: int32 (R, 2), rows in between and behind empty,
+        those beyond R dropped. counts: int32 (E,), what was routed to each expert; sizes: int32 (E,), the
+        rows of each in the map, padding with it, cut off at R."""

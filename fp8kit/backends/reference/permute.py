@@ -7,6 +7,7 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import Array, Float32, blocks, f32, quiet, result, store
 from fp8kit.backends.reference.threads import njit
+from fp8kit.formats import uint8
 
 
 def _rows_of(row_map: ArrayView, tokens: int, slots: int | None) -> tuple[Array, Array, Array]:
@@ -80,3 +81,26 @@ def unpermute_probs(
             values = values * x.numpy()[token[part]].astype(np.float32)
         sums[token[part], slot[part]] = values.sum(1)
     store(out, sums)
+
+
+def expert_rows(
+    routing: ArrayView, row_map: ArrayView, sizes: ArrayView, counts: ArrayView, align: int, stream: int
+) -> None:
+    """See ``protocol.Kernels.expert_rows``."""
+    given, out, experts = routing.numpy(), row_map.numpy(), counts.size
+    if routing.dtype is uint8:
+        expert, token = np.nonzero(given.T)
+        slot = expert
+    else:
+        flat = given.reshape(-1)
+        places = np.flatnonzero((flat >= 0) & (flat < experts))
+        places = places[np.argsort(flat[places], kind="stable")]
+        expert, (token, slot) = flat[places], np.divmod(places, max(given.shape[1], 1))
+    counts.numpy()[...] = count = np.bincount(expert, minlength=experts)
+    ends = np.cumsum(-(-count // align) * align)
+    starts = ends - -(-count // align) * align
+    sizes.numpy()[...] = np.diff(np.minimum(ends, len(out)), prepend=0)
+    row = np.arange(len(expert)) + (starts - (np.cumsum(count) - count))[expert]
+    kept = row < len(out)
+    out[...] = -1
+    out[row[kept]] = np.stack((token, slot), 1)[kept]

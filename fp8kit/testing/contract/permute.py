@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float32, int32
+from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float32, int32, uint8
 from fp8kit.testing.contract import (
     ROUNDOFF,
     Arguments,
@@ -135,6 +135,54 @@ def unpermute_probs_oracle(a: Any) -> Results:
     return {"out": (out, sum_slack(size, a.rows.shape[1]) + ROUNDOFF * size)}
 
 
+def expert_rows(
+    s: Sampler, m: int, n: int, rows: int = 0, align: int = 1, width: int = 0, density: float = 0.3
+) -> Arguments:
+    """``m`` tokens, ``n`` experts, ``rows`` rows; ``width``: choices of a token, 0 for a mask of such a
+    ``density``."""
+
+    def values() -> Array:
+        if width:
+            return s.random.integers(-1, n + 1, (m, width)).astype(np.int32)
+        return (s.random.random((m, n)) < density).astype(np.uint8)
+
+    return {
+        "routing": s.array((m, width or n), int32 if width else uint8, values),
+        "row_map": s.output(rows, 2, dtype=int32),
+        "sizes": s.output(n, dtype=int32),
+        "counts": s.output(n, dtype=int32),
+        "align": align,
+    }
+
+
+def expert_rows_oracle(a: Any) -> Results:
+    """Expert after expert, pair after pair."""
+    row_map, experts, start = np.full(a.row_map.shape, -1, np.int32), len(a.counts), 0
+    counts, sizes = np.zeros(experts, np.int32), np.zeros(experts, np.int32)
+    for e in range(experts):
+        found = np.argwhere(a.routing != 0 if a.routing.dtype == np.uint8 else a.routing == e).tolist()
+        found = [pair for pair in found if a.routing.dtype != np.uint8 or pair[1] == e]
+        for i, pair in enumerate(found):
+            if start + i < len(row_map):
+                row_map[start + i] = pair
+        end = start + -(-len(found) // a.align) * a.align
+        counts[e], sizes[e] = len(found), min(end, len(row_map)) - min(start, len(row_map))
+        start = end
+    return {"row_map": row_map, "sizes": sizes, "counts": counts}
+
+
+_MAPS: dict[str, Options] = {
+    "mask": {"m": 40, "n": 5, "rows": 70},
+    "mask-aligned": {"m": 40, "n": 5, "rows": 160, "align": 16},
+    "mask-dropping": {"m": 300, "n": 3, "rows": 100, "align": 8},
+    "mask-many": {"m": 700, "n": 9, "rows": 3000, "align": 128, "density": 0.5},
+    "indices": {"m": 33, "n": 6, "rows": 70, "width": 2},
+    "indices-aligned": {"m": 300, "n": 4, "rows": 1000, "width": 3, "align": 32},
+    "indices-dropping": {"m": 300, "n": 4, "rows": 500, "width": 3, "align": 16},
+    "no-tokens": {"m": 0, "n": 3, "rows": 8, "align": 4},
+    "no-rows": {"m": 9, "n": 3, "rows": 0},
+}
+
 # tokens, columns, rows, slots
 _SIZES = ((11, 33, 30, 4), (1, 1, 5, 1), (50, 16, 9, 3), (7, 1100, 28, 4), (0, 8, 3, 2), (5, 0, 6, 2))
 _CASES: dict[str, Options] = {
@@ -154,6 +202,7 @@ _ROWS = _cases(plain={}, **_WEIGHTED)
 TESTS = (
     KernelTest("permute_rows", row_sample, permute_rows_oracle, _ROWS),
     KernelTest("unpermute_rows", functools.partial(row_sample, back=True), unpermute_rows_oracle, _ROWS),
+    KernelTest("expert_rows", expert_rows, expert_rows_oracle, _MAPS),
     KernelTest("permute_probs", permute_probs, permute_probs_oracle, _cases(plain={})),
     KernelTest(
         "unpermute_probs", unpermute_probs, unpermute_probs_oracle, _cases(alone={"alone": True}, **_WEIGHTED)

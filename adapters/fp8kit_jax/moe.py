@@ -1,0 +1,148 @@
+"""Mixture of experts: the router, tokens to rows by expert and back, under Transformer Engine's names in JAX.
+Nothing waits for the device, and every function works inside ``jax.jit``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from fp8kit.arguments import integer
+from fp8kit.errors import FormatError, ShapeError
+from fp8kit.ops import router as ops
+from fp8kit.ops.permute import ExpertRowsSpec, PermuteSpec, UnpermuteSpec, dispatch_rows, expert_rows, permute
+from fp8kit.ops.permute import unpermute as unpermute_operation
+from fp8kit_jax.arguments import as_array, as_number, as_rows
+from fp8kit_jax.rules import apply
+
+
+def fused_topk_with_score_function(
+    logits: Any,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int = -1,
+    group_topk: int = -1,
+    scaling_factor: float = 1.0,
+    score_function: str = "softmax",
+    expert_bias: Any = None,
+    compute_aux_scores: bool = False,
+) -> tuple[Any, Any]:
+    """(probs, routing_map): each token's probabilities, 0 for experts that are not chosen, and its choice,
+    bool (..., E).
+
+    * ``logits``: h (..., E), E at most 1024. ``topk``: experts of a token.
+    * ``score_function``: "softmax", over the chosen logits, or with ``use_pre_softmax`` over all before top-k
+      (not normalised again); "sigmoid" or "sqrtsoftplus", divided by their sum over the chosen + 1e-20 where
+      ``topk`` is above 1.
+    * ``num_groups``, ``group_topk``: experts lie in groups of equal size, by the sum of whose ``topk /
+      group_topk`` largest scores ``group_topk`` groups are kept. -1 for no groups.
+    * ``scaling_factor``: of the probabilities.
+    * ``expert_bias``: float32 (E,), added to the scores for the choice alone; with "sigmoid" and
+      "sqrtsoftplus". It has no gradient.
+    * ``compute_aux_scores``: the scores of all experts instead, float32, and a plain top-k: what
+      ``fused_moe_aux_loss`` takes; the options above but topk and score_function are not read.
+
+    probs: h (..., E) like logits, differentiable in logits. Of equal scores the lowest expert is chosen
+    first. Raises ShapeError, FormatError and ArgumentError when it is traced.
+    """
+    logits = as_rows("router", "logits", logits, "experts")
+    if compute_aux_scores:
+        fields = ops.router_fields(logits, topk, False, None, None, None, score_function, dense=True)
+        bias = None
+    else:
+        fields = ops.router_fields(
+            logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function
+        )
+        bias = None if expert_bias is None else as_array("router", "expert_bias", expert_bias)
+    out = apply(ops.router, ops.RouterSpec(*fields), {"logits": logits, "expert_bias": bias})
+    return out["probs"], out["chosen"] != 0
+
+
+def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: float) -> Any:
+    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype.
+
+    ``probs``: h (T, E); ``tokens_per_expert``: int32 or float32 (E,). Differentiable in probs. Raises
+    ShapeError, FormatError and ArgumentError when it is traced.
+    """
+    op = "moe_aux_loss"
+    probs = as_rows(op, "probs", probs, "experts")
+    if probs.ndim != 2:
+        raise ShapeError(op, "probs", f"shape {probs.shape}", "(tokens, experts)")
+    tokens, experts = probs.shape
+    factor = ops.aux_loss_factor(
+        op, max(tokens, 1), experts, topk, as_number(op, "coeff", coeff, least=-float("inf"))
+    )
+    inputs = {"probs": probs, "counts": as_array(op, "tokens_per_expert", tokens_per_expert)}
+    return apply(ops.moe_aux_loss, ops.AuxLossSpec(factor), inputs)["loss"].reshape(())
+
+
+def token_dispatch(
+    inp: Any,
+    routing_map: Any,
+    num_out_tokens: int,
+    probs: Any = None,
+    align_size: int | None = None,
+    num_experts: int | None = None,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """(rows by expert, their probabilities or None, row_id_map, None, tokens_per_expert).
+
+    * ``inp``: h (tokens, hidden).
+    * ``routing_map``: a mask, bool or integer (tokens, E), not 0 where the token goes to the expert; with
+      ``num_experts`` E indices, int32 (tokens, k). Rows of an expert keep the order of their tokens.
+    * ``num_out_tokens``: number of rows; those behind the last expert's are 0, more are dropped. With
+      ``align_size`` each expert's rows are filled up with zeros to a multiple of it, and there are as many
+      rows as that can need: num_out_tokens + E (align_size - 1), rounded down to a multiple.
+    * ``probs``: h (tokens, E), or (tokens, k) for indices; they go along.
+
+    row_id_map: int32 (rows, 2), what ``token_combine`` takes, padding with it, so that there are no offsets
+    of padding; tokens_per_expert: int32 (E,), padding with them: the ``group_sizes`` of ``grouped_dense``.
+    Differentiable in inp and probs. Raises ShapeError, FormatError and ArgumentError when it is traced.
+    """
+    op = "token_dispatch"
+    inp, routing = as_array(op, "inp", inp), as_array(op, "routing_map", routing_map)
+    if jnp.issubdtype(routing.dtype, jnp.inexact):
+        raise FormatError(op, "routing_map", routing.dtype.name, "bool or integers")
+    routing = (routing != 0).astype(jnp.uint8) if num_experts is None else routing.astype(jnp.int32)
+    spec = ExpertRowsSpec(*dispatch_rows(routing, num_out_tokens, align_size, num_experts))
+    made = apply(expert_rows, spec, {"routing": routing})
+    inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
+    out = apply(permute, PermuteSpec(probs is not None), inputs)
+    return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, num_tokens: int | None = None) -> Any:
+    """The sum of each token's rows, times ``merging_probs`` where they are there: h (tokens, hidden), in
+    float32, rounded once.
+
+    ``inp``: h (rows, hidden); ``row_id_map``: as ``token_dispatch`` gave it; ``merging_probs``: h (tokens, E
+    or k), or None with ``num_tokens``. Raises ShapeError, FormatError and ArgumentError when it is traced.
+    """
+    op = "token_combine"
+    if merging_probs is None and num_tokens is None:
+        raise ShapeError(op, "num_tokens", None, "the number of tokens, without merging_probs")
+    tokens = -1 if num_tokens is None else integer(op, "num_tokens", num_tokens, 0, 2**31 - 1)
+    inputs = {"x": inp, "row_map": row_id_map, "probs": merging_probs}
+    return apply(unpermute_operation, UnpermuteSpec(tokens), inputs)["y"]
+
+
+def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tuple[Any, Any]:
+    """(``inp`` cut into chunks of ``split_sizes`` rows and put together again in the order
+    ``sorted_indices``, the row map of that).
+
+    ``inp``: h (rows, hidden); ``split_sizes``: integers (chunks,) that sum to rows; ``sorted_indices``:
+    integers (chunks,), a permutation. Both may be on the device. Differentiable in inp. Raises ShapeError
+    when it is traced.
+    """
+    op = "sort_chunks_by_index"
+    inp = as_array(op, "inp", inp)
+    sizes, order = as_array(op, "split_sizes", split_sizes), as_array(op, "sorted_indices", sorted_indices)
+    if inp.ndim != 2 or sizes.ndim != 1 or sizes.shape != order.shape:
+        got = f"{inp.shape}, {sizes.shape} and {order.shape}"
+        raise ShapeError(
+            op, "inp, split_sizes, sorted_indices", got, "(rows, hidden), (chunks,) and (chunks,)"
+        )
+    starts, moved = (jnp.cumsum(sizes) - sizes)[order], sizes[order]
+    shifts = jnp.repeat(starts - (jnp.cumsum(moved) - moved), moved, total_repeat_length=inp.shape[0])
+    rows = jnp.arange(inp.shape[0]) + shifts
+    row_map = jnp.stack((rows, jnp.zeros_like(rows)), 1).astype(jnp.int32)
+    return apply(permute, PermuteSpec(), {"x": inp, "row_map": row_map})["y"], row_map

@@ -1,0 +1,145 @@
+"""The router of a mixture of experts under Transformer Engine's names: top-k with scores, and the auxiliary
+loss. Arithmetic is in float32; of equal scores the lowest expert is chosen first."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.arguments import shown
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError
+from fp8kit.ops import router as ops
+from fp8kit_torch.call import apply
+from fp8kit_torch.checks import check, named, optional, tensor
+from fp8kit_torch.specs import spec_for
+
+_RULES = {
+    **named(tensor, "logits probs tokens_per_expert"),
+    **named(optional(tensor), "expert_bias topk_indices"),
+}
+
+
+class RoutingMapFormat(IntEnum):
+    """How a routing map is stored: BYTEMAP, bool (..., E); BITMAP_U8, uint8 (..., ceil(E / 8)), expert e the
+    bit e % 8 of byte e // 8."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+def fused_topk_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: Tensor | None,
+    routing_map_format: str | int = RoutingMapFormat.BYTEMAP,
+    topk_indices: Tensor | None = None,
+    qb_histogram: Tensor | None = None,
+    qb_bin_bounds: Tensor | None = None,
+    qb_histogram_mode: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(probs, routing_map): each token's probabilities, 0 for experts that are not chosen, and its choice.
+
+    * ``logits``: float32, bfloat16 or float16 (..., E), E at most 1024. ``topk``: experts of a token.
+    * ``score_function``: "softmax", over the chosen logits, or with ``use_pre_softmax`` over all before top-k
+      (not normalised again); "sigmoid" or "sqrtsoftplus", divided by their sum over the chosen + 1e-20 where
+      ``topk`` is above 1.
+    * ``num_groups``, ``group_topk``: experts lie in groups of equal size, by the sum of whose ``topk /
+      group_topk`` largest scores ``group_topk`` groups are kept. None for no groups.
+    * ``scaling_factor``: of the probabilities; None is 1.
+    * ``expert_bias``: float32 (E,), added to the scores for the choice alone; with "sigmoid" and
+      "sqrtsoftplus".
+    * ``routing_map_format``: a ``RoutingMapFormat`` or its name in lower case.
+    * ``topk_indices``: an integer buffer (..., topk) that is filled with the chosen experts, ascending, and
+      returned instead of the map.
+    * ``qb_histogram``, ``qb_bin_bounds``, ``qb_histogram_mode``: None only.
+
+    probs: (..., E) of logits' dtype, differentiable in logits. Raises ShapeError, FormatError, ArgumentError.
+    """
+    if not torch.compiler.is_compiling():
+        check("router", _RULES, locals())
+    if not (qb_histogram is None and qb_bin_bounds is None and qb_histogram_mode is None):
+        raise UnsupportedError("router", "qb_histogram", "a histogram", "None: no histogram is kept")
+    form = _format(routing_map_format)
+    fields = ops.router_fields(
+        logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function
+    )
+    bias = None if expert_bias is None else expert_bias.detach().float()
+    out = apply(ops.router, spec_for("RouterSpec", *fields), {"logits": logits, "expert_bias": bias})
+    if topk_indices is None:
+        return out["probs"], _formatted(out["chosen"], form)
+    wanted = (*logits.shape[:-1], fields[1])
+    if topk_indices.shape != wanted or topk_indices.is_floating_point() or topk_indices.is_complex():
+        raise ShapeError("router", "topk_indices", shown(topk_indices), f"integers of shape {wanted}")
+    order = torch.sort(out["chosen"], dim=-1, descending=True, stable=True).indices
+    return out["probs"], topk_indices.copy_(order[..., : fields[1]])
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: Tensor, topk: int, score_function: str, routing_map_format: str | int = RoutingMapFormat.BYTEMAP
+) -> tuple[Tensor, Tensor]:
+    """(routing_map, scores) for ``fused_moe_aux_loss``: a plain top-k, and float32 (..., E): softmax over all
+    experts, or s / (sum of all s + 1e-20). Arguments as ``fused_topk_with_score_function``."""
+    if not torch.compiler.is_compiling():
+        check("router", _RULES, locals())
+    form = _format(routing_map_format)
+    fields = ops.router_fields(logits, topk, False, None, None, None, score_function, dense=True)
+    out = apply(ops.router, spec_for("RouterSpec", *fields), {"logits": logits})
+    return _formatted(out["chosen"], form), out["probs"]
+
+
+def fused_moe_aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int | Tensor,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> Tensor:
+    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype.
+
+    ``probs``: float32, bfloat16 or float16 (tokens, E); ``tokens_per_expert``: int32, int64 or floating (E,);
+    ``total_num_tokens``: T, an int, or an int64 tensor of one element, which is read on the device.
+    Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
+    """
+    op = "moe_aux_loss"
+    if not torch.compiler.is_compiling():
+        check(op, _RULES, locals())
+    counts, inputs = tokens_per_expert.detach(), {"probs": probs}
+    total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
+    if total is not None:
+        if total.dtype is not torch.int64 or total.numel() != 1:
+            raise ShapeError(
+                op, "total_num_tokens", shown(total), "an int, or an int64 tensor of one element"
+            )
+        inputs["total"] = total.reshape(1)
+    inputs["counts"] = counts.float() if counts.is_floating_point() else counts
+    factor = ops.aux_loss_factor(op, total_num_tokens, num_experts, topk, coeff, total is not None)
+    return apply(ops.moe_aux_loss, spec_for("AuxLossSpec", factor), inputs)["loss"].reshape(())
+
+
+def _format(value: Any) -> RoutingMapFormat:
+    """A format by itself, its number or its name in lower case. FormatError otherwise."""
+    names = {form.name.lower(): form for form in RoutingMapFormat}
+    if isinstance(value, str) and value in names:
+        return names[value]
+    if isinstance(value, int) and not isinstance(value, bool) and value in (0, 1):
+        return RoutingMapFormat(value)
+    raise FormatError("router", "routing_map_format", shown(value), "RoutingMapFormat, or bytemap, bitmap_u8")
+
+
+def _formatted(chosen: Tensor, form: RoutingMapFormat) -> Tensor:
+    """The map uint8 (..., E) as that format has it."""
+    if form is RoutingMapFormat.BYTEMAP:
+        return chosen.view(torch.bool)
+    missing = -chosen.shape[-1] % 8
+    whole = torch.nn.functional.pad(chosen, (0, missing)).unflatten(-1, (-1, 8))
+    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=chosen.device)
+    return (whole * bits).sum(-1, dtype=torch.uint8)

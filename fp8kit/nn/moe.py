@@ -1,0 +1,169 @@
+"""Mixture of experts on the native tape: the router, tokens to rows by expert, and back.
+
+Names and rules are Transformer Engine's; the kernels and operations are those of the other frontends
+(``fp8kit.ops.router``, ``fp8kit.ops.permute``). Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arguments import integer, listed
+from fp8kit.autograd import Tensor, apply, tensor
+from fp8kit.errors import ShapeError
+from fp8kit.layers.base import spec_object
+from fp8kit.nn.module import as_tensor
+from fp8kit.ops import router as ops
+from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute
+
+__all__ = [
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+    "sort_chunks_by_index",
+    "token_combine",
+    "token_dispatch",
+]
+
+
+def fused_topk_with_score_function(
+    logits: Any,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """(probs, routing_map): each token's probabilities, 0 for experts that are not chosen, and its choice.
+
+    * ``logits``: h (..., E), E at most 1024. ``topk``: experts of a token.
+    * ``score_function``: "softmax", over the chosen logits, or with ``use_pre_softmax`` over all before top-k
+      (not normalised again); "sigmoid" or "sqrtsoftplus", divided by their sum over the chosen + 1e-20 where
+      ``topk`` is above 1.
+    * ``num_groups``, ``group_topk``: experts lie in groups of equal size, by the sum of whose ``topk /
+      group_topk`` largest scores ``group_topk`` groups are kept (DeepSeek-V3). None for no groups.
+    * ``scaling_factor``: of the probabilities; None is 1.
+    * ``expert_bias``: float32 (E,), added to the scores for the choice alone; with "sigmoid" and
+      "sqrtsoftplus".
+
+    probs: h (..., E) like logits, differentiable in logits; routing_map: uint8 (..., E), 1 for the chosen. Of
+    equal scores the lowest expert is chosen first. Raises ShapeError, FormatError and ArgumentError.
+    """
+    x = as_tensor("router", "logits", logits)
+    fields = ops.router_fields(
+        x, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function
+    )
+    bias = None if expert_bias is None else as_tensor("router", "expert_bias", expert_bias)
+    out = apply(ops.router, spec_object("RouterSpec", *fields), {"logits": x, "expert_bias": bias})
+    return out["probs"], out["chosen"]
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: Any, topk: int, score_function: str = "softmax"
+) -> tuple[Tensor, Tensor]:
+    """(routing_map, scores) for ``fused_moe_aux_loss``: a plain top-k, uint8 (..., E), and float32 (..., E):
+    softmax over all experts, or s / (sum of all s + 1e-20). Arguments as
+    ``fused_topk_with_score_function``."""
+    x = as_tensor("router", "logits", logits)
+    fields = ops.router_fields(x, topk, False, None, None, None, score_function, dense=True)
+    out = apply(ops.router, spec_object("RouterSpec", *fields), {"logits": x})
+    return out["chosen"], out["probs"]
+
+
+def fused_moe_aux_loss(
+    probs: Any, tokens_per_expert: Any, total_num_tokens: int, num_experts: int, topk: int, coeff: float
+) -> Tensor:
+    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: h (1,) like probs (Switch
+    Transformer, Fedus et al. 2021).
+
+    ``probs``: h (tokens, E); ``tokens_per_expert``: int32, int64 or float32 (E,); ``total_num_tokens``: T.
+    Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
+    """
+    x, counts = (
+        as_tensor("moe_aux_loss", "probs", probs),
+        as_tensor("moe_aux_loss", "tokens_per_expert", tokens_per_expert),
+    )
+    factor = ops.aux_loss_factor("moe_aux_loss", total_num_tokens, num_experts, topk, coeff)
+    spec = spec_object("AuxLossSpec", factor)
+    return apply(ops.moe_aux_loss, spec, {"probs": x, "counts": counts})["loss"]
+
+
+def token_dispatch(
+    inp: Any,
+    routing_map: Any,
+    num_out_tokens: int,
+    probs: Any = None,
+    align_size: int | None = None,
+    num_experts: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, None, Tensor]:
+    """(rows by expert, their probabilities or None, row_id_map, None, tokens_per_expert).
+
+    * ``inp``: h (tokens, hidden).
+    * ``routing_map``: a mask, uint8 (tokens, E), not 0 where the token goes to the expert; or indices, int32
+      (tokens, k), with ``num_experts``. Rows of an expert keep the order of their tokens.
+    * ``num_out_tokens``: number of rows; those behind the last expert's are 0, more are dropped. With
+      ``align_size`` each expert's rows are filled up with zeros to a multiple of it, and there are as many
+      rows as that can need: num_out_tokens + E (align_size - 1), rounded down to a multiple.
+    * ``probs``: h (tokens, E), or (tokens, k) for indices; they go along.
+
+    row_id_map: int32 (rows, 2), what ``token_combine`` takes; tokens_per_expert: int32 (E,), padding with
+    them, on the device. Differentiable in inp and probs. Raises ShapeError, FormatError and ArgumentError.
+    """
+    x, routing = (
+        as_tensor("token_dispatch", "inp", inp),
+        as_tensor("token_dispatch", "routing_map", routing_map),
+    )
+    experts, rows, align = dispatch_rows(routing, num_out_tokens, align_size, num_experts)
+    made = apply(expert_rows, spec_object("ExpertRowsSpec", experts, rows, align), {"routing": routing})
+    inputs = {"x": x, "row_map": made["row_map"]}
+    if probs is not None:
+        inputs["probs"] = as_tensor("token_dispatch", "probs", probs)
+    out = apply(permute, spec_object("PermuteSpec", probs is not None), inputs)
+    return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def token_combine(
+    inp: Any, row_id_map: Any, merging_probs: Any = None, num_tokens: int | None = None
+) -> Tensor:
+    """The sum of each token's rows, times ``merging_probs`` where they are there: h (tokens, hidden), in
+    float32, rounded once.
+
+    ``inp``: h (rows, hidden); ``row_id_map``: as ``token_dispatch`` gave it; ``merging_probs``: h (tokens, E
+    or k), or None with ``num_tokens``. Raises ShapeError, FormatError and ArgumentError.
+    """
+    x, row_map = as_tensor("token_combine", "inp", inp), as_tensor("token_combine", "row_id_map", row_id_map)
+    weights = None if merging_probs is None else as_tensor("token_combine", "merging_probs", merging_probs)
+    if weights is None and num_tokens is None:
+        raise ShapeError("token_combine", "num_tokens", None, "the number of tokens, without merging_probs")
+    tokens = -1 if num_tokens is None else integer("token_combine", "num_tokens", num_tokens, 0, 2**31 - 1)
+    spec = spec_object("UnpermuteSpec", tokens)
+    return apply(unpermute, spec, {"x": x, "row_map": row_map, "probs": weights})["y"]
+
+
+def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> Tensor:
+    """``inp`` cut into chunks of ``split_sizes`` rows, put together again in the order ``sorted_indices``.
+
+    ``inp``: h (rows, hidden); ``split_sizes``: a list of ints that sum to rows; ``sorted_indices``: a list,
+    a permutation of the chunks. Raises ShapeError and ArgumentError.
+    """
+    op = "sort_chunks_by_index"
+    x = as_tensor(op, "inp", inp)
+    if len(x.shape) != 2:
+        raise ShapeError(op, "inp", f"shape {x.shape}", "(rows, hidden)")
+    named = {"split_sizes": split_sizes, "sorted_indices": sorted_indices}
+    sizes, order = (
+        [integer(op, name, n, 0, 2**31 - 1) for n in listed(op, name, values, "a list of ints")]
+        for name, values in named.items()
+    )
+    if sum(sizes) != x.shape[0]:
+        raise ShapeError(op, "split_sizes", f"{sum(sizes)} rows together", f"{x.shape[0]}, the rows of inp")
+    if sorted(order) != list(range(len(sizes))):
+        raise ShapeError(op, "sorted_indices", order, f"a permutation of {len(sizes)} chunks")
+    chunks = np.split(np.arange(x.shape[0], dtype=np.int32), np.cumsum(sizes)[:-1])
+    rows = np.concatenate([chunks[i] for i in order]) if sizes else np.zeros(0, np.int32)
+    row_map = tensor(np.stack((rows, np.zeros_like(rows)), 1), device=x.device)
+    return apply(permute, spec_object("PermuteSpec"), {"x": x, "row_map": row_map})["y"]
