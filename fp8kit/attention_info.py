@@ -220,6 +220,11 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         usable, _ = dispatch.candidates("attention_fwd", device)
         if not usable or usable[0].engine != "cuda":
             return _implementations(device)
+    if about.spec.packed and _lies(about, spec):
+        how = "which reads and writes the sequences where they lie"
+        none = f"no usable CUDA device; on one flash would be asked, {how}"
+        word, why = ("missing", none) if device is None else ("runs", f"flash, {how}")
+        return [(direction, word, why) for direction in engine.DIRECTIONS]
     try:
         with contextlib.nullcontext() if device is None else launch.current_device(device.index):
             answer = dict(engine.explain(*asked))
@@ -236,6 +241,18 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         taken += f", not {passed}" if passed else ""
         rows.append((direction, "missing" if device is None else "runs", taken))
     return rows
+
+
+def _lies(about: Question, spec: AttentionSpec) -> bool:
+    """Whether packed sequences, all of the longest length, are read and written where they lie."""
+    from fp8kit.backends.cuda.packed_attention import packed_attention_workspace
+
+    q, k, v = ((shape[0] * shape[1], *shape[2:]) for shape in (about.q, about.k, about.v))
+    sizes = about.q[0], about.q[1], about.k[1]
+    return all(
+        packed_attention_workspace(q, k, v, sizes, about.dtype, spec, backward, ())
+        for backward in (False, True)
+    )
 
 
 def _fp8(

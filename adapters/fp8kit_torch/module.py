@@ -46,7 +46,6 @@ from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
 from fp8kit_torch.main_grad import MainGrads
-from fp8kit_torch.offloading import staying
 from fp8kit_torch.quantized import QuantizedTensor, want_codes
 from fp8kit_torch.specs import fp8_text, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
@@ -164,10 +163,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         found: dict[str, Tensor] = {}
         for prefix, weight in zip(self.gemms, weights.values(), strict=True):
             found |= weight.inputs(type(self).__name__, prefix, fp8)
-        return staying(found)
-
-    def _cached(self, *asked: Any) -> dict[str, Tensor]:
-        return staying(super()._cached(*asked))
+        return found
 
     def cast_output(
         self, y: Tensor, fp8: Quantization, delayed: bool, record: bool, kept: Kept | None

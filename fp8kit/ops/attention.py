@@ -5,8 +5,9 @@ Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2; grouped qu
 2023; the gradients recompute the probabilities from the rows' log-sum-exp (Dao et al., FlashAttention, 2022,
 appendix B).
 
-The kernels know padded batches only. Sequences that lie one after the other ("thd") are unpacked before and
-packed after them.
+Sequences that lie one after the other ("thd") are read and written where they lie, by engines that can
+(``fp8kit.ops.attention_packed``). Others know padded batches only: sequences are unpacked before and packed
+after them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.ops.attention_checks import check_extras, check_inputs
 from fp8kit.ops.attention_native import quantized_call
+from fp8kit.ops.attention_packed import PackedCall, packed_call
 from fp8kit.ops.attention_quantized import QuantizedCall
 from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check
 from fp8kit.ops.attention_views import (
@@ -154,6 +156,16 @@ class Attention(Operation):
             return Plan(spec, signature, kernels, sums if size else {})
         if spec.quantized is not None:
             return self._quantized_plan(spec, signature, dense, metas, kernels)
+        call, lse = (
+            packed_call(spec, metas, dense, signature, kernels),
+            Meta(lse_shape(dense), formats.float32),
+        )
+        if call is not None:
+            scratch = call.scratch(kernels, signature, False)
+            if not signature.saved:
+                return Plan(spec, signature, kernels, scratch | {"lse": lse}, {}, call)
+            backward = call.scratch(kernels, signature, True)
+            return Plan(spec, signature, kernels, scratch, backward, call)
         shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
 
         def space(backward: bool, dbias: Shape | None = None) -> dict[str, Meta]:
@@ -165,8 +177,7 @@ class Attention(Operation):
         padded = {f"dense_{name}": Meta(shape, kind) for name, shape in whole.items() if spec.packed}
         scratch = space(False) | padded
         if not signature.saved:
-            lse = {"lse": Meta(lse_shape(dense), formats.float32)}
-            return Plan(spec, signature, kernels, scratch | lse, {}, dense)
+            return Plan(spec, signature, kernels, scratch | {"lse": lse}, {}, dense)
         bias, own = signature.grads.get("bias"), () if spec.packed else ("o", *signature.grads)
         backward = space(True, None if bias is None else bias.shape) | padded
         backward |= {f"dense_d{name}": Meta(shape, kind) for name, shape in whole.items() if name not in own}
@@ -201,6 +212,9 @@ class Attention(Operation):
                 sums = ws.scratch["nothing"], out.reshape(out.size), ws.scratch["workspace"]
                 ws.kernels.sum_rows(*sums, ws.stream)
             return
+        if isinstance(dense, PackedCall):
+            dense.forward(ws, (ws.saved if plan.signature.saved else ws.scratch)["lse"])
+            return
         o = ws.scratch["dense_o"] if spec.packed else out
         quantized = isinstance(dense, QuantizedCall)
         whole: Dense = dense.dense if quantized else dense
@@ -221,6 +235,9 @@ class Attention(Operation):
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
         spec, dense, grads = plan.spec, plan.extra, ws.outputs
         if dense is None:
+            return
+        if isinstance(dense, PackedCall):
+            dense.backward(ws, cotangents)
             return
         if isinstance(dense, QuantizedCall):
             if not spec.plain_backward:

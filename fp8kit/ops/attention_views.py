@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
@@ -15,8 +15,8 @@ from fp8kit.spec import Meta, Metas, Views, WorkingSet
 
 
 class Part(NamedTuple):
-    """Where q, k or v lies inside an input: a 4-dimensional strided view, ``offset`` elements from its
-    start."""
+    """Where q, k or v lies inside an input: a strided view with its heads apart, ``offset`` elements from the
+    input's start."""
 
     input: str
     shape: Shape
@@ -82,24 +82,32 @@ def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
     """The call in a padded format."""
     # unpacking writes 0
     inner = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True) if spec.packed else spec
+    leading = {name: leading_of(spec, meta_of(metas, name).shape) for name in LAYOUTS[spec.layout]}
+    if spec.packed:
+        batch, longest = meta_of(metas, "cu_seqlens_q").shape[0] - 1, (spec.max_seqlen_q, spec.max_seqlen_kv)
+        leading = {name: (batch, longest[side_of(name) == "kv"]) for name in leading}
+    shapes, parts = parts_within(spec, leading)
+    whole = (*parts["q"].shape[:2], spec.num_heads, spec.head_dim_v)
+    apart = Part("o", whole, contiguous_strides(whole), 0)
+    return Dense(inner, shapes, parts, (*whole[:2], math.prod(whole[2:])), apart)
+
+
+def parts_within(
+    spec: AttentionSpec, leading: Mapping[str, Shape]
+) -> tuple[dict[str, Shape], dict[str, Part]]:
+    """Shapes of the inputs with such dimensions before their features, and where q, k and v lie in them."""
     shapes, parts = {}, {}
     for name, letters in LAYOUTS[spec.layout].items():
-        leading = leading_of(spec, meta_of(metas, name).shape)
-        if spec.packed:
-            longest = spec.max_seqlen_kv if side_of(name) == "kv" else spec.max_seqlen_q
-            leading = meta_of(metas, "cu_seqlens_q").shape[0] - 1, longest
-        width, offset = spec.width(letters), 0
-        shapes[name] = (*leading, width)
+        offset = 0
+        shapes[name] = (*leading[name], spec.width(letters))
+        before = contiguous_strides(shapes[name])[:-1]
         for part in letters:
-            shape = (*leading, spec.heads(part), spec.features(part))
+            shape = (*leading[name], spec.heads(part), spec.features(part))
             # from head to head
             head = sum(spec.features(other) for other in letters) if spec.interleaved else spec.features(part)
-            parts[part] = Part(name, shape, (leading[1] * width, width, head, 1), offset)
+            parts[part] = Part(name, shape, (*before, head, 1), offset)
             offset += spec.features(part) if spec.interleaved else spec.width(part)
-    leading, heads = parts["q"].shape[:2], (spec.num_heads, spec.head_dim_v)
-    whole = (*leading, *heads)
-    apart = Part("o", whole, contiguous_strides(whole), 0)
-    return Dense(inner, shapes, parts, (*leading, math.prod(heads)), apart)
+    return shapes, parts
 
 
 # --- views --------------------------------------------------------------------------------------------------

@@ -26,6 +26,9 @@ struct Rules {
   // first batch, first head and heads of the attention whose words are drawn; null: this one's
   const i32* dropout_place;
   i64 heads, s_q, s_kv;
+  // packed sequences: where each starts in q's and in k's tokens (b + 1); null: batches lie apart
+  const i32 *starts_q, *starts_kv;
+  i64 tokens_q, tokens_kv;
 };
 
 // A query row: it sees columns first ... last - 1 (but for the mask array). `place`: the column on its

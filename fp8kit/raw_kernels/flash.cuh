@@ -69,9 +69,53 @@ struct Span {
   }
 };
 
-DEVICE Span span_of(const Rules& rules, i64 batch) {
-  const int rows = (int)true_length(rules.cu_q, batch, rules.s_q);
-  const int columns = (int)true_length(rules.cu_kv, batch, rules.s_kv);
+// Where a batch's rows lie among q's, or k's: from `start` on; `own`: how many there are up to the next
+// batch's, with the padding. Tokens behind the last sequence are its padding.
+struct Lines { int start, own; };
+
+DEVICE Lines lines_of(const i32* starts, int batch, bool last, i64 tokens, i64 longest) {
+  if (starts == nullptr) return Lines{0, (int)longest};
+  const i64 start = max64(0, min64(starts[batch], tokens));
+  const i64 end = last ? tokens : max64(start, min64(starts[batch + 1], tokens));
+  return Lines{(int)start, (int)(end - start)};
+}
+DEVICE Lines query_lines(const Rules& rules, int batch, bool last = false) {
+  return lines_of(rules.starts_q, batch, last, rules.tokens_q, rules.s_q);
+}
+DEVICE Lines key_lines(const Rules& rules, int batch, bool last = false) {
+  return lines_of(rules.starts_kv, batch, last, rules.tokens_kv, rules.s_kv);
+}
+
+// A batch's true length, within the array.
+DEVICE i64 length_within(const i32* cu, i64 batch, i64 longest, i64 room) {
+  return min64(true_length(cu, batch, longest), room);
+}
+DEVICE i64 query_length(const Rules& rules, int batch) {
+  return length_within(rules.cu_q, batch, rules.s_q, rules.tokens_q - query_lines(rules, batch).start);
+}
+DEVICE i64 key_length(const Rules& rules, int batch) {
+  return length_within(rules.cu_kv, batch, rules.s_kv, rules.tokens_kv - key_lines(rules, batch).start);
+}
+
+// How many rows from `row` on a block of `block` rows writes of an array: its own, and where it is the
+// batch's last block all that follow.
+DEVICE int written(const Lines& lines, int length, int row, int block, i64 longest) {
+  const int rest = max(lines.own, length) - row;
+  return row + block < longest ? min(block, rest) : rest;
+}
+
+// Zeros in the rows that belong to no tile: those before the first sequence, by the block of its first rows;
+// those from the end of the batch's last block on.
+template <int THREADS_>
+DEVICE void clear_rest(const Array& to, const Lines& lines, int batch, int head, int row, int block,
+                       int count, i64 columns) {
+  if (batch == 0 && row == 0) clear_rows<THREADS_>(to.rows(0, head, 0), to.row, lines.start, columns);
+  if (count > block)
+    clear_rows<THREADS_>(to.rows(batch, head, lines.start + row + block), to.row, count - block, columns);
+}
+
+DEVICE Span span_of(const Rules& rules, int batch) {
+  const int rows = (int)query_length(rules, batch), columns = (int)key_length(rules, batch);
   return Span{rows, columns, rules.bottom_right ? columns - rows : 0, clamp(rules.left), clamp(rules.right)};
 }
 

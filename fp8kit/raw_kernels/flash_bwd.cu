@@ -36,8 +36,9 @@ extern "C" __global__ void flash_bwd_dot(Backward job) {
   for (i64 n = first() / 32; n < count; n += step() / 32) {
     const i64 i = n % rules.s_q, head = n / rules.s_q % rules.heads, batch = n / rules.s_q / rules.heads;
     float sum = 0.0f;
-    if (i < true_length(rules.cu_q, batch, rules.s_q)) {
-      const T *o = job.o.rows(batch, head, i), *d_o = job.d_o.rows(batch, head, i);
+    if (i < query_length(rules, batch)) {
+      const int row = query_lines(rules, batch).start + i;
+      const T *o = job.o.rows(batch, head, row), *d_o = job.d_o.rows(batch, head, row);
       for (int f = 8 * lane(); f < job.dim_v; f += 256) {
         float x[8], y[8];
         load<8>(o + f, x);
@@ -74,15 +75,22 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
   const Rules& rules = job.rules;
   const int key_tiles = (int)job.tiles, repeat = (int)job.repeat, groups = (int)rules.heads / repeat;
   const int group = blockIdx.x / key_tiles % groups, batch = blockIdx.x / key_tiles / groups;
-  const int column0 = (int)blockIdx.x % key_tiles * KEYS, in_array = min(KEYS, (int)rules.s_kv - column0);
+  const int column0 = (int)blockIdx.x % key_tiles * KEYS;
   const Span span = span_of(rules, batch);
-  T *dk = job.dk.rows(batch, group, column0), *dv = job.dv.rows(batch, group, column0);
+  const int start_q = query_lines(rules, batch).start, start_kv = key_lines(rules, batch).start;
+  // zeros in the rows of dk and dv that are this block's, from the first on, or behind its tile
+  auto clear = [&](int tile) {
+    const Lines lines = key_lines(rules, batch, batch == gridDim.x / key_tiles / groups - 1);
+    const int count = written(lines, span.columns, column0, KEYS, rules.s_kv);
+    clear_rest<ALL>(job.dk, lines, batch, group, column0, tile, count, job.dim);
+    clear_rest<ALL>(job.dv, lines, batch, group, column0, tile, count, job.dim_v);
+    return count;
+  };
 
   const int first = span.first_row(column0) / STEP;
   const int tiles = tiles_of(span.last_row(min(span.columns, column0 + KEYS)), STEP) - first;
   if (column0 >= span.columns || tiles <= 0) {  // padding, or seen by no row
-    clear_rows<ALL>(dk, job.dk.row, in_array, job.dim);
-    clear_rows<ALL>(dv, job.dv.row, in_array, job.dim_v);
+    clear(0);
     return;
   }
 
@@ -95,8 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
   auto load_rows = [&](int n) {
     const int head = group * repeat + n / tiles, i = (first + n % tiles) * STEP;
     const int s = n % STAGES;
-    load_tile<ALL>(queries(s), job.q.rows(batch, head, i), job.q.row, span.rows - i, job.dim);
-    load_tile<ALL>(upstream(s), job.d_o.rows(batch, head, i), job.d_o.row, span.rows - i, job.dim_v);
+    const T *q = job.q.rows(batch, head, start_q + i), *d_o = job.d_o.rows(batch, head, start_q + i);
+    load_tile<ALL>(queries(s), q, job.q.row, span.rows - i, job.dim);
+    load_tile<ALL>(upstream(s), d_o, job.d_o.row, span.rows - i, job.dim_v);
     const i64 at = ((i64)batch * rules.heads + head) * rules.s_q + i;
     if (threadIdx.x < STEP) {
       const bool exists = i + threadIdx.x < span.rows;
@@ -105,8 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
       row_dot[s][threadIdx.x] = exists ? job.dot[at + threadIdx.x] : 0.0f;
     }
   };
-  load_tile<ALL>(keys, job.k.rows(batch, group, column0), job.k.row, span.columns - column0, job.dim);
-  load_tile<ALL>(values, job.v.rows(batch, group, column0), job.v.row, span.columns - column0, job.dim_v);
+  const T* k = job.k.rows(batch, group, start_kv + column0);
+  const T* v = job.v.rows(batch, group, start_kv + column0);
+  load_tile<ALL>(keys, k, job.k.row, span.columns - column0, job.dim);
+  load_tile<ALL>(values, v, job.v.row, span.columns - column0, job.dim_v);
   if (STAGES == 2) load_rows(0);
   commit_copies();
 
@@ -160,17 +171,19 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
   wait_for_copies<0>();
   __syncthreads();
 
-  const int rest = in_array - warp_key;
+  const int rest = clear(KEYS) - warp_key;
+  T* dk = job.dk.rows(batch, group, start_kv + column0 + warp_key);
+  T* dv = job.dv.rows(batch, group, start_kv + column0 + warp_key);
   if (makes_k) {
     put(*reinterpret_cast<Sums<1, D / 8>*>(&sums), keys, warp_key);
     __syncwarp();
-    store_rows<16>(keys, warp_key, dk + warp_key * job.dk.row, job.dk.row, rest, job.dim);
+    store_rows<16>(keys, warp_key, dk, job.dk.row, rest, job.dim);
   }
   if (makes_v) {
     if constexpr (GROUPS == 1) put(more, values, warp_key);
     else put(*reinterpret_cast<Sums<1, DV / 8>*>(&sums), values, warp_key);
     __syncwarp();
-    store_rows<16>(values, warp_key, dv + warp_key * job.dv.row, job.dv.row, rest, job.dim_v);
+    store_rows<16>(values, warp_key, dv, job.dv.row, rest, job.dim_v);
   }
 }
 
@@ -186,14 +199,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_queries(Backward
   const int tiles = (int)job.tiles, heads = (int)rules.heads;
   const int head = blockIdx.x / tiles % heads, batch = blockIdx.x / tiles / heads;
   const int row0 = (tiles - 1 - (int)blockIdx.x % tiles) * QUERIES;
-  const int in_array = min(QUERIES, (int)rules.s_q - row0);
   const Span span = span_of(rules, batch);
-  T* dq = job.dq.rows(batch, head, row0);
+  const int start_q = query_lines(rules, batch).start, start_kv = key_lines(rules, batch).start;
+  // zeros in the rows of dq that are this block's, from the first on, or behind its tile
+  auto clear = [&](int tile) {
+    const Lines lines = query_lines(rules, batch, batch == gridDim.x / tiles / heads - 1);
+    const int count = written(lines, span.rows, row0, QUERIES, rules.s_q);
+    clear_rest<THREADS>(job.dq, lines, batch, head, row0, tile, count, job.dim);
+    return count;
+  };
 
   const int first = span.first_column(row0) / STEP;
   const int end = tiles_of(span.last_column(min(span.rows, row0 + QUERIES)), STEP);
   if (row0 >= span.rows || first >= end) {
-    clear_rows<THREADS>(dq, job.dq.row, in_array, job.dim);
+    clear(0);
     return;
   }
 
@@ -203,15 +222,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_queries(Backward
   auto keys = [&](int s) { return Keys{upstream.base + Upstream::bytes + s * STAGE}; };
   auto values = [&](int s) { return Values{keys(s).base + Keys::bytes}; };
   const int group = head / (int)job.repeat;
-  const T *k = job.k.rows(batch, group, 0), *v = job.v.rows(batch, group, 0);
+  const T *k = job.k.rows(batch, group, start_kv), *v = job.v.rows(batch, group, start_kv);
   auto load_columns = [&](int tile) {
     const int j = tile * STEP;
     const int s = tile % STAGES;
     load_tile<THREADS>(keys(s), k + j * job.k.row, job.k.row, span.columns - j, job.dim);
     load_tile<THREADS>(values(s), v + j * job.v.row, job.v.row, span.columns - j, job.dim_v);
   };
-  load_tile<THREADS>(queries, job.q.rows(batch, head, row0), job.q.row, span.rows - row0, job.dim);
-  load_tile<THREADS>(upstream, job.d_o.rows(batch, head, row0), job.d_o.row, span.rows - row0, job.dim_v);
+  const T *q = job.q.rows(batch, head, start_q + row0), *d_o = job.d_o.rows(batch, head, start_q + row0);
+  load_tile<THREADS>(queries, q, job.q.row, span.rows - row0, job.dim);
+  load_tile<THREADS>(upstream, d_o, job.d_o.row, span.rows - row0, job.dim_v);
   if (STAGES == 2) load_columns(first);
   commit_copies();
 
@@ -262,5 +282,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_queries(Backward
   __syncthreads();
   put(sums, queries, warp_row);
   __syncwarp();
-  store_rows<16>(queries, warp_row, dq + warp_row * job.dq.row, job.dq.row, in_array - warp_row, job.dim);
+  T* dq = job.dq.rows(batch, head, start_q + row0 + warp_row);
+  store_rows<16>(queries, warp_row, dq, job.dq.row, clear(QUERIES) - warp_row, job.dim);
 }

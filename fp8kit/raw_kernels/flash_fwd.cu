@@ -34,12 +34,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
   const int head = blockIdx.x / tiles % heads, batch = blockIdx.x / tiles / heads;
   const int row0 = (tiles - 1 - (int)blockIdx.x % tiles) * BLOCK_ROWS;
   const Span span = span_of(rules, batch);
-  auto in_array = [&] { return min(BLOCK_ROWS, (int)rules.s_q - row0); };
+  auto in_lse = [&] { return min(BLOCK_ROWS, (int)rules.s_q - row0); };
+  // the queries' rows, and how many of o's from row0 on are this block's
+  auto lines = [&] { return query_lines(rules, batch, batch == gridDim.x / tiles / heads - 1); };
+  auto in_array = [&] { return written(lines(), span.rows, row0, BLOCK_ROWS, rules.s_q); };
   auto lse = [&](int row) { return job.lse + ((i64)batch * rules.heads + head) * rules.s_q + row0 + row; };
 
   if (row0 >= span.rows) {  // padding
-    clear_rows<THREADS>(job.o.rows(batch, head, row0), job.o.row, in_array(), job.dim_v);
-    for (int i = threadIdx.x; i < in_array(); i += THREADS) *lse(i) = -INF;
+    clear_rest<THREADS>(job.o, lines(), batch, head, row0, 0, in_array(), job.dim_v);
+    for (int i = threadIdx.x; i < in_lse(); i += THREADS) *lse(i) = -INF;
     return;
   }
 
@@ -49,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
   auto keys = [&](int tile) { return Keys{base + Queries::bytes + tile % 2 * STAGE}; };
   auto values = [&](int tile) { return Values{keys(tile).base + Keys::bytes}; };
   const int group = head / (int)job.repeat;
-  const T *k = job.k.rows(batch, group, 0), *v = job.v.rows(batch, group, 0);
+  const int start = key_lines(rules, batch).start;
+  const T *k = job.k.rows(batch, group, start), *v = job.v.rows(batch, group, start);
 
   const int first = span.first_column(row0) / COLUMNS;
   const int end = tiles_of(span.last_column(min(span.rows, row0 + BLOCK_ROWS)), COLUMNS);
@@ -58,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
     load_tile<THREADS>(keys(tile), k + j * job.k.row, job.k.row, span.columns - j, job.dim);
     load_tile<THREADS>(values(tile), v + j * job.v.row, job.v.row, span.columns - j, job.dim_v);
   };
-  load_tile<THREADS>(queries, job.q.rows(batch, head, row0), job.q.row, span.rows - row0, job.dim);
+  const T* q = job.q.rows(batch, head, lines().start + row0);
+  load_tile<THREADS>(queries, q, job.q.row, span.rows - row0, job.dim);
   if (first < end) load_columns(first);
   commit_copies();
 
@@ -138,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
       // nothing seen: zeros; NaN stays NaN
       const float inverse = !exists || whole_sum == 0.0f ? 0.0f : 1.0f / whole_sum;
       const float shift = greatest[m][half] == -INF ? 0.0f : greatest[m][half] * unit;
-      if (t == 0 && row < in_array()) *lse(row) = exists ? (shift + log2f(whole_sum)) * LN2 : -INF;
+      if (t == 0 && row < in_lse()) *lse(row) = exists ? (shift + log2f(whole_sum)) * LN2 : -INF;
 #pragma unroll
       for (int n = 0; n < DV / 8; ++n)
 #pragma unroll
@@ -151,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
   const Tile<BLOCK_ROWS, DV> out{base};
   put(o, out, warp_row);
   __syncwarp();
-  T* to = job.o.rows(batch, head, row0 + warp_row);
+  T* to = job.o.rows(batch, head, lines().start + row0 + warp_row);
   store_rows<16 * M>(out, warp_row, to, job.o.row, in_array() - warp_row, job.dim_v);
+  clear_rest<THREADS>(job.o, lines(), batch, head, row0, BLOCK_ROWS, in_array(), job.dim_v);
 }

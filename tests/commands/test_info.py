@@ -66,12 +66,13 @@ EXAMPLE = (
 )
 
 
+LYING = "flash would be asked, which reads and writes the sequences where they lie"
 FLASH = "flash: dtype float32: tensor cores take bfloat16 and float16"
 # question -> what speaks against cuDNN before it is asked; of several paths each
 QUESTIONS = {
     EXAMPLE: None,
     "": None,
-    "layout=thd mask=padding_causal sequence=100 head_dim_v=64": None,
+    "layout=thd mask=padding_causal sequence=100 head_dim_v=64": LYING,
     "dtype=float32": f"dtype float32: cuDNN takes bfloat16 and float16; {FLASH}",
     "bias=alibi softmax=learnable": (
         "bias 'alibi': cuDNN is not used with it; softmax_type 'learnable': cuDNN is not used with it"
@@ -103,6 +104,7 @@ def test_info_explains_an_attention(asked, monkeypatch, capsys):
     why = QUESTIONS[asked]
     taken = "unfused" if why and "flash:" in why else "flash"
     said = "cuDNN would be asked" if why is None else f"{taken} would be asked, not cuDNN: {why}"
+    said = LYING if why == LYING else said
     wanted = f"missing  no usable CUDA device; on one {said}"
     assert found["attention on cuda"] == dict.fromkeys(
         ("forward", "backward", "deterministic backward"), wanted

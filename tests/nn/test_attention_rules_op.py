@@ -151,15 +151,21 @@ class Case:
         return found
 
 
-def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[str]) -> dict[str, Any]:
+def run(
+    spec: AttentionSpec,
+    inputs: dict[str, Any],
+    do: Any,
+    needs: frozenset[str],
+    device: arrays.Device = arrays.CPU,
+) -> dict[str, Any]:
     """Forward and backward as a frontend does it, with every buffer poisoned beforehand."""
-    views = {name: put(x, arrays.CPU) for name, x in inputs.items()}
+    views = {name: put(x, device) for name, x in inputs.items()}
     plan = attention.plan(
-        spec, {n: Meta(x.shape, x.dtype) for n, x in views.items()}, needs, dispatch.kernels(arrays.CPU)
+        spec, {n: Meta(x.shape, x.dtype) for n, x in views.items()}, needs, dispatch.kernels(device)
     )
 
     def buffers(metas: dict[str, Meta]) -> dict[str, Any]:
-        return {name: poisoned(meta.shape, meta.dtype, arrays.CPU) for name, meta in metas.items()}
+        return {name: poisoned(meta.shape, meta.dtype, device) for name, meta in metas.items()}
 
     outputs, saved = buffers(plan.signature.outputs), buffers(plan.signature.saved)
     attention.forward(plan, WorkingSet(plan.kernels, views, outputs, saved, buffers(plan.scratch), 0))
@@ -167,7 +173,7 @@ def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[s
     if plan.signature.grads:
         kept = {name: (views | outputs)[name] for name in plan.signature.kept}
         grads = buffers(plan.signature.grads)
-        cotangent = put(do.reshape(outputs["o"].shape), arrays.CPU)
+        cotangent = put(do.reshape(outputs["o"].shape), device)
         ws = WorkingSet(plan.kernels, kept, grads, saved, buffers(plan.backward_scratch), 0)
         attention.backward(plan, ws, {"o": cotangent})
         found |= {name: get(view) for name, view in grads.items()}
@@ -215,6 +221,20 @@ def test_packed_sequences_give_the_bits_of_a_padded_batch() -> None:
         heads = 4 if side == "q" else 2
         batch = other[what].reshape(3, -1, heads, 8).transpose(0, 2, 1, 3)
         assert_same_bits(what, one[what].reshape(-1, heads, 8), case.place(batch, side))
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("thd")])
+def test_sequences_where_they_lie_give_the_bits_of_unpacked_ones(
+    name: str, gaps: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = dataclasses.replace(CASES[name], head_dim_v=CASES[name].head_dim_v * 2)
+    case = Case(spec, "bfloat16", gaps)
+    call = spec, case.inputs(), case.place(case.do, "q"), frozenset(LAYOUTS[spec.layout])
+    lying = run(*call, arrays.device(device))
+    monkeypatch.setattr("fp8kit.ops.attention.packed_call", lambda *asked: None)
+    for what, unpacked in run(*call, arrays.device(device)).items():
+        assert_same_bits(what, lying[what], unpacked)
 
 
 def test_one_qkv_input_of_packed_sequences() -> None:

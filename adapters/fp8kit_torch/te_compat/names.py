@@ -49,7 +49,7 @@ _SAME = {
     "permutation": "fp8kit_torch.moe",
     "router": "fp8kit_torch.router",
     "ep": "",
-    "cpu_offload": "fp8kit_torch.cpu_offload",
+    "cpu_offload": "fp8kit_torch.te_compat.unsupported",
     "export": "fp8kit_torch.te_compat.unsupported",
     "utils": "fp8kit_torch.te_compat.utilities",
     "torch_version": "fp8kit_torch.te_compat.capture",

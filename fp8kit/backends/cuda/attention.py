@@ -69,6 +69,13 @@ def _take(key: tuple[Problem, int]) -> bool:
     return taken < _GRAPHS
 
 
+def is_cudnns(about: Problem) -> bool:
+    """Whether a problem is so large that cuDNN takes it at once, as far as is known without its graph."""
+    if _multiply_adds(about) < _LARGE or not cudnn_sdpa.available():
+        return False
+    return all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True))
+
+
 def forget() -> None:
     """Make every choice anew, as a new process would."""
     with _LOCK:

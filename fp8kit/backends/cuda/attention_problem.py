@@ -18,7 +18,8 @@ class Problem(NamedTuple):
     """``rows`` = s_q, ``columns`` = s_kv, ``groups`` = key and value heads, ``dim`` and ``dim_v`` = features
     of a head of q and k and of v, ``dtype`` a DType's name, the rest as in ``protocol.AttentionSpec``:
     ``left`` and ``right`` its window, ``bottom_right`` False where it makes no difference. ``strides``: of q,
-    k and v in elements, in the order batch, head, sequence, feature; none: C-contiguous ones."""
+    k and v in elements, in the order batch, head, sequence, feature; none: C-contiguous ones. ``tokens``: of
+    q and of k where ``qkv_format`` is "thd"; ``rows`` and ``columns`` are then the longest sequence's."""
 
     batch: int
     heads: int
@@ -41,6 +42,7 @@ class Problem(NamedTuple):
     zero_padded: bool = False
     placed: bool = False
     strides: tuple[Strides, ...] = ()
+    tokens: tuple[int, int] = (0, 0)
 
     @property
     def cleaned(self) -> bool:
@@ -95,17 +97,21 @@ def problem(
         spec.softmax_type,
         spec.zero_padded,
         spec.placed,
-        tuple([_ordered(spec.qkv_format, steps) for steps in strides]),
+        tuple([ordered(spec.qkv_format, steps) for steps in strides]),
     )
 
 
 def bhsd(qkv_format: str, view: ArrayView) -> Strides:
-    """Strides of a (s, b, h, d) or (b, s, h, d) view in elements, in the order batch, head, sequence,
-    feature."""
-    return _ordered(qkv_format, view.strides)
+    """Strides of a (s, b, h, d), (b, s, h, d) or (t, h, d) view in elements, in the order batch, head,
+    sequence, feature; of the last the batch's is 0."""
+    return ordered(qkv_format, view.strides)
 
 
-def _ordered(qkv_format: str, strides: Shape) -> Strides:
+def ordered(qkv_format: str, strides: Shape) -> Strides:
+    """``bhsd`` of a view's strides."""
+    if qkv_format == "thd":
+        token, head, feature = strides
+        return 0, head, token, feature
     first, second, head, feature = strides
     return (second, head, first, feature) if qkv_format == "sbhd" else (first, head, second, feature)
 

@@ -7,9 +7,9 @@ from fp8kit.arrays import Shape
 from fp8kit.backends.cuda._rows import address
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.cuda.structures import Packer
-from fp8kit.backends.protocol import AttentionExtras
+from fp8kit.backends.protocol import AttentionExtras, Lying
 
-_RULES = Packer("3P3qP3qdPqP4qdPqdP3q")
+_RULES = Packer("3P3qP3qdPqP4qdPqdP3q2P2q")
 
 
 def over_scores(shape: Shape) -> tuple[int, int, int]:
@@ -20,8 +20,8 @@ def over_scores(shape: Shape) -> tuple[int, int, int]:
     return tuple(0 if size == 1 else step for size, step in pairs)  # type: ignore[return-value]
 
 
-def pack(problem: Problem, extras: AttentionExtras) -> bytes:
-    """The structure's bytes."""
+def pack(problem: Problem, extras: AttentionExtras, lying: Lying | None = None) -> bytes:
+    """The structure's bytes. ``lying``: where packed sequences lie."""
     mask, bias, slopes = extras.mask, extras.bias, extras.alibi_slopes
     nothing = (0, 0, 0)
     return _RULES.pack(
@@ -47,4 +47,8 @@ def pack(problem: Problem, extras: AttentionExtras) -> bytes:
         problem.heads,
         problem.rows,
         problem.columns,
+        address(None if lying is None else lying.starts_q),
+        address(None if lying is None else lying.starts_kv),
+        problem.tokens[0] or problem.rows,
+        problem.tokens[1] or problem.columns,
     )

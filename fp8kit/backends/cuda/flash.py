@@ -17,7 +17,7 @@ from fp8kit.backends.cuda import attention_rules, launch, unfused
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import Problem, arranged, bhsd
 from fp8kit.backends.cuda.structures import Packer, Structure
-from fp8kit.backends.protocol import AttentionExtras
+from fp8kit.backends.protocol import AttentionExtras, Lying
 from fp8kit.errors import BackendError
 from fp8kit.formats import DTYPES
 
@@ -56,8 +56,9 @@ def why_not(problem: Problem, dbias: bool = False) -> str | None:
             found.append(f"{name} {dim}: multiples of 8 up to {_COMPILED[-1][0]}")
     if dbias:
         found.append(f"bias {problem.bias!r} with a gradient: only the unfused path makes it")
-    if max(problem.rows, problem.columns) >= _LONGEST:
-        found.append(f"a sequence of {max(problem.rows, problem.columns)}: less than 2^28")
+    longest = max(problem.rows, problem.columns, *problem.tokens)
+    if longest >= _LONGEST:
+        found.append(f"a sequence of {longest}, or so many tokens: less than 2^28")
     for name, strides in zip("qkv", problem.strides, strict=False):
         if _ITEM * (strides[0] | strides[1] | strides[2]) % _VECTOR:
             found.append(f"strides {strides} of {name}: multiples of {_VECTOR} bytes")
@@ -108,15 +109,16 @@ def forward(
     extras: AttentionExtras,
     workspace: ArrayView | None,
     stream: int,
+    lying: Lying | None = None,
 ) -> None:
-    """``protocol.attention_fwd``."""
+    """``protocol.attention_fwd``, or with ``lying`` ``packed_attention_fwd``."""
     about = _shape(problem)
     tiles = ceil_div(problem.rows, about.rows)
     job = _arrays(problem, q, k, v, o) + _FORWARD.pack(
         lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles
     )
     kernel = launch.kernel("flash_fwd.cu", "flash_fwd", q.device.index, **about.defines)
-    grid, rules = tiles * problem.heads * problem.batch, attention_rules.pack(problem, extras)
+    grid, rules = tiles * problem.heads * problem.batch, attention_rules.pack(problem, extras, lying)
     launch.launch(kernel, grid, 32 * _WARPS, (job + rules,), stream, about.forward)
 
 
@@ -135,15 +137,16 @@ def backward(
     extras: AttentionExtras,
     workspace: ArrayView | None,
     stream: int,
+    lying: Lying | None = None,
 ) -> None:
-    """``protocol.attention_bwd``, but for the bias's gradient."""
+    """``protocol.attention_bwd``, but for the bias's gradient, or with ``lying`` ``packed_attention_bwd``."""
     about, layout, repeat = _shape(problem), _layout(problem, True), problem.heads // problem.groups
     if layout["end"] and (workspace is None or workspace.nbytes < layout["end"]):
         got = None if workspace is None else f"{workspace.nbytes} bytes"
         raise BackendError("attention", "workspace", got, f"{layout['end']} bytes")
     start = 0 if workspace is None else workspace.ptr
     arrays = _arrays(problem, d_o, q, k, v, o, dq, dk, dv)
-    rules = attention_rules.pack(problem, extras)
+    rules = attention_rules.pack(problem, extras, lying)
 
     def run(function: str, tiles: int, blocks: int, threads: int, shared: int) -> None:
         sizes = (problem.batch, repeat, problem.dim, problem.dim_v, tiles)

@@ -57,6 +57,7 @@ from fp8kit.backends.protocol.lines import Lines
 from fp8kit.backends.protocol.model_gemm import ModelledProducts
 from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
+from fp8kit.backends.protocol.packed_attention import Lying, PackedAttentions
 from fp8kit.backends.protocol.permute import Permutations
 from fp8kit.backends.protocol.quantize import Quantization
 from fp8kit.backends.protocol.quantized_attention import QuantizedAttentions
@@ -81,6 +82,7 @@ __all__ = [
     "KernelSpec",
     "Kernels",
     "Layout",
+    "Lying",
     "Normalization",
     "Output",
     "Routing",
@@ -106,6 +108,7 @@ class Kernels(
     Dropouts,
     DropPaths,
     Attentions,
+    PackedAttentions,
     QuantizedAttentions,
     Fp8Attentions,
     Sequences,

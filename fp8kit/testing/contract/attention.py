@@ -35,7 +35,7 @@ def placed(x: Array, rules: Any) -> Array:
     return x.transpose([int(i) for i in np.argsort(ORDERS[rules.qkv_format])])
 
 
-def _extras(s: Sampler, z: Sizes, rules: Rules, sums: Any) -> AttentionExtras:
+def extras(s: Sampler, z: Sizes, rules: Rules, sums: Any) -> AttentionExtras:
     """What comes beside q, k and v; ``sums``: running sums in the place of those of the lengths."""
     over = (*z.over, z.s_kv)
     slopes = None
@@ -58,7 +58,7 @@ def _extras(s: Sampler, z: Sizes, rules: Rules, sums: Any) -> AttentionExtras:
     )
 
 
-def _problem(m: int, n: int, options: Options) -> tuple[Sizes, Rules]:
+def problem(m: int, n: int, options: Options) -> tuple[Sizes, Rules]:
     """The sizes and rules that ``options`` name; by default heads of 64 over sequences of at most 1024."""
     length, heads = min(1024, m), max(1, n // 64)
     usual = (max(1, m // max(length, 1)), length, length, heads, heads, 64) if m else ()
@@ -94,7 +94,7 @@ def attention_fwd(
 ) -> Arguments:
     """``padding``: what lies there. ``sums_q``, ``sums_kv``: running sums in the place of the lengths'.
     ``options``: fields of ``Sizes`` and ``Rules``. "do" is for backward."""
-    z, rules = _problem(m, n, options)
+    z, rules = problem(m, n, options)
 
     q = _rows(s, rules, (z.b, z.h, z.s_q, z.d), z.lengths_q, padding)
     v = _rows(s, rules, (z.b, z.h_kv, z.s_kv, z.depth_v), z.lengths_kv, padding)
@@ -104,7 +104,7 @@ def attention_fwd(
         "v": v,
         "o": s.output(*q.shape[:3], z.depth_v),
         "lse": s.output(z.b, z.h, z.s_q, dtype=float32),
-        "extras": _extras(s, z, rules, (sums_q, sums_kv)),
+        "extras": extras(s, z, rules, (sums_q, sums_kv)),
         "do": _rows(s, rules, (z.b, z.h, z.s_q, z.depth_v), z.lengths_q, padding),
         "spec": rules,
     }
@@ -137,14 +137,15 @@ def call_of(a: Any, backward: bool) -> tuple[Sizes, tuple[Array, ...], tuple[Arr
     return z, (q, k, v, do), (*further, keep, given)
 
 
-def _oracle(a: Any, backward: bool) -> Oracle:
+def oracle(a: Any, backward: bool) -> Oracle:
+    """Of a call's arguments; in backward the gradients are those of the call's o."""
     z, layers, extras = call_of(a, backward)
     return Oracle(formats.dtype(a.q.dtype), z, a.spec, a.device.kind == "cpu", *layers, *extras)
 
 
 def attention_fwd_oracle(a: Any) -> Results:
     """See ``Oracle``."""
-    found = _oracle(a, False)
+    found = oracle(a, False)
     return {
         "o": (placed(found.o, a.spec), placed(found.o_slack, a.spec)),
         "lse": (found.lse, found.lse_slack),
@@ -162,7 +163,7 @@ def attention_bwd(
         call["workspace"] = s.workspace(spec.workspace_bytes(s.kernels, call))
         spec.call(s.kernels, call)
     else:
-        exact = _oracle(snapshot(made, s.device), False)
+        exact = oracle(snapshot(made, s.device), False)
         made |= {"o": s.put(placed(exact.o_given, rules)), "lse": s.put(exact.lse_given)}
     bias, offset = made["extras"].bias, made["extras"].softmax_offset
     return {
@@ -176,7 +177,7 @@ def attention_bwd(
 
 def attention_bwd_oracle(a: Any) -> Results:
     """See ``Oracle``."""
-    found = _oracle(a, True)
+    found = oracle(a, True)
     return {
         name: (placed(grad, a.spec), placed(found.slacks[name], a.spec))
         if name[1:] in ("q", "k", "v")
