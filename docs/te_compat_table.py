@@ -29,7 +29,6 @@ _GROUPED = "each group has a weight of its own"
 _WHY = {
     "single_grouped_weight": _GROUPED,
     "single_grouped_bias": _GROUPED,
-    "use_grouped_tensor": _GROUPED,
     "out": "layers make their own outputs",
     "dgrad_out": "layers make their own outputs",
     "custom_cache_manager": "keys and values lie as is_paged says",
@@ -44,7 +43,7 @@ _WHY = {
 _ACTIVATION = {"cache_quantized_input": False, "glu_interleave_size": None}
 # what has one value where it is called -> its arguments, where no table of the layers has them
 _REFUSED: dict[str, dict[str, object]] = {
-    "GroupedLinear": grouped_linear.CONSTRUCTOR | {"use_grouped_tensor": None},
+    "GroupedLinear": grouped_linear.CONSTRUCTOR,
     "GroupedLinear.forward": grouped_linear._FORWARD,
     "InferenceParams": {"custom_cache_manager": None},
     "apply_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},

@@ -35,6 +35,7 @@ from fp8kit_jax.functional import (
     rope_frequencies,
     softmax,
 )
+from fp8kit_jax.grouped import grouped_dense, ragged_dot
 from fp8kit_jax.inspection import inspect
 from fp8kit_jax.keys import dropout_seed
 from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
@@ -72,6 +73,7 @@ __all__ = [
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "gemm",
+    "grouped_dense",
     "inspect",
     "l2norm",
     "layernorm",
@@ -79,6 +81,7 @@ __all__ = [
     "layernorm_mlp",
     "noop_quantizer_set",
     "quantize",
+    "ragged_dot",
     "register",
     "register_operation",
     "rmsnorm",

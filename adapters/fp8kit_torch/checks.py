@@ -77,8 +77,10 @@ dtype, module = instance(torch.dtype, "a torch.dtype"), instance(torch.nn.Module
 
 
 def splits(operation: str, name: str, value: Any) -> None:
-    """Ints of at least 0, in a sequence or an integer tensor (n,)."""
+    """Ints of at least 0, in a sequence or an integer tensor (n,); one on a GPU is not looked at."""
     if isinstance(value, torch.Tensor) and value.ndim == 1 and is_integer(value):
+        if value.is_cuda:
+            return
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ArgumentError(operation, name, shown(value), "a list of numbers of rows")

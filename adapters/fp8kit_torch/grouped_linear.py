@@ -9,18 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.autocast import current, traced_state
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache, layer_products, layer_spec
+from fp8kit.ops.expert_linear import expert_linear
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch.arguments import defaults, not_compiled, only, refuse, want_input
-from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
+from fp8kit_torch.arguments import defaults, not_compiled, refuse, want_input
+from fp8kit_torch.autocast import recipe_parts
+from fp8kit_torch.call import apply
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
 from fp8kit_torch.parameters import Init
+from fp8kit_torch.specs import expert_text, spec_for
 from fp8kit_torch.state import StateBinding
 
 _FORWARD = {"out": None, "dgrad_out": None}
@@ -36,6 +42,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     * ``params_dtype``: float32, bfloat16 or float16; None is torch's default. ``device``: None is the default
       device.
     * ``fuse_wgrad_accumulation``: the weights' gradients go into their ``main_grad``.
+    * ``use_grouped_tensor``: whether the numbers of rows stay on the device, and all groups are one product
+      (``forward``); None: where they come as a tensor on a GPU.
     * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
       Transformer Engine's, at their defaults only; NotImplementedError otherwise.
 
@@ -76,8 +84,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
         refuse("GroupedLinear", CONSTRUCTOR, locals())
-        only("GroupedLinear", {"use_grouped_tensor": (use_grouped_tensor or None, None)})
         super().__init__()
+        self.sizes_on_device = use_grouped_tensor
         self.take_further(SimpleNamespace(**locals()))
         self.num_gemms = num_gemms = int(num_gemms)
         self.in_features, self.out_features = in_features, out_features = int(in_features), int(out_features)
@@ -107,7 +115,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def forward(
         self,
         inp: Tensor,
-        m_splits: Sequence[int],
+        m_splits: Sequence[int] | Tensor,
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
@@ -116,6 +124,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         ``is_first_microbatch``: None casts the weights at each call; True casts and keeps them, False takes
         them. ``out``, ``dgrad_out``: None only.
 
+        ``m_splits`` may be an integer tensor. One on a GPU is not looked at (``use_grouped_tensor``), so that
+        nothing waits and a CUDA graph can hold the call: the groups are multiplied by one kernel that reads
+        the sizes; rows behind the last group's give 0. Recipes are then those whose scales follow from the
+        data (per tensor, the weights each by itself, the input as a whole; per row; by blocks of 128), and
+        weights are cast at each call. Other tensors are read on the host.
+
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.
         """
@@ -123,6 +137,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
+        if isinstance(m_splits, Tensor) and (
+            m_splits.is_cuda if self.sizes_on_device is None else self.sizes_on_device
+        ):
+            return self._on_device(x, m_splits, is_first_microbatch)
         splits, rows = [int(count) for count in m_splits], x.numel() // self.in_features
         if len(splits) != self.num_gemms or min(splits) < 0 or sum(splits) != rows:
             wanted = f"{self.num_gemms} numbers of rows that sum to {rows}"
@@ -137,6 +155,45 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._splits = splits
         y = self.run(inputs, is_first_microbatch, mode, rows=tuple(splits))["y"]
         return (y, biases) if self.return_bias else y
+
+    def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
+        """``forward`` with sizes that are not looked at."""
+        if not is_integer(sizes) or sizes.shape != (self.num_gemms,):
+            raise ShapeError(
+                "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
+            )
+        asked = {
+            "is_first_microbatch": is_first_microbatch is not None,
+            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
+            "delay_wgrad_compute": self.delay_wgrad_compute,
+            "quantized_model_init": self._held is not None,
+        }
+        for name in (name for name, value in asked.items() if value):
+            wanted = "it off, where m_splits stay on the device"
+            raise UnsupportedError("GroupedLinear", name, "on", wanted)
+        weights, biases = (
+            [getattr(self, f"{name}{i}") for i in range(self.num_gemms)] if there else None
+            for name, there in (("weight", True), ("bias", self.use_bias))
+        )
+        inputs = {"x": x, "group_sizes": sizes.to(x.device, torch.int32), "weight": torch.stack(weights)}
+        if biases is not None and not self.return_bias:
+            inputs["bias"] = torch.stack(biases)
+        y = apply(expert_linear, self._device_spec(), self.autocast_inputs(inputs))["y"]
+        return (y, biases) if self.return_bias else y
+
+    def _device_spec(self) -> Any:
+        """The spec of ``_on_device`` under the autocast in force; within ``torch.compile`` its text."""
+        fields = self.num_gemms, self.in_features, self.out_features, "oi"
+        state = traced_state() if torch.compiler.is_compiling() else current()
+        if state is not None and state.calibrating and not state.enabled:
+            raise UnsupportedError("GroupedLinear", "calibrating", True, "m_splits on the host")
+        if state is None or not state.enabled:
+            return spec_for("ExpertLinearSpec", *fields)
+        layer = self.layer_name, self.name or ""
+        if torch.compiler.is_compiling():
+            return expert_text(fields, recipe_parts(state.recipe), layer)
+        own = state.recipe.for_layer(*layer)
+        return spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization)
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         try:

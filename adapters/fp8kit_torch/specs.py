@@ -53,6 +53,14 @@ def attention_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], name: str, 
 
 
 @constant_result
+def expert_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], layer: tuple[str, str]) -> str:
+    """The text of an ``ExpertLinearSpec`` of these first fields under a recipe, by its parts, for a ``layer``
+    of that class and name."""
+    own = layer_recipe(recipe, layer)
+    return encode(spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization))
+
+
+@constant_result
 def attention_draws(recipe: tuple[Any, ...], name: str) -> bool:
     """Whether that draws random numbers besides dropout's."""
     how = recipe_of(recipe).attention_for(name)

@@ -52,6 +52,7 @@ from fp8kit.backends.protocol.embedding import Embeddings
 from fp8kit.backends.protocol.encoded_adam import EncodedAdams
 from fp8kit.backends.protocol.fp8_attention import Fp8Attentions
 from fp8kit.backends.protocol.gemm import Layout, Products
+from fp8kit.backends.protocol.grouped import GroupedLayout, GroupedProducts
 from fp8kit.backends.protocol.kv_cache import Caches
 from fp8kit.backends.protocol.lines import Lines
 from fp8kit.backends.protocol.model_gemm import ModelledProducts
@@ -79,6 +80,7 @@ __all__ = [
     "AttentionExtras",
     "AttentionSpec",
     "Cast",
+    "GroupedLayout",
     "KernelSpec",
     "Kernels",
     "Layout",
@@ -101,6 +103,7 @@ class Kernels(
     BlockCasts,
     Products,
     ModelledProducts,
+    GroupedProducts,
     Norms,
     Activations,
     LearnedActivations,

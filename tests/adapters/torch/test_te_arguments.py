@@ -80,11 +80,6 @@ def test_what_they_may_be_is_checked(argument, wrong):
         ft.Linear(32, 16, device="cpu", **{argument: wrong})
 
 
-def test_grouped_tensors_are_refused():
-    with pytest.raises(NotImplementedError, match="use_grouped_tensor"):
-        ft.GroupedLinear(2, 32, 16, device="cpu", use_grouped_tensor=True)
-
-
 # --- delayed gradients --------------------------------------------------------------------------------------
 
 

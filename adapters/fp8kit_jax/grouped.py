@@ -1,0 +1,92 @@
+"""``grouped_dense``: groups of rows, each times a kernel of its own, the groups' sizes on the device; and the
+same in the shape of ``jax.lax.ragged_dot``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8kit.arguments import shown
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError
+from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
+from fp8kit_jax.arguments import as_array, as_rows, want_alike
+from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
+from fp8kit_jax.rules import apply
+
+_LAYOUTS = {((1,), (1,)): "io", ((1,), (2,)): "oi"}
+
+
+def grouped_dense(
+    x: Any,
+    kernel: Any,
+    group_sizes: Any,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    bias: Any = None,
+    precision: Any = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    quantizer_set: QuantizerSet | None = None,
+    kernel_fsdp_info: tuple[str | None, int] = (None, -1),
+) -> Any:
+    """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
+    0.
+
+    * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or, with ``contracting_dims`` ((1,),
+      (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16, the same for all.
+    * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
+      count.
+    * ``preferred_element_type``: y's dtype, which is rounded from x's; None is x's.
+    * ``quantizer_set``: how to quantise; None is as the autocast in force says. Recipes whose scales follow
+      from the data: per tensor (each kernel has its own), per row, by blocks of 128.
+    * ``precision``, ``group_offset``, ``kernel_fsdp_info``: at their defaults only.
+
+    Sums are in float32. Differentiable in x, kernel and bias. Returns h (M, N). Raises ShapeError,
+    FormatError, and UnsupportedError when it is traced.
+    """
+    op = "grouped_dense"
+    x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
+    if precision not in (None, jax.lax.Precision.DEFAULT):
+        raise UnsupportedError(op, "precision", shown(precision), "DEFAULT: sums are in float32")
+    if group_offset is not None or kernel_fsdp_info != (None, -1):
+        raise UnsupportedError(op, "group_offset, kernel_fsdp_info", "others", "None and (None, -1)")
+    try:
+        layout = _LAYOUTS[tuple(tuple(dims) for dims in contracting_dims)]  # type: ignore[index]
+    except (KeyError, TypeError):
+        wanted = " or ".join(map(str, _LAYOUTS))
+        raise ShapeError(op, "contracting_dims", shown(contracting_dims), wanted) from None
+    if kernel.ndim != 3 or x.ndim != 2:
+        got = f"{x.shape} and {kernel.shape}"
+        raise ShapeError(op, "x and kernel", got, "(rows, in) and (experts, in, out)")
+    want_alike(op, x, kernel=kernel, bias=bias)
+    sizes = as_array(op, "group_sizes", group_sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise FormatError(op, "group_sizes", sizes.dtype.name, "integers")
+    experts, *sides = kernel.shape
+    n = sides[1] if layout == "io" else sides[0]
+    fp8 = fp8_of(resolve(op, quantizer_set))
+    inputs = {"x": x, "group_sizes": sizes.astype(jnp.int32), "weight": kernel, "bias": bias}
+    y = apply(expert_linear, ExpertLinearSpec(experts, x.shape[1], n, layout, fp8), inputs)["y"]
+    return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+def ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+) -> Any:
+    """``grouped_dense`` with the arguments of ``jax.lax.ragged_dot``: lhs h (M, K), rhs h (E, K, N),
+    group_sizes (E,). The autocast in force says how both are quantised."""
+    return grouped_dense(
+        lhs,
+        rhs,
+        group_sizes,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        group_offset=group_offset,
+    )

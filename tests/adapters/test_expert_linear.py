@@ -1,0 +1,232 @@
+"""Grouped products with sizes on the device, in three frontends: against float64 products of what the casts
+give, groups without rows, rows of no group, gradients."""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import fp8kit_torch as ft
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import fp8kit as fk
+from fp8kit import codec
+from fp8kit.autograd import apply
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError
+from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
+from fp8kit.quantization import Quantization, Quantizer
+from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.testing import assert_same_bits
+from fp8kit.testing.compare import assert_close, sum_slack
+
+E, K, N, M = 4, 136, 24, 40
+SIZES = np.array([7, 0, 20, 6], np.int32)  # seven rows of no group
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((M, K)).astype(np.float32)
+W = RNG.standard_normal((E, N, K)).astype(np.float32) * np.exp2(np.arange(E, dtype=np.float32))[:, None, None]
+B = RNG.standard_normal((E, N)).astype(np.float32)
+G = RNG.standard_normal((M, N)).astype(np.float32)
+ROW = DataRecipe(Quantization.of(*(Quantizer(fmt, "row") for fmt in (fk.E4M3, fk.E4M3, fk.E5M2))), "rows")
+RECIPES = {"plain": None, "current": Float8CurrentScaling(), "row": ROW, "block": Float8BlockScaling()}
+GROUPS = [slice(a, a + n) for a, n in zip(np.cumsum(SIZES) - SIZES, SIZES, strict=True)]
+
+
+def cast(x, rule, axis):
+    """The values that a matrix has once it is cast along the contraction ``axis``: the rule, tile by tile."""
+    if rule is None:
+        return x.astype(np.float64)
+    height, width = rule.tile
+    tile = (height or x.shape[0], width or x.shape[1])
+    if height and not width:
+        tile = (1, x.shape[1]) if axis else (x.shape[0], 1)
+    elif axis == 0:
+        tile = tile[::-1] if height else tile
+    out = np.zeros(x.shape)
+    for i in range(0, x.shape[0], tile[0]):
+        for j in range(0, x.shape[1], tile[1]):
+            part = x[i : i + tile[0], j : j + tile[1]]
+            amax = max(np.abs(part).max(initial=0), np.float32(rule.epsilon))
+            scale = np.float32(rule.format.max) / amax if amax > 0 else np.float32(1)
+            if rule.power_2:
+                scale = np.exp2(np.floor(np.log2(scale))).astype(np.float32)
+            codes = codec.encode(part * scale, rule.format)
+            inverse = np.float32(1) / scale
+            out[i : i + tile[0], j : j + tile[1]] = codec.decode(codes, rule.format) * np.float64(inverse)
+    return out
+
+
+def expected(recipe):
+    """name -> (value, what rounding may make of it) in float64."""
+    rules = dict.fromkeys(("fprop", "dgrad", "wgrad"), (None, None))
+    if recipe is not None:
+        rules = {name: (gemm.a, gemm.b) for name, gemm in recipe.quantization.gemms.items()}
+    found = {name: (np.zeros(s), np.zeros(s)) for name, s in (("y", (M, N)), ("x", (M, K)))}
+    found |= {name: (np.zeros(s), np.zeros(s)) for name, s in (("weight", W.shape), ("bias", B.shape))}
+
+    def put(name, at, a, b, more=0.0):
+        value, slack = found[name]
+        size = np.abs(a) @ np.abs(b)
+        value[at], slack[at] = a @ b + more, sum_slack(size + np.abs(more), a.shape[1] + 1) + 2.0**-21 * size
+
+    x, g = cast(X, rules["fprop"][0], 1), cast(G, rules["dgrad"][0], 1)
+    gt, xt = cast(G, rules["wgrad"][0], 0), cast(X, rules["wgrad"][1], 0)
+    for e, rows in enumerate(GROUPS):
+        put("y", rows, x[rows], cast(W[e], rules["fprop"][1], 1).T, B[e])
+        put("x", rows, g[rows], cast(W[e], rules["dgrad"][1], 0))
+        put("weight", e, gt[rows].T, xt[rows])
+        put("bias", e, np.ones((1, rows.stop - rows.start)), G[rows].astype(np.float64))
+    return found
+
+
+def native(recipe, layout="oi"):
+    weight = W if layout == "oi" else np.ascontiguousarray(W.transpose(0, 2, 1))
+    fp8 = None if recipe is None else recipe.quantization
+    given = {"x": X, "weight": weight, "bias": B}
+    leaves = {name: fk.tensor(value, requires_grad=True, device="cpu") for name, value in given.items()}
+    spec = ExpertLinearSpec(E, K, N, layout, fp8)
+    y = apply(expert_linear, spec, leaves | {"group_sizes": fk.tensor(SIZES, device="cpu")})["y"]
+    y.backward(G)
+    made = {"y": y.numpy()} | {name: leaf.grad.numpy() for name, leaf in leaves.items()}
+    if layout == "io":
+        made["weight"] = made["weight"].transpose(0, 2, 1)
+    return made
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_of_what_the_casts_give(recipe):
+    made = native(RECIPES[recipe])
+    for name, (value, slack) in expected(RECIPES[recipe]).items():
+        assert_close(name, made[name], value, "float32", slack)
+    for name, other in native(RECIPES[recipe], "io").items():
+        value, slack = expected(RECIPES[recipe])[name]
+        assert_close(f"io: {name}", other, value, "float32", slack)
+    rest = slice(SIZES.sum(), None)
+    assert not made["y"][rest].any()
+    assert not made["x"][rest].any()
+    assert not made["weight"][1].any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+def test_torch_modules_with_sizes_on_the_device(recipe, compiled):
+    layer = ft.GroupedLinear(E, K, N, device="cpu", use_grouped_tensor=True)
+    with torch.no_grad():
+        for e in range(E):
+            getattr(layer, f"weight{e}").copy_(torch.from_numpy(W[e]))
+            getattr(layer, f"bias{e}").copy_(torch.from_numpy(B[e]))
+    x, sizes = torch.from_numpy(X.copy()).requires_grad_(), torch.from_numpy(SIZES).long()
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    with ft.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+        y = call(x, sizes)
+    y.backward(torch.from_numpy(G))
+    made = {"y": y.detach().numpy(), "x": x.grad.numpy()}
+    for name in ("weight", "bias"):
+        made[name] = torch.stack([getattr(layer, f"{name}{e}").grad for e in range(E)]).numpy()
+    for name, want in native(RECIPES[recipe]).items():
+        assert_same_bits(name, made[name], want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_grouped_dense_in_jax(recipe):
+    kernel = np.ascontiguousarray(W.transpose(0, 2, 1))
+
+    @jax.jit
+    def step(x, kernel, bias, sizes, g):
+        with fj.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+            y, pull = jax.vjp(
+                lambda *own: fj.grouped_dense(own[0], own[1], sizes, bias=own[2]), x, kernel, bias
+            )
+        return y, *pull(g)
+
+    made = dict(zip(("y", "x", "weight", "bias"), map(np.asarray, step(X, kernel, B, SIZES, G)), strict=True))
+    made["weight"] = made["weight"].transpose(0, 2, 1)
+    for name, want in native(RECIPES[recipe], "io").items():
+        assert_same_bits(name, made[name], want)
+
+
+def test_the_shape_of_ragged_dot():
+    """As ``jax.lax.ragged_dot`` in float32; kernels (E, N, K) too, and another dtype of the result."""
+    kernel, sizes = jnp.asarray(W.transpose(0, 2, 1)), jnp.asarray(SIZES)
+    own = fj.ragged_dot(X, kernel, sizes)
+    want = jax.lax.ragged_dot(X, kernel, sizes, precision="highest")
+    filled = slice(0, int(SIZES.sum()))
+    slack = sum_slack(np.abs(X) @ np.abs(W).max(0).T, K)
+    assert_close(
+        "y", np.asarray(own)[filled], np.asarray(want, np.float64)[filled], "float32", 2 * slack[filled]
+    )
+    swapped = fj.grouped_dense(X, W, sizes, ((1,), (2,)), preferred_element_type=jnp.bfloat16)
+    assert swapped.dtype == jnp.bfloat16
+    assert_same_bits("bfloat16", np.asarray(swapped), np.asarray(own).astype(ml_dtypes.bfloat16))
+
+
+def test_slots_for_decoding():
+    """Groups in slots of ten rows: those beyond a group's size are 0."""
+    sizes = np.array([3, 0, 10, 7], np.int32)
+    inputs = {"x": X, "weight": W, "group_sizes": sizes}
+    leaves = {name: fk.tensor(value, device="cpu") for name, value in inputs.items()}
+    y = apply(expert_linear, ExpertLinearSpec(E, K, N, slots=10), leaves)["y"].numpy()
+    for e, size in enumerate(sizes):
+        rows = slice(10 * e, 10 * e + size)
+        size_of = np.abs(X[rows]).astype(np.float64) @ np.abs(W[e]).T
+        assert_close("y", y[rows], X[rows].astype(np.float64) @ W[e].T, "float32", sum_slack(size_of, K))
+        assert not y[10 * e + size : 10 * e + 10].any()
+
+
+def test_no_rows_and_refusals():
+    sizes = jnp.zeros(E, jnp.int32)
+    kernel = jnp.asarray(W.transpose(0, 2, 1))
+    y, pull = jax.vjp(lambda x, w: fj.grouped_dense(x, w, sizes), jnp.zeros((0, K)), kernel)
+    assert y.shape == (0, N)
+    assert not pull(y)[1].any()
+    with pytest.raises(ShapeError, match="x and kernel"):
+        fj.grouped_dense(X, kernel[0], sizes)
+    with pytest.raises(ShapeError, match="group_sizes"):
+        fj.grouped_dense(X, kernel, sizes[1:])
+    with pytest.raises(FormatError, match="group_sizes"):
+        fj.grouped_dense(X, kernel, sizes.astype(jnp.float32))
+    with pytest.raises(ShapeError, match="contracting_dims"):
+        fj.grouped_dense(X, kernel, sizes, ((0,), (1,)))
+    with pytest.raises(UnsupportedError, match="group_offset"):
+        fj.grouped_dense(X, kernel, sizes, group_offset=jnp.zeros(1))
+    layer = ft.GroupedLinear(2, K, N, device="cpu", use_grouped_tensor=True)
+    x = torch.zeros(4, K)
+    with pytest.raises(ShapeError, match="m_splits"):
+        layer(x, torch.tensor([4]))
+    with pytest.raises(UnsupportedError, match="delayed scaling"), ft.autocast(recipe=DelayedScaling()):
+        layer(x, torch.tensor([4, 0]))
+    with pytest.raises(UnsupportedError, match="is_first_microbatch"):
+        layer(x, torch.tensor([4, 0]), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gpu_agrees_and_a_graph_holds_it(recipe):
+    """The kernel on a GPU within the bounds of float64; captured once, it follows other sizes."""
+    layer = ft.GroupedLinear(E, K, N, device="cuda")
+    with torch.no_grad():
+        for e in range(E):
+            getattr(layer, f"weight{e}").copy_(torch.from_numpy(W[e]))
+            getattr(layer, f"bias{e}").copy_(torch.from_numpy(B[e]))
+    x, sizes = torch.from_numpy(X).cuda().requires_grad_(), torch.from_numpy(SIZES).cuda()
+    with ft.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+        y = layer(x, sizes)
+        y.backward(torch.from_numpy(G).cuda())
+        want = expected(RECIPES[recipe])
+        made = {"y": y, "x": x.grad}
+        for name in ("weight", "bias"):
+            made[name] = torch.stack([getattr(layer, f"{name}{e}").grad for e in range(E)])
+        for name, (value, slack) in want.items():
+            assert_close(name, made[name].detach().cpu().numpy(), value, "float32", 2 * slack)
+        with torch.no_grad():
+            graph, fixed, static = torch.cuda.CUDAGraph(), sizes.clone(), x.detach().clone()
+            layer(static, fixed)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                out = layer(static, fixed)
+            fixed.copy_(sizes.flip(0))
+            graph.replay()
+            again = layer(static, fixed)
+    assert_same_bits("replayed", out.cpu().numpy(), again.cpu().numpy())
